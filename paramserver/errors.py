@@ -1,0 +1,78 @@
+"""Every error that this package raises on purpose.
+
+::
+
+    ParamserverError
+    ├── UnsupportedConfiguration      exit 2: what the user gave is wrong
+    │   ├── TaskError                 the task cannot be loaded, or breaks the contract of a task
+    │   └── CheckpointError           a checkpoint is missing, incomplete, damaged or of something else
+    ├── TrainingError                 exit 1: the run failed
+    │   ├── SourceError               a source of samples raised
+    │   ├── PeerLost                  another process of the run is gone or silent
+    │   └── DeadlineExceeded          a wait reached its limit
+    ├── Interrupted                   exit 3: a signal ended the run, after its checkpoint was written
+    └── BufferError
+        ├── BufferTimeout             a put or get reached its limit
+        ├── BufferExhausted           finished and empty: no more samples will come
+        └── BufferClosed              closed while somebody waited, or before
+
+A message names the thing, its value, the rule that it breaks and the cure. Each class takes one string, so that an
+error can cross a process boundary as ``(class name, message)``.
+"""
+
+
+class ParamserverError(Exception):
+    """Root of the tree. ``exit_code`` is what the command line returns for it."""
+
+    exit_code = 1
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+
+
+class UnsupportedConfiguration(ParamserverError):  # noqa: N818 - the name users of Melissa know
+    exit_code = 2
+
+
+class TaskError(UnsupportedConfiguration):
+    pass
+
+
+class CheckpointError(UnsupportedConfiguration):
+    pass
+
+
+class TrainingError(ParamserverError):
+    pass
+
+
+class SourceError(TrainingError):
+    pass
+
+
+class PeerLost(TrainingError):  # noqa: N818
+    pass
+
+
+class DeadlineExceeded(TrainingError):  # noqa: N818
+    pass
+
+
+class Interrupted(ParamserverError):  # noqa: N818
+    exit_code = 3
+
+
+class BufferError(ParamserverError):  # noqa: A001 - paramserver.errors.BufferError; the builtin is about memoryviews
+    pass
+
+
+class BufferTimeout(BufferError, TimeoutError):  # noqa: N818
+    pass
+
+
+class BufferExhausted(BufferError):  # noqa: N818
+    pass
+
+
+class BufferClosed(BufferError):  # noqa: N818
+    pass
