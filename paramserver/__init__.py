@@ -1,0 +1,43 @@
+"""A parameter-server trainer on torch.distributed.rpc. Names load on first use, so that importing costs nothing."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from paramserver.version import __version__
+
+if TYPE_CHECKING:
+    from paramserver.errors import TrainingError, UnsupportedConfiguration
+    from paramserver.launch import Result, run
+    from paramserver.roles import rank_zero_only
+    from paramserver.server import ParameterServer
+    from paramserver.sources.base import Partition
+    from paramserver.task import Task
+
+_HOMES = {
+    "ParameterServer": "server",
+    "Partition": "sources.base",
+    "Result": "launch",
+    "Task": "task",
+    "TrainingError": "errors",
+    "UnsupportedConfiguration": "errors",
+    "rank_zero_only": "roles",
+    "run": "launch",
+}
+
+__all__ = [
+    "ParameterServer",
+    "Partition",
+    "Result",
+    "Task",
+    "TrainingError",
+    "UnsupportedConfiguration",
+    "__version__",
+    "rank_zero_only",
+    "run",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

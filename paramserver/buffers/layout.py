@@ -1,0 +1,189 @@
+"""The shape of a sample: which leaves it has, and how batches and samples are rebuilt from one tensor per leaf.
+
+``Layout.stack`` gives what ``torch.utils.data.default_collate`` gives (a tuple becomes a list), ``Layout.rebuild`` the
+samples as they were put.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from paramserver.buffers.codec import is_namedtuple, refuse_grad
+
+_INT64 = range(-(2**63), 2**63)
+
+
+class Layout(ABC):
+    """A leaf, or a nest of layouts."""
+
+    @abstractmethod
+    def flatten(self, sample: Any, leaves: list[Any]) -> bool:
+        """Append the leaves of ``sample``; False where it has another layout."""
+
+    @abstractmethod
+    def leaves(self) -> list[Leaf]: ...
+
+    @abstractmethod
+    def stack(self, columns: Iterator[Tensor]) -> Any: ...
+
+    @abstractmethod
+    def rebuild(self, columns: Iterator[Tensor], size: int) -> list[Any]: ...
+
+
+class Leaf(Layout):
+    """One tensor per sample, of fixed ``dtype`` and ``shape``."""
+
+    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...] = ()) -> None:
+        self.dtype = dtype
+        self.shape = shape
+
+    @property
+    def row_bytes(self) -> int:
+        return self.dtype.itemsize * int(np.prod(self.shape, dtype=np.int64))
+
+    @abstractmethod
+    def fits(self, value: Any) -> bool: ...
+
+    def flatten(self, sample: Any, leaves: list[Any]) -> bool:
+        leaves.append(sample)
+        return self.fits(sample)
+
+    def leaves(self) -> list[Leaf]:
+        return [self]
+
+    def stack(self, columns: Iterator[Tensor]) -> Any:
+        return next(columns)
+
+
+class TensorLeaf(Leaf):
+    def fits(self, value: Any) -> bool:
+        return type(value) is Tensor and value.dtype == self.dtype and value.shape == self.shape and _has_rows(value)
+
+    def rebuild(self, columns: Iterator[Tensor], size: int) -> list[Any]:
+        return list(next(columns).unbind(0))
+
+
+class ArrayLeaf(Leaf):
+    def __init__(self, array: npt.NDArray[Any], dtype: torch.dtype) -> None:
+        super().__init__(dtype, array.shape)
+        self.numpy_dtype = array.dtype
+
+    def fits(self, value: Any) -> bool:
+        return type(value) in _ARRAYS and value.dtype == self.numpy_dtype and value.shape == self.shape
+
+    def rebuild(self, columns: Iterator[Tensor], size: int) -> list[Any]:
+        rows = next(columns).numpy()
+        return [rows[i, ...] for i in range(size)]
+
+
+class ScalarLeaf(Leaf):
+    def __init__(self, scalar: np.generic, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        self.numpy_dtype = scalar.dtype
+
+    def fits(self, value: Any) -> bool:
+        return isinstance(value, np.generic) and value.dtype == self.numpy_dtype
+
+    def rebuild(self, columns: Iterator[Tensor], size: int) -> list[Any]:
+        return list(next(columns).numpy())
+
+
+class NumberLeaf(Leaf):
+    def __init__(self, number: bool | int | float) -> None:
+        super().__init__(_NUMBERS[type(number)])
+        self.type = type(number)
+
+    def fits(self, value: Any) -> bool:
+        return type(value) is self.type and (self.type is not int or value in _INT64)
+
+    def rebuild(self, columns: Iterator[Tensor], size: int) -> list[Any]:
+        return next(columns).tolist()
+
+
+class Nest(Layout):
+    """A tuple, named tuple, list or dict of layouts; ``names`` are a dict's keys in order."""
+
+    def __init__(self, kind: type[Any], names: tuple[Any, ...] | None, children: Sequence[Layout]) -> None:
+        self.kind = kind
+        self.names = names
+        self.children = children
+
+    def flatten(self, sample: Any, leaves: list[Any]) -> bool:
+        if type(sample) is not self.kind or len(sample) != len(self.children):
+            return False
+        values: Iterable[Any] = sample
+        if self.names is not None:
+            if not all(name in sample for name in self.names):
+                return False
+            values = [sample[name] for name in self.names]
+        return all(child.flatten(value, leaves) for child, value in zip(self.children, values, strict=True))
+
+    def leaves(self) -> list[Leaf]:
+        return [leaf for child in self.children for leaf in child.leaves()]
+
+    def stack(self, columns: Iterator[Tensor]) -> Any:
+        values = [child.stack(columns) for child in self.children]
+        return values if self.kind is tuple else self._pack(values)
+
+    def rebuild(self, columns: Iterator[Tensor], size: int) -> list[Any]:
+        values = [child.rebuild(columns, size) for child in self.children]
+        rows = zip(*values, strict=True) if values else [()] * size
+        return [self._pack(row) for row in rows]
+
+    def _pack(self, values: Sequence[Any]) -> Any:
+        if self.names is not None:
+            return dict(zip(self.names, values, strict=True))
+        return self.kind(*values) if is_namedtuple(self.kind) else self.kind(values)
+
+
+def layout_of(sample: Any) -> Layout | None:
+    """Return the layout that samples like this one can be stacked in; None where torch cannot stack them."""
+    kind = type(sample)
+    if kind in (tuple, list) or is_namedtuple(kind):
+        return _nest(kind, None, sample)
+    if kind is dict:
+        return _nest(dict, tuple(sample), sample.values())
+    if kind is Tensor:
+        return TensorLeaf(sample.dtype, tuple(sample.shape)) if _has_rows(sample) else None
+    if kind in _NUMBERS:
+        return NumberLeaf(sample) if kind is not int or sample in _INT64 else None
+    return _numpy_leaf(sample)
+
+
+def _nest(kind: type[Any], names: tuple[Any, ...] | None, values: Any) -> Nest | None:
+    children = [layout_of(value) for value in values]
+    stackable = [child for child in children if child is not None]
+    return Nest(kind, names, stackable) if len(stackable) == len(children) else None
+
+
+def _numpy_leaf(value: Any) -> Leaf | None:
+    try:
+        if type(value) in _ARRAYS:
+            return ArrayLeaf(value, torch.from_numpy(np.empty(0, value.dtype)).dtype)
+        if isinstance(value, np.generic) and value.dtype.kind in "biufc":
+            return ScalarLeaf(value, torch.as_tensor([value]).dtype)  # as default_collate does
+    except (TypeError, ValueError):
+        return None  # a dtype or byte order that torch does not have
+    return None
+
+
+def _has_rows(tensor: Tensor) -> bool:
+    """Whether a strided column on the CPU can hold it. A complex32 column would warn at each allocation."""
+    refuse_grad(tensor)
+    return (
+        tensor.device.type == "cpu"
+        and tensor.layout == torch.strided
+        and tensor.dtype != torch.complex32
+        and not (tensor.is_quantized or tensor.is_nested)
+    )
+
+
+_ARRAYS = (np.ndarray, np.memmap)
+_NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}

@@ -1,0 +1,167 @@
+"""How samples are kept: one tensor per leaf where all are alike, the objects themselves otherwise."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from paramserver.buffers.codec import decode, encode, size_of
+from paramserver.buffers.layout import Layout, Leaf, TensorLeaf, layout_of
+from paramserver.buffers.order import Slots
+
+Gathered: TypeAlias = tuple[Any | None, Callable[[], list[Any]]]
+
+
+class Storage(ABC):
+    """Samples by slot. A sample is first prepared, which may wait for room, and then written."""
+
+    @abstractmethod
+    def prepare(self, sample: Any) -> tuple[Any, int] | None:
+        """Return what ``write`` takes, and its bytes; None where the sample cannot be kept here."""
+
+    @abstractmethod
+    def write(self, slot: int, prepared: Any, size: int) -> None: ...
+
+    @abstractmethod
+    def gather(self, slots: Slots) -> Gathered:
+        """Return the stacked batch, or None, and a function that gives the samples; both keep their own memory."""
+
+    @abstractmethod
+    def bytes_of(self, slots: Slots) -> int: ...
+
+    @abstractmethod
+    def forget(self, slots: Slots) -> None: ...
+
+    @abstractmethod
+    def state(self, slots: Slots) -> dict[str, Any]: ...
+
+
+class Column:
+    """The values of one leaf, a row per slot.
+
+    numpy allocates: no page is touched before it is used, and large arrays ask for huge pages, which random rows need.
+    """
+
+    def __init__(self, leaf: Leaf, rows: int) -> None:
+        with torch.inference_mode(False):  # the first producer's mode must not mark the column
+            memory = torch.from_numpy(np.empty((rows, leaf.row_bytes), np.uint8))
+            flat = memory.view(leaf.dtype) if leaf.row_bytes else torch.empty((rows, 0), dtype=leaf.dtype, device="cpu")
+            self.rows = flat.view(rows, *leaf.shape)
+        self._array: npt.NDArray[Any] | None = None if isinstance(leaf, TensorLeaf) else self.rows.numpy()
+
+    def write(self, slot: int, value: Any) -> None:
+        if self._array is None:
+            self.rows[slot].copy_(value)
+        else:
+            self._array[slot] = value
+
+
+class ColumnStorage(Storage):
+    """A preallocated tensor (rows, *shape) per leaf; a batch is one gather per leaf."""
+
+    def __init__(self, layout: Layout, rows: int) -> None:
+        self.layout = layout
+        leaves = layout.leaves()
+        self.row_bytes = sum(leaf.row_bytes for leaf in leaves)
+        try:
+            self._columns = [Column(leaf, rows) for leaf in leaves]
+        except MemoryError as error:
+            raise ValueError(
+                f"capacity ({rows}) must fit into memory, {rows} samples of {self.row_bytes} bytes do not; "
+                "lower capacity or set max_bytes"
+            ) from error
+
+    def prepare(self, sample: Any) -> tuple[list[Any], int] | None:
+        leaves: list[Any] = []
+        return (leaves, self.row_bytes) if self.layout.flatten(sample, leaves) else None
+
+    def write(self, slot: int, prepared: list[Any], size: int) -> None:
+        for column, value in zip(self._columns, prepared, strict=True):
+            column.write(slot, value)
+
+    def gather(self, slots: Slots) -> Gathered:
+        columns = self._rows(slots)
+        return self.layout.stack(iter(columns)), partial(_rebuild, self.layout, columns, len(slots))
+
+    def bytes_of(self, slots: Slots) -> int:
+        return self.row_bytes * len(slots)
+
+    def forget(self, slots: Slots) -> None:
+        """Nothing to let go: rows are reused."""
+
+    def state(self, slots: Slots) -> dict[str, Any]:
+        template = _rebuild(self.layout, self._rows(slots[:1]), 1)[0]
+        return {"template": encode(template), "columns": self._rows(slots)}
+
+    def load(self, columns: list[Tensor]) -> None:
+        for column, saved in zip(self._columns, columns, strict=True):
+            column.rows[: len(saved)].copy_(saved)
+
+    def _rows(self, slots: Slots) -> list[Tensor]:
+        index = torch.from_numpy(slots)
+        return [torch.index_select(column.rows, 0, index) for column in self._columns]
+
+
+class ObjectStorage(Storage):
+    """The objects themselves, not copied."""
+
+    def __init__(self) -> None:
+        self._samples: dict[int, Any] = {}
+        self._sizes: dict[int, int] = {}
+
+    def prepare(self, sample: Any) -> tuple[Any, int]:
+        return sample, size_of(sample)
+
+    def write(self, slot: int, prepared: Any, size: int) -> None:
+        self._samples[slot] = prepared
+        self._sizes[slot] = size
+
+    def gather(self, slots: Slots) -> Gathered:
+        return None, partial(list, [self._samples[slot] for slot in slots.tolist()])
+
+    def bytes_of(self, slots: Slots) -> int:
+        return sum(self._sizes[slot] for slot in slots.tolist())
+
+    def forget(self, slots: Slots) -> None:
+        for slot in slots.tolist():
+            del self._samples[slot], self._sizes[slot]
+
+    def state(self, slots: Slots) -> dict[str, Any]:
+        return {"objects": [encode(self._samples[slot]) for slot in slots.tolist()]}
+
+
+def storage_for(sample: Any, capacity: int, max_bytes: int | None) -> Storage:
+    """Make the storage that suits a first sample."""
+    layout = layout_of(sample)
+    return ObjectStorage() if layout is None else ColumnStorage(layout, _rows(layout, capacity, max_bytes))
+
+
+def storage_from_state(state: dict[str, Any], capacity: int, max_bytes: int | None) -> Storage:
+    """Rebuild the storage that a state was taken of, its samples in slots 0, 1, ..."""
+    if "objects" in state:
+        objects = ObjectStorage()
+        for slot, tree in enumerate(state["objects"]):
+            objects.write(slot, *objects.prepare(decode(tree)))
+        return objects
+    layout = layout_of(decode(state["template"]))
+    assert layout is not None, "a template is a sample that was stacked before"
+    columns = ColumnStorage(layout, max(_rows(layout, capacity, max_bytes), len(state["columns"][0])))
+    columns.load(state["columns"])
+    return columns
+
+
+def _rows(layout: Layout, capacity: int, max_bytes: int | None) -> int:
+    """Rows to allocate: no more than ``max_bytes`` admits."""
+    row_bytes = sum(leaf.row_bytes for leaf in layout.leaves())
+    return capacity if max_bytes is None else min(capacity, max_bytes // max(row_bytes, 1))
+
+
+def _rebuild(layout: Layout, columns: list[Tensor], size: int) -> list[Any]:
+    return layout.rebuild(iter(columns), size)

@@ -1,0 +1,51 @@
+"""Atomic checkpoints: what is in one, how it is written, found, checked and thrown away. Names load on first use."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paramserver.checkpoint.best import Best
+    from paramserver.checkpoint.copies import private_copy
+    from paramserver.checkpoint.manifest import FORMAT_VERSION, Manifest
+    from paramserver.checkpoint.read import Checkpoint, find_checkpoint, read_checkpoint
+    from paramserver.checkpoint.retention import clean, mark_best, retain
+    from paramserver.checkpoint.store import write_checkpoint
+    from paramserver.checkpoint.writer import CheckpointWriter, Written
+
+_HOMES = {
+    "Best": "best",
+    "private_copy": "copies",
+    "FORMAT_VERSION": "manifest",
+    "Manifest": "manifest",
+    "Checkpoint": "read",
+    "find_checkpoint": "read",
+    "read_checkpoint": "read",
+    "clean": "retention",
+    "mark_best": "retention",
+    "retain": "retention",
+    "write_checkpoint": "store",
+    "CheckpointWriter": "writer",
+    "Written": "writer",
+}
+
+__all__ = [
+    "Best",
+    "Checkpoint",
+    "CheckpointWriter",
+    "FORMAT_VERSION",
+    "Manifest",
+    "Written",
+    "clean",
+    "find_checkpoint",
+    "mark_best",
+    "private_copy",
+    "read_checkpoint",
+    "retain",
+    "write_checkpoint",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,0 +1,154 @@
+"""What a checkpoint says about itself, and whether its files are what it says."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paramserver.checkpoint.disk import json_text
+from paramserver.errors import CheckpointError
+
+__all__ = [
+    "FORMAT_VERSION",
+    "MANIFEST",
+    "FileEntry",
+    "Manifest",
+    "altered",
+    "incomplete",
+    "newer_format",
+    "read_manifest",
+]
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+_SEAL = "manifest_sha256"
+_OWN_KEYS = ("format_version", "step", "created", "files", _SEAL)
+_CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """Size and hexadecimal SHA-256 of one file."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of ``manifest.json``; ``about`` is what the writer of the checkpoint added (mode, trainers, ...)."""
+
+    step: int
+    created: str
+    files: Mapping[str, FileEntry]
+    about: Mapping[str, Any] = field(default_factory=dict)
+    format_version: int = FORMAT_VERSION
+
+    def __post_init__(self) -> None:
+        taken = sorted(set(_OWN_KEYS) & set(self.about))
+        if taken:
+            raise ValueError(f"about ({', '.join(taken)}) must not use the manifest's own keys; rename them")
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(entry.bytes for entry in self.files.values())
+
+    def text(self) -> str:
+        """Return the JSON text, sealed with a digest of itself; ``parse`` is the inverse."""
+        files = {name: {"bytes": entry.bytes, "sha256": entry.sha256} for name, entry in self.files.items()}
+        own = {"format_version": self.format_version, "step": self.step, "created": self.created}
+        content = json.loads(json_text({**own, **self.about, "files": files}))
+        return json.dumps({**content, _SEAL: _seal(content)}, indent=2) + "\n"
+
+    @classmethod
+    def parse(cls, text: str) -> "Manifest":
+        """Read ``text``.
+
+        Raises:
+            ValueError, KeyError, TypeError, AttributeError: it is not a manifest of a known format, or was altered.
+        """
+        content = json.loads(text)
+        if content.pop(_SEAL) != _seal(content):
+            raise ValueError(f"{_SEAL} is not the digest of the rest")
+        files = {
+            str(name): FileEntry(int(entry["bytes"]), str(entry["sha256"])) for name, entry in content["files"].items()
+        }
+        about = {key: value for key, value in content.items() if key not in _OWN_KEYS}
+        return cls(int(content["step"]), str(content["created"]), files, about, int(content["format_version"]))
+
+
+def _seal(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read the manifest of the checkpoint in ``folder``.
+
+    Raises:
+        CheckpointError: it is missing, unreadable, or of a newer version of this package.
+    """
+    path = folder / MANIFEST
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing, so {folder} is not a complete checkpoint") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error})") from error
+    version = newer_format(text)
+    if version is not None:
+        raise CheckpointError(
+            f"{path} was written by a newer version (format {version}; this version reads up to {FORMAT_VERSION}); "
+            "update paramserver"
+        )
+    try:
+        return Manifest.parse(text)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error})") from error
+
+
+def newer_format(text: str) -> int | None:
+    """Return the format version of a manifest's ``text`` if it is newer than ours.
+
+    A newer format may have any other shape, so only its number is looked at.
+    """
+    try:
+        version = json.loads(text)["format_version"]
+    except (ValueError, KeyError, TypeError):
+        return None  # not a manifest at all: parsing it says so
+    return version if isinstance(version, int) and version > FORMAT_VERSION else None
+
+
+def incomplete(folder: Path, manifest: Manifest) -> str | None:
+    """Say what is missing or of a wrong size in ``folder``; None if nothing. Reads no content."""
+    for name, entry in manifest.files.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{path} is missing"
+        if (size := path.stat().st_size) != entry.bytes:
+            return f"{path} has {size} bytes where its manifest says {entry.bytes}"
+    return None
+
+
+def altered(folder: Path, manifest: Manifest) -> str | None:
+    """As ``incomplete``, and the content of every file is compared with its SHA-256."""
+    problem = incomplete(folder, manifest)
+    if problem:
+        return problem
+    for name, entry in manifest.files.items():
+        try:
+            digest = _sha256(folder / name)
+        except OSError as error:
+            return f"{folder / name} cannot be read ({error})"
+        if digest != entry.sha256:
+            return f"{folder / name} is damaged: its SHA-256 is not the one in the manifest"
+    return None
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()

@@ -1,0 +1,122 @@
+"""Finding a checkpoint and reading it: nothing is handed out that is not whole."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paramserver.checkpoint.layout import LATEST, history, pointed, problem, step_of
+from paramserver.checkpoint.manifest import FileEntry, Manifest, altered, read_manifest
+from paramserver.errors import CheckpointError
+
+__all__ = ["Checkpoint", "find_checkpoint", "read_checkpoint"]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose files were all compared with their SHA-256."""
+
+    path: Path
+    manifest: Manifest
+
+    @property
+    def step(self) -> int:
+        return self.manifest.step
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What ``load`` and ``bytes`` take: the file names without ``.pt``."""
+        return tuple(name.removesuffix(".pt") for name in self.manifest.files)
+
+    def load(self, name: str) -> Any:
+        """Return the object saved as ``name``, by ``torch.load(weights_only=True)``, its tensors on the CPU.
+
+        Raises:
+            CheckpointError: there is no such object, or it is not one that ``torch.save`` wrote.
+        """
+        from paramserver.checkpoint.archive import load_archive
+
+        return load_archive(self.file(name))
+
+    def bytes(self, name: str) -> bytes:
+        """Return the content of the file saved as ``name``, as it is."""
+        return self.file(name).read_bytes()
+
+    def file(self, name: str) -> Path:
+        """Return where ``name`` is stored.
+
+        Raises:
+            CheckpointError: there is no such object.
+        """
+        files: Mapping[str, FileEntry] = self.manifest.files
+        for candidate in (name, f"{name}.pt"):
+            if candidate in files:
+                return self.path / candidate
+        raise CheckpointError(f"checkpoint {self.path} holds no {name!r} (it holds {', '.join(self.names)})")
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Check every file of the checkpoint in the folder ``path`` and open it.
+
+    Raises:
+        CheckpointError: something is missing, damaged, or of a newer version; names it and the newest good checkpoint.
+    """
+    path = Path(path)
+    try:
+        return _verified(path)
+    except CheckpointError as error:
+        good = _newest_good(path.parent, besides=path)
+        cure = f"the newest good one is {good}" if good else "no other checkpoint beside it is good"
+        raise CheckpointError(f"{error}; {cure}") from error
+
+
+def _verified(path: Path) -> Checkpoint:
+    manifest = read_manifest(path)
+    wrong = altered(path, manifest)
+    if wrong:
+        raise CheckpointError(wrong)
+    return Checkpoint(path, manifest)
+
+
+def _newest_good(folder: Path, besides: Path) -> Path | None:
+    for candidate in history(folder):
+        if candidate.name != besides.name and _is_good(candidate):
+            return candidate
+    return None
+
+
+def _is_good(path: Path) -> bool:
+    try:
+        return bool(_verified(path))
+    except CheckpointError:
+        return False
+
+
+def find_checkpoint(run: Path) -> Path:
+    """Choose the checkpoint to resume ``run`` (a folder) from: the one ``latest`` names, or the newest complete.
+
+    Looks at manifests and sizes only; ``read_checkpoint`` compares the contents.
+
+    Raises:
+        CheckpointError: there is none; says what was looked at.
+    """
+    folder = Path(run) / "checkpoints"
+    latest = pointed(folder, LATEST)
+    if latest is not None and problem(latest) is None:
+        return latest
+    complete = history(folder)
+    if complete:
+        return complete[0]
+    raise CheckpointError(
+        f"{folder} must hold a complete checkpoint ({_looked_at(folder)}); name another run, or start without --resume"
+    )
+
+
+def _looked_at(folder: Path) -> str:
+    if not folder.is_dir():
+        return "there is no such folder"
+    latest = pointed(folder, LATEST)
+    steps = sorted((path for path in folder.iterdir() if step_of(path.name) is not None), reverse=True)
+    seen = [f"{LATEST} names {latest.name}" if latest else f"no {LATEST}"]
+    seen += [str(problem(path)) for path in steps[:3]] or ["no step folder"]
+    return "looked at: " + "; ".join(seen)

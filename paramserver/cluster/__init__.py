@@ -1,0 +1,60 @@
+"""Which process am I, and what the processes that this one starts must know. Pure; nothing here imports torch."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paramserver.cluster.base import Environment, Identity, process_environ
+    from paramserver.cluster.flags import FlagEnvironment, RankFlags
+    from paramserver.cluster.listener import bind_listener
+    from paramserver.cluster.network import (
+        DEFAULT_PORT,
+        bind_interface,
+        child_environment,
+        interface_towards,
+        is_loopback,
+        loopback_interface,
+    )
+    from paramserver.cluster.resolve import resolve_identity
+    from paramserver.cluster.torchrun import HandSet, Torchrun
+
+__all__ = [
+    "DEFAULT_PORT",
+    "Environment",
+    "FlagEnvironment",
+    "HandSet",
+    "Identity",
+    "RankFlags",
+    "Torchrun",
+    "bind_interface",
+    "bind_listener",
+    "child_environment",
+    "interface_towards",
+    "is_loopback",
+    "loopback_interface",
+    "process_environ",
+    "resolve_identity",
+]
+
+_HOMES = {
+    "base": ("Environment", "Identity", "process_environ"),
+    "flags": ("FlagEnvironment", "RankFlags"),
+    "listener": ("bind_listener",),
+    "network": (
+        "DEFAULT_PORT",
+        "bind_interface",
+        "child_environment",
+        "interface_towards",
+        "is_loopback",
+        "loopback_interface",
+    ),
+    "resolve": ("resolve_identity",),
+    "torchrun": ("HandSet", "Torchrun"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

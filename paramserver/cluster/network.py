@@ -1,0 +1,102 @@
+"""Addresses, interfaces, and the variables that a started process needs."""
+
+import fcntl
+import ipaddress
+import os
+import socket
+import struct
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+
+DEFAULT_PORT = 29500
+"""Where ranks that were started apart meet unless they are told; the port of torch's own launchers."""
+
+_INTERFACE_VARIABLES = ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+
+# One arena that keeps what it got: tensors of several MB per step are then reused instead of mapped anew each time.
+_ALLOCATOR = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),
+    "MALLOC_TRIM_THRESHOLD_": str(512 * 2**20),
+    "MALLOC_TOP_PAD_": str(64 * 2**20),
+}
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach ``host``. No name is looked up; localhost counts by its name."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host.lower() in ("localhost", "localhost.localdomain", "ip6-localhost")
+
+
+def loopback_interface() -> str:
+    return "lo"
+
+
+def bind_interface(environ: MutableMapping[str, str], name: str) -> None:
+    """Make TensorPipe and gloo listen on this interface only, if called before either starts. Writes ``environ``."""
+    for variable in _INTERFACE_VARIABLES:
+        environ[variable] = name
+
+
+def child_environment(
+    environ: Mapping[str, str],
+    *,
+    local_processes: int,
+    config_folder: Path | None = None,
+    current_folder: Path | None = None,
+    cores: int | None = None,
+) -> dict[str, str]:
+    """Copy ``environ`` for a rank that this process starts. What the user set stands.
+
+    The cores are shared out evenly (OMP_NUM_THREADS), the allocator is tuned for large tensors, output is not
+    buffered, and the current folder and the config's are importable.
+
+    Args:
+        environ: of the starting process.
+        local_processes: ranks on this machine, at least 1.
+        config_folder: folder of the config file, if there is one.
+        current_folder: None = this process's.
+        cores: cores to share out; None = those that this process may use.
+    """
+    available = len(os.sched_getaffinity(0)) if cores is None else cores
+    threads = max(1, available // local_processes)
+    defaults = {**_ALLOCATOR, "OMP_NUM_THREADS": str(threads)}
+    folders = [Path.cwd() if current_folder is None else current_folder]
+    if config_folder is not None:
+        folders.append(config_folder)
+    # Without repeats; an empty entry would mean the folder that the child runs in.
+    path = [str(folder.absolute()) for folder in folders] + environ.get("PYTHONPATH", "").split(os.pathsep)
+    paths = os.pathsep.join(dict.fromkeys(entry for entry in path if entry))
+    return {**defaults, **environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": paths}
+
+
+def interface_towards(host: str) -> str | None:
+    """The interface over which this machine reaches ``host``; None where that cannot be told (torch then chooses).
+
+    A datagram socket that is connected sends nothing, but the kernel chooses its own address.
+    """
+    if is_loopback(host):
+        return loopback_interface()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))
+        except OSError:
+            return None
+        own = probe.getsockname()[0]
+        names = [name for _, name in socket.if_nameindex()]
+        return next((name for name in names if _address_of(probe, name) == own), None)
+
+
+_SIOCGIFADDR = 0x8915
+
+
+def _address_of(any_socket: socket.socket, name: str) -> str | None:
+    """The IPv4 address of an interface (netdevice(7)); None where it has none."""
+    request = struct.pack("256s", name.encode()[:15])
+    try:
+        answer = fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, request)
+    except OSError:
+        return None
+    return socket.inet_ntoa(answer[20:24])

@@ -1,0 +1,72 @@
+"""The config of a run: keys, reading, checks, and what a mode is. Pure; nothing here imports torch."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paramserver.config.checks import NOT_IN_THIS_VERSION, value_of
+    from paramserver.config.loading import config_from_mapping, load_config
+    from paramserver.config.modes import MODES, Mode
+    from paramserver.config.printing import describe_keys, differences, dump_yaml
+    from paramserver.config.schema import (
+        BestConfig,
+        BufferConfig,
+        CheckpointConfig,
+        ClusterConfig,
+        Config,
+        DdpConfig,
+        DeviceConfig,
+        LoggingConfig,
+        ServerConfig,
+        TrainingConfig,
+    )
+    from paramserver.config.table import KEYS, SECTIONS, Key, Section
+    from paramserver.config.world import Role, mode_of, num_servers_of, roles, with_world_size, world_size_of
+
+__all__ = [
+    "BestConfig",
+    "BufferConfig",
+    "CheckpointConfig",
+    "ClusterConfig",
+    "Config",
+    "DdpConfig",
+    "DeviceConfig",
+    "KEYS",
+    "Key",
+    "LoggingConfig",
+    "MODES",
+    "Mode",
+    "NOT_IN_THIS_VERSION",
+    "Role",
+    "SECTIONS",
+    "Section",
+    "ServerConfig",
+    "TrainingConfig",
+    "config_from_mapping",
+    "describe_keys",
+    "differences",
+    "dump_yaml",
+    "load_config",
+    "mode_of",
+    "num_servers_of",
+    "roles",
+    "value_of",
+    "with_world_size",
+    "world_size_of",
+]
+
+_HOMES = {
+    "checks": ("NOT_IN_THIS_VERSION", "value_of"),
+    "loading": ("config_from_mapping", "load_config"),
+    "modes": ("MODES", "Mode"),
+    "printing": ("describe_keys", "differences", "dump_yaml"),
+    "table": ("KEYS", "SECTIONS", "Key", "Section"),
+    "world": ("Role", "mode_of", "num_servers_of", "roles", "with_world_size", "world_size_of"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = next((module for module, names in _HOMES.items() if name in names), "schema")
+    return getattr(import_module(f"{__name__}.{home}"), name)

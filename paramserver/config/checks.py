@@ -1,0 +1,142 @@
+"""What no single key can tell: values of later versions, and relations between keys. Two tables."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from paramserver.config.rules import at, show
+from paramserver.config.schema import Config, ServerConfig
+from paramserver.errors import UnsupportedConfiguration
+
+# Key -> the values that this version can do. All others are parsed and checked like the rest, then refused.
+NOT_IN_THIS_VERSION: dict[str, tuple[Any, ...]] = {
+    "server.consistency": ("sync",),
+    "server.staleness_bound": (ServerConfig().staleness_bound,),
+    "server.backup_trainers": (0,),
+    "server.stale_scaling": ("none",),
+    "server.compute": ("trainer",),
+    "server.transport": ("auto", "rpc"),
+    "server.wire_dtype": ("float32",),
+    "server.on_loss": ("fail",),
+    "cluster.num_servers": (1,),
+    "cluster.max_restarts": (0,),
+    "cluster.elastic": (False,),
+    "cluster.token_file": (None,),
+    "simulations": (None,),
+    "training.loader_workers": (0,),
+    "device.server": ("auto", "cpu"),
+}
+
+
+@dataclass(frozen=True)
+class Relation:
+    """``broken(config)`` says in one sentence what is wrong between ``keys``, or gives None."""
+
+    keys: tuple[str, ...]
+    broken: Callable[[Config], str | None]
+
+
+def value_of(config: Config, name: str) -> Any:
+    """Return the value of a dotted key or section; below a section that is null: None."""
+    value: Any = config
+    for part in name.split("."):
+        value = None if value is None else getattr(value, part)
+    return value
+
+
+def check_config(config: Config, origins: Mapping[str, str], source: str = "") -> None:
+    """Refuse what this version cannot do, then what contradicts itself.
+
+    Args:
+        config: values that each keep their own rule.
+        origins: where each key was given, the latest last; a message names the latest of the keys that it is about.
+        source: the origin of what was never given.
+
+    Raises:
+        UnsupportedConfiguration: the first thing found.
+    """
+    # Versions first: what a later version needs may well contradict what this one checks.
+    for name, accepted in NOT_IN_THIS_VERSION.items():
+        value = value_of(config, name)
+        if value not in accepted:
+            shown = "" if isinstance(value, dict) else f" ({show(value, 60)})"
+            use = " or ".join(map(show, accepted))
+            raise UnsupportedConfiguration(f"{at(origins.get(name, ''))}not in this version: {name}{shown}; use {use}")
+    for relation in RELATIONS:
+        if message := relation.broken(config):
+            given = [origin for name, origin in origins.items() if name in relation.keys]
+            raise UnsupportedConfiguration(at(given[-1] if given else source) + message)
+
+
+def _task(config: Config) -> str | None:
+    return None if config.task else "task is missing; give module:Class or path/to/file.py:Class"
+
+
+def _patience(config: Config) -> str | None:
+    if config.training.patience is None or config.checkpoint.best:
+        return None
+    return (
+        f"training.patience ({config.training.patience}) must have a metric to watch; "
+        "set checkpoint.best, for example to {metric: accuracy, mode: max}"
+    )
+
+
+def _batch_fits(config: Config) -> str | None:
+    batch, capacity = config.training.batch_size, config.buffer.capacity
+    if batch <= capacity:
+        return None
+    return (
+        f"a batch of {batch} can never be gathered from a buffer of {capacity}; "
+        "raise buffer.capacity or lower training.batch_size"
+    )
+
+
+def _watermark_fits(config: Config) -> str | None:
+    watermark, capacity = config.buffer.watermark, config.buffer.capacity
+    if watermark <= capacity:
+        return None
+    return (
+        f"a watermark of {watermark} can never be reached in a buffer of {capacity}; "
+        "raise buffer.capacity or lower buffer.watermark"
+    )
+
+
+def _new_samples(config: Config) -> str | None:
+    new, kind, batch = config.buffer.min_new_per_batch, config.buffer.kind, config.training.batch_size
+    if new and kind != "reservoir":
+        return (
+            f"buffer.min_new_per_batch ({new}) must be 0 with buffer.kind {kind}; set it to 0 or choose the reservoir"
+        )
+    if new > batch:
+        return f"buffer.min_new_per_batch ({new}) must be at most training.batch_size ({batch}); lower the former"
+    return None
+
+
+def _pseudo_epochs(config: Config) -> str | None:
+    if config.buffer.pseudo_epochs == 1 or config.buffer.kind != "reservoir":
+        return None
+    return (
+        f"buffer.pseudo_epochs ({config.buffer.pseudo_epochs}) must be 1 with the reservoir, which repeats samples "
+        "by itself; set it to 1 or choose fifo or firo"
+    )
+
+
+def _heartbeat(config: Config) -> str | None:
+    silence, beat = config.server.lost_after_s, config.server.heartbeat_s
+    if silence > beat:
+        return None
+    return (
+        f"server.lost_after_s ({silence}) must be above server.heartbeat_s ({beat}), or every trainer counts as lost; "
+        "raise it or lower the other"
+    )
+
+
+RELATIONS: tuple[Relation, ...] = (
+    Relation(("task",), _task),
+    Relation(("training.patience", "checkpoint.best"), _patience),
+    Relation(("training.batch_size", "buffer.capacity"), _batch_fits),
+    Relation(("buffer.watermark", "buffer.capacity"), _watermark_fits),
+    Relation(("buffer.min_new_per_batch", "buffer.kind", "training.batch_size"), _new_samples),
+    Relation(("buffer.pseudo_epochs", "buffer.kind"), _pseudo_epochs),
+    Relation(("server.lost_after_s", "server.heartbeat_s"), _heartbeat),
+)

@@ -1,0 +1,147 @@
+"""Every config key with its default, its rule and one line of help, as frozen dataclasses (docs/interface.md).
+
+A `Config` that is built by hand is not checked; `paramserver.config.load_config` and ``config_from_mapping`` check.
+"""
+
+# ruff: noqa: RUF009 - key() and section() make dataclass fields
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from paramserver.config.modes import MODES
+from paramserver.config.rules import REQUIRED, choice, key, mapping, positive, section, switch, text, whole
+
+_CLASS = text(
+    r"[^:\s][^:\n]*:[^:\s]+", "module:Class or path/to/file.py:Class", "examples/digits.py:Digits", nullable=True
+)
+_HOST = text(r"\S+", "a host name or address", "127.0.0.1")
+_INTERFACE = text(r"\S+", "the name of a network interface", "eth0", nullable=True)
+_FOLDER = text(r"(?!\.{1,2}$)[^/\0\n]+", "the plain name of a folder, without /", "digits-1", nullable=True)
+
+
+# Two defaults wait for their feature: cluster.max_restarts (to be 3) and server.on_loss (to be continue).
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    num_servers: int = key(1, whole(1), "parameter servers; rpc only")
+    num_trainers: int = key(2, whole(1), "trainers, where the world size is not given otherwise")
+    master_addr: str = key("127.0.0.1", _HOST, "host of rank 0")
+    master_port: int = key(0, whole(0, 65535), "0 = a free port (all ranks on this machine), 29500 otherwise")
+    interface: str | None = key(None, _INTERFACE, "null = loopback when all ranks are on this machine")
+    backend: str = key("auto", choice("auto", "gloo", "nccl"), "backend of ddp")
+    timeout_s: float = key(60.0, positive(), "bounds every wait that has no key of its own, in seconds")
+    max_restarts: int = key(0, whole(0), "restarts per rank by the local supervisor")
+    elastic: bool = key(False, switch(), "rpc: trainers beyond the first world may join a running job")
+    token_file: str | None = key(None, text(nullable=True), "file with the job token of joiners")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceConfig:
+    kind: str = key("auto", choice("auto", "cpu", "cuda"), "device of the trainers")
+    server: str = key("auto", choice("auto", "cpu", "cuda"), "device where the parameters live")
+    num_gpus: int | None = key(None, whole(0, nullable=True), "GPUs that one process may spread its model over")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    max_epochs: int | None = key(None, whole(1, nullable=True), "limit: passes over a map-style source")
+    max_steps: int | None = key(None, whole(1, nullable=True), "limit: global steps, exact")
+    max_samples: int | None = key(None, whole(1, nullable=True), "limit: samples applied, over all trainers")
+    max_seconds: float | None = key(None, positive(nullable=True), "limit: seconds of training")
+    patience: int | None = key(
+        None, whole(1, nullable=True), "limit: validations without improvement of checkpoint.best"
+    )
+    batch_size: int = key(32, whole(1), "samples per trainer and batch")
+    validation_batch_size: int | None = key(None, whole(1, nullable=True), "null = batch_size")
+    accumulate_batches: int = key(1, whole(1), "batches of each trainer per global step")
+    clip_grad_norm: float | None = key(None, positive(nullable=True), "largest norm of all gradients of a step")
+    precision: str = key("float32", choice("float32", "bfloat16"), "bfloat16 = autocast")
+    validate_every: int = key(100, whole(0), "global steps; 0 = at the end only")
+    uneven_inputs: str = key(
+        "stop", choice("stop", "join"), "stop = all stop when one trainer has no data; join = every trainer drains"
+    )
+    loader_workers: int = key(0, whole(0), "processes that decode samples of a map-style source")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    consistency: str = key("sync", choice("sync", "bounded", "async"), "who may go on when")
+    staleness_bound: int = key(4, whole(0), "bounded: clocks that a trainer may start ahead of the slowest")
+    backup_trainers: int = key(0, whole(0), "sync: an update goes on without the slowest ones, so many")
+    stale_scaling: str = key("none", choice("none", "inverse"), "inverse = gradient / (1 + staleness)")
+    compute: str = key("trainer", choice("trainer", "server"), "where the forward runs")
+    transport: str = key("auto", choice("auto", "rpc", "shared_memory"), "how tensors travel")
+    wire_dtype: str = key("float32", choice("float32", "bfloat16", "float16"), "type of what travels over rpc")
+    heartbeat_s: float = key(1.0, positive(), "seconds between the signs of life of a trainer")
+    lost_after_s: float = key(5.0, positive(), "seconds of silence after which a trainer is lost")
+    on_loss: str = key("fail", choice("continue", "rollback", "fail"), "rpc: what follows when a trainer is lost")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DdpConfig:
+    find_unused_parameters: bool = key(False, switch(), "see DistributedDataParallel")
+    static_graph: bool = key(False, switch(), "see DistributedDataParallel")
+    gradient_as_bucket_view: bool = key(True, switch(), "see DistributedDataParallel")
+    bucket_cap_mb: float = key(25.0, positive(), "see DistributedDataParallel")
+    comm_hook: str = key("none", choice("none", "fp16", "bf16", "powersgd"), "compression of the gradients")
+    extra: dict[str, Any] = key({}, mapping(), "further arguments of DistributedDataParallel")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BufferConfig:
+    kind: str = key("fifo", choice("fifo", "firo", "reservoir"), "order in which samples are served")
+    capacity: int = key(4096, whole(1), "samples per trainer")
+    watermark: int = key(0, whole(0), "samples held before the first get")
+    pseudo_epochs: int = key(1, whole(1), "fifo, firo: every sample is served so often")
+    max_bytes: int | None = key(None, whole(1, nullable=True), "a second capacity, in bytes")
+    min_new_per_batch: int = key(0, whole(0), "reservoir: unseen samples per batch while data still arrives")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BestConfig:
+    metric: str = key(REQUIRED, text(), "the name of a value that validation_step returns")
+    mode: str = key("max", choice("min", "max"), "whether the smallest or the largest value is the best")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    every: int | None = key(None, whole(0, nullable=True), "global steps; null = validate_every; 0 = at the end only")
+    keep: int = key(3, whole(1), "newest checkpoints that are kept")
+    best: BestConfig | None = section(BestConfig, "the best checkpoint is kept too", nullable=True)
+    background: bool = key(True, switch(), "write while training goes on")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingConfig:
+    run_dir: str = key("runs", text(), "folder of the runs")
+    name: str | None = key(None, _FOLDER, "null = <task>-<mode>-<time>")
+    log_every: int = key(10, whole(1), "global steps between two records")
+    tensorboard: bool = key(True, switch(), "write TensorBoard events")
+    progress: str = key("auto", choice("auto", "on", "off"), "progress bar; auto = on a terminal")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything that a run was told. Equal configs describe the same run."""
+
+    task: str | None = key(None, _CLASS, "required: what is trained")
+    task_args: dict[str, Any] = key({}, mapping(), "keyword arguments of the task's class")
+    trainer: str | None = key(None, _CLASS, "a trainer of your own; null = the mode's")
+    mode: str = key("rpc", choice(*MODES), "how the ranks share the work")
+    seed: int = key(0, whole(0, 2**63 - 1), "seed of every random number")
+    init_from: str | None = key(None, text(nullable=True), "weights to start from: a model.pt or a run")
+    cluster: ClusterConfig = section(ClusterConfig, "processes and how they meet")
+    device: DeviceConfig = section(DeviceConfig, "where tensors live")
+    training: TrainingConfig = section(TrainingConfig, "limits and batches; the first limit reached ends the run")
+    server: ServerConfig = section(ServerConfig, "parameter servers; rpc only")
+    ddp: DdpConfig = section(DdpConfig, "DistributedDataParallel; ddp only")
+    buffer: BufferConfig = section(BufferConfig, "samples held per trainer")
+    simulations: dict[str, Any] | None = key(None, mapping(nullable=True), "online training: who produces samples")
+    checkpoint: CheckpointConfig = section(CheckpointConfig, "what is saved, and when")
+    logging: LoggingConfig = section(LoggingConfig, "what is recorded, and where")
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Return a nested dict of plain values, of its own: ``config_from_mapping`` gives this config back."""
+        return dataclasses.asdict(self)

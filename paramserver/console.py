@@ -1,0 +1,55 @@
+"""What a person sees of a run: where it is, its progress, where the start went, and the closing summary."""
+
+from __future__ import annotations
+
+from typing import TextIO
+
+from paramserver.config import Config
+from paramserver.report.summary import summary_text
+from paramserver.sinks import Progress, Record, Sink
+
+
+class Console(Sink):
+    """Writes to one stream; ``logging.progress: off`` leaves the closing summary."""
+
+    def __init__(self, config: Config, stream: TextIO) -> None:
+        self._config = config
+        self._stream = stream
+        self._progress: Progress | None = None
+        self._run_dir = ""
+        self._started = False
+
+    def write(self, record: Record) -> None:
+        kind = record["kind"]
+        if kind == "start":
+            self._begin(record)
+        elif kind == "phase" and not self._started:
+            self._started = True
+            self._say(_start_line(record))
+        if self._progress is not None:
+            self._progress.write(record)
+        if kind == "end":
+            self._say(summary_text(record["summary"], self._run_dir))
+
+    def _begin(self, record: Record) -> None:
+        self._run_dir = record["run_dir"]
+        ranks = "1 process" if record["world_size"] == 1 else f"{record['world_size']} processes"
+        verb = "resumed" if record.get("resumed") else "started"
+        self._say(f"{record['name']}: {verb}, mode {record['mode']}, {ranks}, in {self._run_dir}")
+        self._progress = Progress(
+            self._stream, self._config.logging.progress, record["total_steps"], record["total_samples"]
+        )
+
+    def _say(self, text: str) -> None:
+        if not self._stream.closed:
+            print(text, file=self._stream, flush=True)
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.close()
+
+
+def _start_line(record: Record) -> str:
+    phases = record["phases"]
+    parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in phases.items())
+    return f"first step after {sum(phases.values()):.1f} s ({parts})"

@@ -1,0 +1,72 @@
+"""Which devices a process computes on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from paramserver.config import Config
+from paramserver.errors import UnsupportedConfiguration
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The devices of one process (the first takes the inputs) and the process-group backend that fits them."""
+
+    devices: tuple[torch.device, ...]
+    backend: str
+
+    @property
+    def device(self) -> torch.device:
+        return self.devices[0]
+
+
+CPU = Placement((torch.device("cpu"),), "gloo")
+
+
+def place_trainer(config: Config, local_index: int, trainers_here: int, gpus_here: int | None = None) -> Placement:
+    """The devices of one trainer: its own GPUs where the host has enough for all of its trainers, the CPU otherwise.
+
+    Args:
+        config: ``device`` and ``cluster.backend``.
+        local_index: of this trainer among those of its host.
+        trainers_here: how many trainers the host runs.
+        gpus_here: how many GPUs the host has; None asks torch.
+
+    Raises:
+        UnsupportedConfiguration: ``device.kind: cuda`` without enough GPUs, or a backend that the device cannot use.
+    """
+    available = torch.cuda.device_count() if gpus_here is None else gpus_here
+    each = config.device.num_gpus or 1
+    needed = each * trainers_here
+    wants_cuda = config.device.kind == "cuda" or (config.device.kind == "auto" and available >= needed > 0)
+    if config.device.kind == "cuda" and available < needed:
+        raise UnsupportedConfiguration(
+            f"device.kind (cuda) needs {needed} GPUs on this host ({trainers_here} trainer(s) with {each} each), which has "
+            f"{available}; start fewer trainers here, or use device.kind: auto"
+        )
+    backend = config.cluster.backend
+    if not wants_cuda:
+        if backend == "nccl":
+            raise UnsupportedConfiguration(
+                f"cluster.backend (nccl) needs a GPU for each trainer, but {needed} would be needed and {available} are here; "
+                "use cluster.backend: auto"
+            )
+        return CPU
+    first = local_index * each
+    devices = tuple(torch.device("cuda", first + i) for i in range(each))
+    return Placement(devices, "nccl" if backend == "auto" else backend)
+
+
+def move(batch: object, device: torch.device) -> object:
+    """The batch with its tensors on ``device``; nested tuples, lists and dicts keep their form."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(move(item, device) for item in batch))
+    if isinstance(batch, (tuple, list)):
+        return type(batch)(move(item, device) for item in batch)
+    if isinstance(batch, dict):
+        return {name: move(item, device) for name, item in batch.items()}
+    return batch

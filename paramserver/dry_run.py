@@ -1,0 +1,50 @@
+"""``--dry_run``: the effective config, who would do what on which device, expected samples and batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from paramserver.buffers import make_buffer
+from paramserver.config import Config, Role, dump_yaml, roles, world_size_of
+from paramserver.devices import place_trainer
+from paramserver.loading import load_object
+from paramserver.sources import Partition, make_source
+from paramserver.task import Task, check_task_class
+
+
+def plan_text(config: Config, folders: Sequence[Path]) -> str:
+    """What a run of ``config`` with all ranks on this machine would do. Starts nothing; reads the task's data."""
+    assert config.task is not None
+    task_class = check_task_class(load_object(config.task, "task", folders), config.task)
+    task = task_class(**config.task_args)
+    ranks = roles(config, world_size_of(config))
+    trainers = sum(role.kind == "trainer" for role in ranks)
+    lines = [dump_yaml(config).rstrip(), "", f"{len(ranks)} rank(s), mode {config.mode}:"]
+    lines += [f"  rank {role.global_rank}: {_rank_text(role, config, task, trainers)}" for role in ranks]
+    lines += [f"limits: {_limits_text(config)}"]
+    return "\n".join(lines)
+
+
+def _rank_text(role: Role, config: Config, task: Task, trainers: int) -> str:
+    if role.trainer_index is None:
+        return f"{role} on cpu"
+    placement = place_trainer(config, role.trainer_index, trainers)
+    task.devices, task.config = placement.devices, config
+    partition = Partition(role.trainer_index, trainers)
+    source = make_source(task.train_source(partition), partition, config)
+    devices = ", ".join(str(device) for device in placement.devices)
+    total = source.total
+    if total is None:
+        return f"{role} on {devices}, samples until a limit"
+    buffer = make_buffer(config.buffer.kind, capacity=config.buffer.capacity, pseudo_epochs=config.buffer.pseudo_epochs)
+    batches = buffer.expected_batches(total, config.training.batch_size)
+    buffer.close()
+    return f"{role} on {devices}, {total} samples, {'unknown' if batches is None else batches} batches"
+
+
+def _limits_text(config: Config) -> str:
+    training = config.training
+    named = ("max_epochs", "max_steps", "max_samples", "max_seconds", "patience")
+    found = [f"{name} {getattr(training, name)}" for name in named if getattr(training, name) is not None]
+    return ", ".join(found) or "the end of the data"

@@ -1,0 +1,130 @@
+"""Parameters as a few flat tensors, one per dtype, with the model's own tensors as views of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from paramserver.errors import UnsupportedConfiguration
+
+# Views begin at multiples of a cache line: unaligned ones cost linear layers up to 15 %.
+ALIGNMENT_BYTES = 64
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one tensor lies in the flat tensor ``group``: element offset, shape and strides."""
+
+    name: str
+    group: int
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How named tensors lie in flat tensors: ``dtypes[g]`` and ``sizes[g]`` (elements) of each, a slot per tensor."""
+
+    dtypes: tuple[torch.dtype, ...]
+    sizes: tuple[int, ...]
+    slots: tuple[Slot, ...]
+
+    @classmethod
+    def of(cls, tensors: Iterable[tuple[str, Tensor]]) -> Layout:
+        dtypes: list[torch.dtype] = []
+        sizes: list[int] = []
+        slots: list[Slot] = []
+        for name, tensor in tensors:
+            if tensor.is_sparse or tensor.layout is not torch.strided:
+                raise UnsupportedConfiguration(f"{name} is a sparse tensor; parameters and buffers must be dense")
+            if tensor.dtype not in dtypes:
+                dtypes.append(tensor.dtype)
+                sizes.append(0)
+            group = dtypes.index(tensor.dtype)
+            step = max(ALIGNMENT_BYTES // tensor.element_size(), 1)
+            slots.append(Slot(name, group, sizes[group], tuple(tensor.shape), _dense_stride(tensor)))
+            sizes[group] += -(-tensor.numel() // step) * step
+        return cls(tuple(dtypes), tuple(sizes), tuple(slots))
+
+    @property
+    def bytes(self) -> int:
+        return sum(n * dtype.itemsize for n, dtype in zip(self.sizes, self.dtypes, strict=True))
+
+    def allocate(self, device: torch.device | str = "cpu") -> list[Tensor]:
+        """Fresh flat tensors of zeros."""
+        return [torch.zeros(n, dtype=t, device=device) for n, t in zip(self.sizes, self.dtypes, strict=True)]
+
+    def views(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Each named tensor as a view of ``flats``."""
+        return {s.name: torch.as_strided(flats[s.group], s.shape, s.stride, s.offset) for s in self.slots}
+
+
+def _dense_stride(tensor: Tensor) -> tuple[int, ...]:
+    """The tensor's own strides where it fills its memory without gaps (channels_last too), contiguous ones otherwise."""
+    expected = 1
+    for stride, size in sorted(
+        (stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1
+    ):
+        if stride != expected:
+            return tuple(torch.empty(tensor.shape, device="meta").stride())
+        expected *= size
+    return tuple(tensor.stride())
+
+
+class FlatTensors:
+    """Named tensors moved into flat storage: afterwards each of them is a view of ``flats``.
+
+    Ties survive, because ``named_parameters()`` names a shared tensor once and its ``data`` is replaced in place.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.layout = Layout.of(tensors.items())
+        self.tensors = dict(tensors)
+        device = next((t.device for t in tensors.values()), torch.device("cpu"))
+        self.flats = self.layout.allocate(device)
+        self.views = self.layout.views(self.flats)
+        with torch.no_grad():
+            for name, tensor in self.tensors.items():
+                self.views[name].copy_(tensor)
+                tensor.data = self.views[name]
+
+    def check_in_place(self) -> None:
+        """Raise where a tensor is no longer the view that it was made (``load_state_dict(assign=True)``, ``p.data =``)."""
+        for name, tensor in self.tensors.items():
+            if tensor.data_ptr() != self.views[name].data_ptr():
+                raise UnsupportedConfiguration(
+                    f"{name} was replaced by another tensor; copy into it instead (with torch.no_grad(): p.copy_(new))"
+                )
+
+    def copy_from(self, flats: Sequence[Tensor]) -> None:
+        """Overwrite all tensors; ``flats`` may lie on another device."""
+        with torch.no_grad():
+            for mine, theirs in zip(self.flats, flats, strict=True):
+                mine.copy_(theirs)
+
+    def clone(self) -> list[Tensor]:
+        """Immutable by convention: a snapshot that nobody writes to."""
+        return [flat.detach().clone() for flat in self.flats]
+
+
+def trainable(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters that are trained, by name; refused by name where no gradient can be averaged."""
+    parameters: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if not parameter.is_floating_point():
+            raise UnsupportedConfiguration(
+                f"parameter {name} has dtype {parameter.dtype}; trained parameters must be floating point"
+            )
+        parameters[name] = parameter
+    return parameters
+
+
+def module_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The module buffers (BatchNorm statistics and the like), by name."""
+    return dict(model.named_buffers())

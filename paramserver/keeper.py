@@ -1,0 +1,276 @@
+"""Rank 0's account of a run: records, checkpoints, the best validation, the summary."""
+
+from __future__ import annotations
+
+import io
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from paramserver.checkpoint import Best, Checkpoint, CheckpointWriter, Written, private_copy
+from paramserver.config import Config, world_size_of
+from paramserver.errors import TaskError
+from paramserver.limits import Limits
+from paramserver.modelling import load_weights, plain_weights
+from paramserver.records import Record, StepResult, TrainerTotals, WeightedSums, make_record
+from paramserver.report.outcome import summarize
+from paramserver.rundir import RunDir, write_json
+from paramserver.sinks import Sink
+from paramserver.updater import Updater
+
+_LAST_WRITE_S = 600.0
+
+
+class Keeper:
+    """Owns the writer of checkpoints and the receivers of records; thread-safe.
+
+    Args:
+        config: the run's.
+        run: its folder, locked by this process.
+        sink: receives every record.
+        checkpoint: what the run goes on from; None for a new one.
+        initial_weights: of ``init_from``, where it is given.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        run: RunDir,
+        sink: Sink,
+        checkpoint: Checkpoint | None = None,
+        initial_weights: tuple[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        self.config = config
+        self.run = run
+        self.checkpoint = checkpoint
+        self.initial_weights = initial_weights
+        self.step = self.samples = 0
+        self.seconds = 0.0
+        self.first_samples = 0
+        self.loss: float | None = None
+        self.validation: dict[str, float] = {}
+        self.resumes = 0
+        self.saved_step: int | None = None
+        self.checkpoint_pauses_s: list[float] = []
+        self.best = (
+            None if config.checkpoint.best is None else Best(config.checkpoint.best.metric, config.checkpoint.best.mode)
+        )
+        self._sink = sink
+        self._lock = threading.RLock()
+        self._limits = Limits.of(config.training)
+        self._window: list[StepResult] = []
+        self._window_start = (0, 0.0)
+        self._improved_step: int | None = None
+        self._epoch = 0
+        self.writer = CheckpointWriter(run.checkpoints_dir, config.checkpoint.keep, config.checkpoint.background)
+        if checkpoint is not None:
+            self._restore(checkpoint.load("run"))
+
+    # Where a run begins.
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        self.step, self.samples, self.seconds = state["step"], state["samples"], state["seconds"]
+        self.validation = dict(state["validation"])
+        self.resumes = state["resumes"] + 1
+        self.saved_step, self.first_samples = self.step, self.samples
+        self._window_start = (self.samples, self.seconds)
+        if self.best is not None and state["best"] is not None:
+            self.best.load_state_dict(state["best"])
+
+    def restore_model(self, model: nn.Module) -> None:
+        """Put the checkpoint's weights, or those of ``init_from``, into the model; nothing for a new run."""
+        if self.checkpoint is not None:
+            load_weights(model, self.checkpoint.load("model"), str(self.checkpoint.path))
+        elif self.initial_weights is not None:
+            origin, weights = self.initial_weights
+            load_weights(model, weights, origin)
+
+    def updater_state(self) -> dict[str, Any] | None:
+        if self.checkpoint is None:
+            return None
+        return {"optimizer": self.checkpoint.load("optimizer"), "scheduler": self.checkpoint.load("run")["scheduler"]}
+
+    def restore_updater(self, updater: Updater) -> None:
+        state = self.updater_state()
+        if state is not None:
+            updater.load_state_dict(state)
+
+    def stored_part(self, trainer_index: int) -> bytes | None:
+        """What a trainer stored in the checkpoint."""
+        if self.checkpoint is None or f"trainer-{trainer_index}.pt" not in self.checkpoint.names:
+            return None
+        return self.checkpoint.bytes(f"trainer-{trainer_index}.pt")
+
+    # While it runs.
+
+    def record(self, record: Record) -> None:
+        with self._lock:
+            self._sink.write(record)
+
+    def stepped(self, result: StepResult) -> None:
+        """An update was made."""
+        with self._lock:
+            self.step, self.samples, self.loss = result.step, result.samples, result.loss
+            self.seconds = result.seconds
+            self._window.append(result)
+            if result.step % self.config.logging.log_every == 0:
+                self._close_window()
+
+    def _close_window(self) -> None:
+        window, self._window = self._window, []
+        last = window[-1]
+        samples, seconds = self._window_start
+        self._window_start = (last.samples, last.seconds)
+        elapsed_s = max(last.seconds - seconds, 1e-9)
+        self.record(
+            make_record(
+                "train",
+                last.step,
+                loss=sum(r.loss for r in window) / len(window),
+                samples=last.samples,
+                epoch=self._epoch,
+                lr=list(last.lr),
+                samples_per_second=(last.samples - samples) / elapsed_s if seconds or samples else None,
+                step_ms=elapsed_s / len(window) * 1e3 if seconds or samples else None,
+                seconds=last.seconds,
+            )
+        )
+
+    @property
+    def last_checkpoint(self) -> str | None:
+        """The name of the newest checkpoint that is complete."""
+        if self.writer.written:
+            return self.writer.written[-1].path.name
+        return self.checkpoint.path.name if self.checkpoint is not None else None
+
+    def entered_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def validated(self, step: int, sums: WeightedSums) -> bool:
+        """Take in a validation over all samples; True where it is the best so far.
+
+        Raises:
+            TaskError: it lacks the metric of ``checkpoint.best``.
+        """
+        with self._lock:
+            values = sums.means()
+            self.validation = values
+            improved = False
+            if self.best is not None:
+                if self.best.metric not in values:
+                    raise TaskError(
+                        f"checkpoint.best.metric ({self.best.metric}) must be among what validation_step returns; "
+                        f"it returns {', '.join(sorted(values)) or 'nothing'}"
+                    )
+                improved = self.best.improved(values[self.best.metric], step)
+            self._improved_step = step if improved else self._improved_step
+            self.record(
+                make_record(
+                    "validation", step, values=values, samples=sums.samples, seconds=self.seconds, best=improved
+                )
+            )
+            return improved
+
+    def stop_reason(self) -> str | None:
+        """Why the run should end now, apart from the limits that every rank counts for itself."""
+        patience = self.config.training.patience
+        if patience is not None and self.best is not None and self.best.without_improvement >= patience:
+            return f"no improvement of {self.best.metric} in training.patience ({patience}) validations"
+        return self._limits.out_of_time(self.seconds)
+
+    def save(
+        self, step: int, model: nn.Module, updater: Updater, parts: Mapping[int, bytes], reason: str, since: float
+    ) -> None:
+        """Cut and write a checkpoint: copies are taken now, writing goes on in the background.
+
+        Args:
+            step: the version that model and optimizer are of.
+            model, updater: what is copied; nobody changes them during this call.
+            parts: what each trainer stores, as written by ``torch.save``.
+            reason: why it is taken, for the record.
+            since: ``time.perf_counter()`` when the first trainer stopped for it.
+        """
+        with self._lock:
+            state = updater.state_dict()
+            objects: dict[str, Any] = {
+                "model": private_copy(plain_weights(model)),
+                "optimizer": private_copy(state["optimizer"]),
+                "run": private_copy({**self._state(step), "scheduler": state["scheduler"]}),
+                **{f"trainer-{index}.pt": part for index, part in sorted(parts.items())},
+            }
+            self.saved_step = step
+            pause_s = time.perf_counter() - since
+            self.checkpoint_pauses_s.append(pause_s)
+            future = self.writer.submit(step, objects, self._about(), is_best=self._improved_step == step)
+            future.add_done_callback(lambda done: self._written(done, pause_s, reason))
+
+    def _state(self, step: int) -> dict[str, Any]:
+        return {
+            "step": step,
+            "samples": self.samples,
+            "seconds": self.seconds,
+            "resumes": self.resumes,
+            "validation": dict(self.validation),
+            "best": None if self.best is None else self.best.state_dict(),
+        }
+
+    def _about(self) -> dict[str, Any]:
+        config = self.config
+        return {
+            "mode": config.mode,
+            "consistency": config.server.consistency,
+            "trainers": config.cluster.num_trainers,
+            "world_size": world_size_of(config),
+            "task": config.task,
+            "seed": config.seed,
+        }
+
+    def _written(self, done: Any, pause_s: float, reason: str) -> None:
+        if done.cancelled() or done.exception() is not None:
+            return  # a cancelled one gave way to a newer; the writer raises a failure at its next call
+        written: Written = done.result()
+        self.record(
+            make_record(
+                "checkpoint",
+                written.step,
+                path=str(written.path),
+                seconds=written.seconds,
+                bytes=written.bytes,
+                pause_ms=pause_s * 1e3,
+                reason=reason,
+            )
+        )
+
+    # Where it ends.
+
+    def close(
+        self, status: str, totals: Sequence[TrainerTotals], reason: str = "", error: str | None = None
+    ) -> dict[str, Any]:
+        """Finish what is being written, then write and return the summary."""
+        try:
+            self.writer.close(_LAST_WRITE_S)
+        except Exception as failure:  # noqa: BLE001 - it becomes the run's error, unless there is an earlier one
+            status, error = "failed", error or f"{type(failure).__name__}: {failure}"
+        if self._window:
+            self._close_window()
+        summary = summarize(self, status, totals, reason, error)
+        write_json(self.run.summary_file, summary)
+        self.record(make_record("end", self.step, status=status, summary=summary))
+        self._sink.close()
+        return summary
+
+
+def pack(state: Mapping[str, Any]) -> bytes:
+    """What a trainer stores, as the bytes of a file that ``torch.load(weights_only=True)`` reads."""
+    file = io.BytesIO()
+    torch.save(dict(state), file)
+    return file.getvalue()
+
+
+def unpack(part: bytes) -> dict[str, Any]:
+    state: dict[str, Any] = torch.load(io.BytesIO(part), weights_only=True)
+    return state

@@ -1,0 +1,371 @@
+"""Starts a run: ``python -m paramserver.launch`` and ``paramserver.run``.
+
+Without a rank, every rank is started on this machine under a supervisor; with one (by flag, torchrun or environment)
+this process is that rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from paramserver.channel import Channel, describe
+from paramserver.cluster import RankFlags, process_environ, resolve_identity
+from paramserver.cluster.base import Identity
+from paramserver.config import (
+    MODES,
+    Config,
+    config_from_mapping,
+    differences,
+    load_config,
+    mode_of,
+    with_world_size,
+    world_size_of,
+)
+from paramserver.errors import ParamserverError, UnsupportedConfiguration
+from paramserver.rundir import RunDir, create_run, default_run_name, newest_run, open_run
+from paramserver.sinks import Sink
+
+if TYPE_CHECKING:
+    from paramserver.task import Task
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run came to: its folder and its summary.json."""
+
+    run_dir: Path
+    summary: dict[str, Any]
+
+    @property
+    def status(self) -> str:
+        return str(self.summary["status"])
+
+    @property
+    def validation(self) -> dict[str, float]:
+        return dict(self.summary["validation"])
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The flags of ``paramserver launch``. Names are accepted with ``-`` in place of ``_`` too."""
+    parser = argparse.ArgumentParser(
+        prog="python -m paramserver.launch",
+        description="Train a task through a parameter server (mode rpc), all-reduce (ddp) or alone (local).",
+        epilog="Precedence: flag, --set, environment, config file, default. Exit codes: 0 done, 1 the run failed, "
+        "2 the input is wrong, 3 interrupted after a checkpoint was written.",
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="the YAML file that describes the run")
+    parser.add_argument("--mode", choices=list(MODES), help="in place of the config's mode")
+    parser.add_argument("--rank", type=int, metavar="N", help="be this rank; without it all ranks are started here")
+    parser.add_argument("--world_size", type=int, metavar="W", help="how many ranks the run has, servers included")
+    parser.add_argument("--master_addr", metavar="HOST", help="the host of rank 0 (default: cluster.master_addr)")
+    parser.add_argument(
+        "--master_port", type=int, metavar="PORT", help="the port of rank 0 (default: a free one, or 29500 with --rank)"
+    )
+    parser.add_argument("--num_gpus", type=int, metavar="G", help="GPUs that one process may spread its model over")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        dest="overrides",
+        help="any key of the config; may be repeated",
+    )
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const="",
+        metavar="RUN_DIR",
+        help="go on from a run's newest checkpoint; without RUN_DIR the newest run of this name or task",
+    )
+    parser.add_argument("--dry_run", action="store_true", help="show what would be done, start nothing")
+    # What a supervisor tells its ranks.
+    for name, kind in (
+        ("supervised", int),
+        ("listener", int),
+        ("began", float),
+        ("run_folder", Path),
+        ("shown_command", str),
+    ):
+        parser.add_argument(f"--{name}", type=kind, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, action="append", default=[], help=argparse.SUPPRESS)
+    return parser
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    spelled = [_underscored(word) for word in argv]
+    return make_parser().parse_args(spelled)
+
+
+def _underscored(word: str) -> str:
+    flag, equals, value = word.partition("=")
+    return flag[:2] + flag[2:].replace("-", "_") + equals + value if flag.startswith("--") else word
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    began = time.time()
+    arguments = parse(sys.argv[1:] if argv is None else argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
+    if arguments.supervised is not None:
+        return _supervised(arguments)
+    try:
+        _launch(arguments, began)
+    except ParamserverError as error:
+        return _tell(error)
+    except KeyboardInterrupt:
+        return 1
+    except Exception as error:  # noqa: BLE001 - the last thing printed, with its traceback
+        return _tell(error)
+    return 0
+
+
+def _tell(error: BaseException) -> int:
+    """Print what ended the run; its exit code."""
+    told = describe(error)
+    if told["traceback"] and "Traceback (most recent call last)" not in told["message"]:
+        cause = error.__cause__ or error
+        told["message"] += "\n" + "".join(traceback.format_exception(cause))
+    sys.stdout.flush()
+    print(f"error: {told['message']}".rstrip(), file=sys.stderr, flush=True)
+    return int(told["exit_code"])
+
+
+def _launch(arguments: argparse.Namespace, began: float) -> Result | None:
+    config, run, folders = settle(arguments)
+    identity = _identity(arguments, config)
+    config = with_world_size(config, world_size_of(config) if identity is None else identity.world_size)
+    command = [sys.executable, "-m", "paramserver.launch", *sys.argv[1:]]
+    if arguments.dry_run:
+        from paramserver.dry_run import plan_text
+
+        print(plan_text(config, folders))
+        return None
+    if identity is None:
+        return start_here(config, run, folders, began=began, command=command)
+    return _be_rank(config, identity, run, folders, began, command)
+
+
+def settle(arguments: argparse.Namespace) -> tuple[Config, RunDir | None, list[Path]]:
+    """The effective config, the run to resume, and the folders where the task is looked for."""
+    flags = {
+        "mode": arguments.mode,
+        "device.num_gpus": arguments.num_gpus,
+        "cluster.master_addr": arguments.master_addr,
+        "cluster.master_port": arguments.master_port,
+    }
+    folders = [*arguments.folder] or [Path.cwd()]
+    if arguments.config is not None and not arguments.folder:
+        folders.append(arguments.config.resolve().parent)
+    if arguments.resume is None or arguments.supervised is not None:
+        if arguments.config is None:
+            raise UnsupportedConfiguration("--config FILE is missing; see --help, or examples/digits/config.yaml")
+        run = None if arguments.run_folder is None else RunDir(arguments.run_folder)
+        return load_config(arguments.config, overrides=arguments.overrides, flags=flags), run, folders
+    return _settle_resumed(arguments, flags, folders)
+
+
+def _settle_resumed(
+    arguments: argparse.Namespace, flags: Mapping[str, Any], folders: list[Path]
+) -> tuple[Config, RunDir, list[Path]]:
+    run = open_run(_run_to_resume(arguments))
+    stored = yaml.safe_load(run.config_file.read_text(encoding="utf-8"))
+    config = load_config(None, base=stored, overrides=arguments.overrides, flags=flags)
+    print(f"resuming {run.path}", file=sys.stderr)
+    for line in differences(config_from_mapping(stored), config):
+        print(f"  changed: {line}", file=sys.stderr)
+    return config, run, folders
+
+
+def _run_to_resume(arguments: argparse.Namespace) -> Path:
+    if arguments.resume:
+        return Path(arguments.resume)
+    if arguments.config is None:
+        raise UnsupportedConfiguration(
+            "--resume needs a RUN_DIR, or --config FILE to find the newest run of its name or task"
+        )
+    config = load_config(arguments.config, overrides=arguments.overrides)
+    return newest_run(
+        Path(config.logging.run_dir), name=config.logging.name, task=None if config.logging.name else config.task
+    )
+
+
+def _identity(arguments: argparse.Namespace, config: Config) -> Identity | None:
+    flags = RankFlags(arguments.rank, arguments.world_size, arguments.master_addr, arguments.master_port)
+    identity = resolve_identity(flags, process_environ(), config)
+    if identity is None and arguments.world_size is not None:
+        with_world_size(config, arguments.world_size)
+    return identity
+
+
+# All ranks on this machine.
+
+
+def start_here(
+    config: Config,
+    run: RunDir | None,
+    folders: Sequence[Path],
+    *,
+    began: float | None = None,
+    command: Sequence[str] = (),
+    task_class: type[Task] | None = None,
+) -> Result:
+    """Start every rank on this machine and wait for the end.
+
+    Raises:
+        ParamserverError: what ended the run.
+    """
+    from paramserver.console import Console
+
+    began = time.time() if began is None else began
+    resume = run is not None
+    if run is None:
+        run = create_run(Path(config.logging.run_dir), config.logging.name, default_run_name(config))
+    console = Console(config, sys.stderr)
+    if mode_of(config).single_process:
+        summary = _alone(config, run, folders, console, resume, began, command, task_class)
+    else:
+        from paramserver.supervisor import Supervisor
+
+        summary = Supervisor(config, run, folders, console, resume, began, command).supervise()
+    return Result(run.path, summary)
+
+
+def _alone(
+    config: Config,
+    run: RunDir,
+    folders: Sequence[Path],
+    shown: Sink,
+    resume: bool,
+    began: float,
+    command: Sequence[str],
+    task_class: type[Task] | None,
+) -> dict[str, Any]:
+    """A run of one process, which is this one."""
+    from paramserver.rank import RankPlan, run_rank
+
+    identity = Identity(
+        global_rank=0,
+        world_size=1,
+        local_rank=0,
+        local_world_size=1,
+        node_rank=0,
+        master_addr=config.cluster.master_addr,
+        master_port=0,
+        store_is_hosted=False,
+        job="local",
+        source="supervisor",
+    )
+    plan = RankPlan(config, identity, folders, (shown,), run, resume, None, task_class, began, command)
+    summary = run_rank(plan)
+    assert summary is not None
+    return summary
+
+
+# One rank.
+
+
+def _be_rank(
+    config: Config,
+    identity: Identity,
+    run: RunDir | None,
+    folders: Sequence[Path],
+    began: float,
+    command: Sequence[str],
+) -> Result | None:
+    """This process is one rank of a run whose others were started elsewhere."""
+    from paramserver.console import Console
+    from paramserver.rank import RankPlan, run_rank
+
+    shown = (Console(config, sys.stderr),) if identity.global_rank == 0 else ()
+    plan = RankPlan(config, identity, folders, shown, run, run is not None, None, None, None, command)
+    summary = run_rank(plan)
+    return None if summary is None or plan.run is None else Result(plan.run.path, summary)
+
+
+def _supervised(arguments: argparse.Namespace) -> int:
+    """A rank under a supervisor on this machine."""
+    from paramserver.parent import die_with_parent
+
+    channel = Channel(arguments.supervised)
+    try:
+        die_with_parent()
+        from paramserver.rank import RankPlan, run_rank
+
+        config, run, folders = settle(arguments)
+        identity = _identity(arguments, config)
+        assert identity is not None
+        listener = None if arguments.listener is None else socket.socket(fileno=arguments.listener)
+        command = json.loads(arguments.shown_command or "[]")
+        resume = arguments.resume is not None
+        run_rank(RankPlan(config, identity, folders, (channel,), run, resume, listener, None, arguments.began, command))
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the supervisor tells it
+        traceback.print_exc()
+        channel.failed(error)
+        return int(describe(error)["exit_code"])
+    return 0
+
+
+# From Python.
+
+
+def run(
+    task: type[Task] | Task | None = None,
+    config: Mapping[str, Any] | str | os.PathLike[str] | Config | None = None,
+    *,
+    overrides: Sequence[str] = (),
+    resume: str | os.PathLike[str] | None = None,
+) -> Result:
+    """Train ``task`` as ``config`` says, with all ranks on this machine.
+
+    Args:
+        task: a class derived from Task, or an instance of one (its arguments are taken over; each process makes its
+            own); None where the config names it.
+        config: a mapping like the YAML file, the path of one, or a Config.
+        overrides: as after ``--set``.
+        resume: the folder of a run to go on with.
+
+    Raises:
+        ParamserverError: as the command line would end.
+    """
+    from paramserver.loading import reference_to
+    from paramserver.task import Task, check_task_class
+
+    task_class = type(task) if isinstance(task, Task) else task
+    values, folders = _values(config)
+    if task_class is not None:
+        check_task_class(task_class, getattr(task_class, "__qualname__", repr(task_class)))
+        single = MODES[str(values.get("mode", "rpc"))].single_process if values.get("mode", "rpc") in MODES else False
+        values["task"] = f"{task_class.__module__}:{task_class.__name__}" if single else reference_to(task_class)
+    if isinstance(task, Task):
+        values["task_args"] = {**values.get("task_args", {}), **task.keyword_arguments()}
+    opened = None if resume is None else open_run(Path(resume))
+    effective = load_config(None, base=values, overrides=overrides)
+    return start_here(effective, opened, folders, command=sys.argv, task_class=task_class)
+
+
+def _values(config: Mapping[str, Any] | str | os.PathLike[str] | Config | None) -> tuple[dict[str, Any], list[Path]]:
+    if config is None:
+        return {}, [Path.cwd()]
+    if isinstance(config, Config):
+        return config.to_mapping(), [Path.cwd()]
+    if isinstance(config, Mapping):
+        return dict(config), [Path.cwd()]
+    path = Path(config)
+    return load_config(path).to_mapping(), [Path.cwd(), path.resolve().parent]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""Finds a user's class by its name: ``module:Class`` or ``path/to/file.py:Class``."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from paramserver.errors import TaskError, UnsupportedConfiguration
+
+
+def load_object(reference: str, key: str, folders: Sequence[Path] = ()) -> Any:
+    """The object that ``reference`` names.
+
+    Args:
+        reference: ``package.module:Name`` or ``folder/file.py:Name``.
+        key: the config key it came from, for messages.
+        folders: where a relative file is looked for, and what is importable, in this order.
+
+    Raises:
+        TaskError: the reference, the module or the name is wrong, or the module raised while it was imported.
+    """
+    place, _, name = reference.rpartition(":")
+    if not place or not name.isidentifier():
+        raise UnsupportedConfiguration(f'{key} ({reference}) must read "module:Class" or "path/to/file.py:Class"')
+    for folder in reversed([str(f) for f in folders]):
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+    module = _load_file(place, key, folders) if place.endswith(".py") else _load_module(place, key)
+    if not hasattr(module, name):
+        raise TaskError(f"{key} ({reference}): {place} has no {name}; it has {_classes_of(module) or 'no classes'}")
+    return getattr(module, name)
+
+
+def _load_module(name: str, key: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+            raise TaskError(
+                f"{key}: there is no module {error.name}; "
+                "the current folder, the config's folder and installed packages were searched"
+            ) from error
+        raise TaskError(f"{key}: importing {name} failed: {error}") from error
+    except Exception as error:  # noqa: BLE001 - a user's module may raise anything; the cause is chained
+        raise TaskError(f"{key}: importing {name} raised {type(error).__name__}: {error}") from error
+
+
+def _load_file(place: str, key: str, folders: Sequence[Path]) -> ModuleType:
+    candidates = [Path(place)] if Path(place).is_absolute() else [folder / place for folder in folders]
+    path = next((c for c in candidates if c.is_file()), None)
+    if path is None:
+        raise TaskError(f"{key}: there is no file {place}; looked in {', '.join(str(c.parent) for c in candidates)}")
+    path = path.resolve()
+    loaded = sys.modules.get(path.stem)
+    if loaded is not None and Path(getattr(loaded, "__file__", None) or "").resolve() == path:
+        return loaded
+    name = path.stem if loaded is None else f"_paramserver_task_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # A task file may import its neighbours, and pickle finds its classes by the module's name.
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # noqa: BLE001 - a user's file may raise anything; the cause is chained
+        del sys.modules[name]
+        raise TaskError(f"{key}: importing {path} raised {type(error).__name__}: {error}") from error
+    return module
+
+
+def _classes_of(module: ModuleType) -> str:
+    own = [n for n, v in vars(module).items() if isinstance(v, type) and v.__module__ == module.__name__]
+    return ", ".join(sorted(own))
+
+
+def reference_to(user_class: type) -> str:
+    """The reference under which other processes find ``user_class``.
+
+    Raises:
+        TaskError: it has none, because it was made inside a function or typed at a prompt.
+    """
+    if "." in user_class.__qualname__:
+        raise TaskError(
+            f"{user_class.__qualname__} must be defined at the top of a module, so that other processes find it"
+        )
+    if user_class.__module__ != "__main__":
+        return f"{user_class.__module__}:{user_class.__name__}"
+    file = getattr(sys.modules["__main__"], "__file__", None)
+    if file is None:
+        raise TaskError(
+            f"{user_class.__name__} was defined at a prompt or in a notebook, where other processes cannot find it; "
+            "put it into a .py file, or use mode: local"
+        )
+    return f"{Path(file).resolve()}:{user_class.__name__}"

@@ -1,0 +1,305 @@
+"""One rank of a run, from its identity to its exit: a server or a trainer."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paramserver.checkpoint import Checkpoint, clean, find_checkpoint, read_checkpoint
+from paramserver.cluster import Identity, bind_interface, interface_towards, process_environ
+from paramserver.config import Config, Role, dump_yaml, mode_of, roles
+from paramserver.consistency import Decision
+from paramserver.devices import CPU, Placement, place_trainer
+from paramserver.errors import CheckpointError, DeadlineExceeded, Interrupted, ParamserverError, TaskError
+from paramserver.keeper import Keeper
+from paramserver.loading import load_object
+from paramserver.process import Process, StartClock, StopRequest
+from paramserver.records import TrainerTotals, make_record
+from paramserver.roles import set_trainer_index
+from paramserver.rundir import RunDir, create_run, default_run_name, environment_record, supersede_metrics, write_json
+from paramserver.session import Meeting, meet, rpc_server
+from paramserver.sinks import Fan, JsonLines, Sink, TensorBoard
+from paramserver.task import Task, check_task_class
+
+if TYPE_CHECKING:
+    from trainers import Trainer
+
+log = logging.getLogger("paramserver")
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What a rank is started with.
+
+    Args:
+        config: effective.
+        identity: who this process is.
+        folders: where a task's file or module is looked for.
+        shown: receives records beside the run's folder (a progress line, a supervisor's pipe).
+        run: the folder, where somebody made it already.
+        resume: go on from the newest checkpoint of ``run``.
+        listener: the socket of rank 0's store, where somebody bound it already.
+        task_class: the task, where the caller holds it; loaded by ``config.task`` otherwise.
+        began: ``time.time()`` of the command that started the run.
+        command: for environment.json.
+    """
+
+    config: Config
+    identity: Identity
+    folders: Sequence[Path]
+    shown: Sequence[Sink] = ()
+    run: RunDir | None = None
+    resume: bool = False
+    listener: socket.socket | None = None
+    task_class: type[Task] | None = None
+    began: float | None = None
+    command: Sequence[str] = ()
+
+
+def run_rank(plan: RankPlan) -> dict[str, Any] | None:
+    """Do this rank's part of a run.
+
+    Returns:
+        The summary on rank 0, None elsewhere.
+
+    Raises:
+        ParamserverError: what ended the run; rank 0 has written its summary by then.
+    """
+    config, identity = plan.config, plan.identity
+    role = roles(config, identity.world_size)[identity.global_rank]
+    trainers = identity.world_size - sum(r.kind == "server" for r in roles(config, identity.world_size))
+    clock = StartClock(plan.began)
+    clock.mark("interpreter and imports")
+    with StopRequest() as stop, ExitStack() as stack:
+        task = _make_task(plan)
+        process = Process(config, identity, role, trainers, _place(config, identity, role), stop, clock)
+        clock.mark("task")
+        meeting = _meet(plan, process)
+        clock.mark("meeting")
+        keeper = stack.enter_context(_keeping(plan, process)) if identity.global_rank == 0 else None
+        if meeting is not None:
+            _share_run_name(meeting, keeper)
+        task.devices, task.config = process.placement.devices, config
+        set_trainer_index(role.trainer_index)
+        stack.callback(set_trainer_index, None)
+        if role.kind == "server":
+            assert keeper is not None
+            assert meeting is not None
+            return _serve(process, task, keeper, meeting)
+        return _train(process, task, keeper, meeting)
+
+
+def _make_task(plan: RankPlan) -> Task:
+    config = plan.config
+    task_class = plan.task_class
+    if task_class is None:
+        assert config.task is not None
+        task_class = check_task_class(load_object(config.task, "task", plan.folders), config.task)
+    try:
+        return task_class(**config.task_args)
+    except ParamserverError:
+        raise
+    except Exception as error:  # a user's constructor may raise anything; its traceback is the useful part
+        kind = "takes other arguments" if isinstance(error, TypeError) else "raised"
+        raise TaskError(
+            f"task ({config.task}): {task_class.__name__}(**task_args) {kind}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _place(config: Config, identity: Identity, role: Role) -> Placement:
+    if role.kind == "server":
+        return CPU
+    first_here = identity.global_rank - identity.local_rank
+    here = roles(config, identity.world_size)[first_here : first_here + identity.local_world_size]
+    trainers_here = [r.global_rank for r in here if r.kind == "trainer"]
+    return place_trainer(config, trainers_here.index(identity.global_rank), len(trainers_here))
+
+
+def _meet(plan: RankPlan, process: Process) -> Meeting | None:
+    config, identity = plan.config, plan.identity
+    if mode_of(config).single_process:
+        return None
+    interface = config.cluster.interface or interface_towards(identity.master_addr)
+    if interface is not None:
+        bind_interface(process_environ(), interface)
+    return meet(config, identity, process.stop.event, plan.listener)
+
+
+def _share_run_name(meeting: Meeting, keeper: Keeper | None) -> None:
+    """Rank 0 names the run; the others hear the name, and that rank 0 is ready, before they go on."""
+    if keeper is not None:
+        meeting.tell("run", keeper.run.name)
+    else:
+        meeting.ask("run")
+
+
+# Rank 0.
+
+
+@contextmanager
+def _keeping(plan: RankPlan, process: Process) -> Iterator[Keeper]:
+    """The run's folder, locked and described, and the keeper of its account."""
+    config = process.config
+    run = plan.run or create_run(Path(config.logging.run_dir), config.logging.name, default_run_name(config))
+    with run.lock():
+        checkpoint = _checkpoint_to_resume(run, process) if plan.resume else None
+        clean(run.checkpoints_dir)
+        run.config_file.write_text(dump_yaml(config), encoding="utf-8")
+        write_json(
+            run.environment_file, {**environment_record(list(plan.command)), "device": str(process.placement.device)}
+        )
+        if checkpoint is not None:
+            supersede_metrics(run.metrics_file, checkpoint.step)
+        sinks: list[Sink] = [JsonLines(run.metrics_file)]
+        if config.logging.tensorboard:
+            sinks.append(TensorBoard(run.tensorboard_dir, None if checkpoint is None else checkpoint.step + 1))
+        fan = Fan([*sinks, *plan.shown])
+        keeper = Keeper(config, run, fan, checkpoint, _initial_weights(config))
+        keeper.record(
+            make_record(
+                "start",
+                keeper.step,
+                rank=0,
+                name=run.name,
+                mode=config.mode,
+                world_size=process.identity.world_size,
+                total_steps=config.training.max_steps,
+                total_samples=config.training.max_samples,
+                run_dir=str(run.path),
+                resumed=checkpoint is not None,
+            )
+        )
+        yield keeper
+
+
+def _checkpoint_to_resume(run: RunDir, process: Process) -> Checkpoint:
+    checkpoint = read_checkpoint(find_checkpoint(run.path))
+    about, config = checkpoint.manifest.about, process.config
+    for key, now in (("mode", config.mode), ("trainers", process.trainers)):
+        if about.get(key) != now:
+            raise CheckpointError(
+                f"not in this version: resuming {checkpoint.path} ({key} {about.get(key)}) with {key} {now}; "
+                f"resume it with {key} {about.get(key)}"
+            )
+    return checkpoint
+
+
+def _initial_weights(config: Config) -> tuple[str, Any] | None:
+    """The weights that ``init_from`` names: a model.pt, or the newest checkpoint of a run."""
+    if config.init_from is None:
+        return None
+    import torch
+
+    path = Path(config.init_from)
+    file = find_checkpoint(path) / "model.pt" if path.is_dir() else path
+    try:
+        return str(file), torch.load(file, weights_only=True, map_location="cpu")
+    except Exception as error:  # torch.load raises many types for a file that is none of its own
+        raise CheckpointError(f"init_from ({file}) cannot be loaded as a model.pt: {error}") from error
+
+
+def _close(keeper: Keeper, totals: Sequence[TrainerTotals], work: Callable[[], str]) -> dict[str, Any]:
+    """Run ``work`` and write the summary of how it ended; ``work`` returns the reason of a regular end."""
+    try:
+        reason = work()
+    except Interrupted as interrupted:
+        keeper.close("interrupted", totals, str(interrupted))
+        raise Interrupted(
+            f"interrupted ({interrupted}) after step {keeper.step}; its checkpoint is written. "
+            f"Resume with: python -m paramserver.launch --resume {keeper.run.path}"
+        ) from interrupted
+    except BaseException as error:
+        keeper.close("failed", totals, error=f"{type(error).__name__}: {error}")
+        raise
+    summary = keeper.close("completed", totals, reason)
+    if summary["status"] == "failed":
+        raise CheckpointError(summary["error"])
+    return summary
+
+
+# A server.
+
+
+def _serve(process: Process, task: Task, keeper: Keeper, meeting: Meeting) -> dict[str, Any]:
+    from paramserver.membership import release_lifelines
+    from paramserver.server import ParameterServer, host
+
+    totals: list[TrainerTotals] = []
+
+    def work() -> str:
+        server = ParameterServer(task, process.config, process.trainers, keeper, process.stop)
+        host(server)
+        try:
+            with rpc_server(meeting):
+                try:
+                    _watch_over(server, process)
+                    server.wait_for_goodbyes(_GOODBYE_S)
+                finally:
+                    totals.extend(t for _, t in sorted(server.totals.items()))
+                    release_lifelines()
+        finally:
+            host(None)
+        if server.error is not None:
+            raise server.error
+        assert server.last_decision is not None
+        return _reason_of(server.last_decision)
+
+    return _close(keeper, totals, work)
+
+
+_GOODBYE_S = 5.0
+
+
+def _watch_over(server: Any, process: Process) -> None:
+    """Until the server has finished: look after the trainers, and give up a world that does not fill."""
+    config = process.config
+    deadline = time.monotonic() + config.cluster.timeout_s
+    while not server.finished.wait(config.server.heartbeat_s):
+        server.look_for_silent_trainers()
+        missing = server.missing_trainers()
+        if missing and time.monotonic() > deadline:
+            names = ", ".join(str(i) for i in missing)
+            server.fail(
+                DeadlineExceeded(
+                    f"trainers {names} did not arrive within cluster.timeout_s ({config.cluster.timeout_s:g} s)"
+                )
+            )
+
+
+# A trainer.
+
+
+def _train(process: Process, task: Task, keeper: Keeper | None, meeting: Meeting | None) -> dict[str, Any] | None:
+    reference = process.config.trainer or mode_of(process.config).trainer_class
+    trainer_class = load_object(reference, "trainer")
+    trainer: Trainer = trainer_class(process, task, keeper, meeting)
+    totals: list[TrainerTotals] = []
+
+    def work() -> str:
+        try:
+            decision = trainer.run()
+        finally:
+            totals.extend(trainer.all_totals)
+        return _reason_of(decision)
+
+    if keeper is not None:
+        return _close(keeper, totals, work)
+    work()
+    return None
+
+
+def _reason_of(decision: Decision) -> str:
+    """Why a run ended in good order.
+
+    Raises:
+        Interrupted: because of a signal.
+    """
+    if decision.interrupted:
+        raise Interrupted(decision.reason)
+    return decision.reason

@@ -1,0 +1,297 @@
+"""A run's folder: where everything of one run lies, who may write there, and which run is the newest."""
+
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import yaml
+from filelock import FileLock, Timeout
+
+from paramserver.checkpoint.disk import json_text, replace_text
+from paramserver.config import Config
+from paramserver.errors import CheckpointError, UnsupportedConfiguration
+from paramserver.version import __version__
+
+__all__ = [
+    "RunDir",
+    "create_run",
+    "default_run_name",
+    "environment_record",
+    "newest_run",
+    "open_run",
+    "supersede_metrics",
+    "write_json",
+]
+
+_GIT_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """The folder ``path`` of one run, and the places in it."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def environment_file(self) -> Path:
+        return self.path / "environment.json"
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def tensorboard_dir(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def checkpoints_dir(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def logs_dir(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def summary_file(self) -> Path:
+        return self.path / "summary.json"
+
+    def log_file(self, global_rank: int) -> Path:
+        return self.logs_dir / f"rank-{global_rank}.log"
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the folder as its only writer.
+
+        Raises:
+            UnsupportedConfiguration: another process holds it; names that process and its host.
+        """
+        holder_file = self.path / ".lock.json"
+        file_lock = FileLock(str(self.path / ".lock"), timeout=0, thread_local=False)
+        try:
+            file_lock.acquire()
+        except Timeout:
+            raise UnsupportedConfiguration(
+                f"run folder {self.path} is in use by another run ({_holder(holder_file)}); stop that one, or choose "
+                "another logging.name"
+            ) from None
+        try:
+            write_json(holder_file, {"pid": os.getpid(), "host": socket.gethostname()})
+            yield
+        finally:
+            holder_file.unlink(missing_ok=True)
+            file_lock.release()
+
+
+def _holder(holder_file: Path) -> str:
+    try:
+        holder = json.loads(holder_file.read_text())
+        return f"process {holder['pid']} on host {holder['host']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "a process that has not written its id yet"
+
+
+def default_run_name(config: Config) -> str:
+    """``<task>-<mode>-<time>``."""
+    assert config.task is not None
+    task = config.task.rpartition(":")[2].lower()
+    return f"{task}-{config.mode}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def create_run(base: Path, name: str | None, default_name: str) -> RunDir:
+    """Make the folder of a new run; of several processes that want one name, one gets it.
+
+    Args:
+        base: ``logging.run_dir``, made where it is missing.
+        name: ``logging.name``. None takes ``default_name``, or ``default_name-2``, ``-3``, ... where that exists.
+        default_name: usually ``<task>-<mode>-<time>``.
+
+    Raises:
+        UnsupportedConfiguration: ``name`` exists already, or is not the name of a folder.
+    """
+    wanted = default_name if name is None else name
+    if wanted in ("", ".", "..") or Path(wanted).name != wanted:
+        raise UnsupportedConfiguration(f"logging.name ({wanted}) must be the name of one folder; leave out / and ..")
+    base.mkdir(parents=True, exist_ok=True)
+    path = base / wanted
+    number = 1
+    while not _claimed(path):
+        if name is not None:
+            raise UnsupportedConfiguration(
+                f"the run folder {path} exists already; choose another logging.name, or --resume it"
+            )
+        number += 1
+        path = base / f"{default_name}-{number}"
+    run = RunDir(path)
+    run.logs_dir.mkdir()
+    run.checkpoints_dir.mkdir()
+    return run
+
+
+def _claimed(path: Path) -> bool:
+    """Take ``path`` by making it: there is no moment between looking and taking."""
+    try:
+        path.mkdir()
+    except FileExistsError:
+        return False
+    return True
+
+
+def open_run(path: Path) -> RunDir:
+    """Open the folder of an earlier run.
+
+    Raises:
+        CheckpointError: it is not such a folder.
+    """
+    path = Path(path)
+    run = RunDir(path)
+    if not path.is_dir():
+        raise CheckpointError(f"run folder {path} must exist; give the folder of a run, such as runs/<name>")
+    if not (run.config_file.is_file() or run.checkpoints_dir.is_dir()):
+        raise CheckpointError(
+            f"{path} must be a run folder, and holds neither config.yaml nor checkpoints; give one such as runs/<name>"
+        )
+    run.logs_dir.mkdir(exist_ok=True)
+    run.checkpoints_dir.mkdir(exist_ok=True)
+    return run
+
+
+def newest_run(base: Path, name: str | None = None, task: str | None = None) -> Path:
+    """Return the run in ``base`` that started last, of this ``logging.name`` or of this ``task`` where one is given.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    base = Path(base)
+    runs = [RunDir(path) for path in base.iterdir() if path.is_dir()] if base.is_dir() else []
+    wanted = [run for run in runs if run.config_file.is_file() and _is_of(run, name, task)]
+    if not wanted:
+        which = f"of logging.name {name}" if name is not None else f"of task {task}" if task is not None else "at all"
+        raise CheckpointError(
+            f"{base} must hold a run {which}, and holds none ({len(runs)} folders were looked at); "
+            "give --resume the folder of a run, or start without it"
+        )
+    return max(wanted, key=_started_s).path
+
+
+def _is_of(run: RunDir, name: str | None, task: str | None) -> bool:
+    if name is None and task is None:
+        return True
+    config = _read(run.config_file, yaml.safe_load)
+    if name is not None:
+        logging = config.get("logging")
+        return run.name == name or (isinstance(logging, dict) and logging.get("name") == name)
+    return bool(config.get("task") == task)
+
+
+def _started_s(run: RunDir) -> float:
+    started = _read(run.environment_file, json.loads).get("started")
+    try:
+        return datetime.fromisoformat(str(started)).timestamp()
+    except ValueError:
+        return run.path.stat().st_mtime
+
+
+def _read(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
+    """Parse a file of a run, of which one that crashed may have any part: what cannot be read says nothing."""
+    try:
+        content = parse(path.read_text())
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def write_json(path: Path, obj: Any) -> None:
+    """Replace ``path`` by ``obj`` as JSON, atomically; numbers that are not finite become null (see ``json_text``)."""
+    replace_text(path, json_text(obj, indent=2) + "\n")
+
+
+def supersede_metrics(metrics_file: Path, step: int) -> int:
+    """Move the records after ``step`` to ``metrics.superseded.jsonl``, and with them any line that a crash tore.
+
+    Returns:
+        The number of lines moved. Repeating it after a crash in its middle moves nothing twice.
+    """
+    if not metrics_file.exists():
+        return 0
+    lines = metrics_file.read_text(errors="replace").removesuffix("\n").split("\n")
+    moved = [line for line in lines if not _holds_at(line, step)]
+    if not moved:
+        return 0
+    superseded_file = metrics_file.with_name(f"{metrics_file.stem}.superseded{metrics_file.suffix}")
+    before = superseded_file.read_text() if superseded_file.exists() else ""
+    block = _joined(moved)
+    if not before.endswith(block):  # else: an earlier call got so far and no further
+        replace_text(superseded_file, before + block)
+    replace_text(metrics_file, _joined([line for line in lines if _holds_at(line, step)]))
+    return len(moved)
+
+
+def _joined(lines: Sequence[str]) -> str:
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _holds_at(line: str, step: int) -> bool:
+    """Tell whether the record in ``line`` still holds when the run goes back to ``step``; a torn line never does."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return False
+    if not isinstance(record, Mapping):
+        return False
+    of_step = record.get("step")
+    return of_step is None or of_step <= step
+
+
+def environment_record(command: Sequence[str]) -> dict[str, Any]:
+    """Describe where and with what a run started, for ``environment.json``. Imports nothing heavy to find out."""
+    return {
+        "started": datetime.now(timezone.utc).isoformat(),
+        "command": list(command),
+        "versions": {
+            "python": platform.python_version(),
+            "paramserver": __version__,
+            **{package: _version(package) for package in ("torch", "numpy")},
+        },
+        "executable": sys.executable,
+        "host": socket.gethostname(),
+        "platform": platform.platform(),
+        "cpu_count": os.cpu_count(),
+        "git_commit": _git_commit(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _git_commit() -> str | None:
+    try:
+        answer = subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return answer.stdout.strip() if answer.returncode == 0 else None

@@ -1,0 +1,470 @@
+"""The parameter server: versions of the parameters, one optimizer, and the handlers that trainers call.
+
+Handlers never block: what has to wait for other trainers returns a future. Errors travel back as values.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed.autograd as dist_autograd
+import torch.distributed.rpc as rpc
+from torch import Tensor, nn
+
+from paramserver.config import Config
+from paramserver.consistency import Announcement, Decision, Stop, Sync, Verdict
+from paramserver.devices import CPU
+from paramserver.errors import ParamserverError, PeerLost, TrainingError
+from paramserver.flat import FlatTensors, Layout, module_buffers, trainable
+from paramserver.keeper import Keeper
+from paramserver.limits import Limits, epoch_of
+from paramserver.membership import Member, Members, watch
+from paramserver.modelling import build_model
+from paramserver.process import StopRequest
+from paramserver.records import Record, StepReport, StepResult, TrainerTotals, WeightedSums, merge_all
+from paramserver.task import Task
+from paramserver.transport.wire import Failure, answers, answers_later
+from paramserver.updater import Updater
+
+
+_Future: TypeAlias = "torch.futures.Future[Any]"
+
+
+@dataclass(frozen=True)
+class Welcome:
+    """What a trainer gets when it joins: the whole model, how its tensors lie on the wire, and its stored part."""
+
+    model: dict[str, Tensor]
+    parameters: Layout
+    buffers: Layout
+    step: int
+    part: bytes | None
+
+
+@dataclass(frozen=True)
+class Round:
+    """The answer to an announcement: what to do, and the version to do it with (None where nothing is needed)."""
+
+    decision: Decision
+    parameters: tuple[Tensor, ...] = ()
+    buffers: tuple[Tensor, ...] = ()
+    buffer_source: int | None = None
+    held_s: float = 0.0
+
+
+class PulledSnapshot(torch.autograd.Function):
+    """Hands out an immutable snapshot; its gradient goes to the server's flat leaf.
+
+    So pull and push are the two directions of one distributed-autograd edge.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, snapshot: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        return snapshot.view_as(snapshot)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0], None
+
+
+@dataclass
+class _Push:
+    gradients: list[Tensor]
+    report: StepReport
+    buffers: Sequence[Tensor]
+    future: _Future
+    arrived: float
+
+
+class _Gathering:
+    """Futures of a round that is complete when every trainer has given its part."""
+
+    def __init__(self) -> None:
+        self.parts: dict[int, Any] = {}
+        self.futures: dict[int, _Future] = {}
+        self.arrived: dict[int, float] = {}
+
+    def add(self, trainer_index: int, part: Any) -> _Future:
+        future: _Future = torch.futures.Future()
+        self.parts[trainer_index] = part
+        self.futures[trainer_index] = future
+        self.arrived[trainer_index] = time.perf_counter()
+        return future
+
+    def take(self) -> tuple[dict[int, Any], dict[int, _Future], dict[int, float]]:
+        taken = self.parts, self.futures, self.arrived
+        self.__init__()  # type: ignore[misc]  # an empty gathering for the next round
+        return taken
+
+
+class ParameterServer(nn.Module):
+    """All parameters in a few flat tensors, one optimizer over views of them, and a version that counts updates.
+
+    What a trainer or a forward on the server uses is an immutable snapshot of one version, so gradients are exact
+    whatever happens meanwhile.
+
+    Args:
+        task: builds the model and the optimizer.
+        config: the run's.
+        trainers: how many trainers the run has.
+        keeper: rank 0's account, which writes checkpoints and records.
+        stop: set by a signal to this process.
+        lost: called with a reason when the run cannot go on.
+    """
+
+    def __init__(self, task: Task, config: Config, trainers: int, keeper: Keeper, stop: StopRequest) -> None:
+        super().__init__()
+        self.task = task
+        self.config = config
+        self.keeper = keeper
+        self.stop = stop
+        self.trainers = trainers
+        self.members = Members()
+        self.model = build_model(task, config.seed, CPU)
+        keeper.restore_model(self.model)
+        self.parameter_store = FlatTensors(trainable(self.model))
+        self.buffer_store = FlatTensors(module_buffers(self.model))
+        self.updater = Updater(task, self.model, config.training.clip_grad_norm)
+        keeper.restore_updater(self.updater)
+        self.rules = Sync(
+            trainers, Limits.of(config.training), config.training.uneven_inputs, keeper.step, keeper.samples
+        )
+        self.epoch_samples: int | None = None
+        self.finished = threading.Event()
+        self.error: ParamserverError | None = None
+        self.totals: dict[int, TrainerTotals] = {}
+        self.last_decision: Decision | None = None
+        self._lock = threading.RLock()
+        self._names = list(self.parameter_store.tensors)
+        self._leaves = [flat.detach().requires_grad_() for flat in self.parameter_store.flats]
+        self._gradients = self.parameter_store.layout.allocate()
+        self._gradient_views = self.parameter_store.layout.views(self._gradients)
+        self._snapshot: list[Tensor] = []
+        self._snapshot_step = -1
+        self._epoch = epoch_of(keeper.samples, None)
+        self._arrivals = _Gathering()
+        self._announcements = _Gathering()
+        self._validations = _Gathering()
+        self._deposits = _Gathering()
+        self._pushes: dict[int, _Push] = {}
+
+    # The tutorial's public methods, off the hot path.
+
+    def forward(self, *inputs: Any) -> Any:
+        """The model's output at the current version, on the server; its gradient goes to the flat leaf."""
+        with self._lock:
+            pulled = self._pull()
+        views = self.parameter_store.layout.views(pulled)
+        memo = {id(t): t for t in [*self.model.parameters(), *self.model.buffers()]}
+        skeleton = copy.deepcopy(
+            self.model, memo
+        )  # one per call: functional_call on a shared module is not thread-safe
+        return torch.func.functional_call(skeleton, views, inputs)
+
+    def get_dist_gradients(self, context_id: int) -> dict[str, Tensor]:
+        """The gradients that a distributed-autograd context holds for this server's parameters, by name, on the CPU."""
+        held = dist_autograd.get_gradients(context_id)
+        flats = [held[leaf] if leaf in held else torch.zeros_like(leaf) for leaf in self._leaves]
+        return {name: view.cpu() for name, view in self.parameter_store.layout.views(flats).items()}
+
+    def get_param_rrefs(self) -> list[Any]:
+        """An RRef for each trained parameter."""
+        return [rpc.RRef(parameter) for parameter in self.parameter_store.tensors.values()]
+
+    # A trainer's life.
+
+    def arrive(self, member: Member, epoch_samples: int | None) -> _Future:
+        """Take a trainer in; answered with a ``Welcome`` when all trainers are here."""
+        with self._lock:
+            self._check_running()
+            self.members.join(member)
+            self.epoch_samples = epoch_samples
+            future = self._arrivals.add(member.trainer_index, None)
+            complete = len(self._arrivals.parts) == self.trainers
+            futures = self._arrivals.take()[1] if complete else {}
+        watch(member.name, lambda reason: self._gone(member.trainer_index, reason))
+        if complete:
+            self._conclude(futures, self._welcomes)
+        return future
+
+    def _welcomes(self) -> dict[int, Welcome]:
+        self._epoch = epoch_of(self.rules.samples, self.epoch_samples)
+        model = {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
+        layouts = self.parameter_store.layout, self.buffer_store.layout
+        step, stored = self.rules.step, self.keeper.stored_part
+        return {i: Welcome(model, *layouts, step, stored(i)) for i in range(self.trainers)}
+
+    def _conclude(self, futures: Mapping[int, _Future], answers: Callable[[], Mapping[int, Any]]) -> None:
+        """Answer all who wait, each with its own value; with the error, for all and for good, where there is none."""
+        try:
+            values = answers()
+        except Exception as error:  # noqa: BLE001 - it ends the run and travels to every trainer
+            failure = Failure.of(error)
+            self.fail(failure.error())
+            values = dict.fromkeys(futures, failure)
+        for index, future in futures.items():
+            future.set_result(values[index])
+
+    def beat(self, trainer_index: int) -> None:
+        self.members.beat(trainer_index)
+
+    def leave(self, totals: TrainerTotals, decision: Decision) -> None:
+        """A trainer is done. After the last one the server ends."""
+        with self._lock:
+            self.members.leave(totals.trainer_index)
+            self.totals[totals.trainer_index] = totals
+            self.last_decision = decision
+            if len(self.totals) == self.trainers:
+                self.finished.set()
+
+    def missing_trainers(self) -> list[int]:
+        """Trainers that have not arrived yet."""
+        return self.members.missing(self.trainers)
+
+    def wait_for_goodbyes(self, timeout_s: float) -> None:
+        """Until every trainer that is alive has let go of this server, which it does when it needs it no more."""
+        self.members.await_goodbyes(timeout_s)
+
+    def give_up(self, trainer_index: int, failure: Failure) -> None:
+        """A trainer failed; the run fails with its error."""
+        self.members.leave(trainer_index)
+        self.fail(failure.error())
+
+    def _gone(self, trainer_index: int, reason: str | None) -> None:
+        self.members.say_goodbye(trainer_index)
+        if reason is not None:
+            self._lost(trainer_index, reason)
+
+    def _lost(self, trainer_index: int, reason: str) -> None:
+        member = self.members.get(trainer_index)
+        if not member.left:
+            self.fail(PeerLost(f"{member} is lost: {reason}"))
+
+    def look_for_silent_trainers(self) -> None:
+        for member in self.members.silent(self.config.server.lost_after_s):
+            self._lost(
+                member.trainer_index, f"no heartbeat for server.lost_after_s ({self.config.server.lost_after_s:g} s)"
+            )
+
+    def fail(self, error: ParamserverError) -> None:
+        """End the run: every trainer that waits, and every one that calls later, gets the error."""
+        with self._lock:
+            if self.error is None:
+                self.error = error
+            failure = Failure("PeerLost", f"the run failed elsewhere: {self.error}")
+            gatherings = (self._arrivals, self._announcements, self._validations, self._deposits)
+            waiting = [f for g in gatherings for f in g.take()[1].values()]
+            waiting += [push.future for push in self._pushes.values()]
+            self._pushes.clear()
+        for future in waiting:
+            future.set_result(failure)
+        self.finished.set()
+
+    def _check_running(self) -> None:
+        if self.error is not None:
+            raise PeerLost(f"the run failed elsewhere: {self.error}")
+
+    # A step: announce and pull, push and apply.
+
+    def begin(self, trainer_index: int, announcement: Announcement) -> _Future:
+        """A trainer announces itself; answered with a ``Round`` when all have."""
+        with self._lock:
+            self._check_running()
+            announcement = self._with_own_stop(announcement)
+            future = self._announcements.add(trainer_index, None)
+            decision = self.rules.announce(trainer_index, announcement)
+            if decision is None:
+                return future
+            _, futures, arrived = self._announcements.take()
+        self._conclude(futures, lambda: self._rounds(decision, arrived))
+        return future
+
+    def _with_own_stop(self, announcement: Announcement) -> Announcement:
+        own, reason = self.stop.state()
+        if own is Stop.NO and (wish := self.keeper.stop_reason()) is not None:
+            own, reason = Stop.LIMIT, wish
+        return replace(announcement, stop=own, reason=reason) if own > announcement.stop else announcement
+
+    def _enter_epoch(self, samples: int) -> None:
+        """The schedule of epochs, advanced before the first step of a new one."""
+        epoch = epoch_of(samples, self.epoch_samples)
+        while self._epoch < epoch:
+            self._epoch += 1
+            self.updater.epoch_ended()
+
+    def _rounds(self, decision: Decision, arrived: Mapping[int, float]) -> dict[int, Round]:
+        """The answers to all announcements; nobody can push before it has its own, so the version stands still."""
+        with self._lock:
+            self._enter_epoch(decision.samples)
+            buffers = tuple(self.buffer_store.clone())
+            now = time.perf_counter()
+            rounds = {i: Round(decision, held_s=now - arrived[i]) for i in arrived}
+            for index in decision.active:
+                source = self.rules.buffer_source
+                pulled = tuple(self._pull())
+                rounds[index] = replace(rounds[index], parameters=pulled, buffers=buffers, buffer_source=source)
+            return rounds
+
+    def _pull(self) -> list[Tensor]:
+        """The current version, as tensors whose gradients come back to this server."""
+        if self._snapshot_step != self.rules.step:
+            self._snapshot, self._snapshot_step = self.parameter_store.clone(), self.rules.step
+        return [PulledSnapshot.apply(leaf, flat) for leaf, flat in zip(self._leaves, self._snapshot, strict=True)]  # type: ignore[no-untyped-call]
+
+    def current(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Parameters and module buffers of the current version, without a graph: for validation."""
+        with self._lock:
+            return self.parameter_store.clone(), self.buffer_store.clone()
+
+    def step(self, context_id: int, report: StepReport, buffers: Sequence[Tensor]) -> _Future:
+        """Take the gradients that a context holds; answered with a ``StepResult`` when the update was made."""
+        held = dist_autograd.get_gradients(context_id)
+        missing = [leaf for leaf in self._leaves if leaf not in held]
+        if missing:
+            raise TrainingError(
+                f"trainer {report.trainer_index} stepped a context without gradients; call backward first"
+            )
+        future: _Future = torch.futures.Future()
+        push = _Push([held[leaf] for leaf in self._leaves], report, buffers, future, time.perf_counter())
+        with self._lock:
+            self._check_running()
+            refusal = self.rules.refusal(report.trainer_index, report.version)
+            if refusal is not None:
+                raise TrainingError(refusal)
+            source = self.rules.buffer_source
+            self._pushes[report.trainer_index] = push
+            order = self.rules.push(report.trainer_index, report.samples)
+            if order is None:
+                return future
+            pushes = [self._pushes[i] for i in order]
+            self._pushes.clear()
+            self._conclude(
+                {i: push.future for i, push in zip(order, pushes, strict=True)}, lambda: self._apply(pushes, source)
+            )
+        return future
+
+    def _apply(self, pushes: list[_Push], buffer_source: int) -> dict[int, StepResult]:
+        """One update: the mean of the pushes in the order of trainers, one step of the optimizer, one version more."""
+        started = time.perf_counter()
+        self._average(pushes)
+        self.updater.update()
+        self.parameter_store.check_in_place()
+        for push in pushes:
+            if push.report.trainer_index == buffer_source and push.buffers:
+                self.buffer_store.copy_from(push.buffers)
+        apply_s = time.perf_counter() - started
+        loss = sum(p.report.loss for p in pushes) / len(pushes)
+        seconds = max(p.report.seconds for p in pushes)
+        result = StepResult(self.rules.step, self.rules.samples, loss, self.updater.lr, seconds, apply_s)
+        self.keeper.stepped(result)
+        return {p.report.trainer_index: replace(result, held_s=max(started - p.arrived, 0.0)) for p in pushes}
+
+    def _average(self, pushes: list[_Push]) -> None:
+        for index, target in enumerate(self._gradients):
+            target.copy_(pushes[0].gradients[index])
+            for push in pushes[1:]:
+                target.add_(push.gradients[index])
+            if len(pushes) > 1:
+                target.div_(len(pushes))
+        used = _union([push.report.used for push in pushes])
+        for place, (name, parameter) in enumerate(self.parameter_store.tensors.items()):
+            parameter.grad = self._gradient_views[name] if used is None or used[place] else None
+
+    # Validation, checkpoints, records.
+
+    def report_validation(self, trainer_index: int, sums: WeightedSums) -> _Future:
+        """A trainer's share of a validation; answered with ``(means, improved)`` over all shares."""
+        with self._lock:
+            self._check_running()
+            future = self._validations.add(trainer_index, sums)
+            if len(self._validations.parts) < self.trainers:
+                return future
+            parts, futures, _ = self._validations.take()
+        self._conclude(futures, lambda: dict.fromkeys(futures, self._validated(merge_all(parts))))
+        return future
+
+    def _validated(self, merged: WeightedSums) -> tuple[dict[str, float], bool]:
+        with self._lock:
+            means = merged.means()
+            improved = self.keeper.validated(self.rules.step, merged)
+            self.updater.validated(means)
+            return means, improved
+
+    def deposit(self, trainer_index: int, part: bytes, reason: str) -> _Future:
+        """A trainer's part of a checkpoint of the current version; answered when the cut was taken.
+
+        All trainers deposit before any of them steps again, so model, optimizer and parts are of one version.
+        """
+        with self._lock:
+            self._check_running()
+            future = self._deposits.add(trainer_index, part)
+            if len(self._deposits.parts) < self.trainers:
+                return future
+            parts, futures, arrived = self._deposits.take()
+        self._conclude(futures, lambda: dict.fromkeys(futures, self._save(parts, reason, min(arrived.values()))))
+        return future
+
+    def _save(self, parts: Mapping[int, bytes], reason: str, since: float) -> None:
+        with self._lock:
+            self.keeper.save(self.rules.step, self.model, self.updater, parts, reason, since)
+
+    def take_records(self, records: Sequence[Record]) -> None:
+        for record in records:
+            self.keeper.record(record)
+
+    def optimizer_state(self) -> Mapping[str, Any]:
+        with self._lock:
+            return copy.deepcopy(self.updater.optimizer.state_dict())
+
+
+def _union(masks: Sequence[tuple[bool, ...] | None]) -> tuple[bool, ...] | None:
+    """Which parameters any trainer used; None for all of them."""
+    present = [mask for mask in masks if mask is not None]
+    if len(present) < len(masks):
+        return None
+    return tuple(any(column) for column in zip(*present, strict=True))
+
+
+# The one server of this process, and the functions that trainers call by name.
+
+_server: ParameterServer | None = None
+_server_lock = threading.Lock()
+
+
+def host(server: ParameterServer | None) -> None:
+    """Make ``server`` the one that this process answers for; None ends that."""
+    global _server
+    with _server_lock:
+        _server = server
+
+
+def get_parameter_server() -> ParameterServer:
+    """The one ``ParameterServer`` of this process; the target of the trainers' ``rpc.remote``."""
+    with _server_lock:
+        if _server is None:
+            raise TrainingError("this process hosts no parameter server (yet, or any more)")
+        return _server
+
+
+@rpc.functions.async_execution
+@answers_later
+def call_later(method: str, *args: Any) -> _Future:
+    """Call a method of the server that answers with a future."""
+    future: _Future = getattr(get_parameter_server(), method)(*args)
+    return future
+
+
+@answers
+def call(method: str, *args: Any) -> Any:
+    """Call a method of the server that answers at once."""
+    return getattr(get_parameter_server(), method)(*args)
+
+
+__all__ = ["ParameterServer", "Round", "Welcome", "call", "call_later", "get_parameter_server", "host"]

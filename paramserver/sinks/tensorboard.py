@@ -1,0 +1,102 @@
+"""Records as TensorBoard's scalars."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paramserver.sinks.base import Record, Sink
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+__all__ = ["TensorBoard", "scalars"]
+
+Scalar = tuple[str, float]
+
+_TRAIN = {
+    "loss": "Loss/train",
+    "samples_per_second": "samples_per_second",
+    "step_ms": "step_ms",
+    "staleness": "server/staleness",
+}
+_BUFFER = ("population", "unseen", "put_wait_s", "get_wait_s")
+_CHECKPOINT = ("seconds", "pause_ms")
+
+
+def _train(record: Record) -> Iterator[Scalar]:
+    yield from _named(record, _TRAIN)
+    rates = record.get("lr") or []
+    for index, rate in enumerate(rates):
+        yield "lr" if len(rates) == 1 else f"lr/{index}", rate
+
+
+def _validation(record: Record) -> Iterator[Scalar]:
+    for name, value in record["values"].items():
+        yield "Loss/valid" if name == "loss" else f"valid/{name}", value
+
+
+def _buffer(record: Record) -> Iterator[Scalar]:
+    yield from _named(record, {key: f"buffer/trainer-{record['trainer']}/{key}" for key in _BUFFER})
+
+
+def _checkpoint(record: Record) -> Iterator[Scalar]:
+    yield from _named(record, {key: f"checkpoint/{key}" for key in _CHECKPOINT})
+
+
+def _logged(record: Record) -> Iterator[Scalar]:
+    yield record["name"], record["value"]
+
+
+def _named(record: Record, tags: dict[str, str]) -> Iterator[Scalar]:
+    for key, tag in tags.items():
+        if record.get(key) is not None:
+            yield tag, record[key]
+
+
+_KINDS: dict[str, Callable[[Record], Iterator[Scalar]]] = {
+    "train": _train,
+    "validation": _validation,
+    "buffer": _buffer,
+    "checkpoint": _checkpoint,
+    "log": _logged,
+}
+
+
+def scalars(record: Record) -> list[Scalar]:
+    """Return what TensorBoard shows of ``record``: tags and values; nothing for a kind that has no curve."""
+    kind = _KINDS.get(record["kind"])
+    return list(kind(record)) if kind else []
+
+
+class TensorBoard(Sink):
+    """Writes event files into ``folder``. TensorBoard, which is slow to import, is imported at the first record.
+
+    Args:
+        folder: the run's ``tensorboard`` folder.
+        purge_step: on resuming, the first step whose earlier events no longer hold (the step resumed from, plus one).
+    """
+
+    def __init__(self, folder: Path, purge_step: int | None = None) -> None:
+        self.folder = folder
+        self.purge_step = purge_step
+        self._writer: SummaryWriter | None = None
+
+    def write(self, record: Record) -> None:
+        points = scalars(record)
+        if not points:
+            return
+        writer = self._opened()
+        for tag, value in points:
+            writer.add_scalar(tag, value, record.get("step"), walltime=record["time"])
+
+    def _opened(self) -> "SummaryWriter":
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(self.folder), purge_step=self.purge_step)
+        return self._writer
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None

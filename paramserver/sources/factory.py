@@ -1,0 +1,56 @@
+"""Which source a task's object becomes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from paramserver.config import Config
+from paramserver.errors import TaskError, UnsupportedConfiguration
+from paramserver.sources.base import Partition, Source
+from paramserver.sources.dataset import DatasetSource
+from paramserver.sources.iterable import IterableSource
+
+
+def is_map_style(data: Any) -> bool:
+    """Whether samples are reached by index (a Dataset, a list) and not by iterating (an IterableDataset, a generator)."""
+    return not isinstance(data, (IterableDataset, dict)) and hasattr(data, "__getitem__") and hasattr(data, "__len__")
+
+
+def make_source(
+    data: Any, partition: Partition, config: Config, sampler_kwargs: dict[str, Any] | None = None
+) -> Source:
+    """The source behind what ``train_source`` returned.
+
+    Raises:
+        TaskError: it is neither a source, nor a map-style data set, nor an iterable.
+        UnsupportedConfiguration: the run would have no end.
+    """
+    training = config.training
+    if isinstance(data, Source):
+        source: Source = data
+    elif is_map_style(data):
+        source = DatasetSource(
+            data, partition, seed=config.seed, passes=training.max_epochs, sampler_kwargs=sampler_kwargs
+        )
+    elif isinstance(data, Iterable):
+        source = IterableSource(data)
+    else:
+        raise TaskError(
+            f"train_source returned {type(data).__name__}; it must return a map-style data set, an iterable, or one of "
+            "paramserver.sources"
+        )
+    if training.max_epochs is not None and not isinstance(source, DatasetSource):
+        raise UnsupportedConfiguration(
+            f"training.max_epochs ({training.max_epochs}) counts passes over a map-style data set, but train_source gives "
+            "one pass; remove it, or use max_steps, max_samples or max_seconds"
+        )
+    limits = (training.max_epochs, training.max_steps, training.max_samples, training.max_seconds, training.patience)
+    if source.endless and all(limit is None for limit in limits):
+        raise UnsupportedConfiguration(
+            "the run has no end: a data set repeats until a limit; set training.max_epochs, max_steps, max_samples, "
+            "max_seconds or patience"
+        )
+    return source

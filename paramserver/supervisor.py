@@ -1,0 +1,261 @@
+"""Starts all ranks of a run on this machine, watches them, and tells what became of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from paramserver import errors
+from paramserver.cluster import bind_listener, child_environment, process_environ
+from paramserver.config import Config, dump_yaml, roles, world_size_of
+from paramserver.errors import Interrupted, ParamserverError, TrainingError
+from paramserver.rundir import RunDir, write_json
+from paramserver.sinks import Sink
+
+# Beyond the time in which ranks notice a lost peer by themselves.
+_GRACE_S = 5.0
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+@dataclass
+class _Rank:
+    """A child and what it told."""
+
+    index: int
+    title: str
+    process: subprocess.Popen[bytes]
+    reader: threading.Thread | None = None
+    failure: dict[str, Any] | None = None
+    exit_code: int | None = None
+
+
+@dataclass(frozen=True)
+class _Event:
+    rank: _Rank
+    kind: str
+    body: Any
+
+
+@dataclass
+class Supervisor:
+    """One run with all of its ranks on this machine.
+
+    Args:
+        config: effective; stored in the run's folder, from which the ranks read it.
+        run: the folder.
+        folders: where the task is looked for, the config's folder among them.
+        shown: receives the records that rank 0 passes on.
+        resume: the ranks go on from the newest checkpoint.
+        began: ``time.time()`` of the command.
+        command: for environment.json.
+    """
+
+    config: Config
+    run: RunDir
+    folders: Sequence[Path]
+    shown: Sink
+    resume: bool = False
+    began: float = field(default_factory=time.time)
+    command: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
+        self._ranks: list[_Rank] = []
+        self._summary: dict[str, Any] | None = None
+        self._signal: int | None = None
+        self._forwarded = False
+        self._kill_at: float | None = None
+
+    def supervise(self) -> dict[str, Any]:
+        """Run to the end.
+
+        Returns:
+            The summary.
+
+        Raises:
+            ParamserverError: the first error of the run, with its rank; Interrupted after a signal.
+        """
+        previous = self._install_handlers()
+        try:
+            self._start_all()
+            while any(rank.exit_code is None for rank in self._ranks):
+                self._take_events(0.1)
+                self._forward_signal()
+                self._end_stragglers()
+            self._take_events(0.0)
+        finally:
+            self._reap()
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+            self.shown.close()
+        return self._outcome()
+
+    # Starting.
+
+    def _start_all(self) -> None:
+        self.run.logs_dir.mkdir(parents=True, exist_ok=True)
+        self.run.config_file.write_text(dump_yaml(self.config), encoding="utf-8")
+        world_size = world_size_of(self.config)
+        environ = child_environment(
+            process_environ(), local_processes=world_size, config_folder=self.folders[-1] if self.folders else None
+        )
+        host = self.config.cluster.master_addr
+        with bind_listener(host, self.config.cluster.master_port) as listener:
+            port = listener.getsockname()[1]
+            for role in roles(self.config, world_size):
+                inherited = listener.fileno() if role.global_rank == 0 else None
+                title = f"rank {role.global_rank} ({role})"
+                self._ranks.append(self._start(role.global_rank, title, world_size, port, inherited, environ))
+
+    def _start(
+        self, index: int, title: str, world_size: int, port: int, listener: int | None, environ: dict[str, str]
+    ) -> _Rank:
+        reading, writing = os.pipe()
+        command = [sys.executable, "-m", "paramserver.launch", "--config", str(self.run.config_file)]
+        command += ["--rank", str(index), "--world_size", str(world_size)]
+        command += ["--master_addr", self.config.cluster.master_addr, "--master_port", str(port)]
+        command += ["--supervised", str(writing), "--run_folder", str(self.run.path), "--began", repr(self.began)]
+        command += [part for folder in self.folders for part in ("--folder", str(folder))]
+        command += ["--resume"] if self.resume else []
+        command += ["--listener", str(listener)] if listener is not None else []
+        command += ["--shown_command", json.dumps(list(self.command))]
+        passed = (writing,) if listener is None else (writing, listener)
+        with self.run.log_file(index).open("ab") as log:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=passed, env=environ
+            )
+        os.close(writing)
+        rank = _Rank(index, title, process)
+        rank.reader = threading.Thread(target=self._read, args=(rank, reading), name=f"watch-{index}", daemon=True)
+        rank.reader.start()
+        return rank
+
+    def _read(self, rank: _Rank, reading: int) -> None:
+        """A thread per rank: its events, then its exit."""
+        with os.fdopen(reading, encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                try:
+                    event = json.loads(line)
+                except ValueError:
+                    continue  # cut short by the death that the exit code tells
+                self._events.put(_Event(rank, event["event"], event["body"]))
+        self._events.put(_Event(rank, "exit", rank.process.wait()))
+
+    # Watching.
+
+    def _take_events(self, timeout_s: float) -> None:
+        handlers: dict[str, Callable[[_Rank, Any], None]] = {
+            "record": self._on_record,
+            "error": self._on_error,
+            "exit": self._on_exit,
+        }
+        while True:
+            try:
+                event = self._events.get(timeout=timeout_s) if timeout_s else self._events.get_nowait()
+            except queue.Empty:
+                return
+            handlers[event.kind](event.rank, event.body)
+            timeout_s = 0.0
+
+    def _on_record(self, rank: _Rank, record: dict[str, Any]) -> None:
+        if record["kind"] == "end":
+            self._summary = record["summary"]
+        self.shown.write(record)
+
+    def _on_error(self, rank: _Rank, failure: dict[str, Any]) -> None:
+        rank.failure = failure
+
+    def _on_exit(self, rank: _Rank, exit_code: int) -> None:
+        rank.exit_code = exit_code
+        if exit_code < 0 and rank.failure is None:
+            name = signal.Signals(-exit_code).name
+            rank.failure = {
+                "kind": "TrainingError",
+                "message": f"killed by {name}; its last words are in {self.run.log_file(rank.index)}",
+                "exit_code": 1,
+                "traceback": "",
+            }
+        elif exit_code not in (0, Interrupted.exit_code) and rank.failure is None:
+            rank.failure = {
+                "kind": "TrainingError",
+                "message": f"ended with exit code {exit_code}; see {self.run.log_file(rank.index)}",
+                "exit_code": 1,
+                "traceback": "",
+            }
+        if rank.failure is not None and exit_code != Interrupted.exit_code and self._kill_at is None:
+            # The others notice by themselves, and leave with their own words; this is for those who cannot.
+            self._kill_at = time.monotonic() + self.config.server.lost_after_s + _GRACE_S
+            self._send_all(signal.SIGTERM)
+
+    def _end_stragglers(self) -> None:
+        if self._kill_at is not None and time.monotonic() > self._kill_at:
+            self._send_all(signal.SIGKILL)
+
+    def _send_all(self, number: int) -> None:
+        for rank in self._ranks:
+            if rank.exit_code is None and rank.process.poll() is None:
+                rank.process.send_signal(number)
+
+    def _forward_signal(self) -> None:
+        if self._signal is not None and not self._forwarded:
+            self._forwarded = True
+            self._send_all(signal.SIGTERM)
+
+    def _install_handlers(self) -> dict[int, Any]:
+        if threading.current_thread() is not threading.main_thread():
+            return {}
+        return {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self._signal is not None:
+            self._send_all(signal.SIGKILL)
+        self._signal = self._signal or number
+
+    def _reap(self) -> None:
+        """No rank outlives its supervisor."""
+        self._send_all(signal.SIGKILL)
+        for rank in self._ranks:
+            rank.process.wait()
+            if rank.reader is not None:
+                rank.reader.join()
+
+    # The end.
+
+    def _outcome(self) -> dict[str, Any]:
+        failed = [rank for rank in self._ranks if rank.failure is not None]
+        causes = [r for r in failed if r.failure is not None and r.failure["kind"] not in ("PeerLost", "Interrupted")]
+        interrupted = [r for r in failed if r.failure is not None and r.failure["kind"] == "Interrupted"]
+        first = next(iter(causes or [r for r in failed if r not in interrupted] or interrupted), None)
+        if first is not None and first.failure is not None:
+            self._write_missing_summary(f"{first.title}: {first.failure['message']}")
+            raise _error_of(first)
+        if self._summary is None:
+            raise TrainingError(f"all ranks ended well, but rank 0 told no summary; see {self.run.log_file(0)}")
+        return self._summary
+
+    def _write_missing_summary(self, error: str) -> None:
+        """Where rank 0 died before it could write one."""
+        if self._summary is None:
+            write_json(self.run.summary_file, {"status": "failed", "mode": self.config.mode, "error": error})
+
+
+def _error_of(rank: _Rank) -> ParamserverError:
+    assert rank.failure is not None
+    kind = getattr(errors, rank.failure["kind"], TrainingError)
+    if kind is Interrupted:
+        return Interrupted(rank.failure["message"])
+    traceback = f"\n{rank.failure['traceback']}" if rank.failure["traceback"] else ""
+    error = kind(f"{rank.title}: {rank.failure['message']}{traceback}")
+    assert isinstance(error, ParamserverError)
+    return error

@@ -1,0 +1,155 @@
+"""What a user writes: the model, its optimizer, its data, and what one step computes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from paramserver.errors import TaskError
+from paramserver.sources.base import Partition
+
+if TYPE_CHECKING:
+    from paramserver.config import Config
+
+REQUIRED = {
+    "build_model": "build_model(self)",
+    "build_optimizer": "build_optimizer(self, model)",
+    "train_source": "train_source(self, partition)",
+    "training_step": "training_step(self, model, batch, batch_idx)",
+}
+
+
+class Task:
+    """Base of a user's task; one instance lives in every process of a run.
+
+    Override ``build_model``, ``build_optimizer``, ``train_source`` and ``training_step``; the rest has defaults.
+
+    Attributes:
+        devices: the devices that this process may use, the first one for the inputs; set before any method is called.
+        config: the effective configuration.
+        trainer: the trainer of this process; None on a server.
+    """
+
+    devices: Sequence[torch.device] = (torch.device("cpu"),)
+    config: Config
+    trainer: Any = None
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Task:
+        """Remember the arguments, so that ``paramserver.run(task, ...)`` can make the same task in other processes."""
+        task = super().__new__(cls)
+        task._arguments = (args, kwargs)
+        return task
+
+    _arguments: tuple[tuple[Any, ...], dict[str, Any]]
+
+    def keyword_arguments(self) -> dict[str, Any]:
+        """The arguments that this task was made with, by name."""
+        args, kwargs = self._arguments
+        bound = inspect.signature(type(self).__init__).bind(self, *args, **kwargs).arguments
+        named = dict(list(bound.items())[1:])
+        return {**named, **named.pop("kwargs", {})}
+
+    # What must be written.
+
+    def build_model(self) -> nn.Module:
+        """The model, on ``self.devices``. Called with torch's seed set to ``seed``, so that all processes agree."""
+        raise TaskError(_missing(self, "build_model"))
+
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """The optimizer of ``model``'s parameters. Called where the parameters live: on the server in rpc."""
+        raise TaskError(_missing(self, "build_optimizer"))
+
+    def train_source(self, partition: Partition) -> Any:
+        """The samples: a map-style data set (the same for all trainers; it is dealt), or an iterable (this share)."""
+        raise TaskError(_missing(self, "train_source"))
+
+    def training_step(self, model: nn.Module, batch: Any, batch_idx: int) -> Tensor:
+        """The scalar loss of a batch: the mean over its samples."""
+        raise TaskError(_missing(self, "training_step"))
+
+    # What may be written.
+
+    def build_scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
+        """A scheduler, stepped per global step; or ``{"scheduler", "every": "epoch" | "validation", "metric"}``."""
+        return None
+
+    def validation_source(self, partition: Partition) -> Any:
+        """The validation samples, like ``train_source``; None for no validation."""
+        return None
+
+    def process_sample(self, sample: Any) -> Any:
+        """Turn a sample into what a batch is made of; called when a batch is formed, in the trainer's main thread."""
+        return sample
+
+    def collate(self, samples: list[Any]) -> Any:
+        """A batch out of samples."""
+        return default_collate(samples)
+
+    def validation_step(
+        self, model: nn.Module, batch: Any, valid_batch_idx: int, batch_idx: int
+    ) -> Mapping[str, Tensor]:
+        """Metrics of a validation batch, each the mean over its samples."""
+        raise TaskError(
+            f"{type(self).__name__} has a validation_source but no validation_step; write "
+            "validation_step(self, model, batch, valid_batch_idx, batch_idx), which returns a dict of means"
+        )
+
+    # Hooks, in the order in which a run calls them.
+
+    def on_train_start(self) -> None: ...
+
+    def on_epoch_start(self, epoch: int) -> None: ...
+
+    def on_batch_start(self, batch_idx: int) -> None: ...
+
+    def on_batch_end(self, batch_idx: int) -> None: ...
+
+    def on_validation_start(self, batch_idx: int) -> None: ...
+
+    def on_validation_end(self, batch_idx: int) -> None: ...
+
+    def on_epoch_end(self, epoch: int) -> None: ...
+
+    def on_checkpoint(self, state: dict[str, Any]) -> None:
+        """Put what must survive into ``state``: tensors, numbers, strings, and lists or dicts of them."""
+
+    def on_resume(self, state: dict[str, Any]) -> None:
+        """Take back what ``on_checkpoint`` stored."""
+
+    def on_train_end(self) -> None: ...
+
+    def log(self, name: str, value: float | Tensor) -> None:
+        """Record a number at this trainer's current step, in metrics.jsonl and TensorBoard."""
+        if self.trainer is None:
+            raise TaskError(
+                f"self.log({name!r}) was called where no trainer runs; log from a trainer's steps and hooks"
+            )
+        self.trainer.log(name, value)
+
+
+def _missing(task: Task, name: str) -> str:
+    return f"{type(task).__name__} lacks {name}; write {REQUIRED[name]}"
+
+
+def check_task_class(task_class: object, reference: str) -> type[Task]:
+    """The class, if it is a complete task.
+
+    Raises:
+        TaskError: it is not a subclass of Task, or a required method is not written.
+    """
+    if not (isinstance(task_class, type) and issubclass(task_class, Task)):
+        raise TaskError(f"task ({reference}) is {task_class!r}; it must be a class derived from paramserver.Task")
+    for name, signature in REQUIRED.items():
+        if getattr(task_class, name) is getattr(Task, name):
+            raise TaskError(f"task ({reference}) lacks {name}; write {signature}")
+    return task_class
+
+
+def default_batching(task: Task) -> bool:
+    """Whether batches are plain stacks of samples, so that a buffer may gather them without looking at each."""
+    return type(task).process_sample is Task.process_sample and type(task).collate is Task.collate

@@ -1,0 +1,1 @@
+"""How tensors travel between trainers and servers."""

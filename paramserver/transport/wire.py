@@ -1,0 +1,104 @@
+"""The RPC transport: which channels carry it, and how errors cross it."""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+import torch.distributed.rpc as rpc
+from torch import Tensor
+
+from paramserver import errors
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# Handlers never block, so a few threads serve any number of trainers.
+WORKER_THREADS = 8
+
+
+def host_identity() -> str:
+    """What two processes share when they run on one host and in one network namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    namespace = os.readlink("/proc/self/ns/net")
+    return f"{socket.gethostname()}/{boot}/{namespace}"
+
+
+def agent_options(timeout_s: float, same_host: bool) -> rpc.TensorPipeRpcBackendOptions:
+    """Options of an agent that does not spin while it waits.
+
+    torch's default transports keep a core busy in every idle process; ``uv`` sleeps. ``cma`` copies between processes
+    of one host without a socket. It also reaches across network namespaces of one machine, past the network that
+    somebody set up on purpose; so it is used only where both ends share everything that names a host.
+    """
+    channels = ["cma", "mpt_uv", "basic"] if same_host else ["mpt_uv", "basic"]
+    return rpc.TensorPipeRpcBackendOptions(
+        num_worker_threads=WORKER_THREADS, rpc_timeout=timeout_s, _transports=["uv"], _channels=channels
+    )
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error on its way back: RPC keeps only a few types of exception, so errors travel as values."""
+
+    kind: str
+    message: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        if isinstance(error, errors.ParamserverError):
+            return cls(type(error).__name__, str(error))
+        text = "".join(traceback.format_exception(error))
+        return cls("TrainingError", f"the server raised {type(error).__name__}: {error}\n{text}")
+
+    def error(self) -> errors.ParamserverError:
+        kind = getattr(errors, self.kind, errors.TrainingError)
+        made = kind(self.message)
+        assert isinstance(made, errors.ParamserverError)
+        return made
+
+
+def answers(handler: Callable[P, T]) -> Callable[P, T | Failure]:
+    """Make a handler return what it raises."""
+
+    @functools.wraps(handler)
+    def answer(*args: P.args, **kwargs: P.kwargs) -> T | Failure:
+        try:
+            return handler(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - it travels to the caller, who raises it
+            return Failure.of(error)
+
+    return answer
+
+
+def answers_later(
+    handler: Callable[P, torch.futures.Future[Any]],
+) -> Callable[P, torch.futures.Future[Any]]:
+    """The same for a handler that returns a future; to stand below ``rpc.functions.async_execution``."""
+
+    @functools.wraps(handler)
+    def answer(*args: P.args, **kwargs: P.kwargs) -> torch.futures.Future[Any]:
+        try:
+            return handler(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - it travels to the caller, who raises it
+            return settled(Failure.of(error))
+
+    return answer
+
+
+def settled(value: Any) -> torch.futures.Future[Any]:
+    """A future that has its value already."""
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result(value)
+    return future
+
+
+def tensor_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)

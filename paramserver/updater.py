@@ -1,0 +1,153 @@
+"""One optimizer with its clipping and its schedule: how gradients become the next version, in every mode."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from paramserver.errors import TaskError, TrainingError
+from paramserver.task import Task
+
+_EVERY = ("step", "epoch", "validation")
+
+
+class Updater:
+    """Clips, steps and schedules. The same object serves a trainer (local, ddp) and a server (rpc).
+
+    Gradients are read from ``parameter.grad``; a parameter without one is not stepped, as in torch.optim.
+
+    Args:
+        task: gives the optimizer and the scheduler.
+        model: whose parameters are optimized.
+        clip_grad_norm: largest 2-norm over all parameters, or None.
+
+    Raises:
+        TaskError: the optimizer needs a closure, or the scheduler is not one that can be stepped.
+    """
+
+    def __init__(self, task: Task, model: nn.Module, clip_grad_norm: float | None) -> None:
+        self.optimizer = task.build_optimizer(model)
+        _check_optimizer(self.optimizer, model, type(task).__name__)
+        self.scheduler, self.every, self.metric = _scheduler_of(task.build_scheduler(self.optimizer))
+        self.clip_grad_norm = clip_grad_norm
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+
+    def update(self) -> None:
+        """Apply the gradients that ``.grad`` holds."""
+        if self.clip_grad_norm is not None:
+            nn.utils.clip_grad_norm_(self.parameters, self.clip_grad_norm)
+        self.optimizer.step()
+        if self.every == "step":
+            self._advance()
+
+    def epoch_ended(self) -> None:
+        if self.every == "epoch":
+            self._advance()
+
+    def validated(self, values: Mapping[str, float]) -> None:
+        """Step a schedule that follows validations; ReduceLROnPlateau gets its metric."""
+        if self.every != "validation":
+            return
+        if self.metric is not None and self.metric not in values:
+            raise TaskError(
+                f"the scheduler follows metric ({self.metric}), which validation_step does not return; "
+                f"it returns {', '.join(sorted(values)) or 'nothing'}"
+            )
+        self._advance(None if self.metric is None else values[self.metric])
+
+    def _advance(self, metric: float | None = None) -> None:
+        if self.scheduler is None:
+            return
+        if metric is None:
+            self.scheduler.step()
+        else:
+            self.scheduler.step(metric)
+
+    @property
+    def lr(self) -> tuple[float, ...]:
+        """Learning rate of each parameter group."""
+        return tuple(float(group["lr"]) for group in self.optimizer.param_groups if "lr" in group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """``optimizer`` in the standard form of torch.optim, ``scheduler`` or None."""
+        scheduler = None if self.scheduler is None else self.scheduler.state_dict()
+        return {"optimizer": self.optimizer.state_dict(), "scheduler": scheduler}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.scheduler is not None and state.get("scheduler") is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+
+
+def _check_optimizer(optimizer: object, model: nn.Module, task_name: str) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TaskError(
+            f"{task_name}.build_optimizer returned {type(optimizer).__name__}; it must return a torch.optim.Optimizer"
+        )
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise TaskError(
+            f"{type(optimizer).__name__} needs a closure, which evaluates the loss again inside a step; "
+            "use an optimizer whose step() takes none"
+        )
+    known = {id(p) for p in model.parameters()}
+    strangers = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
+    if strangers:
+        raise TaskError(
+            f"{task_name}.build_optimizer optimizes {strangers} tensor(s) that are not parameters of the model it was "
+            "given; take them from model.parameters()"
+        )
+
+
+def _scheduler_of(built: Any) -> tuple[Any, str, str | None]:
+    """Scheduler, when it is stepped, and the metric it gets, from what ``build_scheduler`` returned."""
+    if built is None:
+        return None, "step", None
+    spec = built if isinstance(built, dict) else {"scheduler": built}
+    unknown = set(spec) - {"scheduler", "every", "metric"}
+    scheduler, every, metric = spec.get("scheduler"), spec.get("every", "step"), spec.get("metric")
+    if unknown or not callable(getattr(scheduler, "step", None)):
+        raise TaskError(
+            'build_scheduler must return None, a scheduler, or {"scheduler": ..., "every": ..., "metric": ...}; '
+            f"got {built!r}"
+        )
+    if every not in _EVERY:
+        raise TaskError(f"build_scheduler: every ({every!r}) must be one of {', '.join(_EVERY)}")
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) and metric is None:
+        raise TaskError(
+            'ReduceLROnPlateau needs a metric; return {"scheduler": s, "every": "validation", "metric": "loss"}'
+        )
+    if metric is not None and every != "validation":
+        raise TaskError(f'build_scheduler: metric ({metric!r}) needs every="validation"')
+    return scheduler, every, metric
+
+
+def check_loss(loss: object, trainer_index: int, batch_idx: int) -> float:
+    """The loss as a number.
+
+    Raises:
+        TaskError: it is not a scalar tensor that takes part in a graph.
+        TrainingError: it is NaN or infinite; nothing of this batch was applied.
+    """
+    where = f"training_step, trainer {trainer_index}, batch {batch_idx}"
+    if not isinstance(loss, torch.Tensor):
+        raise TaskError(f"{where}: returned {type(loss).__name__}; it must return the loss as a scalar tensor")
+    if loss.numel() != 1:
+        raise TaskError(
+            f"{where}: returned a tensor of shape {tuple(loss.shape)}; the loss must be one number: take .mean()"
+        )
+    if not loss.requires_grad:
+        raise TaskError(
+            f"{where}: the loss does not depend on a trained parameter; compute it from model(...) with gradients on"
+        )
+    value = float(loss.detach())
+    if value != value or value in (float("inf"), float("-inf")):
+        raise TrainingError(
+            f"{where}: the loss is {value}; nothing of this batch was applied. "
+            "Lower the learning rate, set training.clip_grad_norm, or look at the batch"
+        )
+    return value

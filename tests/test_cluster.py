@@ -1,0 +1,219 @@
+"""Which process am I: flags, torchrun, variables set by hand, or none of these."""
+
+import dataclasses
+
+import pytest
+
+import paramserver.cluster
+from paramserver.cluster import FlagEnvironment, HandSet, Identity, RankFlags, Torchrun, resolve_identity
+from paramserver.cluster.torchrun import VARIABLES
+from paramserver.config import ClusterConfig, Config
+from paramserver.errors import UnsupportedConfiguration
+
+NO_FLAGS = RankFlags()
+
+
+def config(mode: str = "rpc", **cluster) -> Config:
+    return Config(mode=mode, cluster=ClusterConfig(**cluster))
+
+
+def torchrun(
+    global_rank: int = 3, *, nodes: int = 2, per_node: int = 2, restarts: int = 0, **changes
+) -> dict[str, str]:
+    """What torchrun sets for one of ``nodes * per_node`` workers."""
+    variables = {
+        "RANK": str(global_rank),
+        "WORLD_SIZE": str(nodes * per_node),
+        "LOCAL_RANK": str(global_rank % per_node),
+        "LOCAL_WORLD_SIZE": str(per_node),
+        "GROUP_RANK": str(global_rank // per_node),
+        "MASTER_ADDR": "node0.cluster",
+        "MASTER_PORT": "41234",
+        "TORCHELASTIC_RUN_ID": "job7",
+        "TORCHELASTIC_RESTART_COUNT": str(restarts),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    return {name: value for name, value in {**variables, **changes}.items() if value is not None}
+
+
+def refused(flags: RankFlags, environ: dict, of: Config) -> str:
+    with pytest.raises(UnsupportedConfiguration) as caught:
+        resolve_identity(flags, environ, of)
+    return str(caught.value)
+
+
+def test_nothing_says_a_rank_so_all_are_started_here():
+    assert resolve_identity(NO_FLAGS, {}, config()) is None
+    assert resolve_identity(RankFlags(world_size=4, master_port=1234), {"PATH": "/bin", "RANK": "1"}, config()) is None
+    assert "must be at least 2 in mode rpc" in refused(RankFlags(world_size=1), {}, config())
+    assert "must be 1 in mode local" in refused(RankFlags(world_size=2), {}, config("local"))
+
+
+def test_a_rank_of_this_machine_by_flags():
+    assert resolve_identity(RankFlags(1, 3, "127.0.0.1", 1234), {}, config()) == Identity(
+        global_rank=1,
+        world_size=3,
+        local_rank=1,
+        local_world_size=3,
+        node_rank=0,
+        master_addr="127.0.0.1",
+        master_port=1234,
+        store_is_hosted=False,
+        job="flags",
+        source="flags",
+    )
+
+
+def test_a_rank_of_another_host_by_flags():
+    identity = resolve_identity(RankFlags(2, 3, "node0"), {}, config())
+    assert (identity.local_rank, identity.local_world_size, identity.node_rank) == (0, 1, 2)
+    assert identity.master_addr == "node0"
+
+
+@pytest.mark.parametrize(
+    ("flags", "cluster", "world_size", "address"),
+    [
+        (RankFlags(0), {}, 3, ("127.0.0.1", 29500)),
+        (RankFlags(0, master_port=0), {}, 3, ("127.0.0.1", 29500)),
+        (RankFlags(4), {"num_trainers": 4, "master_addr": "node0", "master_port": 1111}, 5, ("node0", 1111)),
+        (RankFlags(4, 9, "node1", 2222), {"master_addr": "node0", "master_port": 1111}, 9, ("node1", 2222)),
+    ],
+)
+def test_what_flags_leave_out_comes_from_the_config(flags, cluster, world_size, address):
+    identity = resolve_identity(flags, {}, config(**cluster))
+    assert identity.world_size == world_size
+    assert (identity.master_addr, identity.master_port) == address
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (RankFlags(3, 3), "--rank (3) must be below --world_size (3): ranks count from 0"),
+        (RankFlags(3), "--rank (3) must be below the world size (3) of the config, as no --world_size is given: ranks "
+         "count from 0"),
+        (RankFlags(-1, 3), "--rank (-1) must be at least 0; ranks count from 0"),
+        (RankFlags(0, 0), "--world_size (0) must be at least 1; count all ranks"),
+        (RankFlags(world_size=-2), "--world_size (-2) must be at least 1; count all ranks"),
+        (RankFlags(0, 3, master_port=65536), "--master_port (65536) must be from 0 to 65535; give a free port"),
+        (RankFlags(0, 3, master_addr=" "), "--master_addr () must not be empty; give the host of rank 0"),
+        (RankFlags(0, 1), "world_size (1) must be at least 2 in mode rpc: 1 for the servers and 1 for a trainer; start "
+         "more ranks"),
+    ],
+)  # fmt: skip
+def test_wrong_flags(flags, message):
+    assert refused(flags, {}, config()) == message
+
+
+@pytest.mark.parametrize("global_rank", range(6))
+def test_torchrun_on_several_nodes(global_rank):
+    identity = resolve_identity(NO_FLAGS, torchrun(global_rank, nodes=3, per_node=2, restarts=1), config())
+    assert identity == Identity(
+        global_rank=global_rank,
+        world_size=6,
+        local_rank=global_rank % 2,
+        local_world_size=2,
+        node_rank=global_rank // 2,
+        master_addr="node0.cluster",
+        master_port=41234,
+        store_is_hosted=True,
+        job="job7-1",
+        source="torchrun",
+    )
+
+
+def test_attempts_of_one_torchrun_do_not_share_a_job():
+    jobs = {resolve_identity(NO_FLAGS, torchrun(restarts=restarts), config()).job for restarts in (0, 1, 2)}
+    assert len(jobs) == 3
+    assert resolve_identity(NO_FLAGS, torchrun(TORCHELASTIC_RESTART_COUNT=None), config()).job == "job7-0"
+
+
+@pytest.mark.parametrize(("value", "hosted"), [("True", True), ("False", False), (None, False)])
+def test_the_agent_of_torchrun_may_serve_the_store(value, hosted):
+    environ = torchrun(TORCHELASTIC_USE_AGENT_STORE=value)
+    assert resolve_identity(NO_FLAGS, environ, config()).store_is_hosted is hosted
+
+
+@pytest.mark.parametrize("name", VARIABLES[:-2])
+def test_a_variable_of_torchrun_is_missing(name):
+    environ = torchrun()
+    del environ[name]
+    if name == "TORCHELASTIC_RUN_ID":  # what is left is set like by hand
+        assert resolve_identity(NO_FLAGS, environ, config()).source == "environment"
+    else:
+        said = f"{name} must be set, as torchrun does; start the ranks with it, or give --rank"
+        assert refused(NO_FLAGS, environ, config()) == said
+        assert refused(NO_FLAGS, {**environ, name: " "}, config()) == said
+
+
+@pytest.mark.parametrize("name", [name for name in VARIABLES if name in torchrun() and torchrun()[name].isdigit()])
+@pytest.mark.parametrize("value", ["many", "-1", "1.0", "²"])
+def test_a_variable_of_torchrun_is_no_number(name, value):
+    message = refused(NO_FLAGS, torchrun(**{name: value}), config())
+    assert message.startswith(f"{name} ({value}) must be a whole number from ")
+    assert "; " in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"RANK": "4"}, "RANK (4) must be below 4: ranks count from 0"),
+        ({"LOCAL_RANK": "2"}, "LOCAL_RANK (2) must be below 2: ranks count from 0"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE (0) must be at least 1; correct the variable"),
+        ({"MASTER_PORT": "0"}, "MASTER_PORT (0) must be at least 1; correct the variable"),
+    ],
+)
+def test_variables_out_of_range(changes, message):
+    assert refused(NO_FLAGS, torchrun(**changes), config()) == message
+
+
+def test_the_mode_must_fit_the_world_that_torchrun_started():
+    assert "world_size (4) must be 1 in mode local" in refused(NO_FLAGS, torchrun(), config("local"))
+    alone = torchrun(0, nodes=1, per_node=1)
+    assert resolve_identity(NO_FLAGS, alone, config("local")).world_size == 1
+    assert "must be at least 2 in mode rpc" in refused(NO_FLAGS, alone, config())
+
+
+def test_variables_set_by_hand_are_completed_from_the_config():
+    environ = {"RANK": "1", "WORLD_SIZE": "2"}
+    identity = resolve_identity(NO_FLAGS, environ, config("ddp"))
+    assert identity == Identity(1, 2, 1, 2, 0, "127.0.0.1", 29500, False, "environment", "environment")
+    identity = resolve_identity(NO_FLAGS, environ, config("ddp", master_addr="node0", master_port=1111))
+    assert identity == Identity(1, 2, 0, 1, 1, "node0", 1111, False, "environment", "environment")
+
+
+def test_variables_set_by_hand_stand_above_the_config():
+    given = {"RANK": "5", "WORLD_SIZE": "6", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "2222"}
+    place = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "2"}
+    identity = resolve_identity(NO_FLAGS, {**given, **place}, config(master_addr="node0", master_port=1111))
+    assert identity == Identity(5, 6, 1, 2, 2, "10.0.0.1", 2222, False, "environment", "environment")
+    assert "LOCAL_RANK (2) must be below 2" in refused(NO_FLAGS, {**given, **place, "LOCAL_RANK": "2"}, config())
+
+
+def test_a_rank_flag_stands_above_torchrun():
+    identity = resolve_identity(RankFlags(0, 2), torchrun(), config())
+    assert (identity.global_rank, identity.world_size, identity.source) == (0, 2, "flags")
+
+
+def test_other_flags_under_torchrun():
+    same = resolve_identity(NO_FLAGS, torchrun(), config())
+    assert resolve_identity(RankFlags(world_size=4, master_addr="node0.cluster"), torchrun(), config()) == same
+    moved = resolve_identity(RankFlags(master_port=2222), torchrun(), config())
+    assert moved == dataclasses.replace(same, master_port=2222, store_is_hosted=False)
+    assert refused(RankFlags(world_size=3), torchrun(), config()) == (
+        "--world_size (3) must be the 4 that torchrun started; leave the flag out"
+    )
+
+
+def test_each_environment_detects_itself_only():
+    by_hand = {"RANK": "0", "WORLD_SIZE": "2"}
+    assert [e.detect(torchrun()) for e in (FlagEnvironment(NO_FLAGS), Torchrun(), HandSet())] == [False, True, True]
+    assert [e.detect(by_hand) for e in (FlagEnvironment(RankFlags(0)), Torchrun(), HandSet())] == [True, False, True]
+    assert not HandSet().detect({"RANK": "0"})
+    assert not HandSet().detect({"WORLD_SIZE": "2"})
+
+
+def test_every_public_name_is_there_and_no_other():
+    for name in paramserver.cluster.__all__:
+        assert getattr(paramserver.cluster, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = paramserver.cluster.nothing

@@ -1,0 +1,88 @@
+"""Addresses, interfaces, and the environment of a child."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from paramserver.cluster import (
+    DEFAULT_PORT,
+    bind_interface,
+    child_environment,
+    is_loopback,
+    loopback_interface,
+    process_environ,
+)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.1", "::1", "[::1]", "localhost", "LOCALHOST", "ip6-localhost"])
+def test_loopback(host):
+    assert is_loopback(host)
+
+
+@pytest.mark.parametrize("host", ["", "0.0.0.0", "10.0.0.1", "::", "node0", "localhost.example.org", "128.0.0.1"])
+def test_not_loopback(host):
+    assert not is_loopback(host)
+
+
+def test_the_loopback_interface_is_one_of_this_machine():
+    assert (Path("/sys/class/net") / loopback_interface()).exists()
+    assert DEFAULT_PORT == 29500
+
+
+def test_both_transports_are_bound_to_the_interface():
+    environ = {"TP_SOCKET_IFNAME": "eth9", "OTHER": "1"}
+    bind_interface(environ, "lo")
+    assert environ == {"TP_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo", "OTHER": "1"}
+
+
+def test_a_child_gets_a_copy_with_the_allocator_tuned_and_output_unbuffered():
+    environ = {"HOME": "/h"}
+    child = child_environment(environ, local_processes=2)
+    assert environ == {"HOME": "/h"}
+    assert child["HOME"] == "/h"
+    assert child["PYTHONUNBUFFERED"] == "1"
+    assert {name: value for name, value in child.items() if name.startswith("MALLOC_")} == {
+        "MALLOC_ARENA_MAX": "1",
+        "MALLOC_MMAP_THRESHOLD_": "33554432",
+        "MALLOC_TRIM_THRESHOLD_": "536870912",
+        "MALLOC_TOP_PAD_": "67108864",
+    }
+
+
+def test_what_the_user_set_stands():
+    own = {"OMP_NUM_THREADS": "7", "MALLOC_ARENA_MAX": "4", "MALLOC_TOP_PAD_": "0"}
+    child = child_environment(own, local_processes=2, cores=64)
+    assert {name: child[name] for name in own} == own
+    assert child["MALLOC_TRIM_THRESHOLD_"] == "536870912"
+
+
+@pytest.mark.parametrize(("cores", "processes", "threads"), [(8, 3, "2"), (2, 3, "1"), (16, 1, "16"), (9, 3, "3")])
+def test_the_cores_are_shared_out(cores, processes, threads):
+    assert child_environment({}, local_processes=processes, cores=cores)["OMP_NUM_THREADS"] == threads
+
+
+def test_only_cores_that_this_process_may_use_count():
+    threads = child_environment({}, local_processes=1)["OMP_NUM_THREADS"]
+    assert int(threads) == len(os.sched_getaffinity(0))
+
+
+def test_the_current_folder_and_the_config_come_first_on_the_path(tmp_path, monkeypatch):
+    current, config = tmp_path / "current", tmp_path / "config"
+    environ = {"PYTHONPATH": os.pathsep.join(["/site", "", str(config), "/more"])}
+    child = child_environment(environ, local_processes=1, config_folder=config, current_folder=current)
+    assert child["PYTHONPATH"].split(os.pathsep) == [str(current), str(config), "/site", "/more"]
+    monkeypatch.chdir(tmp_path)
+    relative = child_environment({}, local_processes=1, config_folder=Path("config"))
+    assert relative["PYTHONPATH"].split(os.pathsep) == [str(tmp_path), str(config)]
+
+
+def test_the_environment_of_the_process_is_handed_out_for_writing(monkeypatch):
+    monkeypatch.setenv("PARAMSERVER_TEST", "1")
+    assert process_environ()["PARAMSERVER_TEST"] == "1"
+    bind_interface(process_environ(), "lo")
+    try:
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    finally:
+        for name in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
+            monkeypatch.delenv(name)

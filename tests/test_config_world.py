@@ -1,0 +1,92 @@
+"""Modes: who does what in a world of which size."""
+
+import dataclasses
+
+import pytest
+
+from paramserver.config import (
+    MODES,
+    ClusterConfig,
+    Config,
+    Role,
+    mode_of,
+    num_servers_of,
+    roles,
+    with_world_size,
+    world_size_of,
+)
+from paramserver.errors import UnsupportedConfiguration
+
+
+def config(mode: str, num_servers: int = 1, num_trainers: int = 2) -> Config:
+    return Config(mode=mode, cluster=ClusterConfig(num_servers=num_servers, num_trainers=num_trainers))
+
+
+def test_the_table_names_each_mode_by_its_key():
+    assert {name: mode.name for name, mode in MODES.items()} == {"rpc": "rpc", "ddp": "ddp", "local": "local"}
+    assert {mode.trainer_class for mode in MODES.values()} == {
+        "trainers:RpcTrainer",
+        "trainers:DdpTrainer",
+        "trainers:LocalTrainer",
+    }
+    assert mode_of(config("ddp")) is MODES["ddp"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "servers", "trainers", "world_size"),
+    [("rpc", 1, 2, 3), ("rpc", 2, 3, 5), ("ddp", 1, 2, 2), ("ddp", 2, 5, 5), ("local", 1, 2, 1)],
+)
+def test_the_world_of_a_config(mode, servers, trainers, world_size):
+    assert world_size_of(config(mode, servers, trainers)) == world_size
+
+
+@pytest.mark.parametrize(
+    ("mode", "servers", "world_size", "expected"),
+    [
+        ("rpc", 1, 2, ["server 0", "trainer 0"]),
+        ("rpc", 2, 5, ["server 0", "server 1", "trainer 0", "trainer 1", "trainer 2"]),
+        ("ddp", 2, 3, ["trainer 0", "trainer 1", "trainer 2"]),
+        ("ddp", 1, 1, ["trainer 0"]),
+        ("local", 1, 1, ["trainer 0"]),
+    ],
+)
+def test_roles(mode, servers, world_size, expected):
+    found = roles(config(mode, servers), world_size)
+    assert [str(role) for role in found] == expected
+    assert [role.global_rank for role in found] == list(range(world_size))
+    assert [role.kind for role in found] == [text.split()[0] for text in expected]
+    for role in found:
+        assert (role.server_index is None) == (role.trainer_index is not None)
+
+
+def test_a_role_is_a_plain_value():
+    assert roles(config("rpc"), 3)[2] == Role(2, "trainer", server_index=None, trainer_index=1)
+
+
+@pytest.mark.parametrize(
+    ("mode", "servers", "world_size", "message"),
+    [
+        ("rpc", 1, 1, r"world_size \(1\) must be at least 2 in mode rpc: 1 for the servers and 1 for a trainer; "),
+        ("rpc", 3, 3, r"world_size \(3\) must be at least 4 in mode rpc"),
+        ("ddp", 1, 0, r"world_size \(0\) must be at least 1 in mode ddp"),
+        ("local", 1, 2, r"world_size \(2\) must be 1 in mode local, which is one process; leave it out or "),
+        ("local", 1, 0, r"world_size \(0\) must be 1 in mode local"),
+    ],
+)
+def test_a_world_that_the_mode_cannot_run_in(mode, servers, world_size, message):
+    for function in (roles, with_world_size):
+        with pytest.raises(UnsupportedConfiguration, match=message):
+            function(config(mode, servers), world_size)
+
+
+@pytest.mark.parametrize(("mode", "num_trainers"), [("rpc", 5), ("ddp", 7)])
+def test_a_given_world_size_settles_the_number_of_trainers(mode, num_trainers):
+    before = config(mode, num_servers=2)
+    after = with_world_size(before, 7)
+    assert after.cluster == dataclasses.replace(before.cluster, num_trainers=num_trainers)
+    assert world_size_of(after) == 7
+    assert num_servers_of(after) == num_servers_of(before)
+
+
+def test_one_process_needs_no_change():
+    assert with_world_size(config("local"), 1) == config("local")

@@ -1,0 +1,485 @@
+"""The one training loop, the same in every mode: announce, step, record, validate, save."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from paramserver.buffers import Batch, Buffer, make_buffer
+from paramserver.consistency import Announcement, Decision, Readiness, Stop, Verdict
+from paramserver.devices import move
+from paramserver.errors import BufferClosed, BufferExhausted
+from paramserver.keeper import Keeper, pack, unpack
+from paramserver.limits import epoch_of
+from paramserver.modelling import autocast
+from paramserver.process import Process, random_states, restore_random_states, seed_all
+from paramserver.records import (
+    PhaseClock,
+    Record,
+    StepReport,
+    StepResult,
+    TrainerTotals,
+    WeightedSums,
+    make_record,
+    peak_rss_mb,
+)
+from paramserver.sources import Feeder, Partition, Source, make_source
+from paramserver.task import Task, default_batching
+from paramserver.updater import check_loss
+from trainers.validation import evaluate, validation_batches
+
+T = TypeVar("T")
+
+# How long a trainer waits for its own data before it tells the others that it is still waiting.
+_PATIENCE_S = 1.0
+
+
+class Trainer(ABC):
+    """One trainer of a run. A mode says how trainers agree, step and save together; the loop is here.
+
+    Args:
+        process: who this trainer is.
+        task: the user's; its ``trainer`` is this object.
+        keeper: rank 0's account where this process is rank 0, None elsewhere.
+    """
+
+    model: nn.Module
+    """What ``training_step`` gets."""
+
+    def __init__(self, process: Process, task: Task, keeper: Keeper | None) -> None:
+        self.process = process
+        self.config = process.config
+        self.task = task
+        self.keeper = keeper
+        self.trainer_index = process.trainer_index
+        self.clock = PhaseClock()
+        self.step = 0
+        self.batch_idx = 0
+        self.batches = 0
+        self.samples_served = 0
+        self.epoch = 0
+        self.records: list[Record] = []
+        self.wire_bytes = 0
+        self._seconds_before = 0.0
+        self._epoch_open = False
+        self._validated_step: int | None = None
+        self._saved_step: int | None = None
+        self.all_totals: list[TrainerTotals] = []
+        self._opened = ExitStack()
+        self._plain_batches = default_batching(task)
+        task.trainer = self
+
+    # What a mode says.
+
+    @abstractmethod
+    def init_connection(self) -> None:
+        """Build the model and meet the others; afterwards ``self.model`` and ``self.step`` are set."""
+
+    @abstractmethod
+    def agree(self, announcement: Announcement) -> Decision:
+        """Tell all trainers how far this one is, and learn what all do next."""
+
+    @abstractmethod
+    def update(self, report: StepReport) -> StepResult | None:
+        """Make the gradients of this step's batches part of the update; None where its figures come later."""
+
+    @abstractmethod
+    def merge_validation(self, sums: WeightedSums) -> tuple[Mapping[str, float], bool]:
+        """The means over the shares of all trainers, and whether they are the best so far."""
+
+    @abstractmethod
+    def deposit(self, part: bytes, reason: str, since: float) -> None:
+        """Take part in a checkpoint of the current step."""
+
+    @abstractmethod
+    def deliver(self, records: Sequence[Record]) -> None:
+        """Send records to rank 0, or keep them until it asks."""
+
+    @abstractmethod
+    def leave(self, totals: TrainerTotals, decision: Decision) -> None:
+        """Say goodbye in good order: rank 0 gets the totals."""
+
+    def idle(self, decision: Decision) -> None:
+        """A step in which this trainer has no data while others go on."""
+
+    def refresh(self) -> None:
+        """Bring ``unwrapped_model`` to the current version before it is validated or saved."""
+
+    def step_scope(self) -> AbstractContextManager[Any]:
+        """Around the announcement and the step."""
+        return nullcontext()
+
+    # What a subclass may change; the names are those of Lightning's DDPPlugin.
+
+    @property
+    def unwrapped_model(self) -> nn.Module:
+        """The model as the task built it."""
+        return self.model
+
+    @property
+    def is_single_process_per_device(self) -> bool:
+        """Whether this process computes on one device alone, so that inputs are moved there beforehand."""
+        return len(self.process.placement.devices) == 1
+
+    @property
+    def sampler_kwargs(self) -> dict[str, Any]:
+        """``shuffle``, ``pad``, ``drop_last`` or ``seed``, where a map-style data set is to be dealt otherwise."""
+        return {}
+
+    @property
+    def data_parallel_group(self) -> Any:
+        """The process group of the trainers; None where there is none."""
+        return None
+
+    def block_backward_sync(self) -> AbstractContextManager[Any]:
+        """Around the micro-batches of a step but the last: gradients stay with this trainer."""
+        return nullcontext()
+
+    def on_before_forward(self, batch: Any) -> Any:
+        """The batch as the model gets it."""
+        return move(batch, self.process.placement.device) if self.is_single_process_per_device else batch
+
+    def on_after_setup_optimizers(self) -> None:
+        """The optimizer exists."""
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        """The loss of a micro-batch is there."""
+
+    def on_after_backward(self) -> None:
+        """Its backward is done."""
+
+    @abstractmethod
+    def optimizer_state(self) -> dict[str, Any]:
+        """The optimizer's state, in the standard form of torch.optim."""
+
+    def data_available(self) -> Announcement:
+        """How far this trainer is with its data: enough for a step, waiting, or drained."""
+        training = self.config.training
+        wanted = training.batch_size * training.accumulate_batches
+        try:
+            ready = self.buffer.wait_ready(min(wanted, self.config.buffer.capacity), _PATIENCE_S)
+        except BufferExhausted:
+            return Announcement(Readiness.DRAINED)
+        except BufferClosed:
+            self.feeder.check()
+            raise
+        if not ready:
+            return Announcement(Readiness.WAITING)
+        left = self.buffer.servings_left()
+        batches = training.accumulate_batches
+        if left is not None:
+            batches = min(batches, -(-left // training.batch_size))
+        return Announcement(Readiness.READY, batches)
+
+    # The run.
+
+    def run(self) -> Decision:
+        """From the first connection to the goodbye. What it opened is closed, also on the failing path.
+
+        Returns:
+            The decision that ended the run.
+        """
+        try:
+            self.init_connection()
+            self.task.on_train_start()
+            self.feeder.start()
+            decision = self._fit()
+            self._end(decision)
+        except BaseException as error:
+            self.give_up(error)
+            raise
+        finally:
+            self.close()
+        return decision
+
+    def give_up(self, error: BaseException) -> None:
+        """This trainer fails; tell the others where there is a way."""
+
+    def open(self, context: AbstractContextManager[T]) -> T:
+        """Enter a context that ends with this trainer."""
+        return self._opened.enter_context(context)
+
+    def close(self) -> None:
+        """Stop what this trainer started."""
+        self._opened.close()
+
+    def prepare_data(self) -> None:
+        """Make source, buffer and feeder. Called once the model is there."""
+        config = self.config
+        partition = Partition(self.trainer_index, self.process.trainers)
+        self.source: Source = make_source(self.task.train_source(partition), partition, config, self.sampler_kwargs)
+        self.buffer: Buffer = make_buffer(
+            config.buffer.kind,
+            capacity=config.buffer.capacity,
+            seed=_stream_seed(config.seed, self.trainer_index),
+            watermark=config.buffer.watermark,
+            pseudo_epochs=config.buffer.pseudo_epochs,
+            max_bytes=config.buffer.max_bytes,
+            min_new_per_batch=config.buffer.min_new_per_batch,
+            batch_size=config.training.batch_size,
+        )
+        self.feeder = Feeder(self.source, self.buffer, self.trainer_index)
+        self._opened.callback(self.feeder.close)
+        self.validation_loader = validation_batches(self.task, partition, config)
+        self.process.start_clock.mark("model and data")
+
+    def begin_stream(self, part: bytes | None) -> None:
+        """Start this trainer's own random numbers, or go on from what it stored. Called last in ``init_connection``."""
+        seed_all(self.config.seed, 1 + self.trainer_index)
+        if part is not None:
+            self._load_part(unpack(part))
+
+    @property
+    def epoch_samples(self) -> int | None:
+        """What one pass over the source serves to all trainers; None where that is unknown."""
+        if self.source.pass_samples is None or self.buffer.expected_batches(1, 1) is None:
+            return self.source.pass_samples
+        return self.source.pass_samples * self.config.buffer.pseudo_epochs
+
+    def _fit(self) -> Decision:
+        self.clock.skip()
+        while True:
+            available = self.data_available()
+            self.clock.lap("data")
+            with self.step_scope():
+                decision = self.agree(self._with_stop(available))
+                if decision.verdict is Verdict.WAIT:
+                    continue
+                self._enter_epoch(decision)
+                if decision.verdict is Verdict.END:
+                    return decision
+                if self.trainer_index in decision.active:
+                    self._train(decision)
+                else:
+                    self.idle(decision)
+            self.step = decision.step + 1
+            self.clock.end_step()
+            self._after_step()
+
+    def _with_stop(self, announcement: Announcement) -> Announcement:
+        stop, reason = self.process.stop.state()
+        if stop is Stop.NO and self.keeper is not None and (wish := self.keeper.stop_reason()) is not None:
+            stop, reason = Stop.LIMIT, wish
+        return Announcement(announcement.readiness, announcement.batches, stop, reason)
+
+    def _train(self, decision: Decision) -> None:
+        batches = [self._next_batch() for _ in range(decision.batches)]
+        self.before_batches()
+        losses = []
+        for place, (batch, _) in enumerate(batches):
+            last = place == len(batches) - 1
+            with nullcontext() if last else self.block_backward_sync():
+                losses.append(self._forward_backward(batch, len(batches)))
+        samples = sum(n for _, n in batches)
+        self.samples_served += samples
+        loss = sum(losses) / len(losses)
+        result = self.update(StepReport(self.trainer_index, self.batches, decision.step, samples, loss, self.seconds))
+        if result is not None and self.keeper is not None:
+            self.keeper.stepped(result)
+        if "first step" not in self.process.start_clock.phases:
+            self._report_start()
+
+    def before_batches(self) -> None:
+        """The batches of a step are there; nothing was computed yet."""
+
+    def _next_batch(self) -> tuple[Any, int]:
+        """A batch as the task's ``collate`` makes it, and its number of samples."""
+        held: Batch = self.buffer.get_batch(self.config.training.batch_size, self.config.cluster.timeout_s)
+        if self._plain_batches and held.stacked is not None:
+            batch = held.stacked
+        else:
+            batch = self.task.collate([self.task.process_sample(sample) for sample in held.samples])
+        batch = self.on_before_forward(batch)
+        self.clock.lap("data")
+        return batch, len(held)
+
+    def _forward_backward(self, batch: Any, batches: int) -> float:
+        self.task.on_batch_start(self.batch_idx)
+        with autocast(self.process.placement.device, self.config.training.precision):
+            loss = self.task.training_step(self.model, batch, self.batch_idx)
+        value = check_loss(loss, self.trainer_index, self.batch_idx)
+        self.clock.lap("forward")
+        self.on_before_backward(loss)
+        (loss / batches if batches > 1 else loss).backward()  # type: ignore[no-untyped-call]
+        self.on_after_backward()
+        self.clock.lap("backward")
+        self.task.on_batch_end(self.batch_idx)
+        self.batch_idx += 1
+        self.batches += 1
+        return value
+
+    @property
+    def seconds(self) -> float:
+        """How long this trainer has trained, validation and checkpoints left out; also before it was resumed."""
+        return self._seconds_before + self.clock.steps.total_s
+
+    # Epochs, validation, checkpoints.
+
+    def _enter_epoch(self, decision: Decision) -> None:
+        epoch = epoch_of(decision.samples, self.epoch_samples)
+        if self._epoch_open and (epoch > self.epoch or decision.verdict is Verdict.END):
+            self._epoch_open = False
+            self.on_epoch_ended(self.epoch)
+            self.task.on_epoch_end(self.epoch)
+        if decision.verdict is Verdict.GO and (epoch > self.epoch or not self._epoch_open):
+            self.epoch, self._epoch_open = epoch, True
+            if self.keeper is not None:
+                self.keeper.entered_epoch(epoch)
+            self.task.on_epoch_start(epoch)
+
+    def on_epoch_ended(self, epoch: int) -> None:
+        """A pass over the data was applied; a trainer that owns a schedule steps it."""
+
+    def _after_step(self) -> None:
+        config = self.config
+        if self.step % config.logging.log_every == 0:
+            self._record_buffer()
+        improved = _due(self.step, config.training.validate_every) and self.validate()
+        every = config.training.validate_every if config.checkpoint.every is None else config.checkpoint.every
+        if improved or _due(self.step, every):
+            self.save("best" if improved else "periodic")
+
+    def validate(self) -> bool:
+        """Validate this trainer's share of the current version; True where the mean over all is the best so far."""
+        if self._validated_step == self.step or self.validation_loader is None:
+            return False
+        self._validated_step = self.step
+        self.refresh()
+        self.task.on_validation_start(self.batch_idx)
+        sums = evaluate(
+            self.task,
+            self.unwrapped_model,
+            self.validation_loader or (),
+            self.batch_idx,
+            self.on_before_forward,
+            self.config.training.precision,
+            self.process.placement.device,
+        )
+        _, improved = self.merge_validation(sums)
+        self.task.on_validation_end(self.batch_idx)
+        self.clock.skip()
+        return improved
+
+    def save(self, reason: str) -> None:
+        """Take part in a checkpoint of the current step, unless there is one."""
+        if self._saved_step == self.step:
+            return
+        self._saved_step = self.step
+        since = time.perf_counter()
+        self.deposit(pack(self._part()), reason, since)
+        self.clock.skip()
+
+    def _part(self) -> dict[str, Any]:
+        own: dict[str, Any] = {}
+        self.task.on_checkpoint(own)
+        return {
+            "trainer_index": self.trainer_index,
+            "buffer": self.buffer.state_dict(samples=not self.source.refetchable),
+            "source": self.source.state_dict(),
+            "random": random_states(),
+            "counters": {
+                "batch_idx": self.batch_idx,
+                "batches": self.batches,
+                "samples_served": self.samples_served,
+                "epoch": self.epoch,
+                "epoch_open": self._epoch_open,
+                "seconds": self.seconds,
+            },
+            "task": own,
+        }
+
+    def _load_part(self, part: Mapping[str, Any]) -> None:
+        self.buffer.load_state_dict(part["buffer"], self.source.fetch if self.source.refetchable else None)
+        self.source.load_state_dict(part["source"])
+        counters = part["counters"]
+        self.batch_idx, self.batches = counters["batch_idx"], counters["batches"]
+        self.samples_served, self.epoch = counters["samples_served"], counters["epoch"]
+        self._epoch_open, self._seconds_before = counters["epoch_open"], counters["seconds"]
+        self._saved_step = self.step
+        restore_random_states(part["random"])
+        self.task.on_resume(part["task"])
+
+    def _end(self, decision: Decision) -> None:
+        """The last validation and checkpoint; after a signal the checkpoint alone."""
+        if not decision.interrupted:
+            self.validate()
+        self.save("interrupted" if decision.interrupted else "end")
+        self.task.on_train_end()
+        self._record_buffer()
+        self.leave(self._totals(), decision)
+
+    # Records.
+
+    def log(self, name: str, value: float | Tensor) -> None:
+        """``Task.log``."""
+        number = float(value.detach()) if isinstance(value, Tensor) else float(value)
+        self.emit(
+            make_record(
+                "log",
+                self.step,
+                rank=self.process.identity.global_rank,
+                trainer=self.trainer_index,
+                name=name,
+                value=number,
+            )
+        )
+
+    def emit(self, record: Record) -> None:
+        self.records.append(record)
+        self.deliver(self.records)
+
+    def _record_buffer(self) -> None:
+        info = self.buffer.info()
+        names = ("population", "unseen", "capacity", "puts", "gets", "put_wait_s", "get_wait_s")
+        figures = {name: getattr(info, name) for name in names}
+        self.emit(
+            make_record(
+                "buffer", self.step, rank=self.process.identity.global_rank, trainer=self.trainer_index, **figures
+            )
+        )
+
+    def _report_start(self) -> None:
+        clock = self.process.start_clock
+        clock.mark("first step")
+        self.emit(
+            make_record(
+                "phase",
+                self.step,
+                trainer=self.trainer_index,
+                rank=self.process.identity.global_rank,
+                phases=dict(clock.phases),
+            )
+        )
+
+    def _totals(self) -> TrainerTotals:
+        info = self.buffer.info()
+        left = self.buffer.servings_left()
+        total = self.source.total
+        expected = None if total is None else total * self.config.buffer.pseudo_epochs
+        return TrainerTotals(
+            trainer_index=self.trainer_index,
+            samples=self.samples_served,
+            batches=self.batches,
+            samples_left=max(expected - info.gets, 0) if expected is not None else left,
+            seconds=self.clock.steps.total_s,
+            phases_s=dict(self.clock.seconds),
+            steps=self.clock.steps,
+            buffer={"puts": info.puts, "gets": info.gets, "put_wait_s": info.put_wait_s, "get_wait_s": info.get_wait_s},
+            peak_rss_mb=peak_rss_mb(),
+            wire_bytes=self.wire_bytes,
+        )
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _stream_seed(seed: int, trainer_index: int) -> int:
+    import numpy as np
+
+    return int(np.random.SeedSequence([seed, 1 + trainer_index]).generate_state(1, np.uint64)[0])

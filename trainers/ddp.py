@@ -1,0 +1,255 @@
+"""The same task through DistributedDataParallel: gradients are averaged by all-reduce while backward runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from paramserver.consistency import Announcement, Decision, Readiness, Stop, buffer_source, decide
+from paramserver.errors import PeerLost
+from paramserver.keeper import Keeper
+from paramserver.limits import Limits
+from paramserver.modelling import build_model
+from paramserver.process import Process
+from paramserver.records import Record, StepReport, StepResult, TrainerTotals, WeightedSums, merge_all
+from paramserver.session import Meeting, exchange, process_group
+from paramserver.task import Task
+from paramserver.updater import Updater
+from trainers.base import Trainer
+from trainers.hooks import register_comm_hook
+
+# Rank 0 asks for the others' records about so often; it costs one gather.
+_COLLECT_EVERY_S = 1.0
+
+
+class DdpTrainer(Trainer):
+    """One rank of a process group. All ranks hold the model, the optimizer and the schedule.
+
+    Before each step the ranks reduce one small vector: how far each is with its data, whether one wants to stop, and
+    the loss and samples of the step before. So they all take the same decision from the same numbers.
+    """
+
+    def __init__(self, process: Process, task: Task, keeper: Keeper | None, meeting: Meeting | None = None) -> None:
+        super().__init__(process, task, keeper)
+        assert meeting is not None
+        self.meeting = meeting
+        self.limits = Limits.of(self.config.training)
+        self.joins = self.config.training.uneven_inputs == "join"
+        self.samples = 0
+        self._active: tuple[int, ...] = tuple(range(process.trainers))
+        self._pending: tuple[float, int] | None = None
+        self._behind = False
+        self._collected = time.monotonic()
+
+    # The connection and the model.
+
+    def init_connection(self) -> None:
+        self.open(process_group(self.meeting, self.process.placement.backend))
+        gloo = dist.get_backend() == "gloo"
+        self._control = None if gloo else dist.new_group(backend="gloo")  # decisions are numbers on the CPU
+        model = build_model(self.task, self.config.seed, self.process.placement)
+        if self.keeper is not None:
+            self.keeper.restore_model(model)
+        placement = self.process.placement
+        device_ids = [placement.device] if placement.device.type == "cuda" and len(placement.devices) == 1 else None
+        self.model = self.configure_ddp(model, device_ids)
+        self.updater = Updater(self.task, self.unwrapped_model, self.config.training.clip_grad_norm)
+        if self.joins:
+            self._join = self._ddp().join(divide_by_initial_world_size=False)
+            self._shadow = self._ddp().join_hook(divide_by_initial_world_size=False)
+        self._start_together()
+        self.on_after_setup_optimizers()
+
+    def _start_together(self) -> None:
+        """Rank 0's step, optimizer and stored parts, to every rank; the model itself travelled with DDP's constructor."""
+        self.prepare_data()
+        start: list[Any] = [None]
+        if self.keeper is not None:
+            start = [(self.keeper.step, self.keeper.samples, self.keeper.updater_state())]
+        dist.broadcast_object_list(start, src=0, group=self._control)
+        self.step, self.samples, state = start[0]
+        if state is not None:
+            self.updater.load_state_dict(state)
+        part: list[Any] = [None]
+        parts = [self.keeper.stored_part(i) for i in range(self.process.trainers)] if self.keeper is not None else None
+        dist.scatter_object_list(part, parts, src=0, group=self._control)
+        self.begin_stream(part[0])
+
+    def configure_ddp(self, model: nn.Module, device_ids: list[torch.device] | None) -> nn.Module:
+        """Wrap the model. Override to wrap it otherwise."""
+        options = self.config.ddp
+        wrapped = DistributedDataParallel(
+            model,
+            device_ids=device_ids,
+            find_unused_parameters=options.find_unused_parameters,
+            static_graph=options.static_graph,
+            gradient_as_bucket_view=options.gradient_as_bucket_view,
+            bucket_cap_mb=options.bucket_cap_mb,
+            **options.extra,
+        )
+        register_comm_hook(wrapped, options.comm_hook)
+        return wrapped
+
+    def _ddp(self) -> DistributedDataParallel:
+        assert isinstance(self.model, DistributedDataParallel)
+        return self.model
+
+    @property
+    def unwrapped_model(self) -> nn.Module:
+        model = self.model
+        return model.module if isinstance(model, DistributedDataParallel) else model
+
+    @property
+    def data_parallel_group(self) -> Any:
+        return dist.group.WORLD
+
+    def block_backward_sync(self) -> AbstractContextManager[Any]:
+        return self._ddp().no_sync() if isinstance(self.model, DistributedDataParallel) else nullcontext()
+
+    # A step.
+
+    def agree(self, announcement: Announcement) -> Decision:
+        announced, collect = self._reduce(announcement)
+        if collect:
+            self._collect(exchange(list(self.records), self._control))
+        decision = decide(announced, self.step, self.samples, self.limits, self.config.training.uneven_inputs)
+        if decision.active:
+            self._active = decision.active
+        self.clock.lap("wait")
+        return decision
+
+    def _reduce(self, own: Announcement) -> tuple[dict[int, Announcement], bool]:
+        """Everybody's announcement, and whether rank 0 wants the records; the step before is accounted for."""
+        trainers, me = self.process.trainers, self.trainer_index
+        words = torch.zeros(3 * trainers + 4, dtype=torch.float64)
+        words[me], words[trainers + me], words[2 * trainers + me] = own.readiness, own.batches, own.stop
+        collect = self.keeper is not None and time.monotonic() - self._collected > _COLLECT_EVERY_S
+        words[-4] = collect
+        self._put_pending(words)
+        self._all_reduce(words)
+        self._take_pending(words)
+        table = words[: 3 * trainers].view(3, trainers).long().tolist()
+        reasons = {i: own.reason if i == me else f"a signal to trainer {i}" for i in range(trainers)}
+        announced = {
+            i: Announcement(Readiness(table[0][i]), table[1][i], Stop(table[2][i]), reasons[i]) for i in range(trainers)
+        }
+        return announced, bool(words[-4])
+
+    def _put_pending(self, words: torch.Tensor) -> None:
+        if self._pending is not None:
+            words[-3], words[-2], words[-1] = *self._pending, 1.0
+
+    def _take_pending(self, words: torch.Tensor) -> None:
+        """Account for the step whose loss and samples were just reduced."""
+        loss, samples, takers = words[-3].item(), int(words[-2].item()), words[-1].item()
+        self._pending = None
+        if not takers:
+            return
+        self.samples += samples
+        if self.keeper is not None:
+            result = StepResult(self.step, self.samples, loss / takers, self.updater.lr, self.seconds)
+            self.keeper.stepped(result)
+
+    def _settle(self) -> None:
+        """Account for the last step now, where a validation or checkpoint must know of it."""
+        words = torch.zeros(4, dtype=torch.float64)
+        self._put_pending(words)
+        self._all_reduce(words)
+        self._take_pending(words)
+
+    def _all_reduce(self, words: torch.Tensor) -> None:
+        with peers_may_be_lost():
+            dist.all_reduce(words, group=self._control)
+
+    def update(self, report: StepReport) -> None:
+        self.updater.update()
+        self.updater.optimizer.zero_grad()
+        self._pending = report.loss, report.samples
+        self.clock.lap("apply")
+
+    def idle(self, decision: Decision) -> None:
+        """Answer the collectives of those who still have data, as DDP's join does."""
+        with peers_may_be_lost():
+            for _ in range(decision.batches):
+                dist.all_reduce(torch.zeros(1, device=self._ddp().join_device))  # "one process that has no data"
+                self._shadow.main_hook()
+        self._behind = True
+
+    def on_epoch_ended(self, epoch: int) -> None:
+        self.updater.epoch_ended()
+
+    # Validation, checkpoints, records.
+
+    def refresh(self) -> None:
+        """The same model and module buffers on all ranks, before they are validated or saved."""
+        self._settle()
+        source = buffer_source(self._active, self.config.training.uneven_inputs)
+        with peers_may_be_lost():
+            for buffer in self.unwrapped_model.buffers():
+                dist.broadcast(buffer, src=source)
+            if len(self._active) == self.process.trainers:
+                return
+            # Those whose data ended did not step; they take over what the others made.
+            for parameter in self.unwrapped_model.parameters():
+                dist.broadcast(parameter.data, src=source)
+            state: list[Any] = [self.updater.state_dict() if self.trainer_index == source else None]
+            dist.broadcast_object_list(state, src=source, group=self._control)
+        if self._behind:
+            self.updater.load_state_dict(state[0])
+            self._behind = False
+
+    def merge_validation(self, sums: WeightedSums) -> tuple[Mapping[str, float], bool]:
+        with peers_may_be_lost():
+            shares = exchange((sums, list(self.records)), self._control)
+            self._collect([records for _, records in shares])
+            merged = merge_all({index: share for index, (share, _) in enumerate(shares)})
+            verdict = [self.keeper is not None and self.keeper.validated(self.step, merged)]
+            dist.broadcast_object_list(verdict, src=0, group=self._control)
+        self.updater.validated(merged.means())
+        return merged.means(), verdict[0]
+
+    def deposit(self, part: bytes, reason: str, since: float) -> None:
+        self.refresh()
+        with peers_may_be_lost():
+            parts: list[Any] | None = [None] * self.process.trainers if self.keeper is not None else None
+            dist.gather_object(part, parts, dst=0, group=self._control)
+        if self.keeper is not None and parts is not None:
+            self.keeper.save(self.step, self.unwrapped_model, self.updater, dict(enumerate(parts)), reason, since)
+
+    def deliver(self, records: Sequence[Record]) -> None:
+        if self.keeper is not None:
+            self._collect([list(records)])
+
+    def _collect(self, gathered: Sequence[Sequence[Record]]) -> None:
+        self.records.clear()
+        self._collected = time.monotonic()
+        if self.keeper is not None:
+            for records in gathered:
+                for record in records:
+                    self.keeper.record(record)
+
+    def leave(self, totals: TrainerTotals, decision: Decision) -> None:
+        with peers_may_be_lost():
+            everything = exchange((totals, list(self.records)), self._control)
+        self._collect([records for _, records in everything])
+        self.all_totals = [one for one, _ in everything]
+
+    def optimizer_state(self) -> dict[str, Any]:
+        return self.updater.optimizer.state_dict()
+
+
+class peers_may_be_lost:  # noqa: N801 - reads as what it says in a with statement
+    """Collectives fail with a bare RuntimeError where a peer is gone; say so."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, RuntimeError):
+            raise PeerLost(f"another rank of the process group is lost: {str(error).splitlines()[0]}") from error

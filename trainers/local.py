@@ -1,0 +1,72 @@
+"""One process, no communication: the baseline, and the truth that the other modes are held against."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from paramserver.consistency import Announcement, Decision, decide
+from paramserver.keeper import Keeper
+from paramserver.limits import Limits
+from paramserver.modelling import build_model
+from paramserver.process import Process
+from paramserver.records import Record, StepReport, StepResult, TrainerTotals, WeightedSums
+from paramserver.session import Meeting
+from paramserver.task import Task
+from paramserver.updater import Updater
+from trainers.base import Trainer
+
+
+class LocalTrainer(Trainer):
+    """Trains the task alone."""
+
+    keeper: Keeper
+
+    def __init__(self, process: Process, task: Task, keeper: Keeper | None, meeting: Meeting | None = None) -> None:
+        super().__init__(process, task, keeper)
+        self.limits = Limits.of(self.config.training)
+        self.samples = 0
+
+    def init_connection(self) -> None:
+        self.model = build_model(self.task, self.config.seed, self.process.placement)
+        self.keeper.restore_model(self.model)
+        self.updater = Updater(self.task, self.model, self.config.training.clip_grad_norm)
+        self.keeper.restore_updater(self.updater)
+        self.on_after_setup_optimizers()
+        self.step, self.samples = self.keeper.step, self.keeper.samples
+        self.prepare_data()
+        self.begin_stream(self.keeper.stored_part(self.trainer_index))
+
+    def agree(self, announcement: Announcement) -> Decision:
+        return decide(
+            {self.trainer_index: announcement}, self.step, self.samples, self.limits, self.config.training.uneven_inputs
+        )
+
+    def update(self, report: StepReport) -> StepResult:
+        self.updater.update()
+        self.updater.optimizer.zero_grad()
+        self.samples += report.samples
+        self.clock.lap("apply")
+        return StepResult(report.version + 1, self.samples, report.loss, self.updater.lr, report.seconds)
+
+    def on_epoch_ended(self, epoch: int) -> None:
+        self.updater.epoch_ended()
+
+    def merge_validation(self, sums: WeightedSums) -> tuple[Mapping[str, float], bool]:
+        improved = self.keeper.validated(self.step, sums)
+        self.updater.validated(sums.means())
+        return sums.means(), improved
+
+    def deposit(self, part: bytes, reason: str, since: float) -> None:
+        self.keeper.save(self.step, self.model, self.updater, {self.trainer_index: part}, reason, since)
+
+    def deliver(self, records: Sequence[Record]) -> None:
+        for record in records:
+            self.keeper.record(record)
+        self.records.clear()
+
+    def leave(self, totals: TrainerTotals, decision: Decision) -> None:
+        self.all_totals = [totals]
+
+    def optimizer_state(self) -> dict[str, Any]:
+        return self.updater.optimizer.state_dict()

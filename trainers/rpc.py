@@ -1,0 +1,188 @@
+"""A trainer of the parameter server: pull a version, compute, push the gradients."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed.autograd as dist_autograd
+from torch import Tensor
+
+from paramserver.consistency import Announcement, Decision
+from paramserver.flat import Layout, module_buffers, trainable
+from paramserver.keeper import Keeper
+from paramserver.membership import Member, release_lifelines
+from paramserver.modelling import build_model, load_weights
+from paramserver.optimizer import SharedOptimizer
+from paramserver.process import Process
+from paramserver.records import Record, StepReport, StepResult, TrainerTotals, WeightedSums
+from paramserver.remote import RemoteServer
+from paramserver.server import Round, Welcome
+from paramserver.session import Meeting, rpc_trainer
+from paramserver.task import Task
+from paramserver.transport.wire import tensor_bytes
+from trainers.base import Trainer
+
+_SEND_EVERY_S = 1.0
+
+
+class GradientSeal(torch.autograd.Function):
+    """A scalar whose gradient with respect to the pulled tensors is what this trainer has accumulated for them.
+
+    The model's own backward ends at the trainer's copy of the parameters, so micro-batches, hooks and higher
+    derivatives work as they do anywhere. ``dist_autograd.backward`` of the seal carries the result across: the chain
+    rule, cut at the border between two processes.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gradients: Sequence[Tensor], *pulled: Tensor) -> Tensor:
+        ctx.gradients = tuple(gradients)
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        return None, *ctx.gradients
+
+
+class RpcTrainer(Trainer):
+    """Steps a ``DistributedOptimizer`` that all trainers share; each step is one distributed-autograd context."""
+
+    def __init__(self, process: Process, task: Task, keeper: Keeper | None, meeting: Meeting | None = None) -> None:
+        super().__init__(process, task, keeper)
+        assert meeting is not None
+        self.meeting = meeting
+        self._context_id = 0
+        self._sent = time.monotonic()
+
+    # The connection.
+
+    def init_connection(self) -> None:
+        self.model = build_model(self.task, self.config.seed, self.process.placement)
+        self.prepare_data()
+        name, worker_id = self.open(rpc_trainer(self.meeting, self.trainer_index))
+        self.remote = RemoteServer(self.config, self.trainer_index)
+        self.open(self._goodbye())
+        member = Member(self.trainer_index, name, worker_id, self.meeting.place)
+        welcome: Welcome = self.remote.call_later(
+            "arrive", member, self.epoch_samples, timeout_s=self.config.cluster.timeout_s
+        )
+        self.remote.start_heartbeat()
+        load_weights(self.model, welcome.model, "the server")
+        self.step = welcome.step
+        self._lay_out(welcome.parameters, welcome.buffers)
+        self.optimizer = SharedOptimizer(self.remote)
+        self.on_after_setup_optimizers()
+        self.begin_stream(welcome.part)
+        self.process.start_clock.mark("connection")
+
+    def _lay_out(self, parameters: Layout, buffers: Layout) -> None:
+        """Where each tensor of the model lies in what travels; gradients leave from memory that is used again."""
+        self._layout, self._buffer_layout = parameters, buffers
+        own, own_buffers = trainable(self.model), module_buffers(self.model)
+        self._parameters = [own[slot.name] for slot in parameters.slots]
+        self._buffers = [own_buffers[slot.name] for slot in buffers.slots]
+        self._outgoing = parameters.allocate()
+        self._outgoing_views = list(parameters.views(self._outgoing).values())
+
+    @contextmanager
+    def _goodbye(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self.remote.close()
+            release_lifelines()
+
+    # A step.
+
+    def step_scope(self) -> AbstractContextManager[Any]:
+        return self._context()
+
+    @contextmanager
+    def _context(self) -> Iterator[None]:
+        with dist_autograd.context() as self._context_id:  # type: ignore[no-untyped-call]
+            yield
+
+    def agree(self, announcement: Announcement) -> Decision:
+        self._round: Round = self.remote.call_later("begin", self.trainer_index, announcement)
+        self.clock.lap_shared("pull", wait=self._round.held_s)
+        return self._round.decision
+
+    def before_batches(self) -> None:
+        pulled = self._round.parameters
+        self._take(pulled, self._round.buffers)
+        for parameter in self._parameters:
+            parameter.grad = None
+        self.wire_bytes += tensor_bytes(pulled) + tensor_bytes(self._round.buffers)
+        self.clock.lap("pull")
+
+    @torch.no_grad()
+    def _take(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
+        """Copy a version into the model."""
+        views = list(self._layout.views(parameters).values())
+        torch._foreach_copy_(self._parameters, views)
+        for own, value in zip(self._buffers, self._buffer_layout.views(buffers).values(), strict=True):
+            own.copy_(value)
+
+    def update(self, report: StepReport) -> StepResult:
+        used = self._pack_gradients()
+        seal = GradientSeal.apply(self._outgoing, *self._round.parameters)  # type: ignore[no-untyped-call]
+        dist_autograd.backward(self._context_id, [seal])
+        buffers = self._pack_buffers() if self.trainer_index == self._round.buffer_source else []
+        report = StepReport(**{**vars(report), "used": used})
+        result: StepResult = self.optimizer.step(self._context_id, report, buffers)
+        self.wire_bytes += tensor_bytes(self._outgoing) + tensor_bytes(buffers)
+        self.clock.lap_shared("push", wait=result.held_s, apply=result.apply_s)
+        return result
+
+    @torch.no_grad()
+    def _pack_gradients(self) -> tuple[bool, ...] | None:
+        """Move all gradients into the outgoing tensors; which parameters have one, None for all."""
+        used = tuple(p.grad is not None for p in self._parameters)
+        if all(used):
+            torch._foreach_copy_(self._outgoing_views, [p.grad for p in self._parameters])
+            return None
+        for parameter, view in zip(self._parameters, self._outgoing_views, strict=True):
+            view.zero_() if parameter.grad is None else view.copy_(parameter.grad)
+        return used
+
+    @torch.no_grad()
+    def _pack_buffers(self) -> list[Tensor]:
+        flats = self._buffer_layout.allocate()
+        for own, view in zip(self._buffers, self._buffer_layout.views(flats).values(), strict=True):
+            view.copy_(own)
+        return flats
+
+    # Validation, checkpoints, records.
+
+    def refresh(self) -> None:
+        self._take(*self.remote.call("current"))
+
+    def merge_validation(self, sums: WeightedSums) -> tuple[Mapping[str, float], bool]:
+        means, improved = self.remote.call_later("report_validation", self.trainer_index, sums)
+        return means, improved
+
+    def deposit(self, part: bytes, reason: str, since: float) -> None:
+        self.remote.call_later("deposit", self.trainer_index, part, reason)
+
+    def deliver(self, records: Sequence[Record]) -> None:
+        if time.monotonic() - self._sent > _SEND_EVERY_S or len(records) > 1000:
+            self._flush()
+
+    def _flush(self) -> None:
+        self._sent = time.monotonic()
+        records, self.records = self.records, []
+        self.remote.send("take_records", records)
+
+    def leave(self, totals: TrainerTotals, decision: Decision) -> None:
+        self.remote.call("take_records", self.records)
+        self.remote.call("leave", totals, decision)
+
+    def give_up(self, error: BaseException) -> None:
+        if not isinstance(error, PeerLost) and self.remote is not None:
+            self.remote.send("give_up", self.trainer_index, Failure.of(error)).wait()
+
+    def optimizer_state(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()

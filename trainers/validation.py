@@ -1,0 +1,114 @@
+"""Validation shared by all trainers: each takes its share, and the sums add up to the exact mean over all samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, Subset
+
+from paramserver.config import Config
+from paramserver.errors import TaskError
+from paramserver.modelling import autocast
+from paramserver.records import WeightedSums
+from paramserver.sources.base import Partition
+from paramserver.sources.factory import is_map_style
+from paramserver.task import Task
+
+
+class _Counted:
+    """Collates a batch and keeps its number of samples beside it."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+
+    def __call__(self, samples: list[Any]) -> tuple[Any, int]:
+        processed = [self._task.process_sample(sample) for sample in samples]
+        return self._task.collate(processed), len(samples)
+
+
+class _Iterated(IterableDataset[Any]):
+    def __init__(self, data: Iterable[Any]) -> None:
+        self._data = data
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._data)
+
+
+def validation_batches(task: Task, partition: Partition, config: Config) -> DataLoader[Any] | None:
+    """The batches of one trainer's share, each with its number of samples; None where the task validates nothing.
+
+    A map-style data set is dealt (trainer i takes every ``count``-th sample from the i-th on: none is repeated or left
+    out); an iterable is this trainer's own share.
+    """
+    data = task.validation_source(partition)
+    if data is None:
+        return None
+    if type(task).validation_step is Task.validation_step:
+        raise TaskError(
+            f"{type(task).__name__} has a validation_source but no validation_step; write "
+            "validation_step(self, model, batch, valid_batch_idx, batch_idx), which returns a dict of means"
+        )
+    if is_map_style(data):
+        share: Any = Subset(data, range(partition.index, len(data), partition.count))
+    elif isinstance(data, Iterable):
+        share = _Iterated(data)
+    else:
+        raise TaskError(
+            f"validation_source returned {type(data).__name__}; it must return a map-style data set, an iterable or None"
+        )
+    size = config.training.validation_batch_size or config.training.batch_size
+    return DataLoader(share, batch_size=size, collate_fn=_Counted(task))
+
+
+def evaluate(
+    task: Task,
+    model: nn.Module,
+    batches: Iterable[tuple[Any, int]],
+    batch_idx: int,
+    as_input: Callable[[Any], Any],
+    precision: str,
+    device: torch.device,
+) -> WeightedSums:
+    """Run ``validation_step`` over ``batches`` with the model in ``eval()`` and without gradients.
+
+    Returns:
+        The sums over this share, weighted by samples.
+
+    Raises:
+        TaskError: ``validation_step`` does not return a dictionary of numbers.
+    """
+    total = WeightedSums()
+    with evaluating(model), autocast(device, precision):
+        for valid_batch_idx, (batch, samples) in enumerate(batches):
+            values = task.validation_step(model, as_input(batch), valid_batch_idx, batch_idx)
+            total.add(_numbers(values, valid_batch_idx), samples)
+    return total
+
+
+def _numbers(values: Any, valid_batch_idx: int) -> dict[str, float]:
+    where = f"validation_step, batch {valid_batch_idx}"
+    if not isinstance(values, Mapping):
+        raise TaskError(
+            f"{where}: returned {type(values).__name__}; it must return a dict of name: mean over the batch"
+        )
+    for name, value in values.items():
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise TaskError(f"{where}: {name} has shape {tuple(value.shape)}; each value must be one number, the mean")
+    return {name: float(value) for name, value in values.items()}
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in ``eval()`` without gradients; afterwards each of its modules is as it was."""
+    flags = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in flags.items():
+            module.training = training
