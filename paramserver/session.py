@@ -159,7 +159,8 @@ def _await_world(
     )
 
 
-SERVER_NAME = "server-0"
+# The agent parses "name-id" at the first dash, so names hold none.
+SERVER_NAME = "server0"
 
 
 @contextmanager
@@ -192,7 +193,7 @@ def rpc_trainer(meeting: Meeting, trainer_index: int) -> Iterator[tuple[str, int
     same_host = meeting.ask("server/host") == meeting.host
     address = meeting.ask(f"addrs/{SERVER_NAME}")
     worker_id = meeting.store.add("workers", 1)
-    name = f"trainer-{trainer_index}-{worker_id}"
+    name = f"trainer{trainer_index}_{worker_id}"
     private = dist.HashStore()
     private.set("names/_ALL_WORKER_INFOS", f"{SERVER_NAME}-0,")
     private.set("names/0", SERVER_NAME)

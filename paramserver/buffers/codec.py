@@ -105,11 +105,13 @@ def _encode_numpy(value: npt.NDArray[Any] | np.generic) -> list[Any]:
     dtype = value.dtype
     if dtype.hasobject or dtype.names is not None or type(value) in (np.ma.MaskedArray, np.matrix, np.recarray):
         raise _cannot_store("part of a sample", value, f"its dtype is {dtype}; use arrays of numbers or str")
+    # Of a scalar the bytes: as a tensor a longdouble or a date would lose its type.
     if isinstance(value, np.generic):
         return ["scalar", value.tobytes(), dtype.str, []]
     try:
         return ["array", torch.from_numpy(np.array(value))]
-    except (TypeError, ValueError):  # a dtype that torch does not have
+    except (TypeError, ValueError):
+        # A dtype or byte order that torch does not have.
         return ["bytes", value.tobytes(), dtype.str, list(value.shape)]
 
 

@@ -11,7 +11,7 @@ from paramserver.buffers.batch import Batch
 from paramserver.buffers.codec import encode_key
 from paramserver.buffers.order import FreeSlots, Slots
 from paramserver.buffers.storage import ObjectStorage, Storage, storage_for, storage_from_state
-from paramserver.errors import CheckpointError
+from paramserver.errors import CheckpointError, UnsupportedConfiguration
 
 Prepared: TypeAlias = tuple[Storage, Any, int]
 """The storage that prepared a sample, what it will write, and the sample's bytes."""
@@ -29,10 +29,12 @@ class Contents:
         self.count = 0
         self.unseen = 0
         self.served = np.zeros(capacity, np.int64)
-        self._keys = np.empty(capacity, np.object_)
+        # Grows: zeros above are not touched before they are used, but objects are, and capacity may be a large number.
+        self._keys = np.empty(min(capacity, 1024), np.object_)
         self._held = np.zeros(capacity, np.bool_)
         self._free = FreeSlots(capacity)
-        self._gone: dict[int, int] = {}  # {times served: samples that left}
+        # {times served: samples that left}
+        self._gone: dict[int, int] = {}
 
     def prepare(self, sample: Any, at_least: int) -> Prepared:
         """Ready a sample for ``insert``; the first one decides how samples are stored.
@@ -50,7 +52,8 @@ class Contents:
             return storage, *prepared
         prepared = storage.prepare(sample)
         if prepared is None:
-            prepared = ObjectStorage().prepare(sample)  # may refuse the sample: before anything is moved
+            # Sized before anything is moved, because this may refuse the sample.
+            prepared = ObjectStorage().prepare(sample)
             storage = self._move_to_objects(storage)
         self._check_room(prepared[1], 1)
         return storage, *prepared
@@ -81,6 +84,8 @@ class Contents:
 
     def _occupy(self, key: Any) -> int:
         slot = self._free.take()
+        if slot == len(self._keys):
+            self._keys = np.concatenate([self._keys, np.empty(len(self._keys), np.object_)])
         self._keys[slot] = key
         self._held[slot] = True
         self.served[slot] = 0
@@ -132,8 +137,13 @@ class Contents:
 
     def state(self, order: Slots, samples: bool) -> dict[str, Any]:
         """Return what ``restore`` takes; the held slots are listed in ``order``."""
+        keys = [encode_key(key) for key in self._keys[order].tolist()]
+        if not samples and None in keys:
+            raise UnsupportedConfiguration(
+                "a key (None) must be given with every sample that is saved without its values; put samples with keys"
+            )
         return {
-            "keys": [encode_key(key) for key in self._keys[order].tolist()],
+            "keys": keys,
             "served": torch.from_numpy(self.served[order]),
             "gone": dict(self._gone),
             "samples": self.storage.state(order) if samples and self.storage is not None and len(order) else None,

@@ -53,10 +53,15 @@ class CountedBuffer(Buffer):
 
     def _draw(self, n: int) -> tuple[Slots, Slots, int]:
         slots, gone, new = self._round(min(n, len(self)))
-        while len(slots) < n and len(self) > len(gone):  # draining, with servings left: a sample comes a second time
+        # Only in a drain: fewer samples than n are left but more servings, so some come a second time.
+        while len(slots) < n and len(self) > len(gone):
             more, more_gone, _ = self._round(min(n - len(slots), len(self) - len(gone)))
             slots, gone = np.concatenate([slots, more]), np.concatenate([gone, more_gone])
         return slots, gone, new
+
+    def _servings_held(self) -> int:
+        held = self._contents
+        return held.count * self.pseudo_epochs - int(held.served[self._order()].sum())
 
     def _own_state(self) -> dict[str, Any]:
         return {"pseudo_epochs": self.pseudo_epochs}

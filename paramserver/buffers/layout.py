@@ -79,6 +79,7 @@ class ArrayLeaf(Leaf):
         return type(value) in _ARRAYS and value.dtype == self.numpy_dtype and value.shape == self.shape
 
     def rebuild(self, columns: Iterator[Tensor], size: int) -> list[Any]:
+        # The dots keep a row of a vector a 0-d array, where an index alone would give a scalar.
         rows = next(columns).numpy()
         return [rows[i, ...] for i in range(size)]
 
@@ -130,6 +131,7 @@ class Nest(Layout):
 
     def stack(self, columns: Iterator[Tensor]) -> Any:
         values = [child.stack(columns) for child in self.children]
+        # default_collate turns a tuple into a list, but keeps named tuples.
         return values if self.kind is tuple else self._pack(values)
 
     def rebuild(self, columns: Iterator[Tensor], size: int) -> list[Any]:
@@ -168,9 +170,11 @@ def _numpy_leaf(value: Any) -> Leaf | None:
         if type(value) in _ARRAYS:
             return ArrayLeaf(value, torch.from_numpy(np.empty(0, value.dtype)).dtype)
         if isinstance(value, np.generic) and value.dtype.kind in "biufc":
-            return ScalarLeaf(value, torch.as_tensor([value]).dtype)  # as default_collate does
+            # As default_collate does, which cannot take every scalar whose array torch can.
+            return ScalarLeaf(value, torch.as_tensor([value]).dtype)
     except (TypeError, ValueError):
-        return None  # a dtype or byte order that torch does not have
+        # A dtype or byte order that torch does not have.
+        return None
     return None
 
 

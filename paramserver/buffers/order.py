@@ -108,7 +108,8 @@ class SplitBag(Bag):
         self.unseen = 0
 
     def append(self, slot: int) -> None:
-        self._slots[self._count] = self._slots[self.unseen]  # the first of the seen makes place at the end
+        # The first of the seen makes place for it and goes to the end.
+        self._slots[self._count] = self._slots[self.unseen]
         self._slots[self.unseen] = slot
         self._count += 1
         self.unseen += 1

@@ -70,7 +70,8 @@ class Reservoir(Buffer):
         unseen = self._bag.unseen
         if must:
             self._bag.see(self._rng.choice(unseen, must, replace=False))
-        left = self._bag.unseen  # what must be new lies in [left, unseen) now; the rest is drawn around it
+        # What must be new lies in [left, unseen) now; the rest is drawn from the places around it.
+        left = self._bag.unseen
         rest = self._rng.choice(len(self._bag) - must, n - must, replace=False)
         if must:
             rest[rest >= left] += must
@@ -79,6 +80,7 @@ class Reservoir(Buffer):
         new = self._contents.serve(slots)
         if not self._finished:
             return slots, slots[:0], new
+        # The drawn ones that were unseen lie in [new unseen, unseen) now, the others where they were.
         self._bag.remove(np.concatenate([np.arange(self._bag.unseen, unseen), rest[rest >= unseen]]))
         self._counters.evicted += n
         return slots, slots, new

@@ -50,7 +50,8 @@ class Column:
     """
 
     def __init__(self, leaf: Leaf, rows: int) -> None:
-        with torch.inference_mode(False):  # the first producer's mode must not mark the column
+        # The first producer's mode must not mark the column: nobody else could write into it.
+        with torch.inference_mode(False):
             memory = torch.from_numpy(np.empty((rows, leaf.row_bytes), np.uint8))
             flat = memory.view(leaf.dtype) if leaf.row_bytes else torch.empty((rows, 0), dtype=leaf.dtype, device="cpu")
             self.rows = flat.view(rows, *leaf.shape)
