@@ -9,8 +9,7 @@ import traceback
 from typing import Any
 
 from paramserver.errors import ParamserverError
-from paramserver.records import Record
-from paramserver.sinks import Sink
+from paramserver.sinks import Record, Sink
 
 # What the supervisor's display and its summary need; the rest stays in the run's folder.
 _SHOWN = frozenset({"start", "train", "validation", "phase", "end"})

@@ -43,7 +43,7 @@ def call_within(timeout_s: float, what: str, function: Callable[[], T]) -> T:
 def poll_until(
     deadline: float, ready: Callable[[], T | None], interrupted: threading.Event, every_s: float = 0.02
 ) -> T | None:
-    """The first answer of ``ready`` that is not None; None when ``deadline`` (monotonic) passes or ``interrupted`` is set.
+    """The first answer of ``ready`` that is not None; None where ``deadline`` or ``interrupted`` came first.
 
     Only for what offers no way to wait, such as a port that nobody listens on yet.
     """

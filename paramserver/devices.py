@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -43,15 +44,15 @@ def place_trainer(config: Config, local_index: int, trainers_here: int, gpus_her
     wants_cuda = config.device.kind == "cuda" or (config.device.kind == "auto" and available >= needed > 0)
     if config.device.kind == "cuda" and available < needed:
         raise UnsupportedConfiguration(
-            f"device.kind (cuda) needs {needed} GPUs on this host ({trainers_here} trainer(s) with {each} each), which has "
-            f"{available}; start fewer trainers here, or use device.kind: auto"
+            f"device.kind (cuda) needs {needed} GPUs on this host ({trainers_here} trainer(s) with {each} each), "
+            f"which has {available}; start fewer trainers here, or use device.kind: auto"
         )
     backend = config.cluster.backend
     if not wants_cuda:
         if backend == "nccl":
             raise UnsupportedConfiguration(
-                f"cluster.backend (nccl) needs a GPU for each trainer, but {needed} would be needed and {available} are here; "
-                "use cluster.backend: auto"
+                f"cluster.backend (nccl) needs a GPU for each trainer; {needed} would be needed and {available} are "
+                "here; use cluster.backend: auto"
             )
         return CPU
     first = local_index * each
@@ -59,7 +60,7 @@ def place_trainer(config: Config, local_index: int, trainers_here: int, gpus_her
     return Placement(devices, "nccl" if backend == "auto" else backend)
 
 
-def move(batch: object, device: torch.device) -> object:
+def move(batch: Any, device: torch.device) -> Any:
     """The batch with its tensors on ``device``; nested tuples, lists and dicts keep their form."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)

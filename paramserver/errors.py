@@ -62,7 +62,7 @@ class Interrupted(ParamserverError):  # noqa: N818
     exit_code = 3
 
 
-class BufferError(ParamserverError):  # noqa: A001 - paramserver.errors.BufferError; the builtin is about memoryviews
+class BufferError(ParamserverError):
     pass
 
 

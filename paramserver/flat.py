@@ -64,7 +64,7 @@ class Layout:
 
 
 def _dense_stride(tensor: Tensor) -> tuple[int, ...]:
-    """The tensor's own strides where it fills its memory without gaps (channels_last too), contiguous ones otherwise."""
+    """The tensor's own strides where it fills its memory without gaps (channels_last too), else contiguous ones."""
     expected = 1
     for stride, size in sorted(
         (stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1
@@ -93,7 +93,7 @@ class FlatTensors:
                 tensor.data = self.views[name]
 
     def check_in_place(self) -> None:
-        """Raise where a tensor is no longer the view that it was made (``load_state_dict(assign=True)``, ``p.data =``)."""
+        """Raise where a tensor is no longer the view that it was made (``p.data = ...``)."""
         for name, tensor in self.tensors.items():
             if tensor.data_ptr() != self.views[name].data_ptr():
                 raise UnsupportedConfiguration(

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from paramserver.channel import Channel, describe
-from paramserver.cluster import RankFlags, process_environ, resolve_identity
+from paramserver.cluster import RankFlags, process_environ, quiet_agent, resolve_identity
 from paramserver.cluster.base import Identity
 from paramserver.config import (
     MODES,
@@ -119,6 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     began = time.time()
     arguments = parse(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
+    quiet_agent(process_environ())
     if arguments.supervised is not None:
         return _supervised(arguments)
     try:

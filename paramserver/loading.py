@@ -46,7 +46,7 @@ def _load_module(name: str, key: str) -> ModuleType:
                 "the current folder, the config's folder and installed packages were searched"
             ) from error
         raise TaskError(f"{key}: importing {name} failed: {error}") from error
-    except Exception as error:  # noqa: BLE001 - a user's module may raise anything; the cause is chained
+    except Exception as error:
         raise TaskError(f"{key}: importing {name} raised {type(error).__name__}: {error}") from error
 
 
@@ -70,7 +70,7 @@ def _load_file(place: str, key: str, folders: Sequence[Path]) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # noqa: BLE001 - a user's file may raise anything; the cause is chained
+    except Exception as error:
         del sys.modules[name]
         raise TaskError(f"{key}: importing {path} raised {type(error).__name__}: {error}") from error
     return module

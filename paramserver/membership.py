@@ -93,7 +93,7 @@ _lifelines: list[torch.futures.Future[None]] = []
 _lifelines_lock = threading.Lock()
 
 
-@rpc.functions.async_execution
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def hold_lifeline() -> torch.futures.Future[None]:
     """Answered only by ``release_lifelines`` in this process, or by its death."""
     future: torch.futures.Future[None] = torch.futures.Future()
@@ -111,8 +111,10 @@ def release_lifelines() -> None:
 
 
 def watch(name: str, gone: Callable[[str | None], None]) -> None:
-    """Call ``gone`` when the process behind the RPC name ``name`` lets go: with None where it does so on purpose, with
-    a reason where it died. Without end, and at no cost."""
+    """Call ``gone`` when the process behind the RPC name ``name`` lets go of its lifeline.
+
+    With None where it does so on purpose, with a reason where it died. The call has no limit and costs nothing.
+    """
     future = rpc.rpc_async(name, hold_lifeline, timeout=0)
 
     def ended(done: torch.futures.Future[None]) -> None:

@@ -10,7 +10,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to send SIGTERM when the parent dies, so that this rank writes a checkpoint and leaves (prctl(2))."""
+    """Ask the kernel for a SIGTERM when the parent dies (prctl(2)); this rank then saves and leaves."""
     parent = os.getppid()
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM) != 0:
         raise TrainingError(f"prctl failed: {os.strerror(ctypes.get_errno())}")

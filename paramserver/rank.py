@@ -19,11 +19,12 @@ from paramserver.devices import CPU, Placement, place_trainer
 from paramserver.errors import CheckpointError, DeadlineExceeded, Interrupted, ParamserverError, TaskError
 from paramserver.keeper import Keeper
 from paramserver.loading import load_object
+from paramserver.meeting import Meeting, meet
 from paramserver.process import Process, StartClock, StopRequest
 from paramserver.records import TrainerTotals, make_record
 from paramserver.roles import set_trainer_index
 from paramserver.rundir import RunDir, create_run, default_run_name, environment_record, supersede_metrics, write_json
-from paramserver.session import Meeting, meet, rpc_server
+from paramserver.session import rpc_server
 from paramserver.sinks import Fan, JsonLines, Sink, TensorBoard
 from paramserver.task import Task, check_task_class
 
@@ -227,8 +228,9 @@ def _close(keeper: Keeper, totals: Sequence[TrainerTotals], work: Callable[[], s
 
 
 def _serve(process: Process, task: Task, keeper: Keeper, meeting: Meeting) -> dict[str, Any]:
+    from paramserver.hosting import host
     from paramserver.membership import release_lifelines
-    from paramserver.server import ParameterServer, host
+    from paramserver.server import ParameterServer
 
     totals: list[TrainerTotals] = []
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed.rpc as rpc
 
-from paramserver import server
+from paramserver import hosting
 from paramserver.config import Config
 from paramserver.errors import DeadlineExceeded, PeerLost
 from paramserver.membership import Heartbeat, watch
@@ -26,7 +26,7 @@ class RemoteServer:
     def __init__(self, config: Config, trainer_index: int) -> None:
         self.config = config
         self.trainer_index = trainer_index
-        self.rref = rpc.remote(SERVER_NAME, server.get_parameter_server)
+        self.rref = rpc.remote(SERVER_NAME, hosting.get_parameter_server)
         self._changed = threading.Condition()
         self._reason: str | None = None
         self._heartbeat: Heartbeat | None = None
@@ -35,24 +35,25 @@ class RemoteServer:
     def start_heartbeat(self) -> None:
         lost_after_s = self.config.server.lost_after_s
         self._heartbeat = Heartbeat(
-            lambda: rpc.rpc_sync(SERVER_NAME, server.call, args=("beat", self.trainer_index), timeout=lost_after_s),
+            lambda: rpc.rpc_sync(SERVER_NAME, hosting.call, args=("beat", self.trainer_index), timeout=lost_after_s),
             self.config.server.heartbeat_s,
             self._lost,
         )
 
     def call(self, method: str, *args: Any) -> Any:
         """A call that the server answers at once, within ``cluster.timeout_s``."""
-        future = rpc.rpc_async(SERVER_NAME, server.call, args=(method, *args))
+        future = rpc.rpc_async(SERVER_NAME, hosting.call, args=(method, *args))
         return self._answer(future, method, self.config.cluster.timeout_s)
 
     def call_later(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
         """A call that the server answers when other trainers have come as far."""
-        future = rpc.rpc_async(SERVER_NAME, server.call_later, args=(method, *args), timeout=0)
+        future = rpc.rpc_async(SERVER_NAME, hosting.call_later, args=(method, *args), timeout=0)
         return self._answer(future, method, timeout_s)
 
     def send(self, method: str, *args: Any) -> torch.futures.Future[Any]:
         """A call whose answer is looked at later, or never."""
-        return rpc.rpc_async(SERVER_NAME, server.call, args=(method, *args))
+        future: torch.futures.Future[Any] = rpc.rpc_async(SERVER_NAME, hosting.call, args=(method, *args))
+        return future
 
     def _answer(self, future: torch.futures.Future[Any], method: str, timeout_s: float | None) -> Any:
         future.add_done_callback(self._wake)
@@ -93,5 +94,8 @@ class RemoteServer:
         return state
 
     def close(self) -> None:
+        """Stop the heartbeat and let go of the server."""
         if self._heartbeat is not None:
             self._heartbeat.close()
+        # The agent's shutdown reports references that are still held as leaks.
+        del self.rref

@@ -9,8 +9,8 @@ import copy
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed.autograd as dist_autograd
@@ -18,90 +18,21 @@ import torch.distributed.rpc as rpc
 from torch import Tensor, nn
 
 from paramserver.config import Config
-from paramserver.consistency import Announcement, Decision, Stop, Sync, Verdict
+from paramserver.consistency import Announcement, Decision, Stop, Sync
 from paramserver.devices import CPU
+from paramserver.edge import pulled
 from paramserver.errors import ParamserverError, PeerLost, TrainingError
-from paramserver.flat import FlatTensors, Layout, module_buffers, trainable
+from paramserver.flat import FlatTensors, module_buffers, trainable
 from paramserver.keeper import Keeper
 from paramserver.limits import Limits, epoch_of
 from paramserver.membership import Member, Members, watch
 from paramserver.modelling import build_model
 from paramserver.process import StopRequest
+from paramserver.protocol import Future, Gathering, Push, Round, Welcome, union
 from paramserver.records import Record, StepReport, StepResult, TrainerTotals, WeightedSums, merge_all
 from paramserver.task import Task
-from paramserver.transport.wire import Failure, answers, answers_later
+from paramserver.transport.wire import Failure
 from paramserver.updater import Updater
-
-
-_Future: TypeAlias = "torch.futures.Future[Any]"
-
-
-@dataclass(frozen=True)
-class Welcome:
-    """What a trainer gets when it joins: the whole model, how its tensors lie on the wire, and its stored part."""
-
-    model: dict[str, Tensor]
-    parameters: Layout
-    buffers: Layout
-    step: int
-    part: bytes | None
-
-
-@dataclass(frozen=True)
-class Round:
-    """The answer to an announcement: what to do, and the version to do it with (None where nothing is needed)."""
-
-    decision: Decision
-    parameters: tuple[Tensor, ...] = ()
-    buffers: tuple[Tensor, ...] = ()
-    buffer_source: int | None = None
-    held_s: float = 0.0
-
-
-class PulledSnapshot(torch.autograd.Function):
-    """Hands out an immutable snapshot; its gradient goes to the server's flat leaf.
-
-    So pull and push are the two directions of one distributed-autograd edge.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, leaf: Tensor, snapshot: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)
-        return snapshot.view_as(snapshot)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return gradients[0], None
-
-
-@dataclass
-class _Push:
-    gradients: list[Tensor]
-    report: StepReport
-    buffers: Sequence[Tensor]
-    future: _Future
-    arrived: float
-
-
-class _Gathering:
-    """Futures of a round that is complete when every trainer has given its part."""
-
-    def __init__(self) -> None:
-        self.parts: dict[int, Any] = {}
-        self.futures: dict[int, _Future] = {}
-        self.arrived: dict[int, float] = {}
-
-    def add(self, trainer_index: int, part: Any) -> _Future:
-        future: _Future = torch.futures.Future()
-        self.parts[trainer_index] = part
-        self.futures[trainer_index] = future
-        self.arrived[trainer_index] = time.perf_counter()
-        return future
-
-    def take(self) -> tuple[dict[int, Any], dict[int, _Future], dict[int, float]]:
-        taken = self.parts, self.futures, self.arrived
-        self.__init__()  # type: ignore[misc]  # an empty gathering for the next round
-        return taken
 
 
 class ParameterServer(nn.Module):
@@ -149,19 +80,19 @@ class ParameterServer(nn.Module):
         self._snapshot: list[Tensor] = []
         self._snapshot_step = -1
         self._epoch = epoch_of(keeper.samples, None)
-        self._arrivals = _Gathering()
-        self._announcements = _Gathering()
-        self._validations = _Gathering()
-        self._deposits = _Gathering()
-        self._pushes: dict[int, _Push] = {}
+        self._arrivals = Gathering()
+        self._announcements = Gathering()
+        self._validations = Gathering()
+        self._deposits = Gathering()
+        self._pushes: dict[int, Push] = {}
 
     # The tutorial's public methods, off the hot path.
 
     def forward(self, *inputs: Any) -> Any:
         """The model's output at the current version, on the server; its gradient goes to the flat leaf."""
         with self._lock:
-            pulled = self._pull()
-        views = self.parameter_store.layout.views(pulled)
+            flats = self._pull()
+        views = self.parameter_store.layout.views(flats)
         memo = {id(t): t for t in [*self.model.parameters(), *self.model.buffers()]}
         skeleton = copy.deepcopy(
             self.model, memo
@@ -170,7 +101,7 @@ class ParameterServer(nn.Module):
 
     def get_dist_gradients(self, context_id: int) -> dict[str, Tensor]:
         """The gradients that a distributed-autograd context holds for this server's parameters, by name, on the CPU."""
-        held = dist_autograd.get_gradients(context_id)
+        held = dist_autograd.get_gradients(context_id)  # type: ignore[attr-defined]
         flats = [held[leaf] if leaf in held else torch.zeros_like(leaf) for leaf in self._leaves]
         return {name: view.cpu() for name, view in self.parameter_store.layout.views(flats).items()}
 
@@ -180,7 +111,7 @@ class ParameterServer(nn.Module):
 
     # A trainer's life.
 
-    def arrive(self, member: Member, epoch_samples: int | None) -> _Future:
+    def arrive(self, member: Member, epoch_samples: int | None) -> Future:
         """Take a trainer in; answered with a ``Welcome`` when all trainers are here."""
         with self._lock:
             self._check_running()
@@ -201,7 +132,7 @@ class ParameterServer(nn.Module):
         step, stored = self.rules.step, self.keeper.stored_part
         return {i: Welcome(model, *layouts, step, stored(i)) for i in range(self.trainers)}
 
-    def _conclude(self, futures: Mapping[int, _Future], answers: Callable[[], Mapping[int, Any]]) -> None:
+    def _conclude(self, futures: Mapping[int, Future], answers: Callable[[], Mapping[int, Any]]) -> None:
         """Answer all who wait, each with its own value; with the error, for all and for good, where there is none."""
         try:
             values = answers()
@@ -273,7 +204,7 @@ class ParameterServer(nn.Module):
 
     # A step: announce and pull, push and apply.
 
-    def begin(self, trainer_index: int, announcement: Announcement) -> _Future:
+    def begin(self, trainer_index: int, announcement: Announcement) -> Future:
         """A trainer announces itself; answered with a ``Round`` when all have."""
         with self._lock:
             self._check_running()
@@ -308,31 +239,31 @@ class ParameterServer(nn.Module):
             rounds = {i: Round(decision, held_s=now - arrived[i]) for i in arrived}
             for index in decision.active:
                 source = self.rules.buffer_source
-                pulled = tuple(self._pull())
-                rounds[index] = replace(rounds[index], parameters=pulled, buffers=buffers, buffer_source=source)
+                flats = tuple(self._pull())
+                rounds[index] = replace(rounds[index], parameters=flats, buffers=buffers, buffer_source=source)
             return rounds
 
     def _pull(self) -> list[Tensor]:
         """The current version, as tensors whose gradients come back to this server."""
         if self._snapshot_step != self.rules.step:
             self._snapshot, self._snapshot_step = self.parameter_store.clone(), self.rules.step
-        return [PulledSnapshot.apply(leaf, flat) for leaf, flat in zip(self._leaves, self._snapshot, strict=True)]  # type: ignore[no-untyped-call]
+        return pulled(self._leaves, self._snapshot)
 
     def current(self) -> tuple[list[Tensor], list[Tensor]]:
         """Parameters and module buffers of the current version, without a graph: for validation."""
         with self._lock:
             return self.parameter_store.clone(), self.buffer_store.clone()
 
-    def step(self, context_id: int, report: StepReport, buffers: Sequence[Tensor]) -> _Future:
+    def step(self, context_id: int, report: StepReport, buffers: Sequence[Tensor]) -> Future:
         """Take the gradients that a context holds; answered with a ``StepResult`` when the update was made."""
-        held = dist_autograd.get_gradients(context_id)
+        held = dist_autograd.get_gradients(context_id)  # type: ignore[attr-defined]
         missing = [leaf for leaf in self._leaves if leaf not in held]
         if missing:
             raise TrainingError(
                 f"trainer {report.trainer_index} stepped a context without gradients; call backward first"
             )
-        future: _Future = torch.futures.Future()
-        push = _Push([held[leaf] for leaf in self._leaves], report, buffers, future, time.perf_counter())
+        future: Future = torch.futures.Future()
+        push = Push([held[leaf] for leaf in self._leaves], report, buffers, future, time.perf_counter())
         with self._lock:
             self._check_running()
             refusal = self.rules.refusal(report.trainer_index, report.version)
@@ -346,11 +277,11 @@ class ParameterServer(nn.Module):
             pushes = [self._pushes[i] for i in order]
             self._pushes.clear()
             self._conclude(
-                {i: push.future for i, push in zip(order, pushes, strict=True)}, lambda: self._apply(pushes, source)
+                {i: push.future for i, push in zip(order, pushes, strict=True)}, lambda: self._advance(pushes, source)
             )
         return future
 
-    def _apply(self, pushes: list[_Push], buffer_source: int) -> dict[int, StepResult]:
+    def _advance(self, pushes: list[Push], buffer_source: int) -> dict[int, StepResult]:
         """One update: the mean of the pushes in the order of trainers, one step of the optimizer, one version more."""
         started = time.perf_counter()
         self._average(pushes)
@@ -366,20 +297,20 @@ class ParameterServer(nn.Module):
         self.keeper.stepped(result)
         return {p.report.trainer_index: replace(result, held_s=max(started - p.arrived, 0.0)) for p in pushes}
 
-    def _average(self, pushes: list[_Push]) -> None:
+    def _average(self, pushes: list[Push]) -> None:
         for index, target in enumerate(self._gradients):
             target.copy_(pushes[0].gradients[index])
             for push in pushes[1:]:
                 target.add_(push.gradients[index])
             if len(pushes) > 1:
                 target.div_(len(pushes))
-        used = _union([push.report.used for push in pushes])
+        used = union([push.report.used for push in pushes])
         for place, (name, parameter) in enumerate(self.parameter_store.tensors.items()):
             parameter.grad = self._gradient_views[name] if used is None or used[place] else None
 
     # Validation, checkpoints, records.
 
-    def report_validation(self, trainer_index: int, sums: WeightedSums) -> _Future:
+    def report_validation(self, trainer_index: int, sums: WeightedSums) -> Future:
         """A trainer's share of a validation; answered with ``(means, improved)`` over all shares."""
         with self._lock:
             self._check_running()
@@ -397,7 +328,7 @@ class ParameterServer(nn.Module):
             self.updater.validated(means)
             return means, improved
 
-    def deposit(self, trainer_index: int, part: bytes, reason: str) -> _Future:
+    def deposit(self, trainer_index: int, part: bytes, reason: str) -> Future:
         """A trainer's part of a checkpoint of the current version; answered when the cut was taken.
 
         All trainers deposit before any of them steps again, so model, optimizer and parts are of one version.
@@ -408,12 +339,13 @@ class ParameterServer(nn.Module):
             if len(self._deposits.parts) < self.trainers:
                 return future
             parts, futures, arrived = self._deposits.take()
-        self._conclude(futures, lambda: dict.fromkeys(futures, self._save(parts, reason, min(arrived.values()))))
+        self._conclude(futures, lambda: self._saved(parts, reason, min(arrived.values())))
         return future
 
-    def _save(self, parts: Mapping[int, bytes], reason: str, since: float) -> None:
+    def _saved(self, parts: Mapping[int, bytes], reason: str, since: float) -> dict[int, None]:
         with self._lock:
             self.keeper.save(self.rules.step, self.model, self.updater, parts, reason, since)
+            return dict.fromkeys(parts)
 
     def take_records(self, records: Sequence[Record]) -> None:
         for record in records:
@@ -422,49 +354,3 @@ class ParameterServer(nn.Module):
     def optimizer_state(self) -> Mapping[str, Any]:
         with self._lock:
             return copy.deepcopy(self.updater.optimizer.state_dict())
-
-
-def _union(masks: Sequence[tuple[bool, ...] | None]) -> tuple[bool, ...] | None:
-    """Which parameters any trainer used; None for all of them."""
-    present = [mask for mask in masks if mask is not None]
-    if len(present) < len(masks):
-        return None
-    return tuple(any(column) for column in zip(*present, strict=True))
-
-
-# The one server of this process, and the functions that trainers call by name.
-
-_server: ParameterServer | None = None
-_server_lock = threading.Lock()
-
-
-def host(server: ParameterServer | None) -> None:
-    """Make ``server`` the one that this process answers for; None ends that."""
-    global _server
-    with _server_lock:
-        _server = server
-
-
-def get_parameter_server() -> ParameterServer:
-    """The one ``ParameterServer`` of this process; the target of the trainers' ``rpc.remote``."""
-    with _server_lock:
-        if _server is None:
-            raise TrainingError("this process hosts no parameter server (yet, or any more)")
-        return _server
-
-
-@rpc.functions.async_execution
-@answers_later
-def call_later(method: str, *args: Any) -> _Future:
-    """Call a method of the server that answers with a future."""
-    future: _Future = getattr(get_parameter_server(), method)(*args)
-    return future
-
-
-@answers
-def call(method: str, *args: Any) -> Any:
-    """Call a method of the server that answers at once."""
-    return getattr(get_parameter_server(), method)(*args)
-
-
-__all__ = ["ParameterServer", "Round", "Welcome", "call", "call_later", "get_parameter_server", "host"]

@@ -10,10 +10,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from paramserver.buffers import Batch, Buffer, make_buffer
-from paramserver.consistency import Announcement, Decision, Readiness, Stop, Verdict
+from paramserver.consistency import Announcement, Decision, Stop, Verdict
 from paramserver.devices import move
-from paramserver.errors import BufferClosed, BufferExhausted
 from paramserver.keeper import Keeper, pack, unpack
 from paramserver.limits import epoch_of
 from paramserver.modelling import autocast
@@ -28,9 +26,10 @@ from paramserver.records import (
     make_record,
     peak_rss_mb,
 )
-from paramserver.sources import Feeder, Partition, Source, make_source
-from paramserver.task import Task, default_batching
+from paramserver.sources import Partition
+from paramserver.task import Task
 from paramserver.updater import check_loss
+from trainers.data import DataStream
 from trainers.validation import evaluate, validation_batches
 
 T = TypeVar("T")
@@ -71,7 +70,6 @@ class Trainer(ABC):
         self._saved_step: int | None = None
         self.all_totals: list[TrainerTotals] = []
         self._opened = ExitStack()
-        self._plain_batches = default_batching(task)
         task.trainer = self
 
     # What a mode says.
@@ -159,22 +157,7 @@ class Trainer(ABC):
 
     def data_available(self) -> Announcement:
         """How far this trainer is with its data: enough for a step, waiting, or drained."""
-        training = self.config.training
-        wanted = training.batch_size * training.accumulate_batches
-        try:
-            ready = self.buffer.wait_ready(min(wanted, self.config.buffer.capacity), _PATIENCE_S)
-        except BufferExhausted:
-            return Announcement(Readiness.DRAINED)
-        except BufferClosed:
-            self.feeder.check()
-            raise
-        if not ready:
-            return Announcement(Readiness.WAITING)
-        left = self.buffer.servings_left()
-        batches = training.accumulate_batches
-        if left is not None:
-            batches = min(batches, -(-left // training.batch_size))
-        return Announcement(Readiness.READY, batches)
+        return self.data.available()
 
     # The run.
 
@@ -187,7 +170,7 @@ class Trainer(ABC):
         try:
             self.init_connection()
             self.task.on_train_start()
-            self.feeder.start()
+            self.data.start()
             decision = self._fit()
             self._end(decision)
         except BaseException as error:
@@ -210,22 +193,9 @@ class Trainer(ABC):
 
     def prepare_data(self) -> None:
         """Make source, buffer and feeder. Called once the model is there."""
-        config = self.config
         partition = Partition(self.trainer_index, self.process.trainers)
-        self.source: Source = make_source(self.task.train_source(partition), partition, config, self.sampler_kwargs)
-        self.buffer: Buffer = make_buffer(
-            config.buffer.kind,
-            capacity=config.buffer.capacity,
-            seed=_stream_seed(config.seed, self.trainer_index),
-            watermark=config.buffer.watermark,
-            pseudo_epochs=config.buffer.pseudo_epochs,
-            max_bytes=config.buffer.max_bytes,
-            min_new_per_batch=config.buffer.min_new_per_batch,
-            batch_size=config.training.batch_size,
-        )
-        self.feeder = Feeder(self.source, self.buffer, self.trainer_index)
-        self._opened.callback(self.feeder.close)
-        self.validation_loader = validation_batches(self.task, partition, config)
+        self.data = self.open(DataStream(self.task, partition, self.config, self.sampler_kwargs))
+        self.validation_loader = validation_batches(self.task, partition, self.config)
         self.process.start_clock.mark("model and data")
 
     def begin_stream(self, part: bytes | None) -> None:
@@ -233,13 +203,6 @@ class Trainer(ABC):
         seed_all(self.config.seed, 1 + self.trainer_index)
         if part is not None:
             self._load_part(unpack(part))
-
-    @property
-    def epoch_samples(self) -> int | None:
-        """What one pass over the source serves to all trainers; None where that is unknown."""
-        if self.source.pass_samples is None or self.buffer.expected_batches(1, 1) is None:
-            return self.source.pass_samples
-        return self.source.pass_samples * self.config.buffer.pseudo_epochs
 
     def _fit(self) -> Decision:
         self.clock.skip()
@@ -288,15 +251,10 @@ class Trainer(ABC):
         """The batches of a step are there; nothing was computed yet."""
 
     def _next_batch(self) -> tuple[Any, int]:
-        """A batch as the task's ``collate`` makes it, and its number of samples."""
-        held: Batch = self.buffer.get_batch(self.config.training.batch_size, self.config.cluster.timeout_s)
-        if self._plain_batches and held.stacked is not None:
-            batch = held.stacked
-        else:
-            batch = self.task.collate([self.task.process_sample(sample) for sample in held.samples])
+        batch, samples = self.data.next_batch()
         batch = self.on_before_forward(batch)
         self.clock.lap("data")
-        return batch, len(held)
+        return batch, samples
 
     def _forward_backward(self, batch: Any, batches: int) -> float:
         self.task.on_batch_start(self.batch_idx)
@@ -321,7 +279,7 @@ class Trainer(ABC):
     # Epochs, validation, checkpoints.
 
     def _enter_epoch(self, decision: Decision) -> None:
-        epoch = epoch_of(decision.samples, self.epoch_samples)
+        epoch = epoch_of(decision.samples, self.data.epoch_samples)
         if self._epoch_open and (epoch > self.epoch or decision.verdict is Verdict.END):
             self._epoch_open = False
             self.on_epoch_ended(self.epoch)
@@ -379,8 +337,7 @@ class Trainer(ABC):
         self.task.on_checkpoint(own)
         return {
             "trainer_index": self.trainer_index,
-            "buffer": self.buffer.state_dict(samples=not self.source.refetchable),
-            "source": self.source.state_dict(),
+            **self.data.state_dict(),
             "random": random_states(),
             "counters": {
                 "batch_idx": self.batch_idx,
@@ -394,8 +351,7 @@ class Trainer(ABC):
         }
 
     def _load_part(self, part: Mapping[str, Any]) -> None:
-        self.buffer.load_state_dict(part["buffer"], self.source.fetch if self.source.refetchable else None)
-        self.source.load_state_dict(part["source"])
+        self.data.load_state_dict(part)
         counters = part["counters"]
         self.batch_idx, self.batches = counters["batch_idx"], counters["batches"]
         self.samples_served, self.epoch = counters["samples_served"], counters["epoch"]
@@ -434,9 +390,7 @@ class Trainer(ABC):
         self.deliver(self.records)
 
     def _record_buffer(self) -> None:
-        info = self.buffer.info()
-        names = ("population", "unseen", "capacity", "puts", "gets", "put_wait_s", "get_wait_s")
-        figures = {name: getattr(info, name) for name in names}
+        figures = self.data.figures()
         self.emit(
             make_record(
                 "buffer", self.step, rank=self.process.identity.global_rank, trainer=self.trainer_index, **figures
@@ -457,19 +411,15 @@ class Trainer(ABC):
         )
 
     def _totals(self) -> TrainerTotals:
-        info = self.buffer.info()
-        left = self.buffer.servings_left()
-        total = self.source.total
-        expected = None if total is None else total * self.config.buffer.pseudo_epochs
         return TrainerTotals(
             trainer_index=self.trainer_index,
             samples=self.samples_served,
             batches=self.batches,
-            samples_left=max(expected - info.gets, 0) if expected is not None else left,
+            samples_left=self.data.samples_left,
             seconds=self.clock.steps.total_s,
             phases_s=dict(self.clock.seconds),
             steps=self.clock.steps,
-            buffer={"puts": info.puts, "gets": info.gets, "put_wait_s": info.put_wait_s, "get_wait_s": info.get_wait_s},
+            buffer=self.data.figures(),
             peak_rss_mb=peak_rss_mb(),
             wire_bytes=self.wire_bytes,
         )
@@ -477,9 +427,3 @@ class Trainer(ABC):
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _stream_seed(seed: int, trainer_index: int) -> int:
-    import numpy as np
-
-    return int(np.random.SeedSequence([seed, 1 + trainer_index]).generate_state(1, np.uint64)[0])

@@ -16,10 +16,11 @@ from paramserver.consistency import Announcement, Decision, Readiness, Stop, buf
 from paramserver.errors import PeerLost
 from paramserver.keeper import Keeper
 from paramserver.limits import Limits
+from paramserver.meeting import Meeting
 from paramserver.modelling import build_model
 from paramserver.process import Process
 from paramserver.records import Record, StepReport, StepResult, TrainerTotals, WeightedSums, merge_all
-from paramserver.session import Meeting, exchange, process_group
+from paramserver.session import exchange, process_group
 from paramserver.task import Task
 from paramserver.updater import Updater
 from trainers.base import Trainer
@@ -63,12 +64,12 @@ class DdpTrainer(Trainer):
         self.updater = Updater(self.task, self.unwrapped_model, self.config.training.clip_grad_norm)
         if self.joins:
             self._join = self._ddp().join(divide_by_initial_world_size=False)
-            self._shadow = self._ddp().join_hook(divide_by_initial_world_size=False)
+            self._shadow = self._ddp().join_hook(divide_by_initial_world_size=False)  # type: ignore[no-untyped-call]
         self._start_together()
         self.on_after_setup_optimizers()
 
     def _start_together(self) -> None:
-        """Rank 0's step, optimizer and stored parts, to every rank; the model itself travelled with DDP's constructor."""
+        """Rank 0's step, optimizer and stored parts, to every rank; the model came with DDP's constructor."""
         self.prepare_data()
         start: list[Any] = [None]
         if self.keeper is not None:

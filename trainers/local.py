@@ -8,10 +8,10 @@ from typing import Any
 from paramserver.consistency import Announcement, Decision, decide
 from paramserver.keeper import Keeper
 from paramserver.limits import Limits
+from paramserver.meeting import Meeting
 from paramserver.modelling import build_model
 from paramserver.process import Process
 from paramserver.records import Record, StepReport, StepResult, TrainerTotals, WeightedSums
-from paramserver.session import Meeting
 from paramserver.task import Task
 from paramserver.updater import Updater
 from trainers.base import Trainer

@@ -12,39 +12,24 @@ import torch.distributed.autograd as dist_autograd
 from torch import Tensor
 
 from paramserver.consistency import Announcement, Decision
+from paramserver.edge import sealed
+from paramserver.errors import PeerLost
 from paramserver.flat import Layout, module_buffers, trainable
 from paramserver.keeper import Keeper
+from paramserver.meeting import Meeting
 from paramserver.membership import Member, release_lifelines
 from paramserver.modelling import build_model, load_weights
 from paramserver.optimizer import SharedOptimizer
 from paramserver.process import Process
+from paramserver.protocol import Round, Welcome
 from paramserver.records import Record, StepReport, StepResult, TrainerTotals, WeightedSums
 from paramserver.remote import RemoteServer
-from paramserver.server import Round, Welcome
-from paramserver.session import Meeting, rpc_trainer
+from paramserver.session import rpc_trainer
 from paramserver.task import Task
-from paramserver.transport.wire import tensor_bytes
+from paramserver.transport.wire import Failure, tensor_bytes
 from trainers.base import Trainer
 
 _SEND_EVERY_S = 1.0
-
-
-class GradientSeal(torch.autograd.Function):
-    """A scalar whose gradient with respect to the pulled tensors is what this trainer has accumulated for them.
-
-    The model's own backward ends at the trainer's copy of the parameters, so micro-batches, hooks and higher
-    derivatives work as they do anywhere. ``dist_autograd.backward`` of the seal carries the result across: the chain
-    rule, cut at the border between two processes.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, gradients: Sequence[Tensor], *pulled: Tensor) -> Tensor:
-        ctx.gradients = tuple(gradients)
-        return torch.zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Any) -> Any:
-        return None, *ctx.gradients
 
 
 class RpcTrainer(Trainer):
@@ -54,6 +39,7 @@ class RpcTrainer(Trainer):
         super().__init__(process, task, keeper)
         assert meeting is not None
         self.meeting = meeting
+        self._arrived = False
         self._context_id = 0
         self._sent = time.monotonic()
 
@@ -67,8 +53,9 @@ class RpcTrainer(Trainer):
         self.open(self._goodbye())
         member = Member(self.trainer_index, name, worker_id, self.meeting.place)
         welcome: Welcome = self.remote.call_later(
-            "arrive", member, self.epoch_samples, timeout_s=self.config.cluster.timeout_s
+            "arrive", member, self.data.epoch_samples, timeout_s=self.config.cluster.timeout_s
         )
+        self._arrived = True
         self.remote.start_heartbeat()
         load_weights(self.model, welcome.model, "the server")
         self.step = welcome.step
@@ -102,13 +89,14 @@ class RpcTrainer(Trainer):
 
     @contextmanager
     def _context(self) -> Iterator[None]:
-        with dist_autograd.context() as self._context_id:  # type: ignore[no-untyped-call]
+        with dist_autograd.context() as self._context_id:
             yield
 
     def agree(self, announcement: Announcement) -> Decision:
         self._round: Round = self.remote.call_later("begin", self.trainer_index, announcement)
         self.clock.lap_shared("pull", wait=self._round.held_s)
-        return self._round.decision
+        decision: Decision = self._round.decision
+        return decision
 
     def before_batches(self) -> None:
         pulled = self._round.parameters
@@ -128,8 +116,8 @@ class RpcTrainer(Trainer):
 
     def update(self, report: StepReport) -> StepResult:
         used = self._pack_gradients()
-        seal = GradientSeal.apply(self._outgoing, *self._round.parameters)  # type: ignore[no-untyped-call]
-        dist_autograd.backward(self._context_id, [seal])
+        seal = sealed(self._outgoing, self._round.parameters)
+        dist_autograd.backward(self._context_id, [seal])  # type: ignore[attr-defined]
         buffers = self._pack_buffers() if self.trainer_index == self._round.buffer_source else []
         report = StepReport(**{**vars(report), "used": used})
         result: StepResult = self.optimizer.step(self._context_id, report, buffers)
@@ -142,7 +130,7 @@ class RpcTrainer(Trainer):
         """Move all gradients into the outgoing tensors; which parameters have one, None for all."""
         used = tuple(p.grad is not None for p in self._parameters)
         if all(used):
-            torch._foreach_copy_(self._outgoing_views, [p.grad for p in self._parameters])
+            torch._foreach_copy_(self._outgoing_views, [p.grad for p in self._parameters if p.grad is not None])
             return None
         for parameter, view in zip(self._parameters, self._outgoing_views, strict=True):
             view.zero_() if parameter.grad is None else view.copy_(parameter.grad)
@@ -181,8 +169,8 @@ class RpcTrainer(Trainer):
         self.remote.call("leave", totals, decision)
 
     def give_up(self, error: BaseException) -> None:
-        if not isinstance(error, PeerLost) and self.remote is not None:
-            self.remote.send("give_up", self.trainer_index, Failure.of(error)).wait()
+        if self._arrived and not isinstance(error, PeerLost):
+            self.remote.call("give_up", self.trainer_index, Failure.of(error))
 
     def optimizer_state(self) -> dict[str, Any]:
         return self.optimizer.state_dict()

@@ -58,7 +58,8 @@ def validation_batches(task: Task, partition: Partition, config: Config) -> Data
         share = _Iterated(data)
     else:
         raise TaskError(
-            f"validation_source returned {type(data).__name__}; it must return a map-style data set, an iterable or None"
+            f"validation_source returned {type(data).__name__}; "
+            "it must return a map-style data set, an iterable or None"
         )
     size = config.training.validation_batch_size or config.training.batch_size
     return DataLoader(share, batch_size=size, collate_fn=_Counted(task))

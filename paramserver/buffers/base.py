@@ -120,5 +120,5 @@ class Buffer(Exchange):
     def _own_state(self) -> dict[str, Any]:
         return {}
 
-    def _load_own_state(self, state: dict[str, Any]) -> None:  # noqa: B027 - most have none
+    def _load_own_state(self, state: dict[str, Any]) -> None:
         """Take back what ``_own_state`` gave."""

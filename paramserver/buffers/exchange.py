@@ -73,7 +73,7 @@ class Exchange(ABC):
         held = self._contents
         return held.count < self.capacity and (held.max_bytes is None or held.bytes + size <= held.max_bytes)
 
-    def _make_room(self, size: int) -> None:  # noqa: B027 - only a reservoir evicts
+    def _make_room(self, size: int) -> None:
         """Evict what must go for an admitted sample of this size."""
 
     def _is_ready(self, n: int) -> bool:

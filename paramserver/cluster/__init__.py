@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         interface_towards,
         is_loopback,
         loopback_interface,
+        quiet_agent,
     )
     from paramserver.cluster.resolve import resolve_identity
     from paramserver.cluster.torchrun import HandSet, Torchrun
@@ -33,6 +34,7 @@ __all__ = [
     "is_loopback",
     "loopback_interface",
     "process_environ",
+    "quiet_agent",
     "resolve_identity",
 ]
 

@@ -20,7 +20,7 @@ def bind_listener(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise UnsupportedConfiguration(
-            f"cluster.master_port ({port}) on cluster.master_addr ({host}) cannot be opened: {error.strerror or error}; "
-            "choose a free port, and for rank 0 an address of its own host"
+            f"cluster.master_port ({port}) on cluster.master_addr ({host}) cannot be opened: "
+            f"{error.strerror or error}; choose a free port, and for rank 0 an address of its own host"
         ) from error
     return listener

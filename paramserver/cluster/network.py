@@ -13,6 +13,10 @@ DEFAULT_PORT = 29500
 
 _INTERFACE_VARIABLES = ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
+# torch's RPC agent warns of every connection that a peer closes, which is how each run ends; a peer that is lost is
+# reported by this package itself. torch's C++ log has one threshold and no filter per message.
+_LOG_LEVEL = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+
 # One arena that keeps what it got: tensors of several MB per step are then reused instead of mapped anew each time.
 _ALLOCATOR = {
     "MALLOC_ARENA_MAX": "1",
@@ -62,7 +66,7 @@ def child_environment(
     """
     available = len(os.sched_getaffinity(0)) if cores is None else cores
     threads = max(1, available // local_processes)
-    defaults = {**_ALLOCATOR, "OMP_NUM_THREADS": str(threads)}
+    defaults = {**_ALLOCATOR, **_LOG_LEVEL, "OMP_NUM_THREADS": str(threads)}
     folders = [Path.cwd() if current_folder is None else current_folder]
     if config_folder is not None:
         folders.append(config_folder)
@@ -70,6 +74,12 @@ def child_environment(
     path = [str(folder.absolute()) for folder in folders] + environ.get("PYTHONPATH", "").split(os.pathsep)
     paths = os.pathsep.join(dict.fromkeys(entry for entry in path if entry))
     return {**defaults, **environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": paths}
+
+
+def quiet_agent(environ: MutableMapping[str, str]) -> None:
+    """The same threshold for torch's log in a process that somebody else started; before torch is imported."""
+    for name, value in _LOG_LEVEL.items():
+        environ.setdefault(name, value)
 
 
 def interface_towards(host: str) -> str | None:

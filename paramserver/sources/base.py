@@ -55,5 +55,5 @@ class Source(ABC):
         """What besides the position is needed to go on."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 - a source without a state has none to load
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back ``state_dict()``."""

@@ -15,7 +15,7 @@ from paramserver.sources.iterable import IterableSource
 
 
 def is_map_style(data: Any) -> bool:
-    """Whether samples are reached by index (a Dataset, a list) and not by iterating (an IterableDataset, a generator)."""
+    """Whether samples are reached by index (a Dataset, a list) and not by iterating alone (an IterableDataset)."""
     return not isinstance(data, (IterableDataset, dict)) and hasattr(data, "__getitem__") and hasattr(data, "__len__")
 
 
@@ -44,8 +44,8 @@ def make_source(
         )
     if training.max_epochs is not None and not isinstance(source, DatasetSource):
         raise UnsupportedConfiguration(
-            f"training.max_epochs ({training.max_epochs}) counts passes over a map-style data set, but train_source gives "
-            "one pass; remove it, or use max_steps, max_samples or max_seconds"
+            f"training.max_epochs ({training.max_epochs}) counts passes over a map-style data set, but train_source "
+            "gives one pass; remove it, or use max_steps, max_samples or max_seconds"
         )
     limits = (training.max_epochs, training.max_steps, training.max_samples, training.max_seconds, training.patience)
     if source.endless and all(limit is None for limit in limits):

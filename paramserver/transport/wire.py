@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import socket
 import traceback
 from collections.abc import Callable, Iterable
@@ -27,7 +26,7 @@ WORKER_THREADS = 8
 def host_identity() -> str:
     """What two processes share when they run on one host and in one network namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    namespace = os.readlink("/proc/self/ns/net")
+    namespace = Path("/proc/self/ns/net").readlink()
     return f"{socket.gethostname()}/{boot}/{namespace}"
 
 

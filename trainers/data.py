@@ -1,0 +1,128 @@
+"""A trainer's own data: the source, the buffer, the thread between them, and the batches that come out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from paramserver.buffers import Batch, Buffer, make_buffer
+from paramserver.config import Config
+from paramserver.consistency import Announcement, Readiness
+from paramserver.errors import BufferClosed, BufferExhausted, UnsupportedConfiguration
+from paramserver.sources import Feeder, Partition, Source, make_source
+from paramserver.task import Task, default_batching
+
+# How long a trainer waits for its own data before it tells the others that it is still waiting.
+_PATIENCE_S = 1.0
+
+_FIGURES = ("population", "unseen", "capacity", "puts", "gets", "put_wait_s", "get_wait_s")
+
+
+class DataStream:
+    """Batches of one trainer's share. A context manager: it ends the feeder.
+
+    Args:
+        task: gives the samples and forms the batches.
+        partition: whose share.
+        config: of buffer and batches.
+        sampler_kwargs: how a map-style data set is dealt, where not as usual.
+    """
+
+    def __init__(self, task: Task, partition: Partition, config: Config, sampler_kwargs: dict[str, Any]) -> None:
+        self.task = task
+        self.training = config.training
+        self.pseudo_epochs = config.buffer.pseudo_epochs
+        self.wait_s = config.cluster.timeout_s
+        self.source: Source = make_source(task.train_source(partition), partition, config, sampler_kwargs)
+        try:
+            self.buffer: Buffer = make_buffer(
+                config.buffer.kind,
+                capacity=config.buffer.capacity,
+                seed=_draw_seed(config.seed, partition.index),
+                watermark=config.buffer.watermark,
+                pseudo_epochs=config.buffer.pseudo_epochs,
+                max_bytes=config.buffer.max_bytes,
+                min_new_per_batch=config.buffer.min_new_per_batch,
+                batch_size=config.training.batch_size,
+            )
+        except ValueError as error:
+            raise UnsupportedConfiguration(f"buffer: {error}") from error
+        self.feeder = Feeder(self.source, self.buffer, partition.index)
+        self._plain = default_batching(task)
+
+    def __enter__(self) -> DataStream:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.feeder.close()
+
+    def start(self) -> None:
+        """Begin to read the source."""
+        self.feeder.start()
+
+    @property
+    def epoch_samples(self) -> int | None:
+        """What one pass over the source serves to all trainers; None where that is unknown."""
+        once = self.source.pass_samples
+        return None if once is None else once * self.pseudo_epochs
+
+    def available(self) -> Announcement:
+        """Wait for the batches of a step, but not for long; how far they are.
+
+        Raises:
+            SourceError: the source raised.
+        """
+        wanted = self.training.batch_size * self.training.accumulate_batches
+        try:
+            ready = self.buffer.wait_ready(wanted, _PATIENCE_S)
+        except BufferExhausted:
+            return Announcement(Readiness.DRAINED)
+        except BufferClosed:
+            self.feeder.check()
+            raise
+        if not ready:
+            return Announcement(Readiness.WAITING)
+        left = self.buffer.servings_left()
+        batches = self.training.accumulate_batches
+        if left is not None:
+            batches = min(batches, -(-left // self.training.batch_size))
+        return Announcement(Readiness.READY, batches)
+
+    def next_batch(self) -> tuple[Any, int]:
+        """A batch as the task's ``collate`` makes it, and its number of samples."""
+        held: Batch = self.buffer.get_batch(self.training.batch_size, self.wait_s)
+        if self._plain and held.stacked is not None:
+            return held.stacked, len(held)
+        return self.task.collate([self.task.process_sample(sample) for sample in held.samples]), len(held)
+
+    @property
+    def samples_left(self) -> int | None:
+        """Servings that were due and did not take place; None where their number is unknown."""
+        if self.source.total is None:
+            return self.buffer.servings_left()
+        return max(self.source.total * self.pseudo_epochs - self.buffer.info().gets, 0)
+
+    def figures(self) -> dict[str, Any]:
+        """The buffer's counts and waits, for a record."""
+        info = self.buffer.info()
+        return {name: getattr(info, name) for name in _FIGURES}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs to go on with the next batch; keys in place of samples that can be read again."""
+        return {
+            "buffer": self.buffer.state_dict(samples=not self.source.refetchable),
+            "source": self.source.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back ``state_dict()``; before ``start``."""
+        buffer = {**state["buffer"], "finished": False}  # the feeder finds out anew whether there is more
+        self.buffer.load_state_dict(buffer, self.source.fetch if self.source.refetchable else None)
+        self.source.load_state_dict(state["source"])
+
+
+def _draw_seed(seed: int, trainer_index: int) -> int:
+    """A seed for a trainer's draws that has nothing to do with those of its neighbours."""
+    return int(np.random.SeedSequence([seed, 1 + trainer_index]).generate_state(1, np.uint64)[0])
