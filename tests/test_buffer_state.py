@@ -135,6 +135,18 @@ def test_an_empty_and_an_unstarted_buffer_go_through_a_checkpoint(kind):
     assert counts(other) == counts(buffer)
 
 
+def test_a_fifo_that_passed_its_watermark_does_not_wait_for_it_again():
+    buffer, other = make("fifo"), make("fifo")
+    buffer.put_many([0.0] * 5, keys=range(5))
+    other.load_state_dict(buffer.state_dict())
+    assert other.wait_ready(1, timeout=0)
+    for _ in range(2):
+        buffer.get_batch(4)
+    other.load_state_dict(buffer.state_dict())
+    assert len(other) == 2
+    assert other.wait_ready(2, timeout=0)
+
+
 def test_puts_agree_with_the_content():
     buffer = make("fifo")
     for key in range(15):

@@ -134,11 +134,19 @@ def test_odd_memory_goes_into_columns():
 def test_columns_may_be_made_in_inference_mode_and_on_another_default_device():
     buffer = make_buffer("reservoir", capacity=4)
     with torch.inference_mode(), torch.device("meta"):
-        buffer.put(torch.ones(2, device="cpu"))
-    buffer.put(torch.ones(2))
-    stacked = buffer.get_batch(2).stacked
+        buffer.put((torch.ones(2, device="cpu"), torch.ones(0, device="cpu")))
+    buffer.put((torch.ones(2), torch.ones(0)))
+    stacked, empty = buffer.get_batch(2).stacked
     assert not stacked.is_inference()
     assert stacked.tolist() == [[1, 1], [1, 1]]
+    assert empty.device.type == "cpu"
+
+
+@pytest.mark.parametrize("kind", ["fifo", "firo", "reservoir"])
+def test_many_samples(kind):
+    batch = through([np.array([i]) for i in range(5000)], kind, seed=1)
+    assert batch.stacked[:, 0].tolist() == batch.keys
+    assert sorted(batch.keys) == list(range(5000))
 
 
 def test_capacity_beyond_memory_is_refused_with_its_size():

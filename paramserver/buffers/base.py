@@ -19,8 +19,8 @@ class Buffer(Exchange):
     ``Fifo``, ``Firo`` and ``Reservoir`` say which sample is served next and which goes. ``finish()`` says that no more
     samples will come: what is held is drained. ``close()`` stops at once and wakes everyone with BufferClosed.
     ``timeout=None`` waits without limit and is meant for feeder threads, whose owner calls ``close()``; everyone else
-    gives a timeout in seconds. Draws come from ``numpy.random.default_rng(seed)`` and depend on the sequence of puts and
-    gets only.
+    gives a timeout in seconds. Draws come from ``numpy.random.default_rng(seed)`` and depend on the sequence of puts
+    and gets only.
 
     Args:
         capacity: samples held at most.
@@ -95,6 +95,7 @@ class Buffer(Exchange):
         with self._lock:
             self._check_open()
             self._contents = contents
+            # The saved order is the order of the slots now, so the same draws give the same samples.
             self._counters = Counters(**state["counters"])
             self._finished = state["finished"]
             self._rng.bit_generator.state = state["rng"]

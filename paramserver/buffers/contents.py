@@ -97,6 +97,7 @@ class Contents:
         """Count one more serving of each of these different slots; returns how many had never been served."""
         assert self.storage is not None
         times = self.served[slots]
+        # The slots differ, so none of these writes is lost to another.
         self.served[slots] = times + 1
         if times.all():
             return 0
@@ -120,6 +121,7 @@ class Contents:
         self.seen_bytes -= size
         self.count -= len(slots)
         self._add_times(self._gone, slots)
+        # Let go of the objects now, not when the slot is used again.
         self._keys[slots] = None
         self._held[slots] = False
         self.storage.forget(slots)

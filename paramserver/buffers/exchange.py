@@ -96,6 +96,7 @@ class Exchange(ABC):
 
     def put_many(self, samples: Iterable[Any], keys: Iterable[Any] | None = None, timeout: float | None = None) -> int:
         """Put all samples in order and return their number. Errors as of ``put``, and how many were put."""
+        # A generator is read before the lock is taken: it may take its time.
         samples = list(samples)
         keys = [None] * len(samples) if keys is None else list(keys)
         if len(keys) != len(samples):
@@ -193,8 +194,8 @@ class Exchange(ABC):
     def wait_ready(self, n: int, timeout: float | None) -> bool:
         """Wait until ``get_batch(n)`` would return at once: True; or until ``timeout`` seconds passed: False.
 
-        It stays true until the next get, except in a reservoir of objects with ``max_bytes``, where one large sample may
-        evict several small ones.
+        It stays true until the next get, except in a reservoir of objects with ``max_bytes``, where one large sample
+        may evict several small ones.
 
         Raises:
             BufferExhausted: finished and empty.
@@ -217,6 +218,7 @@ class Exchange(ABC):
         return True
 
     def _await_samples(self, n: int, remaining: float | None) -> None:
+        # _wanted is reset also where a signal handler raises in the wait.
         since = time.monotonic()
         self._wanted = n
         try:

@@ -21,6 +21,7 @@ class Firo(CountedBuffer):
         self._bag.append(slot)
 
     def _round(self, n: int) -> tuple[Slots, Slots, int]:
+        # O(n) for any number held, and already in random order.
         positions = self._rng.choice(len(self._bag), n, replace=False)
         slots = self._bag.peek(positions)
         new = self._contents.serve(slots)

@@ -130,6 +130,7 @@ class SplitBag(Bag):
 
 def _holes_and_movers(positions: Slots, start: int, stop: int) -> tuple[Slots, Slots]:
     """Of a run whose last places are [start, stop): the positions before it, and the places in it that stay."""
+    # As many stay as there are holes before the run, so the two lists pair up.
     stays = np.ones(stop - start, np.bool_)
     stays[positions[positions >= start] - start] = False
     return positions[positions < start], start + np.flatnonzero(stays)

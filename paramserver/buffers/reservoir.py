@@ -55,6 +55,7 @@ class Reservoir(Buffer):
         return fits and held.unseen < self.capacity
 
     def _make_room(self, size: int) -> None:
+        # _admits() made sure that the seen ones suffice.
         while not super()._admits(size):
             position = self._rng.integers(self._bag.unseen, len(self._bag), size=1)
             self._contents.release(self._bag.peek(position))

@@ -49,6 +49,7 @@ _HOMES = {
         "interface_towards",
         "is_loopback",
         "loopback_interface",
+        "quiet_agent",
     ),
     "resolve": ("resolve_identity",),
     "torchrun": ("HandSet", "Torchrun"),

@@ -1,0 +1,139 @@
+"""Runs of the command line as a user starts them, and what they leave behind."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import yaml
+
+TASKS = Path(__file__).with_name("tasks.py")
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A command that ended."""
+
+    code: int
+    output: str
+    run_dir: Path
+
+    @property
+    def summary(self):
+        return json.loads((self.run_dir / "summary.json").read_text())
+
+    @property
+    def records(self):
+        return [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
+
+    def of_kind(self, kind):
+        return [record for record in self.records if record["kind"] == kind]
+
+    @property
+    def checkpoints(self):
+        return sorted(path.name for path in (self.run_dir / "checkpoints").glob("step-*"))
+
+    def load(self, name, step=None):
+        folder = self.run_dir / "checkpoints"
+        folder /= (folder / "latest").read_text().strip() if step is None else f"step-{step:08d}"
+        return torch.load(folder / f"{name}.pt", weights_only=True)
+
+    def log(self, rank):
+        return (self.run_dir / "logs" / f"rank-{rank}.log").read_text()
+
+
+def environment(**extra):
+    """One thread per process: another number of threads rounds differently."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", **extra}
+
+
+def write_config(folder, *, task="Truth", mode="local", task_args=None, **sections):
+    """A config file in ``folder`` for a task of tests/tasks.py; sections are merged over quick defaults."""
+    config = {
+        "task": f"{TASKS}:{task}",
+        "task_args": task_args or {},
+        "mode": mode,
+        "training": {"max_steps": 12, "batch_size": 8, "validate_every": 0},
+        "checkpoint": {"every": 0},
+        "logging": {"run_dir": str(folder / "runs"), "tensorboard": False, "log_every": 1},
+        "cluster": {"timeout_s": 30},
+    }
+    for section, values in sections.items():
+        if isinstance(values, dict):
+            config[section] = {**config.get(section, {}), **values}
+        else:
+            config[section] = values
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "config.yaml"
+    file.write_text(yaml.safe_dump(config))
+    return file
+
+
+def command(*arguments):
+    return [sys.executable, "-m", "paramserver.launch", *map(str, arguments)]
+
+
+def launch(folder, *flags, timeout_s=90, env=None, **config):
+    """Start all ranks on this machine and wait; ``config`` as for ``write_config``."""
+    name = config.pop("name", "run")
+    file = write_config(folder, **config)
+    done = subprocess.run(
+        command("--config", file, "--set", f"logging.name={name}", *flags),
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env=environment(**(env or {})),
+        cwd=folder,
+        check=False,
+    )
+    return Finished(done.returncode, done.stdout + done.stderr, folder / "runs" / name)
+
+
+def resume(finished, *flags, timeout_s=90):
+    """Go on with a run."""
+    done = subprocess.run(
+        command("--resume", finished.run_dir, *flags),
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env=environment(),
+        cwd=finished.run_dir.parent,
+        check=False,
+    )
+    return Finished(done.returncode, done.stdout + done.stderr, finished.run_dir)
+
+
+def trained(folder, mode, trainers, **config):
+    """A run that must end well."""
+    cluster = {"num_trainers": trainers, "timeout_s": 30, **config.pop("cluster", {})}
+    finished = launch(folder / f"{mode}-{trainers}", mode=mode, cluster=cluster, **config)
+    assert finished.code == 0, finished.output
+    return finished
+
+
+def tensors_of(state, prefix=""):
+    """All tensors of a nested state, by path."""
+    if isinstance(state, torch.Tensor):
+        return {prefix: state}
+    items = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, (list, tuple)) else ()
+    return {name: tensor for key, value in items for name, tensor in tensors_of(value, f"{prefix}/{key}").items()}
+
+
+def difference(one, other):
+    """Relative L2 norm of the difference of all floating-point tensors; infinite where they do not match."""
+    a, b = tensors_of(one), tensors_of(other)
+    if a.keys() != b.keys():
+        return float("inf")
+    names = [n for n in a if a[n].is_floating_point()]
+    total = sum((a[n].double() - b[n].double()).pow(2).sum() for n in names)
+    norm = sum(a[n].double().pow(2).sum() for n in names)
+    return float((total / norm).sqrt())
+
+
+def same_bits(one, other):
+    """Names of tensors that differ in any bit."""
+    a, b = tensors_of(one), tensors_of(other)
+    return sorted(a.keys() ^ b.keys()) + [n for n in a if n in b and not torch.equal(a[n], b[n])]

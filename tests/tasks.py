@@ -1,0 +1,238 @@
+"""Tasks that the tests train: one model with everything in it that has ever made modes differ."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from paramserver import Task
+
+OPTIMIZERS = {
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.05, momentum=0.9),
+    "adam": lambda groups: torch.optim.Adam(groups, lr=1e-3),
+    "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.1),
+}
+
+
+class Everything(nn.Module):
+    """conv, BatchNorm, LayerNorm, dropout, a frozen and a tied weight, and a parameter that no loss depends on."""
+
+    def __init__(self, dropout, unused, batch_norm=True):
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3, padding=1)
+        self.bn = nn.BatchNorm2d(4) if batch_norm else nn.Identity()
+        self.first = nn.Linear(4 * 36, 16)
+        self.norm = nn.LayerNorm(16)
+        self.drop = nn.Dropout(dropout)
+        self.square = nn.Linear(16, 16, bias=False)
+        self.tied = nn.Linear(16, 16, bias=False)
+        self.tied.weight = self.square.weight
+        self.frozen = nn.Linear(16, 16)
+        self.frozen.requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(()))
+        if unused:
+            self.unused = nn.Parameter(torch.ones(3))
+        self.last = nn.Linear(16, 5)
+
+    def forward(self, x):
+        x = self.bn(self.conv(x)).relu().flatten(1)
+        x = self.drop(self.norm(self.first(x)))
+        x = self.frozen(self.tied(self.square(x).tanh())) * self.scale
+        return self.last(x)
+
+
+class Truth(Task):
+    """Random images of six by six pixels in five classes; every option is an argument."""
+
+    def __init__(
+        self,
+        optimizer="sgd",
+        dtype="float32",
+        samples=256,
+        dropout=0.2,
+        groups=False,
+        schedule=None,
+        unused=False,
+        batch_norm=True,
+        validation=37,
+    ):
+        self.optimizer = optimizer
+        self.dtype = getattr(torch, dtype)
+        self.samples = samples
+        self.options = {"dropout": dropout, "unused": unused, "batch_norm": batch_norm}
+        self.groups = groups
+        self.schedule = schedule
+        self.validation = validation
+
+    def build_model(self):
+        return Everything(**self.options).to(self.dtype)
+
+    def build_optimizer(self, model):
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        if self.groups:
+            parameters = [{"params": parameters[:3], "lr": 0.02}, {"params": parameters[3:]}]
+        return OPTIMIZERS[self.optimizer](parameters)
+
+    def build_scheduler(self, optimizer):
+        if self.schedule == "step":
+            return torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.7)
+        if self.schedule == "epoch":
+            return {"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5), "every": "epoch"}
+        if self.schedule == "validation":
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
+            return {"scheduler": scheduler, "every": "validation", "metric": "loss"}
+        return None
+
+    def train_source(self, partition):
+        return self._data(self.samples, 1)
+
+    def validation_source(self, partition):
+        return self._data(self.validation, 2) if self.validation else None
+
+    def _data(self, samples, seed):
+        generator = torch.Generator().manual_seed(seed)
+        images = torch.randn(samples, 1, 6, 6, generator=generator).to(self.dtype)
+        return TensorDataset(images, torch.randint(0, 5, (samples,), generator=generator))
+
+    def training_step(self, model, batch, batch_idx):
+        images, labels = batch
+        return F.cross_entropy(model(images), labels)
+
+    def validation_step(self, model, batch, valid_batch_idx, batch_idx):
+        images, labels = batch
+        output = model(images)
+        return {"loss": F.cross_entropy(output, labels), "accuracy": (output.argmax(1) == labels).float().mean()}
+
+
+class Uneven(Truth):
+    """An iterable whose length depends on the trainer: 40 samples more for each index."""
+
+    def train_source(self, partition):
+        data = self._data(400, 1)
+        return [data[i] for i in range(40 + 40 * partition.index)].__iter__()
+
+
+class Recorder(Truth):
+    """Writes down every hook, in order, into one file per trainer."""
+
+    def __init__(self, folder, **options):
+        super().__init__(**options)
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def _note(self, *words):
+        with (self.folder / f"trainer-{self.trainer.trainer_index}").open("a") as file:
+            file.write(" ".join(str(w) for w in words) + "\n")
+
+    def on_train_start(self):
+        self._note("train_start")
+
+    def on_epoch_start(self, epoch):
+        self._note("epoch_start", epoch)
+
+    def on_batch_start(self, batch_idx):
+        self._note("batch_start", batch_idx)
+
+    def training_step(self, model, batch, batch_idx):
+        self._note("training_step", batch_idx)
+        self.log("double", 2 * batch_idx)
+        return super().training_step(model, batch, batch_idx)
+
+    def on_batch_end(self, batch_idx):
+        self._note("batch_end", batch_idx)
+
+    def on_validation_start(self, batch_idx):
+        self._note("validation_start", batch_idx)
+
+    def validation_step(self, model, batch, valid_batch_idx, batch_idx):
+        self._note("validation_step", "train" if model.training else "eval", len(batch[0]))
+        return super().validation_step(model, batch, valid_batch_idx, batch_idx)
+
+    def on_validation_end(self, batch_idx):
+        self._note("validation_end", batch_idx)
+
+    def on_epoch_end(self, epoch):
+        self._note("epoch_end", epoch)
+
+    def on_checkpoint(self, state):
+        self._note("checkpoint")
+        state["seen"] = 7
+
+    def on_resume(self, state):
+        self._note("resume", state["seen"])
+
+    def on_train_end(self):
+        self._note("train_end")
+
+
+class Faulty(Truth):
+    """Does something bad in one trainer at one batch, and leaves a mark that it did."""
+
+    def __init__(self, what, mark, trainer=0, batch=5, **options):
+        super().__init__(**options)
+        self.what, self.mark, self.at = what, Path(mark), (trainer, batch)
+
+    def training_step(self, model, batch, batch_idx):
+        if (self.trainer.trainer_index, batch_idx) == self.at:
+            self.mark.write_text(json.dumps({"what": self.what, "pid": os.getpid()}))
+            getattr(self, self.what)()
+        loss = super().training_step(model, batch, batch_idx)
+        return loss * float("nan") if self.what == "nan" and batch_idx >= self.at[1] else loss
+
+    def nan(self):
+        pass
+
+    def error(self):
+        raise RuntimeError("the task raised on purpose")
+
+    def kill(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def freeze(self):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def terminate(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def terminate_parent(self):
+        os.kill(os.getppid(), signal.SIGTERM)
+
+
+class BadSource(Truth):
+    """A source that raises at sample 50."""
+
+    def train_source(self, partition):
+        data = self._data(400, 1)
+
+        def samples():
+            for i in range(400):
+                if i == 50:
+                    raise OSError("the disk is gone")
+                yield data[i]
+
+        return samples()
+
+
+class Starved(Truth):
+    """A stream that gives one batch and then nothing, until a file appears."""
+
+    def __init__(self, gate, **options):
+        super().__init__(**options)
+        self.gate = Path(gate)
+
+    def train_source(self, partition):
+        data = self._data(64, 1)
+
+        def samples():
+            yield from (data[i] for i in range(32))
+            while partition.index and not self.gate.exists():
+                time.sleep(0.05)  # stands for a slow producer, not for synchronisation
+            yield from (data[i] for i in range(32, 64))
+
+        return samples()
