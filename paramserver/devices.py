@@ -39,9 +39,13 @@ def place_trainer(config: Config, local_index: int, trainers_here: int, gpus_her
         UnsupportedConfiguration: ``device.kind: cuda`` without enough GPUs, or a backend that the device cannot use.
     """
     available = torch.cuda.device_count() if gpus_here is None else gpus_here
-    each = config.device.num_gpus or 1
+    each = 1 if config.device.num_gpus is None else config.device.num_gpus
     needed = each * trainers_here
     wants_cuda = config.device.kind == "cuda" or (config.device.kind == "auto" and available >= needed > 0)
+    if config.device.kind == "cuda" and each == 0:
+        raise UnsupportedConfiguration(
+            "device.num_gpus (0) must be at least 1 with device.kind cuda; leave it out, or use device.kind: cpu"
+        )
     if config.device.kind == "cuda" and available < needed:
         raise UnsupportedConfiguration(
             f"device.kind (cuda) needs {needed} GPUs on this host ({trainers_here} trainer(s) with {each} each), "

@@ -6,17 +6,23 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
 import yaml
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import DistNetworkError, DistStoreError
 
 from paramserver.cluster import Identity, bind_listener
 from paramserver.config import Config, config_from_mapping, differences, dump_yaml
 from paramserver.deadlines import call_within, poll_until
-from paramserver.errors import DeadlineExceeded, Interrupted, UnsupportedConfiguration
+from paramserver.errors import DeadlineExceeded, Interrupted, PeerLost, UnsupportedConfiguration
 from paramserver.transport.wire import host_identity
+
+# A store ends its waits by itself, unless its host is frozen: so much later they are given up.
+_FROZEN_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -38,14 +44,14 @@ class Meeting:
 
     def ask(self, key: str) -> str:
         """The value that some rank tells under ``key``, within the run's timeout."""
-        answer: bytes = call_within(self.timeout_s, f"the store's answer for {key}", lambda: self.store.get(key))
-        return answer.decode()
+        with _rank_zero_may_be_lost():
+            return _get(self.store, key, self.timeout_s, f"the store's answer for {key}")
 
 
 def meet(
     config: Config, identity: Identity, interrupted: threading.Event, listener: socket.socket | None = None
 ) -> Meeting:
-    """Open the store, claim this rank, compare the configuration with rank 0's, and wait until all ranks are there.
+    """Open the store, compare the configuration with rank 0's, claim this rank, and wait until all ranks are there.
 
     Args:
         config: this rank's; sections that may differ between hosts are not compared.
@@ -56,14 +62,17 @@ def meet(
     Raises:
         UnsupportedConfiguration: the port is taken, the rank is taken, or the configurations differ.
         DeadlineExceeded: rank 0 cannot be reached, or ranks are missing, within ``cluster.timeout_s``.
+        PeerLost: rank 0 gave up meanwhile.
     """
     timeout_s = config.cluster.timeout_s
     deadline = time.monotonic() + timeout_s
     base = _open_store(identity, timeout_s, deadline, interrupted, listener)
     store = PrefixStore(f"paramserver/{identity.job}", base)
-    _claim_rank(store, identity)
-    _agree_on_config(store, config, identity, timeout_s)
-    _await_world(store, identity, timeout_s, deadline, interrupted)
+    with _rank_zero_may_be_lost():
+        # In this order a rank that is refused leaves its place free for the corrected one.
+        _agree_on_config(store, config, identity, timeout_s)
+        _claim_rank(store, identity)
+        _await_world(store, identity, timeout_s, deadline, interrupted)
     return Meeting(store, identity, timeout_s, host_identity())
 
 
@@ -102,6 +111,24 @@ def _reachable(host: str, port: int) -> bool | None:
         return None
 
 
+@contextmanager
+def _rank_zero_may_be_lost() -> Iterator[None]:
+    try:
+        yield
+    except DistNetworkError as error:
+        raise PeerLost(
+            f"rank 0 is gone, and its store with it ({str(error).splitlines()[0]}); look for its own error"
+        ) from error
+
+
+def _get(store: Store, key: str, timeout_s: float, what: str) -> str:
+    try:
+        answer: bytes = call_within(timeout_s + _FROZEN_S, what, lambda: store.get(key))
+    except DistStoreError as error:
+        raise DeadlineExceeded(f"{what} did not come within cluster.timeout_s ({timeout_s:g} s)") from error
+    return answer.decode()
+
+
 def _claim_rank(store: Store, identity: Identity) -> None:
     me = f"{socket.gethostname()}, process {os.getpid()}"
     holder = store.compare_set(f"rank/{identity.global_rank}", "", me).decode()
@@ -119,8 +146,7 @@ def _agree_on_config(store: Store, config: Config, identity: Identity, timeout_s
     if identity.global_rank == 0:
         store.set("config", dump_yaml(config))
         return
-    text = call_within(timeout_s, "rank 0's configuration", lambda: store.get("config")).decode()
-    theirs = config_from_mapping(yaml.safe_load(text))
+    theirs = config_from_mapping(yaml.safe_load(_get(store, "config", timeout_s, "rank 0's configuration")))
     lines = [line for line in differences(theirs, config) if not line.startswith(_OWN_SECTIONS)]
     if lines:
         raise UnsupportedConfiguration(

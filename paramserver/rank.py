@@ -93,7 +93,7 @@ def run_rank(plan: RankPlan) -> dict[str, Any] | None:
             assert keeper is not None
             assert meeting is not None
             return _serve(process, task, keeper, meeting)
-        return _train(process, task, keeper, meeting)
+        return _train(process, task, keeper, meeting, plan.folders)
 
 
 def _make_task(plan: RankPlan) -> Task:
@@ -277,9 +277,11 @@ def _watch_over(server: Any, process: Process) -> None:
 # A trainer.
 
 
-def _train(process: Process, task: Task, keeper: Keeper | None, meeting: Meeting | None) -> dict[str, Any] | None:
+def _train(
+    process: Process, task: Task, keeper: Keeper | None, meeting: Meeting | None, folders: Sequence[Path]
+) -> dict[str, Any] | None:
     reference = process.config.trainer or mode_of(process.config).trainer_class
-    trainer_class = load_object(reference, "trainer")
+    trainer_class = load_object(reference, "trainer", folders)
     trainer: Trainer = trainer_class(process, task, keeper, meeting)
     totals: list[TrainerTotals] = []
 

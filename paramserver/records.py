@@ -41,8 +41,8 @@ class StepReport:
 class StepResult:
     """What an update made.
 
-    ``step`` is the version that it made, ``samples`` all that were applied up to it, ``loss`` the mean over the trainers
-    that took part, ``seconds`` the training time so far; ``apply_s`` it took, ``held_s`` a push waited for the others.
+    ``step`` is the version that it made, ``samples`` all that were applied up to it, ``loss`` the mean over those
+    trainers that took part, ``seconds`` the training time so far; ``apply_s`` it took, ``held_s`` a push waited.
     """
 
     step: int

@@ -163,10 +163,10 @@ class ParameterServer(nn.Module):
         """Until every trainer that is alive has let go of this server, which it does when it needs it no more."""
         self.members.await_goodbyes(timeout_s)
 
-    def give_up(self, trainer_index: int, failure: Failure) -> None:
-        """A trainer failed; the run fails with its error."""
+    def give_up(self, trainer_index: int, reason: str) -> None:
+        """A trainer failed, and says why; so the run fails."""
         self.members.leave(trainer_index)
-        self.fail(failure.error())
+        self.fail(PeerLost(f"trainer {trainer_index} failed: {reason}"))
 
     def _gone(self, trainer_index: int, reason: str | None) -> None:
         self.members.say_goodbye(trainer_index)

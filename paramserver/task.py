@@ -41,6 +41,9 @@ class Task:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Task:
         """Remember the arguments, so that ``paramserver.run(task, ...)`` can make the same task in other processes."""
+        if cls.__init__ is object.__init__ and (args or kwargs):
+            # Python checks this by itself only where a class has no __new__ of its own.
+            raise TypeError(f"{cls.__name__}() takes no arguments")
         task = super().__new__(cls)
         task._arguments = (args, kwargs)
         return task
@@ -48,11 +51,23 @@ class Task:
     _arguments: tuple[tuple[Any, ...], dict[str, Any]]
 
     def keyword_arguments(self) -> dict[str, Any]:
-        """The arguments that this task was made with, by name."""
+        """The arguments that this task was made with, by name.
+
+        Raises:
+            TaskError: one of them has no name, because the constructor takes ``*args``.
+        """
         args, kwargs = self._arguments
-        bound = inspect.signature(type(self).__init__).bind(self, *args, **kwargs).arguments
-        named = dict(list(bound.items())[1:])
-        return {**named, **named.pop("kwargs", {})}
+        signature = inspect.signature(type(self).__init__)
+        _, *bound = signature.bind(self, *args, **kwargs).arguments.items()
+        named: dict[str, Any] = {}
+        for name, value in bound:
+            kind = signature.parameters[name].kind
+            if kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY):
+                raise TaskError(
+                    f"{type(self).__name__}: argument {name} has no name to be passed on by; write it as a keyword"
+                )
+            named.update(value if kind is inspect.Parameter.VAR_KEYWORD else {name: value})
+        return named
 
     # What must be written.
 

@@ -11,6 +11,7 @@ import torch
 import yaml
 
 TASKS = Path(__file__).with_name("tasks.py")
+COUNTING = Path(__file__).with_name("counting.py")
 
 
 @dataclass(frozen=True)

@@ -183,7 +183,8 @@ class Faulty(Truth):
             self.mark.write_text(json.dumps({"what": self.what, "pid": os.getpid()}))
             getattr(self, self.what)()
         loss = super().training_step(model, batch, batch_idx)
-        return loss * float("nan") if self.what == "nan" and batch_idx >= self.at[1] else loss
+        bad = self.what == "nan" and (self.trainer.trainer_index, batch_idx) == self.at
+        return loss * float("nan") if bad else loss
 
     def nan(self):
         pass
@@ -236,3 +237,20 @@ class Starved(Truth):
             yield from (data[i] for i in range(32, 64))
 
         return samples()
+
+
+class KillsItsServer(Truth):
+    """Its schedule, which runs where the optimizer is, kills that process at the sixth step."""
+
+    def __init__(self, mark, **options):
+        super().__init__(**options)
+        self.mark = Path(mark)
+
+    def build_scheduler(self, optimizer):
+        def rate(step):
+            if step == 6:
+                self.mark.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return 1.0
+
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, rate)

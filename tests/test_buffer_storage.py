@@ -46,7 +46,7 @@ def through(samples, kind="fifo", **options):
 # columns
 
 TENSOR_DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.uint16]
-TENSOR_DTYPES += [torch.bool, torch.complex64]
+TENSOR_DTYPES += [torch.bool, torch.complex64, torch.float8_e4m3fn]
 NUMPY_DTYPES = ["f4", "f8", "f2", "i8", "i2", "u1", "u2", "?", "c8"]
 SCALARS = ["f4", "f8", "f2", "i8", "i4", "u1", "?"]
 SHAPES = st.sampled_from([(), (1,), (3,), (2, 3), (0,), (2, 0, 1)])

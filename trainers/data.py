@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -76,12 +77,10 @@ class DataStream:
         """
         wanted = self.training.batch_size * self.training.accumulate_batches
         try:
-            ready = self.buffer.wait_ready(wanted, _PATIENCE_S)
+            with self._source_failures():
+                ready = self.buffer.wait_ready(wanted, _PATIENCE_S)
         except BufferExhausted:
             return Announcement(Readiness.DRAINED)
-        except BufferClosed:
-            self.feeder.check()
-            raise
         if not ready:
             return Announcement(Readiness.WAITING)
         left = self.buffer.servings_left()
@@ -92,10 +91,20 @@ class DataStream:
 
     def next_batch(self) -> tuple[Any, int]:
         """A batch as the task's ``collate`` makes it, and its number of samples."""
-        held: Batch = self.buffer.get_batch(self.training.batch_size, self.wait_s)
+        with self._source_failures():
+            held: Batch = self.buffer.get_batch(self.training.batch_size, self.wait_s)
         if self._plain and held.stacked is not None:
             return held.stacked, len(held)
         return self.task.collate([self.task.process_sample(sample) for sample in held.samples]), len(held)
+
+    @contextmanager
+    def _source_failures(self) -> Iterator[None]:
+        """A buffer that the feeder closed: raise what made it."""
+        try:
+            yield
+        except BufferClosed:
+            self.feeder.check()
+            raise
 
     @property
     def samples_left(self) -> int | None:
@@ -111,10 +120,9 @@ class DataStream:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs to go on with the next batch; keys in place of samples that can be read again."""
-        return {
-            "buffer": self.buffer.state_dict(samples=not self.source.refetchable),
-            "source": self.source.state_dict(),
-        }
+        with self._source_failures():
+            buffer = self.buffer.state_dict(samples=not self.source.refetchable)
+        return {"buffer": buffer, "source": self.source.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back ``state_dict()``; before ``start``."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -115,6 +115,9 @@ class DdpTrainer(Trainer):
         return self._ddp().no_sync() if isinstance(self.model, DistributedDataParallel) else nullcontext()
 
     # A step.
+
+    def step_scope(self) -> AbstractContextManager[Any]:
+        return peers_may_be_lost()
 
     def agree(self, announcement: Announcement) -> Decision:
         announced, collect = self._reduce(announcement)
@@ -246,11 +249,12 @@ class DdpTrainer(Trainer):
         return self.updater.optimizer.state_dict()
 
 
-class peers_may_be_lost:  # noqa: N801 - reads as what it says in a with statement
-    """Collectives fail with a bare RuntimeError where a peer is gone; say so."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, RuntimeError):
+@contextmanager
+def peers_may_be_lost() -> Iterator[None]:
+    """Say so where a collective fails because another rank is gone; torch raises a bare RuntimeError from gloo."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, dist.DistError) or "gloo" in str(error):
             raise PeerLost(f"another rank of the process group is lost: {str(error).splitlines()[0]}") from error
+        raise

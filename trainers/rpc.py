@@ -26,7 +26,7 @@ from paramserver.records import Record, StepReport, StepResult, TrainerTotals, W
 from paramserver.remote import RemoteServer
 from paramserver.session import rpc_trainer
 from paramserver.task import Task
-from paramserver.transport.wire import Failure, tensor_bytes
+from paramserver.transport.wire import tensor_bytes
 from trainers.base import Trainer
 
 _SEND_EVERY_S = 1.0
@@ -170,7 +170,7 @@ class RpcTrainer(Trainer):
 
     def give_up(self, error: BaseException) -> None:
         if self._arrived and not isinstance(error, PeerLost):
-            self.remote.call("give_up", self.trainer_index, Failure.of(error))
+            self.remote.call("give_up", self.trainer_index, f"{type(error).__name__}: {error}")
 
     def optimizer_state(self) -> dict[str, Any]:
         return self.optimizer.state_dict()

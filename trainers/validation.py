@@ -62,7 +62,8 @@ def validation_batches(task: Task, partition: Partition, config: Config) -> Data
             "it must return a map-style data set, an iterable or None"
         )
     size = config.training.validation_batch_size or config.training.batch_size
-    return DataLoader(share, batch_size=size, collate_fn=_Counted(task))
+    # Each pass of a DataLoader draws a seed; from a generator of its own, so that validating leaves training alone.
+    return DataLoader(share, batch_size=size, collate_fn=_Counted(task), generator=torch.Generator())
 
 
 def evaluate(
@@ -96,10 +97,16 @@ def _numbers(values: Any, valid_batch_idx: int) -> dict[str, float]:
         raise TaskError(
             f"{where}: returned {type(values).__name__}; it must return a dict of name: mean over the batch"
         )
-    for name, value in values.items():
-        if isinstance(value, Tensor) and value.numel() != 1:
-            raise TaskError(f"{where}: {name} has shape {tuple(value.shape)}; each value must be one number, the mean")
-    return {name: float(value) for name, value in values.items()}
+    return {name: _number(value, f"{where}: {name}") for name, value in values.items()}
+
+
+def _number(value: Any, what: str) -> float:
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise TaskError(f"{what} has shape {tuple(value.shape)}; each value must be one number, the mean")
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise TaskError(f"{what} is {value!r}; each value must be one number, the mean") from error
 
 
 @contextmanager

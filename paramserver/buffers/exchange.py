@@ -233,10 +233,10 @@ class Exchange(ABC):
             raise ValueError(
                 f"n ({n}) must be from 1 to the capacity ({self.capacity}); ask for fewer or raise capacity"
             )
-        if n != self._asked:
-            self._asked = n
-            # A producer may be waiting for a get that now needs more than max_bytes admits.
+        # A producer may be waiting for a get that now needs more than max_bytes admits.
+        if n > self._asked:
             self._room.notify_all()
+        self._asked = n
 
     # Both ends.
 

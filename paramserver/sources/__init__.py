@@ -1,11 +1,29 @@
-"""Where samples come from: a data set, an iterable."""
+"""Where samples come from: a data set, an iterable. Names load on first use."""
 
-from __future__ import annotations
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from paramserver.sources.base import Partition, Source
-from paramserver.sources.dataset import DatasetSource, deal
-from paramserver.sources.factory import make_source
-from paramserver.sources.feeder import Feeder
-from paramserver.sources.iterable import IterableSource
+if TYPE_CHECKING:
+    from paramserver.sources.base import Partition, Source
+    from paramserver.sources.dataset import DatasetSource, deal
+    from paramserver.sources.factory import make_source
+    from paramserver.sources.feeder import Feeder
+    from paramserver.sources.iterable import IterableSource
+
+_HOMES = {
+    "DatasetSource": "dataset",
+    "Feeder": "feeder",
+    "IterableSource": "iterable",
+    "Partition": "base",
+    "Source": "base",
+    "deal": "dataset",
+    "make_source": "factory",
+}
 
 __all__ = ["DatasetSource", "Feeder", "IterableSource", "Partition", "Source", "deal", "make_source"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

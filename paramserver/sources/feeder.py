@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 import traceback
+from collections.abc import Iterator
+from typing import Any
 
 from paramserver.buffers import Buffer
-from paramserver.errors import BufferClosed, BufferError, SourceError
+from paramserver.errors import BufferClosed, SourceError
 from paramserver.sources.base import Source
 
 
@@ -30,23 +32,28 @@ class Feeder:
         self._thread.start()
 
     def _run(self) -> None:
-        position = self.buffer.info().puts
         try:
-            for key, sample in self.source.samples(position):
+            for key, sample in self._read(self.buffer.info().puts):
                 self.buffer.put(sample, key)
-                position += 1
             self.buffer.finish()
         except BufferClosed:
             return  # the trainer closed its buffer: it wants no more
-        except (BufferError, ValueError) as error:
+        except BaseException as error:  # noqa: BLE001 - kept, and raised to the trainer
             self._fail(error)
-        except BaseException as error:  # noqa: BLE001 - a user's source may raise anything; the trainer re-raises it
-            text = traceback.format_exc()
-            failure = SourceError(
-                f"trainer {self.trainer_index}: the source raised at sample {position}: {error!r}\n{text}"
-            )
-            failure.__cause__ = error
-            self._fail(failure)
+
+    def _read(self, position: int) -> Iterator[tuple[Any, Any]]:
+        """The source's samples from ``position`` on; whatever it raises, the error names the sample."""
+        try:
+            for pair in self.source.samples(position):
+                yield pair
+                position += 1
+        except GeneratorExit:
+            raise
+        except BaseException as error:  # a user's source may raise anything, a ValueError as well
+            raise SourceError(
+                f"trainer {self.trainer_index}: the source raised at sample {position}: {error!r}\n"
+                f"{traceback.format_exc()}"
+            ) from error
 
     def _fail(self, error: BaseException) -> None:
         self._error = error

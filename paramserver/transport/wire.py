@@ -51,11 +51,12 @@ class Failure:
     message: str
 
     @classmethod
-    def of(cls, error: BaseException) -> Failure:
+    def of(cls, error: BaseException, who: str = "the server") -> Failure:
+        """An error of this package as it is; any other with its traceback, and with who raised it."""
         if isinstance(error, errors.ParamserverError):
             return cls(type(error).__name__, str(error))
         text = "".join(traceback.format_exception(error))
-        return cls("TrainingError", f"the server raised {type(error).__name__}: {error}\n{text}")
+        return cls("TrainingError", f"{who} raised {type(error).__name__}: {error}\n{text}")
 
     def error(self) -> errors.ParamserverError:
         kind = getattr(errors, self.kind, errors.TrainingError)

@@ -1,0 +1,264 @@
+"""Who may go on: every announcement of three trainers, and the rounds of a step against a model."""
+
+import itertools
+import random
+
+import pytest
+
+from paramserver.consistency import Announcement, Decision, Readiness, Stop, Sync, Verdict, buffer_source, decide
+from paramserver.limits import Limits
+
+READY, WAITING, DRAINED = Readiness.READY, Readiness.WAITING, Readiness.DRAINED
+STATES = [(READY, 1), (READY, 2), (WAITING, 1), (DRAINED, 1)]
+NONE = Limits()
+GO = Announcement(READY)
+
+
+def every_announcement() -> list[dict[int, Announcement]]:
+    """All combinations of readiness, batches and stop of three trainers."""
+    one = [Announcement(r, b, s, f"{s.name} asked") for (r, b), s in itertools.product(STATES, Stop)]
+    return [dict(enumerate(words)) for words in itertools.product(one, repeat=3)]
+
+
+ALL = every_announcement()
+STOPLESS = [words for words in ALL if all(a.stop is Stop.NO for a in words.values())]
+
+
+def readiness(words: dict[int, Announcement]) -> list[Readiness]:
+    return [a.readiness for a in words.values()]
+
+
+def all_decisions(words_list, limits=NONE, uneven_inputs="join"):
+    return [(words, decide(words, 3, 96, limits, uneven_inputs)) for words in words_list]
+
+
+def test_the_enumeration_is_complete():
+    assert len(ALL) == 12**3
+    assert len(STOPLESS) == 4**3
+
+
+@pytest.mark.parametrize("limits", [Limits(max_steps=3), Limits(max_samples=96), Limits(max_samples=90)])
+@pytest.mark.parametrize("uneven_inputs", ["stop", "join"])
+def test_a_limit_ends_the_run_whatever_is_announced(limits, uneven_inputs):
+    for _, decision in all_decisions(ALL, limits, uneven_inputs):
+        assert decision == Decision(Verdict.END, (), 3, 96, decision.reason, interrupted=False)
+        assert "reached" in decision.reason
+
+
+def test_a_limit_that_is_not_reached_changes_nothing():
+    near = Limits(max_steps=4, max_samples=97, max_seconds=1e-9)  # seconds are not for the ranks to count
+    assert all_decisions(STOPLESS, near) == all_decisions(STOPLESS)
+
+
+@pytest.mark.parametrize("uneven_inputs", ["stop", "join"])
+def test_a_stop_dominates_and_a_signal_dominates_a_limit(uneven_inputs):
+    for words, decision in all_decisions(ALL, uneven_inputs=uneven_inputs):
+        stops = {a.stop for a in words.values()}
+        if stops != {Stop.NO}:
+            assert decision.verdict is Verdict.END
+            assert decision.interrupted == (Stop.SIGNAL in stops)
+            assert decision.reason == f"{max(stops).name} asked"
+
+
+def test_the_reason_is_that_of_the_first_trainer_who_has_one():
+    words = {2: Announcement(READY, stop=Stop.SIGNAL, reason="second"), 1: Announcement(READY, stop=Stop.SIGNAL)}
+    words[0] = Announcement(READY, stop=Stop.LIMIT, reason="smaller")
+    assert decide(words, 0, 0, NONE, "stop").reason == "second"
+    words[1] = Announcement(READY, stop=Stop.SIGNAL, reason="first")
+    assert decide(words, 0, 0, NONE, "stop").reason == "first"
+
+
+@pytest.mark.parametrize("uneven_inputs", ["stop", "join"])
+def test_without_a_stop_the_readiness_decides(uneven_inputs):
+    for words, decision in all_decisions(STOPLESS, uneven_inputs=uneven_inputs):
+        said = readiness(words)
+        if set(said) == {DRAINED} or (DRAINED in said and uneven_inputs == "stop"):
+            expected = Verdict.END
+        else:
+            expected = Verdict.WAIT if WAITING in said else Verdict.GO
+        assert decision.verdict is expected, words
+        assert not decision.interrupted
+
+
+def test_the_active_ones_are_those_with_data_and_take_the_smallest_number_of_batches():
+    for words, decision in all_decisions(ALL):
+        assert (decision.step, decision.samples) == (3, 96)
+        if decision.verdict is Verdict.GO:
+            assert decision.active == tuple(i for i in words if words[i].readiness is READY)
+            assert decision.active
+            assert decision.batches == min(words[i].batches for i in decision.active)
+        else:
+            assert (decision.active, decision.batches) == ((), 0)
+
+
+def test_the_first_drained_trainer_is_named_where_all_stop():
+    words = {0: GO, 1: Announcement(DRAINED), 2: Announcement(DRAINED)}
+    assert decide(words, 5, 7, NONE, "stop").reason == "trainer 1 has no more data (training.uneven_inputs: stop)"
+    assert decide(dict.fromkeys(range(2), Announcement(DRAINED)), 5, 7, NONE, "join").reason == "all data was served"
+
+
+def test_the_order_of_arrival_does_not_matter():
+    for words in ALL[::7]:
+        backwards = dict(reversed(words.items()))
+        assert decide(backwards, 1, 2, NONE, "join") == decide(words, 1, 2, NONE, "join")
+
+
+def test_the_module_buffers_are_those_of_ddp():
+    assert buffer_source((1, 2, 4), "stop") == 1
+    assert buffer_source((1, 2, 4), "join") == 4
+
+
+# The rounds of a step.
+
+
+def started(trainers: int = 2, **options) -> Sync:
+    """A round in which all take part."""
+    rules = Sync(trainers, **{"limits": NONE, "uneven_inputs": "stop", **options})
+    answers = [rules.announce(i, GO) for i in range(trainers)]
+    assert answers[:-1] == [None] * (trainers - 1)
+    assert answers[-1].verdict is Verdict.GO
+    return rules
+
+
+def test_a_round_is_complete_with_the_last_push_in_the_order_of_trainers():
+    rules = started(3)
+    assert rules.push(2, 5) is None
+    assert rules.push(0, 7) is None
+    assert rules.step == 0
+    assert rules.push(1, 1) == (0, 1, 2)
+    assert (rules.step, rules.samples) == (1, 13)
+
+
+def test_a_second_push_is_refused():
+    rules = started()
+    rules.push(1, 4)
+    assert rules.refusal(1, 0) == "trainer 1 pushed twice in step 0"
+    assert rules.refusal(0, 0) is None
+
+
+@pytest.mark.parametrize("version", [-1, 1])
+def test_a_gradient_of_another_version_is_refused(version):
+    assert started().refusal(0, version) == f"trainer 0 pushed a gradient of version {version} to version 0"
+
+
+def test_a_push_outside_a_step_is_refused():
+    rules = Sync(2, NONE, "stop")
+    assert "outside a step" in rules.refusal(0, 0)
+    rules.announce(0, GO)
+    assert "outside a step" in rules.refusal(0, 0)  # not all have spoken
+    rules.announce(1, GO)
+    assert rules.refusal(0, 0) is None
+    assert "trainer 2 pushed outside" in rules.refusal(2, 0)
+    rules.push(0, 1)
+    rules.push(1, 1)
+    assert "(step 1)" in rules.refusal(0, 1)  # the round is over
+
+
+def test_a_drained_trainer_may_not_push_while_others_go_on():
+    rules = Sync(2, NONE, "join")
+    rules.announce(0, Announcement(DRAINED))
+    assert rules.announce(1, GO).active == (1,)
+    assert rules.refusal(0, 0) is not None
+    assert rules.buffer_source == 1
+    assert rules.push(1, 8) == (1,)
+
+
+def test_the_update_after_the_last_is_refused():
+    rules = started(2, limits=Limits(max_steps=1))
+    rules.push(0, 1)
+    rules.push(1, 1)
+    rules.announce(0, GO)
+    assert rules.announce(1, GO).verdict is Verdict.END
+    assert rules.refusal(0, 1) is not None
+    assert rules.refusal(1, 0) is not None
+    assert rules.step == 1
+
+
+def test_a_wait_asks_everybody_again():
+    rules = Sync(2, NONE, "stop")
+    rules.announce(0, GO)
+    assert rules.announce(1, Announcement(WAITING)).verdict is Verdict.WAIT
+    assert rules.refusal(0, 0) is not None
+    assert rules.announce(1, GO) is None  # trainer 0 has to speak again too
+    assert rules.announce(0, GO).verdict is Verdict.GO
+
+
+def test_a_resumed_run_goes_on_from_its_counts():
+    rules = started(2, step=7, samples=100)
+    assert rules.refusal(0, 7) is None
+    assert "version 0 to version 7" in rules.refusal(0, 0)
+    rules.push(0, 3)
+    rules.push(1, 3)
+    assert (rules.step, rules.samples) == (8, 106)
+
+
+class Fleet:
+    """Trainers that act in random order, and what must come of it."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.trainers = self.random.randint(1, 5)
+        self.left = [self.random.randint(0, 6) for _ in range(self.trainers)]
+        self.joins = self.random.random() < 0.5
+        self.max_steps = self.random.randint(1, 8)
+        # A fleet that does not join ends with its shortest supply.
+        self.expected = min(self.max_steps, max(self.left) if self.joins else min(self.left))
+        self.rules = Sync(self.trainers, Limits(max_steps=self.max_steps), "join" if self.joins else "stop")
+        self.to_announce, self.to_push = set(range(self.trainers)), set()
+        self.samples = 0
+        self.ended = False
+
+    def word(self, index: int) -> Announcement:
+        if self.left[index] == 0:
+            return Announcement(DRAINED)
+        return GO if self.random.random() < 0.8 else Announcement(WAITING)
+
+    def act(self) -> None:
+        index = self.random.choice(sorted(self.to_announce | self.to_push))
+        self.intrude()
+        if index in self.to_push:
+            self.push(index)
+        else:
+            self.announce(index)
+
+    def announce(self, index: int) -> None:
+        self.to_announce.discard(index)
+        decision = self.rules.announce(index, self.word(index))
+        assert (decision is None) == bool(self.to_announce)
+        if decision is not None:
+            self.ended = decision.verdict is Verdict.END
+            self.to_push = set(decision.active)
+            self.to_announce = set(range(self.trainers)) - self.to_push if not self.to_push else set()
+            self.active = decision.active
+
+    def push(self, index: int) -> None:
+        assert self.rules.refusal(index, self.rules.step) is None
+        self.to_push.discard(index)
+        self.left[index] -= 1
+        samples = self.random.randint(1, 32)
+        self.samples += samples
+        order = self.rules.push(index, samples)
+        assert order == (None if self.to_push else self.active)
+        if order is not None:
+            self.to_announce = set(range(self.trainers))
+
+    def intrude(self) -> None:
+        """Whoever is not due to push is refused, and whoever is due, with another version."""
+        index = self.random.randrange(self.trainers + 1)
+        wrong = self.rules.step + self.random.choice((-2, -1, 1))
+        assert self.rules.refusal(index, wrong) is not None
+        if index not in self.to_push:
+            assert self.rules.refusal(index, self.rules.step) is not None
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_any_order_of_events_gives_the_same_run(seed):
+    fleet = Fleet(seed)
+    for _ in range(5000):
+        if fleet.ended:
+            break
+        fleet.act()
+    assert fleet.ended
+    assert fleet.rules.step == fleet.expected
+    assert fleet.rules.samples == fleet.samples
+    assert all(fleet.rules.refusal(i, fleet.rules.step) for i in range(fleet.trainers))

@@ -1,0 +1,48 @@
+"""When a run ends, and which epoch a sample belongs to."""
+
+import pytest
+
+from paramserver.config import TrainingConfig
+from paramserver.limits import Limits, epoch_of
+
+
+@pytest.mark.parametrize(
+    ("limits", "steps", "samples", "reason"),
+    [
+        (Limits(), 10**9, 10**9, None),
+        (Limits(max_steps=5), 4, 10**9, None),
+        (Limits(max_steps=5), 5, 0, "training.max_steps (5) reached"),
+        (Limits(max_steps=5), 6, 0, "training.max_steps (5) reached"),
+        (Limits(max_samples=100), 10**9, 99, None),
+        (Limits(max_samples=100), 0, 100, "training.max_samples (100) reached"),
+        (Limits(max_samples=100), 0, 130, "training.max_samples (100) reached"),
+        (Limits(max_steps=5, max_samples=100), 5, 100, "training.max_steps (5) reached"),
+        (Limits(max_seconds=0.001), 10**9, 10**9, None),
+    ],
+)
+def test_the_first_limit_that_is_reached_is_named(limits, steps, samples, reason):
+    assert limits.reached(steps, samples) == reason
+
+
+@pytest.mark.parametrize(
+    ("seconds", "reason"), [(0.0, None), (1.49, None), (1.5, "training.max_seconds (1.5) reached"), (9.0, "training")]
+)
+def test_time_is_a_limit_of_its_own(seconds, reason):
+    told = Limits(max_seconds=1.5).out_of_time(seconds)
+    assert told is None if reason is None else told.startswith(reason)
+    assert Limits(max_steps=1).out_of_time(1e9) is None
+
+
+def test_limits_are_those_of_the_config():
+    training = TrainingConfig(max_steps=3, max_samples=40, max_seconds=2.0, max_epochs=9)
+    assert Limits.of(training) == Limits(3, 40, 2.0)
+    assert Limits.of(TrainingConfig()) == Limits(None, None, None)
+
+
+def test_an_epoch_begins_with_the_first_sample_of_a_pass():
+    assert [epoch_of(samples, 10) for samples in (0, 1, 9, 10, 19, 20, 101)] == [0, 0, 0, 1, 1, 2, 10]
+
+
+@pytest.mark.parametrize("unknown", [None, 0])
+def test_a_source_of_unknown_length_has_one_epoch(unknown):
+    assert epoch_of(10**6, unknown) == 0
