@@ -101,9 +101,8 @@ class Keeper:
 
     def stored_part(self, trainer_index: int) -> bytes | None:
         """What a trainer stored in the checkpoint."""
-        if self.checkpoint is None or f"trainer-{trainer_index}.pt" not in self.checkpoint.names:
-            return None
-        return self.checkpoint.bytes(f"trainer-{trainer_index}.pt")
+        name = f"trainer-{trainer_index}.pt"
+        return None if self.checkpoint is None else self.checkpoint.bytes(name)
 
     # While it runs.
 

@@ -147,7 +147,8 @@ def _tell(error: BaseException) -> int:
 def _launch(arguments: argparse.Namespace, began: float) -> Result | None:
     config, run, folders = settle(arguments)
     identity = _identity(arguments, config)
-    config = with_world_size(config, world_size_of(config) if identity is None else identity.world_size)
+    world_size = arguments.world_size if identity is None else identity.world_size
+    config = with_world_size(config, world_size or world_size_of(config))
     command = [sys.executable, "-m", "paramserver.launch", *sys.argv[1:]]
     if arguments.dry_run:
         from paramserver.dry_run import plan_text
@@ -205,10 +206,7 @@ def _run_to_resume(arguments: argparse.Namespace) -> Path:
 
 def _identity(arguments: argparse.Namespace, config: Config) -> Identity | None:
     flags = RankFlags(arguments.rank, arguments.world_size, arguments.master_addr, arguments.master_port)
-    identity = resolve_identity(flags, process_environ(), config)
-    if identity is None and arguments.world_size is not None:
-        with_world_size(config, arguments.world_size)
-    return identity
+    return resolve_identity(flags, process_environ(), config)
 
 
 # All ranks on this machine.
@@ -308,6 +306,7 @@ def _supervised(arguments: argparse.Namespace) -> int:
         config, run, folders = settle(arguments)
         identity = _identity(arguments, config)
         assert identity is not None
+        config = with_world_size(config, identity.world_size)
         listener = None if arguments.listener is None else socket.socket(fileno=arguments.listener)
         command = json.loads(arguments.shown_command or "[]")
         resume = arguments.resume is not None

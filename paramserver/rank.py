@@ -151,6 +151,7 @@ def _keeping(plan: RankPlan, process: Process) -> Iterator[Keeper]:
     with run.lock():
         checkpoint = _checkpoint_to_resume(run, process) if plan.resume else None
         clean(run.checkpoints_dir)
+        run.summary_file.unlink(missing_ok=True)
         run.config_file.write_text(dump_yaml(config), encoding="utf-8")
         write_json(
             run.environment_file, {**environment_record(list(plan.command)), "device": str(process.placement.device)}

@@ -70,6 +70,8 @@ class Supervisor:
     command: Sequence[str] = ()
 
     def __post_init__(self) -> None:
+        # Rank 0 stores the config in the run when it has accepted it; until then a resumed run keeps its own.
+        self._config_file = self.run.path / ".launch.yaml"
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._ranks: list[_Rank] = []
         self._summary: dict[str, Any] | None = None
@@ -105,7 +107,7 @@ class Supervisor:
 
     def _start_all(self) -> None:
         self.run.logs_dir.mkdir(parents=True, exist_ok=True)
-        self.run.config_file.write_text(dump_yaml(self.config), encoding="utf-8")
+        self._config_file.write_text(dump_yaml(self.config), encoding="utf-8")
         world_size = world_size_of(self.config)
         environ = child_environment(
             process_environ(), local_processes=world_size, config_folder=self.folders[-1] if self.folders else None
@@ -122,7 +124,7 @@ class Supervisor:
         self, index: int, title: str, world_size: int, port: int, listener: int | None, environ: dict[str, str]
     ) -> _Rank:
         reading, writing = os.pipe()
-        command = [sys.executable, "-m", "paramserver.launch", "--config", str(self.run.config_file)]
+        command = [sys.executable, "-m", "paramserver.launch", "--config", str(self._config_file)]
         command += ["--rank", str(index), "--world_size", str(world_size)]
         command += ["--master_addr", self.config.cluster.master_addr, "--master_port", str(port)]
         command += ["--supervised", str(writing), "--run_folder", str(self.run.path), "--began", repr(self.began)]
@@ -229,6 +231,7 @@ class Supervisor:
             rank.process.wait()
             if rank.reader is not None:
                 rank.reader.join()
+        self._config_file.unlink(missing_ok=True)
 
     # The end.
 
@@ -246,7 +249,7 @@ class Supervisor:
 
     def _write_missing_summary(self, error: str) -> None:
         """Where rank 0 died before it could write one."""
-        if self._summary is None:
+        if self._summary is None and not self.run.summary_file.exists():
             write_json(self.run.summary_file, {"status": "failed", "mode": self.config.mode, "error": error})
 
 

@@ -13,8 +13,10 @@ from typing import Any
 
 # Daemon threads, which would else pass for those of a library.
 OUR_THREADS = ("feeder", "heartbeat", "checkpoint-writer", "watch-")
-# Set by pytest for each phase, and by scikit-learn while it is imported.
-_NOT_OURS = frozenset({"PYTEST_CURRENT_TEST", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"})
+# Set by pytest for each phase, and by scikit-learn and torch's compiler while they are imported.
+_NOT_OURS = frozenset(
+    {"PYTEST_CURRENT_TEST", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
+)
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _PATIENCE_S = 2.0
 _LISTEN = "0A"

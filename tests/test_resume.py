@@ -1,0 +1,161 @@
+"""Stop and resume equals not stopping; what the records look like afterwards."""
+
+import json
+import shutil
+
+import pytest
+from runs import resume, same_bits, trained
+
+pytestmark = pytest.mark.processes
+
+CONFIG = {
+    "task_args": {"optimizer": "adam", "schedule": "step", "groups": True, "samples": 96},
+    "training": {"batch_size": 8, "accumulate_batches": 2, "validate_every": 5, "clip_grad_norm": 1.0},
+    "checkpoint": {"every": 4, "keep": 10, "best": {"metric": "loss", "mode": "min"}},
+}
+
+
+def config_with(max_steps, **sections):
+    merged = {**CONFIG, **sections}
+    return {**merged, "training": {**CONFIG["training"], "max_steps": max_steps}}
+
+
+@pytest.mark.parametrize(
+    ("mode", "trainers", "kind"),
+    [("local", 1, "fifo"), ("rpc", 1, "fifo"), ("rpc", 2, "firo"), ("ddp", 2, "fifo"), ("local", 1, "reservoir")],
+)
+def test_stop_and_resume_is_not_stopping_bit_for_bit(tmp_path, mode, trainers, kind):
+    """Stopped at step 11, a step without a checkpoint of its own; the other runs through to 20."""
+    # A random buffer draws the same only where what it holds does not depend on timing: all of one pass fits.
+    buffer = {"kind": kind, "capacity": 96, "watermark": 0 if kind == "fifo" else 48}
+    training = {**CONFIG["training"], "max_epochs": None if kind == "fifo" else 3}
+    if kind != "fifo":
+        training = {**training, "max_epochs": 1, "accumulate_batches": 1}
+        buffer = {"kind": kind, "capacity": 96, "watermark": 96 // trainers}
+    stop, end = (11, 20) if kind == "fifo" else (3, 5)
+
+    def run(folder, steps):
+        merged = {**CONFIG, "buffer": buffer, "training": {**training, "max_steps": steps}}
+        return trained(tmp_path / folder, mode, trainers, **merged)
+
+    whole, first = run("whole", end), run("stopped", stop)
+    assert first.summary["steps"] == stop
+    second = resume(first, "--set", f"training.max_steps={end}")
+    assert second.code == 0, second.output
+    assert f"training.max_steps: {stop} -> {end}" in second.output
+    assert same_bits(whole.load("model"), second.load("model")) == []
+    assert same_bits(whole.load("optimizer"), second.load("optimizer")) == []
+    assert whole.summary["validation"] == second.summary["validation"]
+    losses = {r["step"]: r["loss"] for r in whole.of_kind("train")}
+    assert {r["step"]: r["loss"] for r in second.of_kind("train")} == losses
+    assert second.summary["samples"] == whole.summary["samples"]
+    for trainer in range(trainers):
+        one, other = (run.load(f"trainer-{trainer}") for run in (whole, second))
+        assert same_bits(one["buffer"], other["buffer"]) == []
+        assert one["buffer"]["keys"] == other["buffer"]["keys"]
+        assert same_bits(one["random"], other["random"]) == []
+
+
+def test_resume_goes_back_to_the_newest_checkpoint_and_supersedes_what_came_after(tmp_path):
+    first = trained(tmp_path, "local", 1, **config_with(11))
+    folder = first.run_dir / "checkpoints"
+    shutil.rmtree(folder / "step-00000011")
+    (folder / "latest").write_text("step-00000008")
+    before = {r["step"]: r["loss"] for r in first.of_kind("train")}
+    second = resume(first)
+    assert second.code == 0, second.output
+    steps = [r["step"] for r in second.of_kind("train")]
+    assert steps == list(range(1, 12))  # without gap or overlap
+    assert {r["step"]: r["loss"] for r in second.of_kind("train")} == before
+    superseded = [json.loads(line) for line in (first.run_dir / "metrics.superseded.jsonl").read_text().splitlines()]
+    assert {r["step"] for r in superseded if r["kind"] == "train"} == {9, 10, 11}
+
+
+def test_hooks_give_and_take_back_their_own_state(tmp_path):
+    hooks = tmp_path / "hooks"
+    first = trained(tmp_path, "rpc", 1, task="Recorder", task_args={"folder": str(hooks)}, training={"max_steps": 2})
+    assert resume(first, "--set", "training.max_steps=3").code == 0
+    lines = (hooks / "trainer-0").read_text().splitlines()
+    assert "resume 7" in lines
+    assert lines.index("resume 7") < lines.index("batch_start 2")
+
+
+def test_resume_without_a_folder_takes_the_newest_run_of_the_task(tmp_path):
+    import subprocess
+
+    from runs import command, environment
+
+    first = trained(tmp_path, "local", 1, **config_with(4))
+    config = first.run_dir.parent.parent / "config.yaml"
+    done = subprocess.run(
+        command("--config", config, "--resume", "--set", "training.max_steps=6"),
+        capture_output=True,
+        text=True,
+        env=environment(),
+        cwd=tmp_path,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"resuming {first.run_dir}" in done.stderr
+    assert first.summary["steps"] == 6
+
+
+def test_retention_keeps_the_newest_and_the_best(tmp_path):
+    finished = trained(
+        tmp_path,
+        "local",
+        1,
+        task_args={"optimizer": "sgd"},
+        training={"max_steps": 30, "batch_size": 8, "validate_every": 3},
+        checkpoint={"every": None, "keep": 2, "background": False, "best": {"metric": "loss", "mode": "min"}},
+    )
+    best = min(finished.of_kind("validation"), key=lambda r: r["values"]["loss"])["step"]
+    expected = sorted({f"step-{s:08d}" for s in (27, 30, best)})
+    assert finished.checkpoints == expected
+    assert (finished.run_dir / "checkpoints" / "best").read_text().strip() == f"step-{best:08d}"
+
+
+def test_patience_ends_a_run_that_no_longer_improves(tmp_path):
+    finished = trained(
+        tmp_path,
+        "rpc",
+        1,
+        task_args={"optimizer": "sgd", "samples": 16},
+        training={"max_steps": 500, "batch_size": 8, "validate_every": 2, "patience": 3},
+        checkpoint={"best": {"metric": "loss", "mode": "min"}},
+    )
+    assert "training.patience (3)" in finished.summary["reason"]
+    values = [r["values"]["loss"] for r in finished.of_kind("validation")]
+    assert min(values) == values[-4]
+
+
+@pytest.mark.parametrize("flag", [("--mode", "ddp"), ("--world_size", "4")])
+def test_another_mode_or_number_of_trainers_is_refused_in_this_version(tmp_path, flag):
+    first = trained(tmp_path, "rpc", 1, **config_with(4))
+    second = resume(first, *flag)
+    assert second.code == 2
+    assert "not in this version: resuming" in second.output
+    assert first.summary["status"] == "completed"
+
+
+def test_a_damaged_checkpoint_is_refused_and_the_newest_good_one_named(tmp_path):
+    first = trained(tmp_path, "local", 1, **config_with(9))
+    file = first.run_dir / "checkpoints" / first.checkpoints[-1] / "model.pt"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    second = resume(first)
+    assert second.code == 2
+    assert "model.pt" in second.output
+    assert first.checkpoints[-2] in second.output
+
+
+def test_init_from_starts_with_stored_weights_and_step_0(tmp_path):
+    first = trained(tmp_path / "first", "local", 1, **config_with(4))
+    second = trained(tmp_path / "second", "rpc", 1, init_from=str(first.run_dir), training={"max_steps": 1})
+    assert second.summary["steps"] == 1
+    third = trained(tmp_path / "third", "local", 1, init_from=str(first.run_dir), training={"max_steps": 1})
+    assert same_bits(second.load("model"), third.load("model")) == []
+    fresh = trained(tmp_path / "fresh", "local", 1, training={"max_steps": 1})
+    assert same_bits(third.load("model"), fresh.load("model")) != []
