@@ -267,7 +267,9 @@ def _alone(
         job="local",
         source="supervisor",
     )
-    plan = RankPlan(config, identity, folders, (shown,), run, resume, None, task_class, began, command)
+    plan = RankPlan(
+        config, identity, folders, (shown,), run, resume, task_class=task_class, began=began, command=command
+    )
     summary = run_rank(plan)
     assert summary is not None
     return summary
@@ -289,7 +291,7 @@ def _be_rank(
     from paramserver.rank import RankPlan, run_rank
 
     shown = (Console(config, sys.stderr),) if identity.global_rank == 0 else ()
-    plan = RankPlan(config, identity, folders, shown, run, run is not None, None, None, None, command)
+    plan = RankPlan(config, identity, folders, shown, run, run is not None, command=command)
     summary = run_rank(plan)
     return None if summary is None or plan.run is None else Result(plan.run.path, summary)
 
@@ -310,7 +312,19 @@ def _supervised(arguments: argparse.Namespace) -> int:
         listener = None if arguments.listener is None else socket.socket(fileno=arguments.listener)
         command = json.loads(arguments.shown_command or "[]")
         resume = arguments.resume is not None
-        run_rank(RankPlan(config, identity, folders, (channel,), run, resume, listener, None, arguments.began, command))
+        plan = RankPlan(
+            config,
+            identity,
+            folders,
+            (channel,),
+            run,
+            resume,
+            listener,
+            logs=False,
+            began=arguments.began,
+            command=command,
+        )
+        run_rank(plan)
     except BaseException as error:  # noqa: BLE001 - whatever it is, the supervisor tells it
         traceback.print_exc()
         channel.failed(error)

@@ -48,11 +48,14 @@ class Members:
                 raise PeerLost(
                     f"trainer {member.trainer_index} is here already: {present}; give each process its own rank"
                 )
+            member.last_beat = time.monotonic()  # of this host: clocks of others mean nothing here
             self._members[member.trainer_index] = member
 
     def beat(self, trainer_index: int) -> None:
+        """A sign of life; one that comes before ``join`` is too early to count."""
         with self._lock:
-            self._members[trainer_index].last_beat = time.monotonic()
+            if trainer_index in self._members:
+                self._members[trainer_index].last_beat = time.monotonic()
 
     def leave(self, trainer_index: int) -> None:
         with self._lock:

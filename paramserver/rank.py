@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -47,6 +48,7 @@ class RankPlan:
         resume: go on from the newest checkpoint of ``run``.
         listener: the socket of rank 0's store, where somebody bound it already.
         task_class: the task, where the caller holds it; loaded by ``config.task`` otherwise.
+        logs: write logs/rank-<N>.log here; a supervisor does it for its ranks.
         began: ``time.time()`` of the command that started the run.
         command: for environment.json.
     """
@@ -59,6 +61,7 @@ class RankPlan:
     resume: bool = False
     listener: socket.socket | None = None
     task_class: type[Task] | None = None
+    logs: bool = True
     began: float | None = None
     command: Sequence[str] = ()
 
@@ -84,8 +87,13 @@ def run_rank(plan: RankPlan) -> dict[str, Any] | None:
         meeting = _meet(plan, process)
         clock.mark("meeting")
         keeper = stack.enter_context(_keeping(plan, process)) if identity.global_rank == 0 else None
+        name = keeper.run.name if keeper is not None else ""
         if meeting is not None:
-            _share_run_name(meeting, keeper)
+            name = _share_run_name(meeting, keeper)
+        if plan.logs:
+            stack.enter_context(_log_file(RunDir(Path(config.logging.run_dir) / name), identity.global_rank))
+        devices = ", ".join(str(device) for device in process.placement.devices)
+        log.info("rank %d of %d: %s on %s, run %s", identity.global_rank, identity.world_size, role, devices, name)
         task.devices, task.config = process.placement.devices, config
         set_trainer_index(role.trainer_index)
         stack.callback(set_trainer_index, None)
@@ -132,12 +140,29 @@ def _meet(plan: RankPlan, process: Process) -> Meeting | None:
     return meet(config, identity, process.stop.event, plan.listener)
 
 
-def _share_run_name(meeting: Meeting, keeper: Keeper | None) -> None:
+def _share_run_name(meeting: Meeting, keeper: Keeper | None) -> str:
     """Rank 0 names the run; the others hear the name, and that rank 0 is ready, before they go on."""
-    if keeper is not None:
-        meeting.tell("run", keeper.run.name)
-    else:
-        meeting.ask("run")
+    if keeper is None:
+        return meeting.ask("run")
+    meeting.tell("run", keeper.run.name)
+    return keeper.run.name
+
+
+@contextmanager
+def _log_file(run: RunDir, global_rank: int) -> Iterator[None]:
+    """This rank's own log, on the host where it runs; an error that ends the rank is its last entry."""
+    run.logs_dir.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(run.log_file(global_rank), encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logging.getLogger("paramserver").addHandler(handler)
+    try:
+        yield
+    except BaseException as error:
+        handler.emit(log.makeRecord(log.name, logging.ERROR, __file__, 0, "%r", (error,), sys.exc_info()))
+        raise
+    finally:
+        logging.getLogger("paramserver").removeHandler(handler)
+        handler.close()
 
 
 # Rank 0.

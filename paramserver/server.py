@@ -31,7 +31,7 @@ from paramserver.process import StopRequest
 from paramserver.protocol import Future, Gathering, Push, Round, Welcome, union
 from paramserver.records import Record, StepReport, StepResult, TrainerTotals, WeightedSums, merge_all
 from paramserver.task import Task
-from paramserver.transport.wire import Failure
+from paramserver.transport.wire import Failure, settled
 from paramserver.updater import Updater
 
 
@@ -84,6 +84,7 @@ class ParameterServer(nn.Module):
         self._announcements = Gathering()
         self._validations = Gathering()
         self._deposits = Gathering()
+        self._followers = Gathering()
         self._pushes: dict[int, Push] = {}
 
     # The tutorial's public methods, off the hot path.
@@ -190,7 +191,7 @@ class ParameterServer(nn.Module):
             if self.error is None:
                 self.error = error
             failure = Failure("PeerLost", f"the run failed elsewhere: {self.error}")
-            gatherings = (self._arrivals, self._announcements, self._validations, self._deposits)
+            gatherings = (self._arrivals, self._announcements, self._validations, self._deposits, self._followers)
             waiting = [f for g in gatherings for f in g.take()[1].values()]
             waiting += [push.future for push in self._pushes.values()]
             self._pushes.clear()
@@ -279,7 +280,16 @@ class ParameterServer(nn.Module):
             self._conclude(
                 {i: push.future for i, push in zip(order, pushes, strict=True)}, lambda: self._advance(pushes, source)
             )
+            _, followers, _ = self._followers.take()
+        for waiting in followers.values():
+            waiting.set_result(None)
         return future
+
+    def follow(self, trainer_index: int, step: int) -> Future:
+        """For a trainer that has no data while others go on; answered when version ``step`` is there."""
+        with self._lock:
+            self._check_running()
+            return settled(None) if self.rules.step >= step else self._followers.add(trainer_index, None)
 
     def _advance(self, pushes: list[Push], buffer_source: int) -> dict[int, StepResult]:
         """One update: the mean of the pushes in the order of trainers, one step of the optimizer, one version more."""

@@ -54,7 +54,7 @@ def environment(**extra):
 def write_config(folder, *, task="Truth", mode="local", task_args=None, **sections):
     """A config file in ``folder`` for a task of tests/tasks.py; sections are merged over quick defaults."""
     config = {
-        "task": f"{TASKS}:{task}",
+        "task": f"{TASKS}:{task}" if task and ":" not in task else task,
         "task_args": task_args or {},
         "mode": mode,
         "training": {"max_steps": 12, "batch_size": 8, "validate_every": 0},

@@ -209,6 +209,7 @@ def test_an_address_that_answers_nothing_is_given_up():
         given_up = [t for t in threading.enumerate() if t.name.startswith("within-the connection")]
     assert len(given_up) == 1
     given_up[0].join(LONG_S)  # closing the socket ends it
+    assert not given_up[0].is_alive()
 
 
 def test_a_configuration_that_never_comes_is_given_up():

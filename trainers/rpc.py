@@ -52,11 +52,11 @@ class RpcTrainer(Trainer):
         self.remote = RemoteServer(self.config, self.trainer_index)
         self.open(self._goodbye())
         member = Member(self.trainer_index, name, worker_id, self.meeting.place)
+        self.remote.start_heartbeat()
         welcome: Welcome = self.remote.call_later(
             "arrive", member, self.data.epoch_samples, timeout_s=self.config.cluster.timeout_s
         )
         self._arrived = True
-        self.remote.start_heartbeat()
         load_weights(self.model, welcome.model, "the server")
         self.step = welcome.step
         self._lay_out(welcome.parameters, welcome.buffers)
@@ -124,6 +124,11 @@ class RpcTrainer(Trainer):
         self.wire_bytes += tensor_bytes(self._outgoing) + tensor_bytes(buffers)
         self.clock.lap_shared("push", wait=result.held_s, apply=result.apply_s)
         return result
+
+    def idle(self, decision: Decision) -> None:
+        """Wait for the version that the others make, which may be validated or saved next."""
+        self.remote.call_later("follow", self.trainer_index, decision.step + 1)
+        self.clock.lap("wait")
 
     @torch.no_grad()
     def _pack_gradients(self) -> tuple[bool, ...] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -112,7 +113,7 @@ class DatasetSource(Source):
     def total(self) -> int | None:
         return None if self.passes is None else self.passes * self.share
 
-    @property
+    @cached_property  # it is asked for in every step, and costs a pass over the indices
     def pass_samples(self) -> int:
         count = self.partition.count
         return sum(
