@@ -65,7 +65,7 @@ class Keeper:
         self._window: list[StepResult] = []
         self._window_start = (0, 0.0)
         self._improved_step: int | None = None
-        self._epoch = 0
+        self.epoch = 0
         self.writer = CheckpointWriter(run.checkpoints_dir, config.checkpoint.keep, config.checkpoint.background)
         if checkpoint is not None:
             self._restore(checkpoint.load("run"))
@@ -75,6 +75,7 @@ class Keeper:
     def _restore(self, state: Mapping[str, Any]) -> None:
         self.step, self.samples, self.seconds = state["step"], state["samples"], state["seconds"]
         self.validation = dict(state["validation"])
+        self.epoch = state["epoch"]
         self.resumes = state["resumes"] + 1
         self.saved_step, self.first_samples = self.step, self.samples
         self._window_start = (self.samples, self.seconds)
@@ -131,7 +132,7 @@ class Keeper:
                 last.step,
                 loss=sum(r.loss for r in window) / len(window),
                 samples=last.samples,
-                epoch=self._epoch,
+                epoch=self.epoch,
                 lr=list(last.lr),
                 samples_per_second=(last.samples - samples) / elapsed_s if seconds or samples else None,
                 step_ms=elapsed_s / len(window) * 1e3 if seconds or samples else None,
@@ -147,7 +148,7 @@ class Keeper:
         return self.checkpoint.path.name if self.checkpoint is not None else None
 
     def entered_epoch(self, epoch: int) -> None:
-        self._epoch = epoch
+        self.epoch = epoch
 
     def validated(self, step: int, sums: WeightedSums) -> bool:
         """Take in a validation over all samples; True where it is the best so far.
@@ -212,6 +213,7 @@ class Keeper:
             "step": step,
             "samples": self.samples,
             "seconds": self.seconds,
+            "epoch": self.epoch,
             "resumes": self.resumes,
             "validation": dict(self.validation),
             "best": None if self.best is None else self.best.state_dict(),

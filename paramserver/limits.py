@@ -41,3 +41,8 @@ def epoch_of(samples: int, epoch_samples: int | None) -> int:
         epoch_samples: what one pass over the source serves to all trainers; None where that is unknown (one epoch).
     """
     return samples // epoch_samples if epoch_samples else 0
+
+
+def due(step: int, every: int) -> bool:
+    """Whether what happens every so many steps happens after this one; 0 is never."""
+    return every > 0 and step % every == 0

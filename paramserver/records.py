@@ -23,13 +23,12 @@ def make_record(kind: str, step: int | None, **fields: Any) -> Record:
 class StepReport:
     """One trainer's part in one step.
 
-    ``clock`` counts the steps that this trainer finished before; ``version`` is the one its gradient was taken at.
+    ``version`` is the one its gradient was taken at.
     ``loss`` is the mean over its batches, ``samples`` how many these held, ``seconds`` how long the trainer has trained
     so far; ``used`` tells which parameters got a gradient (None: all of them).
     """
 
     trainer_index: int
-    clock: int
     version: int
     samples: int
     loss: float

@@ -62,7 +62,7 @@ class ParameterServer(nn.Module):
         keeper.restore_model(self.model)
         self.parameter_store = FlatTensors(trainable(self.model))
         self.buffer_store = FlatTensors(module_buffers(self.model))
-        self.updater = Updater(task, self.model, config.training.clip_grad_norm)
+        self.updater = Updater(task, self.model, config.training)
         keeper.restore_updater(self.updater)
         self.rules = Sync(
             trainers, Limits.of(config.training), config.training.uneven_inputs, keeper.step, keeper.samples
@@ -79,7 +79,7 @@ class ParameterServer(nn.Module):
         self._gradient_views = self.parameter_store.layout.views(self._gradients)
         self._snapshot: list[Tensor] = []
         self._snapshot_step = -1
-        self._epoch = epoch_of(keeper.samples, None)
+        self._epoch = keeper.epoch
         self._arrivals = Gathering()
         self._announcements = Gathering()
         self._validations = Gathering()
@@ -127,7 +127,6 @@ class ParameterServer(nn.Module):
         return future
 
     def _welcomes(self) -> dict[int, Welcome]:
-        self._epoch = epoch_of(self.rules.samples, self.epoch_samples)
         model = {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
         layouts = self.parameter_store.layout, self.buffer_store.layout
         step, stored = self.rules.step, self.keeper.stored_part
@@ -230,6 +229,7 @@ class ParameterServer(nn.Module):
         while self._epoch < epoch:
             self._epoch += 1
             self.updater.epoch_ended()
+        self.keeper.entered_epoch(self._epoch)
 
     def _rounds(self, decision: Decision, arrived: Mapping[int, float]) -> dict[int, Round]:
         """The answers to all announcements; nobody can push before it has its own, so the version stands still."""
@@ -335,7 +335,7 @@ class ParameterServer(nn.Module):
         with self._lock:
             means = merged.means()
             improved = self.keeper.validated(self.rules.step, merged)
-            self.updater.validated(means)
+            self.updater.validated(self.rules.step, means)
             return means, improved
 
     def deposit(self, trainer_index: int, part: bytes, reason: str) -> Future:

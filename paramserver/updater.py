@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from paramserver.config import TrainingConfig
 from paramserver.errors import TaskError, TrainingError
+from paramserver.limits import due
 from paramserver.task import Task
 
 _EVERY = ("step", "epoch", "validation")
@@ -23,17 +25,18 @@ class Updater:
     Args:
         task: gives the optimizer and the scheduler.
         model: whose parameters are optimized.
-        clip_grad_norm: largest 2-norm over all parameters, or None.
+        training: the largest norm of all gradients, and how often is validated.
 
     Raises:
         TaskError: the optimizer needs a closure, or the scheduler is not one that can be stepped.
     """
 
-    def __init__(self, task: Task, model: nn.Module, clip_grad_norm: float | None) -> None:
+    def __init__(self, task: Task, model: nn.Module, training: TrainingConfig) -> None:
         self.optimizer = task.build_optimizer(model)
         _check_optimizer(self.optimizer, model, type(task).__name__)
         self.scheduler, self.every, self.metric = _scheduler_of(task.build_scheduler(self.optimizer))
-        self.clip_grad_norm = clip_grad_norm
+        self.clip_grad_norm = training.clip_grad_norm
+        self.validate_every = training.validate_every
         self.parameters = [p for p in model.parameters() if p.requires_grad]
 
     def update(self) -> None:
@@ -48,9 +51,12 @@ class Updater:
         if self.every == "epoch":
             self._advance()
 
-    def validated(self, values: Mapping[str, float]) -> None:
-        """Step a schedule that follows validations; ReduceLROnPlateau gets its metric."""
-        if self.every != "validation":
+    def validated(self, step: int, values: Mapping[str, float]) -> None:
+        """Step a schedule that follows validations; ReduceLROnPlateau gets its metric.
+
+        One that comes only because the run ends is left out, so that a run that goes on later is as if it never ended.
+        """
+        if self.every != "validation" or not due(step, self.validate_every):
             return
         if self.metric is not None and self.metric not in values:
             raise TaskError(

@@ -60,8 +60,10 @@ def test_one_rank_per_terminal_in_any_order_is_the_same_run(tmp_path, mode, orde
 def test_torchrun_starts_the_ranks(tmp_path):
     config = write_config(tmp_path, mode="rpc", logging={"name": "torchrun"})
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=3", "--master-port", str(free_port())]
-        + ["-m", "paramserver.launch", "--config", str(config)],
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=3", "--master-port", str(free_port())),
+            *("-m", "paramserver.launch", "--config", str(config)),
+        ],
         capture_output=True,
         text=True,
         env=environment(),

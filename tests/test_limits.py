@@ -3,7 +3,7 @@
 import pytest
 
 from paramserver.config import TrainingConfig
-from paramserver.limits import Limits, epoch_of
+from paramserver.limits import Limits, due, epoch_of
 
 
 @pytest.mark.parametrize(
@@ -46,3 +46,9 @@ def test_an_epoch_begins_with_the_first_sample_of_a_pass():
 @pytest.mark.parametrize("unknown", [None, 0])
 def test_a_source_of_unknown_length_has_one_epoch(unknown):
     assert epoch_of(10**6, unknown) == 0
+
+
+def test_what_happens_every_so_often_is_due_at_multiples():
+    assert [step for step in range(1, 10) if due(step, 3)] == [3, 6, 9]
+    assert [step for step in range(1, 4) if due(step, 1)] == [1, 2, 3]
+    assert not any(due(step, 0) for step in range(10))

@@ -124,9 +124,11 @@ def test_a_rank_that_is_taken_is_refused_with_its_holder():
 
 def test_two_attempts_on_one_store_do_not_see_each_other():
     with agents_store() as store:
-        store.set("paramserver/job-0/rank/0", "an earlier attempt")
-        store.set("paramserver/job-0/config", "mode: none")
-        assert waited(0, 1, store.port, hosted=True, job="job-1").ask("config") == dump_yaml(config())
+        earlier = waited(0, 1, store.port, hosted=True, job="job-0")
+        earlier.tell("run", "digits-1")
+        later = waited(0, 1, store.port, hosted=True, job="job-1", of=config(seed=3))
+        assert not later.store.check(["run"])
+        assert (earlier.ask("config"), later.ask("config")) == (dump_yaml(config()), dump_yaml(config(seed=3)))
 
 
 def test_a_store_that_an_agent_serves_is_used_by_all():

@@ -257,6 +257,13 @@ def test_whatever_an_extra_asks_for_is_pinned_once(python):
         assert pinned[name].version in requirement.specifier
 
 
+def test_pins_differ_between_versions_of_python_only_where_packages_do():
+    old, new = set(pins("3.10")), set(pins("3.11"))
+    assert old - new == {"exceptiongroup", "six", "tomli"}  # what Python 3.11 has by itself, or newer releases dropped
+    assert new - old == {"narwhals"}
+    assert set(pins("3.12")) == new
+
+
 def rewrite_table_of_keys():
     text = INTERFACE.read_text()
     before, after = text[: text.index(KEYS_BEGIN) + len(KEYS_BEGIN)], text[text.index(KEYS_END) :]

@@ -159,3 +159,25 @@ def test_init_from_starts_with_stored_weights_and_step_0(tmp_path):
     assert same_bits(second.load("model"), third.load("model")) == []
     fresh = trained(tmp_path / "fresh", "local", 1, training={"max_steps": 1})
     assert same_bits(third.load("model"), fresh.load("model")) != []
+
+
+@pytest.mark.parametrize(("mode", "trainers"), [("local", 1), ("rpc", 2), ("ddp", 2)])
+@pytest.mark.parametrize(("schedule", "stop"), [("epoch", 4), ("validation", 6)])
+def test_schedules_go_on_as_if_the_run_had_not_ended(tmp_path, mode, trainers, schedule, stop):
+    """Four steps are an epoch; validation comes every four. Stopped at the end of an epoch, and between validations."""
+
+    def run(folder, steps):
+        return trained(
+            tmp_path / folder,
+            mode,
+            trainers,
+            task_args={"schedule": schedule, "samples": 32 * trainers},
+            training={"max_steps": steps, "batch_size": 8, "validate_every": 4},
+        )
+
+    whole, first = run("whole", 11), run("stopped", stop)
+    assert resume(first, "--set", "training.max_steps=11").code == 0
+    rates = [r["lr"] for r in whole.of_kind("train")]
+    assert len({tuple(rate) for rate in rates}) >= 2
+    assert [r["lr"] for r in first.of_kind("train")] == rates
+    assert same_bits(whole.load("optimizer"), first.load("optimizer")) == []

@@ -6,6 +6,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from paramserver import Task
+from paramserver.config import TrainingConfig
 from paramserver.errors import TaskError, TrainingError
 from paramserver.updater import Updater, check_loss
 
@@ -31,8 +32,9 @@ class Line(nn.Module):
         self.bias = nn.Parameter(torch.tensor(bias))
 
 
-def made(optimizer=None, scheduler=None, clip=None, model=None) -> Updater:
-    return Updater(Given(optimizer, scheduler), Line() if model is None else model, clip)
+def made(optimizer=None, scheduler=None, clip=None, model=None, validate_every=1) -> Updater:
+    training = TrainingConfig(clip_grad_norm=clip, validate_every=validate_every)
+    return Updater(Given(optimizer, scheduler), Line() if model is None else model, training)
 
 
 def with_gradients(updater: Updater, *gradients) -> Updater:
@@ -93,14 +95,14 @@ def test_a_plain_scheduler_is_stepped_per_update():
 def test_without_a_scheduler_the_rate_stays():
     updater = made()
     updater.epoch_ended()
-    updater.validated({"loss": 1.0})
+    updater.validated(1, {"loss": 1.0})
     assert step_rates(updater) == [1.0] * 4
 
 
 def test_a_schedule_of_epochs_is_stepped_at_their_end_only():
     updater = made(scheduler=lambda o: {"scheduler": lr_scheduler.ExponentialLR(o, 0.5), "every": "epoch"})
     assert step_rates(updater) == [1.0] * 4
-    updater.validated({"loss": 1.0})
+    updater.validated(1, {"loss": 1.0})
     assert updater.lr == (1.0,)
     updater.epoch_ended()
     assert updater.lr == (0.5,)
@@ -110,7 +112,7 @@ def test_a_schedule_of_validations_without_a_metric():
     updater = made(scheduler=lambda o: {"scheduler": lr_scheduler.ExponentialLR(o, 0.5), "every": "validation"})
     assert step_rates(updater) == [1.0] * 4
     updater.epoch_ended()
-    updater.validated({})
+    updater.validated(1, {})
     assert updater.lr == (0.5,)
 
 
@@ -123,16 +125,30 @@ def test_a_plateau_follows_its_metric():
     updater = made(scheduler=plateau)
     rates = []
     for loss in (1.0, 0.5, 0.5, 0.4, 0.6):
-        updater.validated({"accuracy": 0.0, "loss": loss})
+        updater.validated(1, {"accuracy": 0.0, "loss": loss})
         rates += updater.lr
     assert rates == [1.0, 1.0, 0.5, 0.5, 0.25]
 
 
+@pytest.mark.parametrize(("validate_every", "rates"), [(2, [1.0, 0.5, 0.5, 0.25]), (3, [1, 1, 0.5, 0.5]), (0, [1] * 4)])
+def test_a_validation_that_is_not_due_leaves_the_schedule_alone(validate_every, rates):
+    def exponential(optimizer):
+        return {"scheduler": lr_scheduler.ExponentialLR(optimizer, 0.5), "every": "validation"}
+
+    updater = made(scheduler=exponential, validate_every=validate_every)
+    found = []
+    for step in range(1, 5):
+        with_gradients(updater, [0.0, 0.0], [0.0]).update()
+        updater.validated(step, {})
+        found += updater.lr
+    assert found == rates
+
+
 def test_a_metric_that_validation_lacks_is_named():
     with pytest.raises(TaskError, match=r"metric \(loss\), which validation_step does not return; it returns accuracy"):
-        made(scheduler=plateau).validated({"accuracy": 0.1})
+        made(scheduler=plateau).validated(1, {"accuracy": 0.1})
     with pytest.raises(TaskError, match="it returns nothing"):
-        made(scheduler=plateau).validated({})
+        made(scheduler=plateau).validated(1, {})
 
 
 def test_each_group_has_its_rate():
@@ -199,7 +215,7 @@ def test_the_state_goes_on_where_it_was(scheduler):
     def train(updater: Updater, steps: range) -> Updater:
         for step in steps:
             with_gradients(updater, [0.1 * step, 1.0], [float(step)]).update()
-            updater.validated({"loss": float(step % 3)})
+            updater.validated(step, {"loss": float(step % 3)})
         return updater
 
     whole = train(made(adam, scheduler), range(10))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from paramserver.consistency import Announcement, Decision, Stop, Verdict
 from paramserver.devices import move
 from paramserver.keeper import Keeper, pack, unpack
-from paramserver.limits import epoch_of
+from paramserver.limits import due, epoch_of
 from paramserver.modelling import autocast
 from paramserver.process import Process, random_states, restore_random_states, seed_all
 from paramserver.records import (
@@ -29,6 +29,7 @@ from paramserver.records import (
 from paramserver.sources import Partition
 from paramserver.task import Task
 from paramserver.updater import check_loss
+from trainers.counters import Counters
 from trainers.data import DataStream
 from trainers.validation import evaluate, validation_batches
 
@@ -58,14 +59,9 @@ class Trainer(ABC):
         self.trainer_index = process.trainer_index
         self.clock = PhaseClock()
         self.step = 0
-        self.batch_idx = 0
-        self.batches = 0
-        self.samples_served = 0
-        self.epoch = 0
+        self.counters = Counters()
         self.records: list[Record] = []
         self.wire_bytes = 0
-        self._seconds_before = 0.0
-        self._epoch_open = False
         self._validated_step: int | None = None
         self._saved_step: int | None = None
         self.all_totals: list[TrainerTotals] = []
@@ -239,9 +235,9 @@ class Trainer(ABC):
             with nullcontext() if last else self.block_backward_sync():
                 losses.append(self._forward_backward(batch, len(batches)))
         samples = sum(n for _, n in batches)
-        self.samples_served += samples
+        self.counters.samples_served += samples
         loss = sum(losses) / len(losses)
-        result = self.update(StepReport(self.trainer_index, self.batches, decision.step, samples, loss, self.seconds))
+        result = self.update(StepReport(self.trainer_index, decision.step, samples, loss, self.seconds))
         if result is not None and self.keeper is not None:
             self.keeper.stepped(result)
         if "first step" not in self.process.start_clock.phases:
@@ -257,38 +253,46 @@ class Trainer(ABC):
         return batch, samples
 
     def _forward_backward(self, batch: Any, batches: int) -> float:
-        self.task.on_batch_start(self.batch_idx)
+        self.task.on_batch_start(self.counters.batch_idx)
         with autocast(self.process.placement.device, self.config.training.precision):
-            loss = self.task.training_step(self.model, batch, self.batch_idx)
-        value = check_loss(loss, self.trainer_index, self.batch_idx)
+            loss = self.task.training_step(self.model, batch, self.counters.batch_idx)
+        value = check_loss(loss, self.trainer_index, self.counters.batch_idx)
         self.clock.lap("forward")
         self.on_before_backward(loss)
         (loss / batches if batches > 1 else loss).backward()  # type: ignore[no-untyped-call]
         self.on_after_backward()
         self.clock.lap("backward")
-        self.task.on_batch_end(self.batch_idx)
-        self.batch_idx += 1
-        self.batches += 1
+        self.task.on_batch_end(self.counters.batch_idx)
+        self.counters.batch_idx += 1
         return value
 
     @property
     def seconds(self) -> float:
         """How long this trainer has trained, validation and checkpoints left out; also before it was resumed."""
-        return self._seconds_before + self.clock.steps.total_s
+        return self.counters.seconds + self.clock.steps.total_s
 
     # Epochs, validation, checkpoints.
 
     def _enter_epoch(self, decision: Decision) -> None:
-        epoch = epoch_of(decision.samples, self.data.epoch_samples)
-        if self._epoch_open and (epoch > self.epoch or decision.verdict is Verdict.END):
-            self._epoch_open = False
-            self.on_epoch_ended(self.epoch)
-            self.task.on_epoch_end(self.epoch)
-        if decision.verdict is Verdict.GO and (epoch > self.epoch or not self._epoch_open):
-            self.epoch, self._epoch_open = epoch, True
+        """Go on to the epoch that the next sample belongs to; an end closes the one that is open."""
+        counters = self.counters
+        for epoch in range(counters.epoch, epoch_of(decision.samples, self.data.epoch_samples)):
+            self._close_epoch()
+            # After the last sample of an epoch, before the first of the next: also where a run was resumed in between.
+            self.on_epoch_ended(epoch)
+            counters.epoch = epoch + 1
+        if decision.verdict is Verdict.END:
+            self._close_epoch()
+        elif not counters.epoch_open:
+            counters.epoch_open = True
             if self.keeper is not None:
-                self.keeper.entered_epoch(epoch)
-            self.task.on_epoch_start(epoch)
+                self.keeper.entered_epoch(counters.epoch)
+            self.task.on_epoch_start(counters.epoch)
+
+    def _close_epoch(self) -> None:
+        if self.counters.epoch_open:
+            self.counters.epoch_open = False
+            self.task.on_epoch_end(self.counters.epoch)
 
     def on_epoch_ended(self, epoch: int) -> None:
         """A pass over the data was applied; a trainer that owns a schedule steps it."""
@@ -296,10 +300,10 @@ class Trainer(ABC):
     def _after_step(self) -> None:
         config = self.config
         if self.step % config.logging.log_every == 0:
-            self._record_buffer()
-        improved = _due(self.step, config.training.validate_every) and self.validate()
+            self.emit("buffer", **self.data.figures())
+        improved = due(self.step, config.training.validate_every) and self.validate()
         every = config.training.validate_every if config.checkpoint.every is None else config.checkpoint.every
-        if improved or _due(self.step, every):
+        if improved or due(self.step, every):
             self.save("best" if improved else "periodic")
 
     def validate(self) -> bool:
@@ -308,18 +312,18 @@ class Trainer(ABC):
             return False
         self._validated_step = self.step
         self.refresh()
-        self.task.on_validation_start(self.batch_idx)
+        self.task.on_validation_start(self.counters.batch_idx)
         sums = evaluate(
             self.task,
             self.unwrapped_model,
             self.validation_loader or (),
-            self.batch_idx,
+            self.counters.batch_idx,
             self.on_before_forward,
             self.config.training.precision,
             self.process.placement.device,
         )
         _, improved = self.merge_validation(sums)
-        self.task.on_validation_end(self.batch_idx)
+        self.task.on_validation_end(self.counters.batch_idx)
         self.clock.skip()
         return improved
 
@@ -339,23 +343,13 @@ class Trainer(ABC):
             "trainer_index": self.trainer_index,
             **self.data.state_dict(),
             "random": random_states(),
-            "counters": {
-                "batch_idx": self.batch_idx,
-                "batches": self.batches,
-                "samples_served": self.samples_served,
-                "epoch": self.epoch,
-                "epoch_open": self._epoch_open,
-                "seconds": self.seconds,
-            },
+            "counters": vars(self.counters) | {"seconds": self.seconds},
             "task": own,
         }
 
     def _load_part(self, part: Mapping[str, Any]) -> None:
         self.data.load_state_dict(part)
-        counters = part["counters"]
-        self.batch_idx, self.batches = counters["batch_idx"], counters["batches"]
-        self.samples_served, self.epoch = counters["samples_served"], counters["epoch"]
-        self._epoch_open, self._seconds_before = counters["epoch_open"], counters["seconds"]
+        self.counters = Counters(**part["counters"])
         self._saved_step = self.step
         restore_random_states(part["random"])
         self.task.on_resume(part["task"])
@@ -366,55 +360,31 @@ class Trainer(ABC):
             self.validate()
         self.save("interrupted" if decision.interrupted else "end")
         self.task.on_train_end()
-        self._record_buffer()
+        self.emit("buffer", **self.data.figures())
         self.leave(self._totals(), decision)
 
     # Records.
 
     def log(self, name: str, value: float | Tensor) -> None:
         """``Task.log``."""
-        number = float(value.detach()) if isinstance(value, Tensor) else float(value)
-        self.emit(
-            make_record(
-                "log",
-                self.step,
-                rank=self.process.identity.global_rank,
-                trainer=self.trainer_index,
-                name=name,
-                value=number,
-            )
-        )
+        self.emit("log", name=name, value=float(value.detach()) if isinstance(value, Tensor) else float(value))
 
-    def emit(self, record: Record) -> None:
-        self.records.append(record)
+    def emit(self, kind: str, **fields: Any) -> None:
+        """Record something about this trainer at its current step."""
+        rank = self.process.identity.global_rank
+        self.records.append(make_record(kind, self.step, rank=rank, trainer=self.trainer_index, **fields))
         self.deliver(self.records)
-
-    def _record_buffer(self) -> None:
-        figures = self.data.figures()
-        self.emit(
-            make_record(
-                "buffer", self.step, rank=self.process.identity.global_rank, trainer=self.trainer_index, **figures
-            )
-        )
 
     def _report_start(self) -> None:
         clock = self.process.start_clock
         clock.mark("first step")
-        self.emit(
-            make_record(
-                "phase",
-                self.step,
-                trainer=self.trainer_index,
-                rank=self.process.identity.global_rank,
-                phases=dict(clock.phases),
-            )
-        )
+        self.emit("phase", phases=dict(clock.phases))
 
     def _totals(self) -> TrainerTotals:
         return TrainerTotals(
             trainer_index=self.trainer_index,
-            samples=self.samples_served,
-            batches=self.batches,
+            samples=self.counters.samples_served,
+            batches=self.counters.batch_idx,
             samples_left=self.data.samples_left,
             seconds=self.clock.steps.total_s,
             phases_s=dict(self.clock.seconds),
@@ -423,7 +393,3 @@ class Trainer(ABC):
             peak_rss_mb=peak_rss_mb(),
             wire_bytes=self.wire_bytes,
         )
-
-
-def _due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0

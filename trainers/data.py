@@ -126,7 +126,9 @@ class DataStream:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back ``state_dict()``; before ``start``."""
-        buffer = {**state["buffer"], "finished": False}  # the feeder finds out anew whether there is more
+        # A run that goes on may have got a larger limit, and then there is more to come.
+        finished = state["buffer"]["counters"]["puts"] == self.source.total
+        buffer = {**state["buffer"], "finished": finished}
         self.buffer.load_state_dict(buffer, self.source.fetch if self.source.refetchable else None)
         self.source.load_state_dict(state["source"])
 

@@ -61,7 +61,7 @@ class DdpTrainer(Trainer):
         placement = self.process.placement
         device_ids = [placement.device] if placement.device.type == "cuda" and len(placement.devices) == 1 else None
         self.model = self.configure_ddp(model, device_ids)
-        self.updater = Updater(self.task, self.unwrapped_model, self.config.training.clip_grad_norm)
+        self.updater = Updater(self.task, self.unwrapped_model, self.config.training)
         if self.joins:
             self._join = self._ddp().join(divide_by_initial_world_size=False)
             self._shadow = self._ddp().join_hook(divide_by_initial_world_size=False)  # type: ignore[no-untyped-call]
@@ -216,7 +216,7 @@ class DdpTrainer(Trainer):
             merged = merge_all({index: share for index, (share, _) in enumerate(shares)})
             verdict = [self.keeper is not None and self.keeper.validated(self.step, merged)]
             dist.broadcast_object_list(verdict, src=0, group=self._control)
-        self.updater.validated(merged.means())
+        self.updater.validated(self.step, merged.means())
         return merged.means(), verdict[0]
 
     def deposit(self, part: bytes, reason: str, since: float) -> None:

@@ -30,7 +30,7 @@ class LocalTrainer(Trainer):
     def init_connection(self) -> None:
         self.model = build_model(self.task, self.config.seed, self.process.placement)
         self.keeper.restore_model(self.model)
-        self.updater = Updater(self.task, self.model, self.config.training.clip_grad_norm)
+        self.updater = Updater(self.task, self.model, self.config.training)
         self.keeper.restore_updater(self.updater)
         self.on_after_setup_optimizers()
         self.step, self.samples = self.keeper.step, self.keeper.samples
@@ -54,7 +54,7 @@ class LocalTrainer(Trainer):
 
     def merge_validation(self, sums: WeightedSums) -> tuple[Mapping[str, float], bool]:
         improved = self.keeper.validated(self.step, sums)
-        self.updater.validated(sums.means())
+        self.updater.validated(self.step, sums.means())
         return sums.means(), improved
 
     def deposit(self, part: bytes, reason: str, since: float) -> None:

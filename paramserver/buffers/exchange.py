@@ -81,10 +81,11 @@ class Exchange(ABC):
 
     # Producers.
 
-    def put(self, sample: Any, key: Any = None, timeout: float | None = None) -> None:
+    def put(self, sample: Any, key: Any = None, timeout: float | None = None, *, last: bool = False) -> None:
         """Put one sample, with its identity ``key``; wait while there is no room.
 
-        Where samples are stacked, their values are copied; other objects are held as they are.
+        Where samples are stacked, their values are copied; other objects are held as they are. ``last`` finishes the
+        buffer in the same moment, so that no draw can fall between the last sample and the knowledge that it was that.
 
         Raises:
             BufferTimeout: there was no room for ``timeout`` seconds.
@@ -93,6 +94,9 @@ class Exchange(ABC):
         """
         with self._lock:
             self._put(sample, key, _deadline(timeout))
+            if last:
+                self._finished = True
+                self._wake_all()
 
     def put_many(self, samples: Iterable[Any], keys: Iterable[Any] | None = None, timeout: float | None = None) -> int:
         """Put all samples in order and return their number. Errors as of ``put``, and how many were put."""

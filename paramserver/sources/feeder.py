@@ -32,12 +32,19 @@ class Feeder:
         self._thread.start()
 
     def _run(self) -> None:
+        start, total = self.buffer.info().puts, self.source.total
         try:
-            for key, sample in self._read(self.buffer.info().puts):
-                self.buffer.put(sample, key)
+            for position, (key, sample) in enumerate(self._read(start), start=start + 1):
+                self.buffer.put(sample, key, last=position == total)
             self.buffer.finish()
         except BufferClosed:
-            return  # the trainer closed its buffer: it wants no more
+            if self.buffer.closed:
+                return  # the trainer wants no more
+            self._fail(
+                SourceError(
+                    f"trainer {self.trainer_index}: the source gave more than the {total} samples of its length"
+                )
+            )
         except BaseException as error:  # noqa: BLE001 - kept, and raised to the trainer
             self._fail(error)
 

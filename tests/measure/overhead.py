@@ -85,7 +85,7 @@ def train_by_hand(
             stamps.append(now())
             optimizer.zero_grad()
             loss = loss_of(model, batch)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             if len(stamps) % LOG_EVERY == 0:
                 print(f"step {len(stamps)}: loss {loss.item():.4f}")

@@ -1,0 +1,14 @@
+"""How far a trainer has come: part of what it stores in a checkpoint."""
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Counters:
+    """``batch_idx`` is the next batch's; ``seconds`` are those of training before this process resumed the run."""
+
+    batch_idx: int = 0
+    samples_served: int = 0
+    epoch: int = 0
+    epoch_open: bool = False
+    seconds: float = 0.0
