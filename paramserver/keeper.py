@@ -111,6 +111,12 @@ class Keeper:
         with self._lock:
             self._sink.write(record)
 
+    def expect(self, epoch_samples: int | None) -> None:
+        """How many samples one pass serves to all trainers: what there is to be done, for those who show progress."""
+        passes = self.config.training.max_epochs
+        if epoch_samples is not None and passes is not None:
+            self.record(make_record("expected", self.step, rank=0, total_samples=passes * epoch_samples))
+
     def stepped(self, result: StepResult) -> None:
         """An update was made."""
         with self._lock:

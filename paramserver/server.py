@@ -127,6 +127,7 @@ class ParameterServer(nn.Module):
         return future
 
     def _welcomes(self) -> dict[int, Welcome]:
+        self.keeper.expect(self.epoch_samples)
         model = {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
         layouts = self.parameter_store.layout, self.buffer_store.layout
         step, stored = self.rules.step, self.keeper.stored_part

@@ -1,6 +1,8 @@
 """Trainers of our own, as a user would write them: they count what happens in a step."""
 
+import torch
 import torch.distributed.autograd as dist_autograd
+import torch.distributed.rpc as rpc
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.optim import DistributedOptimizer
 
@@ -53,3 +55,32 @@ class WitnessTrainer(RpcTrainer):
         assert len({context for _, context, _ in self.seen}) == totals.batches
         self.log("witnessed", totals.batches)
         super().leave(totals, decision)
+
+
+class TutorialTrainer(RpcTrainer):
+    """Uses the server as the RPC tutorial does, before training: forward, backward, gradients, parameter references."""
+
+    def on_after_setup_optimizers(self):
+        self.unwrapped_model.eval()
+        images = torch.randn(4, 1, 6, 6, generator=torch.Generator().manual_seed(self.trainer_index))
+        server = self.remote.rref.rpc_sync()
+        with dist_autograd.context() as context_id:
+            output = server.forward(images)
+            dist_autograd.backward(context_id, [output.pow(2).mean()])
+            there = server.get_dist_gradients(context_id)
+        self.unwrapped_model.train()
+        output_here = self.unwrapped_model(images)
+        output_here.pow(2).mean().backward()
+        here = {n: p.grad for n, p in self.unwrapped_model.named_parameters() if p.requires_grad}
+        assert torch.equal(output, output_here)
+        assert there.keys() == here.keys()
+        assert all(torch.equal(there[name], here[name]) for name in here)
+        self.unwrapped_model.zero_grad()
+        references = server.get_param_rrefs()
+        self.log("references", len(references))
+        self.log("server", rpc.rpc_sync(self.remote.rref.owner(), identity_of, args=(self.remote.rref,)))
+
+
+def identity_of(server):
+    """Runs on the server: which object the reference stands for."""
+    return id(server.local_value())

@@ -34,8 +34,9 @@ def fields(text):
     return dict(line.split(None, 1) for line in text.splitlines())
 
 
-def test_everything_is_told_in_aligned_lines():
-    text = summary_text(FULL, "runs/x")
+def test_everything_is_told_in_aligned_lines(tmp_path):
+    (tmp_path / "tensorboard").mkdir()
+    text = summary_text(FULL, tmp_path)
     assert 10 <= len(text.splitlines()) <= 16
     assert fields(text) == {
         "status": "completed",
@@ -47,13 +48,13 @@ def test_everything_is_told_in_aligned_lines():
         "loss": "0.1235",
         "validation": "loss 0.25, accuracy 0.98",
         "step": "mean 10 ms, p50 9.5 ms, p95 12.25 ms, max 40.5 ms",
-        "phases": "data 0.5 ms (5 %), forward 4 ms (40 %), backward 5 ms (50 %)",
-        "beside": "hidden 1 ms (10 %), apply 0.25 ms (2 %)",
+        "phases": "data 0.5 ms (5 %), forward 4 ms (40 %), backward 5 ms (50 %), apply 0.25 ms (2 %)",
+        "beside": "hidden 1 ms (10 %)",
         "staleness": "mean 1.5, p95 3, max 4",
         "faults": "1, 2 restarts",
         "checkpoint": "runs/x/checkpoints/step-00001000",
-        "tensorboard": "tensorboard --logdir runs/x/tensorboard",
-        "folder": "runs/x",
+        "tensorboard": f"tensorboard --logdir {tmp_path}/tensorboard",
+        "folder": str(tmp_path),
     }
     columns = {line.index(value) for line, value in zip(text.splitlines(), fields(text).values(), strict=True)}
     assert len(columns) == 1

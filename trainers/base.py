@@ -192,6 +192,8 @@ class Trainer(ABC):
         partition = Partition(self.trainer_index, self.process.trainers)
         self.data = self.open(DataStream(self.task, partition, self.config, self.sampler_kwargs))
         self.validation_loader = validation_batches(self.task, partition, self.config)
+        if self.keeper is not None:
+            self.keeper.expect(self.data.epoch_samples)
         self.process.start_clock.mark("model and data")
 
     def begin_stream(self, part: bytes | None) -> None:

@@ -91,6 +91,16 @@ def _batch_fits(config: Config) -> str | None:
     )
 
 
+def _step_fits(config: Config) -> str | None:
+    batch, batches, capacity = config.training.batch_size, config.training.accumulate_batches, config.buffer.capacity
+    if batch * batches <= capacity or batches == 1:
+        return None
+    return (
+        f"{batches} batches of {batch} for a step can never be held in a buffer of {capacity}; "
+        "raise buffer.capacity or lower training.accumulate_batches"
+    )
+
+
 def _watermark_fits(config: Config) -> str | None:
     watermark, capacity = config.buffer.watermark, config.buffer.capacity
     if watermark <= capacity:
@@ -135,6 +145,7 @@ RELATIONS: tuple[Relation, ...] = (
     Relation(("task",), _task),
     Relation(("training.patience", "checkpoint.best"), _patience),
     Relation(("training.batch_size", "buffer.capacity"), _batch_fits),
+    Relation(("training.accumulate_batches", "training.batch_size", "buffer.capacity"), _step_fits),
     Relation(("buffer.watermark", "buffer.capacity"), _watermark_fits),
     Relation(("buffer.min_new_per_batch", "buffer.kind", "training.batch_size"), _new_samples),
     Relation(("buffer.pseudo_epochs", "buffer.kind"), _pseudo_epochs),

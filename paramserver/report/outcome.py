@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from paramserver.config import Config, mode_of, num_servers_of
+from paramserver.config import Config, mode_of, num_servers_of, world_size_of
 from paramserver.records import PHASES, DurationHistogram, TrainerTotals, peak_rss_mb
 
 
@@ -42,7 +42,7 @@ def summarize(
         "mode": config.mode,
         "consistency": config.server.consistency if has_servers else None,
         "num_servers": num_servers_of(config),
-        "num_trainers": len(totals) or config.cluster.num_trainers,
+        "num_trainers": world_size_of(config) - num_servers_of(config),
         "steps": account.step,
         "samples": account.samples,
         "samples_served": sum(t.samples for t in totals),
@@ -54,7 +54,8 @@ def summarize(
         "step_ms": steps.milliseconds(),
         "phases_ms": _phases_ms(totals, steps.count),
         "wire_bytes_per_step": sum(t.wire_bytes for t in totals) / steps.count if steps.count else 0,
-        "staleness": {"mean": 0.0, "p95": 0, "max": 0, "histogram": {"0": account.step}},
+        # A synchronous update uses gradients of the version that it is applied to.
+        "staleness": {"mean": 0.0, "p95": 0, "max": 0, "histogram": {"0": account.step}} if has_servers else None,
         "buffer": _buffer(totals),
         "trainers": [
             {

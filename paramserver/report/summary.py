@@ -8,14 +8,15 @@ __all__ = ["summary_text"]
 
 Summary = Mapping[str, Any]
 
-_OWN_PATH = ("data", "pull", "forward", "backward", "push", "wait")
-_BESIDE = ("hidden", "apply")
+_OWN_PATH = ("data", "pull", "forward", "backward", "push", "apply", "wait")
+_BESIDE = ("hidden",)
 
 
 def summary_text(summary: Summary, run_dir: Path | str) -> str:
     """Return aligned lines ``name  value``; a field that is missing or None has no line, or a dash in its line."""
     lines = [(name, line(summary)) for name, line in _LINES]
-    lines.append(("tensorboard", f"tensorboard --logdir {Path(run_dir) / 'tensorboard'}"))
+    tensorboard = Path(run_dir) / "tensorboard"
+    lines.append(("tensorboard", f"tensorboard --logdir {tensorboard}" if tensorboard.is_dir() else ""))
     lines.append(("folder", str(run_dir)))
     width = max(len(name) for name, _ in lines)
     return "\n".join(f"{name:<{width}}  {text}" for name, text in lines if text) + "\n"
@@ -75,7 +76,7 @@ def _phases(names: tuple[str, ...]) -> Callable[[Summary], str]:
     def line(summary: Summary) -> str:
         phases = summary.get("phases_ms") or {}
         step_ms = (summary.get("step_ms") or {}).get("mean")
-        known = [(name, phases[name]) for name in names if phases.get(name) is not None]
+        known = [(name, phases[name]) for name in names if phases.get(name)]
         return ", ".join(f"{name} {value:.3g} ms{_share(value, step_ms)}" for name, value in known)
 
     return line
@@ -103,6 +104,7 @@ def _time(summary: Summary) -> str:
 _LINES: tuple[tuple[str, Callable[[Summary], str]], ...] = (
     ("status", lambda summary: str(summary.get("status") or "-")),
     ("error", lambda summary: str(summary.get("error") or "").split("\n")[0]),
+    ("reason", lambda summary: str(summary.get("reason") or "")),
     ("mode", _mode),
     ("steps", lambda summary: _number(summary.get("steps"))),
     ("samples", _samples),

@@ -24,7 +24,8 @@ class Progress(Sink):
         stream: usually ``sys.stderr``.
         style: ``auto``: one live line (by tqdm, where it is installed) if ``stream`` is a terminal, otherwise a plain
             line every 2 seconds at most and one per validation. ``on``: the live line on any stream. ``off``: nothing.
-        total_steps: ``training.max_steps``, if it is a limit.
+        total_steps: ``training.max_steps``, if it is a limit; where neither total is given, a record "expected" may
+            bring one in samples before the first step.
         total_samples: ``training.max_samples``, if it is one; counted where ``total_steps`` is None.
         clock: monotonic seconds.
     """
@@ -63,6 +64,9 @@ class Progress(Sink):
             values = (f"{name} {_number(value)}" for name, value in record["values"].items())
             self._validation = "valid " + " ".join(values)
             self._show(urgent=True)
+        elif record["kind"] == "expected" and self._total is None and self._display is not None:
+            self._unit, self._total = "samples", record["total_samples"]
+            self._display.expect(self._unit, self._total)
         elif record["kind"] == "end":
             self.close()
 
@@ -118,6 +122,8 @@ def _tqdm() -> Any:
 
 
 class _Display(Protocol):
+    def expect(self, unit: str, total: int) -> None: ...
+
     def show(self, done: int, text: str, urgent: bool) -> None: ...
 
     def close(self) -> None: ...
@@ -135,6 +141,9 @@ class _Lines:
         self._clock = clock
         self._start: tuple[float, int] | None = None
         self._shown_s: float | None = None
+
+    def expect(self, unit: str, total: int) -> None:
+        self._unit, self._total = unit, total
 
     def show(self, done: int, text: str, urgent: bool) -> None:
         now_s = self._clock()
@@ -172,6 +181,10 @@ class _LiveLine:
         self._options = {"file": stream, "unit": unit, "total": total, **width}
         self._tqdm = tqdm
         self._bar: Any = None
+
+    def expect(self, unit: str, total: int) -> None:
+        """Before the first ``show``."""
+        self._options |= {"unit": unit, "total": total}
 
     def show(self, done: int, text: str, urgent: bool) -> None:
         if self._bar is None:  # not before: the rate and the time left count from the first step that is seen
