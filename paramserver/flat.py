@@ -82,6 +82,7 @@ class FlatTensors:
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        _refuse_shared_memory(tensors)
         self.layout = Layout.of(tensors.items())
         self.tensors = dict(tensors)
         device = next((t.device for t in tensors.values()), torch.device("cpu"))
@@ -109,6 +110,16 @@ class FlatTensors:
     def clone(self) -> list[Tensor]:
         """Immutable by convention: a snapshot that nobody writes to."""
         return [flat.detach().clone() for flat in self.flats]
+
+
+def _refuse_shared_memory(tensors: Mapping[str, Tensor]) -> None:
+    """Two tensors in one place would part company when each is moved to a place of its own."""
+    places: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        if tensor.numel() and (other := places.setdefault(tensor.data_ptr(), name)) != name:
+            raise UnsupportedConfiguration(
+                f"{other} and {name} share memory but are two tensors; to tie them, give both modules one Parameter"
+            )
 
 
 def trainable(model: nn.Module) -> dict[str, Tensor]:

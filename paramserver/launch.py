@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import yaml
 
@@ -381,5 +381,15 @@ def _values(config: Mapping[str, Any] | str | os.PathLike[str] | Config | None) 
     return load_config(path).to_mapping(), [Path.cwd(), path.resolve().parent]
 
 
+def leave(exit_code: int) -> NoReturn:
+    """End this process; at once where a thread is stuck in a call that was given up."""
+    deadlines = sys.modules.get("paramserver.deadlines")
+    if deadlines is not None and deadlines.abandoned_threads():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)
+    sys.exit(exit_code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -197,6 +197,8 @@ def test_ranges_come_before_versions():
          "example to {metric: accuracy, mode: max}"),
         ({"training": {"batch_size": 64}, "buffer": {"capacity": 32}}, "a batch of 64 can never be gathered "
          "from a buffer of 32; raise buffer.capacity or lower training.batch_size"),
+        ({"training": {"batch_size": 8, "accumulate_batches": 5}, "buffer": {"capacity": 32}}, "5 batches of 8 for a "
+         "step can never be held in a buffer of 32; raise buffer.capacity or lower training.accumulate_batches"),
         ({"buffer": {"capacity": 32, "watermark": 33}}, "a watermark of 33 can never be reached in a buffer of "
          "32; raise buffer.capacity or lower buffer.watermark"),
         ({"buffer": {"min_new_per_batch": 1}}, "buffer.min_new_per_batch (1) must be 0 with buffer.kind fifo; "
@@ -257,7 +259,8 @@ def test_differences_name_each_value_inside_dictionaries_and_tell_types_apart():
 RELATED = {
     "task": st.just("a:B"),
     "training.patience": st.none(),
-    "training.batch_size": st.integers(10, 1000),
+    "training.batch_size": st.integers(10, 100),
+    "training.accumulate_batches": st.integers(1, 10),
     "buffer.capacity": st.integers(1000, 9000),
     "buffer.watermark": st.integers(0, 1000),
     "buffer.kind": st.sampled_from(["fifo", "firo"]),

@@ -222,3 +222,14 @@ def test_an_optimizer_over_views_equals_one_over_a_plain_copy(zoo, name):
     states = [o.state_dict()["state"] for o in optimizers]
     assert states[0].keys() == states[1].keys()
     assert all(torch.equal(t, states[1][i][k]) for i, s in states[0].items() for k, t in s.items() if t is not None)
+
+
+def test_two_parameters_in_one_place_are_refused_by_name():
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one = nn.Parameter(torch.ones(4))
+            self.other = nn.Parameter(self.one.data)
+
+    with pytest.raises(UnsupportedConfiguration, match="one and other share memory"):
+        FlatTensors(trainable(Shared()))

@@ -258,3 +258,20 @@ def test_two_processes_with_one_rank_and_other_configs_are_refused(tmp_path):
         process.terminate()
         output, _ = process.communicate(timeout=30)
         assert process.returncode in (1, 3), output
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["--help"], 0, "launch"),
+        ([], 2, "usage"),
+        (["benchmark"], 2, "not in this version"),
+        (["lunch"], 2, "there is no such command"),
+        (["launch", "--dry-run"], 2, "--config FILE is missing"),
+    ],
+)
+def test_the_console_script(words, code, said):
+    program = [sys.executable, "-c", "from paramserver.cli import main; main()", *words]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=30, env=environment(), check=False)
+    assert done.returncode == code
+    assert said in done.stdout + done.stderr

@@ -1,0 +1,37 @@
+"""The console script ``paramserver``: one command for each program."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+from paramserver import launch
+from paramserver.version import __version__
+
+_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"launch": launch.main}
+# Named in docs/interface.md, built later; a wrong word is told apart from one that is too early.
+_LATER = ("benchmark", "report", "evaluate", "chaos", "doctor")
+
+_USAGE = f"""usage: paramserver COMMAND [arguments]
+
+commands:
+  launch    train a task (paramserver launch --help)
+
+not in this version: {", ".join(_LATER)}"""
+
+
+def main() -> None:
+    """Run the command that the first word names; exits with its code."""
+    words = sys.argv[1:]
+    if not words or words[0] in ("-h", "--help"):
+        print(_USAGE)
+        sys.exit(0 if words else 2)
+    if words[0] == "--version":
+        print(f"paramserver {__version__}")
+        sys.exit(0)
+    command = _COMMANDS.get(words[0])
+    if command is None:
+        early = "not in this version" if words[0] in _LATER else "there is no such command"
+        print(f"error: paramserver {words[0]}: {early}; see paramserver --help", file=sys.stderr)
+        sys.exit(2)
+    launch.leave(command(words[1:]))
