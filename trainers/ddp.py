@@ -52,6 +52,8 @@ class DdpTrainer(Trainer):
     # The connection and the model.
 
     def init_connection(self) -> None:
+        if self.process.placement.device.type == "cuda":
+            torch.cuda.set_device(self.process.placement.device)  # nccl's collectives use the current device
         self.open(process_group(self.meeting, self.process.placement.backend))
         gloo = dist.get_backend() == "gloo"
         self._control = None if gloo else dist.new_group(backend="gloo")  # decisions are numbers on the CPU
