@@ -237,10 +237,10 @@ def _close(keeper: Keeper, totals: Sequence[TrainerTotals], work: Callable[[], s
         reason = work()
     except Interrupted as interrupted:
         keeper.close("interrupted", totals, str(interrupted))
-        raise Interrupted(
-            f"interrupted ({interrupted}) after step {keeper.step}; its checkpoint is written. "
-            f"Resume with: python -m paramserver.launch --resume {keeper.run.path}"
-        ) from interrupted
+        saved = "nothing was saved yet"
+        if keeper.last_checkpoint is not None:
+            saved = f"its checkpoint is written. Resume with: python -m paramserver.launch --resume {keeper.run.path}"
+        raise Interrupted(f"interrupted ({interrupted}) after step {keeper.step}; {saved}") from interrupted
     except BaseException as error:
         keeper.close("failed", totals, error=f"{type(error).__name__}: {error}")
         raise

@@ -5,7 +5,8 @@
 Starts the main job (one server, two trainers: three ranks) for one step, again and again. Each trainer says how long
 each phase of its start took (its ``phase`` record); before them lies ``command``, from the start of the command to the
 moment at which the supervisor begins to count. Printed are medians over the repeats, then the wall clock from outside:
-to the first step of the last trainer, and to the end of the command. ``--imports MODULE`` prints instead what importing
+to the first step of the last trainer, and to the end of the command; and the CPU time of all processes together, which
+says more where the machine has other load. ``--imports MODULE`` prints instead what importing
 a module costs in a fresh interpreter: the packages that take longest, with all that they import.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import resource
 import statistics
 import sys
 import tempfile
@@ -29,11 +31,12 @@ SHOWN_IMPORTS = 25
 
 @dataclass(frozen=True)
 class Start:
-    """Seconds of one start: each rank's phases, and from the command to the first step and to the end."""
+    """Seconds of one start: each rank's phases, from the command to the first step and to the end, and CPU time."""
 
     phases: dict[int, dict[str, float]]
     first_step_s: float
     end_s: float
+    cpu_s: float
 
 
 def measure(config: Path, mode: str, overrides: list[str]) -> Start:
@@ -41,13 +44,19 @@ def measure(config: Path, mode: str, overrides: list[str]) -> Start:
         limits = ["training.max_epochs=null", "training.max_steps=1"]
         own = [f"logging.run_dir={folder}", "logging.name=run"]
         words = [word for setting in [*limits, *own, *overrides] for word in ("--set", setting)]
-        began = time.time()
+        began, cpu_s = time.time(), children_cpu_s()
         command = ["-m", "paramserver.launch", "--config", str(config), "--mode", mode, *words]
         run_fresh([command], measuring_environment())
-        ended = time.time()
+        ended, cpu_s = time.time(), children_cpu_s() - cpu_s
         records = read_records(Path(folder) / "run", "phase")
     phases = {r["rank"]: {"command": r["time"] - sum(r["phases"].values()) - began, **r["phases"]} for r in records}
-    return Start(phases, max(r["time"] for r in records) - began, ended - began)
+    return Start(phases, max(r["time"] for r in records) - began, ended - began, cpu_s)
+
+
+def children_cpu_s() -> float:
+    """CPU time of all processes that were started here, or by those, and have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def report(starts: list[Start]) -> None:
@@ -60,6 +69,7 @@ def report(starts: list[Start]) -> None:
     met = statistics.median(first_steps) < TARGET_S
     print(f"command to first step    {spread(first_steps)} s, below {TARGET_S:g}: {verdict(met)}")
     print(f"command to end           {spread([start.end_s for start in starts])} s")
+    print(f"CPU time, all processes  {spread([start.cpu_s for start in starts])} s")
 
 
 # Imports.
