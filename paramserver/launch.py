@@ -188,7 +188,9 @@ def _settle_resumed(
     print(f"resuming {run.path}", file=sys.stderr)
     for line in differences(config_from_mapping(stored), config):
         print(f"  changed: {line}", file=sys.stderr)
-    return config, run, folders
+    # Where the run found its task when it began; a folder that is given now comes first.
+    began_in = json.loads(run.environment_file.read_text(encoding="utf-8")).get("folders", [])
+    return config, run, list(dict.fromkeys([*folders, *map(Path, began_in)]))
 
 
 def _run_to_resume(arguments: argparse.Namespace) -> Path:

@@ -178,9 +178,9 @@ def _keeping(plan: RankPlan, process: Process) -> Iterator[Keeper]:
         clean(run.checkpoints_dir)
         run.summary_file.unlink(missing_ok=True)
         run.config_file.write_text(dump_yaml(config), encoding="utf-8")
-        write_json(
-            run.environment_file, {**environment_record(list(plan.command)), "device": str(process.placement.device)}
-        )
+        about = environment_record(list(plan.command))
+        folders = [str(folder.resolve()) for folder in plan.folders]
+        write_json(run.environment_file, {**about, "device": str(process.placement.device), "folders": folders})
         if checkpoint is not None:
             supersede_metrics(run.metrics_file, checkpoint.step)
         sinks: list[Sink] = [JsonLines(run.metrics_file)]

@@ -2,9 +2,10 @@
 
 import json
 import shutil
+import subprocess
 
 import pytest
-from runs import resume, same_bits, trained
+from runs import TASKS, Finished, command, environment, resume, same_bits, trained, write_config
 
 pytestmark = pytest.mark.processes
 
@@ -81,10 +82,6 @@ def test_hooks_give_and_take_back_their_own_state(tmp_path):
 
 
 def test_resume_without_a_folder_takes_the_newest_run_of_the_task(tmp_path):
-    import subprocess
-
-    from runs import command, environment
-
     first = trained(tmp_path, "local", 1, **config_with(4))
     config = first.run_dir.parent.parent / "config.yaml"
     done = subprocess.run(
@@ -99,6 +96,23 @@ def test_resume_without_a_folder_takes_the_newest_run_of_the_task(tmp_path):
     assert done.returncode == 0, done.stderr
     assert f"resuming {first.run_dir}" in done.stderr
     assert first.summary["steps"] == 6
+
+
+def test_a_task_in_a_file_beside_the_config_is_found_again(tmp_path):
+    """Resumed from elsewhere, by the folder alone, as the message of an interrupted run says."""
+    beside = tmp_path / "config"
+    beside.mkdir()
+    shutil.copy(TASKS, beside / "own_tasks.py")
+    file = write_config(beside, task="own_tasks.py:Truth", logging={"run_dir": str(tmp_path / "runs"), "name": "run"})
+    start = {"capture_output": True, "text": True, "env": environment(), "timeout": 60, "check": False}
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    done = subprocess.run(command("--config", file), cwd=elsewhere, **start)
+    assert done.returncode == 0, done.stderr
+    again = command("--resume", tmp_path / "runs" / "run", "--set", "training.max_steps=14")
+    done = subprocess.run(again, cwd=tmp_path, **start)
+    assert done.returncode == 0, done.stderr
+    assert Finished(0, "", tmp_path / "runs" / "run").summary["steps"] == 14
 
 
 def test_retention_keeps_the_newest_and_the_best(tmp_path):
