@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from paramserver.checkpoint import Best, Checkpoint, CheckpointWriter, Written, private_copy
-from paramserver.config import Config, world_size_of
+from paramserver.config import Config, num_servers_of, world_size_of
 from paramserver.errors import TaskError
 from paramserver.limits import Limits
 from paramserver.modelling import load_weights, plain_weights
@@ -230,7 +230,7 @@ class Keeper:
         return {
             "mode": config.mode,
             "consistency": config.server.consistency,
-            "trainers": config.cluster.num_trainers,
+            "trainers": world_size_of(config) - num_servers_of(config),
             "world_size": world_size_of(config),
             "task": config.task,
             "seed": config.seed,

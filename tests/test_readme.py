@@ -137,7 +137,8 @@ def test_launch_commands_parse_and_their_configs_load():
     assert len(found) >= 6
     for words in found:
         arguments = make_parser().parse_args(words)
-        load_config(ROOT / arguments.config, overrides=arguments.overrides, flags={"mode": arguments.mode})
+        file = ROOT / (arguments.config or QUICKSTART[1])  # --resume alone goes on with the quickstart's run
+        load_config(file, overrides=arguments.overrides, flags={"mode": arguments.mode})
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
