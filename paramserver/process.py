@@ -23,9 +23,15 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class StopRequest:
-    """Remembers the first signal that asks this process to stop; a second SIGINT leaves at once."""
+    """Remembers the first signal that asks this process to stop; a second SIGINT leaves at once.
 
-    def __init__(self) -> None:
+    Args:
+        restore: put the earlier handlers back at the end. A rank of a supervisor keeps these: a signal to the whole
+            group may come when it has just finished, and must not make a good end look like a death.
+    """
+
+    def __init__(self, restore: bool = True) -> None:
+        self._restore = restore
         self.event = threading.Event()
         self._reason = ""
 
@@ -48,7 +54,7 @@ class StopRequest:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for number, handler in self._previous.items():
+        for number, handler in self._previous.items() if self._restore else ():
             signal.signal(number, handler)
 
     _previous: dict[int, Any]

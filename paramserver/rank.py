@@ -80,7 +80,7 @@ def run_rank(plan: RankPlan) -> dict[str, Any] | None:
     trainers = identity.world_size - sum(r.kind == "server" for r in roles(config, identity.world_size))
     clock = StartClock(plan.began)
     clock.mark("interpreter and imports")
-    with StopRequest() as stop, ExitStack() as stack:
+    with StopRequest(restore=plan.logs) as stop, ExitStack() as stack:
         task = _make_task(plan)
         process = Process(config, identity, role, trainers, _place(config, identity, role), stop, clock)
         clock.mark("task")
