@@ -293,7 +293,7 @@ def _be_rank(
     from paramserver.rank import RankPlan, run_rank
 
     shown = (Console(config, sys.stderr),) if identity.global_rank == 0 else ()
-    plan = RankPlan(config, identity, folders, shown, run, run is not None, command=command)
+    plan = RankPlan(config, identity, folders, shown, run, run is not None, is_last_act=True, command=command)
     summary = run_rank(plan)
     return None if summary is None or plan.run is None else Result(plan.run.path, summary)
 
@@ -323,6 +323,7 @@ def _supervised(arguments: argparse.Namespace) -> int:
             resume,
             listener,
             logs=False,
+            is_last_act=True,
             began=arguments.began,
             command=command,
         )

@@ -26,8 +26,8 @@ class StopRequest:
     """Remembers the first signal that asks this process to stop; a second SIGINT leaves at once.
 
     Args:
-        restore: put the earlier handlers back at the end. A rank of a supervisor keeps these: a signal to the whole
-            group may come when it has just finished, and must not make a good end look like a death.
+        restore: put the earlier handlers back at the end. A process that ends with its rank keeps these: a signal to
+            all ranks may come when one has just finished, and must not make a good end look like a death.
     """
 
     def __init__(self, restore: bool = True) -> None:

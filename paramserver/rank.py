@@ -49,6 +49,7 @@ class RankPlan:
         listener: the socket of rank 0's store, where somebody bound it already.
         task_class: the task, where the caller holds it; loaded by ``config.task`` otherwise.
         logs: write logs/rank-<N>.log here; a supervisor does it for its ranks.
+        is_last_act: this process ends with the rank, so that its signal handlers may stay.
         began: ``time.time()`` of the command that started the run.
         command: for environment.json.
     """
@@ -62,6 +63,7 @@ class RankPlan:
     listener: socket.socket | None = None
     task_class: type[Task] | None = None
     logs: bool = True
+    is_last_act: bool = False
     began: float | None = None
     command: Sequence[str] = ()
 
@@ -80,7 +82,7 @@ def run_rank(plan: RankPlan) -> dict[str, Any] | None:
     trainers = identity.world_size - sum(r.kind == "server" for r in roles(config, identity.world_size))
     clock = StartClock(plan.began)
     clock.mark("interpreter and imports")
-    with StopRequest(restore=plan.logs) as stop, ExitStack() as stack:
+    with StopRequest(restore=not plan.is_last_act) as stop, ExitStack() as stack:
         task = _make_task(plan)
         process = Process(config, identity, role, trainers, _place(config, identity, role), stop, clock)
         clock.mark("task")
