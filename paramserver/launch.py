@@ -10,6 +10,7 @@ import argparse
 import json
 import logging
 import os
+import signal
 import socket
 import sys
 import time
@@ -386,6 +387,9 @@ def _values(config: Mapping[str, Any] | str | os.PathLike[str] | Config | None) 
 
 def leave(exit_code: int) -> NoReturn:
     """End this process; at once where a thread is stuck in a call that was given up."""
+    # While it finalizes, Python puts handlers of its own back to the default; a late signal would change the exit code.
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     deadlines = sys.modules.get("paramserver.deadlines")
     if deadlines is not None and deadlines.abandoned_threads():
         sys.stdout.flush()
