@@ -98,38 +98,49 @@ class DurationHistogram:
 
 
 class PhaseClock:
-    """Shares a trainer's time among the phases of a step: each lap goes to one phase, so that they sum to the step."""
+    """Shares a trainer's time among the phases of a step: each lap goes to one phase, so that they sum to the step.
+
+    Only steps that were closed count: what was waited for a step that never came is in none of the figures.
+    """
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         self.steps = DurationHistogram()
+        self._step = dict.fromkeys(PHASES, 0.0)
         self._last = self._step_started = time.perf_counter()
 
     def lap(self, phase: str) -> None:
         now = time.perf_counter()
-        self.seconds[phase] += now - self._last
+        self._step[phase] += now - self._last
         self._last = now
 
     def lap_shared(self, phase: str, **others_s: float) -> None:
         """Like ``lap``, where some seconds of the time are known to belong to other phases."""
-        before = self.seconds[phase]
+        before = self._step[phase]
         self.lap(phase)
         for other, seconds in others_s.items():
-            share_s = min(seconds, self.seconds[phase] - before)
-            self.seconds[phase] -= share_s
-            self.seconds[other] += share_s
+            share_s = min(seconds, self._step[phase] - before)
+            self._step[phase] -= share_s
+            self._step[other] += share_s
 
     def end_step(self) -> float:
         """Close the step; its length in seconds. What passed since the last lap counts as waiting."""
         self.lap("wait")
         duration_s = self._last - self._step_started
-        self._step_started = self._last
         self.steps.add(duration_s)
+        for phase, seconds in self._step.items():
+            self.seconds[phase] += seconds
+        self._begin_step()
         return duration_s
 
     def skip(self) -> None:
-        """Leave out the time since the last step: validation, a checkpoint, a start."""
-        self._last = self._step_started = time.perf_counter()
+        """Leave out the time since the last step: validation, a checkpoint, a start, a wait that came to nothing."""
+        self._last = time.perf_counter()
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self._step = dict.fromkeys(PHASES, 0.0)
+        self._step_started = self._last
 
 
 @dataclass

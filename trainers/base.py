@@ -213,6 +213,7 @@ class Trainer(ABC):
                     continue
                 self._enter_epoch(decision)
                 if decision.verdict is Verdict.END:
+                    self.clock.skip()
                     return decision
                 if self.trainer_index in decision.active:
                     self._train(decision)

@@ -1,7 +1,6 @@
 """Handwritten digits (8x8 pixels, 1797 samples) from scikit-learn: real data that needs no download."""
 
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import Subset, TensorDataset
@@ -38,6 +37,8 @@ class Digits(Task):
         return self._samples(validation=True)
 
     def _samples(self, validation):
+        from sklearn.datasets import load_digits  # the server has no data, and need not wait for this import
+
         images, labels = load_digits(return_X_y=True)
         data = TensorDataset(
             torch.tensor(images / 16, dtype=torch.float32).view(-1, 1, 8, 8), torch.tensor(labels, dtype=torch.int64)

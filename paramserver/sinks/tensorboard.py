@@ -69,7 +69,7 @@ def scalars(record: Record) -> list[Scalar]:
 
 
 class TensorBoard(Sink):
-    """Writes event files into ``folder``. TensorBoard, which is slow to import, is imported at the first record.
+    """Writes event files into ``folder``. TensorBoard is imported at the first record, a start or a curve's point.
 
     Args:
         folder: the run's ``tensorboard`` folder.
@@ -82,6 +82,9 @@ class TensorBoard(Sink):
         self._writer: SummaryWriter | None = None
 
     def write(self, record: Record) -> None:
+        if record["kind"] == "start":
+            self._opened()  # its import takes a tenth of a second, which no step should have to wait for
+            return
         points = scalars(record)
         if not points:
             return
