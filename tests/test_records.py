@@ -97,14 +97,17 @@ def test_a_shared_lap_takes_what_is_known_to_belong_elsewhere(clock_at):
     clock, now = clock_at
     now.seconds += 10.0
     clock.lap_shared("push", wait=6.0, apply=1.0)
+    clock.end_step()
     assert [clock.seconds[p] for p in ("push", "wait", "apply")] == [3.0, 6.0, 1.0]
 
 
 def test_a_shared_lap_never_gives_more_than_it_has(clock_at):
     clock, now = clock_at
-    clock.seconds["push"] = 5.0  # of steps before
+    now.seconds += 5.0
+    clock.lap("push")  # of the same step, before
     now.seconds += 10.0
     clock.lap_shared("push", wait=8.0, apply=7.0)  # the server's clock and ours need not agree
+    clock.end_step()
     assert [clock.seconds[p] for p in ("push", "wait", "apply")] == [5.0, 8.0, 2.0]
 
 
@@ -115,6 +118,17 @@ def test_what_is_skipped_belongs_to_no_phase_and_no_step(clock_at):
     now.seconds += 2.0
     assert clock.end_step() == 2.0
     assert sum(clock.seconds.values()) == 2.0
+
+
+def test_a_step_that_is_never_closed_is_in_no_figure(clock_at):
+    clock, now = clock_at
+    now.seconds += 3.0
+    clock.lap("data")
+    clock.skip()
+    now.seconds += 2.0
+    clock.lap("forward")
+    clock.end_step()
+    assert sum(clock.seconds.values()) == clock.steps.total_s == 2.0
 
 
 def test_means_are_weighted_by_samples():
