@@ -25,6 +25,7 @@ class ParamserverError(Exception):
     """Root of the tree. ``exit_code`` is what the command line returns for it."""
 
     exit_code = 1
+    relayed = False  # told by another process, with its traceback in the message: this one's says nothing
 
     def __init__(self, message: str) -> None:
         super().__init__(message)

@@ -164,15 +164,10 @@ class Keeper:
         """
         with self._lock:
             values = sums.means()
+            improved = self.best is not None and self._improves(self.best, values, step)
+            if not sums.samples:
+                return False
             self.validation = values
-            improved = False
-            if self.best is not None:
-                if self.best.metric not in values:
-                    raise TaskError(
-                        f"checkpoint.best.metric ({self.best.metric}) must be among what validation_step returns; "
-                        f"it returns {', '.join(sorted(values)) or 'nothing'}"
-                    )
-                improved = self.best.improved(values[self.best.metric], step)
             self._improved_step = step if improved else self._improved_step
             self.record(
                 make_record(
@@ -180,6 +175,14 @@ class Keeper:
                 )
             )
             return improved
+
+    def _improves(self, best: Best, values: Mapping[str, float], step: int) -> bool:
+        if best.metric not in values:
+            raise TaskError(
+                f"checkpoint.best.metric ({best.metric}) must be among what validation_step returns; it returns "
+                f"{', '.join(sorted(values)) or 'nothing: validation_source gave no samples'}"
+            )
+        return best.improved(values[best.metric], step)
 
     def stop_reason(self) -> str | None:
         """Why the run should end now, apart from the limits that every rank counts for itself."""
@@ -276,6 +279,21 @@ def pack(state: Mapping[str, Any]) -> bytes:
     file = io.BytesIO()
     torch.save(dict(state), file)
     return file.getvalue()
+
+
+def check_storable(state: Mapping[str, Any], task_name: str) -> None:
+    """Refuse, when it is stored, what could not be loaded again.
+
+    Raises:
+        TaskError: ``on_checkpoint`` put something there that ``torch.load(weights_only=True)`` does not take.
+    """
+    try:
+        unpack(pack(state))
+    except Exception as error:  # pickle and torch raise many types for what they cannot take
+        raise TaskError(
+            f"{task_name}.on_checkpoint stored what cannot be loaded again ({str(error).splitlines()[0]}); "
+            "store tensors, numbers, strings, and lists or dicts of them"
+        ) from error
 
 
 def unpack(part: bytes) -> dict[str, Any]:

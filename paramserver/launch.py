@@ -10,6 +10,7 @@ import argparse
 import json
 import logging
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import yaml
 
 from paramserver.channel import Channel, describe
-from paramserver.cluster import RankFlags, process_environ, quiet_agent, resolve_identity
+from paramserver.cluster import RankFlags, is_supervised, process_environ, quiet_agent, resolve_identity
 from paramserver.cluster.base import Identity
 from paramserver.config import (
     MODES,
@@ -35,7 +36,7 @@ from paramserver.config import (
     with_world_size,
     world_size_of,
 )
-from paramserver.errors import ParamserverError, UnsupportedConfiguration
+from paramserver.errors import CheckpointError, ParamserverError, UnsupportedConfiguration
 from paramserver.rundir import RunDir, create_run, default_run_name, newest_run, open_run
 from paramserver.sinks import Sink
 
@@ -137,7 +138,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _tell(error: BaseException) -> int:
     """Print what ended the run; its exit code."""
     told = describe(error)
-    if told["traceback"] and "Traceback (most recent call last)" not in told["message"]:
+    relayed = isinstance(error, ParamserverError) and error.relayed
+    if told["traceback"] and not relayed and "Traceback (most recent call last)" not in told["message"]:
         cause = error.__cause__ or error
         told["message"] += "\n" + "".join(traceback.format_exception(cause))
     sys.stdout.flush()
@@ -184,6 +186,8 @@ def _settle_resumed(
     arguments: argparse.Namespace, flags: Mapping[str, Any], folders: list[Path]
 ) -> tuple[Config, RunDir, list[Path]]:
     run = open_run(_run_to_resume(arguments))
+    if not run.config_file.is_file():
+        raise CheckpointError(f"{run.path} holds no config.yaml: that run never began; start it anew")
     stored = yaml.safe_load(run.config_file.read_text(encoding="utf-8"))
     config = load_config(None, base=stored, overrides=arguments.overrides, flags=flags)
     print(f"resuming {run.path}", file=sys.stderr)
@@ -236,12 +240,17 @@ def start_here(
     if run is None:
         run = create_run(Path(config.logging.run_dir), config.logging.name, default_run_name(config))
     console = Console(config, sys.stderr)
-    if mode_of(config).single_process:
-        summary = _alone(config, run, folders, console, resume, began, command, task_class)
-    else:
-        from paramserver.supervisor import Supervisor
+    try:
+        if mode_of(config).single_process:
+            summary = _alone(config, run, folders, console, resume, began, command, task_class)
+        else:
+            from paramserver.supervisor import Supervisor
 
-        summary = Supervisor(config, run, folders, console, resume, began, command).supervise()
+            summary = Supervisor(config, run, folders, console, resume, began, command).supervise()
+    except UnsupportedConfiguration:
+        if not resume and not any(run.checkpoints_dir.glob("step-*")):
+            shutil.rmtree(run.path)  # made for a run that never began; the name is free for the next try
+        raise
     return Result(run.path, summary)
 
 
@@ -361,6 +370,11 @@ def run(
     from paramserver.loading import reference_to
     from paramserver.task import Task, check_task_class
 
+    if is_supervised(process_environ()):
+        raise UnsupportedConfiguration(
+            "paramserver.run was called while a rank of a run imported this file to find its task; "
+            'put the call under if __name__ == "__main__":'
+        )
     task_class = type(task) if isinstance(task, Task) else task
     values, folders = _values(config)
     if task_class is not None:

@@ -25,6 +25,10 @@ from paramserver.transport.wire import host_identity
 _FROZEN_S = 2.0
 
 
+FAILED = "failed"
+"""The key under which a rank says why it failed, when it cannot reach the server otherwise."""
+
+
 @dataclass(frozen=True)
 class Meeting:
     """The store under this run's prefix, after all ranks have met."""
@@ -41,6 +45,10 @@ class Meeting:
 
     def tell(self, key: str, value: str) -> None:
         self.store.set(key, value)
+
+    def failure(self) -> str | None:
+        """What a rank told under ``FAILED``."""
+        return self.ask(FAILED) if self.store.check([FAILED]) else None
 
     def ask(self, key: str) -> str:
         """The value that some rank tells under ``key``, within the run's timeout."""

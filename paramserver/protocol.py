@@ -21,7 +21,7 @@ Future: TypeAlias = "torch.futures.Future[Any]"
 class Welcome:
     """What a trainer gets when it joins: the whole model, how its tensors lie on the wire, and its stored part."""
 
-    model: dict[str, Tensor]
+    model: dict[str, Any]
     parameters: Layout
     buffers: Layout
     step: int

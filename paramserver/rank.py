@@ -17,7 +17,7 @@ from paramserver.cluster import Identity, bind_interface, interface_towards, pro
 from paramserver.config import Config, Role, dump_yaml, mode_of, roles
 from paramserver.consistency import Decision
 from paramserver.devices import CPU, Placement, place_trainer
-from paramserver.errors import CheckpointError, DeadlineExceeded, Interrupted, ParamserverError, TaskError
+from paramserver.errors import CheckpointError, DeadlineExceeded, Interrupted, ParamserverError, PeerLost, TaskError
 from paramserver.keeper import Keeper
 from paramserver.loading import load_object
 from paramserver.meeting import Meeting, meet
@@ -268,7 +268,7 @@ def _serve(process: Process, task: Task, keeper: Keeper, meeting: Meeting) -> di
         try:
             with rpc_server(meeting):
                 try:
-                    _watch_over(server, process)
+                    _watch_over(server, process, meeting)
                     server.wait_for_goodbyes(_GOODBYE_S)
                 finally:
                     totals.extend(t for _, t in sorted(server.totals.items()))
@@ -286,14 +286,16 @@ def _serve(process: Process, task: Task, keeper: Keeper, meeting: Meeting) -> di
 _GOODBYE_S = 5.0
 
 
-def _watch_over(server: Any, process: Process) -> None:
+def _watch_over(server: Any, process: Process, meeting: Meeting) -> None:
     """Until the server has finished: look after the trainers, and give up a world that does not fill."""
     config = process.config
     deadline = time.monotonic() + config.cluster.timeout_s
     while not server.finished.wait(config.server.heartbeat_s):
         server.look_for_silent_trainers()
         missing = server.missing_trainers()
-        if missing and process.stop.event.is_set():
+        if missing and (told := meeting.failure()) is not None:
+            server.fail(PeerLost(told))
+        elif missing and process.stop.event.is_set():
             server.fail(Interrupted(f"{process.stop.state()[1]} before trainers {missing} had arrived"))
         elif missing and time.monotonic() > deadline:
             names = ", ".join(str(i) for i in missing)

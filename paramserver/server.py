@@ -17,6 +17,7 @@ import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
 from torch import Tensor, nn
 
+from paramserver.checkpoint import private_copy
 from paramserver.config import Config
 from paramserver.consistency import Announcement, Decision, Stop, Sync
 from paramserver.devices import CPU
@@ -26,7 +27,7 @@ from paramserver.flat import FlatTensors, module_buffers, trainable
 from paramserver.keeper import Keeper
 from paramserver.limits import Limits, epoch_of
 from paramserver.membership import Member, Members, watch
-from paramserver.modelling import build_model
+from paramserver.modelling import build_model, plain_weights
 from paramserver.process import StopRequest
 from paramserver.protocol import Future, Gathering, Push, Round, Welcome, union
 from paramserver.records import Record, StepReport, StepResult, TrainerTotals, WeightedSums, merge_all
@@ -128,7 +129,7 @@ class ParameterServer(nn.Module):
 
     def _welcomes(self) -> dict[int, Welcome]:
         self.keeper.expect(self.epoch_samples)
-        model = {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
+        model = private_copy(plain_weights(self.model))
         layouts = self.parameter_store.layout, self.buffer_store.layout
         step, stored = self.rules.step, self.keeper.stored_part
         return {i: Welcome(model, *layouts, step, stored(i)) for i in range(self.trainers)}

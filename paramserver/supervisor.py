@@ -38,6 +38,7 @@ class _Rank:
     reader: threading.Thread | None = None
     failure: dict[str, Any] | None = None
     exit_code: int | None = None
+    sent: set[int] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,10 @@ class Supervisor:
         self._ranks: list[_Rank] = []
         self._summary: dict[str, Any] | None = None
         self._signal: int | None = None
+        self._twice = False
         self._forwarded = False
         self._kill_at: float | None = None
+        self._failed: list[_Rank] = []
 
     def supervise(self) -> dict[str, Any]:
         """Run to the end.
@@ -177,28 +180,28 @@ class Supervisor:
 
     def _on_error(self, rank: _Rank, failure: dict[str, Any]) -> None:
         rank.failure = failure
+        self._failed.append(rank)
 
     def _on_exit(self, rank: _Rank, exit_code: int) -> None:
         rank.exit_code = exit_code
-        if exit_code < 0 and rank.failure is None:
-            name = signal.Signals(-exit_code).name
-            rank.failure = {
-                "kind": "TrainingError",
-                "message": f"killed by {name}; its last words are in {self.run.log_file(rank.index)}",
-                "exit_code": 1,
-                "traceback": "",
-            }
-        elif exit_code not in (0, Interrupted.exit_code) and rank.failure is None:
-            rank.failure = {
-                "kind": "TrainingError",
-                "message": f"ended with exit code {exit_code}; see {self.run.log_file(rank.index)}",
-                "exit_code": 1,
-                "traceback": "",
-            }
+        if rank.failure is None and exit_code not in (0, Interrupted.exit_code):
+            self._on_error(rank, self._last_words(rank, exit_code))
         if rank.failure is not None and exit_code != Interrupted.exit_code and self._kill_at is None:
             # The others notice by themselves, and leave with their own words; this is for those who cannot.
             self._kill_at = time.monotonic() + self.config.server.lost_after_s + _GRACE_S
             self._send_all(signal.SIGTERM)
+
+    def _last_words(self, rank: _Rank, exit_code: int) -> dict[str, Any]:
+        """What is said of a rank that said nothing itself."""
+        log = self.run.log_file(rank.index)
+        kind, how = "TrainingError", f"ended with exit code {exit_code}"
+        if exit_code < 0:
+            how = f"killed by {signal.Signals(-exit_code).name}"
+        if -exit_code in rank.sent:
+            # Ended from here, because another rank had failed or a signal came: no cause, but a consequence.
+            kind, how = "PeerLost", f"did not react and was ended by {signal.Signals(-exit_code).name}"
+        message = f"{how}; its last words are in {log}"
+        return {"kind": kind, "message": message, "exit_code": 1, "traceback": "", "signal": -exit_code}
 
     def _end_stragglers(self) -> None:
         if self._kill_at is not None and time.monotonic() > self._kill_at:
@@ -207,6 +210,7 @@ class Supervisor:
     def _send_all(self, number: int) -> None:
         for rank in self._ranks:
             if rank.exit_code is None and rank.process.poll() is None:
+                rank.sent.add(number)
                 rank.process.send_signal(number)
 
     def _forward_signal(self) -> None:
@@ -221,6 +225,7 @@ class Supervisor:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self._signal is not None:
+            self._twice = True
             self._send_all(signal.SIGKILL)
         self._signal = self._signal or number
 
@@ -236,21 +241,55 @@ class Supervisor:
     # The end.
 
     def _outcome(self) -> dict[str, Any]:
-        failed = [rank for rank in self._ranks if rank.failure is not None]
-        causes = [r for r in failed if r.failure is not None and r.failure["kind"] not in ("PeerLost", "Interrupted")]
-        interrupted = [r for r in failed if r.failure is not None and r.failure["kind"] == "Interrupted"]
-        first = next(iter(causes or [r for r in failed if r not in interrupted] or interrupted), None)
+        first = self._first_failure()
         if first is not None and first.failure is not None:
             self._write_missing_summary(f"{first.title}: {first.failure['message']}")
             raise _error_of(first)
+        if self._signal is not None and self._summary is None:
+            raise self._cut_short()
         if self._summary is None:
             raise TrainingError(f"all ranks ended well, but rank 0 told no summary; see {self.run.log_file(0)}")
         return self._summary
 
-    def _write_missing_summary(self, error: str) -> None:
+    def _first_failure(self) -> _Rank | None:
+        """The failure that the others follow from: in the order in which they came, causes before consequences."""
+        if self._twice:
+            return None
+        kinds = {rank.index: self._kind_of(rank) for rank in self._failed}
+        order = ("cause", "Interrupted") if self._signal is not None else ("cause", "PeerLost", "Interrupted")
+        return next((rank for kind in order for rank in self._failed if kinds[rank.index] == kind), None)
+
+    def _kind_of(self, rank: _Rank) -> str:
+        """``PeerLost`` for a consequence, ``Interrupted``, or ``cause``."""
+        failure = rank.failure or {}
+        if failure["kind"] in ("PeerLost", "Interrupted"):
+            return str(failure["kind"])
+        # A signal to the whole group also reaches ranks that cannot handle it yet.
+        by_signal = failure["kind"] == "KeyboardInterrupt" or failure.get("signal") in _SIGNALS
+        return "PeerLost" if by_signal and self._signal is not None else "cause"
+
+    def _cut_short(self) -> ParamserverError:
+        """A signal ended the run before rank 0 could say so."""
+        assert self._signal is not None
+        name = signal.Signals(self._signal).name
+        latest = self.run.checkpoints_dir / "latest"
+        saved = "nothing was saved yet"
+        if latest.is_file():
+            resume = f"python -m paramserver.launch --resume {self.run.path}"
+            saved = f"the last checkpoint is {latest.read_text().strip()}; resume with: {resume}"
+        how = f"interrupted twice ({name}) and ended at once" if self._twice else f"interrupted ({name})"
+        self._write_missing_summary(f"{how}; {saved}", status="interrupted")
+        error = TrainingError(f"{how}; {saved}") if self._twice else Interrupted(f"{how}; {saved}")
+        error.relayed = True
+        return error
+
+    def _write_missing_summary(self, error: str, status: str = "failed") -> None:
         """Where rank 0 died before it could write one."""
         if self._summary is None and not self.run.summary_file.exists():
-            write_json(self.run.summary_file, {"status": "failed", "mode": self.config.mode, "error": error})
+            latest = self.run.checkpoints_dir / "latest"
+            checkpoint = latest.read_text().strip() if latest.is_file() else None
+            summary = {"status": status, "mode": self.config.mode, "checkpoint": checkpoint, "error": error}
+            write_json(self.run.summary_file, summary)
 
 
 def _error_of(rank: _Rank) -> ParamserverError:
@@ -261,4 +300,5 @@ def _error_of(rank: _Rank) -> ParamserverError:
     traceback = f"\n{rank.failure['traceback']}" if rank.failure["traceback"] else ""
     error = kind(f"{rank.title}: {rank.failure['message']}{traceback}")
     assert isinstance(error, ParamserverError)
+    error.relayed = True
     return error

@@ -242,15 +242,46 @@ class Starved(Truth):
 class KillsItsServer(Truth):
     """Its schedule, which runs where the optimizer is, kills that process at the sixth step."""
 
-    def __init__(self, mark, **options):
+    def __init__(self, mark, number=signal.SIGKILL, **options):
         super().__init__(**options)
-        self.mark = Path(mark)
+        self.mark, self.number = Path(mark), number
 
     def build_scheduler(self, optimizer):
         def rate(step):
             if step == 6:
                 self.mark.touch()
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(os.getpid(), self.number)
             return 1.0
 
         return torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+
+
+class Slow(Truth):
+    """Every batch takes a second."""
+
+    def training_step(self, model, batch, batch_idx):
+        time.sleep(1.0)  # the work that is stood for
+        return super().training_step(model, batch, batch_idx)
+
+
+class Thaws(Truth):
+    """Trains a frozen layer from the fourth batch on."""
+
+    def on_batch_start(self, batch_idx):
+        if batch_idx == 3:
+            self.trainer.unwrapped_model.frozen.requires_grad_(True)
+
+
+class StoresTooMuch(Truth):
+    """Puts an object into its checkpoint that no safe loader takes."""
+
+    def on_checkpoint(self, state):
+        state["where"] = Path("here")
+
+
+class ValidatesOnOne(Truth):
+    """Only trainer 0 has validation data, as an iterator."""
+
+    def validation_source(self, partition):
+        data = self._data(20, 2)
+        return (data[i] for i in range(20)) if partition.index == 0 else None

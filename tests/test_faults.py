@@ -1,11 +1,14 @@
 """What happens when something goes wrong: who says what, how soon, and what is left. Each fault leaves a mark."""
 
 import json
+import os
+import signal
+import subprocess
 import time
 
 import psutil
 import pytest
-from runs import launch
+from runs import Finished, command, environment, launch, write_config
 
 pytestmark = pytest.mark.processes
 
@@ -113,3 +116,72 @@ def test_a_signal_finishes_the_step_saves_and_leaves_with_3(tmp_path, mode, who)
     assert summary["status"] == "interrupted"
     assert finished.checkpoints[-1] == f"step-{summary['steps']:08d}"
     assert summary["checkpoint"] == finished.checkpoints[-1]
+
+
+def test_a_frozen_server_is_named_by_its_trainers(tmp_path):
+    """Its schedule stops it; the supervisor has to end it, but says who noticed what."""
+    finished = launch(
+        tmp_path,
+        mode="rpc",
+        task="KillsItsServer",
+        task_args={"mark": str(tmp_path / "mark"), "number": 19},
+        cluster={"num_trainers": 2, "timeout_s": 30},
+        training={"max_steps": 2000},
+        **QUICK,
+    )
+    assert (tmp_path / "mark").exists()
+    assert finished.code == 1
+    assert "the server is lost: it did not answer" in finished.output
+    assert finished.summary["checkpoint"] == "step-00000003"
+
+
+def started(folder, **config):
+    """A run in a process group of its own, as a shell starts it."""
+    file = write_config(folder, mode="rpc", logging={"name": "run"}, training={"max_steps": 100000}, **config)
+    run = subprocess.Popen(
+        command("--config", file), stderr=subprocess.PIPE, text=True, env=environment(), cwd=folder, process_group=0
+    )
+    return run, Finished(0, "", folder / "runs" / "run")
+
+
+def await_file(path):
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} did not come"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("later_s", [0.0, 1.0])
+def test_an_interrupt_while_ranks_start_is_an_interruption(tmp_path, later_s):
+    run, finished = started(tmp_path)
+    await_file(finished.run_dir / "logs" / "rank-2.log")
+    time.sleep(later_s)  # when the signal comes is what is tested
+    os.killpg(run.pid, signal.SIGINT)
+    _, output = run.communicate(timeout=60)
+    assert run.returncode == 3, output
+    assert "interrupted" in output.splitlines()[-1]
+    assert finished.summary["status"] == "interrupted"
+
+
+def test_a_second_interrupt_leaves_at_once(tmp_path):
+    run, finished = started(tmp_path, task="Slow", checkpoint={"every": 1})
+    await_file(finished.run_dir / "checkpoints" / "latest")
+    for _ in range(2):
+        os.killpg(run.pid, signal.SIGINT)
+        time.sleep(0.3)
+    _, output = run.communicate(timeout=30)
+    assert run.returncode == 1, output
+    assert "interrupted twice (SIGINT)" in output.splitlines()[-1]
+    assert "resume with: python -m paramserver.launch --resume" in output.splitlines()[-1]
+
+
+def test_parameters_thawed_in_a_hook_are_refused_in_rpc(tmp_path):
+    finished = launch(tmp_path, mode="rpc", task="Thaws", cluster={"num_trainers": 1})
+    assert finished.code == 2
+    assert "parameter frozen.weight was frozen when the run began" in finished.output
+
+
+def test_what_cannot_be_loaded_again_is_refused_when_it_is_stored(tmp_path):
+    finished = launch(tmp_path, mode="local", task="StoresTooMuch", checkpoint={"every": 3})
+    assert finished.code == 2
+    assert "StoresTooMuch.on_checkpoint stored what cannot be loaded again" in finished.output

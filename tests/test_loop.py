@@ -192,3 +192,12 @@ def test_no_sync_skips_the_collectives(tmp_path):
         )
         counts[accumulate] = [r["value"] for r in finished.of_kind("log") if r["name"] == "gradient_all_reduces"]
     assert counts[1] == counts[4] == [6.0, 6.0]
+
+
+@pytest.mark.parametrize("mode", ["ddp", "rpc"])
+def test_one_trainer_may_hold_all_of_the_validation_data(tmp_path, mode):
+    """As an iterator, which the task is asked for anew each time."""
+    finished = trained(
+        tmp_path, mode, 2, task="ValidatesOnOne", training={"max_steps": 6, "batch_size": 8, "validate_every": 2}
+    )
+    assert [(r["step"], r["samples"]) for r in finished.of_kind("validation")] == [(2, 20), (4, 20), (6, 20)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, TypeVar
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from paramserver.consistency import Announcement, Decision, Stop, Verdict
 from paramserver.devices import move
-from paramserver.keeper import Keeper, pack, unpack
+from paramserver.keeper import Keeper, check_storable, pack, unpack
 from paramserver.limits import due, epoch_of
 from paramserver.modelling import autocast
 from paramserver.process import Process, random_states, restore_random_states, seed_all
@@ -311,24 +311,32 @@ class Trainer(ABC):
 
     def validate(self) -> bool:
         """Validate this trainer's share of the current version; True where the mean over all is the best so far."""
-        if self._validated_step == self.step or self.validation_loader is None:
+        if self._validated_step == self.step:
             return False
         self._validated_step = self.step
         self.refresh()
-        self.task.on_validation_start(self.counters.batch_idx)
-        sums = evaluate(
+        loader = self.validation_loader
+        if loader is None:
+            sums = WeightedSums()  # without data of its own it still takes part: the others wait for its word
+        else:
+            self.task.on_validation_start(self.counters.batch_idx)
+            sums = self._evaluate(loader)
+        _, improved = self.merge_validation(sums)
+        if loader is not None:
+            self.task.on_validation_end(self.counters.batch_idx)
+        self.clock.skip()
+        return improved
+
+    def _evaluate(self, batches: Iterable[tuple[Any, int]]) -> WeightedSums:
+        return evaluate(
             self.task,
             self.unwrapped_model,
-            self.validation_loader or (),
+            batches,
             self.counters.batch_idx,
             self.on_before_forward,
             self.config.training.precision,
             self.process.placement.device,
         )
-        _, improved = self.merge_validation(sums)
-        self.task.on_validation_end(self.counters.batch_idx)
-        self.clock.skip()
-        return improved
 
     def save(self, reason: str) -> None:
         """Take part in a checkpoint of the current step, unless there is one."""
@@ -342,6 +350,7 @@ class Trainer(ABC):
     def _part(self) -> dict[str, Any]:
         own: dict[str, Any] = {}
         self.task.on_checkpoint(own)
+        check_storable(own, type(self.task).__name__)
         return {
             "trainer_index": self.trainer_index,
             **self.data.state_dict(),

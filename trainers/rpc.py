@@ -13,10 +13,10 @@ from torch import Tensor
 
 from paramserver.consistency import Announcement, Decision
 from paramserver.edge import sealed
-from paramserver.errors import PeerLost
+from paramserver.errors import PeerLost, TaskError
 from paramserver.flat import Layout, module_buffers, trainable
 from paramserver.keeper import Keeper
-from paramserver.meeting import Meeting
+from paramserver.meeting import FAILED, Meeting
 from paramserver.membership import Member, release_lifelines
 from paramserver.modelling import build_model, load_weights
 from paramserver.optimizer import SharedOptimizer
@@ -71,6 +71,8 @@ class RpcTrainer(Trainer):
         own, own_buffers = trainable(self.model), module_buffers(self.model)
         self._parameters = [own[slot.name] for slot in parameters.slots]
         self._buffers = [own_buffers[slot.name] for slot in buffers.slots]
+        laid_out = {id(parameter) for parameter in self._parameters}
+        self._frozen = [(n, p) for n, p in self.model.named_parameters() if id(p) not in laid_out]
         self._outgoing = parameters.allocate()
         self._outgoing_views = list(parameters.views(self._outgoing).values())
 
@@ -133,6 +135,7 @@ class RpcTrainer(Trainer):
     @torch.no_grad()
     def _pack_gradients(self) -> tuple[bool, ...] | None:
         """Move all gradients into the outgoing tensors; which parameters have one, None for all."""
+        self._check_gradients()
         used = tuple(p.grad is not None for p in self._parameters)
         if all(used):
             torch._foreach_copy_(self._outgoing_views, [p.grad for p in self._parameters if p.grad is not None])
@@ -140,6 +143,18 @@ class RpcTrainer(Trainer):
         for parameter, view in zip(self._parameters, self._outgoing_views, strict=True):
             view.zero_() if parameter.grad is None else view.copy_(parameter.grad)
         return used
+
+    def _check_gradients(self) -> None:
+        """Refuse what would be lost on the way, by name."""
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise TaskError(
+                    f"parameter {name} was frozen when the run began and is not now; the server would not train it. "
+                    "Leave it trainable in build_model, and give it a learning rate of 0 until it is to be trained"
+                )
+        for slot, trained in zip(self._layout.slots, self._parameters, strict=True):
+            if trained.grad is not None and trained.grad.layout is not torch.strided:
+                raise TaskError(f"the gradient of parameter {slot.name} is sparse; use dense ones (sparse=False)")
 
     @torch.no_grad()
     def _pack_buffers(self) -> list[Tensor]:
@@ -174,8 +189,13 @@ class RpcTrainer(Trainer):
         self.remote.call("leave", totals, decision)
 
     def give_up(self, error: BaseException) -> None:
-        if self._arrived and not isinstance(error, PeerLost):
-            self.remote.call("give_up", self.trainer_index, f"{type(error).__name__}: {error}")
+        if isinstance(error, PeerLost):
+            return
+        reason = f"{type(error).__name__}: {error}"
+        if self._arrived:
+            self.remote.call("give_up", self.trainer_index, reason)
+        else:
+            self.meeting.tell(FAILED, f"trainer {self.trainer_index} failed: {reason}")
 
     def optimizer_state(self) -> dict[str, Any]:
         return self.optimizer.state_dict()

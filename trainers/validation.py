@@ -31,18 +31,22 @@ class _Counted:
 
 
 class _Iterated(IterableDataset[Any]):
-    def __init__(self, data: Iterable[Any]) -> None:
-        self._data = data
+    """An iterable that is asked for again each time: an iterator would be empty at the second validation."""
+
+    def __init__(self, first: Iterable[Any], again: Callable[[], Iterable[Any]]) -> None:
+        self._first: Iterable[Any] | None = first
+        self._again = again
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._data)
+        data, self._first = self._first, None
+        return iter(self._again() if data is None else data)
 
 
 def validation_batches(task: Task, partition: Partition, config: Config) -> DataLoader[Any] | None:
     """The batches of one trainer's share, each with its number of samples; None where the task validates nothing.
 
     A map-style data set is dealt (trainer i takes every ``count``-th sample from the i-th on: none is repeated or left
-    out); an iterable is this trainer's own share.
+    out); an iterable is this trainer's own share, and the task is asked for it at each validation.
     """
     data = task.validation_source(partition)
     if data is None:
@@ -55,7 +59,7 @@ def validation_batches(task: Task, partition: Partition, config: Config) -> Data
     if is_map_style(data):
         share: Any = Subset(data, range(partition.index, len(data), partition.count))
     elif isinstance(data, Iterable):
-        share = _Iterated(data)
+        share = _Iterated(data, lambda: task.validation_source(partition))
     else:
         raise TaskError(
             f"validation_source returned {type(data).__name__}; "

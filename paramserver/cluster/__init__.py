@@ -13,6 +13,7 @@ if TYPE_CHECKING:
         child_environment,
         interface_towards,
         is_loopback,
+        is_supervised,
         loopback_interface,
         quiet_agent,
     )
@@ -32,6 +33,7 @@ __all__ = [
     "child_environment",
     "interface_towards",
     "is_loopback",
+    "is_supervised",
     "loopback_interface",
     "process_environ",
     "quiet_agent",
@@ -48,6 +50,7 @@ _HOMES = {
         "child_environment",
         "interface_towards",
         "is_loopback",
+        "is_supervised",
         "loopback_interface",
         "quiet_agent",
     ),

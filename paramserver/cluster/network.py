@@ -11,6 +11,7 @@ from pathlib import Path
 DEFAULT_PORT = 29500
 """Where ranks that were started apart meet unless they are told; the port of torch's own launchers."""
 
+_SUPERVISED = "PARAMSERVER_SUPERVISED"
 _INTERFACE_VARIABLES = ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 # torch's RPC agent warns of every connection that a peer closes, which is how each run ends; a peer that is lost is
@@ -73,7 +74,12 @@ def child_environment(
     # Without repeats; an empty entry would mean the folder that the child runs in.
     path = [str(folder.absolute()) for folder in folders] + environ.get("PYTHONPATH", "").split(os.pathsep)
     paths = os.pathsep.join(dict.fromkeys(entry for entry in path if entry))
-    return {**defaults, **environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": paths}
+    return {**defaults, **environ, _SUPERVISED: "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": paths}
+
+
+def is_supervised(environ: Mapping[str, str]) -> bool:
+    """Whether a supervisor started this process as one of its ranks."""
+    return _SUPERVISED in environ
 
 
 def quiet_agent(environ: MutableMapping[str, str]) -> None:

@@ -81,6 +81,15 @@ def _patience(config: Config) -> str | None:
     )
 
 
+def _patience_sees(config: Config) -> str | None:
+    if config.training.patience is None or config.training.validate_every:
+        return None
+    return (
+        f"training.patience ({config.training.patience}) counts validations, of which training.validate_every (0) "
+        "makes none before the end; set training.validate_every"
+    )
+
+
 def _batch_fits(config: Config) -> str | None:
     batch, capacity = config.training.batch_size, config.buffer.capacity
     if batch <= capacity:
@@ -144,6 +153,7 @@ def _heartbeat(config: Config) -> str | None:
 RELATIONS: tuple[Relation, ...] = (
     Relation(("task",), _task),
     Relation(("training.patience", "checkpoint.best"), _patience),
+    Relation(("training.patience", "training.validate_every"), _patience_sees),
     Relation(("training.batch_size", "buffer.capacity"), _batch_fits),
     Relation(("training.accumulate_batches", "training.batch_size", "buffer.capacity"), _step_fits),
     Relation(("buffer.watermark", "buffer.capacity"), _watermark_fits),

@@ -61,6 +61,8 @@ class Progress(Sink):
             self._train = _train_text(record)
             self._show(urgent=False)
         elif record["kind"] == "validation":
+            if self._unit == "step":
+                self._done = record["step"]
             values = (f"{name} {_number(value)}" for name, value in record["values"].items())
             self._validation = "valid " + " ".join(values)
             self._show(urgent=True)
