@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import pty
+import select
 import struct
 import termios
 import threading
@@ -213,7 +214,10 @@ def shown_on_a_terminal(total_steps, records, columns=0):
             sink.write(each)
         sink.close()
         terminal.flush()
-        return screen.read(65536).decode()
+        shown = b""
+        while select.select([screen], [], [], 0.5)[0]:  # the kernel hands on what was written piece by piece
+            shown += screen.read(65536)
+        return shown.decode()
 
 
 @pytest.mark.parametrize("columns", [0, 140])
