@@ -255,17 +255,22 @@ class Supervisor:
         """The failure that the others follow from: in the order in which they came, causes before consequences."""
         if self._twice:
             return None
-        kinds = {rank.index: self._kind_of(rank) for rank in self._failed}
-        order = ("cause", "Interrupted") if self._signal is not None else ("cause", "PeerLost", "Interrupted")
-        return next((rank for kind in order for rank in self._failed if kinds[rank.index] == kind), None)
+        found: dict[str, list[_Rank]] = {"cause": [], "PeerLost": [], "Interrupted": []}
+        for rank in self._failed:
+            found[self._kind_of(rank)].append(rank)
+        found["Interrupted"].sort(key=lambda rank: rank.index)  # rank 0 says what was saved, and how to go on
+        if self._signal is not None:
+            found["PeerLost"].clear()
+        return next((rank for ranks in found.values() for rank in ranks), None)
 
     def _kind_of(self, rank: _Rank) -> str:
         """``PeerLost`` for a consequence, ``Interrupted``, or ``cause``."""
         failure = rank.failure or {}
         if failure["kind"] in ("PeerLost", "Interrupted"):
             return str(failure["kind"])
-        # A signal to the whole group also reaches ranks that cannot handle it yet.
-        by_signal = failure["kind"] == "KeyboardInterrupt" or failure.get("signal") in _SIGNALS
+        # A signal to the whole group also reaches ranks that cannot handle it yet: Python then ends with the signal, or
+        # with 1 where it is still about to start.
+        by_signal = failure["kind"] == "KeyboardInterrupt" or failure.get("signal") in (*_SIGNALS, -1)
         return "PeerLost" if by_signal and self._signal is not None else "cause"
 
     def _cut_short(self) -> ParamserverError:
