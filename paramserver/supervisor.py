@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 from paramserver import errors
-from paramserver.cluster import bind_listener, child_environment, process_environ
+from paramserver.cluster import bind_listener, child_environment, mark_supervised, process_environ
 from paramserver.config import Config, dump_yaml, roles, world_size_of
 from paramserver.errors import Interrupted, ParamserverError, TrainingError
 from paramserver.rundir import RunDir, write_json
@@ -115,6 +115,7 @@ class Supervisor:
         environ = child_environment(
             process_environ(), local_processes=world_size, config_folder=self.folders[-1] if self.folders else None
         )
+        mark_supervised(environ)
         host = self.config.cluster.master_addr
         with bind_listener(host, self.config.cluster.master_port) as listener:
             port = listener.getsockname()[1]

@@ -275,3 +275,19 @@ def test_the_console_script(words, code, said):
     done = subprocess.run(program, capture_output=True, text=True, timeout=30, env=environment(), check=False)
     assert done.returncode == code
     assert said in done.stdout + done.stderr
+
+
+def test_a_script_that_runs_at_its_top_level_does_not_start_runs_in_its_ranks(tmp_path):
+    """Each rank imports the script to find its task; without a guard it would start a run of its own, and so on."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import paramserver\n"
+        "from tasks import Truth\n"
+        "class Mine(Truth):\n    pass\n"
+        "paramserver.run(Mine, {'mode': 'rpc', 'training': {'max_steps': 2}, 'logging': {'name': 'run'}})\n"
+    )
+    env = environment(PYTHONPATH=str(TASKS.parent))
+    program = [sys.executable, str(script)]
+    done = subprocess.run(program, capture_output=True, text=True, env=env, cwd=tmp_path, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "put the call under if __name__" in done.stderr

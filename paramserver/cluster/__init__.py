@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         is_loopback,
         is_supervised,
         loopback_interface,
+        mark_supervised,
         quiet_agent,
     )
     from paramserver.cluster.resolve import resolve_identity
@@ -35,6 +36,7 @@ __all__ = [
     "is_loopback",
     "is_supervised",
     "loopback_interface",
+    "mark_supervised",
     "process_environ",
     "quiet_agent",
     "resolve_identity",
@@ -52,6 +54,7 @@ _HOMES = {
         "is_loopback",
         "is_supervised",
         "loopback_interface",
+        "mark_supervised",
         "quiet_agent",
     ),
     "resolve": ("resolve_identity",),

@@ -74,7 +74,12 @@ def child_environment(
     # Without repeats; an empty entry would mean the folder that the child runs in.
     path = [str(folder.absolute()) for folder in folders] + environ.get("PYTHONPATH", "").split(os.pathsep)
     paths = os.pathsep.join(dict.fromkeys(entry for entry in path if entry))
-    return {**defaults, **environ, _SUPERVISED: "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": paths}
+    return {**defaults, **environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": paths}
+
+
+def mark_supervised(environ: MutableMapping[str, str]) -> None:
+    """Make a process that gets this environment know that a supervisor started it."""
+    environ[_SUPERVISED] = "1"
 
 
 def is_supervised(environ: Mapping[str, str]) -> bool:
