@@ -54,7 +54,6 @@ class Keeper:
         self.loss: float | None = None
         self.validation: dict[str, float] = {}
         self.resumes = 0
-        self.saved_step: int | None = None
         self.checkpoint_pauses_s: list[float] = []
         self.best = (
             None if config.checkpoint.best is None else Best(config.checkpoint.best.metric, config.checkpoint.best.mode)
@@ -77,7 +76,7 @@ class Keeper:
         self.validation = dict(state["validation"])
         self.epoch = state["epoch"]
         self.resumes = state["resumes"] + 1
-        self.saved_step, self.first_samples = self.step, self.samples
+        self.first_samples = self.samples
         self._window_start = (self.samples, self.seconds)
         if self.best is not None and state["best"] is not None:
             self.best.load_state_dict(state["best"])
@@ -211,7 +210,6 @@ class Keeper:
                 "run": private_copy({**self._state(step), "scheduler": state["scheduler"]}),
                 **{f"trainer-{index}.pt": part for index, part in sorted(parts.items())},
             }
-            self.saved_step = step
             pause_s = time.perf_counter() - since
             self.checkpoint_pauses_s.append(pause_s)
             future = self.writer.submit(step, objects, self._about(), is_best=self._improved_step == step)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any, Protocol
 
 with warnings.catch_warnings():
@@ -35,8 +34,6 @@ class SharedOptimizer(DistributedOptimizer):
         # The base class would build remote optimizers of its own; its contract is kept, its constructor is not.
         self.host = host
         self.is_functional_optim = False
-        self.steps = 0
-        self._on_step: list[Callable[[int], None]] = []
 
     def step(self, context_id: int, *report: Any) -> Any:
         """Apply the gradients of this context, together with those of the other trainers where the consistency says so.
@@ -44,9 +41,7 @@ class SharedOptimizer(DistributedOptimizer):
         Returns:
             What the server answers: a ``StepResult``.
         """
-        result = self.host.apply(context_id, *report)
-        self.steps += 1
-        return result
+        return self.host.apply(context_id, *report)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the shared optimizer, in the standard form of torch.optim."""

@@ -74,7 +74,6 @@ class ParameterServer(nn.Module):
         self.totals: dict[int, TrainerTotals] = {}
         self.last_decision: Decision | None = None
         self._lock = threading.RLock()
-        self._names = list(self.parameter_store.tensors)
         self._leaves = [flat.detach().requires_grad_() for flat in self.parameter_store.flats]
         self._gradients = self.parameter_store.layout.allocate()
         self._gradient_views = self.parameter_store.layout.views(self._gradients)

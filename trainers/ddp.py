@@ -65,6 +65,7 @@ class DdpTrainer(Trainer):
         self.model = self.configure_ddp(model, device_ids)
         self.updater = Updater(self.task, self.unwrapped_model, self.config.training)
         if self.joins:
+            # Making the context switches the collectives of joining on; it is never entered: the loop here decides.
             self._join = self._ddp().join(divide_by_initial_world_size=False)
             self._shadow = self._ddp().join_hook(divide_by_initial_world_size=False)  # type: ignore[no-untyped-call]
         self._start_together()
