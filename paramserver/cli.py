@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from paramserver import launch
+from paramserver.leaving import leave
 from paramserver.version import __version__
 
 _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"launch": launch.main}
@@ -34,4 +35,4 @@ def main() -> None:
         early = "not in this version" if words[0] in _LATER else "there is no such command"
         print(f"error: paramserver {words[0]}: {early}; see paramserver --help", file=sys.stderr)
         sys.exit(2)
-    launch.leave(command(words[1:]))
+    leave(command(words[1:]))

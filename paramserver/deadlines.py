@@ -12,14 +12,6 @@ from paramserver.errors import DeadlineExceeded
 T = TypeVar("T")
 
 
-_PREFIX = "within-"
-
-
-def abandoned_threads() -> list[str]:
-    """Calls that were given up and still run. torch aborts an interpreter that ends normally while one is inside it."""
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith(_PREFIX)]
-
-
 def call_within(timeout_s: float, what: str, function: Callable[[], T]) -> T:
     """The result of ``function``, run in a thread that is given up after ``timeout_s``.
 
@@ -38,7 +30,7 @@ def call_within(timeout_s: float, what: str, function: Callable[[], T]) -> T:
         except BaseException as error:  # noqa: BLE001 - handed to the caller, who raises it
             failure.append(error)
 
-    thread = threading.Thread(target=run, name=f"{_PREFIX}{what}", daemon=True)
+    thread = threading.Thread(target=run, name=f"within-{what}", daemon=True)
     thread.start()
     thread.join(timeout_s)
     if thread.is_alive():

@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import shutil
-import signal
 import socket
 import sys
 import time
@@ -19,7 +18,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -37,6 +36,7 @@ from paramserver.config import (
     world_size_of,
 )
 from paramserver.errors import CheckpointError, ParamserverError, UnsupportedConfiguration
+from paramserver.leaving import leave
 from paramserver.rundir import RunDir, create_run, default_run_name, newest_run, open_run
 from paramserver.sinks import Sink
 
@@ -397,19 +397,6 @@ def _values(config: Mapping[str, Any] | str | os.PathLike[str] | Config | None) 
         return dict(config), [Path.cwd()]
     path = Path(config)
     return load_config(path).to_mapping(), [Path.cwd(), path.resolve().parent]
-
-
-def leave(exit_code: int) -> NoReturn:
-    """End this process; at once where a thread is stuck in a call that was given up."""
-    # While it finalizes, Python puts handlers of its own back to the default; a late signal would change the exit code.
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
-    deadlines = sys.modules.get("paramserver.deadlines")
-    if deadlines is not None and deadlines.abandoned_threads():
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(exit_code)
-    sys.exit(exit_code)
 
 
 if __name__ == "__main__":

@@ -201,7 +201,7 @@ class Supervisor:
         if -exit_code in rank.sent:
             # Ended from here, because another rank had failed or a signal came: no cause, but a consequence.
             kind, how = "PeerLost", f"did not react and was ended by {signal.Signals(-exit_code).name}"
-        message = f"{how}; its last words are in {log}"
+        message = f"{how}; its last words are in {log}{_end_of(log)}"
         return {"kind": kind, "message": message, "exit_code": 1, "traceback": "", "signal": -exit_code}
 
     def _end_stragglers(self) -> None:
@@ -296,6 +296,14 @@ class Supervisor:
             checkpoint = latest.read_text().strip() if latest.is_file() else None
             summary = {"status": status, "mode": self.config.mode, "checkpoint": checkpoint, "error": error}
             write_json(self.run.summary_file, summary)
+
+
+def _end_of(log: Path, lines: int = 5, most_bytes: int = 4096) -> str:
+    """The last lines of a log, indented, each after a line break."""
+    with log.open("rb") as file:
+        file.seek(max(log.stat().st_size - most_bytes, 0))
+        words = file.read().decode(errors="replace").splitlines()[-lines:]
+    return "".join(f"\n    {line}" for line in words)
 
 
 def _error_of(rank: _Rank) -> ParamserverError:

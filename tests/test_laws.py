@@ -22,7 +22,7 @@ from helpers.source import (
 # A module imports from lower floors only. The whole number is the floor of the design, what follows the stair on it.
 FLOORS = {
     0: "errors version",
-    1.0: "buffers checkpoint config deadlines edge flat loading parent records roles",
+    1.0: "buffers checkpoint config deadlines edge flat leaving loading parent records roles",
     1.1: "cluster limits rundir",
     1.2: "consistency",
     1.3: "protocol",
