@@ -28,7 +28,7 @@ leave(3)
 
 
 def test_a_store_that_a_daemon_thread_waits_for_does_not_abort_a_good_end():
-    """A wait of torch's that is given up: where the interpreter is finalized, its thread ends the process by SIGABRT."""
+    """Where the interpreter is finalized, the thread of a wait that was given up ends the process by SIGABRT."""
     done = ended(
         """
 import socket, threading, time
