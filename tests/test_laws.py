@@ -38,7 +38,7 @@ FLOORS = {
     5.2: "hosting",
     5.3: "remote",
     6: "optimizer",
-    7.0: "trainers.counters trainers.data trainers.hooks trainers.validation",
+    7.0: "trainers.agreement trainers.counters trainers.data trainers.hooks trainers.validation",
     7.1: "trainers.base",
     8: "trainers.ddp trainers.local trainers.rpc",
     9.0: "dry_run rank supervisor",

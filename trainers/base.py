@@ -35,9 +35,6 @@ from trainers.validation import evaluate, validation_batches
 
 T = TypeVar("T")
 
-# How long a trainer waits for its own data before it tells the others that it is still waiting.
-_PATIENCE_S = 1.0
-
 
 class Trainer(ABC):
     """One trainer of a run. A mode says how trainers agree, step and save together; the loop is here.
@@ -208,7 +205,7 @@ class Trainer(ABC):
             available = self.data_available()
             self.clock.lap("data")
             with self.step_scope():
-                decision = self.agree(self._with_stop(available))
+                decision = self.agree(self.with_stop(available))
                 if decision.verdict is Verdict.WAIT:
                     continue
                 self._enter_epoch(decision)
@@ -223,7 +220,8 @@ class Trainer(ABC):
             self.clock.end_step()
             self._after_step()
 
-    def _with_stop(self, announcement: Announcement) -> Announcement:
+    def with_stop(self, announcement: Announcement) -> Announcement:
+        """The announcement with this trainer's wish to stop, where it has one."""
         stop, reason = self.process.stop.state()
         if stop is Stop.NO and self.keeper is not None and (wish := self.keeper.stop_reason()) is not None:
             stop, reason = Stop.LIMIT, wish
@@ -232,15 +230,20 @@ class Trainer(ABC):
     def _train(self, decision: Decision) -> None:
         batches = [self._next_batch() for _ in range(decision.batches)]
         self.before_batches()
-        losses = []
-        for place, (batch, _) in enumerate(batches):
-            last = place == len(batches) - 1
-            with nullcontext() if last else self.block_backward_sync():
-                losses.append(self._forward_backward(batch, len(batches)))
         samples = sum(n for _, n in batches)
         self.counters.samples_served += samples
-        loss = sum(losses) / len(losses)
-        result = self.update(StepReport(self.trainer_index, decision.step, samples, loss, self.seconds))
+        summed = 0.0
+        for place, (batch, _) in enumerate(batches, start=1):
+            last = place == len(batches)
+            with nullcontext() if last else self.block_backward_sync():
+                value, loss = self._forward(batch)
+                summed += value
+                if last:
+                    self.on_loss_known(summed / place, samples)
+                self._backward(loss, len(batches))
+        result = self.update(
+            StepReport(self.trainer_index, decision.step, samples, summed / len(batches), self.seconds)
+        )
         if result is not None and self.keeper is not None:
             self.keeper.stepped(result)
         if "first step" not in self.process.start_clock.phases:
@@ -255,19 +258,24 @@ class Trainer(ABC):
         self.clock.lap("data")
         return batch, samples
 
-    def _forward_backward(self, batch: Any, batches: int) -> float:
+    def on_loss_known(self, loss: float, samples: int) -> None:
+        """The mean loss of the step's batches is there; its last backward comes next."""
+
+    def _forward(self, batch: Any) -> tuple[float, Tensor]:
         self.task.on_batch_start(self.counters.batch_idx)
         with autocast(self.process.placement.device, self.config.training.precision):
             loss = self.task.training_step(self.model, batch, self.counters.batch_idx)
         value = check_loss(loss, self.trainer_index, self.counters.batch_idx)
         self.clock.lap("forward")
+        return value, loss
+
+    def _backward(self, loss: Tensor, batches: int) -> None:
         self.on_before_backward(loss)
         (loss / batches if batches > 1 else loss).backward()  # type: ignore[no-untyped-call]
         self.on_after_backward()
         self.clock.lap("backward")
         self.task.on_batch_end(self.counters.batch_idx)
         self.counters.batch_idx += 1
-        return value
 
     @property
     def seconds(self) -> float:

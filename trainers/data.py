@@ -75,10 +75,8 @@ class DataStream:
         Raises:
             SourceError: the source raised.
         """
-        wanted = self.training.batch_size * self.training.accumulate_batches
         try:
-            with self._source_failures():
-                ready = self.buffer.wait_ready(wanted, _PATIENCE_S)
+            ready = self._wait(_PATIENCE_S)
         except BufferExhausted:
             return Announcement(Readiness.DRAINED)
         if not ready:
@@ -88,6 +86,17 @@ class DataStream:
         if left is not None:
             batches = min(batches, -(-left // self.training.batch_size))
         return Announcement(Readiness.READY, batches)
+
+    def is_ready(self) -> bool:
+        """Whether ``available`` would answer at once; it stays so until the next batch is taken."""
+        try:
+            return self._wait(0.0)
+        except BufferExhausted:
+            return True
+
+    def _wait(self, timeout_s: float) -> bool:
+        with self._source_failures():
+            return self.buffer.wait_ready(self.training.batch_size * self.training.accumulate_batches, timeout_s)
 
     def next_batch(self) -> tuple[Any, int]:
         """A batch as the task's ``collate`` makes it, and its number of samples."""

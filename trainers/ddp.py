@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -12,8 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from paramserver.consistency import Announcement, Decision, Readiness, Stop, buffer_source, decide
-from paramserver.errors import PeerLost
+from paramserver.consistency import Announcement, Decision, Readiness, Verdict, buffer_source, decide
 from paramserver.keeper import Keeper
 from paramserver.limits import Limits
 from paramserver.meeting import Meeting
@@ -23,6 +23,7 @@ from paramserver.records import Record, StepReport, StepResult, TrainerTotals, W
 from paramserver.session import exchange, process_group
 from paramserver.task import Task
 from paramserver.updater import Updater
+from trainers.agreement import Agreed, Agreement, Done, peers_may_be_lost
 from trainers.base import Trainer
 from trainers.hooks import register_comm_hook
 
@@ -33,8 +34,10 @@ _COLLECT_EVERY_S = 1.0
 class DdpTrainer(Trainer):
     """One rank of a process group. All ranks hold the model, the optimizer and the schedule.
 
-    Before each step the ranks reduce one small vector: how far each is with its data, whether one wants to stop, and
-    the loss and samples of the step before. So they all take the same decision from the same numbers.
+    For each step the ranks reduce one small vector: how far each is with its data, whether one wants to stop, and the
+    loss and samples of the step before. So they all take the same decision from the same numbers. All of that is known
+    before the last backward of a step, so the reduction runs beside it. Only where somebody had no data by then, or a
+    validation or checkpoint came between, the ranks agree anew before they go on.
     """
 
     def __init__(self, process: Process, task: Task, keeper: Keeper | None, meeting: Meeting | None = None) -> None:
@@ -45,7 +48,6 @@ class DdpTrainer(Trainer):
         self.joins = self.config.training.uneven_inputs == "join"
         self.samples = 0
         self._active: tuple[int, ...] = tuple(range(process.trainers))
-        self._pending: tuple[float, int] | None = None
         self._behind = False
         self._collected = time.monotonic()
 
@@ -55,8 +57,8 @@ class DdpTrainer(Trainer):
         if self.process.placement.device.type == "cuda":
             torch.cuda.set_device(self.process.placement.device)  # nccl's collectives use the current device
         self.open(process_group(self.meeting, self.process.placement.backend))
-        gloo = dist.get_backend() == "gloo"
-        self._control = None if gloo else dist.new_group(backend="gloo")  # decisions are numbers on the CPU
+        self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.meeting.timeout_s))
+        self._agreement = Agreement(self._control, self.process.trainers, self.trainer_index)
         model = build_model(self.task, self.config.seed, self.process.placement)
         if self.keeper is not None:
             self.keeper.restore_model(model)
@@ -123,66 +125,48 @@ class DdpTrainer(Trainer):
         return peers_may_be_lost()
 
     def agree(self, announcement: Announcement) -> Decision:
-        announced, collect = self._reduce(announcement)
-        if collect:
-            self._collect(exchange(list(self.records), self._control))
-        decision = decide(announced, self.step, self.samples, self.limits, self.config.training.uneven_inputs)
+        decision = self._decide() if self._agreement.begun else None
+        if decision is None or decision.verdict is Verdict.WAIT:
+            self._begin_agreement(announcement)
+            decision = self._decide()
         if decision.active:
             self._active = decision.active
         self.clock.lap("wait")
         return decision
 
-    def _reduce(self, own: Announcement) -> tuple[dict[int, Announcement], bool]:
-        """Everybody's announcement, and whether rank 0 wants the records; the step before is accounted for."""
-        trainers, me = self.process.trainers, self.trainer_index
-        words = torch.zeros(3 * trainers + 4, dtype=torch.float64)
-        words[me], words[trainers + me], words[2 * trainers + me] = own.readiness, own.batches, own.stop
+    def on_loss_known(self, loss: float, samples: int) -> None:
+        # What is said now holds until the next batch is taken: samples that are there stay, and an end is an end.
+        following = self.data_available() if self.data.is_ready() else Announcement(Readiness.WAITING)
+        self._begin_agreement(self.with_stop(following), Done(loss, samples))
+
+    def _begin_agreement(self, announcement: Announcement, done: Done | None = None) -> None:
         collect = self.keeper is not None and time.monotonic() - self._collected > _COLLECT_EVERY_S
-        words[-4] = collect
-        self._put_pending(words)
-        self._all_reduce(words)
-        self._take_pending(words)
-        table = words[: 3 * trainers].view(3, trainers).long().tolist()
-        reasons = {i: own.reason if i == me else f"a signal to trainer {i}" for i in range(trainers)}
-        announced = {
-            i: Announcement(Readiness(table[0][i]), table[1][i], Stop(table[2][i]), reasons[i]) for i in range(trainers)
-        }
-        return announced, bool(words[-4])
+        self._agreement.begin(announcement, done, collect)
 
-    def _put_pending(self, words: torch.Tensor) -> None:
-        if self._pending is not None:
-            words[-3], words[-2], words[-1] = *self._pending, 1.0
+    def _decide(self) -> Decision:
+        agreed = self._finish_agreement()
+        return decide(agreed.announced, self.step, self.samples, self.limits, self.config.training.uneven_inputs)
 
-    def _take_pending(self, words: torch.Tensor) -> None:
-        """Account for the step whose loss and samples were just reduced."""
-        loss, samples, takers = words[-3].item(), int(words[-2].item()), words[-1].item()
-        self._pending = None
-        if not takers:
-            return
-        self.samples += samples
-        if self.keeper is not None:
-            result = StepResult(self.step, self.samples, loss / takers, self.updater.lr, self.seconds)
-            self.keeper.stepped(result)
-
-    def _settle(self) -> None:
-        """Account for the last step now, where a validation or checkpoint must know of it."""
-        words = torch.zeros(4, dtype=torch.float64)
-        self._put_pending(words)
-        self._all_reduce(words)
-        self._take_pending(words)
-
-    def _all_reduce(self, words: torch.Tensor) -> None:
-        with peers_may_be_lost():
-            dist.all_reduce(words, group=self._control)
+    def _finish_agreement(self) -> Agreed:
+        """The words of all; the step that they belong to is accounted for."""
+        agreed = self._agreement.finish()
+        if agreed.done is not None:
+            self.samples += agreed.done.samples
+            if self.keeper is not None:
+                lr = self.updater.lr
+                self.keeper.stepped(StepResult(self.step, self.samples, agreed.done.loss, lr, self.seconds))
+        if agreed.collect:
+            self._collect(exchange(list(self.records), self._control))
+        return agreed
 
     def update(self, report: StepReport) -> None:
         self.updater.update()
         self.updater.optimizer.zero_grad()
-        self._pending = report.loss, report.samples
         self.clock.lap("apply")
 
     def idle(self, decision: Decision) -> None:
         """Answer the collectives of those who still have data, as DDP's join does."""
+        self._begin_agreement(self.with_stop(Announcement(Readiness.DRAINED)))
         with peers_may_be_lost():
             for _ in range(decision.batches):
                 dist.all_reduce(torch.zeros(1, device=self._ddp().join_device))  # "one process that has no data"
@@ -196,7 +180,8 @@ class DdpTrainer(Trainer):
 
     def refresh(self) -> None:
         """The same model and module buffers on all ranks, before they are validated or saved."""
-        self._settle()
+        if self._agreement.begun:
+            self._finish_agreement()  # for the figures of the last step; what it said of the next one may be too old
         source = buffer_source(self._active, self.config.training.uneven_inputs)
         with peers_may_be_lost():
             for buffer in self.unwrapped_model.buffers():
@@ -250,14 +235,3 @@ class DdpTrainer(Trainer):
 
     def optimizer_state(self) -> dict[str, Any]:
         return self.updater.optimizer.state_dict()
-
-
-@contextmanager
-def peers_may_be_lost() -> Iterator[None]:
-    """Say so where a collective fails because another rank is gone; torch raises a bare RuntimeError from gloo."""
-    try:
-        yield
-    except RuntimeError as error:
-        if isinstance(error, dist.DistError) or "gloo" in str(error):
-            raise PeerLost(f"another rank of the process group is lost: {str(error).splitlines()[0]}") from error
-        raise
