@@ -84,7 +84,9 @@ class DdpConfig:
     find_unused_parameters: bool = key(False, switch(), "see DistributedDataParallel")
     static_graph: bool = key(False, switch(), "see DistributedDataParallel")
     gradient_as_bucket_view: bool = key(True, switch(), "see DistributedDataParallel")
-    bucket_cap_mb: float = key(25.0, positive(), "see DistributedDataParallel")
+    bucket_cap_mb: float | None = key(
+        None, positive(nullable=True), "null = 25, and 1 for the first bucket, so that it starts early"
+    )
     comm_hook: str = key("none", choice("none", "fp16", "bf16", "powersgd"), "compression of the gradients")
     extra: dict[str, Any] = key({}, mapping(), "further arguments of DistributedDataParallel")
 
