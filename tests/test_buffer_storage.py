@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import default_collate
 
-from paramserver.buffers import make_buffer
+from paramserver.buffers import Fifo, make_buffer
 from paramserver.errors import BufferTimeout
 
 Pair = namedtuple("Pair", ["left", "right"])
@@ -320,3 +320,38 @@ def test_named_tuples_and_typed_ones():
     assert type(batch.stacked) is Typed
     assert same(batch.samples, samples)
     assert same(batch.stacked, default_collate(samples))
+
+
+@pytest.mark.parametrize("count", [1, 7, 63, 64, 65, 200])
+@pytest.mark.parametrize(
+    "sample",
+    [
+        lambda i: (torch.full((3, 2), float(i)), i),
+        lambda i: {"a": np.full(4, i, np.int16), "b": np.float32(i), "c": float(i)},
+        lambda i: torch.full((2,), i, dtype=torch.bfloat16),
+        lambda i: torch.complex(torch.tensor([float(i)]), torch.tensor([1.0])).conj(),
+        lambda i: (torch.empty(0), np.array(i)),
+    ],
+)
+def test_samples_put_together_are_those_put_one_by_one(count, sample):
+    together, single = (Fifo(256) for _ in range(2))
+    together.put_many([sample(i) for i in range(count)])
+    for i in range(count):
+        single.put(sample(i))
+    a, b = together.get_batch(count), single.get_batch(count)
+    assert repr(a.stacked) == repr(b.stacked)
+    assert repr(a.samples) == repr(b.samples)
+
+
+def test_a_producer_may_use_its_memory_again_once_put_many_has_returned():
+    buffer, memory = Fifo(8), [np.full(3, i) for i in range(4)]
+    buffer.put_many(memory)
+    for array in memory:
+        array[:] = -1
+    assert buffer.get_batch(4).stacked[:, 0].tolist() == [0, 1, 2, 3]
+
+
+def test_put_many_that_meets_another_layout_midway_keeps_all_samples():
+    buffer = Fifo(8)
+    buffer.put_many([torch.zeros(2), torch.ones(2), torch.ones(3), torch.ones(2)])
+    assert [tuple(sample.shape) for sample in buffer.get_batch(4).samples] == [(2,), (2,), (3,), (2,)]

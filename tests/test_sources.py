@@ -127,11 +127,25 @@ def test_a_data_set_that_gives_groups_is_asked_for_groups():
     assert all(sample == key * key for key, sample in read)
 
 
-def test_only_what_is_used_is_read():
+def test_no_more_is_read_than_the_group_that_is_used():
     data = Squares(70)
-    reading = DatasetSource(data, Partition(0, 1), seed=3).samples(0)
-    keys = [next(reading)[0] for _ in range(3)]
-    assert data.asked == keys
+    reading = DatasetSource(data, Partition(0, 1), seed=3, group=4).samples(0)
+    keys = [next(reading)[0] for _ in range(6)]
+    assert data.asked[:6] == keys
+    assert len(data.asked) == 8
+
+
+def test_what_was_read_before_a_sample_that_cannot_be_read_is_served():
+    class Broken(Squares):
+        def __getitem__(self, index):
+            if len(self.asked) == 6:
+                raise OSError("no such file")
+            return super().__getitem__(index)
+
+    reading = DatasetSource(Broken(70), Partition(0, 1), seed=3, group=4).samples(0)
+    assert len([next(reading) for _ in range(6)]) == 6
+    with pytest.raises(OSError, match="no such file"):
+        next(reading)
 
 
 @pytest.mark.parametrize(

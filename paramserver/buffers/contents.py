@@ -82,6 +82,11 @@ class Contents:
         self.bytes += size
         return slot
 
+    def flush(self) -> None:
+        """Copy what was inserted, so that the samples given may change."""
+        if self.storage is not None:
+            self.storage.flush()
+
     def _occupy(self, key: Any) -> int:
         slot = self._free.take()
         if slot == len(self._keys):
@@ -170,6 +175,7 @@ class Contents:
                 self._occupy(key)
         self.served[: len(keys)] = state["served"].numpy()
         self.unseen = int(np.count_nonzero(self.served[: len(keys)] == 0))
+        self.flush()
         self._gone = dict(state["gone"])
         self._count_bytes()
         self._check_restored(self.bytes, len(keys))

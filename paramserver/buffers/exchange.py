@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -92,13 +93,18 @@ class Exchange(ABC):
             BufferClosed: closed or finished, before or meanwhile; the sample was not taken.
             ValueError: the sample requires gradients, or can never be held within ``max_bytes``.
         """
-        with self._lock:
-            self._put(sample, key, _deadline(timeout))
-            if last:
-                self._finished = True
-                self._wake_all()
+        deadline = _deadline(timeout)
+        with self._putting(last):
+            self._put(sample, key, deadline)
 
-    def put_many(self, samples: Iterable[Any], keys: Iterable[Any] | None = None, timeout: float | None = None) -> int:
+    def put_many(
+        self,
+        samples: Iterable[Any],
+        keys: Iterable[Any] | None = None,
+        timeout: float | None = None,
+        *,
+        last: bool = False,
+    ) -> int:
         """Put all samples in order and return their number. Errors as of ``put``, and how many were put."""
         # A generator is read before the lock is taken: it may take its time.
         samples = list(samples)
@@ -106,13 +112,25 @@ class Exchange(ABC):
         if len(keys) != len(samples):
             raise ValueError(f"keys ({len(keys)}) must be as many as samples ({len(samples)}); give one key per sample")
         deadline = _deadline(timeout)
-        with self._lock:
+        with self._putting(last):
             for done, (sample, key) in enumerate(zip(samples, keys, strict=True)):
                 try:
                     self._put(sample, key, deadline)
                 except (BufferTimeout, BufferClosed) as error:
                     raise type(error)(f"{error}; {done} of {len(samples)} samples were put") from error
         return len(samples)
+
+    @contextmanager
+    def _putting(self, last: bool) -> Iterator[None]:
+        """The lock, until what was put is copied."""
+        with self._lock:
+            try:
+                yield
+            finally:
+                self._contents.flush()
+            if last:
+                self._finished = True
+                self._wake_all()
 
     def _put(self, sample: Any, key: Any, deadline: float | None) -> None:
         self._check_put()

@@ -16,6 +16,9 @@ from paramserver.buffers.codec import decode, encode, size_of
 from paramserver.buffers.layout import Layout, Leaf, TensorLeaf, layout_of
 from paramserver.buffers.order import Slots
 
+# Rows that wait to be written together.
+_AT_ONCE = 64
+
 Gathered: TypeAlias = tuple[Any | None, Callable[[], list[Any]]]
 
 
@@ -28,6 +31,9 @@ class Storage(ABC):
 
     @abstractmethod
     def write(self, slot: int, prepared: Any, size: int) -> None: ...
+
+    def flush(self) -> None:
+        """Have everything that was written in its place, before it is read."""
 
     @abstractmethod
     def gather(self, slots: Slots) -> Gathered:
@@ -59,11 +65,20 @@ class Column:
         self._is_tensor = isinstance(leaf, TensorLeaf)
         self._array: npt.NDArray[Any] = _numpy_view(self.rows)
 
-    def write(self, slot: int, value: Any) -> None:
-        if self._is_tensor:
-            self.rows[slot].copy_(value)
+    def write(self, slots: list[int], values: list[Any]) -> None:
+        if len(slots) > 1:
+            self._write_many(slots, values)
+        elif self._is_tensor:
+            self.rows[slots[0]].copy_(values[0])
         else:
-            self._array[slot] = value
+            self._array[slots[0]] = values[0]
+
+    def _write_many(self, slots: list[int], values: list[Any]) -> None:
+        """One stacking and one write: of samples by the dozen, a call for each would cost more than the copy."""
+        if self._is_tensor:
+            self._array[slots] = _numpy_view(torch.stack(values).resolve_conj().resolve_neg())
+        else:
+            self._array[slots] = values
 
     def gather(self, slots: Slots) -> Tensor:
         return torch.from_numpy(self._array.take(slots, axis=0)).view(self.rows.dtype)
@@ -78,6 +93,8 @@ class ColumnStorage(Storage):
         self.row_bytes = sum(leaf.row_bytes for leaf in leaves)
         try:
             self._columns = [Column(leaf, rows) for leaf in leaves]
+            self._slots: list[int] = []
+            self._values: list[list[Any]] = []
         except MemoryError as error:
             raise ValueError(
                 f"capacity ({rows}) must fit into memory, {rows} samples of {self.row_bytes} bytes do not; "
@@ -89,8 +106,18 @@ class ColumnStorage(Storage):
         return (leaves, self.row_bytes) if self.layout.flatten(sample, leaves) else None
 
     def write(self, slot: int, prepared: list[Any], size: int) -> None:
-        for column, value in zip(self._columns, prepared, strict=True):
-            column.write(slot, value)
+        """Take it down; ``flush`` copies."""
+        self._slots.append(slot)
+        self._values.append(prepared)
+        if len(self._slots) == _AT_ONCE:
+            self.flush()
+
+    def flush(self) -> None:
+        if not self._slots:
+            return
+        for column, values in zip(self._columns, zip(*self._values, strict=True), strict=True):
+            column.write(self._slots, list(values))
+        self._slots, self._values = [], []
 
     def gather(self, slots: Slots) -> Gathered:
         columns = self._rows(slots)
@@ -111,6 +138,7 @@ class ColumnStorage(Storage):
             column.rows[: len(saved)].copy_(saved)
 
     def _rows(self, slots: Slots) -> list[Tensor]:
+        self.flush()
         return [column.gather(slots) for column in self._columns]
 
 

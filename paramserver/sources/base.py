@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,10 @@ class Source(ABC):
     @abstractmethod
     def samples(self, position: int) -> Iterator[tuple[Any, Any]]:
         """The sequence from ``position`` on, which is 0 at the start of a run."""
+
+    def groups(self, position: int) -> Iterator[Sequence[tuple[Any, Any]]]:
+        """``samples`` in the groups in which they are at hand: what follows a group may take its time."""
+        return ([pair] for pair in self.samples(position))
 
     def fetch(self, key: Any) -> Any:
         """The sample of this key; only where ``refetchable``."""

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
 
 from paramserver.errors import TaskError, UnsupportedConfiguration
 from paramserver.sources.base import Partition, Source
-
-# Samples are asked for in groups, as DataLoader does, where the data set offers `__getitems__`.
-_FETCH = 32
 
 
 def deal(
@@ -53,6 +51,7 @@ class DatasetSource(Source):
         seed: of the shuffling; the same for all trainers.
         passes: how many passes are served; None for no end.
         sampler_kwargs: ``shuffle``, ``pad``, ``drop_last`` and ``seed``, where a trainer wants them otherwise.
+        group: how many samples are read together, as a DataLoader reads a batch; ``__getitems__`` is used if offered.
     """
 
     refetchable = True
@@ -65,11 +64,13 @@ class DatasetSource(Source):
         seed: int,
         passes: int | None = None,
         sampler_kwargs: dict[str, Any] | None = None,
+        group: int = 32,
     ) -> None:
         self.dataset = dataset
         self.length = len(dataset)
         self.partition = partition
         self.passes = passes
+        self.group = group
         self.options = {"seed": seed, **(sampler_kwargs or {})}
         if self.length == 0:
             raise TaskError("the training data set is empty; train_source must return at least one sample")
@@ -89,13 +90,27 @@ class DatasetSource(Source):
         return deal(self.length, self.partition, epoch=epoch, **self.options)
 
     def samples(self, position: int) -> Iterator[tuple[int, Any]]:
+        return chain.from_iterable(self.groups(position))
+
+    def groups(self, position: int) -> Iterator[Sequence[tuple[int, Any]]]:
         epoch, offset = divmod(position, self.share)
         while self.passes is None or epoch < self.passes:
             order = self._order(epoch)
-            for start in range(offset, len(order), _FETCH):
-                indices = list(order[start : start + _FETCH])
-                yield from zip(indices, self._fetch_all(indices), strict=True)
+            for start in range(offset, len(order), self.group):
+                indices = list(order[start : start + self.group])
+                yield from self._group(indices)
             epoch, offset = epoch + 1, 0
+
+    def _group(self, indices: list[int]) -> Iterator[Sequence[tuple[int, Any]]]:
+        """The samples of these indices; where one cannot be read those before it, and then what was raised."""
+        group: list[tuple[int, Any]] = []
+        try:
+            group.extend(zip(indices, self._fetch_all(indices), strict=True))
+        except BaseException:
+            if group:
+                yield group
+            raise
+        yield group
 
     def _fetch_all(self, indices: list[int]) -> Iterator[Any]:
         if hasattr(self.dataset, "__getitems__"):

@@ -33,7 +33,12 @@ def make_source(
         source: Source = data
     elif is_map_style(data):
         source = DatasetSource(
-            data, partition, seed=config.seed, passes=training.max_epochs, sampler_kwargs=sampler_kwargs
+            data,
+            partition,
+            seed=config.seed,
+            passes=training.max_epochs,
+            sampler_kwargs=sampler_kwargs,
+            group=training.batch_size,
         )
     elif isinstance(data, Iterable):
         source = IterableSource(data)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from paramserver.buffers import Buffer
@@ -34,8 +34,11 @@ class Feeder:
     def _run(self) -> None:
         start, total = self.buffer.info().puts, self.source.total
         try:
-            for position, (key, sample) in enumerate(self._read(start), start=start + 1):
-                self.buffer.put(sample, key, last=position == total)
+            position = start
+            for group in self._read(start):
+                position += len(group)
+                keys, samples = zip(*group, strict=True)
+                self.buffer.put_many(samples, keys, last=position == total)
             self.buffer.finish()
         except BufferClosed:
             if self.buffer.closed:
@@ -48,12 +51,12 @@ class Feeder:
         except BaseException as error:  # noqa: BLE001 - kept, and raised to the trainer
             self._fail(error)
 
-    def _read(self, position: int) -> Iterator[tuple[Any, Any]]:
+    def _read(self, position: int) -> Iterator[Sequence[tuple[Any, Any]]]:
         """The source's samples from ``position`` on; whatever it raises, the error names the sample."""
         try:
-            for pair in self.source.samples(position):
-                yield pair
-                position += 1
+            for group in self.source.groups(position):
+                yield group
+                position += len(group)
         except GeneratorExit:
             raise
         except BaseException as error:  # a user's source may raise anything, a ValueError as well
