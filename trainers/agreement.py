@@ -68,13 +68,10 @@ class Agreement:
             collect: on rank 0, whether it wants the records.
         """
         assert self._work is None
-        words = torch.zeros(3 * self.trainers + 4, dtype=torch.float64)
-        words[self.me : 3 * self.trainers : self.trainers] = torch.tensor(
-            [own.readiness, own.batches, own.stop], dtype=torch.float64
-        )
-        words[-1] = collect
-        if done is not None:
-            words[-4:-1] = torch.tensor([done.loss, done.samples, 1.0], dtype=torch.float64)
+        row = [0.0] * (3 * self.trainers)
+        row[self.me :: self.trainers] = own.readiness, own.batches, own.stop
+        row += (0.0, 0.0, 0.0) if done is None else (done.loss, done.samples, 1.0)
+        words = torch.tensor([*row, collect], dtype=torch.float64)
         with peers_may_be_lost():
             self._work = dist.all_reduce(words, group=self.group, async_op=True)
         self._words, self._own = words, own

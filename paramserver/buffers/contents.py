@@ -133,8 +133,9 @@ class Contents:
         self._free.give(slots)
 
     def _add_times(self, histogram: dict[int, int], slots: Slots) -> None:
-        for times, samples in zip(*np.unique(self.served[slots], return_counts=True), strict=True):
-            histogram[int(times)] = histogram.get(int(times), 0) + int(samples)
+        counts = np.bincount(self.served[slots])
+        for times in np.flatnonzero(counts).tolist():
+            histogram[times] = histogram.get(times, 0) + int(counts[times])
 
     def histogram(self) -> dict[int, int]:
         """Count {times served: samples}, of those that are held and those that left."""

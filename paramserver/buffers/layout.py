@@ -64,7 +64,7 @@ class Leaf(Layout):
 
 class TensorLeaf(Leaf):
     def fits(self, value: Any) -> bool:
-        return type(value) is Tensor and value.dtype == self.dtype and value.shape == self.shape and _has_rows(value)
+        return type(value) is Tensor and value.dtype is self.dtype and value.shape == self.shape and _has_rows(value)
 
     def rebuild(self, columns: Iterator[Tensor], size: int) -> list[Any]:
         return list(next(columns).unbind(0))
@@ -182,9 +182,9 @@ def _has_rows(tensor: Tensor) -> bool:
     """Whether a strided column on the CPU can hold it. A complex32 column would warn at each allocation."""
     refuse_grad(tensor)
     return (
-        tensor.device.type == "cpu"
-        and tensor.layout == torch.strided
-        and tensor.dtype != torch.complex32
+        tensor.is_cpu
+        and tensor.layout is torch.strided
+        and tensor.dtype is not torch.complex32
         and not (tensor.is_quantized or tensor.is_nested)
     )
 
