@@ -18,6 +18,7 @@ from paramserver.limits import Limits
 from paramserver.modelling import load_weights, plain_weights
 from paramserver.records import Record, StepResult, TrainerTotals, WeightedSums, make_record
 from paramserver.report.outcome import summarize
+from paramserver.resharding import reshard
 from paramserver.rundir import RunDir, write_json
 from paramserver.sinks import Sink
 from paramserver.updater import Updater
@@ -66,8 +67,10 @@ class Keeper:
         self._improved_step: int | None = None
         self.epoch = 0
         self.writer = CheckpointWriter(run.checkpoints_dir, config.checkpoint.keep, config.checkpoint.background)
+        self._dealt: list[bytes] | None = None
         if checkpoint is not None:
             self._restore(checkpoint.load("run"))
+            self._dealt = self._deal(checkpoint)
 
     # Where a run begins.
 
@@ -100,9 +103,23 @@ class Keeper:
             updater.load_state_dict(state)
 
     def stored_part(self, trainer_index: int) -> bytes | None:
-        """What a trainer stored in the checkpoint."""
-        name = f"trainer-{trainer_index}.pt"
-        return None if self.checkpoint is None else self.checkpoint.bytes(name)
+        """What a trainer goes on from; None in a new run."""
+        if self.checkpoint is None or self._dealt is not None:
+            return None if self._dealt is None else self._dealt[trainer_index]
+        return self.checkpoint.bytes(f"trainer-{trainer_index}.pt")
+
+    def _deal(self, checkpoint: Checkpoint) -> list[bytes] | None:
+        """The parts for this number of trainers, where the checkpoint is of another."""
+        before, now = checkpoint.manifest.about["trainers"], self._trainers
+        if before == now:
+            return None
+        parts = [checkpoint.load(f"trainer-{i}") for i in range(before)]
+        capacity, entropy = self.config.buffer.capacity, (self.config.seed, self.resumes)
+        return [pack(part) for part in reshard(parts, now, capacity=capacity, entropy=entropy)]
+
+    @property
+    def _trainers(self) -> int:
+        return world_size_of(self.config) - num_servers_of(self.config)
 
     # While it runs.
 
@@ -231,7 +248,7 @@ class Keeper:
         return {
             "mode": config.mode,
             "consistency": config.server.consistency,
-            "trainers": world_size_of(config) - num_servers_of(config),
+            "trainers": self._trainers,
             "world_size": world_size_of(config),
             "task": config.task,
             "seed": config.seed,

@@ -208,15 +208,7 @@ def _keeping(plan: RankPlan, process: Process) -> Iterator[Keeper]:
 
 
 def _checkpoint_to_resume(run: RunDir, process: Process) -> Checkpoint:
-    checkpoint = read_checkpoint(find_checkpoint(run.path))
-    about, config = checkpoint.manifest.about, process.config
-    for key, now in (("mode", config.mode), ("trainers", process.trainers)):
-        if about.get(key) != now:
-            raise CheckpointError(
-                f"not in this version: resuming {checkpoint.path} ({key} {about.get(key)}) with {key} {now}; "
-                f"resume it with {key} {about.get(key)}"
-            )
-    return checkpoint
+    return read_checkpoint(find_checkpoint(run.path))
 
 
 def _initial_weights(config: Config) -> tuple[str, Any] | None:

@@ -19,7 +19,17 @@ PUBLIC = {
     ],
     "trainers": ["DdpTrainer", "LocalTrainer", "RpcTrainer", "Trainer"],
     "paramserver.buffers": ["Batch", "Buffer", "BufferInfo", "Fifo", "Firo", "Reservoir", "make_buffer"],
-    "paramserver.sources": ["DatasetSource", "Feeder", "IterableSource", "Partition", "Source", "deal", "make_source"],
+    "paramserver.sources": [
+        "DatasetSource",
+        "Feeder",
+        "IterableSource",
+        "Leftover",
+        "Partition",
+        "Share",
+        "Source",
+        "deal",
+        "make_source",
+    ],
 }
 FOLDERS = [module.name for module in modules() if module.is_init]
 

@@ -26,7 +26,7 @@ FLOORS = {
     1.1: "cluster limits rundir",
     1.2: "consistency",
     1.3: "protocol",
-    2.0: "report sinks sources",
+    2.0: "report resharding sinks sources",
     2.1: "channel console",
     3.0: "task",
     3.1: "updater",
@@ -47,13 +47,14 @@ FLOORS = {
 }
 # The rooms that are folders, from their base upwards.
 FOLDERS = {
-    "buffers": "batch checks order codec layout storage contents exchange base counted fifo firo reservoir factory",
+    "buffers": "batch checks order codec layout storage redistribute contents exchange base counted fifo firo "
+    "reservoir factory",
     "checkpoint": "disk manifest layout archive copies best read store retention writer",
     "cluster": "network base listener flags torchrun resolve",
     "config": "modes rules schema table values reading settings overrides checks printing loading world",
     "report": "outcome summary",
     "sinks": "base jsonlines progress tensorboard",
-    "sources": "base dataset iterable factory feeder",
+    "sources": "base share dataset iterable factory feeder",
     "transport": "wire agent",
 }
 MAY_USE_RPC = [f"paramserver.{m}" for m in ("session", "membership", "transport", "server", "hosting", "remote")]

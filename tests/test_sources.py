@@ -107,9 +107,9 @@ def test_the_end_of_a_pass_is_the_start_of_the_next():
 
 def test_what_is_known_of_a_source():
     made = source(10, 0, 3, passes=4)
-    assert (made.share, made.total, made.pass_samples, made.endless) == (4, 16, 10, False)
+    assert (made.share.per_pass, made.total, made.pass_samples, made.endless) == (4, 16, 10, False)
     endless = source(10, 1, 3, passes=None)
-    assert (endless.share, endless.total, endless.pass_samples, endless.endless) == (3, None, 10, True)
+    assert (endless.share.per_pass, endless.total, endless.pass_samples, endless.endless) == (3, None, 10, True)
     assert source(10, 0, 3, sampler_kwargs={"pad": True}).pass_samples == 12
     assert source(10, 0, 3, sampler_kwargs={"drop_last": True}).pass_samples == 9
 
@@ -181,7 +181,7 @@ def test_a_map_style_data_set_is_dealt():
     for data in (TensorDataset(torch.arange(6)), [1, 2, 3, 4, 5, 6], Squares(6)):
         made = make_source(data, HERE, config(max_epochs=3), {"drop_last": True})
         assert isinstance(made, DatasetSource)
-        assert (made.passes, made.share) == (3, 3)
+        assert (made.passes, made.share.per_pass) == (3, 3)
 
 
 def test_an_iterable_is_this_trainers_own_share():
@@ -216,10 +216,10 @@ def test_any_limit_ends_a_data_set(limit):
 
 
 def test_an_iterable_resumes_by_leaving_out():
-    made = IterableSource([10, 11, 12, 13])
+    made = IterableSource([10, 11, 12, 13], HERE)
     assert list(made.samples(2)) == [(2, 12), (3, 13)]
     assert (made.total, made.endless, made.pass_samples) == (4, False, None)
-    assert IterableSource(iter([1])).total is None
+    assert IterableSource(iter([1]), HERE).total is None
     with pytest.raises(LookupError, match="IterableSource cannot give sample 2 a second time"):
         made.fetch(2)
 
@@ -263,7 +263,7 @@ def test_what_a_source_raises_comes_with_its_sample_and_traceback(error):
         yield from range(3)
         raise error("no such file")
 
-    fed = feeder(IterableSource(numbers()))
+    fed = feeder(IterableSource(numbers(), HERE))
     fed.start()
     with pytest.raises(BufferClosed):
         drained(fed)
@@ -288,7 +288,7 @@ def test_the_sample_is_counted_from_the_start_of_the_run():
 
 
 def test_what_the_buffer_refuses_is_not_blamed_on_the_source():
-    fed = feeder(IterableSource([torch.ones(1, requires_grad=True)]))
+    fed = feeder(IterableSource([torch.ones(1, requires_grad=True)], HERE))
     fed.start()
     with pytest.raises(BufferClosed):
         drained(fed)
@@ -306,7 +306,7 @@ def test_closing_ends_a_feeder_that_waits_for_room():
                 yield pair
 
     reading = threading.Event()
-    fed = feeder(Watched(range(1000)), capacity=2)
+    fed = feeder(Watched(range(1000), HERE), capacity=2)
     fed.start()
     assert reading.wait(10)
     fed.close()

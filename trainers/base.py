@@ -371,6 +371,9 @@ class Trainer(ABC):
         self.data.load_state_dict(part)
         self.counters = Counters(**part["counters"])
         self._saved_step = self.step
+        if part["random"] is None:  # a trainer that the checkpoint has not got
+            seed_all(self.config.seed, part["resumes"], 1 + self.trainer_index)
+            return
         restore_random_states(part["random"])
         self.task.on_resume(part["task"])
 

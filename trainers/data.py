@@ -12,7 +12,7 @@ from paramserver.buffers import Batch, Buffer, make_buffer
 from paramserver.config import Config
 from paramserver.consistency import Announcement, Readiness
 from paramserver.errors import BufferClosed, BufferExhausted, UnsupportedConfiguration
-from paramserver.sources import Feeder, Partition, Source, make_source
+from paramserver.sources import Feeder, Leftover, Partition, Source, make_source
 from paramserver.task import Task, default_batching
 
 # How long a trainer waits for its own data before it tells the others that it is still waiting.
@@ -134,12 +134,15 @@ class DataStream:
         return {"buffer": buffer, "source": self.source.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back ``state_dict()``; before ``start``."""
+        """Take back ``state_dict()``, or this trainer's part of what others left; before ``start``."""
+        if (left := state.get("leftovers")) is not None:
+            self.source.reshard([Leftover(**one) for one in left], state["buffer"]["keys"])
+        else:
+            self.source.load_state_dict(state["source"], state["buffer"]["mark"])
         # A run that goes on may have got a larger limit, and then there is more to come.
         finished = state["buffer"]["counters"]["puts"] == self.source.total
         buffer = {**state["buffer"], "finished": finished}
         self.buffer.load_state_dict(buffer, self.source.fetch if self.source.refetchable else None)
-        self.source.load_state_dict(state["source"])
 
 
 def _draw_seed(seed: int, trainer_index: int) -> int:

@@ -72,6 +72,7 @@ class Buffer(Exchange):
                 "kind": self.kind,
                 "finished": self._finished,
                 "counters": dict(vars(self._counters)),
+                "mark": self._mark,
                 "rng": self._rng.bit_generator.state,
                 **self._own_state(),
                 **self._contents.state(self._order(), samples),
@@ -98,6 +99,7 @@ class Buffer(Exchange):
             # The saved order is the order of the slots now, so the same draws give the same samples.
             self._counters = Counters(**state["counters"])
             self._finished = state["finished"]
+            self._mark = state["mark"]
             self._rng.bit_generator.state = state["rng"]
             self._restore_order(np.arange(contents.count), contents.unseen)
             self._load_own_state(state)

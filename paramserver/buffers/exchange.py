@@ -44,6 +44,7 @@ class Exchange(ABC):
         # The n that the consumer waits for; 0 while it does not wait.
         self._wanted = 0
         self._finished = self._closed = False
+        self._mark: Any = None
         self._counters = Counters()
         self._restore_order(np.empty(0, np.int64), 0)
 
@@ -104,8 +105,12 @@ class Exchange(ABC):
         timeout: float | None = None,
         *,
         last: bool = False,
+        mark: Any = None,
     ) -> int:
-        """Put all samples in order and return their number. Errors as of ``put``, and how many were put."""
+        """Put all samples in order and return their number. Errors as of ``put``, and how many were put.
+
+        ``mark`` is kept from the last sample on, for the state: what the producer needs to go on after it.
+        """
         # A generator is read before the lock is taken: it may take its time.
         samples = list(samples)
         keys = [None] * len(samples) if keys is None else list(keys)
@@ -118,6 +123,7 @@ class Exchange(ABC):
                     self._put(sample, key, deadline)
                 except (BufferTimeout, BufferClosed) as error:
                     raise type(error)(f"{error}; {done} of {len(samples)} samples were put") from error
+            self._mark = mark
         return len(samples)
 
     @contextmanager

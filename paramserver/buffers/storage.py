@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -188,6 +188,35 @@ def storage_from_state(state: dict[str, Any], capacity: int, max_bytes: int | No
     columns = ColumnStorage(layout, max(_rows(layout, capacity, max_bytes), len(state["columns"][0])))
     columns.load(state["columns"])
     return columns
+
+
+def join_states(states: Sequence[dict[str, Any] | None], places: Sequence[tuple[int, int]]) -> dict[str, Any] | None:
+    """The state of a storage that has the samples at ``places``, in their order: which state, which sample of it."""
+    held = [state for state in states if state is not None]
+    if not places or not held:
+        return None
+    template = held[0].get("template")
+    if template is None or not all("template" in state and _same_layout(template, state["template"]) for state in held):
+        return {"objects": [_sample_tree(states[which], i) for which, i in places]}
+    starts = np.cumsum([0, *(0 if state is None else len(state["columns"][0]) for state in states)])
+    rows = torch.tensor([int(starts[which]) + i for which, i in places])
+    columns = zip(*(state["columns"] for state in held), strict=True)
+    return {"template": template, "columns": [torch.cat(column).index_select(0, rows) for column in columns]}
+
+
+def _same_layout(one: list[Any], other: list[Any]) -> bool:
+    layout = layout_of(decode(one))
+    return layout is not None and layout.flatten(decode(other), [])
+
+
+def _sample_tree(state: dict[str, Any] | None, index: int) -> list[Any]:
+    assert state is not None
+    if "objects" in state:
+        tree: list[Any] = state["objects"][index]
+        return tree
+    layout = layout_of(decode(state["template"]))
+    assert layout is not None
+    return encode(_rebuild(layout, [column[index : index + 1] for column in state["columns"]], 1)[0])
 
 
 def _rows(layout: Layout, capacity: int, max_bytes: int | None) -> int:

@@ -4,23 +4,36 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from paramserver.sources.base import Partition, Source
-    from paramserver.sources.dataset import DatasetSource, deal
+    from paramserver.sources.base import Leftover, Partition, Source
+    from paramserver.sources.dataset import DatasetSource
     from paramserver.sources.factory import make_source
     from paramserver.sources.feeder import Feeder
     from paramserver.sources.iterable import IterableSource
+    from paramserver.sources.share import Share, deal
 
 _HOMES = {
     "DatasetSource": "dataset",
     "Feeder": "feeder",
     "IterableSource": "iterable",
+    "Leftover": "base",
     "Partition": "base",
+    "Share": "share",
     "Source": "base",
-    "deal": "dataset",
+    "deal": "share",
     "make_source": "factory",
 }
 
-__all__ = ["DatasetSource", "Feeder", "IterableSource", "Partition", "Source", "deal", "make_source"]
+__all__ = [
+    "DatasetSource",
+    "Feeder",
+    "IterableSource",
+    "Leftover",
+    "Partition",
+    "Share",
+    "Source",
+    "deal",
+    "make_source",
+]
 
 
 def __getattr__(name: str) -> Any:

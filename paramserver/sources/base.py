@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from paramserver.errors import CheckpointError
 
 
 @dataclass(frozen=True)
@@ -14,6 +16,24 @@ class Partition:
 
     index: int
     count: int
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """How far one trainer of an earlier run had come, for a run with another number of trainers.
+
+    Attributes:
+        state: its source's ``state_dict()``.
+        position: how many samples it had put into its buffer.
+        unserved: keys of those that it held and had never served, in order; only where the source is ``refetchable``
+            (otherwise the samples themselves go over).
+        mark: of the last group that the buffer had got; None where there was none.
+    """
+
+    state: Mapping[str, Any]
+    position: int
+    unserved: Sequence[Any] = ()
+    mark: Any = None
 
 
 class Source(ABC):
@@ -55,9 +75,31 @@ class Source(ABC):
         """How many samples one pass over the data holds for all trainers together; None where unknown."""
         return None
 
+    def mark(self) -> Any:
+        """What the source needs besides the position to go on after the group that ``groups`` gave last.
+
+        It is kept with the samples of that group, so that it always belongs to what the buffer has got.
+        """
+        return None
+
     def state_dict(self) -> dict[str, Any]:
-        """What besides the position is needed to go on."""
+        """What is needed to go on, besides the position and the mark."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back ``state_dict()``."""
+    def load_state_dict(self, state: dict[str, Any], mark: Any = None) -> None:
+        """Take back ``state_dict()``, and the mark of the last group that the buffer got."""
+
+    def reshard(self, leftovers: Sequence[Leftover], held: Sequence[Any]) -> None:
+        """Go on with this trainer's share of what another number of trainers left.
+
+        Args:
+            leftovers: of all earlier trainers, in their order.
+            held: the keys that this trainer's buffer begins with; they count as the first positions.
+
+        Raises:
+            CheckpointError: this kind of source has a share for the same number of trainers only.
+        """
+        raise CheckpointError(
+            f"a checkpoint of {len(leftovers)} trainers, whose data is a {type(self).__name__}, must be resumed with "
+            f"{len(leftovers)}; give cluster.num_trainers or --world_size so, or a source with reshard"
+        )

@@ -2,44 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import chain
 from typing import Any
 
-import torch
-
-from paramserver.errors import TaskError, UnsupportedConfiguration
-from paramserver.sources.base import Partition, Source
-
-
-def deal(
-    length: int,
-    partition: Partition,
-    *,
-    seed: int,
-    epoch: int,
-    shuffle: bool = True,
-    drop_last: bool = False,
-    pad: bool = False,
-) -> list[int]:
-    """The indices of one trainer's share of one pass.
-
-    The order is that of ``torch.utils.data.DistributedSampler``: a permutation seeded with ``seed + epoch``, of which
-    trainer i takes every ``count``-th index from the i-th on. The tail is neither padded nor dropped, so that every
-    sample is dealt exactly once; ``pad`` repeats indices from the front and ``drop_last`` cuts the tail, as there.
-    """
-    if shuffle:
-        generator = torch.Generator().manual_seed(seed + epoch)
-        order = torch.randperm(length, generator=generator).tolist()
-    else:
-        order = list(range(length))
-    if drop_last:
-        order = order[: length - length % partition.count]
-    elif pad and length % partition.count:
-        missing = partition.count - length % partition.count
-        order += (order * (missing // max(length, 1) + 1))[:missing]
-    return order[partition.index :: partition.count]
+from paramserver.errors import CheckpointError, TaskError, UnsupportedConfiguration
+from paramserver.sources.base import Leftover, Partition, Source
+from paramserver.sources.share import Share
 
 
 class DatasetSource(Source):
@@ -74,32 +45,26 @@ class DatasetSource(Source):
         self.options = {"seed": seed, **(sampler_kwargs or {})}
         if self.length == 0:
             raise TaskError("the training data set is empty; train_source must return at least one sample")
+        self.share = Share(self.length, partition, self.options)
         try:
-            self.share = len(self._order(0))
+            mine = self.share.per_pass
         except TypeError as error:
             raise UnsupportedConfiguration(
                 f"sampler_kwargs ({self.options}) must be among seed, shuffle, pad, drop_last"
             ) from error
-        if self.share == 0:
+        if mine == 0:
             raise TaskError(
                 f"trainer {partition.index} gets none of the {self.length} training samples; "
                 f"use at most {self.length} trainers"
             )
 
-    def _order(self, epoch: int) -> Sequence[int]:
-        return deal(self.length, self.partition, epoch=epoch, **self.options)
-
     def samples(self, position: int) -> Iterator[tuple[int, Any]]:
         return chain.from_iterable(self.groups(position))
 
     def groups(self, position: int) -> Iterator[Sequence[tuple[int, Any]]]:
-        epoch, offset = divmod(position, self.share)
-        while self.passes is None or epoch < self.passes:
-            order = self._order(epoch)
-            for start in range(offset, len(order), self.group):
-                indices = list(order[start : start + self.group])
-                yield from self._group(indices)
-            epoch, offset = epoch + 1, 0
+        for block in self.share.blocks(position, self.passes):
+            for start in range(0, len(block), self.group):
+                yield from self._group(block[start : start + self.group])
 
     def _group(self, indices: list[int]) -> Iterator[Sequence[tuple[int, Any]]]:
         """The samples of these indices; where one cannot be read those before it, and then what was raised."""
@@ -126,12 +91,28 @@ class DatasetSource(Source):
 
     @property
     def total(self) -> int | None:
-        return None if self.passes is None else self.passes * self.share
+        return None if self.passes is None else self.share.total(self.passes)
 
     @cached_property  # it is asked for in every step, and costs a pass over the indices
     def pass_samples(self) -> int:
         count = self.partition.count
-        return sum(
-            len(deal(self.length, Partition(i, count), epoch=0, **{**self.options, "shuffle": False}))
-            for i in range(count)
-        )
+        return sum(Share(self.length, Partition(i, count), self.options).per_pass for i in range(count))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"length": self.length, "rest": list(self.share.rest), "epoch": self.share.epoch}
+
+    def load_state_dict(self, state: dict[str, Any], mark: Any = None) -> None:
+        self._check_length(state)
+        self.share = replace(self.share, rest=state["rest"], epoch=state["epoch"])
+
+    def reshard(self, leftovers: Sequence[Leftover], held: Sequence[Any]) -> None:
+        for leftover in leftovers:
+            self._check_length(leftover.state)
+        self.share = self.share.taking_over(leftovers, held)
+
+    def _check_length(self, state: Mapping[str, Any]) -> None:
+        if state["length"] != self.length:
+            raise CheckpointError(
+                f"the training data set has {self.length} samples, it must have {state['length']} as when the "
+                "checkpoint was written; use init_from to go on from the weights with other data"
+            )

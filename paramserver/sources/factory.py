@@ -41,7 +41,7 @@ def make_source(
             group=training.batch_size,
         )
     elif isinstance(data, Iterable):
-        source = IterableSource(data)
+        source = IterableSource(data, partition)
     else:
         raise TaskError(
             f"train_source returned {type(data).__name__}; it must return a map-style data set, an iterable, or one of "

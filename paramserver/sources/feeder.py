@@ -38,7 +38,7 @@ class Feeder:
             for group in self._read(start):
                 position += len(group)
                 keys, samples = zip(*group, strict=True)
-                self.buffer.put_many(samples, keys, last=position == total)
+                self.buffer.put_many(samples, keys, last=position == total, mark=self.source.mark())
             self.buffer.finish()
         except BufferClosed:
             if self.buffer.closed:
