@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from paramserver.checkpoint import Best, Checkpoint, CheckpointWriter, Written, private_copy
-from paramserver.config import Config, num_servers_of, world_size_of
+from paramserver.config import Config, num_trainers_of, world_size_of
 from paramserver.errors import TaskError
 from paramserver.limits import Limits
 from paramserver.modelling import load_weights, plain_weights
@@ -110,16 +110,12 @@ class Keeper:
 
     def _deal(self, checkpoint: Checkpoint) -> list[bytes] | None:
         """The parts for this number of trainers, where the checkpoint is of another."""
-        before, now = checkpoint.manifest.about["trainers"], self._trainers
+        before, now = checkpoint.manifest.about["trainers"], num_trainers_of(self.config)
         if before == now:
             return None
         parts = [checkpoint.load(f"trainer-{i}") for i in range(before)]
         capacity, entropy = self.config.buffer.capacity, (self.config.seed, self.resumes)
         return [pack(part) for part in reshard(parts, now, capacity=capacity, entropy=entropy)]
-
-    @property
-    def _trainers(self) -> int:
-        return world_size_of(self.config) - num_servers_of(self.config)
 
     # While it runs.
 
@@ -248,7 +244,7 @@ class Keeper:
         return {
             "mode": config.mode,
             "consistency": config.server.consistency,
-            "trainers": self._trainers,
+            "trainers": num_trainers_of(config),
             "world_size": world_size_of(config),
             "task": config.task,
             "seed": config.seed,

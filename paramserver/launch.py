@@ -32,6 +32,7 @@ from paramserver.config import (
     differences,
     load_config,
     mode_of,
+    num_trainers_of,
     with_world_size,
     world_size_of,
 )
@@ -152,6 +153,8 @@ def _launch(arguments: argparse.Namespace, began: float) -> Result | None:
     identity = _identity(arguments, config)
     world_size = arguments.world_size if identity is None else identity.world_size
     config = with_world_size(config, world_size or world_size_of(config))
+    if run is not None:
+        _tell_changes(run, config)
     command = [sys.executable, "-m", "paramserver.launch", *sys.argv[1:]]
     if arguments.dry_run:
         from paramserver.dry_run import plan_text
@@ -190,12 +193,24 @@ def _settle_resumed(
         raise CheckpointError(f"{run.path} holds no config.yaml: that run never began; start it anew")
     stored = yaml.safe_load(run.config_file.read_text(encoding="utf-8"))
     config = load_config(None, base=stored, overrides=arguments.overrides, flags=flags)
-    print(f"resuming {run.path}", file=sys.stderr)
-    for line in differences(config_from_mapping(stored), config):
-        print(f"  changed: {line}", file=sys.stderr)
     # Where the run found its task when it began; a folder that is given now comes first.
     began_in = json.loads(run.environment_file.read_text(encoding="utf-8")).get("folders", [])
     return config, run, list(dict.fromkeys([*folders, *map(Path, began_in)]))
+
+
+def _tell_changes(run: RunDir, config: Config) -> None:
+    """In which ways the run goes on other than it was."""
+    stored = config_from_mapping(yaml.safe_load(run.config_file.read_text(encoding="utf-8")))
+    print(f"resuming {run.path}", file=sys.stderr)
+    for line in differences(stored, config):
+        print(f"  changed: {line}", file=sys.stderr)
+    before, now = _samples_of_a_step(stored), _samples_of_a_step(config)
+    if before != now:
+        print(f"  note: a step takes {now} samples in place of {before}", file=sys.stderr)
+
+
+def _samples_of_a_step(config: Config) -> str:
+    return f"{num_trainers_of(config)} x {config.training.batch_size * config.training.accumulate_batches}"
 
 
 def _run_to_resume(arguments: argparse.Namespace) -> Path:

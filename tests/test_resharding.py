@@ -120,10 +120,11 @@ def test_what_was_begun_comes_before_what_was_not_and_is_shared_evenly():
 
 def test_pass_numbers_go_on_where_some_had_begun_the_next_pass():
     trainers = [Trainer(range(10), i, 2, None) for i in range(2)]
-    trainers[0].put(8)  # in its second pass
+    trainers[0].put(8)
+    trainers[0].serve(6)  # the sixth is of its second pass
     trainers[1].put(1)
     (one,) = resumed(trainers, 1, None)
-    keys = [key for key, _ in itertools.islice(one.source.samples(0), 40)]
+    keys = trainers[0].served + [key for key, _ in itertools.islice(one.source.samples(0), 34)]
     assert Counter(keys[:20]) == Counter(dict.fromkeys(range(10), 2))
     assert keys[20:30] != keys[30:40]
     assert sorted(keys[20:30]) == sorted(keys[30:40]) == list(range(10))
@@ -276,3 +277,22 @@ def test_an_iterable_that_keeps_its_place_is_read_on_and_dealt_anew():
 def test_a_plain_iterable_has_a_share_for_the_same_number_only():
     with pytest.raises(CheckpointError, match=r"a checkpoint of 2 trainers.*IterableSource.*resumed with 2"):
         IterableSource(iter([1]), Partition(0, 1)).reshard([Leftover({}, 0)] * 2, [])
+
+
+@pytest.mark.parametrize("ahead", [0, 3, 17, 60])
+def test_how_far_a_fifo_had_read_ahead_does_not_matter(ahead):
+    trainers = [Trainer(range(20), i, 2, None) for i in range(2)]
+    for one in trainers:
+        one.put(7 + ahead * (one.index + 1))
+        one.serve(7)
+    new = resumed(trainers, 3, None)
+    plain = resumed([*map(without_reading_ahead, trainers)], 3, None)
+    for one, other in zip(new, plain, strict=True):
+        assert one.source.share == other.source.share
+
+
+def without_reading_ahead(trainer):
+    exact = Trainer(trainer.source.dataset, trainer.index, trainer.source.partition.count, None)
+    exact.put(len(trainer.served))
+    exact.serve(len(trainer.served))
+    return exact

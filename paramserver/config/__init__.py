@@ -21,7 +21,15 @@ if TYPE_CHECKING:
         TrainingConfig,
     )
     from paramserver.config.table import KEYS, SECTIONS, Key, Section
-    from paramserver.config.world import Role, mode_of, num_servers_of, roles, with_world_size, world_size_of
+    from paramserver.config.world import (
+        Role,
+        mode_of,
+        num_servers_of,
+        num_trainers_of,
+        roles,
+        with_world_size,
+        world_size_of,
+    )
 
 __all__ = [
     "BestConfig",
@@ -49,6 +57,7 @@ __all__ = [
     "load_config",
     "mode_of",
     "num_servers_of",
+    "num_trainers_of",
     "roles",
     "value_of",
     "with_world_size",
@@ -61,7 +70,7 @@ _HOMES = {
     "modes": ("MODES", "Mode"),
     "printing": ("describe_keys", "differences", "dump_yaml"),
     "table": ("KEYS", "SECTIONS", "Key", "Section"),
-    "world": ("Role", "mode_of", "num_servers_of", "roles", "with_world_size", "world_size_of"),
+    "world": ("Role", "mode_of", "num_servers_of", "num_trainers_of", "roles", "with_world_size", "world_size_of"),
 }
 
 

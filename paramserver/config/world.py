@@ -31,6 +31,10 @@ def num_servers_of(config: Config) -> int:
     return config.cluster.num_servers if mode_of(config).has_servers else 0
 
 
+def num_trainers_of(config: Config) -> int:
+    return world_size_of(config) - num_servers_of(config)
+
+
 def world_size_of(config: Config) -> int:
     """Count the ranks of the run where the world size is given by the config alone."""
     if mode_of(config).single_process:

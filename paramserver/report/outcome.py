@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from paramserver.config import Config, mode_of, num_servers_of, world_size_of
+from paramserver.config import Config, mode_of, num_servers_of, num_trainers_of
 from paramserver.records import PHASES, DurationHistogram, TrainerTotals, peak_rss_mb
 
 
@@ -42,7 +42,7 @@ def summarize(
         "mode": config.mode,
         "consistency": config.server.consistency if has_servers else None,
         "num_servers": num_servers_of(config),
-        "num_trainers": world_size_of(config) - num_servers_of(config),
+        "num_trainers": num_trainers_of(config),
         "steps": account.step,
         "samples": account.samples,
         "samples_served": sum(t.samples for t in totals),

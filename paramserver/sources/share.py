@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, zip_longest
+from itertools import chain, islice, zip_longest
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ class Share:
     partition: Partition
     options: Mapping[str, Any]
     rest: Sequence[int] = ()
-    epoch: int = field(default=0)
+    epoch: int = 0
 
     @cached_property
     def per_pass(self) -> int:
@@ -83,26 +84,44 @@ class Share:
         """The first pass of which nothing lies before ``position``."""
         return self.epoch + -(-max(position - len(self.rest), 0) // self.per_pass)
 
+    def rewound(self, position: int, unserved: Sequence[int]) -> tuple[int, list[int]]:
+        """The position before the last indices that are all among ``unserved``, and those of them that lie earlier.
+
+        A buffer reads ahead as fast as it can. What it did not serve is as if it had never been read, so that how far
+        it had come does not matter: entirely so for a FIFO, which serves in order.
+        """
+        known = Counter(unserved)
+        start = max(position - len(unserved), 0)
+        ahead = islice(chain.from_iterable(self.blocks(start, None)), position - start)
+        for index in reversed(list(ahead)):
+            if not known[index]:
+                break
+            known[index] -= 1
+            position -= 1
+        earlier = []
+        for index in unserved:
+            if known[index]:
+                known[index] -= 1
+                earlier.append(index)
+        return position, earlier
+
     def taking_over(self, leftovers: Sequence[Leftover], held: Sequence[int]) -> Share:
         """This trainer's share, where ``leftovers`` tell what another number of trainers had come to.
 
         What those had begun is dealt anew, in turn from each of them: the samples that they held and had not served,
-        and the indices up to the end of the last pass that one of them had begun. So each pass still serves each
-        sample once.
+        and the indices up to the end of the last pass of which one of them had served something. So each pass still
+        serves each sample once.
 
         Args:
             leftovers: one for each of the earlier trainers, in their order.
             held: the keys that this trainer's buffer begins with; its positions count them.
         """
-        count = len(leftovers)
-        begun = [self._earlier(i, count, leftover.state) for i, leftover in enumerate(leftovers)]
-        epoch = max(share.first_untouched(one.position) for share, one in zip(begun, leftovers, strict=True))
-        left = [
-            [*one.unserved, *chain.from_iterable(share.blocks(one.position, epoch))]
-            for share, one in zip(begun, leftovers, strict=True)
-        ]
+        begun = []
+        for i, one in enumerate(leftovers):
+            partition = Partition(i, len(leftovers))
+            share = Share(self.length, partition, self.options, one.state["rest"], one.state["epoch"])
+            begun.append((share, *share.rewound(one.position, one.unserved)))
+        epoch = max(share.first_untouched(position) for share, position, _ in begun)
+        left = [[*earlier, *chain.from_iterable(share.blocks(at, epoch))] for share, at, earlier in begun]
         in_turn = [index for turn in zip_longest(*left) for index in turn if index is not None]
         return replace(self, rest=[*held, *in_turn[self.partition.index :: self.partition.count]], epoch=epoch)
-
-    def _earlier(self, index: int, count: int, state: Mapping[str, Any]) -> Share:
-        return Share(self.length, Partition(index, count), self.options, state["rest"], state["epoch"])
