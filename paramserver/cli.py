@@ -5,18 +5,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from paramserver import launch
+from paramserver import evaluate, launch
 from paramserver.leaving import leave
 from paramserver.version import __version__
 
-_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"launch": launch.main}
+_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"evaluate": evaluate.main, "launch": launch.main}
 # Named in docs/interface.md, built later; a wrong word is told apart from one that is too early.
-_LATER = ("benchmark", "report", "evaluate", "chaos", "doctor")
+_LATER = ("benchmark", "report", "chaos", "doctor")
 
 _USAGE = f"""usage: paramserver COMMAND [arguments]
 
 commands:
   launch    train a task (paramserver launch --help)
+  evaluate  validate the model of a checkpoint (paramserver evaluate --help)
 
 not in this version: {", ".join(_LATER)}"""
 

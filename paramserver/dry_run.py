@@ -8,16 +8,13 @@ from pathlib import Path
 from paramserver.buffers import make_buffer
 from paramserver.config import Config, Role, dump_yaml, roles, world_size_of
 from paramserver.devices import place_trainer
-from paramserver.loading import load_object
 from paramserver.sources import Partition, make_source
-from paramserver.task import Task, check_task_class
+from paramserver.task import Task, make_task
 
 
 def plan_text(config: Config, folders: Sequence[Path]) -> str:
     """What a run of ``config`` with all ranks on this machine would do. Starts nothing; reads the task's data."""
-    assert config.task is not None
-    task_class = check_task_class(load_object(config.task, "task", folders), config.task)
-    task = task_class(**config.task_args)
+    task = make_task(config, folders)
     ranks = roles(config, world_size_of(config))
     trainers = sum(role.kind == "trainer" for role in ranks)
     lines = [dump_yaml(config).rstrip(), "", f"{len(ranks)} rank(s), mode {config.mode}:"]

@@ -128,15 +128,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _launch(arguments, began)
     except ParamserverError as error:
-        return _tell(error)
+        return tell(error)
     except KeyboardInterrupt:
         return 1
     except Exception as error:  # noqa: BLE001 - the last thing printed, with its traceback
-        return _tell(error)
+        return tell(error)
     return 0
 
 
-def _tell(error: BaseException) -> int:
+def tell(error: BaseException) -> int:
     """Print what ended the run; its exit code."""
     told = describe(error)
     relayed = isinstance(error, ParamserverError) and error.relayed
@@ -194,8 +194,7 @@ def _settle_resumed(
     stored = yaml.safe_load(run.config_file.read_text(encoding="utf-8"))
     config = load_config(None, base=stored, overrides=arguments.overrides, flags=flags)
     # Where the run found its task when it began; a folder that is given now comes first.
-    began_in = json.loads(run.environment_file.read_text(encoding="utf-8")).get("folders", [])
-    return config, run, list(dict.fromkeys([*folders, *map(Path, began_in)]))
+    return config, run, list(dict.fromkeys([*folders, *run.task_folders()]))
 
 
 def _tell_changes(run: RunDir, config: Config) -> None:

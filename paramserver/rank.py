@@ -17,7 +17,7 @@ from paramserver.cluster import Identity, bind_interface, interface_towards, pro
 from paramserver.config import Config, Role, dump_yaml, mode_of, roles
 from paramserver.consistency import Decision
 from paramserver.devices import CPU, Placement, place_trainer
-from paramserver.errors import CheckpointError, DeadlineExceeded, Interrupted, ParamserverError, PeerLost, TaskError
+from paramserver.errors import CheckpointError, DeadlineExceeded, Interrupted, PeerLost
 from paramserver.keeper import Keeper
 from paramserver.loading import load_object
 from paramserver.meeting import Meeting, meet
@@ -27,7 +27,7 @@ from paramserver.roles import set_trainer_index
 from paramserver.rundir import RunDir, create_run, default_run_name, environment_record, supersede_metrics, write_json
 from paramserver.session import rpc_server
 from paramserver.sinks import Fan, JsonLines, Sink, TensorBoard
-from paramserver.task import Task, check_task_class
+from paramserver.task import Task, make_task
 
 if TYPE_CHECKING:
     from trainers import Trainer
@@ -83,7 +83,7 @@ def run_rank(plan: RankPlan) -> dict[str, Any] | None:
     clock = StartClock(plan.began)
     clock.mark("interpreter and imports")
     with StopRequest(restore=not plan.is_last_act) as stop, ExitStack() as stack:
-        task = _make_task(plan)
+        task = make_task(config, plan.folders, plan.task_class)
         process = Process(config, identity, role, trainers, _place(config, identity, role), stop, clock)
         clock.mark("task")
         meeting = _meet(plan, process)
@@ -104,23 +104,6 @@ def run_rank(plan: RankPlan) -> dict[str, Any] | None:
             assert meeting is not None
             return _serve(process, task, keeper, meeting)
         return _train(process, task, keeper, meeting, plan.folders)
-
-
-def _make_task(plan: RankPlan) -> Task:
-    config = plan.config
-    task_class = plan.task_class
-    if task_class is None:
-        assert config.task is not None
-        task_class = check_task_class(load_object(config.task, "task", plan.folders), config.task)
-    try:
-        return task_class(**config.task_args)
-    except ParamserverError:
-        raise
-    except Exception as error:  # a user's constructor may raise anything; its traceback is the useful part
-        kind = "takes other arguments" if isinstance(error, TypeError) else "raised"
-        raise TaskError(
-            f"task ({config.task}): {task_class.__name__}(**task_args) {kind}: {type(error).__name__}: {error}"
-        ) from error
 
 
 def _place(config: Config, identity: Identity, role: Role) -> Placement:

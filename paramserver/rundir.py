@@ -78,6 +78,11 @@ class RunDir:
     def log_file(self, global_rank: int) -> Path:
         return self.logs_dir / f"rank-{global_rank}.log"
 
+    def task_folders(self) -> list[Path]:
+        """Where the run looked for its task when it began."""
+        about = json.loads(self.environment_file.read_text(encoding="utf-8"))
+        return [Path(folder) for folder in about.get("folders", [])]
+
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Hold the folder as its only writer.

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from paramserver.errors import TaskError
+from paramserver.errors import ParamserverError, TaskError
+from paramserver.loading import load_object
 from paramserver.sources.base import Partition
 
 if TYPE_CHECKING:
@@ -168,3 +170,28 @@ def check_task_class(task_class: object, reference: str) -> type[Task]:
 def default_batching(task: Task) -> bool:
     """Whether batches are plain stacks of samples, so that a buffer may gather them without looking at each."""
     return type(task).process_sample is Task.process_sample and type(task).collate is Task.collate
+
+
+def make_task(config: Config, folders: Sequence[Path], task_class: type[Task] | None = None) -> Task:
+    """The task of a process.
+
+    Args:
+        config: names the task and its arguments.
+        folders: where its file or module is looked for.
+        task_class: the class, where the caller holds it.
+
+    Raises:
+        TaskError: it cannot be loaded, is not complete, or its constructor raises.
+    """
+    if task_class is None:
+        assert config.task is not None
+        task_class = check_task_class(load_object(config.task, "task", folders), config.task)
+    try:
+        return task_class(**config.task_args)
+    except ParamserverError:
+        raise
+    except Exception as error:  # a user's constructor may raise anything; its traceback is the useful part
+        kind = "takes other arguments" if isinstance(error, TypeError) else "raised"
+        raise TaskError(
+            f"task ({config.task}): {task_class.__name__}(**task_args) {kind}: {type(error).__name__}: {error}"
+        ) from error

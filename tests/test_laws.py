@@ -43,6 +43,7 @@ FLOORS = {
     8: "trainers.ddp trainers.local trainers.rpc",
     9.0: "dry_run rank supervisor",
     9.1: "launch",
+    9.2: "evaluate",
     10: "cli",
 }
 # The rooms that are folders, from their base upwards.
@@ -65,6 +66,7 @@ MODES = frozenset({"rpc", "ddp", "local"})
 NEEDS_NO_TORCH = (
     "paramserver",
     "paramserver.launch",
+    "paramserver.evaluate",
     "paramserver.cli",
     "paramserver.config",
     "paramserver.cluster",

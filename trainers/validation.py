@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from paramserver.config import Config
+from paramserver.devices import Placement, move
 from paramserver.errors import TaskError
 from paramserver.modelling import autocast
 from paramserver.records import WeightedSums
@@ -68,6 +69,11 @@ def validation_batches(task: Task, partition: Partition, config: Config) -> Data
     size = config.training.validation_batch_size or config.training.batch_size
     # Each pass of a DataLoader draws a seed; from a generator of its own, so that validating leaves training alone.
     return DataLoader(share, batch_size=size, collate_fn=_Counted(task), generator=torch.Generator())
+
+
+def input_on(placement: Placement) -> Callable[[Any], Any]:
+    """Moves a batch to where the model computes, unless it spreads over several devices and takes care of it itself."""
+    return (lambda batch: move(batch, placement.device)) if len(placement.devices) == 1 else (lambda batch: batch)
 
 
 def evaluate(

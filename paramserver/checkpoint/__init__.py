@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from paramserver.checkpoint.best import Best
     from paramserver.checkpoint.copies import private_copy
     from paramserver.checkpoint.manifest import FORMAT_VERSION, Manifest
-    from paramserver.checkpoint.read import Checkpoint, find_checkpoint, read_checkpoint
+    from paramserver.checkpoint.read import Checkpoint, choose_checkpoint, find_checkpoint, read_checkpoint
     from paramserver.checkpoint.retention import clean, mark_best, retain
     from paramserver.checkpoint.store import write_checkpoint
     from paramserver.checkpoint.writer import CheckpointWriter, Written
@@ -18,6 +18,7 @@ _HOMES = {
     "FORMAT_VERSION": "manifest",
     "Manifest": "manifest",
     "Checkpoint": "read",
+    "choose_checkpoint": "read",
     "find_checkpoint": "read",
     "read_checkpoint": "read",
     "clean": "retention",
@@ -35,6 +36,7 @@ __all__ = [
     "FORMAT_VERSION",
     "Manifest",
     "Written",
+    "choose_checkpoint",
     "clean",
     "find_checkpoint",
     "mark_best",

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paramserver.checkpoint.layout import LATEST, history, pointed, problem, step_of
+from paramserver.checkpoint.layout import BEST, LATEST, history, pointed, problem, step_name, step_of
 from paramserver.checkpoint.manifest import FileEntry, Manifest, altered, read_manifest
 from paramserver.errors import CheckpointError
 
-__all__ = ["Checkpoint", "find_checkpoint", "read_checkpoint"]
+__all__ = ["Checkpoint", "choose_checkpoint", "find_checkpoint", "read_checkpoint"]
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,24 @@ def find_checkpoint(run: Path) -> Path:
     raise CheckpointError(
         f"{folder} must hold a complete checkpoint ({_looked_at(folder)}); name another run, or start without --resume"
     )
+
+
+def choose_checkpoint(run: Path, which: str) -> Path:
+    """The checkpoint of ``run`` (a folder) that ``which`` names: ``latest``, ``best``, or a step by its number.
+
+    Raises:
+        CheckpointError: there is none; names those that there are.
+    """
+    if which == LATEST:
+        return find_checkpoint(run)
+    folder = Path(run) / "checkpoints"
+    found = pointed(folder, BEST) if which == BEST else None
+    if which.isdigit():
+        found = folder / step_name(int(which))
+    if found is not None and found.is_dir():
+        return found
+    there = ", ".join(str(step_of(path.name)) for path in history(folder)) or "none"
+    raise CheckpointError(f"checkpoint {which} of {run} must exist; there are {LATEST} and the steps {there}")
 
 
 def _looked_at(folder: Path) -> str:

@@ -1,0 +1,140 @@
+"""Validates a stored model, trains nothing: ``paramserver evaluate RUN_DIR``, ``python -m paramserver.evaluate``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from paramserver.checkpoint import Checkpoint, choose_checkpoint, read_checkpoint
+from paramserver.config import Config, load_config
+from paramserver.errors import CheckpointError, ParamserverError, TaskError
+from paramserver.launch import tell
+from paramserver.leaving import leave
+from paramserver.rundir import RunDir, open_run
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a stored model came to.
+
+    ``values`` are exact means over ``samples`` samples; ``logged`` is what the task gave to ``self.log`` last.
+    """
+
+    checkpoint: str
+    step: int
+    samples: int
+    values: dict[str, float]
+    logged: dict[str, float]
+
+
+class Evaluator:
+    """Stands where a task expects its trainer, ``self.trainer``, while nothing is trained."""
+
+    trainer_index = 0
+
+    def __init__(self) -> None:
+        self.logged: dict[str, float] = {}
+
+    def log(self, name: str, value: Any) -> None:
+        self.logged[name] = float(value)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The arguments of ``paramserver evaluate``."""
+    parser = argparse.ArgumentParser(
+        prog="paramserver evaluate",
+        description="Validate the model of a run's checkpoint with the run's own task and data. Trains and changes "
+        "nothing; the run may still be going on.",
+        epilog="Exit codes: 0 done, 1 the validation failed, 2 the input is wrong.",
+    )
+    parser.add_argument("run", type=Path, metavar="RUN_DIR", help="the folder of a run")
+    parser.add_argument(
+        "--checkpoint", default="latest", metavar="WHICH", help="latest (default), best, or a step such as 1200"
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        dest="overrides",
+        help="any key of the config in place of the run's; may be repeated",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    arguments = make_parser().parse_args(argv)
+    try:
+        found = evaluate_run(arguments.run, arguments.checkpoint, arguments.overrides)
+    except ParamserverError as error:
+        return tell(error)
+    except KeyboardInterrupt:
+        return 1
+    except Exception as error:  # noqa: BLE001 - the task's own code may raise anything; shown with its traceback
+        return tell(error)
+    print(json.dumps(asdict(found)) if arguments.json else _text(found))
+    return 0
+
+
+def _text(found: Evaluation) -> str:
+    rows = [("checkpoint", found.checkpoint), ("step", str(found.step)), ("samples", str(found.samples))]
+    rows += [(name, f"{value:.6g}") for name, value in sorted({**found.logged, **found.values}.items())]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:{width}s}  {value}" for name, value in rows)
+
+
+def evaluate_run(run_dir: Path, which: str = "latest", overrides: Sequence[str] = ()) -> Evaluation:
+    """Validate the model of a checkpoint on the first device that the config gives, with all validation samples.
+
+    Args:
+        run_dir: of the run.
+        which: ``latest``, ``best``, or the number of a step.
+        overrides: as after ``--set``.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it is damaged.
+        TaskError: the task validates nothing.
+    """
+    run = open_run(run_dir)
+    if not run.config_file.is_file():
+        raise CheckpointError(f"{run.path} holds no config.yaml: that run never began; name another run")
+    config = load_config(None, base=yaml.safe_load(run.config_file.read_text(encoding="utf-8")), overrides=overrides)
+    checkpoint = read_checkpoint(choose_checkpoint(run.path, which))
+    return _evaluate(run, config, checkpoint)
+
+
+def _evaluate(run: RunDir, config: Config, checkpoint: Checkpoint) -> Evaluation:
+    from paramserver.devices import place_trainer
+    from paramserver.modelling import build_model, load_weights
+    from paramserver.sources import Partition
+    from paramserver.task import make_task
+    from trainers.validation import evaluate, input_on, validation_batches
+
+    task = make_task(config, [Path.cwd(), *run.task_folders()])
+    placement, task.trainer = place_trainer(config, 0, 1), Evaluator()
+    task.config = config
+    model = build_model(task, config.seed, placement)
+    load_weights(model, checkpoint.load("model"), str(checkpoint.path))
+    part = checkpoint.load("trainer-0")
+    task.on_resume(part["task"])
+    batches = validation_batches(task, Partition(0, 1), config)
+    if batches is None:
+        raise TaskError(f"{type(task).__name__}.validation_source gives nothing to validate; write one")
+    batch_idx = part["counters"]["batch_idx"]
+    task.on_validation_start(batch_idx)
+    sums = evaluate(task, model, batches, batch_idx, input_on(placement), config.training.precision, placement.device)
+    task.on_validation_end(batch_idx)
+    return Evaluation(checkpoint.path.name, checkpoint.step, sums.samples, sums.means(), task.trainer.logged)
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1:]))
