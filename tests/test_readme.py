@@ -16,6 +16,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from paramserver import evaluate
 from paramserver.config import KEYS, NOT_IN_THIS_VERSION, SECTIONS, config_from_mapping, describe_keys, load_config
 from paramserver.launch import make_parser
 
@@ -121,15 +122,14 @@ def test_python_blocks_are_python():
 def test_flags_exist(document):
     flags = {word for words in launches(document) for word in words if word.startswith("--")}
     flags |= set(re.findall(r"`(--\w+)", document.read_text()))
-    helped = set(re.findall(r"--\w+", make_parser().format_help()))
-    assert flags <= helped
+    helped = make_parser().format_help() + evaluate.make_parser().format_help()
+    assert flags <= set(re.findall(r"--\w+", helped))
     assert document != README or {"--config", "--rank", "--world_size", "--mode", "--set", "--resume"} <= flags
 
 
 def test_every_flag_is_in_the_contract():
-    assert set(re.findall(r"--\w+", make_parser().format_help())) - {"--help"} <= set(
-        re.findall(r"--\w+", INTERFACE.read_text())
-    )
+    helped = make_parser().format_help() + evaluate.make_parser().format_help()
+    assert set(re.findall(r"--\w+", helped)) - {"--help"} <= set(re.findall(r"--\w+", INTERFACE.read_text()))
 
 
 def test_launch_commands_parse_and_their_configs_load():
