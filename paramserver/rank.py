@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paramserver.checkpoint import Checkpoint, clean, find_checkpoint, read_checkpoint
+from paramserver.checkpoint import clean, find_checkpoint, read_checkpoint
 from paramserver.cluster import Identity, bind_interface, interface_towards, process_environ
 from paramserver.config import Config, Role, dump_yaml, mode_of, roles
 from paramserver.consistency import Decision
 from paramserver.devices import CPU, Placement, place_trainer
-from paramserver.errors import CheckpointError, DeadlineExceeded, Interrupted, PeerLost
+from paramserver.errors import CheckpointError, DeadlineExceeded, Interrupted, PeerLost, UnsupportedConfiguration
 from paramserver.keeper import Keeper
 from paramserver.loading import load_object
 from paramserver.meeting import Meeting, meet
@@ -159,7 +159,8 @@ def _keeping(plan: RankPlan, process: Process) -> Iterator[Keeper]:
     config = process.config
     run = plan.run or create_run(Path(config.logging.run_dir), config.logging.name, default_run_name(config))
     with run.lock():
-        checkpoint = _checkpoint_to_resume(run, process) if plan.resume else None
+        checkpoint = read_checkpoint(find_checkpoint(run.path)) if plan.resume else None
+        earlier = run.described()
         clean(run.checkpoints_dir)
         run.summary_file.unlink(missing_ok=True)
         run.config_file.write_text(dump_yaml(config), encoding="utf-8")
@@ -187,11 +188,13 @@ def _keeping(plan: RankPlan, process: Process) -> Iterator[Keeper]:
                 resumed=checkpoint is not None,
             )
         )
-        yield keeper
-
-
-def _checkpoint_to_resume(run: RunDir, process: Process) -> Checkpoint:
-    return read_checkpoint(find_checkpoint(run.path))
+        begun_at = keeper.step
+        try:
+            yield keeper
+        except UnsupportedConfiguration:
+            if plan.resume and keeper.step == begun_at:
+                run.describe(earlier)  # what was asked for was refused; the run is as it was
+            raise
 
 
 def _initial_weights(config: Config) -> tuple[str, Any] | None:

@@ -78,6 +78,16 @@ class RunDir:
     def log_file(self, global_rank: int) -> Path:
         return self.logs_dir / f"rank-{global_rank}.log"
 
+    def described(self) -> dict[Path, bytes]:
+        """The files that say what the run is and how it ended, as far as they are there."""
+        files = (self.config_file, self.environment_file, self.summary_file)
+        return {file: file.read_bytes() for file in files if file.is_file()}
+
+    def describe(self, files: Mapping[Path, bytes]) -> None:
+        """Put back what ``described`` gave."""
+        for file, content in files.items():
+            file.write_bytes(content)
+
     def task_folders(self) -> list[Path]:
         """Where the run looked for its task when it began."""
         about = json.loads(self.environment_file.read_text(encoding="utf-8"))

@@ -123,3 +123,19 @@ def test_more_trainers_have_their_own_random_numbers_and_the_old_ones_keep_their
         served = first.load("trainer-0")["counters"]["samples_served"]
         assert sum(part["counters"]["samples_served"] for part in parts) == served + 2 * 2 * BATCH
     assert difference(*models) < 1e-6
+
+
+def test_a_plain_iterable_is_refused_for_another_number_and_nothing_is_lost(tmp_path):
+    config = {"task": "Uneven", "training": {"max_steps": 3, "batch_size": BATCH}, "logging": {"tensorboard": False}}
+    first = trained(tmp_path, "rpc", 2, **config)
+    summary = first.summary
+    second = resume(first, "--mode", "local", "--set", "training.max_steps=5")
+    assert second.code == 2
+    assert "a checkpoint of 2 trainers, whose data comes from IterableSource, must be resumed with 2" in second.output
+    assert first.checkpoints == ["step-00000003"]
+    assert first.summary == summary
+    again = resume(first, "--set", "training.max_steps=5")  # in the stored mode, which is still that of before
+    assert again.code == 0, again.output
+    assert again.summary["mode"] == "rpc"
+    assert again.summary["samples"] == 5 * 2 * BATCH
+    assert [r["step"] for r in again.of_kind("train")] == [1, 2, 3, 4, 5]

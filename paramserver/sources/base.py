@@ -100,6 +100,6 @@ class Source(ABC):
             CheckpointError: this kind of source has a share for the same number of trainers only.
         """
         raise CheckpointError(
-            f"a checkpoint of {len(leftovers)} trainers, whose data is a {type(self).__name__}, must be resumed with "
-            f"{len(leftovers)}; give cluster.num_trainers or --world_size so, or a source with reshard"
+            f"a checkpoint of {len(leftovers)} trainers, whose data comes from {type(self).__name__}, must be resumed "
+            f"with {len(leftovers)}; give cluster.num_trainers or --world_size so, or a source with reshard"
         )
