@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import threading
@@ -42,8 +43,21 @@ class Channel(Sink):
         """Nothing: the pipe stays open for an error until the process ends."""
 
 
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO)
+
+
+def first_error(error: BaseException) -> BaseException:
+    """What ended the run. A disk that refuses its last files too is met on the way out, and is not the first error."""
+    while True:
+        refusal = error if isinstance(error, OSError) else error.__cause__
+        if not isinstance(refusal, OSError) or refusal.errno not in _DISK or refusal.__context__ is None:
+            return error
+        error = refusal.__context__
+
+
 def describe(error: BaseException) -> dict[str, Any]:
     """An error as plain values: kind, message, exit code, and the traceback where it is not the user's input."""
+    error = first_error(error)
     exit_code = error.exit_code if isinstance(error, ParamserverError) else 1
     text = str(error) if isinstance(error, ParamserverError) else f"{type(error).__name__}: {error}"
     lines = traceback.format_exception(error) if exit_code == 1 else []

@@ -10,25 +10,24 @@ import argparse
 import json
 import logging
 import os
-import shutil
 import socket
 import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
-from paramserver.channel import Channel, describe
+from paramserver.attempts import new_attempt, resumed_attempt
+from paramserver.channel import Channel, describe, first_error
+from paramserver.checkpoint import find_checkpoint, passed_over
 from paramserver.cluster import RankFlags, is_supervised, process_environ, quiet_agent, resolve_identity
 from paramserver.cluster.base import Identity
 from paramserver.config import (
     MODES,
     Config,
-    config_from_mapping,
     differences,
     load_config,
     mode_of,
@@ -38,7 +37,7 @@ from paramserver.config import (
 )
 from paramserver.errors import CheckpointError, ParamserverError, UnsupportedConfiguration
 from paramserver.leaving import leave
-from paramserver.rundir import RunDir, create_run, default_run_name, newest_run, open_run
+from paramserver.rundir import RunDir, create_run, default_run_name, newest_run, open_run, read_mapping
 from paramserver.sinks import Sink
 
 if TYPE_CHECKING:
@@ -91,7 +90,8 @@ def make_parser() -> argparse.ArgumentParser:
         nargs="?",
         const="",
         metavar="RUN_DIR",
-        help="go on from a run's newest checkpoint; without RUN_DIR the newest run of this name or task",
+        help="go on from a run's newest checkpoint, or from the one given (RUN_DIR/checkpoints/step-<N>); "
+        "without RUN_DIR the newest run of this name or task",
     )
     parser.add_argument("--dry_run", action="store_true", help="show what would be done, start nothing")
     # What a supervisor tells its ranks.
@@ -127,17 +127,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _supervised(arguments)
     try:
         _launch(arguments, began)
-    except ParamserverError as error:
-        return tell(error)
     except KeyboardInterrupt:
         return 1
-    except Exception as error:  # noqa: BLE001 - the last thing printed, with its traceback
+    except Exception as error:  # noqa: BLE001 - the last thing printed; with its traceback, unless the input is wrong
         return tell(error)
     return 0
 
 
 def tell(error: BaseException) -> int:
     """Print what ended the run; its exit code."""
+    error = first_error(error)
     told = describe(error)
     relayed = isinstance(error, ParamserverError) and error.relayed
     if told["traceback"] and not relayed and "Traceback (most recent call last)" not in told["message"]:
@@ -191,16 +190,18 @@ def _settle_resumed(
     run = open_run(_run_to_resume(arguments))
     if not run.config_file.is_file():
         raise CheckpointError(f"{run.path} holds no config.yaml: that run never began; start it anew")
-    stored = yaml.safe_load(run.config_file.read_text(encoding="utf-8"))
-    config = load_config(None, base=stored, overrides=arguments.overrides, flags=flags)
+    config = load_config(run.config_file, overrides=arguments.overrides, flags=flags)
     # Where the run found its task when it began; a folder that is given now comes first.
     return config, run, list(dict.fromkeys([*folders, *run.task_folders()]))
 
 
 def _tell_changes(run: RunDir, config: Config) -> None:
-    """In which ways the run goes on other than it was."""
-    stored = config_from_mapping(yaml.safe_load(run.config_file.read_text(encoding="utf-8")))
-    print(f"resuming {run.path}", file=sys.stderr)
+    """From where and in which ways the run goes on."""
+    checkpoint = run.chosen or find_checkpoint(run.path)
+    print(f"resuming {run.path} from {checkpoint.name}", file=sys.stderr)
+    for wrong in () if run.chosen else passed_over(checkpoint):
+        print(f"  passed over: {wrong}", file=sys.stderr)
+    stored = load_config(run.config_file)
     for line in differences(stored, config):
         print(f"  changed: {line}", file=sys.stderr)
     before, now = _samples_of_a_step(stored), _samples_of_a_step(config)
@@ -254,17 +255,13 @@ def start_here(
     if run is None:
         run = create_run(Path(config.logging.run_dir), config.logging.name, default_run_name(config))
     console = Console(config, sys.stderr)
-    try:
+    with resumed_attempt(run) if resume else new_attempt(run):
         if mode_of(config).single_process:
             summary = _alone(config, run, folders, console, resume, began, command, task_class)
         else:
             from paramserver.supervisor import Supervisor
 
             summary = Supervisor(config, run, folders, console, resume, began, command).supervise()
-    except UnsupportedConfiguration:
-        if not resume and not any(run.checkpoints_dir.glob("step-*")):
-            shutil.rmtree(run.path)  # made for a run that never began; the name is free for the next try
-        raise
     return Result(run.path, summary)
 
 
@@ -318,7 +315,8 @@ def _be_rank(
 
     shown = (Console(config, sys.stderr),) if identity.global_rank == 0 else ()
     plan = RankPlan(config, identity, folders, shown, run, run is not None, is_last_act=True, command=command)
-    summary = run_rank(plan)
+    with nullcontext() if run is None or identity.global_rank else resumed_attempt(run):
+        summary = run_rank(plan)
     return None if summary is None or plan.run is None else Result(plan.run.path, summary)
 
 

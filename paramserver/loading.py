@@ -5,12 +5,15 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from paramserver.errors import TaskError, UnsupportedConfiguration
+
+_NOT_THE_USERS = ("<frozen", sys.prefix, sys.base_prefix, str(Path(__file__).parent))
 
 
 def load_object(reference: str, key: str, folders: Sequence[Path] = ()) -> Any:
@@ -47,7 +50,7 @@ def _load_module(name: str, key: str) -> ModuleType:
             ) from error
         raise TaskError(f"{key}: importing {name} failed: {error}") from error
     except Exception as error:
-        raise TaskError(f"{key}: importing {name} raised {type(error).__name__}: {error}") from error
+        raise TaskError(f"{key}: importing {name} raised {told(error)}") from error
 
 
 def _load_file(place: str, key: str, folders: Sequence[Path]) -> ModuleType:
@@ -72,8 +75,15 @@ def _load_file(place: str, key: str, folders: Sequence[Path]) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        raise TaskError(f"{key}: importing {path} raised {type(error).__name__}: {error}") from error
+        raise TaskError(f"{key}: importing {path} raised {told(error)}") from error
     return module
+
+
+def told(error: Exception) -> str:
+    """What a user's code raised, and the last line of that code on the way there, where no traceback is shown."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if not f.filename.startswith(_NOT_THE_USERS)]
+    return f"{type(error).__name__}: {error}" + (f" ({own[-1].filename}:{own[-1].lineno})" if own else "")
 
 
 def _classes_of(module: ModuleType) -> str:

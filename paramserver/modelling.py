@@ -37,23 +37,35 @@ def build_model(task: Task, seed: int, placement: Placement) -> nn.Module:
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, Tensor], origin: str) -> None:
-    """Copy stored weights into the model.
+    """Copy stored weights into the model: all of them, or none where they do not fit.
 
     Raises:
         CheckpointError: they are of another model; the first differences are named.
     """
+    if not isinstance(weights, Mapping):
+        raise CheckpointError(
+            f"{origin} holds {type(weights).__name__}, and must hold a state_dict; give the model.pt of a checkpoint, "
+            "or what torch.save(model.state_dict(), ...) wrote"
+        )
     own = model.state_dict()
     problems = [f"{name} is missing there" for name in own if name not in weights]
     problems += [f"{name} is not in this model" for name in weights if name not in own]
     problems += [
-        f"{name} has shape {tuple(weights[name].shape)} there and {tuple(tensor.shape)} here"
+        f"{name} has shape {_shape(weights[name])} there and {_shape(tensor)} here"
         for name, tensor in own.items()
-        if isinstance(tensor, Tensor) and name in weights and weights[name].shape != tensor.shape
+        if isinstance(tensor, Tensor) and name in weights and _shape(weights[name]) != _shape(tensor)
     ]
     if problems:
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
-        raise CheckpointError(f"{origin} holds another model: {'; '.join(problems[:3])}{more}")
+        raise CheckpointError(
+            f"{origin} holds another model: {'; '.join(problems[:3])}{more}; use the task and the task_args that "
+            "it was stored with"
+        )
     model.load_state_dict(dict(weights))
+
+
+def _shape(value: object) -> tuple[int, ...] | str:
+    return tuple(value.shape) if isinstance(value, Tensor) else f"none ({type(value).__name__})"
 
 
 def plain_weights(model: nn.Module) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from paramserver.cluster import Identity, bind_interface, interface_towards, pro
 from paramserver.config import Config, Role, dump_yaml, mode_of, roles
 from paramserver.consistency import Decision
 from paramserver.devices import CPU, Placement, place_trainer
-from paramserver.errors import CheckpointError, DeadlineExceeded, Interrupted, PeerLost, UnsupportedConfiguration
+from paramserver.errors import CheckpointError, DeadlineExceeded, Interrupted, PeerLost
 from paramserver.keeper import Keeper
 from paramserver.loading import load_object
 from paramserver.meeting import Meeting, meet
@@ -160,7 +160,6 @@ def _keeping(plan: RankPlan, process: Process) -> Iterator[Keeper]:
     run = plan.run or create_run(Path(config.logging.run_dir), config.logging.name, default_run_name(config))
     with run.lock():
         checkpoint = read_checkpoint(find_checkpoint(run.path)) if plan.resume else None
-        earlier = run.described()
         clean(run.checkpoints_dir)
         run.summary_file.unlink(missing_ok=True)
         run.config_file.write_text(dump_yaml(config), encoding="utf-8")
@@ -188,13 +187,7 @@ def _keeping(plan: RankPlan, process: Process) -> Iterator[Keeper]:
                 resumed=checkpoint is not None,
             )
         )
-        begun_at = keeper.step
-        try:
-            yield keeper
-        except UnsupportedConfiguration:
-            if plan.resume and keeper.step == begun_at:
-                run.describe(earlier)  # what was asked for was refused; the run is as it was
-            raise
+        yield keeper
 
 
 def _initial_weights(config: Config) -> tuple[str, Any] | None:

@@ -19,6 +19,8 @@ import yaml
 from filelock import FileLock, Timeout
 
 from paramserver.checkpoint.disk import json_text, replace_text
+from paramserver.checkpoint.layout import step_of
+from paramserver.checkpoint.store import disk_errors_told
 from paramserver.config import Config
 from paramserver.errors import CheckpointError, UnsupportedConfiguration
 from paramserver.version import __version__
@@ -30,8 +32,10 @@ __all__ = [
     "environment_record",
     "newest_run",
     "open_run",
+    "read_mapping",
     "supersede_metrics",
     "write_json",
+    "write_text",
 ]
 
 _GIT_TIMEOUT_S = 5.0
@@ -39,9 +43,10 @@ _GIT_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class RunDir:
-    """The folder ``path`` of one run, and the places in it."""
+    """The folder ``path`` of one run, and the places in it; ``chosen`` is the checkpoint that a user resumes from."""
 
     path: Path
+    chosen: Path | None = None
 
     @property
     def name(self) -> str:
@@ -78,27 +83,17 @@ class RunDir:
     def log_file(self, global_rank: int) -> Path:
         return self.logs_dir / f"rank-{global_rank}.log"
 
-    def described(self) -> dict[Path, bytes]:
-        """The files that say what the run is and how it ended, as far as they are there."""
-        files = (self.config_file, self.environment_file, self.summary_file)
-        return {file: file.read_bytes() for file in files if file.is_file()}
-
-    def describe(self, files: Mapping[Path, bytes]) -> None:
-        """Put back what ``described`` gave."""
-        for file, content in files.items():
-            file.write_bytes(content)
-
     def task_folders(self) -> list[Path]:
         """Where the run looked for its task when it began."""
-        about = json.loads(self.environment_file.read_text(encoding="utf-8"))
-        return [Path(folder) for folder in about.get("folders", [])]
+        return [Path(folder) for folder in read_mapping(self.environment_file, json.loads).get("folders", [])]
 
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Hold the folder as its only writer.
 
         Raises:
-            UnsupportedConfiguration: another process holds it; names that process and its host.
+            UnsupportedConfiguration: another process holds it; names that process and its host. Or nobody may write
+                there.
         """
         holder_file = self.path / ".lock.json"
         file_lock = FileLock(str(self.path / ".lock"), timeout=0, thread_local=False)
@@ -109,12 +104,21 @@ class RunDir:
                 f"run folder {self.path} is in use by another run ({_holder(holder_file)}); stop that one, or choose "
                 "another logging.name"
             ) from None
+        except OSError as error:
+            raise _not_writable(f"run folder {self.path}", error) from error
         try:
-            write_json(holder_file, {"pid": os.getpid(), "host": socket.gethostname()})
+            self._sign(holder_file)
             yield
         finally:
-            holder_file.unlink(missing_ok=True)
+            if os.access(self.path, os.W_OK):
+                holder_file.unlink(missing_ok=True)
             file_lock.release()
+
+    def _sign(self, holder_file: Path) -> None:
+        try:
+            replace_text(holder_file, json_text({"pid": os.getpid(), "host": socket.gethostname()}))
+        except OSError as error:
+            raise _not_writable(f"run folder {self.path}", error) from error
 
 
 def _holder(holder_file: Path) -> str:
@@ -123,6 +127,13 @@ def _holder(holder_file: Path) -> str:
         return f"process {holder['pid']} on host {holder['host']}"
     except (OSError, ValueError, KeyError, TypeError):
         return "a process that has not written its id yet"
+
+
+def _not_writable(what: str, error: OSError) -> UnsupportedConfiguration:
+    return UnsupportedConfiguration(
+        f"{what} must be a folder that this user can write to ({error.strerror or error}); make it so, or choose "
+        "another logging.run_dir"
+    )
 
 
 def default_run_name(config: Config) -> str:
@@ -141,13 +152,21 @@ def create_run(base: Path, name: str | None, default_name: str) -> RunDir:
         default_name: usually ``<task>-<mode>-<time>``.
 
     Raises:
-        UnsupportedConfiguration: ``name`` exists already, or is not the name of a folder.
+        UnsupportedConfiguration: ``name`` exists already, or is not the name of a folder, or ``base`` cannot be
+            written to.
     """
     wanted = default_name if name is None else name
     if wanted in ("", ".", "..") or Path(wanted).name != wanted:
         raise UnsupportedConfiguration(f"logging.name ({wanted}) must be the name of one folder; leave out / and ..")
+    try:
+        return _made(base, name, default_name)
+    except OSError as error:
+        raise _not_writable(f"logging.run_dir ({base})", error) from error
+
+
+def _made(base: Path, name: str | None, default_name: str) -> RunDir:
     base.mkdir(parents=True, exist_ok=True)
-    path = base / wanted
+    path = base / (default_name if name is None else name)
     number = 1
     while not _claimed(path):
         if name is not None:
@@ -172,21 +191,26 @@ def _claimed(path: Path) -> bool:
 
 
 def open_run(path: Path) -> RunDir:
-    """Open the folder of an earlier run.
+    """Open the folder of an earlier run, given by itself or by one of its checkpoints, which is then the chosen one.
 
     Raises:
         CheckpointError: it is not such a folder.
     """
-    path = Path(path)
-    run = RunDir(path)
+    path, chosen = Path(path), None
+    if path.parent.name == "checkpoints" and step_of(path.name) is not None:
+        path, chosen = path.parents[1], path
+    run = RunDir(path, chosen)
     if not path.is_dir():
         raise CheckpointError(f"run folder {path} must exist; give the folder of a run, such as runs/<name>")
     if not (run.config_file.is_file() or run.checkpoints_dir.is_dir()):
         raise CheckpointError(
             f"{path} must be a run folder, and holds neither config.yaml nor checkpoints; give one such as runs/<name>"
         )
-    run.logs_dir.mkdir(exist_ok=True)
-    run.checkpoints_dir.mkdir(exist_ok=True)
+    try:
+        run.logs_dir.mkdir(exist_ok=True)
+        run.checkpoints_dir.mkdir(exist_ok=True)
+    except OSError as error:
+        raise _not_writable(f"run folder {path}", error) from error
     return run
 
 
@@ -211,7 +235,7 @@ def newest_run(base: Path, name: str | None = None, task: str | None = None) -> 
 def _is_of(run: RunDir, name: str | None, task: str | None) -> bool:
     if name is None and task is None:
         return True
-    config = _read(run.config_file, yaml.safe_load)
+    config = read_mapping(run.config_file, yaml.safe_load)
     if name is not None:
         logging = config.get("logging")
         return run.name == name or (isinstance(logging, dict) and logging.get("name") == name)
@@ -219,14 +243,14 @@ def _is_of(run: RunDir, name: str | None, task: str | None) -> bool:
 
 
 def _started_s(run: RunDir) -> float:
-    started = _read(run.environment_file, json.loads).get("started")
+    started = read_mapping(run.environment_file, json.loads).get("started")
     try:
         return datetime.fromisoformat(str(started)).timestamp()
     except ValueError:
         return run.path.stat().st_mtime
 
 
-def _read(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
+def read_mapping(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
     """Parse a file of a run, of which one that crashed may have any part: what cannot be read says nothing."""
     try:
         content = parse(path.read_text())
@@ -237,7 +261,17 @@ def _read(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
 
 def write_json(path: Path, obj: Any) -> None:
     """Replace ``path`` by ``obj`` as JSON, atomically; numbers that are not finite become null (see ``json_text``)."""
-    replace_text(path, json_text(obj, indent=2) + "\n")
+    write_text(path, json_text(obj, indent=2) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace ``path`` by ``text``, atomically.
+
+    Raises:
+        TrainingError: the disk refused; ``path`` is as it was.
+    """
+    with disk_errors_told(path, "file"):
+        replace_text(path, text)
 
 
 def supersede_metrics(metrics_file: Path, step: int) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from paramserver.errors import ParamserverError, TaskError
-from paramserver.loading import load_object
+from paramserver.loading import load_object, told
 from paramserver.sources.base import Partition
 
 if TYPE_CHECKING:
@@ -104,8 +104,15 @@ class Task:
         return sample
 
     def collate(self, samples: list[Any]) -> Any:
-        """A batch out of samples."""
-        return default_collate(samples)
+        """A batch out of samples.
+
+        Raises:
+            TaskError: they cannot be stacked.
+        """
+        try:
+            return default_collate(samples)
+        except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
+            raise TaskError(_cannot_stack(samples, error)) from error
 
     def validation_step(
         self, model: nn.Module, batch: Any, valid_batch_idx: int, batch_idx: int
@@ -167,6 +174,28 @@ def check_task_class(task_class: object, reference: str) -> type[Task]:
     return task_class
 
 
+def _cannot_stack(samples: Sequence[Any], error: Exception) -> str:
+    """Why ``default_collate`` failed: the first two kinds of samples where they differ, else its own words."""
+    kinds = list(dict.fromkeys(_kind(sample) for sample in samples))
+    if len(kinds) < 2:
+        cause = str(error).partition("\n")[0]
+        return f"samples ({kinds[0]}) cannot be stacked into a batch ({cause}); write collate(self, samples)"
+    return (
+        f"samples of a batch must be alike to be stacked, and these differ: {kinds[0]} and {kinds[1]}; make them alike "
+        "in process_sample(self, sample), or write collate(self, samples)"
+    )
+
+
+def _kind(sample: Any) -> str:
+    """Types and shapes in a sample, as ``(Tensor 3x4, int)``."""
+    if isinstance(sample, Mapping):
+        return "{" + ", ".join(f"{key}: {_kind(value)}" for key, value in sample.items()) + "}"
+    if isinstance(sample, (tuple, list)):
+        return "(" + ", ".join(map(_kind, sample)) + ")"
+    shape = "x".join(map(str, getattr(sample, "shape", ())))
+    return f"{type(sample).__name__} {shape}".rstrip()
+
+
 def default_batching(task: Task) -> bool:
     """Whether batches are plain stacks of samples, so that a buffer may gather them without looking at each."""
     return type(task).process_sample is Task.process_sample and type(task).collate is Task.collate
@@ -190,8 +219,6 @@ def make_task(config: Config, folders: Sequence[Path], task_class: type[Task] | 
         return task_class(**config.task_args)
     except ParamserverError:
         raise
-    except Exception as error:  # a user's constructor may raise anything; its traceback is the useful part
+    except Exception as error:  # a user's constructor may raise anything
         kind = "takes other arguments" if isinstance(error, TypeError) else "raised"
-        raise TaskError(
-            f"task ({config.task}): {task_class.__name__}(**task_args) {kind}: {type(error).__name__}: {error}"
-        ) from error
+        raise TaskError(f"task ({config.task}): {task_class.__name__}(**task_args) {kind}: {told(error)}") from error

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from paramserver.config import TrainingConfig
-from paramserver.errors import TaskError, TrainingError
+from paramserver.errors import CheckpointError, TaskError, TrainingError
 from paramserver.limits import due
 from paramserver.task import Task
 
@@ -84,9 +84,33 @@ class Updater:
         return {"optimizer": self.optimizer.state_dict(), "scheduler": scheduler}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.optimizer.load_state_dict(state["optimizer"])
+        """Take back ``state_dict()``.
+
+        Raises:
+            CheckpointError: it is of another optimizer or scheduler.
+        """
+        _load(self.optimizer, state["optimizer"])
         if self.scheduler is not None and state.get("scheduler") is not None:
-            self.scheduler.load_state_dict(state["scheduler"])
+            _load(self.scheduler, state["scheduler"])
+
+
+def _load(owner: Any, state: dict[str, Any]) -> None:
+    """``owner.load_state_dict(state)``; a state of another kind is refused, which torch notices late or not at all."""
+    cause: Exception | None = None
+    try:
+        owner.load_state_dict(state)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        cause = error
+    defaults = set(getattr(owner, "defaults", ()))
+    # Where torch took it, the groups are those of the owner by now, and what another version lacked is filled in.
+    groups = owner.param_groups if cause is None and defaults else state.get("param_groups", ())
+    lacking = sorted({name for group in groups for name in defaults - set(group)})
+    if lacking or cause is not None:
+        said = f"its groups lack {', '.join(lacking)}" if lacking else f"{type(cause).__name__}: {cause}"
+        raise CheckpointError(
+            f"the stored state is not one of this {type(owner).__name__} ({said}); resume with the task and the "
+            "task_args that it was stored with"
+        ) from cause
 
 
 def _check_optimizer(optimizer: object, model: nn.Module, task_name: str) -> None:

@@ -153,7 +153,7 @@ def test_the_newest_good_one_skips_those_that_are_damaged_too(folder):
     good, other, path = write(folder, 1), write(folder, 2), write(folder, 3)
     flip_byte(other / "state", 0)
     (path / "state").unlink()
-    with pytest.raises(CheckpointError, match=rf"step-00000003/state is missing; the newest good one is {good}$"):
+    with pytest.raises(CheckpointError, match=rf"state is missing; the newest good one is {good}; .* --resume {good}$"):
         read_checkpoint(path)
     flip_byte(good / "state", 0)
     with pytest.raises(CheckpointError, match="no other checkpoint beside it is good"):

@@ -11,7 +11,7 @@ import numpy as np
 from paramserver.buffers import Batch, Buffer, make_buffer
 from paramserver.config import Config
 from paramserver.consistency import Announcement, Readiness
-from paramserver.errors import BufferClosed, BufferExhausted, UnsupportedConfiguration
+from paramserver.errors import BufferClosed, BufferExhausted, TaskError, UnsupportedConfiguration
 from paramserver.sources import Feeder, Leftover, Partition, Source, make_source
 from paramserver.task import Task, default_batching
 
@@ -50,8 +50,18 @@ class DataStream:
             )
         except ValueError as error:
             raise UnsupportedConfiguration(f"buffer: {error}") from error
+        self._refuse_unreachable(config.buffer.watermark, partition)
         self.feeder = Feeder(self.source, self.buffer, partition.index)
+        self.trainer_index = partition.index
         self._plain = default_batching(task)
+
+    def _refuse_unreachable(self, watermark: int, partition: Partition) -> None:
+        total = self.source.total
+        if total is not None and watermark > total:
+            raise UnsupportedConfiguration(
+                f"buffer.watermark ({watermark}) must be at most the {total} samples that trainer {partition.index} of "
+                f"{partition.count} will ever get, or it is never reached; lower it"
+            )
 
     def __enter__(self) -> DataStream:
         return self
@@ -104,7 +114,12 @@ class DataStream:
             held: Batch = self.buffer.get_batch(self.training.batch_size, self.wait_s)
         if self._plain and held.stacked is not None:
             return held.stacked, len(held)
-        return self.task.collate([self.task.process_sample(sample) for sample in held.samples]), len(held)
+        samples = [self.task.process_sample(sample) for sample in held.samples]
+        try:
+            return self.task.collate(samples), len(held)
+        except TaskError as error:
+            batch_idx = self.buffer.info().batches - 1
+            raise TaskError(f"trainer {self.trainer_index}, batch {batch_idx}: {error}") from error
 
     @contextmanager
     def _source_failures(self) -> Iterator[None]:
@@ -112,7 +127,10 @@ class DataStream:
         try:
             yield
         except BufferClosed:
-            self.feeder.check()
+            try:
+                self.feeder.check()
+            except ValueError as error:  # the buffer's own: what the source raises comes as a SourceError
+                raise UnsupportedConfiguration(f"trainer {self.trainer_index}: buffer: {error}") from error
             raise
 
     @property

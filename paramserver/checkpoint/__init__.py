@@ -7,7 +7,13 @@ if TYPE_CHECKING:
     from paramserver.checkpoint.best import Best
     from paramserver.checkpoint.copies import private_copy
     from paramserver.checkpoint.manifest import FORMAT_VERSION, Manifest
-    from paramserver.checkpoint.read import Checkpoint, choose_checkpoint, find_checkpoint, read_checkpoint
+    from paramserver.checkpoint.read import (
+        Checkpoint,
+        choose_checkpoint,
+        find_checkpoint,
+        passed_over,
+        read_checkpoint,
+    )
     from paramserver.checkpoint.retention import clean, mark_best, retain
     from paramserver.checkpoint.store import write_checkpoint
     from paramserver.checkpoint.writer import CheckpointWriter, Written
@@ -20,6 +26,7 @@ _HOMES = {
     "Checkpoint": "read",
     "choose_checkpoint": "read",
     "find_checkpoint": "read",
+    "passed_over": "read",
     "read_checkpoint": "read",
     "clean": "retention",
     "mark_best": "retention",
@@ -40,6 +47,7 @@ __all__ = [
     "clean",
     "find_checkpoint",
     "mark_best",
+    "passed_over",
     "private_copy",
     "read_checkpoint",
     "retain",

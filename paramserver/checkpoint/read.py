@@ -9,7 +9,7 @@ from paramserver.checkpoint.layout import BEST, LATEST, history, pointed, proble
 from paramserver.checkpoint.manifest import FileEntry, Manifest, altered, read_manifest
 from paramserver.errors import CheckpointError
 
-__all__ = ["Checkpoint", "choose_checkpoint", "find_checkpoint", "read_checkpoint"]
+__all__ = ["Checkpoint", "choose_checkpoint", "find_checkpoint", "passed_over", "read_checkpoint"]
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,9 @@ def read_checkpoint(path: Path) -> Checkpoint:
         return _verified(path)
     except CheckpointError as error:
         good = _newest_good(path.parent, besides=path)
-        cure = f"the newest good one is {good}" if good else "no other checkpoint beside it is good"
+        cure = "no other checkpoint beside it is good; start anew, or --resume another run"
+        if good is not None:
+            cure = f"the newest good one is {good}; go on from it with --resume {good}"
         raise CheckpointError(f"{error}; {cure}") from error
 
 
@@ -128,6 +130,14 @@ def choose_checkpoint(run: Path, which: str) -> Path:
         return found
     there = ", ".join(str(step_of(path.name)) for path in history(folder)) or "none"
     raise CheckpointError(f"checkpoint {which} of {run} must exist; there are {LATEST} and the steps {there}")
+
+
+def passed_over(checkpoint: Path) -> list[str]:
+    """What is wrong with those checkpoints beside ``checkpoint`` that are newer and not complete; newest first."""
+    found = [(step_of(path.name), path) for path in checkpoint.parent.iterdir()]
+    own = step_of(checkpoint.name) or 0
+    newer = sorted(((step, path) for step, path in found if step is not None and step > own), reverse=True)
+    return [wrong for _, path in newer if (wrong := problem(path)) is not None]
 
 
 def _looked_at(folder: Path) -> str:

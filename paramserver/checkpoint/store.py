@@ -89,13 +89,13 @@ def _file_names(objects: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def disk_errors_told(path: Path) -> Iterator[None]:
+def disk_errors_told(path: Path, what: str = "checkpoint") -> Iterator[None]:
     """Tell an ``OSError`` about ``path`` as the run's failure, with its cure."""
     try:
         yield
     except OSError as error:
         cure = _CURES.get(error.errno or 0, "check that disk")
-        raise TrainingError(f"checkpoint {path} could not be written ({error}); {cure}, then --resume") from error
+        raise TrainingError(f"{what} {path} could not be written ({error}); {cure}, then --resume") from error
 
 
 def _write_file(path: Path, obj: Any) -> FileEntry:

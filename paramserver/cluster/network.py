@@ -8,6 +8,8 @@ import struct
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
+from paramserver.errors import UnsupportedConfiguration
+
 DEFAULT_PORT = 29500
 """Where ranks that were started apart meet unless they are told; the port of torch's own launchers."""
 
@@ -40,7 +42,17 @@ def loopback_interface() -> str:
 
 
 def bind_interface(environ: MutableMapping[str, str], name: str) -> None:
-    """Make TensorPipe and gloo listen on this interface only, if called before either starts. Writes ``environ``."""
+    """Make TensorPipe and gloo listen on this interface only, if called before either starts. Writes ``environ``.
+
+    Raises:
+        UnsupportedConfiguration: this machine has no such interface.
+    """
+    known = [interface for _, interface in socket.if_nameindex()]
+    if name not in known:
+        raise UnsupportedConfiguration(
+            f"cluster.interface ({name}) must be a network interface of this machine ({', '.join(known)}); choose one, "
+            "or leave it out"
+        )
     for variable in _INTERFACE_VARIABLES:
         environ[variable] = name
 
