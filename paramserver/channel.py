@@ -43,7 +43,7 @@ class Channel(Sink):
         """Nothing: the pipe stays open for an error until the process ends."""
 
 
-_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO)
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.EACCES)
 
 
 def first_error(error: BaseException) -> BaseException:

@@ -110,8 +110,7 @@ class RunDir:
             self._sign(holder_file)
             yield
         finally:
-            if os.access(self.path, os.W_OK):
-                holder_file.unlink(missing_ok=True)
+            holder_file.unlink(missing_ok=True)
             file_lock.release()
 
     def _sign(self, holder_file: Path) -> None:

@@ -76,11 +76,15 @@ class Grows(Truth):
 
 
 class Wide(Truth):
-    """A model whose width is an argument."""
+    """A model whose width is an argument; at one batch the loss may be three numbers."""
 
-    def __init__(self, width=8, extra=False, **options):
+    def __init__(self, width=8, extra=False, vector_at=None, **options):
         super().__init__(**options)
-        self.width, self.extra = width, extra
+        self.width, self.extra, self.vector_at = width, extra, vector_at
+
+    def training_step(self, model, batch, batch_idx):
+        loss = super().training_step(model, batch, batch_idx)
+        return loss.repeat(3) if batch_idx == self.vector_at else loss
 
     def build_model(self):
         layers = [nn.Flatten(), nn.Linear(36, self.width), nn.Linear(self.width, 5)]

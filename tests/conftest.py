@@ -1,7 +1,11 @@
 """Every test leaves the process as it found it; one that does not fails."""
 
+import signal
+import sys
+
 import pytest
 from helpers.hygiene import Snapshot
+from runs import Finished, write_config
 
 
 @pytest.fixture(autouse=True)
@@ -20,3 +24,37 @@ def own_environ(nothing_left_behind):
     before = Snapshot.take()
     yield
     before.restore_environ()
+
+
+@pytest.fixture
+def call(capsys, monkeypatch, own_environ):
+    """The command line in this process."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+
+    from paramserver.launch import main
+
+    def called(run_dir, *arguments):
+        try:
+            code = main([str(argument) for argument in arguments])
+        except SystemExit as error:
+            code = error.code
+        finally:  # a rank that was started by itself ends with its process, and keeps them
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+        out, err = capsys.readouterr()
+        return Finished(code, out + err, run_dir)
+
+    return called
+
+
+@pytest.fixture
+def start(call, tmp_path):
+    def started(*flags, folder=tmp_path, prepare=None, **config):
+        file = write_config(folder, **{"logging": {"progress": "off"}, **config})
+        if prepare is not None:
+            prepare(folder)
+        return call(folder / "runs" / "run", "--config", file, "--set", "logging.name=run", *flags)
+
+    return started

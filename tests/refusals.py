@@ -1,0 +1,38 @@
+"""What a run that was refused said, and what it left."""
+
+from pathlib import Path
+
+TASKS = Path(__file__).with_name("bad_tasks.py")
+EVERY_3 = {"training": {"max_steps": 9, "validate_every": 0}, "checkpoint": {"every": 3, "background": False}}
+
+
+def bad(name):
+    return f"{TASKS}:{name}"
+
+
+def refusal(finished, code=2):
+    """The one message that ended a run."""
+    assert finished.code == code, finished.output
+    assert finished.output.count("error: ") == 1, finished.output
+    message = finished.output.partition("error: ")[2]
+    assert code != 2 or message.count("\n") == 1, message
+    return message
+
+
+def contents(folder):
+    """Every file below, but the lock, which is never removed."""
+    return {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != ".lock"}
+
+
+def temporaries(folder):
+    return [path for path in folder.rglob("*") if path.name.startswith(".") and path.name != ".lock"]
+
+
+def failed_with(finished, said, checkpoints, steps):
+    """The run failed with this message, and what it had until then is there."""
+    assert finished.summary["status"] == "failed"
+    assert said in finished.summary["error"]
+    assert finished.summary["steps"] == steps
+    assert finished.checkpoints == [f"step-{step:08d}" for step in checkpoints]
+    assert finished.summary["checkpoint"] == (finished.checkpoints[-1] if checkpoints else None)
+    assert temporaries(finished.run_dir) == []
