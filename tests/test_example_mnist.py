@@ -6,13 +6,10 @@ import json
 import os
 import re
 import shlex
-import socket
 import struct
 import subprocess
 import sys
-import threading
 import warnings
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from filelock import FileLock
+from mirror import Mirror, nobody
 from runs import Finished, command, environment
 from torch.nn import functional as F
 
@@ -164,6 +162,10 @@ def test_the_network_is_the_tutorials(example):
         "fc1.weight": (128, 9216),
         "fc2.weight": (10, 128),
     }
+    split = example.task.Net([torch.device("cpu"), torch.device("meta")])
+    assert {n for n, p in split.named_parameters() if p.is_meta} == {
+        f"fc{i}.{w}" for i in "12" for w in ("weight", "bias")
+    }
     images = torch.randn(4, 1, 28, 28, generator=torch.Generator().manual_seed(0))
     torch.manual_seed(3)
     output = net(images)
@@ -179,9 +181,10 @@ def test_the_network_is_the_tutorials(example):
 def test_the_hyper_parameters_are_the_tutorials(example):
     config = load_config(EXAMPLE / "config.yaml")
     assert (config.mode, config.training.batch_size, config.cluster.num_trainers) == ("rpc", 32, 2)
-    task = example.task.Mnist(**config.task_args)
-    (group,) = task.build_optimizer(task.build_model()).param_groups
-    assert (group["lr"], group["momentum"], group["weight_decay"]) == (0.03, 0, 0)
+    for arguments in ({}, config.task_args):
+        task = example.task.Mnist(**arguments)
+        (group,) = task.build_optimizer(torch.nn.Linear(1, 1)).param_groups
+        assert (group["lr"], group["momentum"], group["weight_decay"]) == (0.03, 0, 0)
 
 
 def test_commands_of_the_readme_parse():
@@ -194,54 +197,6 @@ def test_commands_of_the_readme_parse():
 # Finding and downloading.
 
 
-class Mirror(ThreadingHTTPServer):
-    """Serves files by name from memory, and counts who asks.
-
-    Args:
-        served: contents by name; None for bytes without end.
-        patience_s: how long the first request is kept waiting for a second one.
-    """
-
-    def __init__(self, served, patience_s=0.0):
-        super().__init__(("127.0.0.1", 0), Answer)
-        self.served, self.patience_s = served, patience_s
-        self.asked, self.second, self.lock = [], threading.Event(), threading.Lock()
-        self.url = f"http://127.0.0.1:{self.server_port}/mnist/"
-
-    def __enter__(self):
-        self.thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.02}, name="mirror")
-        self.thread.start()
-        return self
-
-    def __exit__(self, *exception):
-        self.shutdown()
-        self.thread.join(10)
-        self.server_close()
-
-
-class Answer(BaseHTTPRequestHandler):
-    def do_GET(self):
-        with self.server.lock:
-            self.server.asked.append(self.path)
-            first = len(self.server.asked) == 1
-        if not first:
-            self.server.second.set()
-        elif self.server.patience_s:
-            self.server.second.wait(self.server.patience_s)
-        content = self.server.served.get(self.path.rpartition("/")[2], b"")
-        self.send_response(200 if content != b"" else 404)
-        self.end_headers()
-        try:
-            while content is None:
-                self.wfile.write(b"x")
-            self.wfile.write(content)
-        except OSError:
-            pass  # the other end has had enough
-
-    def log_message(self, *arguments):
-        pass
-
-
 @pytest.fixture(autouse=True)
 def no_proxy(monkeypatch):
     monkeypatch.setenv("no_proxy", "*")
@@ -252,13 +207,6 @@ def archives():
     """What a mirror serves, and the checksums."""
     served = {f"{name}.gz": gzip.compress(content, mtime=0) for name, content in contents().items()}
     return served, {name: hashlib.sha256(served[f"{name}.gz"]).hexdigest() for name in NAMES}
-
-
-def nobody():
-    """An address where nobody listens, and the socket that keeps it so."""
-    kept = socket.socket()
-    kept.bind(("127.0.0.1", 0))
-    return f"http://127.0.0.1:{kept.getsockname()[1]}/mnist/", kept
 
 
 def visible(folder):
@@ -344,6 +292,10 @@ def test_without_files_and_network_one_sentence_says_what_to_do(example, tmp_pat
 def test_another_process_is_waited_for_until_a_deadline(example, tmp_path):
     with FileLock(tmp_path / ".lock"):
         message = refused(example, tmp_path, mirrors=[], timeout_s=0.1)
+        task = example.task.Mnist(folder=str(tmp_path))
+        task.config = load_config(EXAMPLE / "config.yaml", overrides=["cluster.timeout_s=0.2"])
+        with pytest.raises(TaskError, match="for 0.15 s"):  # less than the others wait for this rank
+            task.train_source(Partition(0, 1))
     assert f"another process held {tmp_path / '.lock'} for 0.1 s" in message
 
 
