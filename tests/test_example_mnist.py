@@ -294,7 +294,7 @@ def test_another_process_is_waited_for_until_a_deadline(example, tmp_path):
         message = refused(example, tmp_path, mirrors=[], timeout_s=0.1)
         task = example.task.Mnist(folder=str(tmp_path))
         task.config = load_config(EXAMPLE / "config.yaml", overrides=["cluster.timeout_s=0.2"])
-        with pytest.raises(TaskError, match="for 0.15 s"):  # less than the others wait for this rank
+        with pytest.raises(TaskError, match=r"for 0\.15 s"):  # less than the others wait for this rank
             task.train_source(Partition(0, 1))
     assert f"another process held {tmp_path / '.lock'} for 0.1 s" in message
 
