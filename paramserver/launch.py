@@ -37,7 +37,7 @@ from paramserver.config import (
 )
 from paramserver.errors import CheckpointError, ParamserverError, UnsupportedConfiguration
 from paramserver.leaving import leave
-from paramserver.rundir import RunDir, create_run, default_run_name, newest_run, open_run, read_mapping
+from paramserver.rundir import RunDir, create_run, default_run_name, newest_run, open_run
 from paramserver.sinks import Sink
 
 if TYPE_CHECKING:

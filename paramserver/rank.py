@@ -7,11 +7,12 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paramserver.attempts import new_attempt
 from paramserver.checkpoint import clean, find_checkpoint, read_checkpoint
 from paramserver.cluster import Identity, bind_interface, interface_towards, process_environ
 from paramserver.config import Config, Role, dump_yaml, mode_of, roles
@@ -24,7 +25,15 @@ from paramserver.meeting import Meeting, meet
 from paramserver.process import Process, StartClock, StopRequest
 from paramserver.records import TrainerTotals, make_record
 from paramserver.roles import set_trainer_index
-from paramserver.rundir import RunDir, create_run, default_run_name, environment_record, supersede_metrics, write_json
+from paramserver.rundir import (
+    RunDir,
+    create_run,
+    default_run_name,
+    environment_record,
+    supersede_metrics,
+    write_json,
+    write_text,
+)
 from paramserver.session import rpc_server
 from paramserver.sinks import Fan, JsonLines, Sink, TensorBoard
 from paramserver.task import Task, make_task
@@ -93,7 +102,8 @@ def run_rank(plan: RankPlan) -> dict[str, Any] | None:
         if meeting is not None:
             name = _share_run_name(meeting, keeper)
         if plan.logs:
-            stack.enter_context(_log_file(RunDir(Path(config.logging.run_dir) / name), identity.global_rank))
+            run = RunDir(Path(config.logging.run_dir) / name) if keeper is None else keeper.run
+            stack.enter_context(_log_file(run, identity.global_rank))
         devices = ", ".join(str(device) for device in process.placement.devices)
         log.info("rank %d of %d: %s on %s, run %s", identity.global_rank, identity.world_size, role, devices, name)
         task.devices, task.config = process.placement.devices, config
@@ -158,11 +168,11 @@ def _keeping(plan: RankPlan, process: Process) -> Iterator[Keeper]:
     """The run's folder, locked and described, and the keeper of its account."""
     config = process.config
     run = plan.run or create_run(Path(config.logging.run_dir), config.logging.name, default_run_name(config))
-    with run.lock():
+    with new_attempt(run) if plan.run is None else nullcontext(), run.lock():
         checkpoint = read_checkpoint(find_checkpoint(run.path)) if plan.resume else None
         clean(run.checkpoints_dir)
         run.summary_file.unlink(missing_ok=True)
-        run.config_file.write_text(dump_yaml(config), encoding="utf-8")
+        write_text(run.config_file, dump_yaml(config))
         about = environment_record(list(plan.command))
         folders = [str(folder.resolve()) for folder in plan.folders]
         write_json(run.environment_file, {**about, "device": str(process.placement.device), "folders": folders})

@@ -20,7 +20,7 @@ from paramserver import errors
 from paramserver.cluster import bind_listener, child_environment, mark_supervised, process_environ
 from paramserver.config import Config, dump_yaml, roles, world_size_of
 from paramserver.errors import Interrupted, ParamserverError, TrainingError
-from paramserver.rundir import RunDir, write_json
+from paramserver.rundir import RunDir, write_json, write_text
 from paramserver.sinks import Sink
 
 # Beyond the time in which ranks notice a lost peer by themselves.
@@ -110,7 +110,7 @@ class Supervisor:
 
     def _start_all(self) -> None:
         self.run.logs_dir.mkdir(parents=True, exist_ok=True)
-        self._config_file.write_text(dump_yaml(self.config), encoding="utf-8")
+        write_text(self._config_file, dump_yaml(self.config))
         world_size = world_size_of(self.config)
         environ = child_environment(
             process_environ(), local_processes=world_size, config_folder=self.folders[-1] if self.folders else None

@@ -222,7 +222,7 @@ def _sample_tree(state: dict[str, Any] | None, index: int) -> list[Any]:
 def _rows(layout: Layout, capacity: int, max_bytes: int | None) -> int:
     """Rows to allocate: no more than ``max_bytes`` admits."""
     row_bytes = sum(leaf.row_bytes for leaf in layout.leaves())
-    return capacity if max_bytes is None else min(capacity, max_bytes // max(row_bytes, 1))
+    return capacity if max_bytes is None else max(min(capacity, max_bytes // max(row_bytes, 1)), 1)
 
 
 def _rebuild(layout: Layout, columns: list[Tensor], size: int) -> list[Any]:
