@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from paramserver.checkpoint import Best, Checkpoint, CheckpointWriter, Written, private_copy
+from paramserver.checkpoint import Best, Checkpoint, CheckpointWriter, Pieces, Written, private_copy
 from paramserver.config import Config, num_trainers_of, world_size_of
 from paramserver.errors import TaskError
 from paramserver.limits import Limits
@@ -24,6 +26,20 @@ from paramserver.sinks import Sink
 from paramserver.updater import Updater
 
 _LAST_WRITE_S = 600.0
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """Private copies of what belongs to rank 0 in a checkpoint; the trainers' parts are still to come.
+
+    ``since`` is ``time.perf_counter()`` when the first trainer stopped for it, ``reason`` is for the record.
+    """
+
+    step: int
+    objects: dict[str, Any]
+    is_best: bool
+    reason: str
+    since: float
 
 
 class Keeper:
@@ -203,30 +219,46 @@ class Keeper:
             return f"no improvement of {self.best.metric} in training.patience ({patience}) validations"
         return self._limits.out_of_time(self.seconds)
 
-    def save(
-        self, step: int, model: nn.Module, updater: Updater, parts: Mapping[int, bytes], reason: str, since: float
-    ) -> None:
-        """Cut and write a checkpoint: copies are taken now, writing goes on in the background.
+    def cut(self, step: int, model: nn.Module, updater: Updater, reason: str, since: float) -> Cut:
+        """Copy, once, what rank 0 has of a checkpoint: model, optimizer, schedule and the account of the run.
 
         Args:
             step: the version that model and optimizer are of.
             model, updater: what is copied; nobody changes them during this call.
-            parts: what each trainer stores, as written by ``torch.save``.
-            reason: why it is taken, for the record.
-            since: ``time.perf_counter()`` when the first trainer stopped for it.
+            reason, since: see ``Cut``.
+
+        Raises:
+            Exception: the failure of an earlier write.
         """
+        self.writer.check()
         with self._lock:
             state = updater.state_dict()
-            objects: dict[str, Any] = {
+            objects = {
                 "model": private_copy(plain_weights(model)),
                 "optimizer": private_copy(state["optimizer"]),
                 "run": private_copy({**self._state(step), "scheduler": state["scheduler"]}),
-                **{f"trainer-{index}.pt": part for index, part in sorted(parts.items())},
             }
-            pause_s = time.perf_counter() - since
+            return Cut(step, objects, self._improved_step == step, reason, since)
+
+    def write(self, cut: Cut, parts: Mapping[int, Mapping[str, Any] | Pieces], pause_s: float) -> None:
+        """Write a checkpoint: in the background, or before this returns, as the config says. Nothing is copied.
+
+        Args:
+            cut: of this keeper.
+            parts: what each trainer stores: private, or the file that ``torch.save`` made of it.
+            pause_s: how long training stopped for the copies, on the trainer where that took longest.
+
+        Raises:
+            Exception: the failure of an earlier write, or of this one without ``checkpoint.background``.
+        """
+        files = {f"trainer-{i}.pt" if isinstance(p, Pieces) else f"trainer-{i}": p for i, p in sorted(parts.items())}
+        future = self.writer.submit(cut.step, {**cut.objects, **files}, self._about(), cut.is_best)
+        if not self.config.checkpoint.background:
+            pause_s = time.perf_counter() - cut.since
+        with self._lock:
             self.checkpoint_pauses_s.append(pause_s)
-            future = self.writer.submit(step, objects, self._about(), is_best=self._improved_step == step)
-            future.add_done_callback(lambda done: self._written(done, pause_s, reason))
+        reason = cut.reason  # all that is kept of the cut
+        future.add_done_callback(lambda done: self._written(done, pause_s, reason))
 
     def _state(self, step: int) -> dict[str, Any]:
         return {
@@ -293,18 +325,36 @@ def pack(state: Mapping[str, Any]) -> bytes:
 
 
 def check_storable(state: Mapping[str, Any], task_name: str) -> None:
-    """Refuse, when it is stored, what could not be loaded again.
+    """Refuse, when it is stored, what could not be loaded again. Looks at types alone, whatever the size of tensors.
+
+    Args:
+        state: private, so that its tensors are plain ones.
+        task_name: for the message.
 
     Raises:
         TaskError: ``on_checkpoint`` put something there that ``torch.load(weights_only=True)`` does not take.
     """
     try:
-        unpack(pack(state))
+        unpack(pack(_without_values(state)))
     except Exception as error:  # pickle and torch raise many types for what they cannot take
         raise TaskError(
             f"{task_name}.on_checkpoint stored what cannot be loaded again ({str(error).splitlines()[0]}); "
             "store tensors, numbers, strings, and lists or dicts of them"
         ) from error
+
+
+def _without_values(state: Any) -> Any:
+    """The same nested structure with an empty tensor in the place of each."""
+    if isinstance(state, torch.Tensor):
+        return torch.empty(0, dtype=state.dtype)
+    if isinstance(state, dict):
+        fresh = copy.copy(state)
+        for key, value in state.items():
+            fresh[key] = _without_values(value)
+        return fresh
+    if type(state) in (list, tuple):
+        return type(state)(_without_values(value) for value in state)
+    return state
 
 
 def unpack(part: bytes) -> dict[str, Any]:

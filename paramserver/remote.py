@@ -47,8 +47,18 @@ class RemoteServer:
 
     def call_later(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
         """A call that the server answers when other trainers have come as far."""
-        future = rpc.rpc_async(SERVER_NAME, hosting.call_later, args=(method, *args), timeout=0)
-        return self._answer(future, method, timeout_s)
+        return self.end(method, self.begin(method, *args), timeout_s)
+
+    def begin(self, method: str, *args: Any) -> torch.futures.Future[Any]:
+        """The first half of ``call_later``: the server works while this trainer does something else."""
+        future: torch.futures.Future[Any] = rpc.rpc_async(
+            SERVER_NAME, hosting.call_later, args=(method, *args), timeout=0
+        )
+        return future
+
+    def end(self, method: str, begun: torch.futures.Future[Any], timeout_s: float | None = None) -> Any:
+        """The answer to what ``begin`` returned."""
+        return self._answer(begun, method, timeout_s)
 
     def send(self, method: str, *args: Any) -> torch.futures.Future[Any]:
         """A call whose answer is looked at later, or never."""

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from paramserver.checkpoint import private_copy
 from paramserver.config import Config
 from paramserver.consistency import Announcement, Decision, Stop, Sync
+from paramserver.deposits import Deposits
 from paramserver.devices import CPU
 from paramserver.edge import pulled
 from paramserver.errors import ParamserverError, PeerLost, TrainingError
@@ -83,7 +84,8 @@ class ParameterServer(nn.Module):
         self._arrivals = Gathering()
         self._announcements = Gathering()
         self._validations = Gathering()
-        self._deposits = Gathering()
+        self._cuts = Gathering()
+        self._deposits = Deposits(keeper, trainers)
         self._followers = Gathering()
         self._pushes: dict[int, Push] = {}
 
@@ -191,10 +193,11 @@ class ParameterServer(nn.Module):
             if self.error is None:
                 self.error = error
             failure = Failure("PeerLost", f"the run failed elsewhere: {self.error}")
-            gatherings = (self._arrivals, self._announcements, self._validations, self._deposits, self._followers)
+            gatherings = (self._arrivals, self._announcements, self._validations, self._cuts, self._followers)
             waiting = [f for g in gatherings for f in g.take()[1].values()]
             waiting += [push.future for push in self._pushes.values()]
             self._pushes.clear()
+            self._deposits.drop()
         for future in waiting:
             future.set_result(failure)
         self.finished.set()
@@ -339,24 +342,42 @@ class ParameterServer(nn.Module):
             self.updater.validated(self.rules.step, means)
             return means, improved
 
-    def deposit(self, trainer_index: int, part: bytes, reason: str) -> Future:
-        """A trainer's part of a checkpoint of the current version; answered when the cut was taken.
+    def cut(self, trainer_index: int, reason: str) -> Future:
+        """A trainer takes part in a checkpoint of the current version; answered when model and optimizer are copied.
 
-        All trainers deposit before any of them steps again, so model, optimizer and parts are of one version.
+        All trainers wait for that before any of them steps again, so model, optimizer and parts are of one version. The
+        parts follow while training goes on.
         """
         with self._lock:
             self._check_running()
-            future = self._deposits.add(trainer_index, part)
-            if len(self._deposits.parts) < self.trainers:
+            future = self._cuts.add(trainer_index, None)
+            if len(self._cuts.parts) < self.trainers:
                 return future
-            parts, futures, arrived = self._deposits.take()
-        self._conclude(futures, lambda: self._saved(parts, reason, min(arrived.values())))
+            _, futures, arrived = self._cuts.take()
+        self._conclude(futures, lambda: self._cut(list(futures), reason, min(arrived.values())))
         return future
 
-    def _saved(self, parts: Mapping[int, bytes], reason: str, since: float) -> dict[int, None]:
+    def _cut(self, trainers: Sequence[int], reason: str, since: float) -> dict[int, None]:
         with self._lock:
-            self.keeper.save(self.rules.step, self.model, self.updater, parts, reason, since)
-            return dict.fromkeys(parts)
+            self._deposits.begin(self.keeper.cut(self.rules.step, self.model, self.updater, reason, since))
+            return dict.fromkeys(trainers)
+
+    def deposit(self, trainer_index: int, step: int, piece: Tensor) -> None:
+        """A piece of a trainer's part of the checkpoint of ``step``."""
+        self._check_running()
+        self._deposits.add(trainer_index, step, piece)
+
+    def complete_deposit(self, trainer_index: int, step: int, pause_s: float) -> Future:
+        """A trainer's part is here; it had stopped for ``pause_s`` seconds. With the last part all is written."""
+        self._check_running()
+        future: Future = torch.futures.Future()
+
+        def complete() -> dict[int, None]:
+            self._deposits.complete(trainer_index, step, pause_s)
+            return {trainer_index: None}
+
+        self._conclude({trainer_index: future}, complete)
+        return future
 
     def take_records(self, records: Sequence[Record]) -> None:
         for record in records:

@@ -22,7 +22,7 @@ from helpers.source import (
 # A module imports from lower floors only. The whole number is the floor of the design, what follows the stair on it.
 FLOORS = {
     0: "errors version",
-    1.0: "buffers checkpoint config deadlines edge flat leaving loading parent records roles",
+    1.0: "buffers checkpoint config courier deadlines edge flat leaving loading parent records roles",
     1.1: "cluster limits rundir",
     1.2: "attempts consistency",
     1.3: "protocol",
@@ -34,12 +34,14 @@ FLOORS = {
     4.1: "meeting membership process",
     4.2: "modelling session",
     5.0: "keeper",
-    5.1: "server",
-    5.2: "hosting",
-    5.3: "remote",
+    5.1: "deposits",
+    5.2: "server",
+    5.3: "hosting",
+    5.4: "remote",
     6: "optimizer",
     7.0: "trainers.agreement trainers.counters trainers.data trainers.hooks trainers.validation",
-    7.1: "trainers.base",
+    7.1: "trainers.collection",
+    7.2: "trainers.base",
     8: "trainers.ddp trainers.local trainers.rpc",
     9.0: "dry_run rank supervisor",
     9.1: "launch",
@@ -50,7 +52,7 @@ FLOORS = {
 FOLDERS = {
     "buffers": "batch checks order codec layout storage redistribute contents exchange base counted fifo firo "
     "reservoir factory",
-    "checkpoint": "disk manifest layout archive copies best read store retention writer",
+    "checkpoint": "disk manifest layout archive pieces copies best read store retention writer",
     "cluster": "network base listener flags torchrun resolve",
     "config": "modes rules schema table values reading settings overrides checks printing loading world",
     "report": "outcome summary",

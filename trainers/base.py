@@ -10,9 +10,10 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+from paramserver.checkpoint import private_copy
 from paramserver.consistency import Announcement, Decision, Stop, Verdict
 from paramserver.devices import move
-from paramserver.keeper import Keeper, check_storable, pack, unpack
+from paramserver.keeper import Keeper, check_storable, unpack
 from paramserver.limits import due, epoch_of
 from paramserver.modelling import autocast
 from paramserver.process import Process, random_states, restore_random_states, seed_all
@@ -34,6 +35,9 @@ from trainers.data import DataStream
 from trainers.validation import evaluate, validation_batches
 
 T = TypeVar("T")
+
+# Why a checkpoint is taken after which there is none.
+_LAST = ("end", "interrupted")
 
 
 class Trainer(ABC):
@@ -84,8 +88,14 @@ class Trainer(ABC):
         """The means over the shares of all trainers, and whether they are the best so far."""
 
     @abstractmethod
-    def deposit(self, part: bytes, reason: str, since: float) -> None:
-        """Take part in a checkpoint of the current step."""
+    def deposit(self, reason: str, since: float) -> None:
+        """Take part in a checkpoint of the current step: copy now, in the pause that began at ``since``; see ``part``.
+
+        What follows, serialisation, travel and writing, is not for the pause, unless ``checkpoint.background`` is off.
+        """
+
+    def settle(self) -> None:
+        """Wait until rank 0 has all that this trainer has deposited."""
 
     @abstractmethod
     def deliver(self, records: Sequence[Record]) -> None:
@@ -347,17 +357,19 @@ class Trainer(ABC):
         )
 
     def save(self, reason: str) -> None:
-        """Take part in a checkpoint of the current step, unless there is one."""
-        if self._saved_step == self.step:
-            return
-        self._saved_step = self.step
-        since = time.perf_counter()
-        self.deposit(pack(self._part()), reason, since)
-        self.clock.skip()
+        """Take part in a checkpoint of the current step, unless there is one; the last of a run also arrives."""
+        if self._saved_step != self.step:
+            self._saved_step = self.step
+            self.deposit(reason, time.perf_counter())
+            self.clock.skip()
+        if reason in _LAST:
+            self.settle()
 
-    def _part(self) -> dict[str, Any]:
+    def part(self) -> dict[str, Any]:
+        """What this trainer stores, copied once: nothing of it changes when training goes on."""
         own: dict[str, Any] = {}
         self.task.on_checkpoint(own)
+        own = private_copy(own)
         check_storable(own, type(self.task).__name__)
         return {
             "trainer_index": self.trainer_index,

@@ -14,7 +14,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from paramserver.consistency import Announcement, Decision, Readiness, Verdict, buffer_source, decide
-from paramserver.keeper import Keeper
+from paramserver.courier import TRAVEL_S, Courier
+from paramserver.keeper import Cut, Keeper
 from paramserver.limits import Limits
 from paramserver.meeting import Meeting
 from paramserver.modelling import build_model
@@ -25,6 +26,7 @@ from paramserver.task import Task
 from paramserver.updater import Updater
 from trainers.agreement import Agreed, Agreement, Done, peers_may_be_lost
 from trainers.base import Trainer
+from trainers.collection import Collection
 from trainers.hooks import register_comm_hook
 
 # Rank 0 asks for the others' records about so often; it costs one gather.
@@ -59,6 +61,9 @@ class DdpTrainer(Trainer):
         self.open(process_group(self.meeting, self.process.placement.backend))
         self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.meeting.timeout_s))
         self._agreement = Agreement(self._control, self.process.trainers, self.trainer_index)
+        parts = dist.new_group(backend="gloo", timeout=timedelta(seconds=TRAVEL_S))
+        self._collection = Collection(parts, self.process.trainers)
+        self._courier = self.open(Courier(self.config.checkpoint.background, "a part of a checkpoint"))
         model = build_model(self.task, self.config.seed, self.process.placement)
         if self.keeper is not None:
             self.keeper.restore_model(model)
@@ -207,13 +212,31 @@ class DdpTrainer(Trainer):
         self.updater.validated(self.step, merged.means())
         return merged.means(), verdict[0]
 
-    def deposit(self, part: bytes, reason: str, since: float) -> None:
+    def deposit(self, reason: str, since: float) -> None:
+        self.settle()  # all ranks end the same travel, and so meet again
         self.refresh()
-        with peers_may_be_lost():
-            parts: list[Any] | None = [None] * self.process.trainers if self.keeper is not None else None
-            dist.gather_object(part, parts, dst=0, group=self._control)
-        if self.keeper is not None and parts is not None:
-            self.keeper.save(self.step, self.unwrapped_model, self.updater, dict(enumerate(parts)), reason, since)
+        part = self.part()
+        keeper = self.keeper
+        if keeper is None:
+            pause_s = time.perf_counter() - since
+            self._courier.carry(lambda: self._collection.send(part, pause_s))
+        else:
+            cut = keeper.cut(self.step, self.unwrapped_model, self.updater, reason, since)
+            own_s = time.perf_counter() - since
+            self._courier.carry(lambda: self._complete(keeper, cut, part, own_s))
+
+    def _complete(self, keeper: Keeper, cut: Cut, part: Mapping[str, Any], pause_s: float) -> None:
+        """On rank 0: the other ranks' parts, and then the checkpoint. Whatever happens, they are answered."""
+        taken = False
+        try:
+            parts, others_s = self._collection.receive()
+            keeper.write(cut, {self.trainer_index: part, **parts}, max(pause_s, others_s))
+            taken = True
+        finally:
+            self._collection.answer(taken)
+
+    def settle(self) -> None:
+        self._courier.finish()
 
     def deliver(self, records: Sequence[Record]) -> None:
         if self.keeper is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -57,8 +58,10 @@ class LocalTrainer(Trainer):
         self.updater.validated(self.step, sums.means())
         return sums.means(), improved
 
-    def deposit(self, part: bytes, reason: str, since: float) -> None:
-        self.keeper.save(self.step, self.model, self.updater, {self.trainer_index: part}, reason, since)
+    def deposit(self, reason: str, since: float) -> None:
+        part = self.part()
+        cut = self.keeper.cut(self.step, self.model, self.updater, reason, since)
+        self.keeper.write(cut, {self.trainer_index: part}, time.perf_counter() - since)
 
     def deliver(self, records: Sequence[Record]) -> None:
         for record in records:

@@ -11,7 +11,9 @@ import torch
 import torch.distributed.autograd as dist_autograd
 from torch import Tensor
 
+from paramserver.checkpoint import send_archive
 from paramserver.consistency import Announcement, Decision
+from paramserver.courier import Courier
 from paramserver.edge import sealed
 from paramserver.errors import PeerLost, TaskError
 from paramserver.flat import Layout, module_buffers, trainable
@@ -51,6 +53,7 @@ class RpcTrainer(Trainer):
         name, worker_id = self.open(rpc_trainer(self.meeting, self.trainer_index))
         self.remote = RemoteServer(self.config, self.trainer_index)
         self.open(self._goodbye())
+        self._courier = self.open(Courier(self.config.checkpoint.background, "a part of a checkpoint"))
         member = Member(self.trainer_index, name, worker_id, self.meeting.place)
         self.remote.start_heartbeat()
         welcome: Welcome = self.remote.call_later(
@@ -172,8 +175,24 @@ class RpcTrainer(Trainer):
         means, improved = self.remote.call_later("report_validation", self.trainer_index, sums)
         return means, improved
 
-    def deposit(self, part: bytes, reason: str, since: float) -> None:
-        self.remote.call_later("deposit", self.trainer_index, part, reason)
+    def deposit(self, reason: str, since: float) -> None:
+        self.settle()
+        cut = self.remote.begin("cut", self.trainer_index, reason)  # the server copies while this trainer does
+        step, part = self.step, self.part()
+        self.remote.end("cut", cut)
+        pause_s = time.perf_counter() - since
+        self._courier.carry(lambda: self._send_part(step, part, pause_s))
+
+    def _send_part(self, step: int, part: Mapping[str, Any], pause_s: float) -> None:
+        """Piece by piece, each answered before the next, so that the messages of a step find room between them."""
+        send_archive(
+            dict(part),
+            lambda piece: self.remote.call("deposit", self.trainer_index, step, torch.from_numpy(piece)),
+        )
+        self.remote.call_later("complete_deposit", self.trainer_index, step, pause_s)
+
+    def settle(self) -> None:
+        self._courier.finish()
 
     def deliver(self, records: Sequence[Record]) -> None:
         if time.monotonic() - self._sent > _SEND_EVERY_S or len(records) > 1000:

@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from paramserver.checkpoint.best import Best
     from paramserver.checkpoint.copies import private_copy
     from paramserver.checkpoint.manifest import FORMAT_VERSION, Manifest
+    from paramserver.checkpoint.pieces import Pieces, send_archive
     from paramserver.checkpoint.read import (
         Checkpoint,
         choose_checkpoint,
@@ -23,6 +24,8 @@ _HOMES = {
     "private_copy": "copies",
     "FORMAT_VERSION": "manifest",
     "Manifest": "manifest",
+    "Pieces": "pieces",
+    "send_archive": "pieces",
     "Checkpoint": "read",
     "choose_checkpoint": "read",
     "find_checkpoint": "read",
@@ -42,6 +45,7 @@ __all__ = [
     "CheckpointWriter",
     "FORMAT_VERSION",
     "Manifest",
+    "Pieces",
     "Written",
     "choose_checkpoint",
     "clean",
@@ -51,6 +55,7 @@ __all__ = [
     "private_copy",
     "read_checkpoint",
     "retain",
+    "send_archive",
     "write_checkpoint",
 ]
 

@@ -3,13 +3,12 @@
 import pickle
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, Protocol, cast
 
 import numpy as np
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from paramserver.checkpoint.disk import HashingFile
 from paramserver.errors import CheckpointError
 
 __all__ = ["load_archive", "refused_types", "write_archive"]
@@ -21,8 +20,16 @@ _NUMPY: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [*_NUMPY_FUN
 _NUMPY_NAMES = {f"{known.__module__}.{known.__name__}" for known in (*_NUMPY_FUNCTIONS, *_NUMPY_TYPES)}
 
 
-def write_archive(obj: Any, file: HashingFile) -> None:
-    """``torch.save`` of ``obj`` in one pass; it never seeks, so the digest of ``file`` is that of the result."""
+class Writable(Protocol):
+    """What ``torch.save`` needs of a file."""
+
+    def write(self, data: bytes | bytearray | memoryview) -> int: ...
+
+    def flush(self) -> None: ...
+
+
+def write_archive(obj: Any, file: Writable) -> None:
+    """``torch.save`` of ``obj`` in one pass; it never seeks, so a digest of what was written is that of the result."""
     torch.save(obj, cast(IO[bytes], file))
 
 

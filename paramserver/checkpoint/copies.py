@@ -11,13 +11,15 @@ __all__ = ["private_copy"]
 
 _Memo = dict[Hashable, torch.Tensor]
 
+_LARGE_BYTES = 4 * 2**20
+
 
 def private_copy(obj: Any) -> Any:
     """Copy nested dict, list and tuple of tensors so that nothing in it changes, or is shared, any more.
 
     Every tensor (a parameter too) becomes a plain, contiguous CPU tensor with a storage of its own size: saving a view
     of a flat tensor would otherwise write the whole flat tensor. Tensors that show the same memory in the same way
-    (tied weights) share one copy. numpy arrays are copied. Other leaves are kept as they are.
+    (tied weights) share one copy. numpy arrays, sets and bytearrays are copied. Other leaves are kept as they are.
 
     Returns:
         The same structure; classes of dictionaries and named tuples, and a ``state_dict``'s ``_metadata``, are kept.
@@ -28,7 +30,7 @@ def private_copy(obj: Any) -> Any:
 def _copied(obj: Any, memo: _Memo) -> Any:
     if isinstance(obj, torch.Tensor):
         return _tensor(obj.detach(), memo)
-    if isinstance(obj, np.ndarray):
+    if isinstance(obj, np.ndarray | set | bytearray):
         return obj.copy()
     if isinstance(obj, dict):
         fresh = copy.copy(obj)  # keeps the class, a defaultdict's factory and the attributes of a state_dict
@@ -50,6 +52,13 @@ def _tensor(tensor: torch.Tensor, memo: _Memo) -> torch.Tensor:
     view = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
     key = (*view, tensor.device)
     if key not in memo or tensor.numel() == 0:
-        fresh = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-        memo[key] = fresh.copy_(tensor)
+        memo[key] = _fresh(tensor).copy_(tensor)
     return memo[key]
+
+
+def _fresh(tensor: torch.Tensor) -> torch.Tensor:
+    """Memory for a copy. numpy asks for huge pages: to touch small ones first costs more than the copy itself."""
+    size_bytes = tensor.numel() * tensor.element_size()
+    if size_bytes < _LARGE_BYTES or tensor.is_quantized:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    return torch.from_numpy(np.empty(size_bytes, np.uint8)).view(tensor.dtype).view(tensor.shape)

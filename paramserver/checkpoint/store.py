@@ -15,6 +15,7 @@ from typing import Any
 from paramserver.checkpoint.disk import HashingFile, move, replace_text, sync_folder
 from paramserver.checkpoint.layout import LATEST, beside, history, pointed, remove, step_name
 from paramserver.checkpoint.manifest import MANIFEST, FileEntry, Manifest
+from paramserver.checkpoint.pieces import Pieces
 from paramserver.errors import TrainingError
 
 __all__ = ["disk_errors_told", "write_checkpoint"]
@@ -26,6 +27,7 @@ _CURES = {
     errno.EROFS: "choose a logging.run_dir on a disk that can be written",
     errno.EACCES: "give this user the right to write there, or choose another logging.run_dir",
 }
+_RAW = (bytes, Pieces)
 _WHAT_TO_KEEP = "keep tensors, numpy arrays and plain values in it"
 
 
@@ -35,7 +37,8 @@ def write_checkpoint(folder: Path, step: int, objects: Mapping[str, Any], about:
     Args:
         folder: the run's ``checkpoints`` folder, made where it is missing.
         step: the global step of the cut. A checkpoint of the same step is replaced.
-        objects: by name, what ``torch.save`` puts into ``<name>.pt``; ``bytes`` go into a file ``<name>`` as they are.
+        objects: by name, what ``torch.save`` puts into ``<name>.pt``; ``bytes`` and ``Pieces`` go into a file
+            ``<name>`` as they are. Nothing is copied.
         about: further entries of the manifest (mode, trainers, ...).
 
     Returns:
@@ -81,7 +84,7 @@ def _settle(aside: Path, final: Path) -> None:
 def _file_names(objects: Mapping[str, Any]) -> dict[str, Any]:
     files: dict[str, Any] = {}
     for name, obj in objects.items():
-        file = name if isinstance(obj, bytes) else f"{name}.pt"
+        file = name if isinstance(obj, _RAW) else f"{name}.pt"
         if file in files or file == MANIFEST or file.startswith(".") or Path(file).name != file:
             raise ValueError(f"object name ({name}) must be a plain file name that nothing else has; rename it")
         files[file] = obj
@@ -102,14 +105,15 @@ def _write_file(path: Path, obj: Any) -> FileEntry:
     with disk_errors_told(path):
         file = HashingFile(path)
         try:
-            if isinstance(obj, bytes):
-                file.write(obj)
+            if isinstance(obj, _RAW):
+                for piece in (obj,) if isinstance(obj, bytes) else obj:
+                    file.write(piece)
             else:
                 _write_object(obj, file, path.stem)
             digest = file.finish()
         finally:
             file.close()
-    if not isinstance(obj, bytes):
+    if not isinstance(obj, _RAW):
         _refuse_unloadable(path)
     return FileEntry(file.size_bytes, digest)
 

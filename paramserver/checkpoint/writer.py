@@ -46,8 +46,10 @@ class CheckpointWriter:
     """Writes checkpoints into one folder, marks the best and keeps the newest; with ``background`` in a thread.
 
     One write is in progress and one waits. A newer submission takes the place of the waiting one, whose future is then
-    cancelled, except that a best one gives way to a newer best only. So ``submit`` never blocks, at most three copies
-    of the state exist, and a slow disk costs checkpoints, not memory; wait for ``idle`` where each must be written.
+    cancelled, except that a best one gives way to a newer best only. So ``submit`` never blocks, and a slow disk costs
+    checkpoints, not memory; wait for ``idle`` where each must be written. At most three copies of the state are held
+    here: one that is written, the newest and the best that wait. A fourth exists while a new one is made. Writing
+    copies nothing.
 
     Args:
         folder: the run's ``checkpoints`` folder.
@@ -146,6 +148,11 @@ class CheckpointWriter:
                 )
         self._raise_kept()
 
+    def check(self) -> None:
+        """Raise the failure of an earlier write."""
+        with self._changed:
+            self._raise_kept()
+
     def _raise_kept(self) -> None:
         if self._error is not None:
             raise self._error
@@ -156,6 +163,7 @@ class CheckpointWriter:
             with self._changed:
                 self._current = None
                 self._changed.notify_all()
+            del job  # and the copy that it holds
 
     def _next(self) -> _Job | None:
         with self._changed:

@@ -1,0 +1,177 @@
+"""How long training stops for a checkpoint, against one memory copy of the same bytes, and how it goes on meanwhile.
+
+    python -m tests.measure.checkpoint_pause [--modes local ddp rpc] [--kind fifo] [--repeats 7] [--every 150]
+
+A model of 10 million parameters (SGD with momentum) and buffers whose samples a checkpoint must hold: 400 MB in
+``local``, 200 MB in each of two trainers otherwise; one torch thread per process. Just before each checkpoint every
+trainer copies tensors of its buffer's, the model's and the optimizer's sizes: into memory that was touched before, and
+into fresh memory (``Tensor.clone``). The pause is what the run records. A private copy must be made while the ones
+before it may still be written, so its memory is fresh, and the fair comparison is with ``clone``; the other ratio is
+printed beside it. Steps per second are counted from the end of the pause to the end of the writing, and from there to
+the next checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from paramserver import Task
+from tests.measure.common import measuring_environment, read_records, run_fresh, spread, verdict
+
+WIDTH = 1024
+SAMPLE_BYTES = 4 * WIDTH
+AIM = 1.5
+TRAINERS = {"local": 1, "ddp": 2, "rpc": 2}
+BUFFER_BYTES = {"local": 400 * 10**6, "ddp": 200 * 10**6, "rpc": 200 * 10**6}
+
+
+class Large(Task):
+    """Samples that only the buffer has, a large model, and a copy of as many bytes just before each checkpoint.
+
+    Args:
+        samples: all that there are; the buffer holds them and serves them again and again.
+        every: steps between two checkpoints.
+        folder: where each trainer leaves what it measured.
+    """
+
+    def __init__(self, samples: int, every: int, folder: str) -> None:
+        self.samples, self.every, self.folder = samples, every, folder
+        self.began: list[float] = []
+        self.copies: list[tuple[float, float]] = []
+
+    def build_model(self) -> nn.Module:
+        layers = [nn.Linear(WIDTH, 4096), nn.ReLU(), nn.Linear(4096, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1536)]
+        return nn.Sequential(*layers)
+
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+
+    def train_source(self, partition: Any) -> Any:
+        return (torch.full((WIDTH,), index / self.samples) for index in range(self.samples))
+
+    def on_train_start(self) -> None:
+        sizes = [p.numel() for p in self.trainer.unwrapped_model.parameters()]
+        self.sources = [torch.ones(n) for n in (self.samples * WIDTH, *sizes, *sizes)]
+        self.targets = [torch.ones_like(source) for source in self.sources]
+
+    def on_batch_start(self, batch_idx: int) -> None:
+        self.began.append(time.time())
+        if (batch_idx + 1) % self.every == 0:
+            self.copies.append((self._touched_s(), self._fresh_s()))
+
+    def _touched_s(self) -> float:
+        started = time.perf_counter()
+        for source, target in zip(self.sources, self.targets, strict=True):
+            target.copy_(source)
+        return time.perf_counter() - started
+
+    def _fresh_s(self) -> float:
+        started = time.perf_counter()
+        kept = [source.clone() for source in self.sources]
+        elapsed_s = time.perf_counter() - started
+        assert len(kept) == len(self.sources)
+        return elapsed_s
+
+    def training_step(self, model: nn.Module, batch: Any, batch_idx: int) -> Tensor:
+        return F.mse_loss(model(batch), batch.new_zeros(len(batch), 1536))
+
+    def on_train_end(self) -> None:
+        file = Path(self.folder) / f"copies-{self.trainer.trainer_index}.json"
+        file.write_text(json.dumps({"began": self.began, "copies": self.copies}), encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """One checkpoint: seconds of its pause and of both copies (the slowest trainer's), bytes, steps per second."""
+
+    pause_s: float
+    touched_s: float
+    fresh_s: float
+    bytes: int
+    writing_s: float
+    rate_writing: float
+    rate_after: float
+
+
+def measure(mode: str, kind: str, repeats: int, every: int) -> list[Saved]:
+    samples = BUFFER_BYTES[mode] // SAMPLE_BYTES
+    with tempfile.TemporaryDirectory() as folder:
+        config = {
+            "task": "tests.measure.checkpoint_pause:Large",
+            "task_args": {"samples": samples, "every": every, "folder": folder},
+            "mode": mode,
+            "cluster": {"num_trainers": TRAINERS[mode]},
+            "training": {"max_steps": every * (repeats + 1) + every // 2, "batch_size": 8, "validate_every": 0},
+            "buffer": {"kind": kind, "capacity": samples, "watermark": samples, "pseudo_epochs": 10**6},
+            "checkpoint": {"every": every, "keep": 1},
+            "logging": {"run_dir": folder, "name": "run", "tensorboard": False, "log_every": 100},
+        }
+        file = Path(folder) / "config.yaml"
+        file.write_text(yaml.safe_dump(config), encoding="utf-8")
+        run_fresh([["-m", "paramserver.launch", "--config", str(file)]], measuring_environment())
+        records = {r["step"]: r for r in read_records(Path(folder) / "run", "checkpoint") if r["reason"] == "periodic"}
+        files = sorted(Path(folder).glob("copies-*.json"))
+        trainers = [json.loads(one.read_text(encoding="utf-8")) for one in files]
+    missing = {every * (i + 1) for i in range(repeats + 1)} - set(records)
+    if missing:
+        raise RuntimeError(f"checkpoints of steps {sorted(missing)} gave way to newer ones; raise --every")
+    # The first finds the allocator, the disk and the buffer cold.
+    return [_saved(records[step], trainers, every) for step in sorted(records)[1:]]
+
+
+def _saved(record: dict[str, Any], trainers: list[dict[str, Any]], every: int) -> Saved:
+    step, began = record["step"], trainers[0]["began"]
+    touched, fresh = zip(*(one["copies"][step // every - 1] for one in trainers), strict=True)
+    until = min(step + every, len(began)) - 1  # the batch that begins with the next copies
+    written = sum(moment < record["time"] for moment in began[step:until])
+    if written in (0, until - step):
+        raise RuntimeError(f"the checkpoint of step {step} was written during {written} steps; raise --every")
+    rates = [written / (began[step + written] - began[step])]
+    rates.append((until - step - written) / (began[until] - began[step + written]))
+    size, seconds = record["bytes"], record["time"] - began[step]
+    return Saved(record["pause_ms"] / 1e3, max(touched), max(fresh), size, seconds, *rates)
+
+
+def report(mode: str, saved: list[Saved]) -> None:
+    def line(what: str, values: list[float], form: str = ".1f", more: str = "") -> None:
+        print(f"  {what:34s} {spread(values, form)}{more}", flush=True)
+
+    print(
+        f"{mode}: {TRAINERS[mode]} x {BUFFER_BYTES[mode] / 1e6:.0f} MB of samples, {saved[0].bytes / 1e6:.0f} MB in all"
+    )
+    line("pause, ms", [one.pause_s * 1e3 for one in saved])
+    line("copy into fresh memory, ms", [one.fresh_s * 1e3 for one in saved])
+    line("copy into touched memory, ms", [one.touched_s * 1e3 for one in saved])
+    ratios = [one.pause_s / one.fresh_s for one in saved]
+    line("pause / fresh copy", ratios, ".2f", f", at most {AIM:g}: {verdict(statistics.median(ratios) <= AIM)}")
+    line("pause / touched copy", [one.pause_s / one.touched_s for one in saved], ".2f")
+    line("from the pause to the end, s", [one.writing_s for one in saved], ".2f")
+    line("steps per second while writing", [one.rate_writing for one in saved])
+    line("steps per second otherwise", [one.rate_after for one in saved])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--modes", nargs="+", choices=list(TRAINERS), default=list(TRAINERS))
+    parser.add_argument("--kind", choices=["fifo", "firo"], default="fifo")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--every", type=int, default=150)
+    arguments = parser.parse_args()
+    for mode in arguments.modes:
+        report(mode, measure(mode, arguments.kind, arguments.repeats, arguments.every))
+
+
+if __name__ == "__main__":
+    main()
