@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paramserver.checkpoint import Best, Checkpoint, CheckpointWriter, Pieces, Written, private_copy
+from paramserver.checkpoint import Best, Checkpoint, CheckpointWriter, CopyMemory, Pieces, Written, private_copy
 from paramserver.config import Config, num_trainers_of, world_size_of
 from paramserver.errors import TaskError
 from paramserver.limits import Limits
@@ -75,6 +75,7 @@ class Keeper:
         self.best = (
             None if config.checkpoint.best is None else Best(config.checkpoint.best.metric, config.checkpoint.best.mode)
         )
+        self._memory = CopyMemory()
         self._sink = sink
         self._lock = threading.RLock()
         self._limits = Limits.of(config.training)
@@ -234,10 +235,11 @@ class Keeper:
         with self._lock:
             state = updater.state_dict()
             objects = {
-                "model": private_copy(plain_weights(model)),
-                "optimizer": private_copy(state["optimizer"]),
+                "model": private_copy(plain_weights(model), self._memory),
+                "optimizer": private_copy(state["optimizer"], self._memory),
                 "run": private_copy({**self._state(step), "scheduler": state["scheduler"]}),
             }
+            self._memory.trim()
             return Cut(step, objects, self._improved_step == step, reason, since)
 
     def write(self, cut: Cut, parts: Mapping[int, Mapping[str, Any] | Pieces], pause_s: float) -> None:

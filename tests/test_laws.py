@@ -52,7 +52,7 @@ FLOORS = {
 FOLDERS = {
     "buffers": "batch checks order codec layout storage redistribute contents exchange base counted fifo firo "
     "reservoir factory",
-    "checkpoint": "disk manifest layout archive pieces copies best read store retention writer",
+    "checkpoint": "disk manifest layout archive pieces memory copies best read store retention writer",
     "cluster": "network base listener flags torchrun resolve",
     "config": "modes rules schema table values reading settings overrides checks printing loading world",
     "report": "outcome summary",

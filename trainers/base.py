@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from paramserver.checkpoint import private_copy
+from paramserver.checkpoint import CopyMemory, private_copy
 from paramserver.consistency import Announcement, Decision, Stop, Verdict
 from paramserver.devices import move
 from paramserver.keeper import Keeper, check_storable, unpack
@@ -63,6 +63,7 @@ class Trainer(ABC):
         self.counters = Counters()
         self.records: list[Record] = []
         self.wire_bytes = 0
+        self._memory = CopyMemory()
         self._validated_step: int | None = None
         self._saved_step: int | None = None
         self.all_totals: list[TrainerTotals] = []
@@ -369,11 +370,13 @@ class Trainer(ABC):
         """What this trainer stores, copied once: nothing of it changes when training goes on."""
         own: dict[str, Any] = {}
         self.task.on_checkpoint(own)
-        own = private_copy(own)
+        own = private_copy(own, self._memory)
         check_storable(own, type(self.task).__name__)
+        stream = self.data.state_dict(self._memory)
+        self._memory.trim()
         return {
             "trainer_index": self.trainer_index,
-            **self.data.state_dict(),
+            **stream,
             "random": random_states(),
             "counters": vars(self.counters) | {"seconds": self.seconds},
             "task": own,

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from paramserver.buffers import Batch, Buffer, make_buffer
+from paramserver.checkpoint import CopyMemory, private_copy
 from paramserver.config import Config
 from paramserver.consistency import Announcement, Readiness
 from paramserver.errors import BufferClosed, BufferExhausted, TaskError, UnsupportedConfiguration
@@ -145,11 +146,15 @@ class DataStream:
         info = self.buffer.info()
         return {name: getattr(info, name) for name in _FIGURES}
 
-    def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs to go on with the next batch; keys in place of samples that can be read again."""
+    def state_dict(self, memory: CopyMemory | None = None) -> dict[str, Any]:
+        """What a checkpoint needs to go on with the next batch; keys in place of samples that can be read again.
+
+        Everything in it is a copy, and the only one that is made; ``memory`` is where samples are copied to.
+        """
+        take = None if memory is None else memory.take
         with self._source_failures():
-            buffer = self.buffer.state_dict(samples=not self.source.refetchable)
-        return {"buffer": buffer, "source": self.source.state_dict()}
+            buffer = self.buffer.state_dict(samples=not self.source.refetchable, take=take)
+        return {"buffer": buffer, "source": private_copy(self.source.state_dict(), memory)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back ``state_dict()``, or this trainer's part of what others left; before ``start``."""

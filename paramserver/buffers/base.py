@@ -10,6 +10,7 @@ import numpy as np
 from paramserver.buffers.batch import BufferInfo, Counters
 from paramserver.buffers.contents import Contents
 from paramserver.buffers.exchange import Exchange
+from paramserver.buffers.storage import Take
 from paramserver.errors import CheckpointError
 
 
@@ -52,7 +53,7 @@ class Buffer(Exchange):
 
     # Checkpoints.
 
-    def state_dict(self, samples: bool = True) -> dict[str, Any]:
+    def state_dict(self, samples: bool = True, take: Take | None = None) -> dict[str, Any]:
         """Everything that the next draws depend on, for ``torch.load(weights_only=True)``, taken under the lock.
 
         ``counters.puts`` agrees with the content. A finished buffer is finished after loading; who has more samples by
@@ -60,6 +61,7 @@ class Buffer(Exchange):
 
         Args:
             samples: False stores keys only, for samples that ``fetch`` can give back.
+            take: gives memory for the columns of samples, of so many bytes; None = fresh memory.
 
         Raises:
             UnsupportedConfiguration: a sample or key cannot be stored without pickling its class.
@@ -75,7 +77,7 @@ class Buffer(Exchange):
                 "mark": self._mark,
                 "rng": self._rng.bit_generator.state,
                 **self._own_state(),
-                **self._contents.state(self._order(), samples),
+                **self._contents.state(self._order(), samples, take),
             }
 
     def load_state_dict(self, state: dict[str, Any], fetch: Callable[[Any], Any] | None = None) -> None:

@@ -10,7 +10,7 @@ import torch
 from paramserver.buffers.batch import Batch
 from paramserver.buffers.codec import encode_key
 from paramserver.buffers.order import FreeSlots, Slots
-from paramserver.buffers.storage import ObjectStorage, Storage, storage_for, storage_from_state
+from paramserver.buffers.storage import ObjectStorage, Storage, Take, storage_for, storage_from_state
 from paramserver.errors import CheckpointError, UnsupportedConfiguration
 
 Prepared: TypeAlias = tuple[Storage, Any, int]
@@ -143,8 +143,8 @@ class Contents:
         self._add_times(total, np.flatnonzero(self._held))
         return dict(sorted(total.items()))
 
-    def state(self, order: Slots, samples: bool) -> dict[str, Any]:
-        """Return what ``restore`` takes; the held slots are listed in ``order``."""
+    def state(self, order: Slots, samples: bool, take: Take | None = None) -> dict[str, Any]:
+        """Return what ``restore`` takes; the held slots are listed in ``order``. One copy of all samples is made."""
         keys = [encode_key(key) for key in self._keys[order].tolist()]
         if not samples and None in keys:
             raise UnsupportedConfiguration(
@@ -154,7 +154,7 @@ class Contents:
             "keys": keys,
             "served": torch.from_numpy(self.served[order]),
             "gone": dict(self._gone),
-            "samples": self.storage.state(order) if samples and self.storage is not None and len(order) else None,
+            "samples": self.storage.state(order, take) if samples and self.storage is not None and len(order) else None,
         }
 
     def restore(self, state: dict[str, Any], samples: list[Any] | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,6 +21,9 @@ from paramserver.buffers.order import Slots
 _AT_ONCE = 64
 
 Gathered: TypeAlias = tuple[Any | None, Callable[[], list[Any]]]
+
+Take: TypeAlias = Callable[[int], "npt.NDArray[np.uint8]"]
+"""Gives memory of so many bytes."""
 
 
 class Storage(ABC):
@@ -46,7 +50,7 @@ class Storage(ABC):
     def forget(self, slots: Slots) -> None: ...
 
     @abstractmethod
-    def state(self, slots: Slots) -> dict[str, Any]: ...
+    def state(self, slots: Slots, take: Take | None = None) -> dict[str, Any]: ...
 
 
 class Column:
@@ -82,6 +86,15 @@ class Column:
 
     def gather(self, slots: Slots) -> Tensor:
         return torch.from_numpy(self._array.take(slots, axis=0)).view(self.rows.dtype)
+
+    def gather_into(self, slots: Slots, take: Take) -> Tensor:
+        """The same in memory that ``take`` gives."""
+        shape = (len(slots), *self.rows.shape[1:])
+        memory = torch.from_numpy(take(self.rows.element_size() * math.prod(shape)))
+        rows = memory.view(self.rows.dtype).view(shape)
+        # Every slot is a row, so nothing is clipped; the default would gather elsewhere first, and then copy.
+        self._array.take(slots, axis=0, out=_numpy_view(rows), mode="clip")
+        return rows
 
 
 class ColumnStorage(Storage):
@@ -129,9 +142,10 @@ class ColumnStorage(Storage):
     def forget(self, slots: Slots) -> None:
         """Nothing to let go: rows are reused."""
 
-    def state(self, slots: Slots) -> dict[str, Any]:
+    def state(self, slots: Slots, take: Take | None = None) -> dict[str, Any]:
         template = _rebuild(self.layout, self._rows(slots[:1]), 1)[0]
-        return {"template": encode(template), "columns": self._rows(slots)}
+        columns = self._rows(slots) if take is None else [one.gather_into(slots, take) for one in self._columns]
+        return {"template": encode(template), "columns": columns}
 
     def load(self, columns: list[Tensor]) -> None:
         for column, saved in zip(self._columns, columns, strict=True):
@@ -166,7 +180,7 @@ class ObjectStorage(Storage):
         for slot in slots.tolist():
             del self._samples[slot], self._sizes[slot]
 
-    def state(self, slots: Slots) -> dict[str, Any]:
+    def state(self, slots: Slots, take: Take | None = None) -> dict[str, Any]:
         return {"objects": [encode(self._samples[slot]) for slot in slots.tolist()]}
 
 

@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from paramserver.checkpoint.best import Best
     from paramserver.checkpoint.copies import private_copy
     from paramserver.checkpoint.manifest import FORMAT_VERSION, Manifest
+    from paramserver.checkpoint.memory import CopyMemory
     from paramserver.checkpoint.pieces import Pieces, send_archive
     from paramserver.checkpoint.read import (
         Checkpoint,
@@ -24,6 +25,7 @@ _HOMES = {
     "private_copy": "copies",
     "FORMAT_VERSION": "manifest",
     "Manifest": "manifest",
+    "CopyMemory": "memory",
     "Pieces": "pieces",
     "send_archive": "pieces",
     "Checkpoint": "read",
@@ -43,6 +45,7 @@ __all__ = [
     "Best",
     "Checkpoint",
     "CheckpointWriter",
+    "CopyMemory",
     "FORMAT_VERSION",
     "Manifest",
     "Pieces",
