@@ -110,8 +110,14 @@ class Courier:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """An owner that ends well has called ``finish``; one that fails waits a moment, and its own error is told."""
+        self.wind_up()
+
+    def wind_up(self) -> None:
+        """Close on the failing path (an owner that ends well has called ``finish``): a moment for what is in progress.
+
+        Raises nothing: what failed here is recorded, what ends the owner is told by the owner.
+        """
         try:
             self.close(_GIVE_UP_S)
-        except Exception as failure:  # noqa: BLE001 - recorded; what ends the owner is told by the owner
+        except Exception as failure:  # noqa: BLE001 - recorded
             _log.warning("%s did not arrive: %s", self.what, failure)

@@ -5,17 +5,21 @@ This file is also the program that is killed: ``python test_checkpoint_crash.py 
 
 import json
 import os
+import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from paramserver.checkpoint import clean, find_checkpoint, mark_best, read_checkpoint, retain, write_checkpoint
-from paramserver.checkpoint.disk import HashingFile
+from paramserver.checkpoint.disk import HashingFile, replace_text
+from paramserver.checkpoint.manifest import MANIFEST
 from paramserver.errors import TrainingError
 
 REPOSITORY = Path(__file__).parents[1]
@@ -129,6 +133,82 @@ def crash_everywhere(base, kind, doomed_step):
     raise AssertionError("the fault never stopped firing")
 
 
+def stage_of(folder):
+    """How far a killed writer of step 20 had come, from what lies there."""
+    if (folder / "step-00000020").exists():
+        return "in place" if (folder / "latest").read_text() == "step-00000010\n" else "latest"
+    unfinished = list(folder.glob(".step-00000020.*.tmp"))
+    names = [path.name for path in unfinished[0].iterdir()] if unfinished else []
+    return "manifest" if MANIFEST in names else f"{len(names)} files"
+
+
+def killed_at_random_moments(base, seed, kills=50):
+    """Kill a process whose writer's thread is at work, at moments drawn evenly from the time that a write takes."""
+    import torch
+
+    from paramserver.checkpoint import CheckpointWriter, Pieces
+
+    folder = base / "checkpoints"
+    pieces = Pieces()
+    pieces.append(torch.arange(2**19, dtype=torch.uint8).numpy())
+    objects = {"trainer-1.pt": pieces, **{name: {"w": torch.rand(2**18)} for name in ("model", "optimizer", "run")}}
+    write_checkpoint(folder, 10, objects, {})
+
+    def doomed(begin):
+        with CheckpointWriter(folder, keep=2, background=True) as writing:
+            os.write(begin, b".")
+            writing.submit(20, objects, {})
+
+    def attempt(after_s):
+        """Whether the kill came in time, and how long the process lived."""
+        ready, begin = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            doomed(begin)
+            os._exit(0)
+        os.read(ready, 1)
+        started = time.monotonic()
+        if after_s is not None:
+            time.sleep(after_s)  # the random moment
+            os.kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+        os.close(ready)
+        os.close(begin)
+        return os.WIFSIGNALED(status), time.monotonic() - started
+
+    def whole():
+        """The newest checkpoint's step; everything in it, and in the one before, is as it was written."""
+        newest = read_checkpoint(find_checkpoint(folder.parent))
+        assert read_checkpoint(folder / "step-00000010").bytes("trainer-1.pt") == pieces_bytes
+        for name in ("model", "optimizer", "run"):
+            assert torch.equal(newest.load(name)["w"], objects[name]["w"])
+        return newest.step
+
+    def reset():
+        clean(folder)
+        assert not [path.name for path in folder.iterdir() if path.name.startswith(".")]
+        shutil.rmtree(folder / "step-00000020", ignore_errors=True)
+        replace_text(folder / "latest", "step-00000010\n")
+
+    pieces_bytes = b"".join(pieces)
+    full_s = []
+    for _ in range(3):
+        full_s.append(attempt(None)[1])
+        assert whole() == 20
+        reset()
+    draw = random.Random(seed)
+    stages, found = Counter(), Counter()
+    for tried in range(4 * kills):
+        if stages.total() == kills:
+            break
+        share = (tried % kills + draw.random()) / kills
+        if attempt(share * sorted(full_s)[1])[0]:
+            stages[stage_of(folder)] += 1
+            found[whole()] += 1
+        reset()
+    return {"stages": stages, "found": found}
+
+
 def refused_by_a_file_limit(base):
     """A disk that takes 64 KiB per file and no more."""
     import torch
@@ -149,6 +229,8 @@ def main(what, base):
     base = Path(base)
     if what == "limit":
         return refused_by_a_file_limit(base)
+    if what.startswith("random-"):
+        return killed_at_random_moments(base, int(what.removeprefix("random-")))
     kind, doomed_step = what.split("-")
     return crash_everywhere(base, kind, int(doomed_step))
 
@@ -174,6 +256,14 @@ def test_killed_at_every_change_of_the_disk(tmp_path, what, fewest_points):
     assert outcome["found"][after] > 3
     # Only where 20 is written once more: from the moment it makes way until latest names its successor.
     assert ("(10, 1)" in outcome["found"]) == (what == "bytes-20")
+
+
+def test_killed_at_random_moments_of_a_background_write(tmp_path):
+    outcome = run("random-7", tmp_path)
+    assert sum(outcome["stages"].values()) == sum(outcome["found"].values()) == 50
+    assert len(outcome["stages"]) >= 4, outcome
+    assert max(outcome["stages"].values()) <= 40, outcome
+    assert outcome["found"]["10"] >= 10
 
 
 def test_a_full_disk_is_told_and_leaves_nothing_behind(tmp_path):

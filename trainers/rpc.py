@@ -212,6 +212,7 @@ class RpcTrainer(Trainer):
             return
         reason = f"{type(error).__name__}: {error}"
         if self._arrived:
+            self._courier.wind_up()
             self.remote.call("give_up", self.trainer_index, reason)
         else:
             self.meeting.tell(FAILED, f"trainer {self.trainer_index} failed: {reason}")
