@@ -25,6 +25,8 @@ from paramserver.sinks import Sink
 
 # Beyond the time in which ranks notice a lost peer by themselves.
 _GRACE_S = 5.0
+# Ends of which a process itself can say nothing.
+_SUDDEN = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
@@ -201,7 +203,8 @@ class Supervisor:
         if -exit_code in rank.sent:
             # Ended from here, because another rank had failed or a signal came: no cause, but a consequence.
             kind, how = "PeerLost", f"did not react and was ended by {signal.Signals(-exit_code).name}"
-        message = f"{how}; its last words are in {log}{_end_of(log)}"
+        words = "" if -exit_code in _SUDDEN else _end_of(log)
+        message = f"{how}; its last words are in {log}{words}"
         return {"kind": kind, "message": message, "exit_code": 1, "traceback": "", "signal": -exit_code}
 
     def _end_stragglers(self) -> None:
