@@ -5,7 +5,8 @@
     ParamserverError
     ├── UnsupportedConfiguration      exit 2: what the user gave is wrong
     │   ├── TaskError                 the task cannot be loaded, or breaks the contract of a task
-    │   └── CheckpointError           a checkpoint is missing, incomplete, damaged or of something else
+    │   ├── CheckpointError           a checkpoint is missing, incomplete, damaged or of something else
+    │   └── PeerRefused               another process of the run found the input wrong, and says why
     ├── TrainingError                 exit 1: the run failed
     │   ├── SourceError               a source of samples raised
     │   ├── PeerLost                  another process of the run is gone or silent
@@ -40,6 +41,10 @@ class TaskError(UnsupportedConfiguration):
 
 
 class CheckpointError(UnsupportedConfiguration):
+    pass
+
+
+class PeerRefused(UnsupportedConfiguration):
     pass
 
 

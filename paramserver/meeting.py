@@ -19,14 +19,13 @@ from paramserver.cluster import Identity, bind_listener
 from paramserver.config import Config, config_from_mapping, differences, dump_yaml
 from paramserver.deadlines import call_within, poll_until
 from paramserver.errors import DeadlineExceeded, Interrupted, PeerLost, UnsupportedConfiguration
-from paramserver.transport.wire import host_identity
+from paramserver.transport.wire import Failure, host_identity
 
 # A store ends its waits by itself, unless its host is frozen: so much later they are given up.
 _FROZEN_S = 2.0
 
 
-FAILED = "failed"
-"""The key under which a rank says why it failed, when it cannot reach the server otherwise."""
+_FAILED = "failed"
 
 
 @dataclass(frozen=True)
@@ -46,9 +45,16 @@ class Meeting:
     def tell(self, key: str, value: str) -> None:
         self.store.set(key, value)
 
-    def failure(self) -> str | None:
-        """What a rank told under ``FAILED``."""
-        return self.ask(FAILED) if self.store.check([FAILED]) else None
+    def tell_failure(self, failure: Failure) -> None:
+        """Say why this rank failed, where it cannot reach the server otherwise."""
+        self.tell(_FAILED, f"{failure.kind} {failure.message}")
+
+    def failure(self) -> Failure | None:
+        """What a rank told by ``tell_failure``."""
+        if not self.store.check([_FAILED]):
+            return None
+        kind, _, message = self.ask(_FAILED).partition(" ")
+        return Failure(kind, message)
 
     def ask(self, key: str) -> str:
         """The value that some rank tells under ``key``, within the run's timeout."""

@@ -18,7 +18,7 @@ from paramserver.cluster import Identity, bind_interface, interface_towards, pro
 from paramserver.config import Config, Role, dump_yaml, mode_of, roles
 from paramserver.consistency import Decision
 from paramserver.devices import CPU, Placement, place_trainer
-from paramserver.errors import CheckpointError, DeadlineExceeded, Interrupted, PeerLost
+from paramserver.errors import CheckpointError, DeadlineExceeded, Interrupted
 from paramserver.keeper import Keeper
 from paramserver.loading import load_object
 from paramserver.meeting import Meeting, meet
@@ -275,7 +275,7 @@ def _watch_over(server: Any, process: Process, meeting: Meeting) -> None:
         server.look_for_silent_trainers()
         missing = server.missing_trainers()
         if missing and (told := meeting.failure()) is not None:
-            server.fail(PeerLost(told))
+            server.fail(told.error())
         elif missing and process.stop.event.is_set():
             server.fail(Interrupted(f"{process.stop.state()[1]} before trainers {missing} had arrived"))
         elif missing and time.monotonic() > deadline:

@@ -23,7 +23,7 @@ from paramserver.consistency import Announcement, Decision, Stop, Sync
 from paramserver.deposits import Deposits
 from paramserver.devices import CPU
 from paramserver.edge import pulled
-from paramserver.errors import ParamserverError, PeerLost, TrainingError
+from paramserver.errors import ParamserverError, PeerLost, PeerRefused, TrainingError
 from paramserver.flat import FlatTensors, module_buffers, trainable
 from paramserver.keeper import Keeper
 from paramserver.limits import Limits, epoch_of
@@ -166,10 +166,10 @@ class ParameterServer(nn.Module):
         """Until every trainer that is alive has let go of this server, which it does when it needs it no more."""
         self.members.await_goodbyes(timeout_s)
 
-    def give_up(self, trainer_index: int, reason: str) -> None:
+    def give_up(self, trainer_index: int, told: Failure) -> None:
         """A trainer failed, and says why; so the run fails."""
         self.members.leave(trainer_index)
-        self.fail(PeerLost(f"trainer {trainer_index} failed: {reason}"))
+        self.fail(told.error())
 
     def _gone(self, trainer_index: int, reason: str | None) -> None:
         self.members.say_goodbye(trainer_index)
@@ -192,7 +192,7 @@ class ParameterServer(nn.Module):
         with self._lock:
             if self.error is None:
                 self.error = error
-            failure = Failure("PeerLost", f"the run failed elsewhere: {self.error}")
+            failure = Failure.of(self._failed_elsewhere(self.error))
             gatherings = (self._arrivals, self._announcements, self._validations, self._cuts, self._followers)
             waiting = [f for g in gatherings for f in g.take()[1].values()]
             waiting += [push.future for push in self._pushes.values()]
@@ -202,9 +202,14 @@ class ParameterServer(nn.Module):
             future.set_result(failure)
         self.finished.set()
 
+    @staticmethod
+    def _failed_elsewhere(error: ParamserverError) -> ParamserverError:
+        kind = PeerRefused if isinstance(error, PeerRefused) else PeerLost
+        return kind(f"the run failed elsewhere: {error}")
+
     def _check_running(self) -> None:
         if self.error is not None:
-            raise PeerLost(f"the run failed elsewhere: {self.error}")
+            raise self._failed_elsewhere(self.error)
 
     # A step: announce and pull, push and apply.
 

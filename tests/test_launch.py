@@ -1,6 +1,7 @@
 """The command line as a user meets it: ways to start, what is printed, what is refused."""
 
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -291,3 +292,28 @@ def test_a_script_that_runs_at_its_top_level_does_not_start_runs_in_its_ranks(tm
     done = subprocess.run(program, capture_output=True, text=True, env=env, cwd=tmp_path, timeout=60, check=False)
     assert done.returncode == 1
     assert "put the call under if __name__" in done.stderr
+
+
+def test_what_one_rank_by_hand_finds_wrong_all_others_say_too(tmp_path):
+    """A data set that one trainer refuses, in a world by hand: every rank ends with 2, and the run never began."""
+    task = """
+from paramserver.errors import TaskError
+from tasks import Truth
+
+class Refuses(Truth):
+    def train_source(self, partition):
+        if partition.index == 1:
+            raise TaskError("there is nothing to train with; copy the files to data")
+        return super().train_source(partition)
+"""
+    (tmp_path / "refuses.py").write_text(task)
+    config = write_config(tmp_path, task=f"{tmp_path}/refuses.py:Refuses", mode="rpc", logging={"name": "refused"})
+    port, path = free_port(), f"{TASKS.parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    common = ("--config", config, "--world_size", 3, "--master_port", port)
+    ranks = [start(tmp_path, *common, "--rank", rank, PYTHONPATH=path) for rank in range(3)]
+    outputs = [rank.communicate(timeout=60)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [2, 2, 2], outputs
+    for output in outputs:
+        assert "there is nothing to train with; copy the files to data" in output
+        assert "Traceback" not in output
+    assert not (tmp_path / "runs" / "refused").exists()

@@ -15,10 +15,10 @@ from paramserver.checkpoint import send_archive
 from paramserver.consistency import Announcement, Decision
 from paramserver.courier import Courier
 from paramserver.edge import sealed
-from paramserver.errors import PeerLost, TaskError
+from paramserver.errors import PeerLost, PeerRefused, TaskError, UnsupportedConfiguration
 from paramserver.flat import Layout, module_buffers, trainable
 from paramserver.keeper import Keeper
-from paramserver.meeting import FAILED, Meeting
+from paramserver.meeting import Meeting
 from paramserver.membership import Member, release_lifelines
 from paramserver.modelling import build_model, load_weights
 from paramserver.optimizer import SharedOptimizer
@@ -28,7 +28,7 @@ from paramserver.records import Record, StepReport, StepResult, TrainerTotals, W
 from paramserver.remote import RemoteServer
 from paramserver.session import rpc_trainer
 from paramserver.task import Task
-from paramserver.transport.wire import tensor_bytes
+from paramserver.transport.wire import Failure, tensor_bytes
 from trainers.base import Trainer
 
 _SEND_EVERY_S = 1.0
@@ -208,14 +208,15 @@ class RpcTrainer(Trainer):
         self.remote.call("leave", totals, decision)
 
     def give_up(self, error: BaseException) -> None:
-        if isinstance(error, PeerLost):
+        if isinstance(error, (PeerLost, PeerRefused)):
             return
-        reason = f"{type(error).__name__}: {error}"
+        kind = PeerRefused if isinstance(error, UnsupportedConfiguration) else PeerLost
+        told = Failure(kind.__name__, f"trainer {self.trainer_index} failed: {type(error).__name__}: {error}")
         if self._arrived:
             self._courier.wind_up()
-            self.remote.call("give_up", self.trainer_index, reason)
+            self.remote.call("give_up", self.trainer_index, told)
         else:
-            self.meeting.tell(FAILED, f"trainer {self.trainer_index} failed: {reason}")
+            self.meeting.tell_failure(told)
 
     def optimizer_state(self) -> dict[str, Any]:
         return self.optimizer.state_dict()
