@@ -222,7 +222,7 @@ def _close(keeper: Keeper, totals: Sequence[TrainerTotals], work: Callable[[], s
         keeper.close("interrupted", totals, str(interrupted))
         saved = "nothing was saved yet"
         if keeper.last_checkpoint is not None:
-            saved = f"its checkpoint is written. Resume with: python -m paramserver.launch --resume {keeper.run.path}"
+            saved = f"its checkpoint is written. Resume with: {keeper.run.resume_command}"
         raise Interrupted(f"interrupted ({interrupted}) after step {keeper.step}; {saved}") from interrupted
     except BaseException as error:
         keeper.close("failed", totals, error=f"{type(error).__name__}: {error}")

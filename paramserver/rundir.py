@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import shlex
 import socket
 import subprocess
 import sys
@@ -79,6 +80,11 @@ class RunDir:
     @property
     def summary_file(self) -> Path:
         return self.path / "summary.json"
+
+    @property
+    def resume_command(self) -> str:
+        """What somebody types, in the folder where the run was started, to go on with it."""
+        return f"python -m paramserver.launch --resume {shlex.quote(str(self.path))}"
 
     def log_file(self, global_rank: int) -> Path:
         return self.logs_dir / f"rank-{global_rank}.log"

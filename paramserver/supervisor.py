@@ -284,8 +284,7 @@ class Supervisor:
         latest = self.run.checkpoints_dir / "latest"
         saved = "nothing was saved yet"
         if latest.is_file():
-            resume = f"python -m paramserver.launch --resume {self.run.path}"
-            saved = f"the last checkpoint is {latest.read_text().strip()}; resume with: {resume}"
+            saved = f"the last checkpoint is {latest.read_text().strip()}; resume with: {self.run.resume_command}"
         how = f"interrupted twice ({name}) and ended at once" if self._twice else f"interrupted ({name})"
         self._write_missing_summary(f"{how}; {saved}", status="interrupted")
         error = TrainingError(f"{how}; {saved}") if self._twice else Interrupted(f"{how}; {saved}")

@@ -1,5 +1,7 @@
 """Runs of the command line as a user starts them, and what they leave behind."""
 
+import contextlib
+import io
 import json
 import os
 import subprocess
@@ -10,8 +12,11 @@ from pathlib import Path
 import torch
 import yaml
 
+from paramserver.launch import main as launch_main
+
 TASKS = Path(__file__).with_name("tasks.py")
 COUNTING = Path(__file__).with_name("counting.py")
+STOPPING = Path(__file__).with_name("stopping.py")
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,12 @@ class Finished:
     @property
     def checkpoints(self):
         return sorted(path.name for path in (self.run_dir / "checkpoints").glob("step-*"))
+
+    @property
+    def best(self):
+        """The name of the best checkpoint; None where there is none."""
+        file = self.run_dir / "checkpoints" / "best"
+        return file.read_text().strip() if file.exists() else None
 
     def load(self, name, step=None):
         folder = self.run_dir / "checkpoints"
@@ -107,6 +118,19 @@ def resume(finished, *flags, timeout_s=90):
     return Finished(done.returncode, done.stdout + done.stderr, finished.run_dir)
 
 
+def here(folder, *flags, name="run", resumed=False, **config):
+    """A run in mode local inside this process, which costs no start of an interpreter; resumed, where that is asked."""
+    run_dir = folder / "runs" / name
+    if resumed:
+        arguments = ["--resume", run_dir, *flags]
+    else:
+        arguments = ["--config", write_config(folder, **config), "--set", f"logging.name={name}", *flags]
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        code = launch_main([str(argument) for argument in arguments])
+    return Finished(code, said.getvalue(), run_dir)
+
+
 def trained(folder, mode, trainers, **config):
     """A run that must end well."""
     cluster = {"num_trainers": trainers, "timeout_s": 30, **config.pop("cluster", {})}
@@ -138,3 +162,23 @@ def same_bits(one, other):
     """Names of tensors that differ in any bit."""
     a, b = tensors_of(one), tensors_of(other)
     return sorted(a.keys() ^ b.keys()) + [n for n in a if n in b and not torch.equal(a[n], b[n])]
+
+
+def compare(whole, other, trainers=1):
+    """Assert that two runs ended the same: parameters, optimizer, buffers, draws, records, the best checkpoint."""
+    assert whole.summary["steps"] == other.summary["steps"]
+    assert whole.summary["samples"] == other.summary["samples"]
+    assert whole.summary["reason"] == other.summary["reason"]
+    assert same_bits(whole.load("model"), other.load("model")) == []
+    assert same_bits(whole.load("optimizer"), other.load("optimizer")) == []
+    for trainer in range(trainers):
+        one, two = (run.load(f"trainer-{trainer}") for run in (whole, other))
+        assert same_bits(one["buffer"], two["buffer"]) == []
+        assert one["buffer"]["keys"] == two["buffer"]["keys"]
+        assert same_bits(one["random"], two["random"]) == []
+        assert one["counters"] | {"seconds": 0} == two["counters"] | {"seconds": 0}
+    for kind, fields in (("train", ("step", "loss", "lr", "epoch")), ("validation", ("step", "values", "best"))):
+        assert [[r[f] for f in fields] for r in whole.of_kind(kind)] == [
+            [r[f] for f in fields] for r in other.of_kind(kind)
+        ]
+    assert whole.best == other.best

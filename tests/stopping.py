@@ -1,0 +1,50 @@
+"""A task that is stopped by signals, with sources of both kinds and validations that say what a test wants."""
+
+import os
+import signal
+
+import torch
+from tasks import Truth
+from torch.nn import functional as F
+
+
+class Again:
+    """An iterable that begins again from the same samples, and does not know how many they are."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def __iter__(self):
+        return (self.data[i] for i in range(len(self.data)))
+
+
+class Stops(Truth):
+    """Sends signals when certain batches begin, and scores each validation by the step that it comes after.
+
+    Args:
+        stops: lists of batch, trainer, signal and whom it is sent to: ``self`` or ``parent``, the supervisor.
+        source: ``map`` or ``iterable`` (each trainer's own, of equal length).
+        scores: metric ``score`` after step i + 1; the last one holds from there on.
+        accumulate: batches of a step, as the config says.
+    """
+
+    def __init__(self, stops=(), source="map", scores=(0.0,), accumulate=1, **options):
+        super().__init__(**options)
+        self.stops = {(batch, trainer): (getattr(signal, name), whom) for batch, trainer, name, whom in stops}
+        self.source, self.scores, self.accumulate = source, scores, accumulate
+
+    def train_source(self, partition):
+        if self.source == "map":
+            return super().train_source(partition)
+        return Again(self._data(self.samples // partition.count, 10 + partition.index))
+
+    def on_batch_start(self, batch_idx):
+        number, whom = self.stops.get((batch_idx, self.trainer.trainer_index), (None, ""))
+        if number is not None:
+            os.kill(os.getppid() if whom == "parent" else os.getpid(), number)
+
+    def validation_step(self, model, batch, valid_batch_idx, batch_idx):
+        images, labels = batch
+        step = batch_idx // self.accumulate
+        score = torch.tensor(float(self.scores[min(step, len(self.scores)) - 1]))
+        return {"loss": F.cross_entropy(model(images), labels), "score": score}

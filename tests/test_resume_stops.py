@@ -1,0 +1,133 @@
+"""A run that signals stop at steps of their own choosing, and that goes on each time, is the run that never stopped."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from runs import STOPPING, Finished, compare, environment, here, write_config
+
+TASK = f"{STOPPING}:Stops"
+
+
+def config_of(kind, source, samples, stops=(), **training):
+    """One pass in batches of four, two to a step, with dropout, a schedule, groups and clipping.
+
+    The random buffers hold a trainer's whole pass before the first get; an iterable has ended then only where the
+    watermark lies above its length.
+    """
+    watermark = 0 if kind == "fifo" else samples + (source == "iterable")
+    return {
+        "task": TASK,
+        "task_args": {
+            **{"source": source, "stops": stops, "accumulate": 2, "optimizer": "adam", "groups": True},
+            **{"schedule": "step", "validation": 11, "scores": [1, 3, 2, 2, 1, 4, 1]},
+        },
+        "training": {
+            **{"batch_size": 4, "accumulate_batches": 2, "clip_grad_norm": 1.0, "validate_every": 3, "max_steps": None},
+            "max_epochs": 1 if source == "map" else None,
+            **training,
+        },
+        "buffer": {
+            **{"kind": kind, "capacity": samples + 1, "watermark": watermark},
+            "pseudo_epochs": 1 if kind == "reservoir" else 2,
+        },
+        "checkpoint": {"every": 4, "keep": 10, "best": {"metric": "score"}},
+    }
+
+
+def said(finished):
+    """The command that an interrupted run says last, for a shell."""
+    assert finished.code == 3, finished.output
+    last = finished.output.rstrip().splitlines()[-1]
+    found = re.fullmatch(r"error: interrupted \(.+\) after step (\d+); its checkpoint is written. Resume with: (.+)", last)
+    assert found, last
+    summary = finished.summary
+    assert (summary["status"], summary["steps"]) == ("interrupted", int(found[1]))
+    assert summary["checkpoint"] == finished.checkpoints[-1] == f"step-{summary['steps']:08d}"
+    return found[2]
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "signals"),
+    [
+        ("fifo", "map", ("SIGTERM", "SIGTERM")),
+        ("fifo", "iterable", ("SIGUSR1", "SIGINT")),
+        ("firo", "map", ("SIGINT", "SIGTERM")),
+        ("firo", "iterable", ("SIGTERM", "SIGUSR1")),
+        ("reservoir", "map", ("SIGUSR1", "SIGTERM")),
+        ("reservoir", "iterable", ("SIGTERM", "SIGINT")),
+    ],
+)
+def test_alone(tmp_path, own_environ, kind, source, signals):
+    """Stopped twice. That nothing survives in the process rather than in the checkpoint is for the tests below."""
+    stops = [[batch, 0, name, "self"] for batch, name in zip((5, 8), signals, strict=True)]
+    config = config_of(kind, source, samples=48)
+    config["task_args"]["samples"] = 48
+    whole = here(tmp_path, name="whole", **config)
+    assert whole.code == 0, whole.output
+    config["task_args"]["stops"] = stops
+    run = here(tmp_path, **config)
+    steps = []
+    for name in signals:
+        said(run)
+        assert f"interrupted (signal {name})" in run.output
+        steps.append(run.summary["steps"])
+        run = here(tmp_path, resumed=True)
+    assert run.code == 0, run.output
+    assert 0 < steps[0] < steps[1] < run.summary["steps"]
+    compare(whole, run)
+
+
+# With several processes, as a shell sees them.
+
+PYTHON = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+
+
+def shell(folder, line):
+    """What somebody types in ``folder``, where a run's path is a relative one with a space."""
+    done = subprocess.run(
+        line, shell=True, cwd=folder, env=environment(**PYTHON), capture_output=True, text=True, timeout=90, check=False
+    )
+    return Finished(done.returncode, done.stdout + done.stderr, folder / "my runs" / "run")
+
+
+def begun(folder, mode, config, stops=()):
+    folder = folder / f"{mode}-{len(stops)}"
+    config = {**config, "task_args": {**config["task_args"], "stops": stops}}
+    write_config(
+        folder,
+        mode=mode,
+        cluster={"num_trainers": 2},
+        logging={"run_dir": "my runs", "name": "run"},
+        **config,
+    )
+    return folder, shell(folder, "python -m paramserver.launch --config config.yaml")
+
+
+SUPERVISOR, TRAINER = [[5, 1, "SIGTERM", "parent"]], [[5, 0, "SIGTERM", "self"], [9, 1, "SIGTERM", "self"]]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("kind", "source", "stopped"),
+    [
+        ("fifo", "map", {"ddp": SUPERVISOR, "rpc": TRAINER}),
+        ("firo", "iterable", {"rpc": SUPERVISOR}),
+        ("reservoir", "map", {"ddp": TRAINER}),
+    ],
+)
+def test_several_trainers(tmp_path, kind, source, stopped):
+    """The run that never stops is one of ddp, which equals that of rpc with two trainers."""
+    config = config_of(kind, source, samples=48)
+    config["task_args"]["samples"] = 96
+    folder, whole = begun(tmp_path, "ddp", config)
+    assert whole.code == 0, whole.output
+    for mode, stops in stopped.items():
+        folder, run = begun(tmp_path, mode, config, stops)
+        for _ in stops:
+            run = shell(folder, said(run))
+        assert run.code == 0, run.output
+        compare(whole, run, trainers=2)
