@@ -13,7 +13,7 @@ from paramserver.errors import ParamserverError
 from paramserver.sinks import Record, Sink
 
 # What the supervisor's display and its summary need; the rest stays in the run's folder.
-_SHOWN = frozenset({"start", "expected", "train", "validation", "phase", "end"})
+_SHOWN = frozenset({"start", "note", "expected", "train", "validation", "phase", "end"})
 
 
 class Channel(Sink):

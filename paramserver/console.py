@@ -23,6 +23,8 @@ class Console(Sink):
         kind = record["kind"]
         if kind == "start":
             self._begin(record)
+        elif kind == "note":
+            self._say(record["text"])
         elif kind == "phase" and not self._started:
             self._started = True
             self._say(_start_line(record))

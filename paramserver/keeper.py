@@ -16,7 +16,7 @@ from torch import nn
 from paramserver.checkpoint import Best, Checkpoint, CheckpointWriter, CopyMemory, Pieces, Written, private_copy
 from paramserver.config import Config, num_trainers_of, world_size_of
 from paramserver.errors import TaskError
-from paramserver.limits import Limits
+from paramserver.limits import Limits, due
 from paramserver.modelling import load_weights, plain_weights
 from paramserver.records import Record, StepResult, TrainerTotals, WeightedSums, make_record
 from paramserver.report.outcome import summarize
@@ -82,6 +82,8 @@ class Keeper:
         self._window: list[StepResult] = []
         self._window_start = (0, 0.0)
         self._improved_step: int | None = None
+        self._validated_step: int | None = None
+        self._note: str | None = None
         self.epoch = 0
         self.writer = CheckpointWriter(run.checkpoints_dir, config.checkpoint.keep, config.checkpoint.background)
         self._dealt: list[bytes] | None = None
@@ -94,12 +96,13 @@ class Keeper:
     def _restore(self, state: Mapping[str, Any]) -> None:
         self.step, self.samples, self.seconds = state["step"], state["samples"], state["seconds"]
         self.validation = dict(state["validation"])
+        self._validated_step = state.get("validated_step")
         self.epoch = state["epoch"]
         self.resumes = state["resumes"] + 1
         self.first_samples = self.samples
         self._window_start = (self.samples, self.seconds)
         if self.best is not None and state["best"] is not None:
-            self.best.load_state_dict(state["best"])
+            self._note = self.best.load_state_dict(state["best"])
 
     def restore_model(self, model: nn.Module) -> None:
         """Put the checkpoint's weights, or those of ``init_from``, into the model; nothing for a new run."""
@@ -139,6 +142,12 @@ class Keeper:
     def record(self, record: Record) -> None:
         with self._lock:
             self._sink.write(record)
+
+    def begun(self, record: Record) -> None:
+        """The run starts, with this record; what somebody who resumes it should know comes next."""
+        self.record(record)
+        if self._note is not None:
+            self.record(make_record("note", self.step, rank=0, text=self._note))
 
     def expect(self, epoch_samples: int | None) -> None:
         """How many samples one pass serves to all trainers: what there is to be done, for those who show progress."""
@@ -188,15 +197,20 @@ class Keeper:
     def validated(self, step: int, sums: WeightedSums) -> bool:
         """Take in a validation over all samples; True where it is the best so far.
 
+        One of a step that was validated before, as at the end of a run that had ended already, counts for nothing.
+
         Raises:
             TaskError: it lacks the metric of ``checkpoint.best``.
         """
         with self._lock:
             values = sums.means()
+            if step == self._validated_step:
+                return False
             improved = self.best is not None and self._improves(self.best, values, step)
             if not sums.samples:
                 return False
             self.validation = values
+            self._validated_step = step
             self._improved_step = step if improved else self._improved_step
             self.record(
                 make_record(
@@ -211,7 +225,7 @@ class Keeper:
                 f"checkpoint.best.metric ({best.metric}) must be among what validation_step returns; it returns "
                 f"{', '.join(sorted(values)) or 'nothing: validation_source gave no samples'}"
             )
-        return best.improved(values[best.metric], step)
+        return best.improved(values[best.metric], step, due(step, self.config.training.validate_every))
 
     def stop_reason(self) -> str | None:
         """Why the run should end now, apart from the limits that every rank counts for itself."""
@@ -270,6 +284,7 @@ class Keeper:
             "epoch": self.epoch,
             "resumes": self.resumes,
             "validation": dict(self.validation),
+            "validated_step": self._validated_step,
             "best": None if self.best is None else self.best.state_dict(),
         }
 

@@ -183,7 +183,7 @@ def _keeping(plan: RankPlan, process: Process) -> Iterator[Keeper]:
             sinks.append(TensorBoard(run.tensorboard_dir, None if checkpoint is None else checkpoint.step + 1))
         fan = Fan([*sinks, *plan.shown])
         keeper = Keeper(config, run, fan, checkpoint, _initial_weights(config))
-        keeper.record(
+        keeper.begun(
             make_record(
                 "start",
                 keeper.step,

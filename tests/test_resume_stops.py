@@ -12,27 +12,28 @@ from runs import STOPPING, Finished, compare, environment, here, write_config
 TASK = f"{STOPPING}:Stops"
 
 
-def config_of(kind, source, samples, stops=(), **training):
-    """One pass in batches of four, two to a step, with dropout, a schedule, groups and clipping.
+def config_of(kind, source, samples=80):
+    """Batches of four, two to a step, with dropout, a schedule, groups and clipping.
 
-    The random buffers hold a trainer's whole pass before the first get; an iterable has ended then only where the
-    watermark lies above its length.
+    One without a reservoir ends by patience, at step 9, one with it by its data, at step 10. The random buffers hold a
+    trainer's whole pass before the first get, and know that it is whole: an iterable, which does not say how long it
+    is, has ended only where the watermark lies above its length.
     """
     watermark = 0 if kind == "fifo" else samples + (source == "iterable")
     return {
         "task": TASK,
         "task_args": {
-            **{"source": source, "stops": stops, "accumulate": 2, "optimizer": "adam", "groups": True},
-            **{"schedule": "step", "validation": 11, "scores": [1, 3, 2, 2, 1, 4, 1]},
+            **{"source": source, "accumulate": 2, "optimizer": "adam", "groups": True},
+            **{"schedule": "step", "validation": 11, "scores": [0, 0, 3, 0, 0, 2, 0, 0, 1]},
         },
         "training": {
             **{"batch_size": 4, "accumulate_batches": 2, "clip_grad_norm": 1.0, "validate_every": 3, "max_steps": None},
             "max_epochs": 1 if source == "map" else None,
-            **training,
+            "patience": None if kind == "reservoir" else 2,
         },
         "buffer": {
             **{"kind": kind, "capacity": samples + 1, "watermark": watermark},
-            "pseudo_epochs": 1 if kind == "reservoir" else 2,
+            "pseudo_epochs": 2 if kind == "firo" else 1,
         },
         "checkpoint": {"every": 4, "keep": 10, "best": {"metric": "score"}},
     }
@@ -42,7 +43,8 @@ def said(finished):
     """The command that an interrupted run says last, for a shell."""
     assert finished.code == 3, finished.output
     last = finished.output.rstrip().splitlines()[-1]
-    found = re.fullmatch(r"error: interrupted \(.+\) after step (\d+); its checkpoint is written. Resume with: (.+)", last)
+    words = r"error: interrupted \(.+\) after step (\d+); its checkpoint is written. Resume with: (.+)"
+    found = re.fullmatch(words, last)
     assert found, last
     summary = finished.summary
     assert (summary["status"], summary["steps"]) == ("interrupted", int(found[1]))
@@ -63,9 +65,9 @@ def said(finished):
 )
 def test_alone(tmp_path, own_environ, kind, source, signals):
     """Stopped twice. That nothing survives in the process rather than in the checkpoint is for the tests below."""
-    stops = [[batch, 0, name, "self"] for batch, name in zip((5, 8), signals, strict=True)]
-    config = config_of(kind, source, samples=48)
-    config["task_args"]["samples"] = 48
+    stops = [[batch, 0, name, "self"] for batch, name in zip((5, 13), signals, strict=True)]
+    config = config_of(kind, source)
+    config["task_args"]["samples"] = 80
     whole = here(tmp_path, name="whole", **config)
     assert whole.code == 0, whole.output
     config["task_args"]["stops"] = stops
@@ -77,8 +79,9 @@ def test_alone(tmp_path, own_environ, kind, source, signals):
         steps.append(run.summary["steps"])
         run = here(tmp_path, resumed=True)
     assert run.code == 0, run.output
-    assert 0 < steps[0] < steps[1] < run.summary["steps"]
-    compare(whole, run)
+    assert 0 < steps[0] < steps[1] < run.summary["steps"] == (10 if kind == "reservoir" else 9)
+    assert ("training.patience (2)" in run.summary["reason"]) == (kind != "reservoir")
+    compare(whole, run, buffers=kind != "fifo")
 
 
 # With several processes, as a shell sees them.
@@ -107,7 +110,7 @@ def begun(folder, mode, config, stops=()):
     return folder, shell(folder, "python -m paramserver.launch --config config.yaml")
 
 
-SUPERVISOR, TRAINER = [[5, 1, "SIGTERM", "parent"]], [[5, 0, "SIGTERM", "self"], [9, 1, "SIGTERM", "self"]]
+SUPERVISOR, TRAINER = [[13, 1, "SIGTERM", "parent"]], [[5, 0, "SIGTERM", "self"], [13, 1, "SIGTERM", "self"]]
 
 
 @pytest.mark.processes
@@ -121,8 +124,8 @@ SUPERVISOR, TRAINER = [[5, 1, "SIGTERM", "parent"]], [[5, 0, "SIGTERM", "self"],
 )
 def test_several_trainers(tmp_path, kind, source, stopped):
     """The run that never stops is one of ddp, which equals that of rpc with two trainers."""
-    config = config_of(kind, source, samples=48)
-    config["task_args"]["samples"] = 96
+    config = config_of(kind, source)
+    config["task_args"]["samples"] = 160
     folder, whole = begun(tmp_path, "ddp", config)
     assert whole.code == 0, whole.output
     for mode, stops in stopped.items():
@@ -130,4 +133,4 @@ def test_several_trainers(tmp_path, kind, source, stopped):
         for _ in stops:
             run = shell(folder, said(run))
         assert run.code == 0, run.output
-        compare(whole, run, trainers=2)
+        compare(whole, run, trainers=2, buffers=kind != "fifo")

@@ -394,8 +394,8 @@ class Trainer(ABC):
 
     def _end(self, decision: Decision) -> None:
         """The last validation and checkpoint; after a signal the checkpoint alone."""
-        if not decision.interrupted:
-            self.validate()
+        if not decision.interrupted and self.validate():
+            self._saved_step = None  # one of this step was saved before it turned out to be the best
         self.save("interrupted" if decision.interrupted else "end")
         self.task.on_train_end()
         self.emit("buffer", **self.data.figures())
