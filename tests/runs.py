@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -125,22 +126,38 @@ def here(folder, *flags, name="run", resumed=False, **config):
         arguments = ["--resume", run_dir, *flags]
     else:
         arguments = ["--config", write_config(folder, **config), "--set", f"logging.name={name}", *flags]
-    said, threads = io.StringIO(), torch.get_num_threads()
+    code, said = main_here(*arguments)
+    return Finished(code, said, run_dir)
+
+
+def main_here(*arguments):
+    """The command line inside this process: its exit code, and what it said. It leaves the process as it was."""
+    said, threads, environ, path = io.StringIO(), torch.get_num_threads(), dict(os.environ), list(sys.path)
     torch.set_num_threads(1)  # as in a process of its own: see environment()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
             code = launch_main([str(argument) for argument in arguments])
     finally:
         torch.set_num_threads(threads)
-    return Finished(code, said.getvalue(), run_dir)
+        os.environ.clear()
+        os.environ.update(environ)
+        sys.path[:] = path
+    return code, said.getvalue()
 
 
 def trained(folder, mode, trainers, **config):
-    """A run that must end well."""
+    """A run that must end well; in mode local inside this process."""
     cluster = {"num_trainers": trainers, "timeout_s": 30, **config.pop("cluster", {})}
-    finished = launch(folder / f"{mode}-{trainers}", mode=mode, cluster=cluster, **config)
+    start = here if mode == "local" else launch
+    finished = start(folder / f"{mode}-{trainers}", mode=mode, cluster=cluster, **config)
     assert finished.code == 0, finished.output
     return finished
+
+
+def together(*calls):
+    """Make these calls at once, for runs that mostly wait; their results in order."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [made.result() for made in [pool.submit(call) for call in calls]]
 
 
 def tensors_of(state, prefix=""):

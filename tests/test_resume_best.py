@@ -27,7 +27,7 @@ ENDED = [(2, True), (4, True), (6, False), (8, False), (10, False)]
 
 
 @pytest.mark.parametrize("batch", [2, 5, 6, 8])
-def test_patience_counts_on_over_a_stop(tmp_path, own_environ, batch):
+def test_patience_counts_on_over_a_stop(tmp_path, batch):
     """Before the best was there, right after a validation, between two of them, and before the last."""
     whole = here(tmp_path, name="whole", **config_of())
     assert here(tmp_path, **config_of(stops=[[batch, 0, "SIGTERM", "self"]])).code == 3
@@ -39,7 +39,7 @@ def test_patience_counts_on_over_a_stop(tmp_path, own_environ, batch):
     assert run.of_kind("note") == []
 
 
-def test_a_run_that_patience_ended_is_over_until_it_is_given_more(tmp_path, own_environ):
+def test_a_run_that_patience_ended_is_over_until_it_is_given_more(tmp_path):
     run = here(tmp_path, **config_of(every=2))
     before = run.summary, run.load("model"), run.checkpoints
     for _ in range(2):
@@ -58,7 +58,7 @@ def test_a_run_that_patience_ended_is_over_until_it_is_given_more(tmp_path, own_
 
 
 @pytest.mark.parametrize(("last", "best"), [(2.5, 4), (3.5, 7)])
-def test_a_validation_that_comes_only_because_a_run_ends_is_not_counted_by_patience(tmp_path, own_environ, last, best):
+def test_a_validation_that_comes_only_because_a_run_ends_is_not_counted_by_patience(tmp_path, last, best):
     """It may be the best, and stays it; but the run that goes on ends where it would have ended anyway."""
     scores = [*SCORES[:6], last, *SCORES[7:]]
     whole = here(tmp_path, name="whole", **config_of(scores=scores))
@@ -73,7 +73,7 @@ def test_a_validation_that_comes_only_because_a_run_ends_is_not_counted_by_patie
     assert run.best in run.checkpoints
 
 
-def test_an_interrupted_run_that_may_go_no_further_is_validated_once(tmp_path, own_environ):
+def test_an_interrupted_run_that_may_go_no_further_is_validated_once(tmp_path):
     """As the run that was not interrupted there would have been; the checkpoint that is there becomes the best."""
     stops = [[6, 0, "SIGTERM", "self"]]
     assert here(tmp_path, **config_of(stops, scores=[0, 1, 0, 3, 0, 2, 5])).code == 3
@@ -84,7 +84,7 @@ def test_an_interrupted_run_that_may_go_no_further_is_validated_once(tmp_path, o
         assert (run.best, run.checkpoints) == ("step-00000007", ["step-00000007"])
 
 
-def test_another_metric_begins_anew_and_says_so(tmp_path, own_environ):
+def test_another_metric_begins_anew_and_says_so(tmp_path):
     assert here(tmp_path, **config_of(stops=[[8, 0, "SIGTERM", "self"]])).code == 3
     flags = ("--set", "checkpoint.best.metric=loss", "--set", "checkpoint.best.mode=min")
     run = here(tmp_path, *flags, "--set", "training.max_steps=13", resumed=True)
@@ -98,7 +98,7 @@ def test_another_metric_begins_anew_and_says_so(tmp_path, own_environ):
 
 
 @pytest.mark.parametrize("every", [0, 3])
-def test_the_last_checkpoint_becomes_the_best_though_it_was_saved_before_its_validation(tmp_path, own_environ, every):
+def test_the_last_checkpoint_becomes_the_best_though_it_was_saved_before_its_validation(tmp_path, every):
     run = here(tmp_path, **config_of(every=every, patience=None, max_steps=8, scores=[1] * 7 + [9]))
     assert run.best == run.summary["checkpoint"] == "step-00000008"
     assert run.load("run")["best"]["step"] == 8

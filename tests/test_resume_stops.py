@@ -63,7 +63,7 @@ def said(finished):
         ("reservoir", "iterable", ("SIGTERM", "SIGINT")),
     ],
 )
-def test_alone(tmp_path, own_environ, kind, source, signals):
+def test_alone(tmp_path, kind, source, signals):
     """Stopped twice. That nothing survives in the process rather than in the checkpoint is for the tests below."""
     stops = [[batch, 0, name, "self"] for batch, name in zip((5, 13), signals, strict=True)]
     config = config_of(kind, source)
