@@ -232,6 +232,8 @@ class Starved(Truth):
 
         def samples():
             yield from (data[i] for i in range(32))
+            if partition.index:
+                self.gate.with_suffix(".awaited").touch()
             while partition.index and not self.gate.exists():
                 time.sleep(0.05)  # stands for a slow producer, not for synchronisation
             yield from (data[i] for i in range(32, 64))
@@ -279,7 +281,7 @@ class StoresTooMuch(Truth):
         state["where"] = Path("here")
 
 
-class ValidatesOnOne(Truth):
+class ValidatesOnOne(Uneven):
     """Only trainer 0 has validation data, as an iterator."""
 
     def validation_source(self, partition):

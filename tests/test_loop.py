@@ -1,7 +1,10 @@
 """The order of a run, its limits, and what is counted, in every mode."""
 
+import threading
+import time
+
 import pytest
-from runs import COUNTING, difference, launch, same_bits, trained
+from runs import COUNTING, difference, launch, same_bits, together, trained
 
 pytestmark = pytest.mark.processes
 
@@ -97,14 +100,19 @@ def test_max_seconds_ends_a_run(tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["ddp", "rpc"])
-def test_stop_ends_all_trainers_with_the_first(tmp_path, mode):
-    """Trainer 0 has 40 samples, trainer 1 has 80: all stop after five batches of eight."""
-    finished = trained(tmp_path, mode, 2, task="Uneven", training={"max_steps": None, "batch_size": 8})
+def test_stop_ends_all_trainers_with_the_first_and_one_may_hold_all_validation_data(tmp_path, mode):
+    """Trainer 0 has 40 samples, trainer 1 has 80: all stop after five batches of eight.
+
+    The validation data are an iterator, which the task is asked for anew each time.
+    """
+    finished = trained(
+        tmp_path, mode, 2, task="ValidatesOnOne", training={"max_steps": None, "batch_size": 8, "validate_every": 2}
+    )
     summary = finished.summary
     assert summary["steps"] == 5
     assert summary["samples"] == 80
     assert "uneven_inputs" in summary["reason"]
-    assert summary["validation"]  # validated together at the end
+    assert [(r["step"], r["samples"]) for r in finished.of_kind("validation")] == [(2, 20), (4, 20), (5, 20)]
 
 
 def test_join_drains_every_trainer_the_same_in_both_modes(tmp_path):
@@ -141,63 +149,51 @@ def test_join_with_accumulation_and_two_trainers_is_the_same_bit_for_bit(tmp_pat
     assert same_bits(ddp.load("optimizer"), rpc.load("optimizer")) == []
 
 
-@pytest.mark.parametrize("mode", ["ddp", "rpc"])
-def test_a_trainer_that_waits_for_data_holds_the_others_without_failing(tmp_path, mode):
-    """The stream is silent for longer than every timeout; the run goes on when it speaks."""
-    gate = tmp_path / "gate"
-    opener = f"import time, pathlib; time.sleep(9); pathlib.Path({str(gate)!r}).touch()"
-    import subprocess
-    import sys
-
-    with subprocess.Popen([sys.executable, "-c", opener]):
-        finished = launch(
-            tmp_path / mode,
+def opened_late(folder, mode, **config):
+    """A run of ``Starved`` whose stream is silent for five seconds from when it is first waited for."""
+    gate = folder / f"gate-{mode}"
+    opener = threading.Thread(target=open_late, args=(gate, 5.0))
+    opener.start()
+    try:
+        return launch(
+            folder / mode,
             mode=mode,
             task="Starved",
             task_args={"gate": str(gate)},
             training={"max_steps": None, "batch_size": 8},
-            cluster={"num_trainers": 2, "timeout_s": 4 if mode == "ddp" else 8},
-            server={"heartbeat_s": 0.3, "lost_after_s": 2.0},
+            cluster={"num_trainers": 2, "timeout_s": 4},
+            **config,
         )
-    assert finished.code == 0, finished.output
-    assert finished.summary["samples"] == 128
+    finally:
+        opener.join()
 
 
-def test_validation_is_the_mean_over_all_samples_whatever_the_share(tmp_path):
-    """41 samples for one, two and three trainers; float64, so that only the order of a sum may differ."""
-    found = [
-        trained(
-            tmp_path,
-            mode,
-            trainers,
-            task_args={"validation": 41, "dtype": "float64", "dropout": 0.5},
-            training={"max_steps": 1, "batch_size": 8, "validation_batch_size": 7},
-        ).summary["validation"]
-        for mode, trainers in (("ddp", 2), ("rpc", 2))
-    ]
-    assert found[0] == found[1]
-    assert found[0]["accuracy"] * 41 == pytest.approx(round(found[0]["accuracy"] * 41), abs=1e-4)
+def open_late(gate, after_s):
+    deadline = time.monotonic() + 60
+    while not gate.with_suffix(".awaited").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(after_s)  # how long is what is tested
+    gate.touch()
+
+
+def test_a_trainer_that_waits_for_data_holds_the_others_without_failing(tmp_path):
+    """The stream is silent for longer than every timeout; the run goes on when it speaks."""
+    server = {"heartbeat_s": 0.3, "lost_after_s": 2.0}
+    runs = together(lambda: opened_late(tmp_path, "ddp"), lambda: opened_late(tmp_path, "rpc", server=server))
+    for finished in runs:
+        assert finished.code == 0, finished.output
+        assert finished.summary["samples"] == 128
+        assert finished.summary["buffer"]["get_wait_s"] > 4
 
 
 def test_no_sync_skips_the_collectives(tmp_path):
-    """Four micro-batches a step cost the gradients one all-reduce, as without accumulation."""
-    counts = {}
-    for accumulate in (1, 4):
-        finished = trained(
-            tmp_path / str(accumulate),
-            "ddp",
-            2,
-            trainer=f"{COUNTING}:CountingTrainer",
-            training={"max_steps": 6, "batch_size": 4, "accumulate_batches": accumulate},
-        )
-        counts[accumulate] = [r["value"] for r in finished.of_kind("log") if r["name"] == "gradient_all_reduces"]
-    assert counts[1] == counts[4] == [6.0, 6.0]
-
-
-@pytest.mark.parametrize("mode", ["ddp", "rpc"])
-def test_one_trainer_may_hold_all_of_the_validation_data(tmp_path, mode):
-    """As an iterator, which the task is asked for anew each time."""
+    """Four micro-batches a step cost the gradients, which are one bucket, one all-reduce."""
     finished = trained(
-        tmp_path, mode, 2, task="ValidatesOnOne", training={"max_steps": 6, "batch_size": 8, "validate_every": 2}
+        tmp_path,
+        "ddp",
+        2,
+        trainer=f"{COUNTING}:CountingTrainer",
+        training={"max_steps": 6, "batch_size": 4, "accumulate_batches": 4},
     )
-    assert [(r["step"], r["samples"]) for r in finished.of_kind("validation")] == [(2, 20), (4, 20), (6, 20)]
+    counts = [r["value"] for r in finished.of_kind("log") if r["name"] == "gradient_all_reduces"]
+    assert counts == [6.0, 6.0]
