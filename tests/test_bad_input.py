@@ -153,7 +153,10 @@ def test_what_goes_wrong_in_a_batch_keeps_what_there_is(start, name, every):
     assert said in refusal(finished, code).partition("\n")[0]
     steps = steps or finished.summary["steps"]  # how many a failing source leaves to be served is a matter of time
     assert steps >= 4
-    failed_with(finished, said, range(3, steps + 1, 3) if every else [], steps)
+    due = range(3, steps + 1, 3) if every else []
+    if WHILE[name][-1] is None and steps in due and len(finished.checkpoints) < len(due):
+        due = due[:-1]  # it failed between the last step and the checkpoint of it
+    failed_with(finished, said, due, steps)
     assert [record["step"] for record in finished.of_kind("train")] == list(range(1, steps + 1))
 
 
