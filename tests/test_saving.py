@@ -23,7 +23,7 @@ from paramserver.checkpoint import (
     write_checkpoint,
     writer,
 )
-from paramserver.checkpoint.pieces import PIECE_BYTES
+from paramserver.checkpoint.archive import PIECE_BYTES
 from paramserver.courier import Courier
 from paramserver.deposits import Deposits
 from paramserver.errors import DeadlineExceeded, ParamserverError, TrainingError

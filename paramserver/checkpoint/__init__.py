@@ -4,11 +4,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from paramserver.checkpoint.archive import send_archive
     from paramserver.checkpoint.best import Best
     from paramserver.checkpoint.copies import private_copy
     from paramserver.checkpoint.manifest import FORMAT_VERSION, Manifest
     from paramserver.checkpoint.memory import CopyMemory
-    from paramserver.checkpoint.pieces import Pieces, send_archive
+    from paramserver.checkpoint.pieces import Pieces
     from paramserver.checkpoint.read import (
         Checkpoint,
         choose_checkpoint,
@@ -27,7 +28,7 @@ _HOMES = {
     "Manifest": "manifest",
     "CopyMemory": "memory",
     "Pieces": "pieces",
-    "send_archive": "pieces",
+    "send_archive": "archive",
     "Checkpoint": "read",
     "choose_checkpoint": "read",
     "find_checkpoint": "read",
