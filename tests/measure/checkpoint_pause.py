@@ -94,15 +94,15 @@ class Large(Task):
 
 @dataclass(frozen=True)
 class Saved:
-    """One checkpoint: seconds of its pause and of both copies (the slowest trainer's), bytes, steps per second."""
+    """One checkpoint: seconds of its pause and of both copies (the slowest trainer's), bytes, (steps, seconds) after."""
 
     pause_s: float
     touched_s: float
     fresh_s: float
     bytes: int
     writing_s: float
-    rate_writing: float
-    rate_after: float
+    while_writing: tuple[int, float]
+    otherwise: tuple[int, float]
 
 
 def measure(mode: str, kind: str, repeats: int, every: int) -> list[Saved]:
@@ -135,12 +135,15 @@ def _saved(record: dict[str, Any], trainers: list[dict[str, Any]], every: int) -
     touched, fresh = zip(*(one["copies"][step // every - 1] for one in trainers), strict=True)
     until = min(step + every, len(began)) - 1  # the batch that begins with the next copies
     written = sum(moment < record["time"] for moment in began[step:until])
-    if written in (0, until - step):
-        raise RuntimeError(f"the checkpoint of step {step} was written during {written} steps; raise --every")
-    rates = [written / (began[step + written] - began[step])]
-    rates.append((until - step - written) / (began[until] - began[step + written]))
-    size, seconds = record["bytes"], record["time"] - began[step]
-    return Saved(record["pause_ms"] / 1e3, max(touched), max(fresh), size, seconds, *rates)
+    moments = [began[place] for place in (step, step + written, until)]
+    while_writing, otherwise = (written, moments[1] - moments[0]), (until - step - written, moments[2] - moments[1])
+    pause_s, writing_s = record["pause_ms"] / 1e3, record["time"] - began[step]
+    return Saved(pause_s, max(touched), max(fresh), record["bytes"], writing_s, while_writing, otherwise)
+
+
+def rate(spans: list[tuple[int, float]]) -> float:
+    """Steps per second of several spans together."""
+    return sum(steps for steps, _ in spans) / max(sum(seconds for _, seconds in spans), 1e-9)
 
 
 def report(mode: str, saved: list[Saved]) -> None:
@@ -162,8 +165,8 @@ def report(mode: str, saved: list[Saved]) -> None:
     line("pause / touched copy", ratios, ".2f", f", at most {AIM:g}: {verdict(statistics.median(ratios) <= AIM)}")
     line("pause / clone", [one.pause_s / one.fresh_s for one in later], ".2f")
     line("from the pause to the end, s", [one.writing_s for one in saved], ".2f")
-    line("steps per second while writing", [one.rate_writing for one in saved])
-    line("steps per second otherwise", [one.rate_after for one in saved])
+    rates = rate([one.while_writing for one in saved]), rate([one.otherwise for one in saved])
+    print(f"  steps per second while writing {rates[0]:.1f}, otherwise {rates[1]:.1f}", flush=True)
 
 
 def main() -> None:
