@@ -94,7 +94,7 @@ class Large(Task):
 
 @dataclass(frozen=True)
 class Saved:
-    """One checkpoint: seconds of its pause and of both copies (the slowest trainer's), bytes, (steps, seconds) after."""
+    """One checkpoint: seconds of its pause and of both copies (of the slowest trainer), bytes, (steps, seconds)."""
 
     pause_s: float
     touched_s: float
