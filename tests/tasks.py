@@ -198,12 +198,6 @@ class Faulty(Truth):
     def freeze(self):
         os.kill(os.getpid(), signal.SIGSTOP)
 
-    def terminate(self):
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    def terminate_parent(self):
-        os.kill(os.getppid(), signal.SIGTERM)
-
 
 class BadSource(Truth):
     """A source that raises at sample 50."""
