@@ -119,15 +119,17 @@ def resume(finished, *flags, timeout_s=90):
     return Finished(done.returncode, done.stdout + done.stderr, finished.run_dir)
 
 
-def here(folder, *flags, name="run", resumed=False, **config):
-    """A run in mode local inside this process, which costs no start of an interpreter; resumed, where that is asked."""
-    run_dir = folder / "runs" / name
-    if resumed:
-        arguments = ["--resume", run_dir, *flags]
-    else:
-        arguments = ["--config", write_config(folder, **config), "--set", f"logging.name={name}", *flags]
-    code, said = main_here(*arguments)
-    return Finished(code, said, run_dir)
+def here(folder, *flags, name="run", **config):
+    """A run in mode local inside this process, which costs no start of an interpreter."""
+    file = write_config(folder, **config)
+    code, said = main_here("--config", file, "--set", f"logging.name={name}", *flags)
+    return Finished(code, said, folder / "runs" / name)
+
+
+def resume_here(finished, *flags):
+    """Go on with a run in mode local inside this process."""
+    code, said = main_here("--resume", finished.run_dir, *flags)
+    return Finished(code, said, finished.run_dir)
 
 
 def main_here(*arguments):

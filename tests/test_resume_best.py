@@ -1,7 +1,7 @@
 """The best checkpoint and training.patience over stops, alone; tests/test_resume_stops.py has them in every mode."""
 
 import pytest
-from runs import STOPPING, compare, here, same_bits
+from runs import STOPPING, compare, here, resume_here, same_bits
 
 from paramserver.checkpoint import Best
 
@@ -30,8 +30,9 @@ ENDED = [(2, True), (4, True), (6, False), (8, False), (10, False)]
 def test_patience_counts_on_over_a_stop(tmp_path, batch):
     """Before the best was there, right after a validation, between two of them, and before the last."""
     whole = here(tmp_path, name="whole", **config_of())
-    assert here(tmp_path, **config_of(stops=[[batch, 0, "SIGTERM", "self"]])).code == 3
-    run = here(tmp_path, resumed=True)
+    run = here(tmp_path, **config_of(stops=[[batch, 0, "SIGTERM", "self"]]))
+    assert run.code == 3
+    run = resume_here(run)
     assert run.code == 0, run.output
     compare(whole, run)
     assert validations(run) == ENDED
@@ -43,7 +44,7 @@ def test_a_run_that_patience_ended_is_over_until_it_is_given_more(tmp_path):
     run = here(tmp_path, **config_of(every=2))
     before = run.summary, run.load("model"), run.checkpoints
     for _ in range(2):
-        run = here(tmp_path, resumed=True)
+        run = resume_here(run)
         assert run.code == 0, run.output
         assert [run.summary[key] for key in ("steps", "reason", "validation", "checkpoint")] == [
             before[0][key] for key in ("steps", "reason", "validation", "checkpoint")
@@ -51,7 +52,7 @@ def test_a_run_that_patience_ended_is_over_until_it_is_given_more(tmp_path):
         assert "training.patience (3)" in run.summary["reason"]
         assert same_bits(run.load("model"), before[1]) == []
         assert (validations(run), run.checkpoints, run.best) == (ENDED, before[2], "step-00000004")
-    run = here(tmp_path, "--set", "training.patience=5", resumed=True)
+    run = resume_here(run, "--set", "training.patience=5")
     assert "training.patience (5)" in run.summary["reason"]
     assert validations(run) == [*ENDED, (12, False), (14, False)]
     assert (run.checkpoints, run.best) == (["step-00000004", "step-00000014"], "step-00000004")
@@ -64,7 +65,7 @@ def test_a_validation_that_comes_only_because_a_run_ends_is_not_counted_by_patie
     whole = here(tmp_path, name="whole", **config_of(scores=scores))
     run = here(tmp_path, **config_of(scores=scores, max_steps=7))
     assert run.summary["validation"]["score"] == last
-    run = here(tmp_path, "--set", "training.max_steps=50", resumed=True)
+    run = resume_here(run, "--set", "training.max_steps=50")
     assert run.summary["steps"] == whole.summary["steps"] == 10
     assert run.summary["reason"] == whole.summary["reason"]
     assert same_bits(run.load("model"), whole.load("model")) == []
@@ -76,18 +77,20 @@ def test_a_validation_that_comes_only_because_a_run_ends_is_not_counted_by_patie
 def test_an_interrupted_run_that_may_go_no_further_is_validated_once(tmp_path):
     """As the run that was not interrupted there would have been; the checkpoint that is there becomes the best."""
     stops = [[6, 0, "SIGTERM", "self"]]
-    assert here(tmp_path, **config_of(stops, scores=[0, 1, 0, 3, 0, 2, 5])).code == 3
+    run = here(tmp_path, **config_of(stops, scores=[0, 1, 0, 3, 0, 2, 5]))
+    assert run.code == 3
     for _ in range(2):
-        run = here(tmp_path, "--set", "training.max_steps=7", resumed=True)
+        run = resume_here(run, "--set", "training.max_steps=7")
         assert run.code == 0, run.output
         assert validations(run) == [*ENDED[:3], (7, True)]
         assert (run.best, run.checkpoints) == ("step-00000007", ["step-00000007"])
 
 
 def test_another_metric_begins_anew_and_says_so(tmp_path):
-    assert here(tmp_path, **config_of(stops=[[8, 0, "SIGTERM", "self"]])).code == 3
+    run = here(tmp_path, **config_of(stops=[[8, 0, "SIGTERM", "self"]]))
+    assert run.code == 3
     flags = ("--set", "checkpoint.best.metric=loss", "--set", "checkpoint.best.mode=min")
-    run = here(tmp_path, *flags, "--set", "training.max_steps=13", resumed=True)
+    run = resume_here(run, *flags, "--set", "training.max_steps=13")
     assert run.code == 0, run.output
     words = "checkpoint.best was score (max) and is loss (min): the best value and training.patience count anew"
     assert words in run.output
@@ -102,7 +105,7 @@ def test_the_last_checkpoint_becomes_the_best_though_it_was_saved_before_its_val
     run = here(tmp_path, **config_of(every=every, patience=None, max_steps=8, scores=[1] * 7 + [9]))
     assert run.best == run.summary["checkpoint"] == "step-00000008"
     assert run.load("run")["best"]["step"] == 8
-    run = here(tmp_path, "--set", "training.max_steps=10", resumed=True)
+    run = resume_here(run, "--set", "training.max_steps=10")
     assert (run.best, run.checkpoints) == ("step-00000008", ["step-00000008", "step-00000010"])
 
 

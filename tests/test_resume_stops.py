@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import STOPPING, Finished, compare, environment, here, write_config
+from runs import STOPPING, Finished, compare, environment, here, resume_here, write_config
 
 TASK = f"{STOPPING}:Stops"
 
@@ -77,7 +77,7 @@ def test_alone(tmp_path, kind, source, signals):
         said(run)
         assert f"interrupted (signal {name})" in run.output
         steps.append(run.summary["steps"])
-        run = here(tmp_path, resumed=True)
+        run = resume_here(run)
     assert run.code == 0, run.output
     assert 0 < steps[0] < steps[1] < run.summary["steps"] == (10 if kind == "reservoir" else 9)
     assert ("training.patience (2)" in run.summary["reason"]) == (kind != "reservoir")
