@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from runs import environment, trained
+from runs import environment, launch, trained
 
 from paramserver import evaluate
 
@@ -97,7 +97,8 @@ class Own(Truth):
     )
     tests = str(next(p for p in sys.path if p.endswith("tests")))
     env = environment(PYTHONPATH=tests + ":" + environment().get("PYTHONPATH", ""))
-    run = trained(tmp_path, "local", 1, task=f"{tmp_path}/own.py:Own", env=env, **CONFIG)
+    run = launch(tmp_path, task=f"{tmp_path}/own.py:Own", env=env, **CONFIG)
+    assert run.code == 0, run.output
     done = subprocess.run(
         [sys.executable, "-m", "paramserver.evaluate", str(run.run_dir), "--json"],
         capture_output=True,
