@@ -15,7 +15,8 @@ class Deposits:
     """Takes the parts of one checkpoint after the other and gives it to the keeper when all are there. Thread-safe.
 
     A trainer takes part in the next cut only when its part of the last one has arrived, so there is one at a time.
-    Until then the cut and what came of the parts are in memory, beside what the writer holds.
+    Until then the cut and what came of the parts are in memory, beside what the writer holds. Where a trainer dies
+    before, nothing is written, and the checkpoint before stays the newest.
 
     Args:
         keeper: writes.
@@ -66,8 +67,3 @@ class Deposits:
         if self._cut is None or self._cut.step != step or trainer_index in self._pauses_s:
             raise TrainingError(f"trainer {trainer_index}: a part of step {step} must follow a cut of that step")
         return self._cut
-
-    def drop(self) -> None:
-        """Forget a checkpoint that will not be complete; the one before it stays the newest."""
-        with self._lock:
-            self._cut, self._parts = None, {}

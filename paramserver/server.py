@@ -197,7 +197,6 @@ class ParameterServer(nn.Module):
             waiting = [f for g in gatherings for f in g.take()[1].values()]
             waiting += [push.future for push in self._pushes.values()]
             self._pushes.clear()
-            self._deposits.drop()
         for future in waiting:
             future.set_result(failure)
         self.finished.set()
@@ -368,13 +367,11 @@ class ParameterServer(nn.Module):
             return dict.fromkeys(trainers)
 
     def deposit(self, trainer_index: int, step: int, piece: Tensor) -> None:
-        """A piece of a trainer's part of the checkpoint of ``step``."""
-        self._check_running()
+        """A piece of a trainer's part of the checkpoint of ``step``; taken also from a run that has failed since."""
         self._deposits.add(trainer_index, step, piece)
 
     def complete_deposit(self, trainer_index: int, step: int, pause_s: float) -> Future:
         """A trainer's part is here; it had stopped for ``pause_s`` seconds. With the last part all is written."""
-        self._check_running()
         future: Future = torch.futures.Future()
 
         def complete() -> dict[int, None]:

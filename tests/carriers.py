@@ -7,11 +7,12 @@ from pathlib import Path
 
 from trainers import DdpTrainer, RpcTrainer
 
-HELD_STEPS = 3
-
 
 class Held:
-    """A part leaves only when this trainer has trained three steps more, or has come to its end, and takes its time."""
+    """A part leaves only when this trainer has trained some steps more, or has come to its end, and takes its time."""
+
+    steps = 3
+    _ended = False
 
     def init_connection(self):
         super().init_connection()
@@ -23,19 +24,14 @@ class Held:
 
             def late():
                 with self._trained:
-                    last = lambda: self._trained.wait_for(lambda: self._may_leave(step), 30)  # noqa: E731
-                    assert last(), f"training stood still after the checkpoint of step {step}"
+                    trained = self._trained.wait_for(lambda: self._ended or self.step >= step + self.steps, 30)
+                assert trained, f"training stood still after the checkpoint of step {step}"
                 threading.Event().wait(0.2)  # the slow network that is stood for
                 job()
 
             carry(late, *rest)
 
         self._courier.carry = carry_late
-
-    def _may_leave(self, step):
-        return self._ended or self.step >= step + HELD_STEPS
-
-    _ended = False
 
     def agree(self, announcement):
         with self._trained:
@@ -56,6 +52,16 @@ class HeldRpc(Held, RpcTrainer):
 
 class HeldDdp(Held, DdpTrainer):
     pass
+
+
+class LateRpc(HeldRpc):
+    """Parts are on their way for a while, and nothing else."""
+
+    steps = 0
+
+
+class LateDdp(HeldDdp):
+    steps = 0
 
 
 class DyingRpc(RpcTrainer):

@@ -12,7 +12,7 @@ from runs import Finished, command, environment, here, launch, together, write_c
 
 pytestmark = pytest.mark.processes
 
-QUICK = {"server": {"heartbeat_s": 0.3, "lost_after_s": 2.0}, "checkpoint": {"every": 3}}
+QUICK = {"server": {"heartbeat_s": 0.3, "lost_after_s": 2.0}, "checkpoint": {"every": 3, "background": False}}
 
 
 def faulty(tmp_path, mode, what, trainer=1, **config):
