@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 from paramserver.version import __version__
 
 if TYPE_CHECKING:
+    from paramserver.api import run
     from paramserver.errors import TrainingError, UnsupportedConfiguration
-    from paramserver.launch import Result, run
+    from paramserver.launch import Result
     from paramserver.roles import rank_zero_only
     from paramserver.server import ParameterServer
     from paramserver.sources.base import Partition
@@ -21,7 +22,7 @@ _HOMES = {
     "TrainingError": "errors",
     "UnsupportedConfiguration": "errors",
     "rank_zero_only": "roles",
-    "run": "launch",
+    "run": "api",
 }
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Starts a run: ``python -m paramserver.launch`` and ``paramserver.run``.
+"""Starts a run: ``python -m paramserver.launch``.
 
 Without a rank, every rank is started on this machine under a supervisor; with one (by flag, torchrun or environment)
 this process is that rank.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 import socket
 import sys
 import time
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from paramserver.attempts import new_attempt, resumed_attempt
 from paramserver.channel import Channel, describe, first_error
 from paramserver.checkpoint import find_checkpoint, passed_over
-from paramserver.cluster import RankFlags, is_supervised, process_environ, quiet_agent, resolve_identity
+from paramserver.cluster import RankFlags, process_environ, quiet_agent, resolve_identity
 from paramserver.cluster.base import Identity
 from paramserver.config import (
     MODES,
@@ -355,60 +354,6 @@ def _supervised(arguments: argparse.Namespace) -> int:
         channel.failed(error)
         return int(describe(error)["exit_code"])
     return 0
-
-
-# From Python.
-
-
-def run(
-    task: type[Task] | Task | None = None,
-    config: Mapping[str, Any] | str | os.PathLike[str] | Config | None = None,
-    *,
-    overrides: Sequence[str] = (),
-    resume: str | os.PathLike[str] | None = None,
-) -> Result:
-    """Train ``task`` as ``config`` says, with all ranks on this machine.
-
-    Args:
-        task: a class derived from Task, or an instance of one (its arguments are taken over; each process makes its
-            own); None where the config names it.
-        config: a mapping like the YAML file, the path of one, or a Config.
-        overrides: as after ``--set``.
-        resume: the folder of a run to go on with.
-
-    Raises:
-        ParamserverError: as the command line would end.
-    """
-    from paramserver.loading import reference_to
-    from paramserver.task import Task, check_task_class
-
-    if is_supervised(process_environ()):
-        raise UnsupportedConfiguration(
-            "paramserver.run was called while a rank of a run imported this file to find its task; "
-            'put the call under if __name__ == "__main__":'
-        )
-    task_class = type(task) if isinstance(task, Task) else task
-    values, folders = _values(config)
-    if task_class is not None:
-        check_task_class(task_class, getattr(task_class, "__qualname__", repr(task_class)))
-        single = MODES[str(values.get("mode", "rpc"))].single_process if values.get("mode", "rpc") in MODES else False
-        values["task"] = f"{task_class.__module__}:{task_class.__name__}" if single else reference_to(task_class)
-    if isinstance(task, Task):
-        values["task_args"] = {**values.get("task_args", {}), **task.keyword_arguments()}
-    opened = None if resume is None else open_run(Path(resume))
-    effective = load_config(None, base=values, overrides=overrides)
-    return start_here(effective, opened, folders, command=sys.argv, task_class=task_class)
-
-
-def _values(config: Mapping[str, Any] | str | os.PathLike[str] | Config | None) -> tuple[dict[str, Any], list[Path]]:
-    if config is None:
-        return {}, [Path.cwd()]
-    if isinstance(config, Config):
-        return config.to_mapping(), [Path.cwd()]
-    if isinstance(config, Mapping):
-        return dict(config), [Path.cwd()]
-    path = Path(config)
-    return load_config(path).to_mapping(), [Path.cwd(), path.resolve().parent]
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ def test_names_are_the_objects_of_their_homes():
     import paramserver.errors
     import paramserver.launch
 
-    assert paramserver.run is paramserver.launch.run
+    assert paramserver.run is paramserver.api.run
     assert paramserver.TrainingError is paramserver.errors.TrainingError
 
 

@@ -40,12 +40,12 @@ FLOORS = {
     5.4: "remote",
     6: "optimizer",
     7.0: "trainers.agreement trainers.counters trainers.data trainers.hooks trainers.validation",
-    7.1: "trainers.collection",
+    7.1: "trainers.collection trainers.overridable",
     7.2: "trainers.base",
     8: "trainers.ddp trainers.local trainers.rpc",
     9.0: "dry_run rank supervisor",
     9.1: "launch",
-    9.2: "evaluate",
+    9.2: "api evaluate",
     10: "cli",
 }
 # The rooms that are folders, from their base upwards.
@@ -67,6 +67,7 @@ FIRST_DISTRIBUTED_FLOOR = 4
 MODES = frozenset({"rpc", "ddp", "local"})
 NEEDS_NO_TORCH = (
     "paramserver",
+    "paramserver.api",
     "paramserver.launch",
     "paramserver.evaluate",
     "paramserver.cli",

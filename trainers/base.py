@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, TypeVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from paramserver.checkpoint import CopyMemory, private_copy
 from paramserver.consistency import Announcement, Decision, Stop, Verdict
-from paramserver.devices import move
 from paramserver.keeper import Keeper, check_storable, unpack
 from paramserver.limits import due, epoch_of
 from paramserver.modelling import autocast
@@ -32,6 +31,7 @@ from paramserver.task import Task
 from paramserver.updater import check_loss
 from trainers.counters import Counters
 from trainers.data import DataStream
+from trainers.overridable import Overridable
 from trainers.validation import evaluate, validation_batches
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ T = TypeVar("T")
 _LAST = ("end", "interrupted")
 
 
-class Trainer(ABC):
+class Trainer(Overridable):
     """One trainer of a run. A mode says how trainers agree, step and save together; the loop is here.
 
     Args:
@@ -48,9 +48,6 @@ class Trainer(ABC):
         task: the user's; its ``trainer`` is this object.
         keeper: rank 0's account where this process is rank 0, None elsewhere.
     """
-
-    model: nn.Module
-    """What ``training_step`` gets."""
 
     def __init__(self, process: Process, task: Task, keeper: Keeper | None) -> None:
         self.process = process
@@ -115,53 +112,6 @@ class Trainer(ABC):
     def step_scope(self) -> AbstractContextManager[Any]:
         """Around the announcement and the step."""
         return nullcontext()
-
-    # What a subclass may change; the names are those of Lightning's DDPPlugin.
-
-    @property
-    def unwrapped_model(self) -> nn.Module:
-        """The model as the task built it."""
-        return self.model
-
-    @property
-    def is_single_process_per_device(self) -> bool:
-        """Whether this process computes on one device alone, so that inputs are moved there beforehand."""
-        return len(self.process.placement.devices) == 1
-
-    @property
-    def sampler_kwargs(self) -> dict[str, Any]:
-        """``shuffle``, ``pad``, ``drop_last`` or ``seed``, where a map-style data set is to be dealt otherwise."""
-        return {}
-
-    @property
-    def data_parallel_group(self) -> Any:
-        """The process group of the trainers; None where there is none."""
-        return None
-
-    def block_backward_sync(self) -> AbstractContextManager[Any]:
-        """Around the micro-batches of a step but the last: gradients stay with this trainer."""
-        return nullcontext()
-
-    def on_before_forward(self, batch: Any) -> Any:
-        """The batch as the model gets it."""
-        return move(batch, self.process.placement.device) if self.is_single_process_per_device else batch
-
-    def on_after_setup_optimizers(self) -> None:
-        """The optimizer exists."""
-
-    def on_before_backward(self, loss: Tensor) -> None:
-        """The loss of a micro-batch is there."""
-
-    def on_after_backward(self) -> None:
-        """Its backward is done."""
-
-    @abstractmethod
-    def optimizer_state(self) -> dict[str, Any]:
-        """The optimizer's state, in the standard form of torch.optim."""
-
-    def data_available(self) -> Announcement:
-        """How far this trainer is with its data: enough for a step, waiting, or drained."""
-        return self.data.available()
 
     # The run.
 
