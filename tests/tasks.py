@@ -198,6 +198,9 @@ class Faulty(Truth):
     def freeze(self):
         os.kill(os.getpid(), signal.SIGSTOP)
 
+    def terminate(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+
 
 class BadSource(Truth):
     """A source that raises at sample 50."""

@@ -133,15 +133,6 @@ def test_retention_keeps_the_newest_and_the_best(tmp_path):
     assert (finished.run_dir / "checkpoints" / "best").read_text().strip() == f"step-{best:08d}"
 
 
-@pytest.mark.parametrize("flag", [("--mode", "ddp"), ("--world_size", "4")])
-def test_another_mode_or_number_of_trainers_is_refused_in_this_version(tmp_path, flag):
-    first = trained(tmp_path, "rpc", 1, **config_with(4))
-    second = resume(first, *flag)
-    assert second.code == 2
-    assert "not in this version: resuming" in second.output
-    assert first.summary["status"] == "completed"
-
-
 def test_a_damaged_checkpoint_is_refused_and_the_newest_good_one_named(tmp_path):
     first = trained(tmp_path, "local", 1, **config_with(9))
     file = first.run_dir / "checkpoints" / first.checkpoints[-1] / "model.pt"
