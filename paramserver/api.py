@@ -8,11 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 from paramserver.cluster import is_supervised, process_environ
 from paramserver.config import MODES, Config, load_config
 from paramserver.errors import UnsupportedConfiguration
-from paramserver.launch import Result, start_here
-from paramserver.rundir import open_run
+from paramserver.launch import Result, start_here, tell_changes
+from paramserver.rundir import open_run, read_mapping
 
 if TYPE_CHECKING:
     from paramserver.task import Task
@@ -32,7 +34,7 @@ def run(
             own); None where the config names it.
         config: a mapping like the YAML file, the path of one, or a Config.
         overrides: as after ``--set``.
-        resume: the folder of a run to go on with.
+        resume: the folder of a run to go on with; its stored config holds, then ``config``, then ``overrides``.
 
     Raises:
         ParamserverError: as the command line would end.
@@ -54,7 +56,12 @@ def run(
     if isinstance(task, Task):
         values["task_args"] = {**values.get("task_args", {}), **task.keyword_arguments()}
     opened = None if resume is None else open_run(Path(resume))
+    if opened is not None:
+        values = _over(read_mapping(opened.config_file, yaml.safe_load), values)
+        folders = [*folders, *opened.task_folders()]
     effective = load_config(None, base=values, overrides=overrides)
+    if opened is not None:
+        tell_changes(opened, effective)
     return start_here(effective, opened, folders, command=sys.argv, task_class=task_class)
 
 
@@ -67,3 +74,12 @@ def _values(config: Mapping[str, Any] | str | os.PathLike[str] | Config | None) 
         return dict(config), [Path.cwd()]
     path = Path(config)
     return load_config(path).to_mapping(), [Path.cwd(), path.resolve().parent]
+
+
+def _over(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The stored config, with what is given now in place of it, section by section."""
+    merged = dict(stored)
+    for key, value in given.items():
+        old = merged.get(key)
+        merged[key] = {**old, **value} if isinstance(value, Mapping) and isinstance(old, Mapping) else value
+    return merged

@@ -52,7 +52,7 @@ def resumed_attempt(run: RunDir) -> Iterator[None]:
         yield
     except (UnsupportedConfiguration, OSError):
         if not _went_on(run, first_step, before[run.summary_file]):
-            _restore(before)
+            _restore_unless_in_use(run, before)
         raise
 
 
@@ -64,6 +64,14 @@ def _went_on(run: RunDir, first_step: int, summary: str | None) -> bool:
     """Whether a summary of this attempt tells of a step."""
     steps = read_mapping(run.summary_file, json.loads).get("steps")
     return _content(run.summary_file) != summary and isinstance(steps, int) and steps > first_step
+
+
+def _restore_unless_in_use(run: RunDir, before: dict[Path, str | None]) -> None:
+    try:
+        with run.lock():
+            _restore(before)
+    except UnsupportedConfiguration:
+        return  # another run holds the folder by now, or nobody may write there: what is in it is not ours to change
 
 
 def _restore(before: dict[Path, str | None]) -> None:

@@ -10,8 +10,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from paramserver.checkpoint import Checkpoint, choose_checkpoint, read_checkpoint
 from paramserver.config import Config, load_config
 from paramserver.errors import CheckpointError, ParamserverError, TaskError
@@ -54,7 +52,7 @@ def make_parser() -> argparse.ArgumentParser:
         "nothing; the run may still be going on.",
         epilog="Exit codes: 0 done, 1 the validation failed, 2 the input is wrong.",
     )
-    parser.add_argument("run", type=Path, metavar="RUN_DIR", help="the folder of a run")
+    parser.add_argument("run", type=Path, metavar="RUN_DIR", help="the folder of a run, or of one of its checkpoints")
     parser.add_argument(
         "--checkpoint", default="latest", metavar="WHICH", help="latest (default), best, or a step such as 1200"
     )
@@ -107,8 +105,9 @@ def evaluate_run(run_dir: Path, which: str = "latest", overrides: Sequence[str] 
     run = open_run(run_dir)
     if not run.config_file.is_file():
         raise CheckpointError(f"{run.path} holds no config.yaml: that run never began; name another run")
-    config = load_config(None, base=yaml.safe_load(run.config_file.read_text(encoding="utf-8")), overrides=overrides)
-    checkpoint = read_checkpoint(choose_checkpoint(run.path, which))
+    config = load_config(run.config_file, overrides=overrides)
+    chosen = run.chosen if run.chosen is not None and which == "latest" else choose_checkpoint(run.path, which)
+    checkpoint = read_checkpoint(chosen)
     return _evaluate(run, config, checkpoint)
 
 

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 
 from paramserver.checkpoint import Best, Checkpoint, CheckpointWriter, CopyMemory, Pieces, Written, private_copy
+from paramserver.checkpoint.archive import load_archive
+from paramserver.checkpoint.retention import point_best
 from paramserver.config import Config, num_trainers_of, world_size_of
 from paramserver.errors import TaskError
 from paramserver.limits import Limits, due
@@ -103,6 +105,9 @@ class Keeper:
         self._window_start = (self.samples, self.seconds)
         if self.best is not None and state["best"] is not None:
             self._note = self.best.load_state_dict(state["best"])
+        if self.checkpoint is not None:
+            # What was the best in a future that is given up, or was not marked before a crash.
+            point_best(self.run.checkpoints_dir, None if self.best is None else self.best.step)
 
     def restore_model(self, model: nn.Module) -> None:
         """Put the checkpoint's weights, or those of ``init_from``, into the model; nothing for a new run."""
@@ -375,5 +380,5 @@ def _without_values(state: Any) -> Any:
 
 
 def unpack(part: bytes) -> dict[str, Any]:
-    state: dict[str, Any] = torch.load(io.BytesIO(part), weights_only=True)
+    state: dict[str, Any] = load_archive(io.BytesIO(part))
     return state

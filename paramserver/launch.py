@@ -152,7 +152,7 @@ def _launch(arguments: argparse.Namespace, began: float) -> Result | None:
     world_size = arguments.world_size if identity is None else identity.world_size
     config = with_world_size(config, world_size or world_size_of(config))
     if run is not None:
-        _tell_changes(run, config)
+        tell_changes(run, config)
     command = [sys.executable, "-m", "paramserver.launch", *sys.argv[1:]]
     if arguments.dry_run:
         from paramserver.dry_run import plan_text
@@ -170,7 +170,8 @@ def settle(arguments: argparse.Namespace) -> tuple[Config, RunDir | None, list[P
         "mode": arguments.mode,
         "device.num_gpus": arguments.num_gpus,
         "cluster.master_addr": arguments.master_addr,
-        "cluster.master_port": arguments.master_port,
+        # A supervisor's ranks are told a port that was free today; it is nothing to store.
+        "cluster.master_port": arguments.master_port if arguments.supervised is None else None,
     }
     folders = [*arguments.folder] or [Path.cwd()]
     if arguments.config is not None and not arguments.folder:
@@ -194,7 +195,7 @@ def _settle_resumed(
     return config, run, list(dict.fromkeys([*folders, *run.task_folders()]))
 
 
-def _tell_changes(run: RunDir, config: Config) -> None:
+def tell_changes(run: RunDir, config: Config) -> None:
     """From where and in which ways the run goes on."""
     checkpoint = run.chosen or find_checkpoint(run.path)
     print(f"resuming {run.path} from {checkpoint.name}", file=sys.stderr)

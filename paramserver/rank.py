@@ -18,7 +18,7 @@ from paramserver.cluster import Identity, bind_interface, interface_towards, pro
 from paramserver.config import Config, Role, dump_yaml, mode_of, roles
 from paramserver.consistency import Decision
 from paramserver.devices import CPU, Placement, place_trainer
-from paramserver.errors import CheckpointError, DeadlineExceeded, Interrupted
+from paramserver.errors import CheckpointError, DeadlineExceeded, Interrupted, TrainingError
 from paramserver.keeper import Keeper
 from paramserver.loading import load_object
 from paramserver.meeting import Meeting, meet
@@ -182,7 +182,8 @@ def _keeping(plan: RankPlan, process: Process) -> Iterator[Keeper]:
         if config.logging.tensorboard:
             sinks.append(TensorBoard(run.tensorboard_dir, None if checkpoint is None else checkpoint.step + 1))
         fan = Fan([*sinks, *plan.shown])
-        keeper = Keeper(config, run, fan, checkpoint, _initial_weights(config))
+        weights = _initial_weights(config) if checkpoint is None else None
+        keeper = Keeper(config, run, fan, checkpoint, weights)
         keeper.begun(
             make_record(
                 "start",
@@ -229,7 +230,7 @@ def _close(keeper: Keeper, totals: Sequence[TrainerTotals], work: Callable[[], s
         raise
     summary = keeper.close("completed", totals, reason)
     if summary["status"] == "failed":
-        raise CheckpointError(summary["error"])
+        raise TrainingError(summary["error"])
     return summary
 
 

@@ -74,7 +74,7 @@ class Supervisor:
 
     def __post_init__(self) -> None:
         # Rank 0 stores the config in the run when it has accepted it; until then a resumed run keeps its own.
-        self._config_file = self.run.path / ".launch.yaml"
+        self._config_file = self.run.path / f".launch-{os.getpid()}.yaml"
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._ranks: list[_Rank] = []
         self._summary: dict[str, Any] | None = None

@@ -105,7 +105,7 @@ def test_a_run_leaves_the_folder_of_the_contract(supervised):
         "checkpoints",
         "summary.json",
     }
-    assert not [path for path in finished.run_dir.iterdir() if path.name == ".launch.yaml"]
+    assert not [path for path in finished.run_dir.iterdir() if path.name.startswith(".launch")]
     stored = yaml.safe_load((finished.run_dir / "config.yaml").read_text())
     assert stored["cluster"]["num_trainers"] == 2
     about = json.loads((finished.run_dir / "environment.json").read_text())

@@ -296,3 +296,13 @@ def without_reading_ahead(trainer):
     exact.put(len(trainer.served))
     exact.serve(len(trainer.served))
     return exact
+
+
+def test_a_place_is_known_after_dealing_anew_also_when_nothing_more_was_read():
+    """Stopped again before anything was put: the place is that of the share, not the beginning."""
+    source = IterableSource(Lines([]), Partition(0, 1))
+    source.reshard([Leftover({}, 5, (), {"left": [[7, 8]]}), Leftover({}, 5, (), {"left": []})], [])
+    mark = source.mark()
+    assert mark == {"left": [[7, 8]]}
+    assert [sample for _, sample in source.samples(3)] == [7, 8]
+    assert mark == {"left": [[7, 8]]}  # a copy: reading on does not change it

@@ -356,3 +356,12 @@ def test_a_trainer_that_dies_while_its_part_travels_leaves_the_checkpoint_before
     left = sorted(path.name for path in (finished.run_dir / "checkpoints").iterdir())
     assert left == ["latest", "step-00000003"]
     assert time.monotonic() - began < 40
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0), ()])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bfloat16, torch.complex64])
+def test_a_copy_into_lent_memory_takes_every_shape(shape, dtype):
+    tensor = torch.ones(shape, dtype=dtype)
+    copied = private_copy({"t": tensor}, CopyMemory())["t"]
+    assert (copied.shape, copied.dtype) == (tensor.shape, dtype)
+    assert torch.equal(copied, tensor)

@@ -158,13 +158,15 @@ class DataStream:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back ``state_dict()``, or this trainer's part of what others left; before ``start``."""
+        mark = state["buffer"]["mark"]
         if (left := state.get("leftovers")) is not None:
             self.source.reshard([Leftover(**one) for one in left], state["buffer"]["keys"])
+            mark = self.source.mark()
         else:
-            self.source.load_state_dict(state["source"], state["buffer"]["mark"])
+            self.source.load_state_dict(state["source"], mark)
         # A run that goes on may have got a larger limit, and then there is more to come.
         finished = state["buffer"]["counters"]["puts"] == self.source.total
-        buffer = {**state["buffer"], "finished": finished}
+        buffer = {**state["buffer"], "finished": finished, "mark": mark}
         self.buffer.load_state_dict(buffer, self.source.fetch if self.source.refetchable else None)
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from paramserver.consistency import Announcement, Decision, Readiness, Verdict, buffer_source, decide
-from paramserver.courier import TRAVEL_S, Courier
+from paramserver.courier import Courier
 from paramserver.keeper import Cut, Keeper
 from paramserver.limits import Limits
 from paramserver.meeting import Meeting
@@ -61,7 +61,7 @@ class DdpTrainer(Trainer):
         self.open(process_group(self.meeting, self.process.placement.backend))
         self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.meeting.timeout_s))
         self._agreement = Agreement(self._control, self.process.trainers, self.trainer_index)
-        parts = dist.new_group(backend="gloo", timeout=timedelta(seconds=TRAVEL_S))
+        parts = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.meeting.timeout_s))
         self._collection = Collection(parts, self.process.trainers)
         self._courier = self.open(Courier(self.config.checkpoint.background, "a part of a checkpoint"))
         model = build_model(self.task, self.config.seed, self.process.placement)
@@ -215,6 +215,8 @@ class DdpTrainer(Trainer):
     def deposit(self, reason: str, since: float) -> None:
         self.settle()  # all ranks end the same travel, and so meet again
         self.refresh()
+        with peers_may_be_lost():
+            self._collect(exchange(list(self.records), self._control))
         part = self.part()
         keeper = self.keeper
         if keeper is None:

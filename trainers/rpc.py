@@ -177,6 +177,7 @@ class RpcTrainer(Trainer):
 
     def deposit(self, reason: str, since: float) -> None:
         self.settle()
+        self._flush()  # records from before the cut are not lost if this process dies after it
         cut = self.remote.begin("cut", self.trainer_index, reason)  # the server copies while this trainer does
         step, part = self.step, self.part()
         self.remote.end("cut", cut)

@@ -99,8 +99,8 @@ def refused_types(path: Path) -> list[str]:
         return [str(error)]
 
 
-def load_archive(path: Path) -> Any:
-    """Return the object in the archive at ``path``, its tensors on the CPU.
+def load_archive(path: Path | IO[bytes]) -> Any:
+    """Return the object in the archive at ``path``, or in an open file, its tensors on the CPU.
 
     Raises:
         CheckpointError: it is no such archive, or holds objects of other types.

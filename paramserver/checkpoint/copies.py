@@ -61,7 +61,7 @@ def _tensor(tensor: torch.Tensor, memo: _Memo, memory: CopyMemory | None) -> tor
 
 
 def _empty_like(tensor: torch.Tensor, memory: CopyMemory | None) -> torch.Tensor:
-    if memory is None or tensor.is_quantized:
+    if memory is None or tensor.is_quantized or tensor.numel() == 0:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     lent = torch.from_numpy(memory.take(tensor.numel() * tensor.element_size()))
     return lent.view(tensor.dtype).view(tensor.shape)

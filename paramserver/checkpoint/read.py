@@ -124,7 +124,7 @@ def choose_checkpoint(run: Path, which: str) -> Path:
         return find_checkpoint(run)
     folder = Path(run) / "checkpoints"
     found = pointed(folder, BEST) if which == BEST else None
-    if which.isdigit():
+    if which.isascii() and which.isdecimal():
         found = folder / step_name(int(which))
     if found is not None and found.is_dir():
         return found

@@ -29,6 +29,14 @@ def mark_best(folder: Path, step: int) -> None:
         replace_text(folder / BEST, f"{step_name(step)}\n")
 
 
+def point_best(folder: Path, step: int | None) -> None:
+    """Let ``folder/best`` name the checkpoint of ``step`` where that is there, and nothing otherwise."""
+    if step is not None and (folder / step_name(step)).is_dir():
+        mark_best(folder, step)
+    else:
+        (folder / BEST).unlink(missing_ok=True)
+
+
 def retain(folder: Path, keep: int) -> list[Path]:
     """Remove all complete checkpoints but the ``keep`` newest, the one ``best`` names and the one ``latest`` names.
 

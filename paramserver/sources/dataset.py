@@ -8,6 +8,8 @@ from functools import cached_property
 from itertools import chain
 from typing import Any
 
+import torch
+
 from paramserver.errors import CheckpointError, TaskError, UnsupportedConfiguration
 from paramserver.sources.base import Leftover, Partition, Source
 from paramserver.sources.share import Share
@@ -45,7 +47,7 @@ class DatasetSource(Source):
         self.options = {"seed": seed, **(sampler_kwargs or {})}
         if self.length == 0:
             raise TaskError("the training data set is empty; train_source must return at least one sample")
-        self.share = Share(self.length, partition, self.options)
+        self._take(Share(self.length, partition, self.options))
         try:
             mine = self.share.per_pass
         except TypeError as error:
@@ -99,16 +101,20 @@ class DatasetSource(Source):
         return sum(Share(self.length, Partition(i, count), self.options).per_pass for i in range(count))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"length": self.length, "rest": list(self.share.rest), "epoch": self.share.epoch}
+        return {"length": self.length, "rest": self._rest, "epoch": self.share.epoch}
 
     def load_state_dict(self, state: dict[str, Any], mark: Any = None) -> None:
         self._check_length(state)
-        self.share = replace(self.share, rest=state["rest"], epoch=state["epoch"])
+        self._take(replace(self.share, rest=state["rest"].tolist(), epoch=state["epoch"]))
 
     def reshard(self, leftovers: Sequence[Leftover], held: Sequence[Any]) -> None:
         for leftover in leftovers:
             self._check_length(leftover.state)
-        self.share = self.share.taking_over(leftovers, held)
+        self._take(self.share.taking_over(leftovers, held))
+
+    def _take(self, share: Share) -> None:
+        # As a tensor, which is copied at once at every checkpoint, where a list would be copied number by number.
+        self.share, self._rest = share, torch.tensor(share.rest, dtype=torch.int64)
 
     def _check_length(self, state: Mapping[str, Any]) -> None:
         if state["length"] != self.length:

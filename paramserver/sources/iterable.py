@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from copy import deepcopy
 from itertools import islice
 from typing import Any
 
@@ -38,7 +39,8 @@ class IterableSource(Source):
             return None
 
     def mark(self) -> Any:
-        return self.iterable.state_dict() if self.keeps_place else None  # type: ignore[attr-defined]
+        # A copy: many an iterable hands out what it goes on to change.
+        return deepcopy(self.iterable.state_dict()) if self.keeps_place else None  # type: ignore[attr-defined]
 
     def load_state_dict(self, state: dict[str, Any], mark: Any = None) -> None:
         if mark is not None:

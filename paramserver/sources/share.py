@@ -119,7 +119,7 @@ class Share:
         begun = []
         for i, one in enumerate(leftovers):
             partition = Partition(i, len(leftovers))
-            share = Share(self.length, partition, self.options, one.state["rest"], one.state["epoch"])
+            share = Share(self.length, partition, self.options, one.state["rest"].tolist(), one.state["epoch"])
             begun.append((share, *share.rewound(one.position, one.unserved)))
         epoch = max(share.first_untouched(position) for share, position, _ in begun)
         left = [[*earlier, *chain.from_iterable(share.blocks(at, epoch))] for share, at, earlier in begun]
