@@ -105,9 +105,9 @@ class Keeper:
         self._window_start = (self.samples, self.seconds)
         if self.best is not None and state["best"] is not None:
             self._note = self.best.load_state_dict(state["best"])
-        if self.checkpoint is not None:
-            # What was the best in a future that is given up, or was not marked before a crash.
-            point_best(self.run.checkpoints_dir, None if self.best is None else self.best.step)
+        if self.best is not None and self._note is None:
+            # Another was the best in a future that is given up; or this one was not marked before a crash.
+            point_best(self.run.checkpoints_dir, self.best.step)
 
     def restore_model(self, model: nn.Module) -> None:
         """Put the checkpoint's weights, or those of ``init_from``, into the model; nothing for a new run."""
