@@ -12,8 +12,8 @@ from typing import Any
 
 from paramserver.checkpoint import Checkpoint, choose_checkpoint, read_checkpoint
 from paramserver.config import Config, load_config
-from paramserver.errors import CheckpointError, ParamserverError, TaskError
-from paramserver.launch import tell
+from paramserver.errors import CheckpointError, TaskError
+from paramserver.launch import add_overrides, tell
 from paramserver.leaving import leave
 from paramserver.rundir import RunDir, open_run
 
@@ -56,14 +56,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--checkpoint", default="latest", metavar="WHICH", help="latest (default), best, or a step such as 1200"
     )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="SECTION.KEY=VALUE",
-        dest="overrides",
-        help="any key of the config in place of the run's; may be repeated",
-    )
+    add_overrides(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
@@ -73,11 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = make_parser().parse_args(argv)
     try:
         found = evaluate_run(arguments.run, arguments.checkpoint, arguments.overrides)
-    except ParamserverError as error:
-        return tell(error)
     except KeyboardInterrupt:
         return 1
-    except Exception as error:  # noqa: BLE001 - the task's own code may raise anything; shown with its traceback
+    except Exception as error:  # noqa: BLE001 - the last thing printed; with its traceback, unless the input is wrong
         return tell(error)
     print(json.dumps(asdict(found)) if arguments.json else _text(found))
     return 0

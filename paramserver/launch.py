@@ -76,14 +76,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--master_port", type=int, metavar="PORT", help="the port of rank 0 (default: a free one, or 29500 with --rank)"
     )
     parser.add_argument("--num_gpus", type=int, metavar="G", help="GPUs that one process may spread its model over")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="SECTION.KEY=VALUE",
-        dest="overrides",
-        help="any key of the config; may be repeated",
-    )
+    add_overrides(parser)
     parser.add_argument(
         "--resume",
         nargs="?",
@@ -104,6 +97,17 @@ def make_parser() -> argparse.ArgumentParser:
         parser.add_argument(f"--{name}", type=kind, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, action="append", default=[], help=argparse.SUPPRESS)
     return parser
+
+
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        dest="overrides",
+        help="any key of the config; may be repeated",
+    )
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -270,8 +270,10 @@ class Supervisor:
     def _kind_of(self, rank: _Rank) -> str:
         """``PeerLost`` for a consequence, ``Interrupted``, or ``cause``."""
         failure = rank.failure or {}
-        if failure["kind"] in ("PeerLost", "PeerRefused", "Interrupted"):
-            return str(failure["kind"]).replace("Refused", "Lost")
+        if failure["kind"] in ("PeerLost", "PeerRefused"):
+            return "PeerLost"
+        if failure["kind"] == "Interrupted":
+            return "Interrupted"
         # A signal to the whole group also reaches ranks that cannot handle it yet: Python then ends with the signal, or
         # with 1 where it is still about to start.
         by_signal = failure["kind"] == "KeyboardInterrupt" or failure.get("signal") in (*_SIGNALS, -1)
