@@ -1,0 +1,57 @@
+"""Synchronous consistency that does not wait for the slowest."""
+
+from __future__ import annotations
+
+from paramserver.consistency.base import Terms, Update
+from paramserver.consistency.free import FreeRunning
+from paramserver.consistency.words import Readiness
+
+
+class BackupSync(FreeRunning):
+    """An update is the mean of the first T - B gradients of a version; those that come later are dropped and counted.
+
+    Chen et al., "Revisiting distributed synchronous SGD", ICLR workshop 2016 (arXiv:1604.00981), section 3. A trainer
+    that was too late goes on with the newest version. Where the data of some trainers has ended, T counts the others.
+
+    Args:
+        terms, step, samples: see ``Consistency``.
+        backups: B, at most T - 1.
+    """
+
+    def __init__(self, terms: Terms, backups: int, step: int = 0, samples: int = 0) -> None:
+        super().__init__(terms, step, samples)
+        self.backups = backups
+        self._held: dict[int, int] = {}
+
+    def may_start(self, trainer_index: int) -> bool:
+        return True
+
+    @property
+    def versions_under_way(self) -> int:
+        """None but the next: all who are under way with this version make it together."""
+        return 0
+
+    @property
+    def update_is_under_way(self) -> bool:
+        return bool(self._held)
+
+    def push(self, trainer_index: int, version: int, samples: int) -> bool:
+        del self._tickets[trainer_index]
+        if version < self.step:
+            self.dropped[trainer_index] += 1
+            return False
+        self._held[trainer_index] = samples
+        return True
+
+    def due(self) -> Update | None:
+        drained = sum(a.readiness is Readiness.DRAINED for a in self._announced.values())
+        if not self._held or len(self._held) < max(1, self.terms.trainers - drained - self.backups):
+            return None
+        trainers = tuple(sorted(self._held))
+        self.samples += sum(self._held.values())
+        self._held = {}
+        self._advance()
+        return Update(trainers, (0,) * len(trainers), trainers[0])
+
+    def keeps_buffers_of(self, trainer_index: int) -> bool:
+        return True
