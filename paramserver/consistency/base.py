@@ -25,7 +25,7 @@ class Terms:
     """
 
     trainers: int
-    limits: Limits = Limits()
+    limits: Limits
     uneven_inputs: str = "stop"
     batch_size: int = 1
     stand_every: tuple[int, ...] = ()

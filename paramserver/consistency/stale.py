@@ -53,10 +53,9 @@ class Async(FreeRunning):
 
 
 class Bounded(Async):
-    """Stale-synchronous parallelism: like ``Async``, but a trainer starts clock c only when the slowest has finished
-    c - ``bound``.
+    """Stale-synchronous parallelism: a trainer starts clock c only when the slowest has finished c - ``bound``.
 
-    Ho et al., "More effective distributed ML via a stale synchronous parallel parameter server", NeurIPS 2013. Their
+    Otherwise like ``Async``. Ho et al., "More effective distributed ML via a stale synchronous parallel parameter server", NeurIPS 2013. Their
     condition is on clocks; here it follows that a gradient is at most (T - 1)(2 ``bound`` + 1) versions stale: while a
     trainer computes, each of the others starts no clock beyond ``bound`` above and may have been ``bound`` behind.
     A trainer whose data has ended holds nobody up.
