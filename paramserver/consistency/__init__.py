@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from paramserver.consistency.base import Consistency, Terms, Update
     from paramserver.consistency.factory import make_consistency
     from paramserver.consistency.stale import Async, Bounded
+    from paramserver.consistency.staleness import scale
     from paramserver.consistency.sync import Sync
     from paramserver.consistency.together import buffer_source, decide
     from paramserver.consistency.words import Announcement, Decision, Readiness, Stop, Verdict
@@ -28,6 +29,7 @@ _HOMES = {
     "buffer_source": "together",
     "decide": "together",
     "make_consistency": "factory",
+    "scale": "staleness",
 }
 
 __all__ = [
@@ -46,6 +48,7 @@ __all__ = [
     "buffer_source",
     "decide",
     "make_consistency",
+    "scale",
 ]
 
 

@@ -55,10 +55,10 @@ class Async(FreeRunning):
 class Bounded(Async):
     """Stale-synchronous parallelism: a trainer starts clock c only when the slowest has finished c - ``bound``.
 
-    Otherwise like ``Async``. Ho et al., "More effective distributed ML via a stale synchronous parallel parameter server", NeurIPS 2013. Their
-    condition is on clocks; here it follows that a gradient is at most (T - 1)(2 ``bound`` + 1) versions stale: while a
-    trainer computes, each of the others starts no clock beyond ``bound`` above and may have been ``bound`` behind.
-    A trainer whose data has ended holds nobody up.
+    Otherwise like ``Async``. Ho et al., "More effective distributed ML via a stale synchronous parallel parameter
+    server", NeurIPS 2013. Their condition is on clocks; here it follows that a gradient is at most
+    (T - 1)(2 ``bound`` + 1) versions stale: while a trainer computes, each of the others starts no clock beyond
+    ``bound`` above and may have been ``bound`` behind. A trainer whose data has ended holds nobody up.
 
     Args:
         terms, step, samples: see ``Consistency``.
