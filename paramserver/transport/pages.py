@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
+import mmap
 import os
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -18,7 +21,7 @@ _NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG)
 
 
 def new_pages(what: str, layout: Layout) -> int:
-    """The descriptor of zeros for ``layout`` whose pages are there: with too little, this fails and not the first touch.
+    """The descriptor of zeros for ``layout``. Its pages are there: with too little, this fails and not the first touch.
 
     Raises:
         UnsupportedConfiguration: there is too little memory; ``what`` needs it.
@@ -27,13 +30,12 @@ def new_pages(what: str, layout: Layout) -> int:
     require_memory(what, size_bytes)
     descriptor = os.memfd_create("paramserver-segment", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        os.ftruncate(descriptor, size_bytes)
-        os.posix_fallocate(descriptor, 0, size_bytes)
+        with _refused(what, size_bytes):
+            os.ftruncate(descriptor, size_bytes)
+            os.posix_fallocate(descriptor, 0, size_bytes)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
-    except OSError as error:
+    except BaseException:
         os.close(descriptor)
-        if error.errno in _NO_ROOM:
-            raise too_little_memory(what, size_bytes, str(error.strerror)) from error
         raise
     return descriptor
 
@@ -47,10 +49,10 @@ def map_pages(what: str, descriptor: int, layout: Layout) -> list[Tensor]:
         UnsupportedConfiguration: the system refuses the mapping.
     """
     size_bytes = pages_bytes(layout)
-    try:
-        whole = torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=size_bytes, dtype=torch.uint8)
-    except RuntimeError as error:
-        raise too_little_memory(what, size_bytes, str(error)) from error
+    with _refused(what, size_bytes):
+        # torch, when it is refused, keeps the descriptor that it opened, and with it the memory: so this asks first.
+        mmap.mmap(descriptor, size_bytes).close()
+    whole = torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=size_bytes, dtype=torch.uint8)
     pairs = zip(_places(layout), layout.dtypes, strict=True)
     return [whole[begin:end].view(dtype) for (begin, end), dtype in pairs]
 
@@ -58,6 +60,17 @@ def map_pages(what: str, descriptor: int, layout: Layout) -> list[Tensor]:
 def pages_bytes(layout: Layout) -> int:
     """At least one line of the cache: nothing at all cannot be mapped."""
     return max([ALIGNMENT_BYTES, *(end for _, end in _places(layout))])
+
+
+@contextlib.contextmanager
+def _refused(what: str, size_bytes: int) -> Iterator[None]:
+    """Inside ``with``, a system that has no room is the error of this package."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _NO_ROOM:
+            raise too_little_memory(what, size_bytes, str(error.strerror)) from error
+        raise
 
 
 def _places(layout: Layout) -> list[tuple[int, int]]:

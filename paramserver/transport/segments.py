@@ -241,7 +241,7 @@ class SegmentHost:
             return []
         descriptor, ours = self._segment(key)
         if laid_out != ours:
-            raise ParamserverError(f"segment {key} ({ours}) must be attached with its own layout; {laid_out} is asked")
+            raise ParamserverError(f"segment {key} ({ours}) must be attached with its own layout, not ({laid_out})")
         return [descriptor]
 
     def _segment(self, key: str) -> tuple[int, str]:
@@ -338,7 +338,7 @@ def _peer_uid(peer: socket.socket) -> int:
 def _require_same_user(uid: int) -> None:
     if uid != os.geteuid():
         raise UnsupportedConfiguration(
-            f"the user of all processes of a host must be the same to share memory; these are uid {uid} and {os.geteuid()}; "
+            f"all processes of a host must have one user to share memory; these are uid {uid} and {os.geteuid()}; "
             "start them as one user, or use server.transport: rpc"
         )
 
