@@ -67,9 +67,7 @@ def _own_groups(root: Path) -> list[str]:
 def _upwards(mountpoint: Path, top: str, path: str) -> Iterator[Path]:
     """The folders of a group and of those above it, as far as they are mounted: a container sees its own part only."""
     inner = PurePosixPath(path)
-    if not inner.is_relative_to(top) or ".." in inner.parts:  # a group outside of what this process may see
-        inner = PurePosixPath(top)
-    inner = inner.relative_to(top)
+    inner = inner.relative_to(top) if inner.is_relative_to(top) else PurePosixPath()
     folder = mountpoint / inner
     while folder != mountpoint:
         yield folder
