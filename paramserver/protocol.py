@@ -21,7 +21,8 @@ Future: TypeAlias = "torch.futures.Future[Any]"
 class Welcome:
     """What a trainer gets when it joins: the whole model, how its tensors lie on the wire, and its stored part.
 
-    ``lockstep`` says that all trainers take every step together.
+    ``lockstep`` says that all trainers take every step together; ``segments`` is where processes of the server's host
+    find its memory, None where it is not shared.
     """
 
     model: dict[str, Any]
@@ -29,6 +30,7 @@ class Welcome:
     buffers: Layout
     step: int
     lockstep: bool
+    segments: str | None
     part: bytes | None
 
 
@@ -45,6 +47,15 @@ class Round:
     buffers: tuple[Tensor, ...] = ()
     wants_buffers: bool = False
     held_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Look:
+    """A version to be validated: as a pull brings it, or where it is past, as tensors of the trainer's own."""
+
+    pulled: tuple[Tensor, ...]
+    buffers: tuple[Tensor, ...]
+    is_copy: bool
 
 
 @dataclass(frozen=True)

@@ -22,16 +22,20 @@ from paramserver.consistency import Announcement, Decision, Stop, Update, Verdic
 from paramserver.deposits import Deposits
 from paramserver.edge import pulled
 from paramserver.errors import ParamserverError, PeerLost, PeerRefused, TrainingError
+from paramserver.flat import Layout
 from paramserver.keeper import Keeper
 from paramserver.limits import due, epoch_of
 from paramserver.membership import Member, Members, watch
 from paramserver.modelling import plain_weights
 from paramserver.process import StopRequest
-from paramserver.protocol import Future, Gathering, Push, Round, Welcome
+from paramserver.protocol import Future, Gathering, Look, Push, Round, Welcome
 from paramserver.records import Record, StepReport, StepResult, TrainerTotals, WeightedSums, merge_all
 from paramserver.task import Task
 from paramserver.transport.ends import ServerEnd
+from paramserver.transport.over_memory import MemoryServerEnd
 from paramserver.transport.over_rpc import RpcServerEnd
+from paramserver.transport.segments import SegmentHost
+from paramserver.transport.shelves import LiveShelf, RingShelf, Shelf, gradients_key, parameters_key
 from paramserver.transport.wire import Failure, settled
 from paramserver.versions import Versions
 
@@ -48,20 +52,32 @@ class ParameterServer(nn.Module):
         trainers: how many trainers the run has.
         keeper: rank 0's account, which writes checkpoints and records.
         stop: set by a signal to this process.
+        segments: gives memory that trainers of this host share; None where all is to travel over RPC.
     """
 
-    def __init__(self, task: Task, config: Config, trainers: int, keeper: Keeper, stop: StopRequest) -> None:
+    def __init__(
+        self,
+        task: Task,
+        config: Config,
+        trainers: int,
+        keeper: Keeper,
+        stop: StopRequest,
+        segments: SegmentHost | None = None,
+    ) -> None:
         super().__init__()
         self.config = config
         self.keeper = keeper
         self.stop = stop
         self.trainers = trainers
         self.members = Members()
-        self.versions = Versions(task, config)
-        keeper.restore_model(self.versions.model)
-        keeper.restore_updater(self.versions.updater)
         self.rules = make_consistency(config, trainers, keeper.step, keeper.samples)
         self.rules.load_state_dict(keeper.consistency_state)
+        self._segments = segments
+        in_place = self.rules.lockstep and segments is not None
+        self.versions = Versions(task, config, self._allocate_shared if in_place else None)
+        self._shelf = self._make_shelf()
+        keeper.restore_model(self.versions.model)
+        keeper.restore_updater(self.versions.updater)
         self.epoch_samples: int | None = None
         self.finished = threading.Event()
         self.error: ParamserverError | None = None
@@ -78,6 +94,18 @@ class ParameterServer(nn.Module):
         self._deposits = Deposits(keeper, trainers)
         self._followers = Gathering()
         self._pushes: dict[int, Push] = {}
+
+    def _allocate_shared(self, layout: Layout) -> list[Tensor]:
+        assert self._segments is not None
+        return self._segments.allocate(parameters_key(0), layout)
+
+    def _make_shelf(self) -> Shelf | None:
+        if self._segments is None:
+            return None
+        parameters = self.versions.parameters
+        if self.rules.lockstep:
+            return LiveShelf()
+        return RingShelf(self._segments, parameters.layout, self.trainers, lambda: (self.rules.step, parameters.flats))
 
     # The tutorial's public methods, off the hot path.
 
@@ -118,7 +146,18 @@ class ParameterServer(nn.Module):
         model = private_copy(plain_weights(self.versions.model))
         layouts = self.versions.parameters.layout, self.versions.buffers.layout
         step, lockstep, stored = self.rules.step, self.rules.lockstep, self.keeper.stored_part
-        return {i: Welcome(model, *layouts, step, lockstep, stored(i)) for i in range(self.trainers)}
+        segments = None if self._segments is None else self._segments.address
+        return {i: Welcome(model, *layouts, step, lockstep, segments, stored(i)) for i in range(self.trainers)}
+
+    def share_segments(self, trainer_index: int) -> int:
+        """A trainer of this host reads and writes in place from now on; how many snapshots there are for it."""
+        with self._lock:
+            assert self._segments is not None
+            assert self._shelf is not None
+            layout = self.versions.parameters.layout
+            gradients = self._segments.allocate(gradients_key(trainer_index), layout)
+            self._ends[trainer_index] = MemoryServerEnd(self._shelf, gradients)
+            return self._shelf.slots
 
     def _conclude(self, futures: Mapping[int, Future], answers: Callable[[], Mapping[int, Any]]) -> None:
         """Answer all who wait, each with its own value; with the error, for all and for good, where there is none."""
@@ -291,10 +330,13 @@ class ParameterServer(nn.Module):
             self._check_running()
             return settled(None) if self.rules.step >= step else self._followers.add(trainer_index, None)
 
-    def current(self, version: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Parameters and module buffers of a version that is kept, or of the current one: for validation."""
+    def look(self, trainer_index: int, version: int) -> Look:
+        """A version that is kept, or the current one: for validation."""
         with self._lock:
-            return self.versions.kept(version) if version != self.rules.step else self.versions.snapshot()
+            if version != self.rules.step:
+                parameters, buffers = self.versions.kept(version)
+                return Look(tuple(parameters), tuple(buffers), is_copy=True)
+            return Look(self._ends[trainer_index].look(), tuple(self.versions.snapshot_of_buffers()), is_copy=False)
 
     # Validation, checkpoints, records.
 

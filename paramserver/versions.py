@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from paramserver.config import Config
 from paramserver.consistency import Update, scale
 from paramserver.devices import CPU
-from paramserver.flat import FlatTensors, module_buffers, trainable
+from paramserver.flat import FlatTensors, Layout, module_buffers, trainable
 from paramserver.modelling import build_model
 from paramserver.protocol import Push, union
 from paramserver.task import Task
@@ -27,11 +27,12 @@ class Versions:
     Args:
         task: builds the model and the optimizer.
         config: the run's.
+        allocate: makes the flat tensors of the parameters, where others are to read them in place.
     """
 
-    def __init__(self, task: Task, config: Config) -> None:
+    def __init__(self, task: Task, config: Config, allocate: Callable[[Layout], list[Tensor]] | None = None) -> None:
         self.model = build_model(task, config.seed, CPU)
-        self.parameters = FlatTensors(trainable(self.model))
+        self.parameters = FlatTensors(trainable(self.model), allocate)
         self.buffers = FlatTensors(module_buffers(self.model))
         self.updater = Updater(task, self.model, config.training)
         self.leaves = [flat.detach().requires_grad_() for flat in self.parameters.flats]

@@ -59,7 +59,7 @@ FOLDERS = {
     "report": "outcome summary",
     "sinks": "base jsonlines progress tensorboard",
     "sources": "base share dataset iterable factory feeder",
-    "transport": "wire agent ends over_rpc",
+    "transport": "wire agent ends over_rpc ring memory pages segments shelves over_memory",
 }
 MAY_USE_RPC = [f"paramserver.{m}" for m in ("session", "membership", "transport", "server", "hosting", "remote")]
 MAY_USE_RPC += ["paramserver.optimizer", "trainers.rpc"]

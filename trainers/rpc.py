@@ -22,13 +22,15 @@ from paramserver.membership import Member, release_lifelines
 from paramserver.modelling import build_model, load_weights
 from paramserver.optimizer import SharedOptimizer
 from paramserver.process import Process
-from paramserver.protocol import Round, Welcome
+from paramserver.protocol import Look, Round, Welcome
 from paramserver.records import Record, StepReport, StepResult, TrainerTotals, WeightedSums
 from paramserver.remote import RemoteServer
 from paramserver.session import rpc_trainer
 from paramserver.task import Task
 from paramserver.transport.ends import TrainerEnd
+from paramserver.transport.over_memory import MemoryTrainerEnd
 from paramserver.transport.over_rpc import RpcTrainerEnd
+from paramserver.transport.segments import reachable
 from paramserver.transport.wire import Failure, tensor_bytes
 from trainers.base import Trainer
 
@@ -65,6 +67,7 @@ class RpcTrainer(Trainer):
         self.step = welcome.step
         self.lockstep = welcome.lockstep
         self._lay_out(welcome.parameters, welcome.buffers)
+        self.way = self._way(welcome)
         self.optimizer = SharedOptimizer(self.remote)
         self.on_after_setup_optimizers()
         self.begin_stream(welcome.part)
@@ -78,7 +81,20 @@ class RpcTrainer(Trainer):
         self._buffers = [own_buffers[slot.name] for slot in buffers.slots]
         laid_out = {id(parameter) for parameter in self._parameters}
         self._frozen = [(n, p) for n, p in self.model.named_parameters() if id(p) not in laid_out]
-        self.way: TrainerEnd = RpcTrainerEnd(parameters, self._parameters)
+
+    def _way(self, welcome: Welcome) -> TrainerEnd:
+        """How parameters and gradients travel: through the server's memory where this process can reach it."""
+        wanted, timeout_s = self.config.server.transport, self.config.cluster.timeout_s
+        address = welcome.segments
+        if address is not None and reachable(address, timeout_s):
+            slots = self.remote.call("share_segments", self.trainer_index)
+            return MemoryTrainerEnd(welcome.parameters, self._parameters, address, slots, self.trainer_index, timeout_s)
+        if wanted == "shared_memory":
+            raise UnsupportedConfiguration(
+                f"server.transport (shared_memory) must have all ranks on one host; trainer {self.trainer_index} "
+                f"({self.meeting.place}) cannot reach the server's memory; use auto or rpc"
+            )
+        return RpcTrainerEnd(welcome.parameters, self._parameters)
 
     @contextmanager
     def _goodbye(self) -> Iterator[None]:
@@ -170,9 +186,12 @@ class RpcTrainer(Trainer):
     # Validation, checkpoints, records.
 
     def refresh(self) -> None:
-        parameters, buffers = self.remote.call("current", self.step)
-        self.way.take(parameters)
-        self._take_buffers(buffers)
+        look: Look = self.remote.call("look", self.trainer_index, self.step)
+        if look.is_copy:
+            self.way.take_copy(look.pulled)
+        else:
+            self.way.take(look.pulled)
+        self._take_buffers(look.buffers)
 
     def merge_validation(self, sums: WeightedSums) -> tuple[Mapping[str, float], bool]:
         if self._round.decision.verdict is Verdict.VALIDATE:

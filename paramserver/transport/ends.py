@@ -16,6 +16,10 @@ class ServerEnd(ABC):
         """The current version, as tensors whose gradients come back: what the answer to an announcement carries."""
 
     @abstractmethod
+    def look(self) -> tuple[Tensor, ...]:
+        """The current version without a way back: for validation. Good until the next pull or look."""
+
+    @abstractmethod
     def gradients(self, held: Mapping[Tensor, Tensor]) -> list[Tensor] | None:
         """The flat gradients of a push, which the caller may change; None where the context holds none.
 
@@ -31,15 +35,20 @@ class ServerEnd(ABC):
 class TrainerEnd(ABC):
     """A trainer's end.
 
-    ``gradient_views`` are where the gradients of a step are put, one for each trained parameter in the order of the
-    layout; they stay valid, with what the last step left in them.
+    ``name`` is the word of the key server.transport. ``gradient_views`` are where the gradients of a step are put, one
+    for each trained parameter in the order of the layout; they stay valid, with what the last step left in them.
     """
 
+    name: str
     gradient_views: Sequence[Tensor]
 
     @abstractmethod
     def take(self, pulled: Sequence[Tensor]) -> None:
-        """Make the model hold the version that came with an answer."""
+        """Make the model hold a version that came from the other end."""
+
+    @abstractmethod
+    def take_copy(self, flats: Sequence[Tensor]) -> None:
+        """Make the model hold these flat tensors, which nobody else uses."""
 
     @abstractmethod
     def seal(self, pulled: Sequence[Tensor]) -> Tensor:

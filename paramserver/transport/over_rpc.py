@@ -28,6 +28,9 @@ class RpcServerEnd(ServerEnd):
     def pull(self) -> tuple[Tensor, ...]:
         return tuple(pulled(self._leaves, self._snapshot()))
 
+    def look(self) -> tuple[Tensor, ...]:
+        return tuple(self._snapshot())
+
     def gradients(self, held: Mapping[Tensor, Tensor]) -> list[Tensor] | None:
         return [held[leaf] for leaf in self._leaves] if all(leaf in held for leaf in self._leaves) else None
 
@@ -43,6 +46,8 @@ class RpcTrainerEnd(TrainerEnd):
         parameters: the model's, in the order of the layout.
     """
 
+    name = "rpc"
+
     def __init__(self, layout: Layout, parameters: Sequence[Tensor]) -> None:
         self._layout = layout
         self._parameters = list(parameters)
@@ -52,6 +57,9 @@ class RpcTrainerEnd(TrainerEnd):
     @torch.no_grad()
     def take(self, pulled: Sequence[Tensor]) -> None:
         torch._foreach_copy_(self._parameters, list(self._layout.views(pulled).values()))
+
+    def take_copy(self, flats: Sequence[Tensor]) -> None:
+        self.take(flats)
 
     def seal(self, pulled: Sequence[Tensor]) -> Tensor:
         return sealed(self._outgoing, pulled)
