@@ -43,3 +43,9 @@ def call_later(method: str, *args: Any) -> torch.futures.Future[Any]:
 def call(method: str, *args: Any) -> Any:
     """Call a method of the server that answers at once."""
     return getattr(get_parameter_server(), method)(*args)
+
+
+@answers
+def call_through(server_rref: Any, method: str, *args: Any) -> Any:
+    """The same by a reference to the server, as the RPC tutorial does it."""
+    return getattr(server_rref.local_value(), method)(*args)

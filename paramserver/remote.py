@@ -60,6 +60,11 @@ class RemoteServer:
         """The answer to what ``begin`` returned."""
         return self._answer(begun, method, timeout_s)
 
+    def call_through(self, method: str, *args: Any) -> Any:
+        """A call by the RRef that takes its time; what it returns has a gradient inside a context."""
+        future = rpc.rpc_async(self.rref.owner(), hosting.call_through, args=(self.rref, method, *args), timeout=0)
+        return self._answer(future, method, None)
+
     def send(self, method: str, *args: Any) -> torch.futures.Future[Any]:
         """A call whose answer is looked at later, or never."""
         future: torch.futures.Future[Any] = rpc.rpc_async(SERVER_NAME, hosting.call, args=(method, *args))

@@ -17,18 +17,19 @@ import torch.distributed.rpc as rpc
 from torch import Tensor, nn
 
 from paramserver.checkpoint import private_copy
-from paramserver.config import Config
+from paramserver.config import Config, server_computes
 from paramserver.consistency import Announcement, Decision, Stop, Update, Verdict, make_consistency
 from paramserver.deposits import Deposits
 from paramserver.edge import pulled
 from paramserver.errors import ParamserverError, PeerLost, PeerRefused, TrainingError
 from paramserver.flat import Layout
+from paramserver.forwards import Forwards, ServedEnd
 from paramserver.keeper import Keeper
 from paramserver.limits import due, epoch_of
 from paramserver.membership import Member, Members, watch
 from paramserver.modelling import plain_weights
 from paramserver.process import StopRequest
-from paramserver.protocol import Future, Gathering, Look, Push, Round, Welcome
+from paramserver.protocol import Future, Gathering, Look, ModelAnswer, ModelCall, Push, Round, Welcome
 from paramserver.records import Record, StepReport, StepResult, TrainerTotals, WeightedSums, merge_all
 from paramserver.task import Task
 from paramserver.transport.ends import ServerEnd
@@ -75,6 +76,7 @@ class ParameterServer(nn.Module):
         self._segments = segments
         in_place = self.rules.lockstep and segments is not None
         self.versions = Versions(task, config, self._allocate_shared if in_place else None)
+        self._forwards = Forwards(task, config, self.versions) if server_computes(config) else None
         self._shelf = self._make_shelf()
         keeper.restore_model(self.versions.model)
         keeper.restore_updater(self.versions.updater)
@@ -107,6 +109,11 @@ class ParameterServer(nn.Module):
             return LiveShelf()
         return RingShelf(self._segments, parameters.layout, self.trainers, lambda: (self.rules.step, parameters.flats))
 
+    def _make_end(self) -> ServerEnd:
+        if self._forwards is not None:
+            return self._forwards.new_end()
+        return RpcServerEnd(self.versions.leaves, lambda: self.versions.snapshot()[0])
+
     # The tutorial's public methods, off the hot path.
 
     def forward(self, *inputs: Any) -> Any:
@@ -132,7 +139,7 @@ class ParameterServer(nn.Module):
             self._check_running()
             self.members.join(member)
             self.epoch_samples = epoch_samples
-            self._ends[member.trainer_index] = RpcServerEnd(self.versions.leaves, lambda: self.versions.snapshot()[0])
+            self._ends[member.trainer_index] = self._make_end()
             future = self._arrivals.add(member.trainer_index, None)
             complete = len(self._arrivals.parts) == self.trainers
             futures = self._arrivals.take()[1] if complete else {}
@@ -143,7 +150,7 @@ class ParameterServer(nn.Module):
 
     def _welcomes(self) -> dict[int, Welcome]:
         self.keeper.expect(self.epoch_samples)
-        model = private_copy(plain_weights(self.versions.model))
+        model = private_copy(plain_weights(self.versions.model)) if self._forwards is None else {}
         layouts = self.versions.parameters.layout, self.versions.buffers.layout
         step, lockstep, stored = self.rules.step, self.rules.lockstep, self.keeper.stored_part
         segments = None if self._segments is None else self._segments.address
@@ -266,6 +273,7 @@ class ParameterServer(nn.Module):
             if refusal is not None:
                 raise TrainingError(refusal)
             self._ends[report.trainer_index].release()
+            report, buffers = self._ends[report.trainer_index].completed(report, buffers)
             push = Push(gradients, report, buffers, future, time.perf_counter())
             if self.rules.push(report.trainer_index, report.version, report.samples):
                 self._pushes[report.trainer_index] = push
@@ -290,8 +298,8 @@ class ParameterServer(nn.Module):
             self._enter_epoch(decision.samples)
         if trainer_index not in decision.active:
             return Round(decision, held_s=held_s)
-        flats = self._ends[trainer_index].pull()
-        buffers = tuple(self.versions.snapshot_of_buffers())
+        end = self._ends[trainer_index]
+        flats, buffers = end.pull(), end.buffers(self.versions.snapshot_of_buffers())
         return Round(decision, flats, buffers, self.rules.keeps_buffers_of(trainer_index), held_s)
 
     def _enter_epoch(self, samples: int) -> None:
@@ -333,10 +341,24 @@ class ParameterServer(nn.Module):
     def look(self, trainer_index: int, version: int) -> Look:
         """A version that is kept, or the current one: for validation."""
         with self._lock:
+            end = self._ends[trainer_index]
             if version != self.rules.step:
-                parameters, buffers = self.versions.kept(version)
-                return Look(tuple(parameters), tuple(buffers), is_copy=True)
-            return Look(self._ends[trainer_index].look(), tuple(self.versions.snapshot_of_buffers()), is_copy=False)
+                return end.kept(*self.versions.kept(version))
+            return Look(end.look(), end.buffers(self.versions.snapshot_of_buffers()), is_copy=False)
+
+    # The model on the server.
+
+    def model_as_built(self) -> tuple[dict[str, Any], bool]:
+        """The random states after the model was built, and whether it was in ``train()``."""
+        assert self._forwards is not None
+        return self._forwards.as_built
+
+    def compute(self, trainer_index: int, call: ModelCall) -> ModelAnswer:
+        """The model's output for one trainer, at the version that it pulled. Without the lock: others compute too."""
+        self._check_running()
+        end = self._ends[trainer_index]
+        assert isinstance(end, ServedEnd)
+        return end.compute(call)
 
     # Validation, checkpoints, records.
 

@@ -161,7 +161,6 @@ REFUSED = {
     "server.staleness_bound": (5, "(5); use 4"),
     "server.backup_trainers": (1, "(1); use 0"),
     "server.stale_scaling": ("inverse", "(inverse); use none"),
-    "server.compute": ("server", "(server); use trainer"),
     "server.transport": ("shared_memory", "(shared_memory); use auto or rpc"),
     "server.wire_dtype": ("bfloat16", "(bfloat16); use float32"),
     "server.on_loss": ("continue", "(continue); use fail"),

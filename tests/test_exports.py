@@ -17,7 +17,7 @@ PUBLIC = {
         "rank_zero_only",
         "run",
     ],
-    "trainers": ["DdpTrainer", "LocalTrainer", "RpcTrainer", "Trainer"],
+    "trainers": ["DdpTrainer", "LocalTrainer", "RpcTrainer", "ServedTrainer", "Trainer"],
     "paramserver.buffers": ["Batch", "Buffer", "BufferInfo", "Fifo", "Firo", "Reservoir", "make_buffer"],
     "paramserver.sources": [
         "DatasetSource",

@@ -22,7 +22,7 @@ from helpers.source import (
 # A module imports from lower floors only. The whole number is the floor of the design, what follows the stair on it.
 FLOORS = {
     0: "errors version",
-    1.0: "buffers checkpoint config courier deadlines edge flat leaving loading parent records roles",
+    1.0: "buffers checkpoint config courier deadlines draws edge flat leaving loading parent records roles",
     1.1: "cluster limits rundir",
     1.2: "attempts consistency",
     1.3: "protocol",
@@ -34,15 +34,16 @@ FLOORS = {
     4.1: "meeting membership process",
     4.2: "modelling session",
     5.0: "keeper versions",
-    5.1: "deposits",
+    5.1: "deposits forwards",
     5.2: "server",
     5.3: "hosting",
     5.4: "remote",
     6: "optimizer",
     7.0: "trainers.agreement trainers.counters trainers.data trainers.hooks trainers.validation",
-    7.1: "trainers.collection trainers.overridable",
+    7.1: "trainers.collection trainers.overridable trainers.remote_model",
     7.2: "trainers.base",
-    8: "trainers.ddp trainers.local trainers.rpc",
+    8.0: "trainers.ddp trainers.local trainers.rpc",
+    8.1: "trainers.served",
     9.0: "dry_run rank supervisor",
     9.1: "launch",
     9.2: "api evaluate",
@@ -62,7 +63,7 @@ FOLDERS = {
     "transport": "wire agent ends over_rpc ring memory pages segments shelves over_memory",
 }
 MAY_USE_RPC = [f"paramserver.{m}" for m in ("session", "membership", "transport", "server", "hosting", "remote")]
-MAY_USE_RPC += ["paramserver.optimizer", "trainers.rpc"]
+MAY_USE_RPC += ["paramserver.optimizer", "trainers.rpc", "trainers.served"]
 # Where distributed training begins; below, nothing knows of other processes.
 FIRST_DISTRIBUTED_FLOOR = 4
 MODES = frozenset({"rpc", "ddp", "local"})

@@ -51,6 +51,9 @@ class Trainer(Overridable):
         keeper: rank 0's account where this process is rank 0, None elsewhere.
     """
 
+    computes: str | None = None
+    """The word of the key server.compute that this trainer is for; None where that key means nothing."""
+
     def __init__(self, process: Process, task: Task, keeper: Keeper | None) -> None:
         self.process = process
         self.config = process.config

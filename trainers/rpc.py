@@ -40,6 +40,8 @@ _SEND_EVERY_S = 1.0
 class RpcTrainer(Trainer):
     """Steps a ``DistributedOptimizer`` that all trainers share; each step is one distributed-autograd context."""
 
+    computes = "trainer"
+
     def __init__(self, process: Process, task: Task, keeper: Keeper | None, meeting: Meeting | None = None) -> None:
         super().__init__(process, task, keeper)
         assert meeting is not None
@@ -53,25 +55,41 @@ class RpcTrainer(Trainer):
     def init_connection(self) -> None:
         self.model = build_model(self.task, self.config.seed, self.process.placement)
         self.prepare_data()
-        name, worker_id = self.open(rpc_trainer(self.meeting, self.trainer_index))
+        self.connect()
+        self.join(self.arrive())
+
+    def connect(self) -> None:
+        """Make the server reachable."""
+        self._name, self._worker_id = self.open(rpc_trainer(self.meeting, self.trainer_index))
         self.remote = RemoteServer(self.config, self.trainer_index)
         self.open(self._goodbye())
         self._courier = self.open(Courier(self.config.checkpoint.background, "a part of a checkpoint"))
-        member = Member(self.trainer_index, name, worker_id, self.meeting.place)
+
+    def arrive(self) -> Welcome:
+        """Take a place among the trainers, once this one is ready to step."""
+        member = Member(self.trainer_index, self._name, self._worker_id, self.meeting.place)
         self.remote.start_heartbeat()
         welcome: Welcome = self.remote.call_later(
             "arrive", member, self.data.epoch_samples, timeout_s=self.config.cluster.timeout_s
         )
         self._arrived = True
-        load_weights(self.model, welcome.model, "the server")
+        return welcome
+
+    def join(self, welcome: Welcome) -> None:
+        """Begin where the server is."""
         self.step = welcome.step
         self.lockstep = welcome.lockstep
-        self._lay_out(welcome.parameters, welcome.buffers)
-        self.way = self._way(welcome)
+        self.hold(welcome)
         self.optimizer = SharedOptimizer(self.remote)
         self.on_after_setup_optimizers()
         self.begin_stream(welcome.part)
         self.process.start_clock.mark("connection")
+
+    def hold(self, welcome: Welcome) -> None:
+        """Make the model that of the server, and open the way by which it stays so."""
+        load_weights(self.model, welcome.model, "the server")
+        self._lay_out(welcome.parameters, welcome.buffers)
+        self.way = self._way(welcome)
 
     def _lay_out(self, parameters: Layout, buffers: Layout) -> None:
         """Where each tensor of the model lies in what travels; gradients leave from memory that is used again."""

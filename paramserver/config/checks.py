@@ -6,12 +6,11 @@ from typing import Any
 
 from paramserver.config.rules import at, show
 from paramserver.config.schema import Config
-from paramserver.config.world import mode_of, num_trainers_of
+from paramserver.config.world import mode_of, num_trainers_of, server_computes
 from paramserver.errors import UnsupportedConfiguration
 
 # Key -> the values that this version can do. All others are parsed and checked like the rest, then refused.
 NOT_IN_THIS_VERSION: dict[str, tuple[Any, ...]] = {
-    "server.compute": ("trainer",),
     "server.wire_dtype": ("float32",),
     "server.on_loss": ("fail",),
     "cluster.num_servers": (1,),
@@ -163,6 +162,33 @@ def _backup_trainers(config: Config) -> str | None:
     return None
 
 
+def _served_alone(config: Config) -> str | None:
+    if not server_computes(config) or config.cluster.num_servers == 1:
+        return None
+    return (
+        f"cluster.num_servers ({config.cluster.num_servers}) must be 1 with server.compute server, where one server "
+        "holds the whole model; set it to 1 or choose server.compute: trainer"
+    )
+
+
+def _served_by_messages(config: Config) -> str | None:
+    if not server_computes(config) or config.server.transport != "shared_memory":
+        return None
+    return (
+        "server.transport (shared_memory) must be auto or rpc with server.compute server, where no parameters travel; "
+        "leave it out or choose server.compute: trainer"
+    )
+
+
+def _served_devices(config: Config) -> str | None:
+    if not server_computes(config) or config.device.kind != "cuda":
+        return None
+    return (
+        "device.kind (cuda) must be auto or cpu with server.compute server, where trainers compute nothing but the "
+        "loss; leave it out, and give the server its GPUs by device.num_gpus"
+    )
+
+
 RELATIONS: tuple[Relation, ...] = (
     Relation(("task",), _task),
     Relation(("training.patience", "checkpoint.best"), _patience),
@@ -174,4 +200,7 @@ RELATIONS: tuple[Relation, ...] = (
     Relation(("buffer.pseudo_epochs", "buffer.kind"), _pseudo_epochs),
     Relation(("server.lost_after_s", "server.heartbeat_s"), _heartbeat),
     Relation(("server.backup_trainers", "server.consistency", "cluster.num_trainers"), _backup_trainers),
+    Relation(("server.compute", "cluster.num_servers"), _served_alone),
+    Relation(("server.compute", "server.transport"), _served_by_messages),
+    Relation(("server.compute", "device.kind"), _served_devices),
 )

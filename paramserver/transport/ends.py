@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
+from paramserver.protocol import Look
+from paramserver.records import StepReport
+
 
 class ServerEnd(ABC):
     """The server's end, one for each trainer. Called under the server's lock."""
@@ -26,6 +29,18 @@ class ServerEnd(ABC):
         Args:
             held: the gradients of the context, by leaf.
         """
+
+    def buffers(self, current: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """What a trainer gets of the module buffers of a version beside what was pulled or looked at."""
+        return tuple(current)
+
+    def kept(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> Look:
+        """A past version, for validation."""
+        return Look(tuple(parameters), tuple(buffers), is_copy=True)
+
+    def completed(self, report: StepReport, buffers: Sequence[Tensor]) -> tuple[StepReport, Sequence[Tensor]]:
+        """A push's report and module buffers, with what only this end knows. Called after ``gradients``."""
+        return report, buffers
 
     @abstractmethod
     def release(self) -> None:
