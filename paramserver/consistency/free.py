@@ -50,9 +50,10 @@ class FreeRunning(Consistency):
         last += [terms.limits.max_steps] if terms.limits.max_steps is not None else []
         if last and self.step + under_way >= min(last):
             return False
-        if terms.limits.max_samples is None or not under_way:
+        if terms.limits.max_samples is None:
             return True
-        return self.samples + sum(t.samples for t in self._tickets.values()) < terms.limits.max_samples
+        brought = [coming, *(ticket.samples for ticket in self._tickets.values())]
+        return self.samples + sum(brought) - min(brought) < terms.limits.max_samples  # the smallest may come last
 
     @property
     def update_is_under_way(self) -> bool:
