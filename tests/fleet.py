@@ -44,13 +44,14 @@ class Fleet:
     def __init__(self, random: Random, kind: str) -> None:
         self.random, self.kind = random, kind
         number = random.randint(1, 6)
-        self.trainers = [self._trainer(random.choice((0, 5, 12, 25))) for _ in range(number)]
+        longest = random.choice((5, 20, 100))
+        self.trainers = [self._trainer(longest) for _ in range(number)]
         self.bound = random.randint(0, 3)
         self.backups = random.randint(0, number - 1)
         self.uneven = random.choice(("stop", "join", "join"))
         self.limits = Limits(
-            max_steps=random.choice((None, None, random.randint(1, 60))),
-            max_samples=random.choice((None, None, random.randint(1, 200))),
+            max_steps=random.choice((None, None, random.randint(1, 80))),
+            max_samples=random.choice((None, None, random.randint(1, 300))),
         )
         self.stand_every = random.choice(((), (0,), (random.randint(1, 9),), (random.randint(1, 9), 6)))
         self.validate_every = random.choice((0, 1, 3, random.randint(1, 12)))
@@ -64,15 +65,16 @@ class Fleet:
         self.distance = -1
         self._begin()
 
-    def _trainer(self, steps: int) -> Trainer:
-        sizes = [BATCH_SIZE] * self.random.randint(0, steps) + [self.random.randint(1, BATCH_SIZE)] * bool(steps)
+    def _trainer(self, longest: int) -> Trainer:
+        full = self.random.randint(0, longest)
+        sizes = [BATCH_SIZE] * full + [self.random.randint(1, BATCH_SIZE)] * (full > 0)
         return Trainer(sizes, speed=self.random.choice((0.05, 1.0, 1.0, 3.0)))
 
     def _draw_stop(self) -> None:
         """Some are asked to stop at some moment, with or without a source that goes silent then."""
         everybody = range(len(self.trainers))
         self.stop = self.random.choice((Stop.NO, Stop.NO, Stop.LIMIT, Stop.SIGNAL))
-        self.stop_at = self.random.randint(0, 150)
+        self.stop_at = self.random.randint(0, 300)
         self.stopped = set(self.random.sample(everybody, self.random.randint(1, len(everybody))))
         self.silent: set[int] = set()
         if self.stop is not Stop.NO and self.random.random() < 0.5:

@@ -28,7 +28,7 @@ from paramserver.limits import Limits
 READY, WAITING, DRAINED = (Announcement(readiness) for readiness in Readiness)
 SIGNAL = Announcement(Readiness.READY, stop=Stop.SIGNAL, reason="signal SIGTERM")
 NONE = Limits()
-SEEDS = range(150)
+SEEDS = range(240)
 
 
 @cache
@@ -47,9 +47,9 @@ def fleets(kind: str) -> list[Fleet]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tens", range(0, len(SEEDS), 10))
-def test_whatever_happens_the_run_ends_as_it_must(kind, tens):
-    for seed in SEEDS[tens : tens + 10]:
+@pytest.mark.parametrize("first", range(0, len(SEEDS), 40))
+def test_whatever_happens_the_run_ends_as_it_must(kind, first):
+    for seed in SEEDS[first : first + 40]:
         assert fleet_of(kind, seed).end.verdict is Verdict.END
 
 
@@ -81,8 +81,8 @@ def test_staleness_is_within_its_limit_and_beyond_that_of_a_smaller_bound():
         others, worst = len(run.trainers) - 1, max(run.staleness, default=0)
         assert worst <= others * (2 * run.bound + 1)
         beyond += worst > others
-    assert beyond > 0
-    assert any(max(run.staleness, default=0) > 7 * (len(run.trainers) - 1) for run in fleets("async"))
+    assert beyond > 5
+    assert any(max(run.staleness, default=0) > 5 * (len(run.trainers) - 1) for run in fleets("async"))
 
 
 def test_backups_are_never_stale_and_some_come_too_late():
@@ -160,11 +160,11 @@ def test_a_small_batch_may_come_last_and_is_applied_all_the_same():
     assert say(rules, 0, Announcement(Readiness.READY, batches=1)) == {0: GO}
     assert say(rules, 1, Announcement(Readiness.READY, batches=3)) == {1: GO}
     assert say(rules, 2, Announcement(Readiness.READY, batches=6)) == {}  # 3 + 6 would leave no room for the 1
-    push(rules, 1, 0, 3)
-    assert rules.answers().keys() == {2}
+    push(rules, 0, 0, 1)
+    assert rules.answers().keys() == {2}  # now the 3 may come last
     push(rules, 2, 1, 6)
-    assert rules.samples == 9
-    assert rules.refusal(0, 0) is None
+    push(rules, 1, 0, 3)
+    assert rules.samples == 10
 
 
 def test_a_limit_that_is_reached_completes_a_run_that_a_signal_asked_to_end():
