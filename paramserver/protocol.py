@@ -19,7 +19,7 @@ Future: TypeAlias = "torch.futures.Future[Any]"
 
 @dataclass(frozen=True)
 class Welcome:
-    """What a trainer gets when it joins: the whole model, how its tensors lie on the wire, and its stored part.
+    """What a trainer gets when it joins: the whole model, how its tensors lie in flat ones (``wire``: on the way).
 
     ``lockstep`` says that all trainers take every step together; ``segments`` is where processes of the server's host
     find its memory, None where it is not shared.
@@ -27,6 +27,7 @@ class Welcome:
 
     model: dict[str, Any]
     parameters: Layout
+    wire: Layout
     buffers: Layout
     step: int
     lockstep: bool

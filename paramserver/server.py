@@ -33,7 +33,7 @@ from paramserver.records import Record, StepReport, StepResult, TrainerTotals, W
 from paramserver.task import Task
 from paramserver.transport.ends import ServerEnd
 from paramserver.transport.over_memory import MemoryServerEnd
-from paramserver.transport.over_rpc import RpcServerEnd
+from paramserver.transport.over_rpc import Outgoing, RpcServerEnd
 from paramserver.transport.segments import SegmentHost
 from paramserver.transport.shelves import LiveShelf, RingShelf, Shelf, gradients_key, parameters_key
 from paramserver.transport.wire import Failure, settled
@@ -75,6 +75,9 @@ class ParameterServer(nn.Module):
         self._segments = segments
         in_place = self.rules.lockstep and segments is not None
         self.versions = Versions(task, config, self._allocate_shared if in_place else None)
+        layout = self.versions.parameters.layout
+        self._wire = layout.narrowed(getattr(torch, config.server.wire_dtype))
+        self._outgoing = Outgoing(layout, self._wire, lambda: self.versions.snapshot()[0])
         self._shelf = self._make_shelf()
         keeper.restore_model(self.versions.model)
         keeper.restore_updater(self.versions.updater)
@@ -132,7 +135,7 @@ class ParameterServer(nn.Module):
             self._check_running()
             self.members.join(member)
             self.epoch_samples = epoch_samples
-            self._ends[member.trainer_index] = RpcServerEnd(self.versions.leaves, lambda: self.versions.snapshot()[0])
+            self._ends[member.trainer_index] = RpcServerEnd(self.versions.leaves, self._outgoing)
             future = self._arrivals.add(member.trainer_index, None)
             complete = len(self._arrivals.parts) == self.trainers
             futures = self._arrivals.take()[1] if complete else {}
@@ -144,7 +147,7 @@ class ParameterServer(nn.Module):
     def _welcomes(self) -> dict[int, Welcome]:
         self.keeper.expect(self.epoch_samples)
         model = private_copy(plain_weights(self.versions.model))
-        layouts = self.versions.parameters.layout, self.versions.buffers.layout
+        layouts = self.versions.parameters.layout, self._wire, self.versions.buffers.layout
         step, lockstep, stored = self.rules.step, self.rules.lockstep, self.keeper.stored_part
         segments = None if self._segments is None else self._segments.address
         return {i: Welcome(model, *layouts, step, lockstep, segments, stored(i)) for i in range(self.trainers)}

@@ -94,7 +94,7 @@ class RpcTrainer(Trainer):
                 f"server.transport (shared_memory) must have all ranks on one host; trainer {self.trainer_index} "
                 f"({self.meeting.place}) cannot reach the server's memory; use auto or rpc"
             )
-        return RpcTrainerEnd(welcome.parameters, self._parameters)
+        return RpcTrainerEnd(welcome.parameters, welcome.wire, self._parameters)
 
     @contextmanager
     def _goodbye(self) -> Iterator[None]:
