@@ -297,12 +297,19 @@ class Trainer(Overridable):
         if self.lockstep:
             self._validate_and_save()
 
+    def is_due(self, step: int) -> bool:
+        """Whether something is done at this step, at which all trainers stand."""
+        return due(step, self.config.training.validate_every) or due(step, self._save_every)
+
+    @property
+    def _save_every(self) -> int:
+        every = self.config.checkpoint.every
+        return self.config.training.validate_every if every is None else every
+
     def _validate_and_save(self) -> None:
         """What is due at this step, at which all trainers stand."""
-        config = self.config
-        improved = due(self.step, config.training.validate_every) and self.validate()
-        every = config.training.validate_every if config.checkpoint.every is None else config.checkpoint.every
-        if improved or due(self.step, every):
+        improved = due(self.step, self.config.training.validate_every) and self.validate()
+        if improved or due(self.step, self._save_every):
             self.save("best" if improved else "periodic")
 
     def validate(self) -> bool:

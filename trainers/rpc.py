@@ -46,6 +46,7 @@ class RpcTrainer(Trainer):
         self.meeting = meeting
         self._arrived = False
         self._context_id = 0
+        self._next: Round | None = None
         self._sent = time.monotonic()
 
     # The connection.
@@ -115,18 +116,24 @@ class RpcTrainer(Trainer):
             yield
 
     def agree(self, announcement: Announcement) -> Decision:
-        self._round: Round = self.remote.call_later("begin", self.trainer_index, announcement)
-        self.clock.lap_shared("pull", wait=self._round.held_s)
-        decision: Decision = self._round.decision
-        return decision
+        if self._next is None:
+            self._next = self.remote.call_later("begin", self.trainer_index, announcement)
+            self.clock.lap_shared("pull", wait=self._next.held_s)
+        self._round, self._next = self._next, None
+        assert self._round.decision is not None
+        if self.trainer_index in self._round.decision.active:
+            self._pulling = self.remote.begin_now("pull", self.trainer_index)
+        return self._round.decision
 
     def before_batches(self) -> None:
-        pulled = self._round.pulled
-        self.way.take(pulled)
+        if self.way.in_place:
+            self.way.find(self._round.place)
+        else:
+            self._pulled = self.remote.end("pull", self._pulling)
+            self.way.take(self._pulled)
         self._take_buffers(self._round.buffers)
         for parameter in self._parameters:
             parameter.grad = None
-        self.wire_bytes += self.way.bytes_of(pulled) + tensor_bytes(self._round.buffers)
         self.clock.lap("pull")
 
     @torch.no_grad()
@@ -136,14 +143,23 @@ class RpcTrainer(Trainer):
 
     def update(self, report: StepReport) -> StepResult:
         used = self._pack_gradients()
-        seal = self.way.seal(self._round.pulled)
-        dist_autograd.backward(self._context_id, [seal])  # type: ignore[attr-defined]
+        if self.way.in_place:
+            self._pulled = self.remote.end("pull", self._pulling)
+        dist_autograd.backward(self._context_id, [self.way.seal(self._pulled)])  # type: ignore[attr-defined]
         buffers = self._pack_buffers() if self._round.wants_buffers else []
         report = StepReport(**{**vars(report), "used": used})
-        result: StepResult = self.optimizer.step(self._context_id, report, buffers)
-        self.wire_bytes += tensor_bytes(buffers)
-        self.clock.lap_shared("push", wait=result.held_s, apply=result.apply_s)
-        return result
+        self.wire_bytes += self.way.bytes_of(self._pulled) + tensor_bytes([*buffers, *self._round.buffers])
+        answer: Round = self.optimizer.step(self._context_id, report, buffers, self._following(report.version + 1))
+        assert answer.result is not None
+        self._next = answer if answer.decision is not None and answer.decision.verdict is not Verdict.WAIT else None
+        self.clock.lap_shared("push", wait=answer.result.held_s + answer.held_s, apply=answer.result.apply_s)
+        return answer.result
+
+    def _following(self, step: int) -> Announcement | None:
+        """The word for the step after this one, where nothing comes between: it saves a call and the wait for it."""
+        if (self.lockstep and self.is_due(step)) or not self.data.is_ready():
+            return None
+        return self.with_stop(self.data_available())
 
     def idle(self, decision: Decision) -> None:
         """Wait for the version that the others make, which may be validated or saved next."""
@@ -187,13 +203,14 @@ class RpcTrainer(Trainer):
 
     def refresh(self) -> None:
         look: Look = self.remote.call("look", self.trainer_index, self.step)
-        if look.is_copy:
-            self.way.take_copy(look.pulled)
+        if look.place is None:
+            self.way.take(look.parameters)
         else:
-            self.way.take(look.pulled)
+            self.way.find(look.place)
         self._take_buffers(look.buffers)
 
     def merge_validation(self, sums: WeightedSums) -> tuple[Mapping[str, float], bool]:
+        assert self._round.decision is not None
         if self._round.decision.verdict is Verdict.VALIDATE:
             self.remote.call("take_share", self.trainer_index, self.step, sums)
             return sums.means(), False
@@ -227,7 +244,7 @@ class RpcTrainer(Trainer):
     def _flush(self) -> None:
         self._sent = time.monotonic()
         records, self.records = self.records, []
-        self.remote.send("take_records", records)
+        self.remote.begin_now("take_records", records)
 
     def leave(self, totals: TrainerTotals, decision: Decision) -> None:
         self.remote.call("take_records", self.records)

@@ -53,18 +53,23 @@ class RpcServerEnd(ServerEnd):
     def __init__(self, leaves: Sequence[Tensor], outgoing: Outgoing) -> None:
         self._leaves = leaves
         self._outgoing = outgoing
+        self._offered: list[Tensor] = []
+
+    def offer(self) -> int:
+        self._offered = self._outgoing.version()
+        return 0
 
     def pull(self) -> tuple[Tensor, ...]:
-        return tuple(pulled(self._leaves, self._outgoing.version()))
+        return tuple(pulled(self._leaves, self._offered))
 
-    def look(self) -> tuple[Tensor, ...]:
-        return tuple(self._outgoing.version())
+    def look(self) -> tuple[None, Sequence[Tensor]]:
+        return None, self._outgoing.version()
 
     def gradients(self, held: Mapping[Tensor, Tensor]) -> list[Tensor] | None:
         return [held[leaf] for leaf in self._leaves] if all(leaf in held for leaf in self._leaves) else None
 
     def release(self) -> None:
-        """A snapshot lives as long as somebody holds it."""
+        self._offered = []
 
 
 class RpcTrainerEnd(TrainerEnd):
@@ -77,6 +82,7 @@ class RpcTrainerEnd(TrainerEnd):
     """
 
     name = "rpc"
+    in_place = False
 
     def __init__(self, layout: Layout, wire: Layout, parameters: Sequence[Tensor]) -> None:
         self._layout = layout
@@ -85,12 +91,12 @@ class RpcTrainerEnd(TrainerEnd):
         self._outgoing = wire.allocate()
         self.gradient_views = list(layout.views(self._outgoing).values())
 
-    @torch.no_grad()
-    def take(self, pulled: Sequence[Tensor]) -> None:
-        torch._foreach_copy_(self._parameters, list(self._layout.views(pulled).values()))
+    def find(self, place: int) -> None:
+        raise AssertionError("versions come with the answer to a pull")
 
-    def take_copy(self, flats: Sequence[Tensor]) -> None:
-        self.take(flats)
+    @torch.no_grad()
+    def take(self, flats: Sequence[Tensor]) -> None:
+        torch._foreach_copy_(self._parameters, list(self._layout.views(flats).values()))
 
     def seal(self, pulled: Sequence[Tensor]) -> Tensor:
         if self._narrows:
