@@ -83,11 +83,15 @@ def _restore(before: dict[Path, str | None]) -> None:
 
 
 def _furthest_step(metrics_file: Path) -> int:
-    """The largest step of a record; 0 where there is none."""
+    """The largest step that was made, by the records; 0 where there is none."""
     if not metrics_file.is_file():
         return 0
     with metrics_file.open(encoding="utf-8", errors="replace") as lines:
         return max((_step_in(line) for line in lines), default=0)
+
+
+# What rank 0 records of steps that were made; a trainer also records while it makes one.
+_ACCOUNT = ("train", "validation", "checkpoint", "end")
 
 
 def _step_in(line: str) -> int:
@@ -95,5 +99,5 @@ def _step_in(line: str) -> int:
         record: Any = json.loads(line)
     except ValueError:  # torn by a crash
         return 0
-    step = record.get("step") if isinstance(record, dict) else None
+    step = record.get("step") if isinstance(record, dict) and record.get("kind") in _ACCOUNT else None
     return step if isinstance(step, int) else 0

@@ -19,7 +19,7 @@ from paramserver.config import Config, Role, dump_yaml, mode_of, roles
 from paramserver.consistency import Decision
 from paramserver.devices import CPU, Placement, place_trainer
 from paramserver.errors import CheckpointError, DeadlineExceeded, Interrupted, TrainingError
-from paramserver.keeper import Keeper
+from paramserver.keeper import Keeper, unknown_kinds
 from paramserver.loading import load_object
 from paramserver.meeting import Meeting, meet
 from paramserver.process import Process, StartClock, StopRequest
@@ -177,7 +177,7 @@ def _keeping(plan: RankPlan, process: Process) -> Iterator[Keeper]:
         folders = [str(folder.resolve()) for folder in plan.folders]
         write_json(run.environment_file, {**about, "device": str(process.placement.device), "folders": folders})
         if checkpoint is not None:
-            supersede_metrics(run.metrics_file, checkpoint.step)
+            supersede_metrics(run.metrics_file, checkpoint.step, unknown_kinds(checkpoint.load("run")))
         sinks: list[Sink] = [JsonLines(run.metrics_file)]
         if config.logging.tensorboard:
             sinks.append(TensorBoard(run.tensorboard_dir, None if checkpoint is None else checkpoint.step + 1))

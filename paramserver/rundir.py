@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -279,8 +279,13 @@ def write_text(path: Path, text: str) -> None:
         replace_text(path, text)
 
 
-def supersede_metrics(metrics_file: Path, step: int) -> int:
+def supersede_metrics(metrics_file: Path, step: int, kinds: Collection[str] = ()) -> int:
     """Move the records after ``step`` to ``metrics.superseded.jsonl``, and with them any line that a crash tore.
+
+    Args:
+        metrics_file: of the run.
+        step: of the checkpoint that the run goes back to.
+        kinds: records of these kinds are moved at ``step`` itself too: they came after that checkpoint.
 
     Returns:
         The number of lines moved. Repeating it after a crash in its middle moves nothing twice.
@@ -288,7 +293,7 @@ def supersede_metrics(metrics_file: Path, step: int) -> int:
     if not metrics_file.exists():
         return 0
     lines = metrics_file.read_text(errors="replace").removesuffix("\n").split("\n")
-    moved = [line for line in lines if not _holds_at(line, step)]
+    moved = [line for line in lines if not _holds_at(line, step, kinds)]
     if not moved:
         return 0
     superseded_file = metrics_file.with_name(f"{metrics_file.stem}.superseded{metrics_file.suffix}")
@@ -296,7 +301,7 @@ def supersede_metrics(metrics_file: Path, step: int) -> int:
     block = _joined(moved)
     if not before.endswith(block):  # else: an earlier call got so far and no further
         replace_text(superseded_file, before + block)
-    replace_text(metrics_file, _joined([line for line in lines if _holds_at(line, step)]))
+    replace_text(metrics_file, _joined([line for line in lines if _holds_at(line, step, kinds)]))
     return len(moved)
 
 
@@ -304,7 +309,7 @@ def _joined(lines: Sequence[str]) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def _holds_at(line: str, step: int) -> bool:
+def _holds_at(line: str, step: int, kinds: Collection[str]) -> bool:
     """Tell whether the record in ``line`` still holds when the run goes back to ``step``; a torn line never does."""
     try:
         record = json.loads(line)
@@ -313,7 +318,7 @@ def _holds_at(line: str, step: int) -> bool:
     if not isinstance(record, Mapping):
         return False
     of_step = record.get("step")
-    return of_step is None or of_step <= step
+    return of_step is None or of_step < step or (of_step == step and record.get("kind") not in kinds)
 
 
 def environment_record(command: Sequence[str]) -> dict[str, Any]:

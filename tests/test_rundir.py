@@ -194,6 +194,14 @@ def test_records_after_the_cut_move_and_those_without_a_step_stay(metrics):
     assert [record["step"] for record in records(superseded)] == [30, 40, 20]
 
 
+def test_records_of_the_cut_that_it_does_not_know_move_by_their_kind(metrics):
+    with metrics.open("a") as file:
+        file.write('{"kind": "validation", "step": 20}\n{"kind": "validation", "step": 10}\n')
+    assert supersede_metrics(metrics, 20, {"validation"}) == 3
+    kept = [(record["kind"], record["step"]) for record in records(metrics)]
+    assert kept == [("start", None), ("train", 10), ("train", 20), ("validation", 10)]
+
+
 def test_a_line_that_a_crash_tore_moves_too(metrics):
     with metrics.open("a") as file:
         file.write('{"kind": "train", "step": 5')
