@@ -27,7 +27,7 @@ def new_attempt(run: RunDir) -> Iterator[None]:
         yield
     except UnsupportedConfiguration:
         if not (any(run.checkpoints_dir.glob("step-*")) or _furthest_step(run.metrics_file) > 0):
-            shutil.rmtree(run.path)
+            _remove_unless_in_use(run)
         raise
 
 
@@ -64,6 +64,14 @@ def _went_on(run: RunDir, first_step: int, summary: str | None) -> bool:
     """Whether a summary of this attempt tells of a step."""
     steps = read_mapping(run.summary_file, json.loads).get("steps")
     return _content(run.summary_file) != summary and isinstance(steps, int) and steps > first_step
+
+
+def _remove_unless_in_use(run: RunDir) -> None:
+    try:
+        with run.lock():
+            shutil.rmtree(run.path)
+    except UnsupportedConfiguration:
+        return  # by a rank of an earlier start, which its supervisor has left alone
 
 
 def _restore_unless_in_use(run: RunDir, before: dict[Path, str | None]) -> None:

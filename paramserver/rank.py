@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from paramserver.attempts import new_attempt
 from paramserver.checkpoint import clean, find_checkpoint, read_checkpoint
+from paramserver.claim import claim_run
 from paramserver.cluster import Identity, bind_interface, interface_towards, process_environ
 from paramserver.config import Config, Role, dump_yaml, mode_of, roles
 from paramserver.consistency import Decision
@@ -27,8 +28,6 @@ from paramserver.records import TrainerTotals, make_record
 from paramserver.roles import set_trainer_index
 from paramserver.rundir import (
     RunDir,
-    create_run,
-    default_run_name,
     environment_record,
     supersede_metrics,
     write_json,
@@ -167,8 +166,10 @@ def _log_file(run: RunDir, global_rank: int) -> Iterator[None]:
 def _keeping(plan: RankPlan, process: Process) -> Iterator[Keeper]:
     """The run's folder, locked and described, and the keeper of its account."""
     config = process.config
-    run = plan.run or create_run(Path(config.logging.run_dir), config.logging.name, default_run_name(config))
-    with new_attempt(run) if plan.run is None else nullcontext(), run.lock():
+    with ExitStack() as stack:
+        run = plan.run or stack.enter_context(claim_run(config))
+        stack.enter_context(new_attempt(run) if plan.run is None else nullcontext())
+        stack.enter_context(run.lock())
         checkpoint = read_checkpoint(find_checkpoint(run.path)) if plan.resume else None
         clean(run.checkpoints_dir)
         run.summary_file.unlink(missing_ok=True)

@@ -7,7 +7,6 @@ import shlex
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,16 +21,14 @@ from filelock import FileLock, Timeout
 from paramserver.checkpoint.disk import json_text, replace_text
 from paramserver.checkpoint.layout import step_of
 from paramserver.checkpoint.store import disk_errors_told
-from paramserver.config import Config
 from paramserver.errors import CheckpointError, UnsupportedConfiguration
 from paramserver.version import __version__
 
 __all__ = [
     "RunDir",
-    "create_run",
-    "default_run_name",
     "environment_record",
     "newest_run",
+    "not_writable",
     "open_run",
     "read_mapping",
     "supersede_metrics",
@@ -111,7 +108,7 @@ class RunDir:
                 "another logging.name"
             ) from None
         except OSError as error:
-            raise _not_writable(f"run folder {self.path}", error) from error
+            raise not_writable(f"run folder {self.path}", error) from error
         try:
             self._sign(holder_file)
             yield
@@ -123,7 +120,7 @@ class RunDir:
         try:
             replace_text(holder_file, json_text({"pid": os.getpid(), "host": socket.gethostname()}))
         except OSError as error:
-            raise _not_writable(f"run folder {self.path}", error) from error
+            raise not_writable(f"run folder {self.path}", error) from error
 
 
 def _holder(holder_file: Path) -> str:
@@ -134,65 +131,11 @@ def _holder(holder_file: Path) -> str:
         return "a process that has not written its id yet"
 
 
-def _not_writable(what: str, error: OSError) -> UnsupportedConfiguration:
+def not_writable(what: str, error: OSError) -> UnsupportedConfiguration:
     return UnsupportedConfiguration(
         f"{what} must be a folder that this user can write to ({error.strerror or error}); make it so, or choose "
         "another logging.run_dir"
     )
-
-
-def default_run_name(config: Config) -> str:
-    """``<task>-<mode>-<time>``."""
-    assert config.task is not None
-    task = config.task.rpartition(":")[2].lower()
-    return f"{task}-{config.mode}-{time.strftime('%Y%m%d-%H%M%S')}"
-
-
-def create_run(base: Path, name: str | None, default_name: str) -> RunDir:
-    """Make the folder of a new run; of several processes that want one name, one gets it.
-
-    Args:
-        base: ``logging.run_dir``, made where it is missing.
-        name: ``logging.name``. None takes ``default_name``, or ``default_name-2``, ``-3``, ... where that exists.
-        default_name: usually ``<task>-<mode>-<time>``.
-
-    Raises:
-        UnsupportedConfiguration: ``name`` exists already, or is not the name of a folder, or ``base`` cannot be
-            written to.
-    """
-    wanted = default_name if name is None else name
-    if wanted in ("", ".", "..") or Path(wanted).name != wanted:
-        raise UnsupportedConfiguration(f"logging.name ({wanted}) must be the name of one folder; leave out / and ..")
-    try:
-        return _made(base, name, default_name)
-    except OSError as error:
-        raise _not_writable(f"logging.run_dir ({base})", error) from error
-
-
-def _made(base: Path, name: str | None, default_name: str) -> RunDir:
-    base.mkdir(parents=True, exist_ok=True)
-    path = base / (default_name if name is None else name)
-    number = 1
-    while not _claimed(path):
-        if name is not None:
-            raise UnsupportedConfiguration(
-                f"the run folder {path} exists already; choose another logging.name, or --resume it"
-            )
-        number += 1
-        path = base / f"{default_name}-{number}"
-    run = RunDir(path)
-    run.logs_dir.mkdir()
-    run.checkpoints_dir.mkdir()
-    return run
-
-
-def _claimed(path: Path) -> bool:
-    """Take ``path`` by making it: there is no moment between looking and taking."""
-    try:
-        path.mkdir()
-    except FileExistsError:
-        return False
-    return True
 
 
 def open_run(path: Path) -> RunDir:
@@ -215,7 +158,7 @@ def open_run(path: Path) -> RunDir:
         run.logs_dir.mkdir(exist_ok=True)
         run.checkpoints_dir.mkdir(exist_ok=True)
     except OSError as error:
-        raise _not_writable(f"run folder {path}", error) from error
+        raise not_writable(f"run folder {path}", error) from error
     return run
 
 
