@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paramserver.attempts import new_attempt
-from paramserver.checkpoint import clean, find_checkpoint, read_checkpoint
+from paramserver.checkpoint import clean, find_checkpoint, load_chosen, read_checkpoint
+from paramserver.checkpoint.layout import LATEST
 from paramserver.claim import claim_run
 from paramserver.cluster import Identity, bind_interface, interface_towards, process_environ
 from paramserver.config import Config, Role, dump_yaml, mode_of, roles
@@ -171,6 +172,7 @@ def _keeping(plan: RankPlan, process: Process) -> Iterator[Keeper]:
         stack.enter_context(new_attempt(run) if plan.run is None else nullcontext())
         stack.enter_context(run.lock())
         checkpoint = read_checkpoint(find_checkpoint(run.path)) if plan.resume else None
+        weights = _initial_weights(config) if checkpoint is None else None
         clean(run.checkpoints_dir)
         run.summary_file.unlink(missing_ok=True)
         write_text(run.config_file, dump_yaml(config))
@@ -183,7 +185,6 @@ def _keeping(plan: RankPlan, process: Process) -> Iterator[Keeper]:
         if config.logging.tensorboard:
             sinks.append(TensorBoard(run.tensorboard_dir, None if checkpoint is None else checkpoint.step + 1))
         fan = Fan([*sinks, *plan.shown])
-        weights = _initial_weights(config) if checkpoint is None else None
         keeper = Keeper(config, run, fan, checkpoint, weights)
         keeper.begun(
             make_record(
@@ -203,17 +204,21 @@ def _keeping(plan: RankPlan, process: Process) -> Iterator[Keeper]:
 
 
 def _initial_weights(config: Config) -> tuple[str, Any] | None:
-    """The weights that ``init_from`` names: a model.pt, or the newest checkpoint of a run."""
+    """The weights that ``init_from`` names: a model.pt as it is, or the checked one of a run's newest checkpoint."""
     if config.init_from is None:
         return None
     import torch
 
     path = Path(config.init_from)
-    file = find_checkpoint(path) / "model.pt" if path.is_dir() else path
     try:
-        return str(file), torch.load(file, weights_only=True, map_location="cpu")
+        if path.is_dir():
+            checkpoint, (weights,) = load_chosen(path, LATEST, "model")
+            return str(checkpoint.file("model")), weights
+        return str(path), torch.load(path, weights_only=True, map_location="cpu")
+    except CheckpointError as error:
+        raise CheckpointError(f"init_from ({path}): {error}") from error
     except Exception as error:  # torch.load raises many types for a file that is none of its own
-        raise CheckpointError(f"init_from ({file}) cannot be loaded as a model.pt: {error}") from error
+        raise CheckpointError(f"init_from ({path}) cannot be loaded as a model.pt: {error}") from error
 
 
 def _close(keeper: Keeper, totals: Sequence[TrainerTotals], work: Callable[[], str]) -> dict[str, Any]:
