@@ -115,7 +115,7 @@ def test_what_is_damaged_is_refused_at_once(run):
 
 CONFIG = {
     "training": {"max_steps": 6, "batch_size": 8, "validate_every": 2},
-    "checkpoint": {"every": 2, "keep": 5},
+    "checkpoint": {"every": 2, "keep": 5, "background": False},
 }
 
 
