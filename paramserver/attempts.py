@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from paramserver.checkpoint import find_checkpoint, read_checkpoint
-from paramserver.checkpoint.layout import LATEST, step_of
+from paramserver.checkpoint.layout import LATEST, pointed, step_of
 from paramserver.errors import UnsupportedConfiguration
 from paramserver.rundir import RunDir, read_mapping, write_text
 
@@ -41,19 +41,22 @@ def resumed_attempt(run: RunDir) -> Iterator[None]:
         CheckpointError: there is no complete checkpoint, or the chosen one is not whole.
         UnsupportedConfiguration: another process holds the folder; nothing in it was touched.
     """
-    with run.lock():
-        first_step = step_of((run.chosen or find_checkpoint(run.path)).name) or 0
-        latest = run.checkpoints_dir / LATEST
-        before = {path: _content(path) for path in (run.config_file, run.environment_file, run.summary_file, latest)}
-        if run.chosen is not None:
-            read_checkpoint(run.chosen)
-            write_text(latest, f"{run.chosen.name}\n")
-    try:
-        yield
-    except (UnsupportedConfiguration, OSError):
-        if not _went_on(run, first_step, before[run.summary_file]):
-            _restore_unless_in_use(run, before)
-        raise
+    with run.claim():
+        with run.lock():
+            first_step = step_of((run.chosen or find_checkpoint(run.path)).name) or 0
+            latest = run.checkpoints_dir / LATEST
+            files = (run.config_file, run.environment_file, run.summary_file, latest)
+            before = {path: _content(path) for path in files}
+            if run.chosen is not None:
+                read_checkpoint(run.chosen)
+                pointed(run.checkpoints_dir, LATEST)  # refuses one that is no file
+                write_text(latest, f"{run.chosen.name}\n")
+        try:
+            yield
+        except (UnsupportedConfiguration, OSError):
+            if not _went_on(run, first_step, before[run.summary_file]):
+                _restore_unless_in_use(run, before)
+            raise
 
 
 def _content(path: Path) -> str | None:

@@ -5,40 +5,15 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-
-from filelock import FileLock, Timeout
 
 from paramserver.checkpoint.layout import step_of
 from paramserver.config import Config
 from paramserver.errors import UnsupportedConfiguration
 from paramserver.rundir import RunDir, not_writable
 
-__all__ = ["Claim", "claim_folder", "claim_run"]
-
-
-class Claim:
-    """Holds a run's folder from its making on, until the attempt to start the run is over.
-
-    Rank 0 locks the folder later, and may be another process. In between, nobody else may take the folder for one that
-    a start left behind. The kernel lets go of the claim of a process that is killed.
-
-    Args:
-        path: the folder.
-
-    Raises:
-        Timeout: somebody else holds it.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._file = path / ".claim"
-        self._lock = FileLock(str(self._file), timeout=0, thread_local=False)
-        self._lock.acquire()
-
-    def release(self) -> None:
-        self._file.unlink(missing_ok=True)
-        self._lock.release()
+__all__ = ["claim_folder", "claim_run"]
 
 
 @contextmanager
@@ -72,21 +47,19 @@ def claim_folder(base: Path, name: str | None, default_name: str) -> Iterator[Ru
     wanted = default_name if name is None else name
     if wanted in ("", ".", "..") or Path(wanted).name != wanted:
         raise UnsupportedConfiguration(f"logging.name ({wanted}) must be the name of one folder; leave out / and ..")
-    try:
-        run, claim = _made(base, name, default_name)
-    except OSError as error:
-        raise not_writable(f"logging.run_dir ({base})", error) from error
-    try:
+    with ExitStack() as claim:
+        try:
+            run = _made(base, name, default_name, claim)
+        except OSError as error:
+            raise not_writable(f"logging.run_dir ({base})", error) from error
         yield run
-    finally:
-        claim.release()
 
 
-def _made(base: Path, name: str | None, default_name: str) -> tuple[RunDir, Claim]:
+def _made(base: Path, name: str | None, default_name: str, claim: ExitStack) -> RunDir:
     base.mkdir(parents=True, exist_ok=True)
     path = base / (default_name if name is None else name)
     number = 1
-    while (claim := _claimed(path, may_be_there=name is not None)) is None:
+    while not _claimed(path, claim, may_be_there=name is not None):
         if name is not None:
             raise UnsupportedConfiguration(
                 f"the run folder {path} exists already; choose another logging.name, or --resume it"
@@ -96,25 +69,25 @@ def _made(base: Path, name: str | None, default_name: str) -> tuple[RunDir, Clai
     run = RunDir(path)
     run.logs_dir.mkdir(exist_ok=True)
     run.checkpoints_dir.mkdir(exist_ok=True)
-    return run, claim
+    return run
 
 
-def _claimed(path: Path, may_be_there: bool) -> Claim | None:
-    """Take ``path`` by making it, or where one that never began is there; None where it is somebody else's."""
+def _claimed(path: Path, claim: ExitStack, may_be_there: bool) -> bool:
+    """Take ``path`` by making it, or where one that never began is there; False where it is somebody else's."""
     try:
         path.mkdir()
     except FileExistsError:
         if not may_be_there or not _never_began(path):
-            return None
+            return False
     try:
-        claim = Claim(path)
-    except Timeout:
-        return None
+        claim.enter_context(RunDir(path).claim())
+    except UnsupportedConfiguration:
+        return False
     if not _never_began(path):  # somebody was there between the look and the claim
-        claim.release()
-        return None
+        claim.close()
+        return False
     _tidy(path)
-    return claim
+    return True
 
 
 def _never_began(path: Path) -> bool:
@@ -132,7 +105,7 @@ def _never_began(path: Path) -> bool:
 
 
 # What a start makes until rank 0 stores the config; and what is of no use to another one, such as half a file.
-_KEPT = ("checkpoints", "logs", ".claim", ".lock", ".lock.json")
+_KEPT = ("checkpoints", "logs", ".claim", ".claim.json", ".lock", ".lock.json")
 _REMAINS = re.compile(r"summary\.json|\.launch-\d+\.yaml|\..+\.\d+\.tmp")
 
 

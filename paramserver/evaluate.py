@@ -15,7 +15,7 @@ from paramserver.checkpoint.layout import LATEST, step_of
 from paramserver.config import Config, load_config
 from paramserver.errors import CheckpointError, TaskError
 from paramserver.launch import add_overrides, tell
-from paramserver.leaving import leave
+from paramserver.leaving import leave, put_out
 from paramserver.rundir import RunDir, open_run
 
 
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except Exception as error:  # noqa: BLE001 - the last thing printed; with its traceback, unless the input is wrong
         return tell(error)
-    print(json.dumps(asdict(found)) if arguments.json else _text(found))
+    put_out(json.dumps(asdict(found)) if arguments.json else _text(found))
     return 0
 
 

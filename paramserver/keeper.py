@@ -134,7 +134,7 @@ class Keeper:
 
     def _deal(self, checkpoint: Checkpoint) -> list[bytes] | None:
         """The parts for this number of trainers, where the checkpoint is of another."""
-        before, now = checkpoint.manifest.about["trainers"], num_trainers_of(self.config)
+        before, now = checkpoint.trainers, num_trainers_of(self.config)
         if before == now:
             return None
         parts = [checkpoint.load(f"trainer-{i}") for i in range(before)]

@@ -36,7 +36,7 @@ from paramserver.config import (
     world_size_of,
 )
 from paramserver.errors import CheckpointError, ParamserverError, UnsupportedConfiguration
-from paramserver.leaving import leave
+from paramserver.leaving import leave, put_out
 from paramserver.rundir import RunDir, newest_run, open_run
 from paramserver.sinks import Sink
 
@@ -162,7 +162,7 @@ def _launch(arguments: argparse.Namespace, began: float) -> Result | None:
     if arguments.dry_run:
         from paramserver.dry_run import plan_text
 
-        print(plan_text(config, folders))
+        put_out(plan_text(config, folders))
         return None
     if identity is None:
         return start_here(config, run, folders, began=began, command=command)

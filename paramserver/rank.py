@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paramserver.attempts import new_attempt
-from paramserver.checkpoint import clean, find_checkpoint, load_chosen, read_checkpoint
+from paramserver.checkpoint import Checkpoint, clean, find_checkpoint, load_chosen, read_checkpoint
 from paramserver.checkpoint.layout import LATEST
 from paramserver.claim import claim_run
 from paramserver.cluster import Identity, bind_interface, interface_towards, process_environ
@@ -171,7 +171,7 @@ def _keeping(plan: RankPlan, process: Process) -> Iterator[Keeper]:
         run = plan.run or stack.enter_context(claim_run(config))
         stack.enter_context(new_attempt(run) if plan.run is None else nullcontext())
         stack.enter_context(run.lock())
-        checkpoint = read_checkpoint(find_checkpoint(run.path)) if plan.resume else None
+        checkpoint = _stored(run) if plan.resume else None
         weights = _initial_weights(config) if checkpoint is None else None
         clean(run.checkpoints_dir)
         run.summary_file.unlink(missing_ok=True)
@@ -201,6 +201,14 @@ def _keeping(plan: RankPlan, process: Process) -> Iterator[Keeper]:
             )
         )
         yield keeper
+
+
+def _stored(run: RunDir) -> Checkpoint:
+    """The checkpoint to go on from. That it holds all that is needed is seen before anything is changed."""
+    checkpoint = read_checkpoint(find_checkpoint(run.path))
+    for name in ("model", "optimizer", "run", *(f"trainer-{i}" for i in range(checkpoint.trainers))):
+        checkpoint.file(name)
+    return checkpoint
 
 
 def _initial_weights(config: Config) -> tuple[str, Any] | None:

@@ -37,6 +37,8 @@ __all__ = [
 ]
 
 _GIT_TIMEOUT_S = 5.0
+# Who has just taken a lock writes who it is within this time, or has let go of it.
+_SIGNING_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -98,37 +100,69 @@ class RunDir:
             UnsupportedConfiguration: another process holds it; names that process and its host. Or nobody may write
                 there.
         """
-        holder_file = self.path / ".lock.json"
-        file_lock = FileLock(str(self.path / ".lock"), timeout=0, thread_local=False)
-        try:
-            file_lock.acquire()
-        except Timeout:
-            raise UnsupportedConfiguration(
-                f"run folder {self.path} is in use by another run ({_holder(holder_file)}); stop that one, or choose "
-                "another logging.name"
-            ) from None
-        except OSError as error:
-            raise not_writable(f"run folder {self.path}", error) from error
-        try:
-            self._sign(holder_file)
+        with _held(self.path, ".lock"):
             yield
-        finally:
-            holder_file.unlink(missing_ok=True)
-            file_lock.release()
 
-    def _sign(self, holder_file: Path) -> None:
-        try:
-            replace_text(holder_file, json_text({"pid": os.getpid(), "host": socket.gethostname()}))
-        except OSError as error:
-            raise not_writable(f"run folder {self.path}", error) from error
+    @contextmanager
+    def claim(self) -> Iterator[None]:
+        """Hold the folder from before an attempt to start or resume its run until that attempt is over.
+
+        Rank 0 locks the folder later, and may be another process. In between, nobody else may take it. The kernel lets
+        go of the claim of a process that is killed.
+
+        Raises:
+            UnsupportedConfiguration: as ``lock``.
+        """
+        with _held(self.path, ".claim"):
+            try:
+                yield
+            finally:
+                (self.path / ".claim").unlink(missing_ok=True)
 
 
-def _holder(holder_file: Path) -> str:
+@contextmanager
+def _held(folder: Path, name: str) -> Iterator[None]:
+    holder_file = folder / f"{name}.json"
+    file_lock = FileLock(str(folder / name), timeout=0, thread_local=False)
+    try:
+        _acquire(file_lock, holder_file)
+    except Timeout:
+        holder = _holder(holder_file) or "a process that has not written its id yet"
+        raise UnsupportedConfiguration(
+            f"run folder {folder} is in use by another run ({holder}); stop that one, or choose another logging.name"
+        ) from None
+    except OSError as error:
+        raise not_writable(f"run folder {folder}", error) from error
+    try:
+        _sign(folder, holder_file)
+        yield
+    finally:
+        holder_file.unlink(missing_ok=True)
+        file_lock.release()
+
+
+def _acquire(file_lock: FileLock, holder_file: Path) -> None:
+    try:
+        file_lock.acquire()
+    except Timeout:
+        if _holder(holder_file) is not None:
+            raise
+        file_lock.acquire(timeout=_SIGNING_S)
+
+
+def _sign(folder: Path, holder_file: Path) -> None:
+    try:
+        replace_text(holder_file, json_text({"pid": os.getpid(), "host": socket.gethostname()}))
+    except OSError as error:
+        raise not_writable(f"run folder {folder}", error) from error
+
+
+def _holder(holder_file: Path) -> str | None:
     try:
         holder = json.loads(holder_file.read_text())
         return f"process {holder['pid']} on host {holder['host']}"
     except (OSError, ValueError, KeyError, TypeError):
-        return "a process that has not written its id yet"
+        return None
 
 
 def not_writable(what: str, error: OSError) -> UnsupportedConfiguration:

@@ -85,9 +85,15 @@ def test_what_a_start_left_is_taken_over_and_tidied(tmp_path):
         (run.path / name).write_text("{}")
     with claim_folder(tmp_path, "first", "") as again:
         assert again == run
-        assert sorted(path.name for path in run.path.iterdir()) == [".claim", ".lock", "checkpoints", "logs"]
+        assert sorted(path.name for path in run.path.iterdir()) == [
+            ".claim",
+            ".claim.json",
+            ".lock",
+            "checkpoints",
+            "logs",
+        ]
         assert run.log_file(0).read_text() == "said\n"
-    assert not (run.path / ".claim").exists()
+    assert not list(run.path.glob(".claim*"))
 
 
 @pytest.mark.parametrize("there", ["config.yaml", "checkpoints/step-00000003", "own-notes.txt", "metrics.jsonl"])

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from paramserver.checkpoint.layout import BEST, LATEST, history, pointed, problem, step_name, step_of
-from paramserver.checkpoint.manifest import FileEntry, Manifest, altered, read_manifest
+from paramserver.checkpoint.manifest import MANIFEST, FileEntry, Manifest, altered, read_manifest
 from paramserver.errors import CheckpointError
 
 __all__ = ["Checkpoint", "choose_checkpoint", "find_checkpoint", "load_chosen", "passed_over", "read_checkpoint"]
@@ -25,6 +25,21 @@ class Checkpoint:
     @property
     def step(self) -> int:
         return self.manifest.step
+
+    @property
+    def trainers(self) -> int:
+        """How many trainers stored a part.
+
+        Raises:
+            CheckpointError: the manifest does not say it.
+        """
+        trainers = self.manifest.about.get("trainers")
+        if not isinstance(trainers, int) or isinstance(trainers, bool) or trainers < 1:
+            raise CheckpointError(
+                f"trainers ({trainers}) in {self.path / MANIFEST} must be how many trainers stored a part of that "
+                "checkpoint; resume from another one"
+            )
+        return trainers
 
     @property
     def names(self) -> tuple[str, ...]:
