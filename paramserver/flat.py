@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +54,11 @@ class Layout:
     def bytes(self) -> int:
         return sum(n * dtype.itemsize for n, dtype in zip(self.sizes, self.dtypes, strict=True))
 
+    def narrowed(self, dtype: torch.dtype) -> Layout:
+        """The same places with elements of ``dtype``, where those are smaller."""
+        narrow = tuple(dtype if dtype.itemsize < own.itemsize else own for own in self.dtypes)
+        return replace(self, dtypes=narrow)
+
     def allocate(self, device: torch.device | str = "cpu") -> list[Tensor]:
         """Fresh flat tensors of zeros."""
         return [torch.zeros(n, dtype=t, device=device) for n, t in zip(self.sizes, self.dtypes, strict=True)]
@@ -79,14 +84,18 @@ class FlatTensors:
     """Named tensors moved into flat storage: afterwards each of them is a view of ``flats``.
 
     Ties survive, because ``named_parameters()`` names a shared tensor once and its ``data`` is replaced in place.
+
+    Args:
+        tensors: by name.
+        allocate: makes the flat tensors, where they are not to be this process's own memory.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], allocate: Callable[[Layout], list[Tensor]] | None = None) -> None:
         _refuse_shared_memory(tensors)
         self.layout = Layout.of(tensors.items())
         self.tensors = dict(tensors)
         device = next((t.device for t in tensors.values()), torch.device("cpu"))
-        self.flats = self.layout.allocate(device)
+        self.flats = self.layout.allocate(device) if allocate is None else allocate(self.layout)
         self.views = self.layout.views(self.flats)
         with torch.no_grad():
             for name, tensor in self.tensors.items():

@@ -86,6 +86,7 @@ class Keeper:
         self._validated_step: int | None = None
         self._note: str | None = None
         self.epoch = 0
+        self.consistency_state: Mapping[str, Any] = {}
         self.writer = CheckpointWriter(run.checkpoints_dir, config.checkpoint.keep, config.checkpoint.background)
         self._dealt: list[bytes] | None = None
         if checkpoint is not None:
@@ -99,6 +100,7 @@ class Keeper:
         self.validation = dict(state["validation"])
         self._validated_step = state.get("validated_step")
         self.epoch = state["epoch"]
+        self.consistency_state = state.get("consistency", {})
         self.resumes = state["resumes"] + 1
         self.first_samples = self.samples
         self._window = Window(**state["window"]) if "window" in state else Window(self.samples, self.seconds)
@@ -159,7 +161,7 @@ class Keeper:
         if epoch_samples is not None and passes is not None:
             self.record(make_record("expected", self.step, rank=0, total_samples=passes * epoch_samples))
 
-    def stepped(self, result: StepResult) -> None:
+    def stepped(self, result: StepResult, staleness: Mapping[int, int] | None = None) -> None:
         """An update was made."""
         with self._lock:
             self.step, self.samples, self.loss = result.step, result.samples, result.loss
@@ -222,13 +224,22 @@ class Keeper:
             return f"no improvement of {self.best.metric} in training.patience ({patience}) validations"
         return self._limits.out_of_time(self.seconds)
 
-    def cut(self, step: int, model: nn.Module, updater: Updater, reason: str, since: float) -> Cut:
+    def cut(
+        self,
+        step: int,
+        model: nn.Module,
+        updater: Updater,
+        reason: str,
+        since: float,
+        consistency: Mapping[str, Any] | None = None,
+    ) -> Cut:
         """Copy, once, what rank 0 has of a checkpoint: model, optimizer, schedule and the account of the run.
 
         Args:
             step: the version that model and optimizer are of.
             model, updater: what is copied; nobody changes them during this call.
             reason, since: see ``Cut``.
+            consistency: what its rules need to go on.
 
         Raises:
             Exception: the failure of an earlier write.
@@ -239,7 +250,9 @@ class Keeper:
             objects = {
                 "model": private_copy(plain_weights(model), self._memory),
                 "optimizer": private_copy(state["optimizer"], self._memory),
-                "run": private_copy({**self._state(step), "scheduler": state["scheduler"]}),
+                "run": private_copy(
+                    {**self._state(step), "scheduler": state["scheduler"], "consistency": dict(consistency or {})}
+                ),
             }
             self._memory.trim()
             return Cut(step, objects, self._improved_step == step, reason, since)

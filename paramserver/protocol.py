@@ -19,12 +19,19 @@ Future: TypeAlias = "torch.futures.Future[Any]"
 
 @dataclass(frozen=True)
 class Welcome:
-    """What a trainer gets when it joins: the whole model, how its tensors lie on the wire, and its stored part."""
+    """What a trainer gets when it joins: the whole model, how its tensors lie in flat ones (``wire``: on the way).
+
+    ``lockstep`` says that all trainers take every step together; ``segments`` is where processes of the server's host
+    find its memory, None where it is not shared.
+    """
 
     model: dict[str, Any]
     parameters: Layout
+    wire: Layout
     buffers: Layout
     step: int
+    lockstep: bool
+    segments: str | None
     part: bytes | None
 
 
@@ -32,15 +39,24 @@ class Welcome:
 class Round:
     """The answer to an announcement: what to do, and the version to do it with.
 
-    ``parameters`` and ``buffers`` are empty for a trainer that takes no part; ``buffer_source`` is the trainer whose
-    module buffers the step keeps; ``held_s`` is how long the answer waited for the other trainers.
+    ``pulled`` and ``buffers`` are empty for a trainer that takes no part; ``wants_buffers`` says whether its push is to
+    bring its module buffers; ``held_s`` is how long the answer waited for the other trainers.
     """
 
     decision: Decision
-    parameters: tuple[Tensor, ...] = ()
+    pulled: tuple[Tensor, ...] = ()
     buffers: tuple[Tensor, ...] = ()
-    buffer_source: int | None = None
+    wants_buffers: bool = False
     held_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Look:
+    """A version to be validated: as a pull brings it, or where it is past, as tensors of the trainer's own."""
+
+    pulled: tuple[Tensor, ...]
+    buffers: tuple[Tensor, ...]
+    is_copy: bool
 
 
 @dataclass(frozen=True)
@@ -68,6 +84,11 @@ class Gathering:
         self.futures[trainer_index] = future
         self.arrived[trainer_index] = time.perf_counter()
         return future
+
+    def take_one(self, trainer_index: int) -> tuple[Future, float]:
+        """One trainer's future, and when it came."""
+        del self.parts[trainer_index]
+        return self.futures.pop(trainer_index), self.arrived.pop(trainer_index)
 
     def take(self) -> tuple[dict[int, Any], dict[int, Future], dict[int, float]]:
         """Everything so far; the next round begins empty."""

@@ -255,13 +255,18 @@ def _serve(process: Process, task: Task, keeper: Keeper, meeting: Meeting) -> di
     from paramserver.hosting import host
     from paramserver.membership import release_lifelines
     from paramserver.server import ParameterServer
+    from paramserver.transport.segments import SegmentHost
 
     totals: list[TrainerTotals] = []
 
     def work() -> str:
-        server = ParameterServer(task, process.config, process.trainers, keeper, process.stop)
-        host(server)
-        try:
+        with ExitStack() as stack:
+            segments = None
+            if process.config.server.shares_memory:
+                segments = stack.enter_context(SegmentHost("paramserver", process.config.cluster.timeout_s))
+            server = ParameterServer(task, process.config, process.trainers, keeper, process.stop, segments)
+            host(server)
+            stack.callback(host, None)
             with rpc_server(meeting):
                 try:
                     _watch_over(server, process, meeting)
@@ -269,8 +274,6 @@ def _serve(process: Process, task: Task, keeper: Keeper, meeting: Meeting) -> di
                 finally:
                     totals.extend(t for _, t in sorted(server.totals.items()))
                     release_lifelines()
-        finally:
-            host(None)
         if server.error is not None:
             raise server.error
         assert server.last_decision is not None

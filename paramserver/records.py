@@ -42,6 +42,7 @@ class StepResult:
 
     ``step`` is the version that it made, ``samples`` all that were applied up to it, ``loss`` the mean over those
     trainers that took part, ``seconds`` the training time so far; ``apply_s`` it took, ``held_s`` a push waited.
+    A push that came too late is ``dropped``: the other figures are then those of the version that is there.
     """
 
     step: int
@@ -51,6 +52,7 @@ class StepResult:
     seconds: float
     apply_s: float = 0.0
     held_s: float = 0.0
+    dropped: bool = False
 
 
 @dataclass

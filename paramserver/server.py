@@ -1,11 +1,10 @@
-"""The parameter server: versions of the parameters, one optimizer, and the handlers that trainers call.
+"""The parameter server: the handlers that trainers call, over versions of the parameters and rules of consistency.
 
 Handlers never block: what has to wait for other trainers returns a future. Errors travel back as values.
 """
 
 from __future__ import annotations
 
-import copy
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,22 +18,26 @@ from torch import Tensor, nn
 
 from paramserver.checkpoint import private_copy
 from paramserver.config import Config
-from paramserver.consistency import Announcement, Decision, Stop, Sync
+from paramserver.consistency import Announcement, Decision, Stop, Update, Verdict, make_consistency
 from paramserver.deposits import Deposits
-from paramserver.devices import CPU
 from paramserver.edge import pulled
 from paramserver.errors import ParamserverError, PeerLost, PeerRefused, TrainingError
-from paramserver.flat import FlatTensors, module_buffers, trainable
+from paramserver.flat import Layout
 from paramserver.keeper import Keeper
-from paramserver.limits import Limits, epoch_of
+from paramserver.limits import due, epoch_of
 from paramserver.membership import Member, Members, watch
-from paramserver.modelling import build_model, plain_weights
+from paramserver.modelling import plain_weights
 from paramserver.process import StopRequest
-from paramserver.protocol import Future, Gathering, Push, Round, Welcome, union
+from paramserver.protocol import Future, Gathering, Look, Push, Round, Welcome
 from paramserver.records import Record, StepReport, StepResult, TrainerTotals, WeightedSums, merge_all
 from paramserver.task import Task
+from paramserver.transport.ends import ServerEnd
+from paramserver.transport.over_memory import MemoryServerEnd
+from paramserver.transport.over_rpc import Outgoing, RpcServerEnd
+from paramserver.transport.segments import SegmentHost
+from paramserver.transport.shelves import LiveShelf, RingShelf, Shelf, gradients_key, parameters_key
 from paramserver.transport.wire import Failure, settled
-from paramserver.updater import Updater
+from paramserver.versions import Versions
 
 
 class ParameterServer(nn.Module):
@@ -49,68 +52,80 @@ class ParameterServer(nn.Module):
         trainers: how many trainers the run has.
         keeper: rank 0's account, which writes checkpoints and records.
         stop: set by a signal to this process.
-        lost: called with a reason when the run cannot go on.
+        segments: gives memory that trainers of this host share; None where all is to travel over RPC.
     """
 
-    def __init__(self, task: Task, config: Config, trainers: int, keeper: Keeper, stop: StopRequest) -> None:
+    def __init__(
+        self,
+        task: Task,
+        config: Config,
+        trainers: int,
+        keeper: Keeper,
+        stop: StopRequest,
+        segments: SegmentHost | None = None,
+    ) -> None:
         super().__init__()
-        self.task = task
         self.config = config
         self.keeper = keeper
         self.stop = stop
         self.trainers = trainers
         self.members = Members()
-        self.model = build_model(task, config.seed, CPU)
-        keeper.restore_model(self.model)
-        self.parameter_store = FlatTensors(trainable(self.model))
-        self.buffer_store = FlatTensors(module_buffers(self.model))
-        self.updater = Updater(task, self.model, config.training)
-        keeper.restore_updater(self.updater)
-        self.rules = Sync(
-            trainers, Limits.of(config.training), config.training.uneven_inputs, keeper.step, keeper.samples
-        )
+        self.rules = make_consistency(config, trainers, keeper.step, keeper.samples)
+        self.rules.load_state_dict(keeper.consistency_state)
+        self._segments = segments
+        in_place = self.rules.lockstep and segments is not None
+        self.versions = Versions(task, config, self._allocate_shared if in_place else None)
+        layout = self.versions.parameters.layout
+        self._wire = layout.narrowed(getattr(torch, config.server.wire_dtype))
+        self._outgoing = Outgoing(layout, self._wire, lambda: self.versions.snapshot()[0])
+        self._shelf = self._make_shelf()
+        keeper.restore_model(self.versions.model)
+        keeper.restore_updater(self.versions.updater)
         self.epoch_samples: int | None = None
         self.finished = threading.Event()
         self.error: ParamserverError | None = None
         self.totals: dict[int, TrainerTotals] = {}
         self.last_decision: Decision | None = None
         self._lock = threading.RLock()
-        self._leaves = [flat.detach().requires_grad_() for flat in self.parameter_store.flats]
-        self._gradients = self.parameter_store.layout.allocate()
-        self._gradient_views = self.parameter_store.layout.views(self._gradients)
-        self._snapshot: list[Tensor] = []
-        self._snapshot_step = -1
         self._epoch = keeper.epoch
+        self._seconds = keeper.seconds
+        self._ends: dict[int, ServerEnd] = {}
         self._arrivals = Gathering()
         self._announcements = Gathering()
-        self._validations = Gathering()
+        self._validations: dict[int, Gathering] = {}
         self._cuts = Gathering()
         self._deposits = Deposits(keeper, trainers)
         self._followers = Gathering()
         self._pushes: dict[int, Push] = {}
+
+    def _allocate_shared(self, layout: Layout) -> list[Tensor]:
+        assert self._segments is not None
+        return self._segments.allocate(parameters_key(0), layout)
+
+    def _make_shelf(self) -> Shelf | None:
+        if self._segments is None:
+            return None
+        parameters = self.versions.parameters
+        if self.rules.lockstep:
+            return LiveShelf()
+        return RingShelf(self._segments, parameters.layout, self.trainers, lambda: (self.rules.step, parameters.flats))
 
     # The tutorial's public methods, off the hot path.
 
     def forward(self, *inputs: Any) -> Any:
         """The model's output at the current version, on the server; its gradient goes to the flat leaf."""
         with self._lock:
-            flats = self._pull()
-        views = self.parameter_store.layout.views(flats)
-        memo = {id(t): t for t in [*self.model.parameters(), *self.model.buffers()]}
-        skeleton = copy.deepcopy(
-            self.model, memo
-        )  # one per call: functional_call on a shared module is not thread-safe
-        return torch.func.functional_call(skeleton, views, inputs)
+            flats = pulled(self.versions.leaves, self.versions.snapshot()[0])
+        return self.versions.forward(flats, inputs)
 
     def get_dist_gradients(self, context_id: int) -> dict[str, Tensor]:
         """The gradients that a distributed-autograd context holds for this server's parameters, by name, on the CPU."""
         held = dist_autograd.get_gradients(context_id)  # type: ignore[attr-defined]
-        flats = [held[leaf] if leaf in held else torch.zeros_like(leaf) for leaf in self._leaves]
-        return {name: view.cpu() for name, view in self.parameter_store.layout.views(flats).items()}
+        return {name: view.cpu() for name, view in self.versions.gradients_by_name(held).items()}
 
     def get_param_rrefs(self) -> list[Any]:
         """An RRef for each trained parameter."""
-        return [rpc.RRef(parameter) for parameter in self.parameter_store.tensors.values()]
+        return [rpc.RRef(parameter) for parameter in self.versions.parameters.tensors.values()]
 
     # A trainer's life.
 
@@ -120,6 +135,7 @@ class ParameterServer(nn.Module):
             self._check_running()
             self.members.join(member)
             self.epoch_samples = epoch_samples
+            self._ends[member.trainer_index] = RpcServerEnd(self.versions.leaves, self._outgoing)
             future = self._arrivals.add(member.trainer_index, None)
             complete = len(self._arrivals.parts) == self.trainers
             futures = self._arrivals.take()[1] if complete else {}
@@ -130,10 +146,21 @@ class ParameterServer(nn.Module):
 
     def _welcomes(self) -> dict[int, Welcome]:
         self.keeper.expect(self.epoch_samples)
-        model = private_copy(plain_weights(self.model))
-        layouts = self.parameter_store.layout, self.buffer_store.layout
-        step, stored = self.rules.step, self.keeper.stored_part
-        return {i: Welcome(model, *layouts, step, stored(i)) for i in range(self.trainers)}
+        model = private_copy(plain_weights(self.versions.model))
+        layouts = self.versions.parameters.layout, self._wire, self.versions.buffers.layout
+        step, lockstep, stored = self.rules.step, self.rules.lockstep, self.keeper.stored_part
+        segments = None if self._segments is None else self._segments.address
+        return {i: Welcome(model, *layouts, step, lockstep, segments, stored(i)) for i in range(self.trainers)}
+
+    def share_segments(self, trainer_index: int) -> int:
+        """A trainer of this host reads and writes in place from now on; how many snapshots there are for it."""
+        with self._lock:
+            assert self._segments is not None
+            assert self._shelf is not None
+            layout = self.versions.parameters.layout
+            gradients = self._segments.allocate(gradients_key(trainer_index), layout)
+            self._ends[trainer_index] = MemoryServerEnd(self._shelf, gradients)
+            return self._shelf.slots
 
     def _conclude(self, futures: Mapping[int, Future], answers: Callable[[], Mapping[int, Any]]) -> None:
         """Answer all who wait, each with its own value; with the error, for all and for good, where there is none."""
@@ -193,7 +220,7 @@ class ParameterServer(nn.Module):
             if self.error is None:
                 self.error = error
             failure = Failure.of(self._failed_elsewhere(self.error))
-            gatherings = (self._arrivals, self._announcements, self._validations, self._cuts, self._followers)
+            gatherings = [self._arrivals, self._announcements, self._cuts, self._followers, *self._validations.values()]
             waiting = [f for g in gatherings for f in g.take()[1].values()]
             waiting += [push.future for push in self._pushes.values()]
             self._pushes.clear()
@@ -213,16 +240,12 @@ class ParameterServer(nn.Module):
     # A step: announce and pull, push and apply.
 
     def begin(self, trainer_index: int, announcement: Announcement) -> Future:
-        """A trainer announces itself; answered with a ``Round`` when all have."""
+        """A trainer announces itself; answered with a ``Round`` when the consistency lets it go on."""
         with self._lock:
             self._check_running()
-            announcement = self._with_own_stop(announcement)
             future = self._announcements.add(trainer_index, None)
-            decision = self.rules.announce(trainer_index, announcement)
-            if decision is None:
-                return future
-            _, futures, arrived = self._announcements.take()
-        self._conclude(futures, lambda: self._rounds(decision, arrived))
+            self.rules.announce(trainer_index, self._with_own_stop(announcement))
+            self._go_on()
         return future
 
     def _with_own_stop(self, announcement: Announcement) -> Announcement:
@@ -231,67 +254,78 @@ class ParameterServer(nn.Module):
             own, reason = Stop.LIMIT, wish
         return replace(announcement, stop=own, reason=reason) if own > announcement.stop else announcement
 
+    def step(self, context_id: int, report: StepReport, buffers: Sequence[Tensor]) -> Future:
+        """Take the gradients that a context holds; answered with a ``StepResult`` when they were applied."""
+        held = dist_autograd.get_gradients(context_id)  # type: ignore[attr-defined]
+        future: Future = torch.futures.Future()
+        with self._lock:
+            self._check_running()
+            gradients = self._ends[report.trainer_index].gradients(held)
+            if gradients is None:
+                raise TrainingError(
+                    f"trainer {report.trainer_index} stepped a context without gradients; call backward first"
+                )
+            refusal = self.rules.refusal(report.trainer_index, report.version)
+            if refusal is not None:
+                raise TrainingError(refusal)
+            self._ends[report.trainer_index].release()
+            push = Push(gradients, report, buffers, future, time.perf_counter())
+            if self.rules.push(report.trainer_index, report.version, report.samples):
+                self._pushes[report.trainer_index] = push
+            else:
+                future.set_result(self._result([push], dropped=True))
+            self._go_on()
+        return future
+
+    def _go_on(self) -> None:
+        """Make the updates that are due, and answer those who wait no longer. What fails ends the run."""
+        try:
+            while (update := self.rules.due()) is not None:
+                self._advance(update)
+            for index, decision in self.rules.answers().items():
+                future, arrived = self._announcements.take_one(index)
+                future.set_result(self._round(index, decision, time.perf_counter() - arrived))
+        except Exception as error:  # noqa: BLE001 - it ends the run and travels to every trainer
+            self.fail(Failure.of(error).error())
+
+    def _round(self, trainer_index: int, decision: Decision, held_s: float) -> Round:
+        if decision.verdict is Verdict.GO:
+            self._enter_epoch(decision.samples)
+        if trainer_index not in decision.active:
+            return Round(decision, held_s=held_s)
+        flats = self._ends[trainer_index].pull()
+        buffers = tuple(self.versions.snapshot_of_buffers())
+        return Round(decision, flats, buffers, self.rules.keeps_buffers_of(trainer_index), held_s)
+
     def _enter_epoch(self, samples: int) -> None:
         """The schedule of epochs, advanced before the first step of a new one."""
         epoch = epoch_of(samples, self.epoch_samples)
         while self._epoch < epoch:
             self._epoch += 1
-            self.updater.epoch_ended()
+            self.versions.updater.epoch_ended()
         self.keeper.entered_epoch(self._epoch)
 
-    def _rounds(self, decision: Decision, arrived: Mapping[int, float]) -> dict[int, Round]:
-        """The answers to all announcements; nobody can push before it has its own, so the version stands still."""
-        with self._lock:
-            self._enter_epoch(decision.samples)
-            buffers = tuple(self.buffer_store.clone())
-            now = time.perf_counter()
-            rounds = {i: Round(decision, held_s=now - arrived[i]) for i in arrived}
-            for index in decision.active:
-                source = self.rules.buffer_source
-                flats = tuple(self._pull())
-                rounds[index] = replace(rounds[index], parameters=flats, buffers=buffers, buffer_source=source)
-            return rounds
+    def _advance(self, update: Update) -> None:
+        """One version more, and the answers to those whose gradients made it."""
+        pushes = [self._pushes[i] for i in update.trainers]
+        started = time.perf_counter()
+        self.versions.apply(update, pushes)
+        apply_s = time.perf_counter() - started
+        if due(self.rules.step, self.rules.terms.validate_every):
+            self.versions.keep(self.rules.step)
+        result = self._result(pushes, apply_s)
+        self.keeper.stepped(result, dict(zip(update.trainers, update.staleness, strict=True)))
+        for push in pushes:
+            del self._pushes[push.report.trainer_index]
+            push.future.set_result(replace(result, held_s=max(started - push.arrived, 0.0)))
+        for follower in self._followers.take()[1].values():
+            follower.set_result(None)
 
-    def _pull(self) -> list[Tensor]:
-        """The current version, as tensors whose gradients come back to this server."""
-        if self._snapshot_step != self.rules.step:
-            self._snapshot, self._snapshot_step = self.parameter_store.clone(), self.rules.step
-        return pulled(self._leaves, self._snapshot)
-
-    def current(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Parameters and module buffers of the current version, without a graph: for validation."""
-        with self._lock:
-            return self.parameter_store.clone(), self.buffer_store.clone()
-
-    def step(self, context_id: int, report: StepReport, buffers: Sequence[Tensor]) -> Future:
-        """Take the gradients that a context holds; answered with a ``StepResult`` when the update was made."""
-        held = dist_autograd.get_gradients(context_id)  # type: ignore[attr-defined]
-        missing = [leaf for leaf in self._leaves if leaf not in held]
-        if missing:
-            raise TrainingError(
-                f"trainer {report.trainer_index} stepped a context without gradients; call backward first"
-            )
-        future: Future = torch.futures.Future()
-        push = Push([held[leaf] for leaf in self._leaves], report, buffers, future, time.perf_counter())
-        with self._lock:
-            self._check_running()
-            refusal = self.rules.refusal(report.trainer_index, report.version)
-            if refusal is not None:
-                raise TrainingError(refusal)
-            source = self.rules.buffer_source
-            self._pushes[report.trainer_index] = push
-            order = self.rules.push(report.trainer_index, report.samples)
-            if order is None:
-                return future
-            pushes = [self._pushes[i] for i in order]
-            self._pushes.clear()
-            self._conclude(
-                {i: push.future for i, push in zip(order, pushes, strict=True)}, lambda: self._advance(pushes, source)
-            )
-            _, followers, _ = self._followers.take()
-        for waiting in followers.values():
-            waiting.set_result(None)
-        return future
+    def _result(self, pushes: Sequence[Push], apply_s: float = 0.0, dropped: bool = False) -> StepResult:
+        loss = sum(push.report.loss for push in pushes) / len(pushes)
+        self._seconds = max(self._seconds, *(push.report.seconds for push in pushes))
+        lr = self.versions.updater.lr
+        return StepResult(self.rules.step, self.rules.samples, loss, lr, self._seconds, apply_s, dropped=dropped)
 
     def follow(self, trainer_index: int, step: int) -> Future:
         """For a trainer that has no data while others go on; answered when version ``step`` is there."""
@@ -299,51 +333,38 @@ class ParameterServer(nn.Module):
             self._check_running()
             return settled(None) if self.rules.step >= step else self._followers.add(trainer_index, None)
 
-    def _advance(self, pushes: list[Push], buffer_source: int) -> dict[int, StepResult]:
-        """One update: the mean of the pushes in the order of trainers, one step of the optimizer, one version more."""
-        started = time.perf_counter()
-        self._average(pushes)
-        self.updater.update()
-        self.parameter_store.check_in_place()
-        for push in pushes:
-            if push.report.trainer_index == buffer_source and push.buffers:
-                self.buffer_store.copy_from(push.buffers)
-        apply_s = time.perf_counter() - started
-        loss = sum(p.report.loss for p in pushes) / len(pushes)
-        seconds = max(p.report.seconds for p in pushes)
-        result = StepResult(self.rules.step, self.rules.samples, loss, self.updater.lr, seconds, apply_s)
-        self.keeper.stepped(result)
-        return {p.report.trainer_index: replace(result, held_s=max(started - p.arrived, 0.0)) for p in pushes}
-
-    def _average(self, pushes: list[Push]) -> None:
-        for index, target in enumerate(self._gradients):
-            target.copy_(pushes[0].gradients[index])
-            for push in pushes[1:]:
-                target.add_(push.gradients[index])
-            if len(pushes) > 1:
-                target.div_(len(pushes))
-        used = union([push.report.used for push in pushes])
-        for place, (name, parameter) in enumerate(self.parameter_store.tensors.items()):
-            parameter.grad = self._gradient_views[name] if used is None or used[place] else None
+    def look(self, trainer_index: int, version: int) -> Look:
+        """A version that is kept, or the current one: for validation."""
+        with self._lock:
+            if version != self.rules.step:
+                parameters, buffers = self.versions.kept(version)
+                return Look(tuple(parameters), tuple(buffers), is_copy=True)
+            return Look(self._ends[trainer_index].look(), tuple(self.versions.snapshot_of_buffers()), is_copy=False)
 
     # Validation, checkpoints, records.
 
-    def report_validation(self, trainer_index: int, sums: WeightedSums) -> Future:
-        """A trainer's share of a validation; answered with ``(means, improved)`` over all shares."""
+    def report_validation(self, trainer_index: int, version: int, sums: WeightedSums) -> Future:
+        """A trainer's share of the validation of a version; answered with ``(means, improved)`` over all shares."""
         with self._lock:
             self._check_running()
-            future = self._validations.add(trainer_index, sums)
-            if len(self._validations.parts) < self.trainers:
+            gathering = self._validations.setdefault(version, Gathering())
+            future = gathering.add(trainer_index, sums)
+            if len(gathering.parts) < self.trainers:
                 return future
-            parts, futures, _ = self._validations.take()
-        self._conclude(futures, lambda: dict.fromkeys(futures, self._validated(merge_all(parts))))
+            parts, futures, _ = self._validations.pop(version).take()
+        self._conclude(futures, lambda: dict.fromkeys(futures, self._validated(version, merge_all(parts))))
         return future
 
-    def _validated(self, merged: WeightedSums) -> tuple[dict[str, float], bool]:
+    def take_share(self, trainer_index: int, version: int, sums: WeightedSums) -> None:
+        """The same from a trainer that does not wait for the others."""
+        self.report_validation(trainer_index, version, sums)
+
+    def _validated(self, version: int, merged: WeightedSums) -> tuple[dict[str, float], bool]:
         with self._lock:
+            self.versions.forget(version)
             means = merged.means()
-            improved = self.keeper.validated(self.rules.step, merged)
-            self.updater.validated(self.rules.step, means)
+            improved = self.keeper.validated(version, merged)
+            self.versions.updater.validated(version, means)
             return means, improved
 
     def cut(self, trainer_index: int, reason: str) -> Future:
@@ -363,7 +384,9 @@ class ParameterServer(nn.Module):
 
     def _cut(self, trainers: Sequence[int], reason: str, since: float) -> dict[int, None]:
         with self._lock:
-            self._deposits.begin(self.keeper.cut(self.rules.step, self.model, self.updater, reason, since))
+            versions, rules = self.versions, self.rules.state_dict()
+            cut = self.keeper.cut(self.rules.step, versions.model, versions.updater, reason, since, rules)
+            self._deposits.begin(cut)
             return dict.fromkeys(trainers)
 
     def deposit(self, trainer_index: int, step: int, piece: Tensor) -> None:
@@ -387,4 +410,4 @@ class ParameterServer(nn.Module):
 
     def optimizer_state(self) -> Mapping[str, Any]:
         with self._lock:
-            return copy.deepcopy(self.updater.optimizer.state_dict())
+            return self.versions.optimizer_state()

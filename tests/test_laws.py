@@ -33,7 +33,7 @@ FLOORS = {
     4.0: "devices transport",
     4.1: "meeting membership process",
     4.2: "modelling session",
-    5.0: "keeper",
+    5.0: "keeper versions",
     5.1: "deposits",
     5.2: "server",
     5.3: "hosting",
@@ -54,11 +54,12 @@ FOLDERS = {
     "reservoir factory",
     "checkpoint": "disk manifest layout archive pieces memory copies best read store retention writer",
     "cluster": "network base listener flags torchrun resolve",
-    "config": "modes rules schema table values reading settings overrides checks printing loading world",
+    "consistency": "words together base sync free stale backup staleness factory",
+    "config": "modes rules schema table values reading settings overrides world checks printing loading",
     "report": "outcome summary",
     "sinks": "base jsonlines progress tensorboard",
     "sources": "base share dataset iterable factory feeder",
-    "transport": "wire agent",
+    "transport": "wire agent ends over_rpc ring memory pages segments shelves over_memory",
 }
 MAY_USE_RPC = [f"paramserver.{m}" for m in ("session", "membership", "transport", "server", "hosting", "remote")]
 MAY_USE_RPC += ["paramserver.optimizer", "trainers.rpc"]

@@ -36,6 +36,8 @@ from trainers.validation import evaluate, validation_batches
 
 T = TypeVar("T")
 
+_BESIDE_STEPS = (Verdict.STAND, Verdict.VALIDATE)
+
 # Why a checkpoint is taken after which there is none.
 _LAST = ("end", "interrupted")
 
@@ -61,6 +63,7 @@ class Trainer(Overridable):
         self.counters = Counters()
         self.records: list[Record] = []
         self.wire_bytes = 0
+        self.lockstep = True
         self._memory = CopyMemory()
         self._validated_step: int | None = None
         self._saved_step: int | None = None
@@ -172,17 +175,34 @@ class Trainer(Overridable):
                 if decision.verdict is Verdict.WAIT:
                     continue
                 self._ahead = int(decision.verdict is Verdict.GO)
+                if decision.verdict in _BESIDE_STEPS:
+                    self._stop_by(decision)
+                    continue
                 self._enter_epoch(decision)
                 if decision.verdict is Verdict.END:
+                    self.step = decision.step
                     self.clock.skip()
                     return decision
-                if self.trainer_index in decision.active:
-                    self._train(decision)
-                else:
-                    self.idle(decision)
-            self.step, self._ahead = decision.step + 1, 0
+                self.step, self._ahead = self._take_part(decision), 0
             self.clock.end_step()
             self._after_step()
+
+    def _take_part(self, decision: Decision) -> int:
+        """A step, or the wait for one that the others make; the version that is there afterwards."""
+        if self.trainer_index not in decision.active:
+            self.idle(decision)
+            return decision.step + 1
+        result = self._train(decision)
+        return decision.step + 1 if result is None else result.step
+
+    def _stop_by(self, decision: Decision) -> None:
+        """What trainers that run freely do between steps: a validation of a kept version, or all that is due."""
+        self.clock.skip()
+        self.step = decision.step
+        if decision.verdict is Verdict.VALIDATE:
+            self.validate()
+        else:
+            self._validate_and_save()
 
     def with_stop(self, announcement: Announcement) -> Announcement:
         """The announcement with this trainer's wish to stop, where it has one."""
@@ -191,7 +211,7 @@ class Trainer(Overridable):
             stop, reason = Stop.LIMIT, wish
         return Announcement(announcement.readiness, announcement.batches, stop, reason)
 
-    def _train(self, decision: Decision) -> None:
+    def _train(self, decision: Decision) -> StepResult | None:
         batches = [self._next_batch() for _ in range(decision.batches)]
         self.before_batches()
         samples = sum(n for _, n in batches)
@@ -212,6 +232,7 @@ class Trainer(Overridable):
             self.keeper.stepped(result)
         if "first step" not in self.process.start_clock.phases:
             self._report_start()
+        return result
 
     def before_batches(self) -> None:
         """The batches of a step are there; nothing was computed yet."""
@@ -276,6 +297,12 @@ class Trainer(Overridable):
         config = self.config
         if self.step % config.logging.log_every == 0:
             self.emit("buffer", **self.data.figures())
+        if self.lockstep:
+            self._validate_and_save()
+
+    def _validate_and_save(self) -> None:
+        """What is due at this step, at which all trainers stand."""
+        config = self.config
         improved = due(self.step, config.training.validate_every) and self.validate()
         every = config.training.validate_every if config.checkpoint.every is None else config.checkpoint.every
         if improved or due(self.step, every):

@@ -12,9 +12,8 @@ import torch.distributed.autograd as dist_autograd
 from torch import Tensor
 
 from paramserver.checkpoint import send_archive
-from paramserver.consistency import Announcement, Decision
+from paramserver.consistency import Announcement, Decision, Verdict
 from paramserver.courier import Courier
-from paramserver.edge import sealed
 from paramserver.errors import PeerLost, PeerRefused, TaskError, UnsupportedConfiguration
 from paramserver.flat import Layout, module_buffers, trainable
 from paramserver.keeper import Keeper
@@ -23,11 +22,15 @@ from paramserver.membership import Member, release_lifelines
 from paramserver.modelling import build_model, load_weights
 from paramserver.optimizer import SharedOptimizer
 from paramserver.process import Process
-from paramserver.protocol import Round, Welcome
+from paramserver.protocol import Look, Round, Welcome
 from paramserver.records import Record, StepReport, StepResult, TrainerTotals, WeightedSums
 from paramserver.remote import RemoteServer
 from paramserver.session import rpc_trainer
 from paramserver.task import Task
+from paramserver.transport.ends import TrainerEnd
+from paramserver.transport.over_memory import MemoryTrainerEnd
+from paramserver.transport.over_rpc import RpcTrainerEnd
+from paramserver.transport.segments import reachable
 from paramserver.transport.wire import Failure, tensor_bytes
 from trainers.base import Trainer
 
@@ -62,7 +65,9 @@ class RpcTrainer(Trainer):
         self._arrived = True
         load_weights(self.model, welcome.model, "the server")
         self.step = welcome.step
+        self.lockstep = welcome.lockstep
         self._lay_out(welcome.parameters, welcome.buffers)
+        self.way = self._way(welcome)
         self.optimizer = SharedOptimizer(self.remote)
         self.on_after_setup_optimizers()
         self.begin_stream(welcome.part)
@@ -76,8 +81,20 @@ class RpcTrainer(Trainer):
         self._buffers = [own_buffers[slot.name] for slot in buffers.slots]
         laid_out = {id(parameter) for parameter in self._parameters}
         self._frozen = [(n, p) for n, p in self.model.named_parameters() if id(p) not in laid_out]
-        self._outgoing = parameters.allocate()
-        self._outgoing_views = list(parameters.views(self._outgoing).values())
+
+    def _way(self, welcome: Welcome) -> TrainerEnd:
+        """How parameters and gradients travel: through the server's memory where this process can reach it."""
+        wanted, timeout_s = self.config.server.transport, self.config.cluster.timeout_s
+        address = welcome.segments
+        if address is not None and reachable(address, timeout_s):
+            slots = self.remote.call("share_segments", self.trainer_index)
+            return MemoryTrainerEnd(welcome.parameters, self._parameters, address, slots, self.trainer_index, timeout_s)
+        if wanted == "shared_memory":
+            raise UnsupportedConfiguration(
+                f"server.transport (shared_memory) must have all ranks on one host; trainer {self.trainer_index} "
+                f"({self.meeting.place}) cannot reach the server's memory; use auto or rpc"
+            )
+        return RpcTrainerEnd(welcome.parameters, welcome.wire, self._parameters)
 
     @contextmanager
     def _goodbye(self) -> Iterator[None]:
@@ -104,29 +121,27 @@ class RpcTrainer(Trainer):
         return decision
 
     def before_batches(self) -> None:
-        pulled = self._round.parameters
-        self._take(pulled, self._round.buffers)
+        pulled = self._round.pulled
+        self.way.take(pulled)
+        self._take_buffers(self._round.buffers)
         for parameter in self._parameters:
             parameter.grad = None
-        self.wire_bytes += tensor_bytes(pulled) + tensor_bytes(self._round.buffers)
+        self.wire_bytes += self.way.bytes_of(pulled) + tensor_bytes(self._round.buffers)
         self.clock.lap("pull")
 
     @torch.no_grad()
-    def _take(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
-        """Copy a version into the model."""
-        views = list(self._layout.views(parameters).values())
-        torch._foreach_copy_(self._parameters, views)
+    def _take_buffers(self, buffers: Sequence[Tensor]) -> None:
         for own, value in zip(self._buffers, self._buffer_layout.views(buffers).values(), strict=True):
             own.copy_(value)
 
     def update(self, report: StepReport) -> StepResult:
         used = self._pack_gradients()
-        seal = sealed(self._outgoing, self._round.parameters)
+        seal = self.way.seal(self._round.pulled)
         dist_autograd.backward(self._context_id, [seal])  # type: ignore[attr-defined]
-        buffers = self._pack_buffers() if self.trainer_index == self._round.buffer_source else []
+        buffers = self._pack_buffers() if self._round.wants_buffers else []
         report = StepReport(**{**vars(report), "used": used})
         result: StepResult = self.optimizer.step(self._context_id, report, buffers)
-        self.wire_bytes += tensor_bytes(self._outgoing) + tensor_bytes(buffers)
+        self.wire_bytes += tensor_bytes(buffers)
         self.clock.lap_shared("push", wait=result.held_s, apply=result.apply_s)
         return result
 
@@ -141,9 +156,11 @@ class RpcTrainer(Trainer):
         self._check_gradients()
         used = tuple(p.grad is not None for p in self._parameters)
         if all(used):
-            torch._foreach_copy_(self._outgoing_views, [p.grad for p in self._parameters if p.grad is not None])
+            torch._foreach_copy_(
+                list(self.way.gradient_views), [p.grad for p in self._parameters if p.grad is not None]
+            )
             return None
-        for parameter, view in zip(self._parameters, self._outgoing_views, strict=True):
+        for parameter, view in zip(self._parameters, self.way.gradient_views, strict=True):
             view.zero_() if parameter.grad is None else view.copy_(parameter.grad)
         return used
 
@@ -169,10 +186,18 @@ class RpcTrainer(Trainer):
     # Validation, checkpoints, records.
 
     def refresh(self) -> None:
-        self._take(*self.remote.call("current"))
+        look: Look = self.remote.call("look", self.trainer_index, self.step)
+        if look.is_copy:
+            self.way.take_copy(look.pulled)
+        else:
+            self.way.take(look.pulled)
+        self._take_buffers(look.buffers)
 
     def merge_validation(self, sums: WeightedSums) -> tuple[Mapping[str, float], bool]:
-        means, improved = self.remote.call_later("report_validation", self.trainer_index, sums)
+        if self._round.decision.verdict is Verdict.VALIDATE:
+            self.remote.call("take_share", self.trainer_index, self.step, sums)
+            return sums.means(), False
+        means, improved = self.remote.call_later("report_validation", self.trainer_index, self.step, sums)
         return means, improved
 
     def deposit(self, reason: str, since: float) -> None:

@@ -5,18 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from paramserver.config.rules import at, show
-from paramserver.config.schema import Config, ServerConfig
+from paramserver.config.schema import Config
+from paramserver.config.world import mode_of, num_trainers_of
 from paramserver.errors import UnsupportedConfiguration
 
 # Key -> the values that this version can do. All others are parsed and checked like the rest, then refused.
 NOT_IN_THIS_VERSION: dict[str, tuple[Any, ...]] = {
-    "server.consistency": ("sync",),
-    "server.staleness_bound": (ServerConfig().staleness_bound,),
-    "server.backup_trainers": (0,),
-    "server.stale_scaling": ("none",),
     "server.compute": ("trainer",),
-    "server.transport": ("auto", "rpc"),
-    "server.wire_dtype": ("float32",),
     "server.on_loss": ("fail",),
     "cluster.num_servers": (1,),
     "cluster.max_restarts": (0,),
@@ -150,6 +145,23 @@ def _heartbeat(config: Config) -> str | None:
     )
 
 
+def _backup_trainers(config: Config) -> str | None:
+    backups, trainers = config.server.backup_trainers, num_trainers_of(config)
+    if not backups or not mode_of(config).has_servers:
+        return None
+    if config.server.consistency != "sync":
+        return (
+            f"server.backup_trainers ({backups}) must be 0 with server.consistency {config.server.consistency}, "
+            "in which nobody waits for the slowest; set it to 0 or choose sync"
+        )
+    if backups >= trainers:
+        return (
+            f"server.backup_trainers ({backups}) must be at most {trainers - 1}, the trainers less one, or no "
+            "gradient is left to apply; lower it or start more trainers"
+        )
+    return None
+
+
 RELATIONS: tuple[Relation, ...] = (
     Relation(("task",), _task),
     Relation(("training.patience", "checkpoint.best"), _patience),
@@ -160,4 +172,5 @@ RELATIONS: tuple[Relation, ...] = (
     Relation(("buffer.min_new_per_batch", "buffer.kind", "training.batch_size"), _new_samples),
     Relation(("buffer.pseudo_epochs", "buffer.kind"), _pseudo_epochs),
     Relation(("server.lost_after_s", "server.heartbeat_s"), _heartbeat),
+    Relation(("server.backup_trainers", "server.consistency", "cluster.num_trainers"), _backup_trainers),
 )

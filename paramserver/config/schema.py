@@ -78,6 +78,11 @@ class ServerConfig:
     lost_after_s: float = key(5.0, positive(), "seconds of silence after which a trainer is lost")
     on_loss: str = key("fail", choice("continue", "rollback", "fail"), "rpc: what follows when a trainer is lost")
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether tensors may travel through memory where both ends are on one host."""
+        return self.transport in ("auto", "shared_memory")
+
 
 @dataclass(frozen=True, kw_only=True)
 class DdpConfig:

@@ -1,0 +1,103 @@
+"""What every consistency answers: who may go on, and which gradients make the next update. Pure counts, no clock."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paramserver.consistency.words import Announcement, Decision
+from paramserver.limits import Limits
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a run agreed on before it began.
+
+    Args:
+        trainers: how many there are.
+        limits: the first that is reached ends the run.
+        uneven_inputs: "stop" or "join", where one trainer's data ends before another's.
+        batch_size: samples of a batch at most; tells how many samples are on their way.
+        stand_every: steps at whose multiples trainers that run freely all stand still (checkpoints); 0 is never.
+        validate_every: steps at whose multiples they validate a version that is kept for them; 0 is never.
+    """
+
+    trainers: int
+    limits: Limits
+    uneven_inputs: str = "stop"
+    batch_size: int = 1
+    stand_every: tuple[int, ...] = ()
+    validate_every: int = 0
+
+
+@dataclass(frozen=True)
+class Update:
+    """The gradients that make the next version: their mean, in the order of ``trainers``.
+
+    ``staleness[k]`` is the version that the k-th gradient is applied to minus the one that it was taken at;
+    ``buffers_from`` the trainer whose module buffers become the version's.
+    """
+
+    trainers: tuple[int, ...]
+    staleness: tuple[int, ...]
+    buffers_from: int
+
+
+class Consistency(ABC):
+    """Takes announcements and pushes, and says what follows from them. Not thread-safe; it decides and does nothing.
+
+    After each ``announce`` and ``push`` the caller asks ``due`` until it has no update left, makes each, and then hands
+    out ``answers``.
+
+    Args:
+        terms: of the run.
+        step, samples: applied so far.
+    """
+
+    lockstep: bool
+    """All trainers take every step together, so each knows by itself when all validate and save."""
+
+    def __init__(self, terms: Terms, step: int = 0, samples: int = 0) -> None:
+        self.terms = terms
+        self.step = step
+        self.samples = samples
+        self.dropped = dict.fromkeys(range(terms.trainers), 0)
+        self._announced: dict[int, Announcement] = {}
+
+    def announce(self, trainer_index: int, announcement: Announcement) -> None:
+        """A trainer's word before a step. It waits until ``answers`` has a decision for it."""
+        self._announced[trainer_index] = announcement
+
+    @abstractmethod
+    def answers(self) -> dict[int, Decision]:
+        """The trainers that wait no longer, and what each does next. Each announcement is answered once."""
+
+    @abstractmethod
+    def refusal(self, trainer_index: int, version: int) -> str | None:
+        """Why a push may not be counted, or None: the update after the last, a second push, one out of turn."""
+
+    @abstractmethod
+    def push(self, trainer_index: int, version: int, samples: int) -> bool:
+        """Count a push that was not refused; False where it came too late and is dropped."""
+
+    @abstractmethod
+    def due(self) -> Update | None:
+        """The next update that can be made; ``step`` and ``samples`` then count it."""
+
+    @abstractmethod
+    def keeps_buffers_of(self, trainer_index: int) -> bool:
+        """Whether the module buffers of a trainer's next push may become those of the version."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a run that goes on needs beside the counts."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back ``state_dict()``."""
+
+
+def sequence_of(numbers: Sequence[int], trainers: int) -> dict[int, int] | None:
+    """A number for each trainer; None where they are of another number of trainers."""
+    return dict(enumerate(numbers)) if len(numbers) == trainers else None

@@ -1,0 +1,127 @@
+"""Parameters read in place and gradients written in place: for trainers on the server's own host.
+
+A one-element ticket still goes down and up the distributed-autograd edge. Its value names the snapshot to read, and
+its gradient, which ``dist_autograd.backward`` brings, says that the gradients are in their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from paramserver.edge import pulled, sealed
+from paramserver.errors import TaskError
+from paramserver.flat import Layout
+from paramserver.transport.ends import ServerEnd, TrainerEnd
+from paramserver.transport.segments import attach
+from paramserver.transport.shelves import Shelf, gradients_key, parameters_key
+from paramserver.transport.wire import tensor_bytes
+
+
+class MemoryServerEnd(ServerEnd):
+    """Hands out tickets, and finds gradients in the trainer's own segment.
+
+    Args:
+        shelf: of all trainers of this host.
+        gradients: the flat tensors that the trainer writes to between a pull and the push that follows.
+    """
+
+    def __init__(self, shelf: Shelf, gradients: list[Tensor]) -> None:
+        self._shelf = shelf
+        self._gradients = gradients
+        self._leaf = torch.zeros(1, requires_grad=True)
+        self._pinned: int | None = None
+
+    def pull(self) -> tuple[Tensor, ...]:
+        return tuple(pulled([self._leaf], self.look()))
+
+    def look(self) -> tuple[Tensor, ...]:
+        self.release()
+        self._pinned = self._shelf.pin()
+        return (torch.tensor([float(self._pinned)]),)
+
+    def gradients(self, held: Mapping[Tensor, Tensor]) -> list[Tensor] | None:
+        return list(self._gradients) if self._leaf in held else None
+
+    def release(self) -> None:
+        if self._pinned is not None:
+            self._shelf.unpin(self._pinned)
+            self._pinned = None
+
+
+class MemoryTrainerEnd(TrainerEnd):
+    """Makes the model's parameters views of the server's snapshots; on another device, copies of them.
+
+    Args:
+        layout: how the parameters lie in the flat tensors.
+        parameters: the model's, in the order of the layout.
+        address: of the server's segments.
+        slots: how many snapshots there are.
+        trainer_index: whose gradients are written.
+        timeout_s: for each segment.
+    """
+
+    name = "shared_memory"
+
+    def __init__(
+        self,
+        layout: Layout,
+        parameters: Sequence[Tensor],
+        address: str,
+        slots: int,
+        trainer_index: int,
+        timeout_s: float,
+    ) -> None:
+        self._names = [slot.name for slot in layout.slots]
+        self._parameters = list(parameters)
+        self._in_place = all(p.device.type == "cpu" for p in parameters)
+        self._snapshots = [
+            list(layout.views(attach(address, parameters_key(slot), layout, timeout_s)).values())
+            for slot in range(slots)
+        ]
+        gradients = attach(address, gradients_key(trainer_index), layout, timeout_s)
+        self.gradient_views = list(layout.views(gradients).values())
+        self._layout = layout
+        self._slot: int | None = None
+        self._counts: list[int] = []
+
+    @torch.no_grad()
+    def take(self, pulled: Sequence[Tensor]) -> None:
+        slot = int(pulled[0])
+        if not self._in_place:
+            torch._foreach_copy_(self._parameters, self._snapshots[slot])
+        elif slot != self._slot:
+            self._move(self._snapshots[slot])
+        self._slot = slot
+        self._counts = [parameter._version for parameter in self._parameters]
+
+    @torch.no_grad()
+    def take_copy(self, flats: Sequence[Tensor]) -> None:
+        views = list(self._layout.views(flats).values())
+        if self._in_place:
+            self._move(views)
+        else:
+            torch._foreach_copy_(self._parameters, views)
+        self._slot = None
+
+    def _move(self, views: Sequence[Tensor]) -> None:
+        for parameter, view in zip(self._parameters, views, strict=True):
+            parameter.data = view
+
+    def seal(self, pulled: Sequence[Tensor]) -> Tensor:
+        if self._in_place:
+            self._check_unchanged()
+        return sealed([torch.ones(1)], pulled)
+
+    def _check_unchanged(self) -> None:
+        for name, parameter, count in zip(self._names, self._parameters, self._counts, strict=True):
+            if parameter._version != count:
+                raise TaskError(
+                    f"parameter {name} was changed in place on a trainer, and belongs to the server; change it in "
+                    "build_model or through the optimizer, or use server.transport: rpc, where such a change is lost"
+                )
+
+    def bytes_of(self, pulled: Sequence[Tensor]) -> int:
+        return 2 * tensor_bytes(pulled)
