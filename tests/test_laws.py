@@ -24,7 +24,7 @@ FLOORS = {
     0: "errors version",
     1.0: "buffers checkpoint config courier deadlines edge flat leaving loading parent records roles",
     1.1: "cluster limits rundir",
-    1.2: "attempts consistency",
+    1.2: "attempts claim consistency",
     1.3: "protocol",
     2.0: "report resharding sinks sources",
     2.1: "channel console",

@@ -219,10 +219,11 @@ class RpcTrainer(Trainer):
 
     def deposit(self, reason: str, since: float) -> None:
         self.settle()
-        self._flush()  # records from before the cut are not lost if this process dies after it
+        told = self._flush()
         cut = self.remote.begin("cut", self.trainer_index, reason)  # the server copies while this trainer does
         step, part = self.step, self.part()
         self.remote.end("cut", cut)
+        self.remote.end("take_records", told)  # records from before the cut are there before the checkpoint is
         pause_s = time.perf_counter() - since
         self._courier.carry(lambda: self._send_part(step, part, pause_s))
 
@@ -241,10 +242,10 @@ class RpcTrainer(Trainer):
         if time.monotonic() - self._sent > _SEND_EVERY_S or len(records) > 1000:
             self._flush()
 
-    def _flush(self) -> None:
+    def _flush(self) -> torch.futures.Future[Any]:
         self._sent = time.monotonic()
         records, self.records = self.records, []
-        self.remote.begin_now("take_records", records)
+        return self.remote.begin_now("take_records", records)
 
     def leave(self, totals: TrainerTotals, decision: Decision) -> None:
         self.remote.call("take_records", self.records)
