@@ -1,36 +1,45 @@
-"""How the parts of a checkpoint reach rank 0 in a process group, while the ranks train."""
+"""How the parts of a checkpoint reach rank 0 in ddp, while the ranks train."""
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-import torch.distributed as dist
 
 from paramserver.checkpoint import Pieces, send_archive
 from paramserver.errors import PeerLost, TrainingError
-from trainers.agreement import peers_may_be_lost
+from paramserver.link import Link, messages
 
-_FAILED = -1
+# Kinds of messages.
+_PIECE, _END, _FAILED, _TAKEN = 1, 2, 3, 4
+_PAUSE = struct.Struct("!d")
 
 
 class Collection:
-    """One rank's end of it. Each rank calls ``send``, rank 0 ``receive`` and ``answer``, once per checkpoint.
+    """One rank's end of it. Each other rank calls ``send``, rank 0 ``receive`` and ``answer``, once per checkpoint.
 
-    A part comes as pieces, each after its length; 0 ends it. Rank 0 answers all when it has handed the checkpoint to
-    its writer, so that no rank is far ahead of another when they meet again.
+    A part comes as pieces and an end. Rank 0 answers all when it has handed the checkpoint to its writer, so that no
+    rank is far ahead of another when they meet again.
 
     Args:
-        group: of gloo, used by this object alone and by one thread of each rank.
-        trainers: how many ranks there are.
+        links: this rank's, by the rank at their other end; used by this object alone and by one thread.
     """
 
-    def __init__(self, group: Any, trainers: int) -> None:
-        self._group = group
-        self._others = range(1, trainers)
+    def __init__(self, links: Mapping[int, Link]) -> None:
+        self._links = links
+
+    @property
+    def lost(self) -> PeerLost | None:
+        """Whom this rank found to be gone."""
+        return next((link.lost for link in self._links.values() if link.lost is not None), None)
+
+    @property
+    def heard(self) -> float:
+        """``time.monotonic()`` of the last sign of life that somebody gave while this rank waited for it."""
+        return max((link.heard for link in self._links.values()), default=0.0)
 
     def send(self, part: Mapping[str, Any], pause_s: float) -> None:
         """Give this rank's part to rank 0, and wait until rank 0 has those of all.
@@ -38,29 +47,22 @@ class Collection:
         Raises:
             PeerLost: rank 0 is gone, or could not take it.
         """
-        with peers_may_be_lost():
-            self._send_number(pause_s)
-            try:
-                send_archive(dict(part), self._send_piece)
-            except BaseException:
-                self._send_number(_FAILED)
-                raise
-            self._send_number(0)
-            taken = self._receive_number(0)
-        if not taken:
+        link = self._links[0]
+        link.attend()
+        try:
+            send_archive(dict(part), self._send_piece)
+        except PeerLost:
+            raise
+        except BaseException:
+            link.send(_FAILED)
+            raise
+        link.send(_END, _PAUSE.pack(pause_s))
+        _, kind, _ = next(messages([link]))
+        if kind != _TAKEN:
             raise PeerLost("rank 0 could not take a checkpoint; look for its own error")
 
     def _send_piece(self, piece: npt.NDArray[np.uint8]) -> None:
-        self._send_number(len(piece))
-        dist.send(torch.from_numpy(piece), 0, group=self._group)
-
-    def _send_number(self, number: float, to: int = 0) -> None:
-        dist.send(torch.tensor([number], dtype=torch.float64), to, group=self._group)
-
-    def _receive_number(self, source: int) -> float:
-        number = torch.empty(1, dtype=torch.float64)
-        dist.recv(number, source, group=self._group)
-        return float(number)
+        self._links[0].send(_PIECE, piece.data)
 
     def receive(self) -> tuple[dict[int, Pieces], float]:
         """The parts of the other ranks, and the longest of their pauses, in seconds.
@@ -70,30 +72,33 @@ class Collection:
             TrainingError: a rank could not send its own.
         """
         pauses_s = [0.0]
-        parts = {}
-        with peers_may_be_lost():
-            for rank in self._others:
-                pauses_s.append(self._receive_number(rank))
-                parts[rank] = self._receive_pieces(rank)
+        parts = {rank: Pieces() for rank in self._links}
+        for link in self._links.values():
+            link.attend()
+        coming = set(self._links.values())
+        for link, kind, body in messages(coming):
+            if kind == _PIECE:
+                self._take_piece(parts[link.peer], body)
+            elif kind == _END:
+                pauses_s.append(_PAUSE.unpack(body.data)[0])
+                coming.remove(link)
+            else:
+                raise TrainingError(
+                    f"trainer {link.peer} could not store its part of a checkpoint; look for its own error"
+                )
         return parts, max(pauses_s)
 
-    def _receive_pieces(self, rank: int) -> Pieces:
-        pieces = Pieces()
-        while (length := int(self._receive_number(rank))) > 0:
-            piece = torch.empty(length, dtype=torch.uint8)
-            dist.recv(piece, rank, group=self._group)
-            pieces.append(piece.numpy())
-        if length == _FAILED:
-            raise TrainingError(f"trainer {rank} could not store its part of a checkpoint; look for its own error")
-        return pieces
+    def _take_piece(self, pieces: Pieces, piece: npt.NDArray[np.uint8]) -> None:
+        pieces.append(piece)
 
     def answer(self, taken: bool) -> None:
         """Tell the other ranks that they may go on to the next checkpoint, or that this one failed."""
         failures = []
-        for rank in self._others:
+        for link in self._links.values():
+            if link.lost is not None:
+                continue  # whoever waited for it was told
             try:
-                with peers_may_be_lost():
-                    self._send_number(taken, rank)
+                link.send(_TAKEN if taken else _FAILED)
             except PeerLost as failure:
                 failures.append(failure)  # those after it are answered all the same
         if failures:

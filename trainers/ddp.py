@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paramserver.consistency import Announcement, Decision, Readiness, Verdict, buffer_source, decide
 from paramserver.courier import Courier
+from paramserver.errors import PeerLost
 from paramserver.keeper import Cut, Keeper
 from paramserver.limits import Limits
 from paramserver.meeting import Meeting
@@ -22,7 +23,9 @@ from paramserver.modelling import build_model
 from paramserver.process import Process
 from paramserver.records import Record, StepReport, StepResult, TrainerTotals, WeightedSums, merge_all
 from paramserver.session import exchange, process_group
+from paramserver.star import star
 from paramserver.task import Task
+from paramserver.transport.cutting import Connections
 from paramserver.updater import Updater
 from trainers.agreement import Agreed, Agreement, Done, peers_may_be_lost
 from trainers.base import Trainer
@@ -52,18 +55,30 @@ class DdpTrainer(Trainer):
         self._active: tuple[int, ...] = tuple(range(process.trainers))
         self._behind = False
         self._collected = time.monotonic()
+        self._connections = Connections()
+        self._lost: PeerLost | None = None
+
+    def run(self) -> Decision:
+        try:
+            return super().run()
+        except PeerLost as error:
+            if self._lost is None or self._lost is error:
+                raise
+            raise self._lost from error  # it names the rank, which a collective cannot
 
     # The connection and the model.
 
     def init_connection(self) -> None:
         if self.process.placement.device.type == "cuda":
             torch.cuda.set_device(self.process.placement.device)  # nccl's collectives use the current device
-        self.open(process_group(self.meeting, self.process.placement.backend))
-        self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.meeting.timeout_s))
+        with self._connections.recorded():
+            self.open(process_group(self.meeting, self.process.placement.backend))
+            self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.meeting.timeout_s))
         self._agreement = Agreement(self._control, self.process.trainers, self.trainer_index)
-        parts = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.meeting.timeout_s))
-        self._collection = Collection(parts, self.process.trainers)
-        self._courier = self.open(Courier(self.config.checkpoint.background, "a part of a checkpoint"))
+        self._collection = Collection(self.open(star(self.meeting, self.config)))
+        self._courier = self.open(
+            Courier(self.config.checkpoint.background, "a part of a checkpoint", lambda: self._collection.heard)
+        )
         model = build_model(self.task, self.config.seed, self.process.placement)
         if self.keeper is not None:
             self.keeper.restore_model(model)
@@ -221,11 +236,23 @@ class DdpTrainer(Trainer):
         keeper = self.keeper
         if keeper is None:
             pause_s = time.perf_counter() - since
-            self._courier.carry(lambda: self._collection.send(part, pause_s))
+            self._carry(lambda: self._collection.send(part, pause_s))
         else:
             cut = keeper.cut(self.step, self.unwrapped_model, self.updater, reason, since)
             own_s = time.perf_counter() - since
-            self._courier.carry(lambda: self._complete(keeper, cut, part, own_s))
+            self._carry(lambda: self._complete(keeper, cut, part, own_s))
+
+    def _carry(self, job: Callable[[], None]) -> None:
+        def carried() -> None:
+            try:
+                job()
+            except BaseException:
+                self._lost = self._collection.lost
+                if self._lost is not None:
+                    self._connections.cut()  # the loop may wait for the same peer, and would until its own timeout
+                raise
+
+        self._courier.carry(carried)
 
     def _complete(self, keeper: Keeper, cut: Cut, part: Mapping[str, Any], pause_s: float) -> None:
         """On rank 0: the other ranks' parts, and then the checkpoint. Whatever happens, they are answered."""
