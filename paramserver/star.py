@@ -94,6 +94,7 @@ class Reception:
         self._missing = missing
         self._selector = selectors.DefaultSelector()
         self._said: dict[socket.socket, bytes] = {}
+        self._guests: dict[int, socket.socket] = {}
         self._selector.register(listener, selectors.EVENT_READ)
         listener.setblocking(False)
 
@@ -103,7 +104,7 @@ class Reception:
         Raises:
             DeadlineExceeded: some did not come.
         """
-        deadline, guests = time.monotonic() + timeout_s, {}
+        deadline = time.monotonic() + timeout_s
         while self._missing:
             ready = self._selector.select(max(deadline - time.monotonic(), 0.0))
             if not ready and time.monotonic() > deadline:
@@ -112,36 +113,37 @@ class Reception:
                     f"rank {names} did not connect to rank 0 within cluster.timeout_s ({timeout_s:g} s)"
                 )
             for key, _ in ready:
-                guests.update(self._meet(key.fileobj))  # type: ignore[arg-type]
+                self._meet(key.fileobj)  # type: ignore[arg-type]
+        guests, self._guests = self._guests, {}
         return guests
 
-    def _meet(self, ready: socket.socket) -> dict[int, socket.socket]:
+    def _meet(self, ready: socket.socket) -> None:
         if ready is self._listener:
             visitor, _ = ready.accept()
             visitor.setblocking(False)
             self._selector.register(visitor, selectors.EVENT_READ)
             self._said[visitor] = b""
-            return {}
+            return
         said = self._said[ready] + _hear(ready, _HELLO_BYTES - len(self._said[ready]))
         if said != self._said[ready] and len(said) < _HELLO_BYTES:
             self._said[ready] = said
-            return {}
+            return
         self._selector.unregister(ready)
         del self._said[ready]
         token, rank = said[:_TOKEN_BYTES], _RANK.unpack(said[_TOKEN_BYTES:])[0] if len(said) == _HELLO_BYTES else None
         if secrets.compare_digest(token, self._token) and rank in self._missing:
             self._missing.remove(rank)
-            return {rank: ready}
+            self._guests[rank] = ready
+            return
         ready.close()
         _log.warning("somebody who does not belong to this run was refused")
-        return {}
 
     def __enter__(self) -> Reception:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._selector.close()
-        for visitor in self._said:
+        for visitor in (*self._said, *self._guests.values()):
             visitor.close()
 
 
