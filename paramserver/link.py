@@ -7,7 +7,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from contextlib import suppress
 
 import numpy as np
@@ -19,17 +19,17 @@ Body = npt.NDArray[np.uint8]
 
 # Kind and length of what follows.
 _HEAD = struct.Struct("!BI")
-_BEAT = _HEAD.pack(0, 0)
+_BEAT = 0
 
-# A wait is cut into so many; one that lasted longer than it should says that this process itself stood still.
-_SLICES = 10
+# A sender looks so often whether the peer was found to be lost.
+_LOOK_S = 0.2
 
 
 class Link:
-    """One end. One thread sends and receives, another may ``beat`` meanwhile.
+    """One end. One thread sends; another polls, beats and tells the first whom it found to be lost.
 
-    A peer is lost when its connection ends, or when nothing came from it for ``lost_after_s`` while this end waited:
-    no message, no part of one, no beat, no room for more. How long a message takes does not matter.
+    A peer is lost when its connection ends, or when nothing came from it for ``lost_after_s``: no message, no part of
+    one, no beat. How long a message takes does not matter.
 
     Args:
         connection: of TCP, this object's from now on.
@@ -53,15 +53,11 @@ class Link:
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def attend(self) -> None:
-        """Silence counts from now on: nobody listened before."""
-        self.heard = time.monotonic()
-
     def send(self, kind: int, body: bytes | memoryview = b"") -> None:
         """Send a message of ``kind`` (1 to 255); returns when the kernel has it.
 
         Raises:
-            PeerLost: the peer is gone or silent, or sends itself what ends the exchange.
+            PeerLost: the peer is gone.
         """
         with self._writing:
             for data in (_HEAD.pack(kind, len(body)), body):
@@ -72,14 +68,11 @@ class Link:
             try:
                 data = data[self._socket.send(data) :]
             except BlockingIOError:
-                self._await_room()
+                wait_ready([self], select.POLLOUT, _LOOK_S)
+                if self.lost is not None:
+                    raise self.lost from None
             except OSError as error:
                 raise self._lose(f"its connection was closed ({error.strerror})") from error
-
-    def _await_room(self) -> None:
-        if self.poll() is not None:  # nobody speaks to one who speaks, unless to end it
-            raise PeerLost(f"rank {self.peer} could not take what was sent; look for its own error")
-        _await([self], select.POLLIN | select.POLLOUT)
 
     def poll(self) -> tuple[int, Body] | None:
         """The next message, kind and body; None where it is not all here. Beats are left out."""
@@ -89,8 +82,7 @@ class Link:
                     return None
             elif self._body is None:
                 self._kind, length = _HEAD.unpack(self._target.data)
-                if self._kind:
-                    self._body = np.empty(length, np.uint8)
+                self._body = None if self._kind == _BEAT else np.empty(length, np.uint8)
                 self._expect(np.empty(_HEAD.size, np.uint8) if self._body is None else self._body)
             else:
                 kind, body, self._body = self._kind, self._body, None
@@ -123,55 +115,32 @@ class Link:
         if time.monotonic() - self.heard > self.lost_after_s:
             raise self._lose(f"it gave no sign of life for server.lost_after_s ({self.lost_after_s:g} s)")
 
-    def beat(self) -> None:
-        """Give a sign of life, unless a message is just being sent, which is one, or nobody reads."""
+    def offer(self, kind: int, body: bytes = b"") -> None:
+        """Send a message of a few bytes if that is possible at once: not while another is sent, nor where nobody reads."""
         if self._writing.acquire(blocking=False):
             try:
-                # The end of the connection is met by who sends or receives, and told there.
+                # The end of the connection is met by who polls, and told there.
                 with suppress(OSError, ValueError):
-                    if _ready([self], select.POLLOUT, 0.0):  # and so there is room for all of a beat
-                        self._socket.send(_BEAT)
+                    if wait_ready([self], select.POLLOUT, 0.0):  # and so there is room for all of it
+                        self._socket.send(_HEAD.pack(kind, len(body)) + body)
             finally:
                 self._writing.release()
 
-    def close(self) -> None:
-        """End the connection, which the peer notices at once, and so does a thread that waits here."""
-        with suppress(OSError):
+    def beat(self) -> None:
+        """Give a sign of life, unless a message is just being sent, which is one."""
+        self.offer(_BEAT)
+
+    def end(self) -> None:
+        """End the connection, which the peer notices at once, and whoever waits here."""
+        with suppress(OSError):  # it has ended
             self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
         self._socket.close()
 
 
-def messages(links: Collection[Link]) -> Iterator[tuple[Link, int, Body]]:
-    """What comes over ``links``, in turn and as it comes, until the caller has taken all out of ``links``.
-
-    Raises:
-        PeerLost: one of them ended, or is silent.
-    """
-    while links:
-        idle = True
-        for link in list(links):
-            if (message := link.poll()) is not None:
-                idle = False
-                yield link, *message
-        if idle:
-            _await(links, select.POLLIN)
-
-
-def _await(links: Collection[Link], events: int) -> None:
-    """Until one of ``links`` has something, or a while has passed."""
-    slice_s = min(link.lost_after_s for link in links) / _SLICES
-    began = time.monotonic()
-    ready = _ready(links, events, slice_s)
-    late_s = max(time.monotonic() - began - slice_s, 0.0)
-    for link in links:
-        if ready.get(link.fileno(), 0) & ~select.POLLIN:
-            link.attend()  # it took something
-        link.heard += late_s  # this process stood still: others cannot be blamed for that time
-        if link.fileno() not in ready:
-            link.check_silence()
-
-
-def _ready(links: Collection[Link], events: int, timeout_s: float) -> dict[int, int]:
+def wait_ready(links: Collection[Link], events: int, timeout_s: float) -> dict[int, int]:
+    """What poll(2) says of the links, by descriptor; those of which it says nothing are left out."""
     poller = select.poll()
     for link in links:
         poller.register(link, events)

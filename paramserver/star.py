@@ -8,16 +8,16 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from ipaddress import ip_address
 
 from paramserver.cluster import own_address
 from paramserver.config import Config
 from paramserver.errors import DeadlineExceeded, PeerLost
 from paramserver.link import Link
+from paramserver.links import Links
 from paramserver.meeting import Meeting
-from paramserver.membership import Heartbeat
 
 _log = logging.getLogger(__name__)
 _KEY = "star"
@@ -27,11 +27,15 @@ _HELLO_BYTES = _TOKEN_BYTES + _RANK.size
 
 
 @contextmanager
-def star(meeting: Meeting, config: Config) -> Iterator[dict[int, Link]]:
+def star(meeting: Meeting, config: Config, on_lost: Callable[[], None]) -> Iterator[Links]:
     """This rank's links by the rank at their other end: rank 0 has one to each, each other rank one to rank 0.
 
     Rank 0 listens until all are there, at the address over which it is reached anyway. Each first tells the token that
-    the store holds, or is refused. Signs of life go over all links every ``server.heartbeat_s``.
+    the store holds, or is refused.
+
+    Args:
+        meeting, config: this rank's.
+        on_lost: as for ``Links``.
 
     Raises:
         DeadlineExceeded: ranks are missing after ``cluster.timeout_s``.
@@ -41,19 +45,8 @@ def star(meeting: Meeting, config: Config) -> Iterator[dict[int, Link]]:
         connections = _accept(meeting, own_address(meeting.identity.master_addr, config.cluster.interface))
     else:
         connections = {0: _connect(meeting)}
-    with ExitStack() as stack:
-        links = {rank: Link(found, rank, config.server.lost_after_s) for rank, found in connections.items()}
-        for link in links.values():
-            stack.callback(link.close)
-
-        def beat() -> None:
-            for link in links.values():
-                link.beat()
-
-        heartbeat = Heartbeat(
-            beat, config.server.heartbeat_s, lambda why: _log.error("no signs of life go out: %s", why)
-        )
-        stack.callback(heartbeat.close)
+    made = {rank: Link(found, rank, config.server.lost_after_s) for rank, found in connections.items()}
+    with closing(Links(made, config.server.heartbeat_s, on_lost)) as links:
         yield links
 
 

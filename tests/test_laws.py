@@ -23,7 +23,7 @@ from helpers.source import (
 FLOORS = {
     0: "errors version",
     1.0: "buffers checkpoint config courier deadlines edge flat leaving link loading parent records roles",
-    1.1: "cluster limits rundir",
+    1.1: "cluster limits links rundir",
     1.2: "attempts consistency",
     1.3: "protocol",
     2.0: "report resharding sinks sources",

@@ -41,7 +41,7 @@ def check(finished, died):
     left = sorted(path.name for path in (finished.run_dir / "checkpoints").iterdir())
     assert left == ["latest", "step-00000003"]
     before = read_checkpoint(finished.run_dir / "checkpoints" / "step-00000003")
-    assert before.manifest.files["trainer-1.pt"].size > 512 * (died["pieces"] + 2)  # two pieces are not all
+    assert before.file("trainer-1").stat().st_size > 512 * (died["pieces"] + 2)  # two pieces are not all
     assert finished.summary["status"] == "failed"
     assert finished.summary["checkpoint"] == "step-00000003"
 
@@ -56,7 +56,7 @@ def test_a_rank_that_dies_on_the_way_is_noticed_at_once(tmp_path):
     assert "error: rank 1 (trainer 1): killed by SIGKILL" in sender.output
     assert sender.summary["error"].startswith("PeerLost: rank 1 is lost: its connection was closed")
     assert "error: rank 0 (trainer 0): killed by SIGKILL" in receiver.output
-    assert "PeerLost('rank 0 is lost: its connection was closed" in receiver.log(1)
+    assert "PeerLost: rank 0 is lost: its connection was closed" in receiver.log(1)
     assert max(sender_s, receiver_s) < 15
 
 
@@ -67,8 +67,9 @@ def test_a_rank_that_freezes_on_the_way_is_noticed_by_its_silence(tmp_path, carr
     check(finished, died)
     first = finished.output[finished.output.index("error: ") :].splitlines()[0]
     told = f"rank {lost} is lost: it gave no sign of life for server.lost_after_s (2 s)"
-    assert told in first or "rank 0 could not take" in first
-    assert f"PeerLost('{told}" in finished.log(1 - lost)
+    assert told in first
+    for survivor in set(range(trainers)) - {lost}:
+        assert f"PeerLost: {told}" in finished.log(survivor)
     assert elapsed_s < TIMEOUT_S / 2
 
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from paramserver.checkpoint import Pieces, send_archive
 from paramserver.errors import PeerLost, TrainingError
-from paramserver.link import Link, messages
+from paramserver.links import Links
 
 # Kinds of messages.
 _PIECE, _END, _FAILED, _TAKEN = 1, 2, 3, 4
@@ -25,21 +25,11 @@ class Collection:
     rank is far ahead of another when they meet again.
 
     Args:
-        links: this rank's, by the rank at their other end; used by this object alone and by one thread.
+        links: this rank's, used by this object alone and by one thread.
     """
 
-    def __init__(self, links: Mapping[int, Link]) -> None:
+    def __init__(self, links: Links) -> None:
         self._links = links
-
-    @property
-    def lost(self) -> PeerLost | None:
-        """Whom this rank found to be gone."""
-        return next((link.lost for link in self._links.values() if link.lost is not None), None)
-
-    @property
-    def heard(self) -> float:
-        """``time.monotonic()`` of the last sign of life that somebody gave while this rank waited for it."""
-        return max((link.heard for link in self._links.values()), default=0.0)
 
     def send(self, part: Mapping[str, Any], pause_s: float) -> None:
         """Give this rank's part to rank 0, and wait until rank 0 has those of all.
@@ -47,22 +37,19 @@ class Collection:
         Raises:
             PeerLost: rank 0 is gone, or could not take it.
         """
-        link = self._links[0]
-        link.attend()
         try:
             send_archive(dict(part), self._send_piece)
         except PeerLost:
             raise
         except BaseException:
-            link.send(_FAILED)
+            self._links.send(0, _FAILED)
             raise
-        link.send(_END, _PAUSE.pack(pause_s))
-        _, kind, _ = next(messages([link]))
-        if kind != _TAKEN:
+        self._links.send(0, _END, _PAUSE.pack(pause_s))
+        if self._links.receive().kind != _TAKEN:
             raise PeerLost("rank 0 could not take a checkpoint; look for its own error")
 
     def _send_piece(self, piece: npt.NDArray[np.uint8]) -> None:
-        self._links[0].send(_PIECE, piece.data)
+        self._links.send(0, _PIECE, piece.data)
 
     def receive(self) -> tuple[dict[int, Pieces], float]:
         """The parts of the other ranks, and the longest of their pauses, in seconds.
@@ -71,22 +58,17 @@ class Collection:
             PeerLost: a rank is gone.
             TrainingError: a rank could not send its own.
         """
-        pauses_s = [0.0]
-        parts = {rank: Pieces() for rank in self._links}
-        for link in self._links.values():
-            link.attend()
-        coming = set(self._links.values())
-        for link, kind, body in messages(coming):
+        pauses_s: dict[int, float] = {}
+        parts = {rank: Pieces() for rank in self._links.peers}
+        while len(pauses_s) < len(parts):
+            rank, kind, body = self._links.receive()
             if kind == _PIECE:
-                self._take_piece(parts[link.peer], body)
+                self._take_piece(parts[rank], body)
             elif kind == _END:
-                pauses_s.append(_PAUSE.unpack(body.data)[0])
-                coming.remove(link)
+                pauses_s[rank] = float(_PAUSE.unpack(body.data)[0])
             else:
-                raise TrainingError(
-                    f"trainer {link.peer} could not store its part of a checkpoint; look for its own error"
-                )
-        return parts, max(pauses_s)
+                raise TrainingError(f"trainer {rank} could not store its part of a checkpoint; look for its own error")
+        return parts, max(pauses_s.values(), default=0.0)
 
     def _take_piece(self, pieces: Pieces, piece: npt.NDArray[np.uint8]) -> None:
         pieces.append(piece)
@@ -94,11 +76,9 @@ class Collection:
     def answer(self, taken: bool) -> None:
         """Tell the other ranks that they may go on to the next checkpoint, or that this one failed."""
         failures = []
-        for link in self._links.values():
-            if link.lost is not None:
-                continue  # whoever waited for it was told
+        for rank in self._links.peers:
             try:
-                link.send(_TAKEN if taken else _FAILED)
+                self._links.send(rank, _TAKEN if taken else _FAILED)
             except PeerLost as failure:
                 failures.append(failure)  # those after it are answered all the same
         if failures:

@@ -18,6 +18,7 @@ from paramserver.courier import Courier
 from paramserver.errors import PeerLost
 from paramserver.keeper import Cut, Keeper
 from paramserver.limits import Limits
+from paramserver.links import Links
 from paramserver.meeting import Meeting
 from paramserver.modelling import build_model
 from paramserver.process import Process
@@ -34,6 +35,8 @@ from trainers.hooks import register_comm_hook
 
 # Rank 0 asks for the others' records about so often; it costs one gather.
 _COLLECT_EVERY_S = 1.0
+# A collective may fail so long before it is told who is lost.
+_NAMED_AFTER_S = 1.0
 
 
 class DdpTrainer(Trainer):
@@ -56,15 +59,19 @@ class DdpTrainer(Trainer):
         self._behind = False
         self._collected = time.monotonic()
         self._connections = Connections()
-        self._lost: PeerLost | None = None
+        self._links: Links | None = None
 
     def run(self) -> Decision:
         try:
             return super().run()
         except PeerLost as error:
-            if self._lost is None or self._lost is error:
+            if self._links is None or self._links.lost in (None, error):
                 raise
-            raise self._lost from error  # it names the rank, which a collective cannot
+            raise self._links.lost from error  # it names the rank, which a collective cannot
+
+    def give_up(self, error: BaseException) -> None:
+        if isinstance(error, PeerLost) and self._links is not None:
+            self._links.await_loss(_NAMED_AFTER_S)
 
     # The connection and the model.
 
@@ -75,9 +82,11 @@ class DdpTrainer(Trainer):
             self.open(process_group(self.meeting, self.process.placement.backend))
             self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.meeting.timeout_s))
         self._agreement = Agreement(self._control, self.process.trainers, self.trainer_index)
-        self._collection = Collection(self.open(star(self.meeting, self.config)))
+        # Where somebody is lost, the loop may wait for it in a collective, and would until its own timeout.
+        self._links = links = self.open(star(self.meeting, self.config, self._connections.cut))
+        self._collection = Collection(links)
         self._courier = self.open(
-            Courier(self.config.checkpoint.background, "a part of a checkpoint", lambda: self._collection.heard)
+            Courier(self.config.checkpoint.background, "a part of a checkpoint", lambda: links.moved)
         )
         model = build_model(self.task, self.config.seed, self.process.placement)
         if self.keeper is not None:
@@ -229,6 +238,7 @@ class DdpTrainer(Trainer):
 
     def deposit(self, reason: str, since: float) -> None:
         self.settle()  # all ranks end the same travel, and so meet again
+        self._attend(True)
         self.refresh()
         with peers_may_be_lost():
             self._collect(exchange(list(self.records), self._control))
@@ -242,15 +252,15 @@ class DdpTrainer(Trainer):
             own_s = time.perf_counter() - since
             self._carry(lambda: self._complete(keeper, cut, part, own_s))
 
+    def _attend(self, attentive: bool) -> None:
+        """While a part travels, a rank that falls silent is lost."""
+        assert self._links is not None
+        self._links.attend(attentive)
+
     def _carry(self, job: Callable[[], None]) -> None:
         def carried() -> None:
-            try:
-                job()
-            except BaseException:
-                self._lost = self._collection.lost
-                if self._lost is not None:
-                    self._connections.cut()  # the loop may wait for the same peer, and would until its own timeout
-                raise
+            job()
+            self._attend(False)
 
         self._courier.carry(carried)
 
@@ -284,6 +294,8 @@ class DdpTrainer(Trainer):
             everything = exchange((totals, list(self.records)), self._control)
         self._collect([records for _, records in everything])
         self.all_totals = [one for one, _ in everything]
+        if self._links is not None:
+            self._links.leave()
 
     def optimizer_state(self) -> dict[str, Any]:
         return self.updater.optimizer.state_dict()

@@ -27,9 +27,11 @@ class Connections:
         yield
         self._inodes |= frozenset(_sockets()) - before
 
-    def cut(self) -> int:
-        """Shut down those that are still open, without closing them; returns how many those are."""
-        return sum(_shut_down(descriptor, inode) for inode, descriptor in _sockets().items() if inode in self._inodes)
+    def cut(self) -> None:
+        """Shut down those that are still open, without closing them."""
+        for inode, descriptor in _sockets().items():
+            if inode in self._inodes:
+                _shut_down(descriptor, inode)
 
 
 def _sockets() -> dict[int, int]:
@@ -43,13 +45,8 @@ def _sockets() -> dict[int, int]:
     return found
 
 
-def _shut_down(descriptor: int, inode: int) -> bool:
-    try:
-        with socket.socket(fileno=os.dup(descriptor)) as copy:
-            # The number may be another's by now, the copy's is not; a listener that is shut down makes gloo abort.
-            if os.fstat(copy.fileno()).st_ino != inode or copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                return False
+def _shut_down(descriptor: int, inode: int) -> None:
+    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as copy:  # an error: it ended by itself
+        # The number may be another's by now, the copy's is not; a listener that is shut down makes gloo abort.
+        if os.fstat(copy.fileno()).st_ino == inode and not copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             copy.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        return False  # it ended by itself
-    return True
