@@ -116,7 +116,7 @@ class Link:
             raise self._lose(f"it gave no sign of life for server.lost_after_s ({self.lost_after_s:g} s)")
 
     def offer(self, kind: int, body: bytes = b"") -> None:
-        """Send a message of a few bytes if that is possible at once: not while another is sent, nor where nobody reads."""
+        """Send a few bytes if that is possible at once: not while a message is sent, nor where nobody reads."""
         if self._writing.acquire(blocking=False):
             try:
                 # The end of the connection is met by who polls, and told there.

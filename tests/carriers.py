@@ -106,6 +106,7 @@ class Faulting(DdpTrainer):
             handle(*args)
             handled.append(self.step)
             if len([step for step in handled if step >= 6]) == 2:
+                await_checkpoint(self)
                 die(self, self.number, pieces=2, step=self.step)
 
         return counting
@@ -131,3 +132,13 @@ def die(trainer, number=signal.SIGKILL, **about):
     mark = {"pid": os.getpid(), "time": time.time(), **about}
     Path(trainer.config.logging.run_dir, "died").write_text(json.dumps(mark))
     os.kill(os.getpid(), number)
+    threading.Event().wait(90)  # the signal may stop this thread a little later
+
+
+def await_checkpoint(trainer):
+    """The first one is on the disk."""
+    latest = Path(trainer.config.logging.run_dir, trainer.config.logging.name, "checkpoints", "latest")
+    deadline = time.monotonic() + 30
+    while not latest.exists():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.02)
