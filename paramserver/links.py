@@ -78,6 +78,8 @@ class Links:
             while not self._inbox:
                 if self.lost is not None:
                     raise self.lost
+                if not self._thread.is_alive():
+                    raise PeerLost("all other ranks have said goodbye, and nothing more comes from them")
                 self.moved = time.monotonic()
                 self._changed.wait(self._slice_s)
             return self._inbox.popleft()

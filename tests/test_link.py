@@ -8,13 +8,15 @@ from contextlib import contextmanager, suppress
 import numpy as np
 import pytest
 
-from paramserver import link as link_module
+from paramserver import links as links_module
 from paramserver.errors import PeerLost
-from paramserver.link import _BEAT, _HEAD, Link, messages
+from paramserver.link import _HEAD, Link
+from paramserver.links import Links
 
 LONG_S = 20.0
 SHORT_S = 0.4
 MB = 2**20
+BEAT = _HEAD.pack(0, 0)
 
 
 def connected():
@@ -23,39 +25,56 @@ def connected():
         return one, listener.accept()[0]
 
 
+class Ends:
+    """A rank with one peer, rank 1: its links, and the bare socket at the other end."""
+
+    def __init__(self, lost_after_s, beat_s=0.05, peers=(1,)):
+        pairs = {peer: connected() for peer in peers}
+        self.others = {peer: other for peer, (_, other) in pairs.items()}
+        self.other = self.others[peers[0]]
+        self.cut = threading.Event()
+        made = {peer: Link(one, peer, lost_after_s) for peer, (one, _) in pairs.items()}
+        self.links = Links(made, beat_s, self.cut.set)
+
+    def say(self, kind, body=b"", peer=1):
+        self.others[peer].sendall(_HEAD.pack(kind, len(body)) + body)
+
+
 @contextmanager
-def linked(lost_after_s=LONG_S, peer=1):
-    """A link to rank ``peer``, and the bare socket at its other end."""
-    one, other = connected()
-    link = Link(one, peer, lost_after_s)
+def ends(lost_after_s=LONG_S, **options):
+    made = Ends(lost_after_s, **options)
     try:
-        yield link, other
+        yield made
     finally:
-        link.close()
-        other.close()
+        made.links.close()
+        for other in made.others.values():
+            other.close()
 
 
 @contextmanager
-def at_once(*works):
-    """Run each in a thread of its own until the block ends; each is told when that is."""
+def pair(lost_after_s=LONG_S):
+    """The links of rank 0 and rank 1, each to the other."""
+    one, other = connected()
+    with_one = Links({1: Link(one, 1, lost_after_s)}, 0.05, lambda: None)
+    with_zero = Links({0: Link(other, 0, lost_after_s)}, 0.05, lambda: None)
+    try:
+        yield with_one, with_zero
+    finally:
+        with_one.close()
+        with_zero.close()
+
+
+@contextmanager
+def beside(work):
+    """``work`` in a thread; it is told when the block ends."""
     over = threading.Event()
-    threads = [threading.Thread(target=work, args=(over,), name=f"peer-{i}") for i, work in enumerate(works)]
-    for thread in threads:
-        thread.start()
+    thread = threading.Thread(target=work, args=(over,), name="peer-at-work")
+    thread.start()
     try:
         yield
     finally:
         over.set()
-        for thread in threads:
-            thread.join(LONG_S)
-
-
-def beating(link, every_s=0.05):
-    def work(over):
-        while not over.wait(every_s):
-            link.beat()
-
-    return work
+        thread.join(LONG_S)
 
 
 def elapsed(call, match):
@@ -66,164 +85,188 @@ def elapsed(call, match):
     return time.monotonic() - began
 
 
-def taken(link, count):
-    """The next messages of one link."""
-    coming = messages([link])
-    return [next(coming)[1:] for _ in range(count)]
-
-
 def test_messages_of_every_length_come_in_order_between_beats():
     rng = np.random.default_rng(3)
     bodies = [rng.integers(0, 256, n, np.uint8) for n in (0, 1, 5, 20 * MB, 0, 70_000)]
-    with linked() as (sender, other):
-        receiver = Link(other, 0, LONG_S)
+    one, other = connected()
+    sender = Link(one, 1, LONG_S)
+    receiver = Links({0: Link(other, 0, LONG_S)}, 0.001, lambda: None)
 
-        def send(over):
+    def beats(over):
+        while not over.wait(0.0001):
+            sender.beat()
+
+    try:
+        with beside(beats):
             for kind, body in enumerate(bodies, start=1):
-                sender.beat()
                 sender.send(kind, body.data)
-
-        with at_once(send, beating(sender, 0.0001), beating(receiver, 0.0001)):
-            found = taken(receiver, len(bodies))
-    assert [kind for kind, _ in found] == [1, 2, 3, 4, 5, 6]
-    assert all(np.array_equal(body, sent) for (_, body), sent in zip(found, bodies, strict=True))
-
-
-@pytest.mark.parametrize("in_between", [False, True])
-def test_the_end_of_a_process_is_noticed_at_once(in_between):
-    with linked(peer=3) as (link, other):
-        other.sendall(_BEAT + _HEAD.pack(1, 10) + b"12345" if in_between else _BEAT)
-        other.close()
-        assert elapsed(lambda: taken(link, 1), "rank 3 is lost: its connection was closed") < 2
-        assert "rank 3" in str(link.lost)
-        elapsed(lambda: taken(link, 1), "rank 3 is lost")
+                sender.beat()
+            found = [receiver.receive() for _ in bodies]
+    finally:
+        receiver.close()
+        sender.close()
+    assert [(peer, kind) for peer, kind, _ in found] == [(0, kind) for kind in (1, 2, 3, 4, 5, 6)]
+    assert all(np.array_equal(message.body, sent) for message, sent in zip(found, bodies, strict=True))
 
 
-def test_silence_is_noticed_and_signs_of_life_count_as_none_of_it():
-    with linked(SHORT_S) as (link, other):
-        peer = Link(other, 0, SHORT_S)
-        with at_once(beating(peer)):
-            time.sleep(3 * SHORT_S)  # longer than the limit, which nobody listens to
-            link.attend()
-            began = time.monotonic()
-            threading.Timer(3 * SHORT_S, lambda: peer.send(7)).start()
-            assert taken(link, 1)[0][0] == 7
-            assert time.monotonic() - began > 2 * SHORT_S
+@pytest.mark.parametrize("said", [b"", BEAT, _HEAD.pack(1, 10) + b"12345"])
+def test_the_end_of_a_process_is_noticed_at_once_and_told_to_the_owner(said):
+    with ends() as made:
+        made.other.sendall(said)
+        made.other.close()
+        assert elapsed(made.links.receive, "rank 1 is lost: its connection was closed") < 2
+        assert made.cut.wait(LONG_S)
+        elapsed(lambda: made.links.send(1, 2), "rank 1 is lost")
+
+
+def test_what_came_before_the_end_is_taken_before_it_is_told():
+    with ends() as made:
+        made.say(2, b"abc")
+        made.other.close()
+        assert made.cut.wait(LONG_S)
+        assert bytes(made.links.receive().body) == b"abc"
+        elapsed(made.links.receive, "rank 1 is lost")
+
+
+def test_silence_is_noticed_where_somebody_attends_and_beats_are_none():
+    with pair(SHORT_S) as (here, there):
+        for links in (here, there):
+            links.attend(True)
+        threading.Timer(4 * SHORT_S, there.send, [0, 7]).start()
+        began = time.monotonic()
+        assert here.receive().kind == 7
+        assert time.monotonic() - began > 2 * SHORT_S
+        assert began < here.moved <= time.monotonic()
+    with ends(SHORT_S) as made:
+        assert not made.cut.wait(3 * SHORT_S)  # nobody attends
+        made.links.attend(True)
         silent_s = elapsed(
-            lambda: taken(link, 1), r"rank 1 is lost: it gave no sign of life for server.lost_after_s \(0"
+            made.links.receive, r"rank 1 is lost: it gave no sign of life for server.lost_after_s \(0.4 s"
         )
         assert SHORT_S / 2 < silent_s < SHORT_S + 2
+        assert made.cut.wait(LONG_S)
 
 
 def test_a_message_may_take_longer_than_the_limit_as_long_as_it_moves():
     message = _HEAD.pack(2, 20) + bytes(range(20))
-    with linked(SHORT_S) as (link, other):
+    with ends(SHORT_S) as made:
+        made.links.attend(True)
 
         def trickle(over):
             for i in range(len(message)):
                 over.wait(SHORT_S / 5)
-                other.send(message[i : i + 1])
+                made.other.send(message[i : i + 1])
 
         began = time.monotonic()
-        with at_once(trickle):
-            kind, body = taken(link, 1)[0]
+        with beside(trickle):
+            _, kind, body = made.links.receive()
+            assert time.monotonic() - began > 2 * SHORT_S
     assert (kind, body.tolist()) == (2, list(range(20)))
-    assert time.monotonic() - began > 2 * SHORT_S
 
 
 def test_who_sends_waits_for_one_who_lives_and_does_not_read():
-    with linked(SHORT_S) as (link, other):
-        peer = Link(other, 0, LONG_S)
-        received = []
+    with ends(SHORT_S) as made:
+        made.links.attend(True)
+        read = []
 
-        def read_later(over):
-            over.wait(4 * SHORT_S)
-            received.extend(taken(peer, 1))
+        def live_and_then_read(over):
+            for _ in range(20):
+                over.wait(SHORT_S / 5)
+                made.other.sendall(BEAT)
+            while sum(read) < 30 * MB + _HEAD.size:
+                read.append(len(made.other.recv(MB)))
 
         began = time.monotonic()
-        with at_once(beating(peer), read_later):
-            link.send(1, bytes(30 * MB))
+        with beside(live_and_then_read):
+            made.links.send(1, 1, bytes(30 * MB))
             assert time.monotonic() - began > 2 * SHORT_S
-            threading.Event().wait(0.1)
-            link.beat()
-        assert len(received[0][1]) == 30 * MB
 
 
-def test_who_sends_notices_silence_an_end_and_a_refusal():
+def test_who_sends_notices_silence_and_an_end():
     body = bytes(30 * MB)
-    with linked(SHORT_S) as (link, other):
-        assert elapsed(lambda: link.send(1, body), "no sign of life") < SHORT_S + 2
-    with linked() as (link, other):
-        threading.Timer(0.2, other.close).start()
-        assert elapsed(lambda: link.send(1, body), "rank 1 is lost: its connection was closed") < 2
-    with linked() as (link, other):
-        threading.Timer(0.2, other.sendall, [_HEAD.pack(3, 0)]).start()
-        assert elapsed(lambda: link.send(1, body), "rank 1 could not take what was sent") < 2
-        assert link.lost is None
+    with ends(SHORT_S) as made:
+        made.links.attend(True)
+        assert elapsed(lambda: made.links.send(1, 1, body), "no sign of life") < SHORT_S + 2
+    with ends() as made:
+        threading.Timer(0.2, made.other.close).start()
+        assert elapsed(lambda: made.links.send(1, 1, body), "rank 1 is lost: its connection was closed") < 2
 
 
 def test_one_that_dies_is_noticed_beside_one_that_sends_without_a_pause():
-    with linked(peer=1) as (busy, sending), linked(peer=2) as (dying, other):
-        threading.Timer(0.3, other.close).start()
-        peer = Link(sending, 0, LONG_S)
+    with ends(peers=(1, 2)) as made:
+        threading.Timer(0.3, made.others[2].close).start()
 
         def flood(over):
-            while not over.is_set():
-                try:
-                    peer.send(1, bytes(100_000))
-                except PeerLost:
-                    return
+            with suppress(OSError):
+                while not over.is_set():
+                    made.say(1, bytes(100_000))
 
-        def take_all():
-            for _ in messages([busy, dying]):
-                pass
-
-        with at_once(flood):
-            assert elapsed(take_all, "rank 2 is lost") < 3
-            busy.close()
-        assert busy.lost is None
+        with beside(flood):
+            assert made.cut.wait(3)
+            assert "rank 2 is lost" in str(made.links.lost)
 
 
-def test_those_that_have_ended_are_not_watched():
-    with linked(peer=1) as (one, first), linked(SHORT_S, peer=2) as (two, second):
-        second.sendall(_HEAD.pack(2, 0))
-        threading.Timer(3 * SHORT_S, first.sendall, [_HEAD.pack(2, 0)]).start()
-        coming, order = {one, two}, []
-        for link, _, _ in messages(coming):
-            order.append(link.peer)
-            coming.remove(link)
-        assert order == [2, 1]
+def test_a_loss_is_told_to_those_who_have_no_connection_to_the_lost():
+    with ends(peers=(1, 2)) as zero, ends() as one:
+        zero.others[2].close()
+        assert zero.cut.wait(LONG_S)
+        told = b""
+        while b"rank 2 is lost" not in told:
+            told += zero.others[1].recv(MB)
+        one.other.sendall(told)
+        assert one.cut.wait(LONG_S)
+        assert str(one.links.lost).startswith("rank 2 is lost: its connection was closed")
+        one.links.await_loss(0.0)
+
+
+def test_who_said_goodbye_is_not_missed():
+    with pair() as (here, there):
+        there.leave()
+        there.close()
+        here.await_loss(0.5)
+        assert here.lost is None
+        elapsed(here.receive, "all other ranks have said goodbye")
+    with ends() as made:
+        made.links.leave()
+        made.other.close()  # nor does one who has left miss anybody
+        assert not made.cut.wait(0.3)
+        assert made.links.lost is None
 
 
 def test_others_are_not_blamed_while_this_process_stands_still(monkeypatch):
     """As after SIGSTOP and SIGCONT of all ranks: the wait is over late, and the peer's beats come after it."""
-    ready, stood_still = link_module._ready, []
+    ready, stood_still = links_module.wait_ready, threading.Event()
 
     def late(links, events, timeout_s):
-        found = ready(links, events, 0.0)
-        if not stood_still:
-            stood_still.append(time.sleep(3 * SHORT_S))
+        found = ready(links, events, timeout_s)
+        if not stood_still.is_set():
+            time.sleep(3 * SHORT_S)
+            stood_still.set()
         return found
 
-    with linked(SHORT_S) as (link, other):
-        monkeypatch.setattr(link_module, "_ready", late)
-        threading.Timer(3.2 * SHORT_S, other.sendall, [_HEAD.pack(5, 0)]).start()
-        assert taken(link, 1)[0][0] == 5
-        assert stood_still
+    monkeypatch.setattr(links_module, "wait_ready", late)
+    with ends(SHORT_S) as made:
+        made.links.attend(True)
+        assert stood_still.wait(LONG_S)
+        time.sleep(SHORT_S / 4)
+        made.say(5)
+        assert made.links.receive().kind == 5
 
 
 def test_beats_that_nobody_reads_never_block_nor_tear_a_message():
-    with linked() as (link, _):
-        began = time.monotonic()
+    one, other = connected()
+    link = Link(one, 1, LONG_S)
+    began = time.monotonic()
+    filler = np.zeros(MB, np.uint8)
+    with suppress(BlockingIOError):
+        while True:
+            one.send(filler.data)
+    for _ in range(1000):
         link.beat()
-        filler = np.zeros(MB, np.uint8)
-        with suppress(BlockingIOError):
-            while True:
-                link._socket.send(filler.data)
-        for _ in range(1000):
-            link.beat()
-        assert time.monotonic() - began < 5
-        link.close()
-        link.beat()  # after the end: said by who sends or receives
-        with pytest.raises(PeerLost, match="its connection was closed"):
-            link.send(1)
+    assert time.monotonic() - began < 5
+    link.end()
+    link.beat()  # after the end: told by who polls
+    with pytest.raises(PeerLost, match="its connection was closed"):
+        link.send(1)
+    link.close()
+    other.close()

@@ -60,21 +60,25 @@ def test_a_rank_that_dies_on_the_way_is_noticed_at_once(tmp_path):
     assert max(sender_s, receiver_s) < 15
 
 
-@pytest.mark.parametrize(("carrier", "lost", "trainers"), [("FrozenSender", 1, 3), ("FrozenReceiver", 0, 2)])
-def test_a_rank_that_freezes_on_the_way_is_noticed_by_its_silence(tmp_path, carrier, lost, trainers):
-    """The others train meanwhile, so their loops wait for the frozen rank too."""
-    finished, died, elapsed_s = faulted(tmp_path, carrier, trainers)
+def check_frozen(faulted, lost, survivors):
+    finished, died, elapsed_s = faulted
     check(finished, died)
-    first = finished.output[finished.output.index("error: ") :].splitlines()[0]
-    told = f"rank {lost} is lost: it gave no sign of life for server.lost_after_s (2 s)"
-    assert told in first
-    for survivor in set(range(trainers)) - {lost}:
+    told = f"rank {lost} is lost: it gave no sign of life for server.lost_after_s (2 s); look for its own error"
+    assert told in finished.output
+    for survivor in survivors:
         assert f"PeerLost: {told}" in finished.log(survivor)
     assert elapsed_s < TIMEOUT_S / 2
 
 
-def test_without_background_a_rank_that_freezes_is_noticed_too(tmp_path):
-    finished, died, elapsed_s = faulted(tmp_path, "FrozenSender", 2, background=False)
-    check(finished, died)
-    assert "rank 1 is lost: it gave no sign of life for server.lost_after_s (2 s)" in finished.output
-    assert elapsed_s < TIMEOUT_S / 2
+def test_a_rank_that_freezes_on_the_way_is_noticed_by_its_silence(tmp_path):
+    """The others train meanwhile, so their loops wait for the frozen rank too; rank 2 hears of it from rank 0."""
+    check_frozen(faulted(tmp_path, "FrozenSender", 3), 1, survivors=(0, 2))
+
+
+def test_a_rank_zero_that_freezes_and_a_rank_that_freezes_a_waiting_loop_are_noticed(tmp_path):
+    zero, waiting = together(
+        lambda: faulted(tmp_path / "zero", "FrozenReceiver", 2),
+        lambda: faulted(tmp_path / "waiting", "FrozenSender", 2, background=False),
+    )
+    check_frozen(zero, 0, survivors=(1,))
+    check_frozen(waiting, 1, survivors=(0,))
