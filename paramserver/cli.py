@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from paramserver import evaluate, launch
-from paramserver.leaving import leave
+from paramserver.leaving import leave, put_out
 from paramserver.version import __version__
 
 _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"evaluate": evaluate.main, "launch": launch.main}
@@ -26,10 +26,10 @@ def main() -> None:
     """Run the command that the first word names; exits with its code."""
     words = sys.argv[1:]
     if not words or words[0] in ("-h", "--help"):
-        print(_USAGE)
+        put_out(_USAGE)
         sys.exit(0 if words else 2)
     if words[0] == "--version":
-        print(f"paramserver {__version__}")
+        put_out(f"paramserver {__version__}")
         sys.exit(0)
     command = _COMMANDS.get(words[0])
     if command is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 
 from paramserver.errors import DeadlineExceeded, ParamserverError
@@ -25,11 +26,13 @@ class Courier:
     Args:
         background: False carries out each job in the caller's own thread, before it goes on.
         what: of what is carried, for messages.
+        heard: ``time.monotonic()`` of the last sign that what is carried moves; until then nobody waits too long.
     """
 
-    def __init__(self, background: bool, what: str) -> None:
+    def __init__(self, background: bool, what: str, heard: Callable[[], float] = lambda: 0.0) -> None:
         self.background = background
         self.what = what
+        self._heard = heard
         self._changed = threading.Condition()
         self._job: Callable[[], None] | None = None
         self._closed = False
@@ -41,7 +44,7 @@ class Courier:
 
         Raises:
             Exception: the last job's failure, or this one's without ``background``.
-            DeadlineExceeded: the last one did not end within ``timeout_s`` seconds.
+            DeadlineExceeded: the last one did not end, or move, within ``timeout_s`` seconds.
         """
         if not self.background:
             job()
@@ -61,14 +64,21 @@ class Courier:
 
         Raises:
             Exception: a job's failure.
-            DeadlineExceeded: it did not end within ``timeout_s`` seconds.
+            DeadlineExceeded: it did not end, or move, within ``timeout_s`` seconds.
         """
+        self._await_idle(timeout_s, self._heard)
+
+    def _await_idle(self, timeout_s: float, heard: Callable[[], float]) -> None:
+        began = time.monotonic()
         with self._changed:
-            if not self._changed.wait_for(lambda: self._job is None, timeout_s):
-                raise DeadlineExceeded(
-                    f"{self.what} must be with rank 0 within {timeout_s:g} s, and is not; look at the network and at "
-                    "rank 0's disk, or save less often"
-                )
+            while self._job is not None:
+                remaining_s = max(began, heard()) + timeout_s - time.monotonic()
+                if remaining_s <= 0:
+                    raise DeadlineExceeded(
+                        f"{self.what} must be with rank 0 within {timeout_s:g} s, and is not; look at the network and "
+                        "at rank 0's disk, or save less often"
+                    )
+                self._changed.wait(remaining_s)
             if self._error is not None:
                 raise self._error
 
@@ -82,7 +92,7 @@ class Courier:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self.finish(timeout_s)
+        self._await_idle(timeout_s, lambda: 0.0)
         if self._thread is not None:
             self._thread.join(timeout_s)
 

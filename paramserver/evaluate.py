@@ -5,16 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from paramserver.checkpoint import Checkpoint, choose_checkpoint, read_checkpoint
+from paramserver.checkpoint import Checkpoint, load_chosen
+from paramserver.checkpoint.layout import LATEST, step_of
 from paramserver.config import Config, load_config
 from paramserver.errors import CheckpointError, TaskError
 from paramserver.launch import add_overrides, tell
-from paramserver.leaving import leave
+from paramserver.leaving import leave, put_out
 from paramserver.rundir import RunDir, open_run
 
 
@@ -70,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except Exception as error:  # noqa: BLE001 - the last thing printed; with its traceback, unless the input is wrong
         return tell(error)
-    print(json.dumps(asdict(found)) if arguments.json else _text(found))
+    put_out(json.dumps(asdict(found)) if arguments.json else _text(found))
     return 0
 
 
@@ -90,19 +91,23 @@ def evaluate_run(run_dir: Path, which: str = "latest", overrides: Sequence[str] 
         overrides: as after ``--set``.
 
     Raises:
-        CheckpointError: there is no such checkpoint, or it is damaged.
+        CheckpointError: there is no such checkpoint, or no longer, or it is damaged.
         TaskError: the task validates nothing.
     """
     run = open_run(run_dir)
     if not run.config_file.is_file():
         raise CheckpointError(f"{run.path} holds no config.yaml: that run never began; name another run")
     config = load_config(run.config_file, overrides=overrides)
-    chosen = run.chosen if run.chosen is not None and which == "latest" else choose_checkpoint(run.path, which)
-    checkpoint = read_checkpoint(chosen)
-    return _evaluate(run, config, checkpoint)
+    if run.chosen is not None and which == LATEST:
+        which = str(step_of(run.chosen.name))
+    # All of it at once: a run that goes on may remove the checkpoint while the model is built.
+    checkpoint, (weights, part) = load_chosen(run.path, which, "model", "trainer-0")
+    return _evaluate(run, config, checkpoint, weights, part)
 
 
-def _evaluate(run: RunDir, config: Config, checkpoint: Checkpoint) -> Evaluation:
+def _evaluate(
+    run: RunDir, config: Config, checkpoint: Checkpoint, weights: Mapping[str, Any], part: Mapping[str, Any]
+) -> Evaluation:
     from paramserver.devices import place_trainer
     from paramserver.modelling import build_model, load_weights
     from paramserver.sources import Partition
@@ -113,8 +118,7 @@ def _evaluate(run: RunDir, config: Config, checkpoint: Checkpoint) -> Evaluation
     placement, task.trainer = place_trainer(config, 0, 1), Evaluator()
     task.config = config
     model = build_model(task, config.seed, placement)
-    load_weights(model, checkpoint.load("model"), str(checkpoint.path))
-    part = checkpoint.load("trainer-0")
+    load_weights(model, weights, str(checkpoint.path))
     task.on_resume(part["task"])
     batches = validation_batches(task, Partition(0, 1), config)
     if batches is None:

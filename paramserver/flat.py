@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +53,11 @@ class Layout:
     @property
     def bytes(self) -> int:
         return sum(n * dtype.itemsize for n, dtype in zip(self.sizes, self.dtypes, strict=True))
+
+    def narrowed(self, dtype: torch.dtype) -> Layout:
+        """The same places with elements of ``dtype``, where those are smaller."""
+        narrow = tuple(dtype if dtype.itemsize < own.itemsize else own for own in self.dtypes)
+        return replace(self, dtypes=narrow)
 
     def allocate(self, device: torch.device | str = "cpu") -> list[Tensor]:
         """Fresh flat tensors of zeros."""

@@ -91,7 +91,7 @@ def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 class ServedEnd(ServerEnd):
-    """One trainer's forwards: versions are pulled to here, and gradients are found at the leaves of its skeletons.
+    """One trainer's forwards: versions are offered to them, and gradients are found at the leaves of its skeletons.
 
     Args:
         model: a module on the devices that compute; its own parameters are not used.
@@ -121,25 +121,30 @@ class ServedEnd(ServerEnd):
         self._tensors: dict[str, Tensor] = {}
         self._gradients = parameters.allocate()
         self._used: list[bool] = []
+        self._offered: tuple[Flats, Flats] | None = None
 
     # Versions.
 
+    def offer(self) -> int:
+        self._offered = self._snapshot()
+        return 0
+
     def pull(self) -> tuple[Tensor, ...]:
-        self._hold(*self._snapshot())
         return ()
 
-    def look(self) -> tuple[Tensor, ...]:
-        return self.pull()
+    def look(self) -> tuple[int | None, Flats]:
+        return self.offer(), ()
 
     def kept(self, parameters: Flats, buffers: Flats) -> Look:
-        self._hold(parameters, buffers)
-        return Look((), (), is_copy=True)
+        self._offered = parameters, buffers
+        return Look(0, (), ())
 
     def buffers(self, current: Flats) -> tuple[Tensor, ...]:
         return ()
 
     @torch.no_grad()
     def _hold(self, parameters: Flats, buffers: Flats) -> None:
+        """Done by the first call, outside of the server's lock."""
         views = self._parameters.views(parameters)
         self._tensors = {name: view.to(self._devices[name]) for name, view in views.items()}
         for name, value in self._buffer_layout.views(buffers).items():
@@ -149,7 +154,10 @@ class ServedEnd(ServerEnd):
     # Calls.
 
     def compute(self, call: ModelCall) -> ModelAnswer:
-        """The model's output at the version that was pulled or looked at last, and the random state after it."""
+        """The model's output at the version that was offered or looked at last, and the random state after it."""
+        if self._offered is not None:
+            self._hold(*self._offered)
+            self._offered = None
         skeleton = self._skeleton(call)
         args, kwargs = move((call.args, call.kwargs), self._device)
         autocast = torch.autocast(self._device.type, call.autocast_dtype, enabled=call.autocast_dtype is not None)

@@ -20,7 +20,7 @@ from paramserver.config import Config, num_trainers_of, world_size_of
 from paramserver.errors import TaskError
 from paramserver.limits import Limits, due
 from paramserver.modelling import load_weights, plain_weights
-from paramserver.records import Record, StepResult, TrainerTotals, WeightedSums, make_record
+from paramserver.records import Record, StepResult, TrainerTotals, WeightedSums, Window, make_record
 from paramserver.report.outcome import summarize
 from paramserver.resharding import reshard
 from paramserver.rundir import RunDir, write_json
@@ -81,8 +81,7 @@ class Keeper:
         self._sink = sink
         self._lock = threading.RLock()
         self._limits = Limits.of(config.training)
-        self._window: list[StepResult] = []
-        self._window_start = (0, 0.0)
+        self._window = Window()
         self._improved_step: int | None = None
         self._validated_step: int | None = None
         self._note: str | None = None
@@ -104,7 +103,7 @@ class Keeper:
         self.consistency_state = state.get("consistency", {})
         self.resumes = state["resumes"] + 1
         self.first_samples = self.samples
-        self._window_start = (self.samples, self.seconds)
+        self._window = Window(**state["window"]) if "window" in state else Window(self.samples, self.seconds)
         if self.best is not None and state["best"] is not None:
             self._note = self.best.load_state_dict(state["best"])
         if self.best is not None and self._note is None:
@@ -137,7 +136,7 @@ class Keeper:
 
     def _deal(self, checkpoint: Checkpoint) -> list[bytes] | None:
         """The parts for this number of trainers, where the checkpoint is of another."""
-        before, now = checkpoint.manifest.about["trainers"], num_trainers_of(self.config)
+        before, now = checkpoint.trainers, num_trainers_of(self.config)
         if before == now:
             return None
         parts = [checkpoint.load(f"trainer-{i}") for i in range(before)]
@@ -167,29 +166,13 @@ class Keeper:
         with self._lock:
             self.step, self.samples, self.loss = result.step, result.samples, result.loss
             self.seconds = result.seconds
-            self._window.append(result)
+            self._window.add(result)
             if result.step % self.config.logging.log_every == 0:
                 self._close_window()
 
     def _close_window(self) -> None:
-        window, self._window = self._window, []
-        last = window[-1]
-        samples, seconds = self._window_start
-        self._window_start = (last.samples, last.seconds)
-        elapsed_s = max(last.seconds - seconds, 1e-9)
-        self.record(
-            make_record(
-                "train",
-                last.step,
-                loss=sum(r.loss for r in window) / len(window),
-                samples=last.samples,
-                epoch=self.epoch,
-                lr=list(last.lr),
-                samples_per_second=(last.samples - samples) / elapsed_s if seconds or samples else None,
-                step_ms=elapsed_s / len(window) * 1e3 if seconds or samples else None,
-                seconds=last.seconds,
-            )
-        )
+        self.record(self._window.record(self.epoch))
+        self._window = self._window.following()
 
     @property
     def last_checkpoint(self) -> str | None:
@@ -304,6 +287,7 @@ class Keeper:
             "validation": dict(self.validation),
             "validated_step": self._validated_step,
             "best": None if self.best is None else self.best.state_dict(),
+            "window": dict(vars(self._window)),
         }
 
     def _about(self) -> dict[str, Any]:
@@ -343,13 +327,27 @@ class Keeper:
             self.writer.close(_LAST_WRITE_S)
         except Exception as failure:  # noqa: BLE001 - it becomes the run's error, unless there is an earlier one
             status, error = "failed", error or f"{type(failure).__name__}: {failure}"
-        if self._window:
+        if self._window.steps:
             self._close_window()
         summary = summarize(self, status, totals, reason, error)
         write_json(self.run.summary_file, summary)
         self.record(make_record("end", self.step, status=status, summary=summary))
         self._sink.close()
         return summary
+
+
+def unknown_kinds(state: Mapping[str, Any]) -> set[str]:
+    """Of which kinds a checkpoint may lack records of its own step, as they came after it.
+
+    Args:
+        state: what ``run.pt`` holds.
+    """
+    kinds = set()
+    if state.get("window", {}).get("steps"):
+        kinds.add("train")  # of a window that only the end of the run closed
+    if state.get("validated_step", state["step"]) != state["step"]:
+        kinds.add("validation")  # the last one of a run, after a checkpoint that was due
+    return kinds
 
 
 def pack(state: Mapping[str, Any]) -> bytes:

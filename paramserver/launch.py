@@ -14,7 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from paramserver.attempts import new_attempt, resumed_attempt
 from paramserver.channel import Channel, describe, first_error
 from paramserver.checkpoint import find_checkpoint, passed_over
+from paramserver.claim import claim_run
 from paramserver.cluster import RankFlags, process_environ, quiet_agent, resolve_identity
 from paramserver.cluster.base import Identity
 from paramserver.config import (
@@ -35,8 +36,8 @@ from paramserver.config import (
     world_size_of,
 )
 from paramserver.errors import CheckpointError, ParamserverError, UnsupportedConfiguration
-from paramserver.leaving import leave
-from paramserver.rundir import RunDir, create_run, default_run_name, newest_run, open_run
+from paramserver.leaving import leave, put_out
+from paramserver.rundir import RunDir, newest_run, open_run
 from paramserver.sinks import Sink
 
 if TYPE_CHECKING:
@@ -161,7 +162,7 @@ def _launch(arguments: argparse.Namespace, began: float) -> Result | None:
     if arguments.dry_run:
         from paramserver.dry_run import plan_text
 
-        print(plan_text(config, folders))
+        put_out(plan_text(config, folders))
         return None
     if identity is None:
         return start_here(config, run, folders, began=began, command=command)
@@ -256,10 +257,11 @@ def start_here(
 
     began = time.time() if began is None else began
     resume = run is not None
-    if run is None:
-        run = create_run(Path(config.logging.run_dir), config.logging.name, default_run_name(config))
     console = Console(config, sys.stderr)
-    with resumed_attempt(run) if resume else new_attempt(run):
+    with ExitStack() as stack:
+        if run is None:
+            run = stack.enter_context(claim_run(config))
+        stack.enter_context(resumed_attempt(run) if resume else new_attempt(run))
         if mode_of(config).single_process:
             summary = _alone(config, run, folders, console, resume, began, command, task_class)
         else:

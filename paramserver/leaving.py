@@ -13,6 +13,15 @@ from typing import NoReturn
 _THREADS_S = 5.0
 
 
+def put_out(text: str) -> None:
+    """Print what a command was asked for; a reader that has closed its end wants no more of it."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # What is left in the buffer goes nowhere when Python flushes it at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def leave(exit_code: int) -> NoReturn:
     """End this process with ``exit_code``; where torch is loaded, without taking the interpreter apart.
 

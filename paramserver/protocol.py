@@ -10,16 +10,16 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from paramserver.consistency import Decision
+from paramserver.consistency import Announcement, Decision
 from paramserver.flat import Layout
-from paramserver.records import StepReport
+from paramserver.records import StepReport, StepResult
 
 Future: TypeAlias = "torch.futures.Future[Any]"
 
 
 @dataclass(frozen=True)
 class Welcome:
-    """What a trainer gets when it joins: the whole model, how its tensors lie on the wire, and its stored part.
+    """What a trainer gets when it joins: the whole model, how its tensors lie in flat ones (``wire``: on the way).
 
     ``lockstep`` says that all trainers take every step together; ``segments`` is where processes of the server's host
     find its memory, None where it is not shared.
@@ -27,6 +27,7 @@ class Welcome:
 
     model: dict[str, Any]
     parameters: Layout
+    wire: Layout
     buffers: Layout
     step: int
     lockstep: bool
@@ -36,26 +37,28 @@ class Welcome:
 
 @dataclass(frozen=True)
 class Round:
-    """The answer to an announcement: what to do, and the version to do it with.
+    """The answer to an announcement: what to do, and the version to do it with; or to a push: what came of it.
 
-    ``pulled`` and ``buffers`` are empty for a trainer that takes no part; ``wants_buffers`` says whether its push is to
-    bring its module buffers; ``held_s`` is how long the answer waited for the other trainers.
+    ``place`` tells a trainer's end where the version is that it pulls; ``buffers`` are the version's module buffers,
+    empty for a trainer that takes no part; ``wants_buffers`` says whether its push is to bring its own; ``result`` is
+    what the push made that came with the announcement; ``held_s`` is how long the answer waited for other trainers.
     """
 
-    decision: Decision
-    pulled: tuple[Tensor, ...] = ()
+    decision: Decision | None = None
+    place: int = 0
     buffers: tuple[Tensor, ...] = ()
     wants_buffers: bool = False
+    result: StepResult | None = None
     held_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class Look:
-    """A version to be validated: as a pull brings it, or where it is past, as tensors of the trainer's own."""
+    """A version to be validated: ``place`` where a trainer's end finds it, else tensors of the trainer's own."""
 
-    pulled: tuple[Tensor, ...]
+    place: int | None
+    parameters: tuple[Tensor, ...]
     buffers: tuple[Tensor, ...]
-    is_copy: bool
 
 
 @dataclass(frozen=True)
@@ -87,11 +90,12 @@ class ModelAnswer:
 
 @dataclass(frozen=True)
 class Push:
-    """A trainer's gradients as they wait on the server for those of the others."""
+    """A trainer's gradients as they wait on the server for those of the others, and its word for the step after."""
 
     gradients: list[Tensor]
     report: StepReport
     buffers: Sequence[Tensor]
+    announcement: Announcement | None
     future: Future
     arrived: float
 
@@ -104,8 +108,9 @@ class Gathering:
         self.futures: dict[int, Future] = {}
         self.arrived: dict[int, float] = {}
 
-    def add(self, trainer_index: int, part: Any) -> Future:
-        future: Future = torch.futures.Future()
+    def add(self, trainer_index: int, part: Any, future: Future | None = None) -> Future:
+        """Its part, and the future of its answer: a new one, or one that it waits for already."""
+        future = torch.futures.Future() if future is None else future
         self.parts[trainer_index] = part
         self.futures[trainer_index] = future
         self.arrived[trainer_index] = time.perf_counter()

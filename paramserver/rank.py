@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paramserver.attempts import new_attempt
-from paramserver.checkpoint import clean, find_checkpoint, read_checkpoint
+from paramserver.checkpoint import Checkpoint, clean, find_checkpoint, load_chosen, read_checkpoint
+from paramserver.checkpoint.layout import LATEST
+from paramserver.claim import claim_run
 from paramserver.cluster import Identity, bind_interface, interface_towards, process_environ
 from paramserver.config import Config, Role, dump_yaml, mode_of, roles, server_computes, trainer_of
 from paramserver.consistency import Decision
 from paramserver.devices import Placement, place_server, place_trainer
 from paramserver.errors import CheckpointError, DeadlineExceeded, Interrupted, TrainingError, UnsupportedConfiguration
-from paramserver.keeper import Keeper
+from paramserver.keeper import Keeper, unknown_kinds
 from paramserver.loading import load_object
 from paramserver.meeting import Meeting, meet
 from paramserver.process import Process, StartClock, StopRequest
@@ -27,8 +29,6 @@ from paramserver.records import TrainerTotals, make_record
 from paramserver.roles import set_trainer_index
 from paramserver.rundir import (
     RunDir,
-    create_run,
-    default_run_name,
     environment_record,
     supersede_metrics,
     write_json,
@@ -167,9 +167,12 @@ def _log_file(run: RunDir, global_rank: int) -> Iterator[None]:
 def _keeping(plan: RankPlan, process: Process) -> Iterator[Keeper]:
     """The run's folder, locked and described, and the keeper of its account."""
     config = process.config
-    run = plan.run or create_run(Path(config.logging.run_dir), config.logging.name, default_run_name(config))
-    with new_attempt(run) if plan.run is None else nullcontext(), run.lock():
-        checkpoint = read_checkpoint(find_checkpoint(run.path)) if plan.resume else None
+    with ExitStack() as stack:
+        run = plan.run or stack.enter_context(claim_run(config))
+        stack.enter_context(new_attempt(run) if plan.run is None else nullcontext())
+        stack.enter_context(run.lock())
+        checkpoint = _stored(run) if plan.resume else None
+        weights = _initial_weights(config) if checkpoint is None else None
         clean(run.checkpoints_dir)
         run.summary_file.unlink(missing_ok=True)
         write_text(run.config_file, dump_yaml(config))
@@ -177,12 +180,11 @@ def _keeping(plan: RankPlan, process: Process) -> Iterator[Keeper]:
         folders = [str(folder.resolve()) for folder in plan.folders]
         write_json(run.environment_file, {**about, "device": str(process.placement.device), "folders": folders})
         if checkpoint is not None:
-            supersede_metrics(run.metrics_file, checkpoint.step)
+            supersede_metrics(run.metrics_file, checkpoint.step, unknown_kinds(checkpoint.load("run")))
         sinks: list[Sink] = [JsonLines(run.metrics_file)]
         if config.logging.tensorboard:
             sinks.append(TensorBoard(run.tensorboard_dir, None if checkpoint is None else checkpoint.step + 1))
         fan = Fan([*sinks, *plan.shown])
-        weights = _initial_weights(config) if checkpoint is None else None
         keeper = Keeper(config, run, fan, checkpoint, weights)
         keeper.begun(
             make_record(
@@ -201,18 +203,30 @@ def _keeping(plan: RankPlan, process: Process) -> Iterator[Keeper]:
         yield keeper
 
 
+def _stored(run: RunDir) -> Checkpoint:
+    """The checkpoint to go on from. That it holds all that is needed is seen before anything is changed."""
+    checkpoint = read_checkpoint(find_checkpoint(run.path))
+    for name in ("model", "optimizer", "run", *(f"trainer-{i}" for i in range(checkpoint.trainers))):
+        checkpoint.file(name)
+    return checkpoint
+
+
 def _initial_weights(config: Config) -> tuple[str, Any] | None:
-    """The weights that ``init_from`` names: a model.pt, or the newest checkpoint of a run."""
+    """The weights that ``init_from`` names: a model.pt as it is, or the checked one of a run's newest checkpoint."""
     if config.init_from is None:
         return None
     import torch
 
     path = Path(config.init_from)
-    file = find_checkpoint(path) / "model.pt" if path.is_dir() else path
     try:
-        return str(file), torch.load(file, weights_only=True, map_location="cpu")
+        if path.is_dir():
+            checkpoint, (weights,) = load_chosen(path, LATEST, "model")
+            return str(checkpoint.file("model")), weights
+        return str(path), torch.load(path, weights_only=True, map_location="cpu")
+    except CheckpointError as error:
+        raise CheckpointError(f"init_from ({path}): {error}") from error
     except Exception as error:  # torch.load raises many types for a file that is none of its own
-        raise CheckpointError(f"init_from ({file}) cannot be loaded as a model.pt: {error}") from error
+        raise CheckpointError(f"init_from ({path}) cannot be loaded as a model.pt: {error}") from error
 
 
 def _close(keeper: Keeper, totals: Sequence[TrainerTotals], work: Callable[[], str]) -> dict[str, Any]:

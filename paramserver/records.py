@@ -55,6 +55,48 @@ class StepResult:
     dropped: bool = False
 
 
+@dataclass
+class Window:
+    """The steps since the last ``train`` record, as sums: a run that is resumed closes it as if it had not stopped.
+
+    ``step``, ``samples``, ``seconds`` and ``lr`` are those of the last step, ``samples_before`` and ``seconds_before``
+    those at which the window opened.
+    """
+
+    samples_before: int = 0
+    seconds_before: float = 0.0
+    steps: int = 0
+    losses: float = 0.0
+    step: int = 0
+    samples: int = 0
+    seconds: float = 0.0
+    lr: tuple[float, ...] = ()
+
+    def add(self, result: StepResult) -> None:
+        self.steps += 1
+        self.losses += result.loss
+        self.step, self.samples, self.seconds, self.lr = result.step, result.samples, result.seconds, result.lr
+
+    def following(self) -> Window:
+        """The one that opens where this one closes."""
+        return Window(self.samples, self.seconds)
+
+    def record(self, epoch: int) -> Record:
+        elapsed_s = max(self.seconds - self.seconds_before, 1e-9)
+        is_timed = self.samples_before > 0  # the first one holds the start of the run
+        return make_record(
+            "train",
+            self.step,
+            loss=self.losses / self.steps,
+            samples=self.samples,
+            epoch=epoch,
+            lr=list(self.lr),
+            samples_per_second=(self.samples - self.samples_before) / elapsed_s if is_timed else None,
+            step_ms=elapsed_s / self.steps * 1e3 if is_timed else None,
+            seconds=self.seconds,
+        )
+
+
 class DurationHistogram:
     """Counts of durations in logarithmic bins of 2 %, so that quantiles of any number of steps merge exactly."""
 

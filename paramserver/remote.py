@@ -42,8 +42,7 @@ class RemoteServer:
 
     def call(self, method: str, *args: Any) -> Any:
         """A call that the server answers at once, within ``cluster.timeout_s``."""
-        future = rpc.rpc_async(SERVER_NAME, hosting.call, args=(method, *args))
-        return self._answer(future, method, self.config.cluster.timeout_s)
+        return self._answer(self.begin_now(method, *args), method, self.config.cluster.timeout_s)
 
     def call_later(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
         """A call that the server answers when other trainers have come as far."""
@@ -56,6 +55,11 @@ class RemoteServer:
         )
         return future
 
+    def begin_now(self, method: str, *args: Any) -> torch.futures.Future[Any]:
+        """The same for a call that the server answers at once; its answer may never be looked at."""
+        future: torch.futures.Future[Any] = rpc.rpc_async(SERVER_NAME, hosting.call, args=(method, *args))
+        return future
+
     def end(self, method: str, begun: torch.futures.Future[Any], timeout_s: float | None = None) -> Any:
         """The answer to what ``begin`` returned."""
         return self._answer(begun, method, timeout_s)
@@ -64,11 +68,6 @@ class RemoteServer:
         """A call by the RRef that takes its time; what it returns has a gradient inside a context."""
         future = rpc.rpc_async(self.rref.owner(), hosting.call_through, args=(self.rref, method, *args), timeout=0)
         return self._answer(future, method, None)
-
-    def send(self, method: str, *args: Any) -> torch.futures.Future[Any]:
-        """A call whose answer is looked at later, or never."""
-        future: torch.futures.Future[Any] = rpc.rpc_async(SERVER_NAME, hosting.call, args=(method, *args))
-        return future
 
     def _answer(self, future: torch.futures.Future[Any], method: str, timeout_s: float | None) -> Any:
         future.add_done_callback(self._wake)

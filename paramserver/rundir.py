@@ -7,8 +7,7 @@ import shlex
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -22,16 +21,14 @@ from filelock import FileLock, Timeout
 from paramserver.checkpoint.disk import json_text, replace_text
 from paramserver.checkpoint.layout import step_of
 from paramserver.checkpoint.store import disk_errors_told
-from paramserver.config import Config
 from paramserver.errors import CheckpointError, UnsupportedConfiguration
 from paramserver.version import __version__
 
 __all__ = [
     "RunDir",
-    "create_run",
-    "default_run_name",
     "environment_record",
     "newest_run",
+    "not_writable",
     "open_run",
     "read_mapping",
     "supersede_metrics",
@@ -40,6 +37,8 @@ __all__ = [
 ]
 
 _GIT_TIMEOUT_S = 5.0
+# Who has just taken a lock writes who it is within this time, or has let go of it.
+_SIGNING_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -101,98 +100,76 @@ class RunDir:
             UnsupportedConfiguration: another process holds it; names that process and its host. Or nobody may write
                 there.
         """
-        holder_file = self.path / ".lock.json"
-        file_lock = FileLock(str(self.path / ".lock"), timeout=0, thread_local=False)
-        try:
-            file_lock.acquire()
-        except Timeout:
-            raise UnsupportedConfiguration(
-                f"run folder {self.path} is in use by another run ({_holder(holder_file)}); stop that one, or choose "
-                "another logging.name"
-            ) from None
-        except OSError as error:
-            raise _not_writable(f"run folder {self.path}", error) from error
-        try:
-            self._sign(holder_file)
+        with _held(self.path, ".lock"):
             yield
-        finally:
-            holder_file.unlink(missing_ok=True)
-            file_lock.release()
 
-    def _sign(self, holder_file: Path) -> None:
-        try:
-            replace_text(holder_file, json_text({"pid": os.getpid(), "host": socket.gethostname()}))
-        except OSError as error:
-            raise _not_writable(f"run folder {self.path}", error) from error
+    @contextmanager
+    def claim(self) -> Iterator[None]:
+        """Hold the folder from before an attempt to start or resume its run until that attempt is over.
+
+        Rank 0 locks the folder later, and may be another process. In between, nobody else may take it. The kernel lets
+        go of the claim of a process that is killed.
+
+        Raises:
+            UnsupportedConfiguration: as ``lock``.
+        """
+        with _held(self.path, ".claim"):
+            try:
+                yield
+            finally:
+                (self.path / ".claim").unlink(missing_ok=True)
 
 
-def _holder(holder_file: Path) -> str:
+@contextmanager
+def _held(folder: Path, name: str) -> Iterator[None]:
+    holder_file = folder / f"{name}.json"
+    file_lock = FileLock(str(folder / name), timeout=0, thread_local=False)
+    try:
+        _acquire(file_lock, holder_file)
+    except Timeout:
+        holder = _holder(holder_file) or "a process that has not written its id yet"
+        raise UnsupportedConfiguration(
+            f"run folder {folder} is in use by another run ({holder}); stop that one, or choose another logging.name"
+        ) from None
+    except OSError as error:
+        raise not_writable(f"run folder {folder}", error) from error
+    try:
+        _sign(folder, holder_file)
+        yield
+    finally:
+        holder_file.unlink(missing_ok=True)
+        file_lock.release()
+
+
+def _acquire(file_lock: FileLock, holder_file: Path) -> None:
+    try:
+        file_lock.acquire()
+    except Timeout:
+        if _holder(holder_file) is not None:
+            raise
+        file_lock.acquire(timeout=_SIGNING_S)
+
+
+def _sign(folder: Path, holder_file: Path) -> None:
+    try:
+        replace_text(holder_file, json_text({"pid": os.getpid(), "host": socket.gethostname()}))
+    except OSError as error:
+        raise not_writable(f"run folder {folder}", error) from error
+
+
+def _holder(holder_file: Path) -> str | None:
     try:
         holder = json.loads(holder_file.read_text())
         return f"process {holder['pid']} on host {holder['host']}"
     except (OSError, ValueError, KeyError, TypeError):
-        return "a process that has not written its id yet"
+        return None
 
 
-def _not_writable(what: str, error: OSError) -> UnsupportedConfiguration:
+def not_writable(what: str, error: OSError) -> UnsupportedConfiguration:
     return UnsupportedConfiguration(
         f"{what} must be a folder that this user can write to ({error.strerror or error}); make it so, or choose "
         "another logging.run_dir"
     )
-
-
-def default_run_name(config: Config) -> str:
-    """``<task>-<mode>-<time>``."""
-    assert config.task is not None
-    task = config.task.rpartition(":")[2].lower()
-    return f"{task}-{config.mode}-{time.strftime('%Y%m%d-%H%M%S')}"
-
-
-def create_run(base: Path, name: str | None, default_name: str) -> RunDir:
-    """Make the folder of a new run; of several processes that want one name, one gets it.
-
-    Args:
-        base: ``logging.run_dir``, made where it is missing.
-        name: ``logging.name``. None takes ``default_name``, or ``default_name-2``, ``-3``, ... where that exists.
-        default_name: usually ``<task>-<mode>-<time>``.
-
-    Raises:
-        UnsupportedConfiguration: ``name`` exists already, or is not the name of a folder, or ``base`` cannot be
-            written to.
-    """
-    wanted = default_name if name is None else name
-    if wanted in ("", ".", "..") or Path(wanted).name != wanted:
-        raise UnsupportedConfiguration(f"logging.name ({wanted}) must be the name of one folder; leave out / and ..")
-    try:
-        return _made(base, name, default_name)
-    except OSError as error:
-        raise _not_writable(f"logging.run_dir ({base})", error) from error
-
-
-def _made(base: Path, name: str | None, default_name: str) -> RunDir:
-    base.mkdir(parents=True, exist_ok=True)
-    path = base / (default_name if name is None else name)
-    number = 1
-    while not _claimed(path):
-        if name is not None:
-            raise UnsupportedConfiguration(
-                f"the run folder {path} exists already; choose another logging.name, or --resume it"
-            )
-        number += 1
-        path = base / f"{default_name}-{number}"
-    run = RunDir(path)
-    run.logs_dir.mkdir()
-    run.checkpoints_dir.mkdir()
-    return run
-
-
-def _claimed(path: Path) -> bool:
-    """Take ``path`` by making it: there is no moment between looking and taking."""
-    try:
-        path.mkdir()
-    except FileExistsError:
-        return False
-    return True
 
 
 def open_run(path: Path) -> RunDir:
@@ -215,7 +192,7 @@ def open_run(path: Path) -> RunDir:
         run.logs_dir.mkdir(exist_ok=True)
         run.checkpoints_dir.mkdir(exist_ok=True)
     except OSError as error:
-        raise _not_writable(f"run folder {path}", error) from error
+        raise not_writable(f"run folder {path}", error) from error
     return run
 
 
@@ -279,8 +256,13 @@ def write_text(path: Path, text: str) -> None:
         replace_text(path, text)
 
 
-def supersede_metrics(metrics_file: Path, step: int) -> int:
+def supersede_metrics(metrics_file: Path, step: int, kinds: Collection[str] = ()) -> int:
     """Move the records after ``step`` to ``metrics.superseded.jsonl``, and with them any line that a crash tore.
+
+    Args:
+        metrics_file: of the run.
+        step: of the checkpoint that the run goes back to.
+        kinds: records of these kinds are moved at ``step`` itself too: they came after that checkpoint.
 
     Returns:
         The number of lines moved. Repeating it after a crash in its middle moves nothing twice.
@@ -288,7 +270,7 @@ def supersede_metrics(metrics_file: Path, step: int) -> int:
     if not metrics_file.exists():
         return 0
     lines = metrics_file.read_text(errors="replace").removesuffix("\n").split("\n")
-    moved = [line for line in lines if not _holds_at(line, step)]
+    moved = [line for line in lines if not _holds_at(line, step, kinds)]
     if not moved:
         return 0
     superseded_file = metrics_file.with_name(f"{metrics_file.stem}.superseded{metrics_file.suffix}")
@@ -296,7 +278,7 @@ def supersede_metrics(metrics_file: Path, step: int) -> int:
     block = _joined(moved)
     if not before.endswith(block):  # else: an earlier call got so far and no further
         replace_text(superseded_file, before + block)
-    replace_text(metrics_file, _joined([line for line in lines if _holds_at(line, step)]))
+    replace_text(metrics_file, _joined([line for line in lines if _holds_at(line, step, kinds)]))
     return len(moved)
 
 
@@ -304,7 +286,7 @@ def _joined(lines: Sequence[str]) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def _holds_at(line: str, step: int) -> bool:
+def _holds_at(line: str, step: int, kinds: Collection[str]) -> bool:
     """Tell whether the record in ``line`` still holds when the run goes back to ``step``; a torn line never does."""
     try:
         record = json.loads(line)
@@ -313,7 +295,7 @@ def _holds_at(line: str, step: int) -> bool:
     if not isinstance(record, Mapping):
         return False
     of_step = record.get("step")
-    return of_step is None or of_step <= step
+    return of_step is None or of_step < step or (of_step == step and record.get("kind") not in kinds)
 
 
 def environment_record(command: Sequence[str]) -> dict[str, Any]:

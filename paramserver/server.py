@@ -6,9 +6,7 @@ Handlers never block: what has to wait for other trainers returns a future. Erro
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,26 +16,26 @@ from torch import Tensor, nn
 
 from paramserver.checkpoint import private_copy
 from paramserver.config import Config, server_computes
-from paramserver.consistency import Announcement, Decision, Stop, Update, Verdict, make_consistency
+from paramserver.consistency import Announcement, Consistency, Decision, make_consistency
 from paramserver.deposits import Deposits
 from paramserver.edge import pulled
-from paramserver.errors import ParamserverError, PeerLost, PeerRefused, TrainingError
+from paramserver.errors import ParamserverError, PeerLost, PeerRefused
 from paramserver.flat import Layout
 from paramserver.forwards import Forwards, ServedEnd
 from paramserver.keeper import Keeper
-from paramserver.limits import due, epoch_of
 from paramserver.membership import Member, Members, watch
 from paramserver.modelling import plain_weights
 from paramserver.process import StopRequest
-from paramserver.protocol import Future, Gathering, Look, ModelAnswer, ModelCall, Push, Round, Welcome
-from paramserver.records import Record, StepReport, StepResult, TrainerTotals, WeightedSums, merge_all
+from paramserver.protocol import Future, Gathering, Look, ModelAnswer, ModelCall, Welcome
+from paramserver.records import Record, StepReport, TrainerTotals, WeightedSums, merge_all
+from paramserver.rounds import Rounds
 from paramserver.task import Task
 from paramserver.transport.ends import ServerEnd
 from paramserver.transport.over_memory import MemoryServerEnd
-from paramserver.transport.over_rpc import RpcServerEnd
+from paramserver.transport.over_rpc import Outgoing, RpcServerEnd
 from paramserver.transport.segments import SegmentHost
 from paramserver.transport.shelves import LiveShelf, RingShelf, Shelf, gradients_key, parameters_key
-from paramserver.transport.wire import Failure, settled
+from paramserver.transport.wire import Failure
 from paramserver.versions import Versions
 
 
@@ -68,51 +66,47 @@ class ParameterServer(nn.Module):
         super().__init__()
         self.config = config
         self.keeper = keeper
-        self.stop = stop
         self.trainers = trainers
         self.members = Members()
-        self.rules = make_consistency(config, trainers, keeper.step, keeper.samples)
-        self.rules.load_state_dict(keeper.consistency_state)
+        rules = make_consistency(config, trainers, keeper.step, keeper.samples)
+        rules.load_state_dict(keeper.consistency_state)
         self._segments = segments
-        in_place = self.rules.lockstep and segments is not None
+        in_place = rules.lockstep and segments is not None
         self.versions = Versions(task, config, self._allocate_shared if in_place else None)
         self._forwards = Forwards(task, config, self.versions) if server_computes(config) else None
-        self._shelf = self._make_shelf()
+        self._shelf = self._make_shelf(rules)
+        layout = self.versions.parameters.layout
+        self._wire = layout.narrowed(getattr(torch, config.server.wire_dtype))
+        self._outgoing = Outgoing(layout, self._wire, lambda: self.versions.snapshot()[0])
         keeper.restore_model(self.versions.model)
         keeper.restore_updater(self.versions.updater)
-        self.epoch_samples: int | None = None
+        self.rounds = Rounds(rules, self.versions, keeper, stop, lambda error: self.fail(Failure.of(error).error()))
         self.finished = threading.Event()
         self.error: ParamserverError | None = None
         self.totals: dict[int, TrainerTotals] = {}
         self.last_decision: Decision | None = None
         self._lock = threading.RLock()
-        self._epoch = keeper.epoch
-        self._seconds = keeper.seconds
-        self._ends: dict[int, ServerEnd] = {}
         self._arrivals = Gathering()
-        self._announcements = Gathering()
         self._validations: dict[int, Gathering] = {}
         self._cuts = Gathering()
         self._deposits = Deposits(keeper, trainers)
-        self._followers = Gathering()
-        self._pushes: dict[int, Push] = {}
 
     def _allocate_shared(self, layout: Layout) -> list[Tensor]:
         assert self._segments is not None
         return self._segments.allocate(parameters_key(0), layout)
 
-    def _make_shelf(self) -> Shelf | None:
+    def _make_shelf(self, rules: Consistency) -> Shelf | None:
         if self._segments is None:
             return None
-        parameters = self.versions.parameters
-        if self.rules.lockstep:
+        if rules.lockstep:
             return LiveShelf()
-        return RingShelf(self._segments, parameters.layout, self.trainers, lambda: (self.rules.step, parameters.flats))
+        parameters = self.versions.parameters
+        return RingShelf(self._segments, parameters.layout, self.trainers, lambda: (rules.step, parameters.flats))
 
     def _make_end(self) -> ServerEnd:
         if self._forwards is not None:
             return self._forwards.new_end()
-        return RpcServerEnd(self.versions.leaves, lambda: self.versions.snapshot()[0])
+        return RpcServerEnd(self.versions.leaves, self._outgoing)
 
     # The tutorial's public methods, off the hot path.
 
@@ -138,8 +132,8 @@ class ParameterServer(nn.Module):
         with self._lock:
             self._check_running()
             self.members.join(member)
-            self.epoch_samples = epoch_samples
-            self._ends[member.trainer_index] = self._make_end()
+            self.rounds.epoch_samples = epoch_samples
+            self.rounds.ends[member.trainer_index] = self._make_end()
             future = self._arrivals.add(member.trainer_index, None)
             complete = len(self._arrivals.parts) == self.trainers
             futures = self._arrivals.take()[1] if complete else {}
@@ -149,10 +143,10 @@ class ParameterServer(nn.Module):
         return future
 
     def _welcomes(self) -> dict[int, Welcome]:
-        self.keeper.expect(self.epoch_samples)
+        self.keeper.expect(self.rounds.epoch_samples)
         model = private_copy(plain_weights(self.versions.model)) if self._forwards is None else {}
-        layouts = self.versions.parameters.layout, self.versions.buffers.layout
-        step, lockstep, stored = self.rules.step, self.rules.lockstep, self.keeper.stored_part
+        layouts = self.versions.parameters.layout, self._wire, self.versions.buffers.layout
+        step, lockstep, stored = self.rounds.rules.step, self.rounds.rules.lockstep, self.keeper.stored_part
         segments = None if self._segments is None else self._segments.address
         return {i: Welcome(model, *layouts, step, lockstep, segments, stored(i)) for i in range(self.trainers)}
 
@@ -163,7 +157,7 @@ class ParameterServer(nn.Module):
             assert self._shelf is not None
             layout = self.versions.parameters.layout
             gradients = self._segments.allocate(gradients_key(trainer_index), layout)
-            self._ends[trainer_index] = MemoryServerEnd(self._shelf, gradients)
+            self.rounds.ends[trainer_index] = MemoryServerEnd(self._shelf, gradients)
             return self._shelf.slots
 
     def _conclude(self, futures: Mapping[int, Future], answers: Callable[[], Mapping[int, Any]]) -> None:
@@ -224,10 +218,8 @@ class ParameterServer(nn.Module):
             if self.error is None:
                 self.error = error
             failure = Failure.of(self._failed_elsewhere(self.error))
-            gatherings = [self._arrivals, self._announcements, self._cuts, self._followers, *self._validations.values()]
-            waiting = [f for g in gatherings for f in g.take()[1].values()]
-            waiting += [push.future for push in self._pushes.values()]
-            self._pushes.clear()
+            gatherings = [self._arrivals, self._cuts, *self._validations.values()]
+            waiting = [f for g in gatherings for f in g.take()[1].values()] + self.rounds.take_waiting()
         for future in waiting:
             future.set_result(failure)
         self.finished.set()
@@ -241,112 +233,45 @@ class ParameterServer(nn.Module):
         if self.error is not None:
             raise self._failed_elsewhere(self.error)
 
-    # A step: announce and pull, push and apply.
+    # A step: see ``Rounds``.
 
     def begin(self, trainer_index: int, announcement: Announcement) -> Future:
         """A trainer announces itself; answered with a ``Round`` when the consistency lets it go on."""
         with self._lock:
             self._check_running()
-            future = self._announcements.add(trainer_index, None)
-            self.rules.announce(trainer_index, self._with_own_stop(announcement))
-            self._go_on()
-        return future
+            return self.rounds.begin(trainer_index, announcement)
 
-    def _with_own_stop(self, announcement: Announcement) -> Announcement:
-        own, reason = self.stop.state()
-        if own is Stop.NO and (wish := self.keeper.stop_reason()) is not None:
-            own, reason = Stop.LIMIT, wish
-        return replace(announcement, stop=own, reason=reason) if own > announcement.stop else announcement
-
-    def step(self, context_id: int, report: StepReport, buffers: Sequence[Tensor]) -> Future:
-        """Take the gradients that a context holds; answered with a ``StepResult`` when they were applied."""
-        held = dist_autograd.get_gradients(context_id)  # type: ignore[attr-defined]
-        future: Future = torch.futures.Future()
+    def pull(self, trainer_index: int) -> tuple[Tensor, ...]:
+        """The version of a trainer's round, inside its distributed-autograd context."""
         with self._lock:
             self._check_running()
-            gradients = self._ends[report.trainer_index].gradients(held)
-            if gradients is None:
-                raise TrainingError(
-                    f"trainer {report.trainer_index} stepped a context without gradients; call backward first"
-                )
-            refusal = self.rules.refusal(report.trainer_index, report.version)
-            if refusal is not None:
-                raise TrainingError(refusal)
-            self._ends[report.trainer_index].release()
-            report, buffers = self._ends[report.trainer_index].completed(report, buffers)
-            push = Push(gradients, report, buffers, future, time.perf_counter())
-            if self.rules.push(report.trainer_index, report.version, report.samples):
-                self._pushes[report.trainer_index] = push
-            else:
-                future.set_result(self._result([push], dropped=True))
-            self._go_on()
-        return future
+            return self.rounds.pull(trainer_index)
 
-    def _go_on(self) -> None:
-        """Make the updates that are due, and answer those who wait no longer. What fails ends the run."""
-        try:
-            while (update := self.rules.due()) is not None:
-                self._advance(update)
-            for index, decision in self.rules.answers().items():
-                future, arrived = self._announcements.take_one(index)
-                future.set_result(self._round(index, decision, time.perf_counter() - arrived))
-        except Exception as error:  # noqa: BLE001 - it ends the run and travels to every trainer
-            self.fail(Failure.of(error).error())
+    def step(
+        self, context_id: int, report: StepReport, buffers: Sequence[Tensor], announcement: Announcement | None = None
+    ) -> Future:
+        """Take the gradients that a context holds; answered when they were applied.
 
-    def _round(self, trainer_index: int, decision: Decision, held_s: float) -> Round:
-        if decision.verdict is Verdict.GO:
-            self._enter_epoch(decision.samples)
-        if trainer_index not in decision.active:
-            return Round(decision, held_s=held_s)
-        end = self._ends[trainer_index]
-        flats, buffers = end.pull(), end.buffers(self.versions.snapshot_of_buffers())
-        return Round(decision, flats, buffers, self.rules.keeps_buffers_of(trainer_index), held_s)
-
-    def _enter_epoch(self, samples: int) -> None:
-        """The schedule of epochs, advanced before the first step of a new one."""
-        epoch = epoch_of(samples, self.epoch_samples)
-        while self._epoch < epoch:
-            self._epoch += 1
-            self.versions.updater.epoch_ended()
-        self.keeper.entered_epoch(self._epoch)
-
-    def _advance(self, update: Update) -> None:
-        """One version more, and the answers to those whose gradients made it."""
-        pushes = [self._pushes[i] for i in update.trainers]
-        started = time.perf_counter()
-        self.versions.apply(update, pushes)
-        apply_s = time.perf_counter() - started
-        if due(self.rules.step, self.rules.terms.validate_every):
-            self.versions.keep(self.rules.step)
-        result = self._result(pushes, apply_s)
-        self.keeper.stepped(result, dict(zip(update.trainers, update.staleness, strict=True)))
-        for push in pushes:
-            del self._pushes[push.report.trainer_index]
-            push.future.set_result(replace(result, held_s=max(started - push.arrived, 0.0)))
-        for follower in self._followers.take()[1].values():
-            follower.set_result(None)
-
-    def _result(self, pushes: Sequence[Push], apply_s: float = 0.0, dropped: bool = False) -> StepResult:
-        loss = sum(push.report.loss for push in pushes) / len(pushes)
-        self._seconds = max(self._seconds, *(push.report.seconds for push in pushes))
-        lr = self.versions.updater.lr
-        return StepResult(self.rules.step, self.rules.samples, loss, lr, self._seconds, apply_s, dropped=dropped)
+        The answer is a ``Round`` with a ``result``: the trainer's next one where it has announced itself for it, and
+        else one without a decision.
+        """
+        held = dist_autograd.get_gradients(context_id)  # type: ignore[attr-defined]
+        with self._lock:
+            self._check_running()
+            return self.rounds.push(held, report, buffers, announcement)
 
     def follow(self, trainer_index: int, step: int) -> Future:
         """For a trainer that has no data while others go on; answered when version ``step`` is there."""
         with self._lock:
             self._check_running()
-            return settled(None) if self.rules.step >= step else self._followers.add(trainer_index, None)
+            return self.rounds.follow(trainer_index, step)
 
     def look(self, trainer_index: int, version: int) -> Look:
         """A version that is kept, or the current one: for validation."""
         with self._lock:
-            end = self._ends[trainer_index]
-            if version != self.rules.step:
-                return end.kept(*self.versions.kept(version))
-            return Look(end.look(), end.buffers(self.versions.snapshot_of_buffers()), is_copy=False)
+            return self.rounds.look(trainer_index, version)
 
-    # The model on the server.
+    # The model on the server: see ``Forwards``.
 
     def model_as_built(self) -> tuple[dict[str, Any], bool]:
         """The random states after the model was built, and whether it was in ``train()``."""
@@ -354,9 +279,9 @@ class ParameterServer(nn.Module):
         return self._forwards.as_built
 
     def compute(self, trainer_index: int, call: ModelCall) -> ModelAnswer:
-        """The model's output for one trainer, at the version that it pulled. Without the lock: others compute too."""
+        """The model's output for one trainer, at the version of its round. Without the lock: others compute too."""
         self._check_running()
-        end = self._ends[trainer_index]
+        end = self.rounds.ends[trainer_index]
         assert isinstance(end, ServedEnd)
         return end.compute(call)
 
@@ -403,8 +328,9 @@ class ParameterServer(nn.Module):
 
     def _cut(self, trainers: Sequence[int], reason: str, since: float) -> dict[int, None]:
         with self._lock:
-            versions, rules = self.versions, self.rules.state_dict()
-            cut = self.keeper.cut(self.rules.step, versions.model, versions.updater, reason, since, rules)
+            versions, rules = self.versions, self.rounds.rules
+            state = rules.state_dict()
+            cut = self.keeper.cut(rules.step, versions.model, versions.updater, reason, since, state)
             self._deposits.begin(cut)
             return dict.fromkeys(trainers)
 

@@ -148,7 +148,7 @@ class Task:
     def on_train_end(self) -> None: ...
 
     def log(self, name: str, value: float | Tensor) -> None:
-        """Record a number at this trainer's current step, in metrics.jsonl and TensorBoard."""
+        """Record a number in metrics.jsonl and TensorBoard, at the step that is made, in validation at the last one."""
         if self.trainer is None:
             raise TaskError(
                 f"self.log({name!r}) was called where no trainer runs; log from a trainer's steps and hooks"

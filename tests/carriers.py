@@ -1,10 +1,13 @@
 """Trainers whose parts of a checkpoint travel badly: slowly, or not to the end."""
 
+import json
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 
+from paramserver.checkpoint import archive
 from trainers import DdpTrainer, RpcTrainer
 
 
@@ -80,21 +83,62 @@ class DyingRpc(RpcTrainer):
         self.remote.call = called
 
 
-class DyingDdp(DdpTrainer):
-    """The same in a process group."""
+class Faulting(DdpTrainer):
+    """One rank gets a signal when two pieces of trainer 1's second part have left, or have come to rank 0.
+
+    ``died`` in the folder of the runs then says who, when, and how many pieces there were.
+    """
+
+    number = signal.SIGKILL
+    at = 1
 
     def init_connection(self):
+        archive.PIECE_BYTES = 512
         super().init_connection()
-        send = self._collection._send_piece
+        if self.trainer_index == self.at:
+            name = "_send_piece" if self.at else "_take_piece"
+            setattr(self._collection, name, self.counted(getattr(self._collection, name)))
 
-        def sent(piece):
-            send(piece)
-            if self.step >= 6:
-                die(self)
+    def counted(self, handle):
+        handled = []
 
-        self._collection._send_piece = sent
+        def counting(*args):
+            handle(*args)
+            handled.append(self.step)
+            if len([step for step in handled if step >= 6]) == 2:
+                await_checkpoint(self)
+                die(self, self.number, pieces=2, step=self.step)
+
+        return counting
 
 
-def die(trainer):
-    Path(trainer.config.logging.run_dir, "died").write_text(str(os.getpid()))
-    os.kill(os.getpid(), signal.SIGKILL)
+class KilledSender(Faulting):
+    pass
+
+
+class KilledReceiver(Faulting):
+    at = 0
+
+
+class FrozenSender(Faulting):
+    number = signal.SIGSTOP
+
+
+class FrozenReceiver(KilledReceiver):
+    number = signal.SIGSTOP
+
+
+def die(trainer, number=signal.SIGKILL, **about):
+    mark = {"pid": os.getpid(), "time": time.time(), **about}
+    Path(trainer.config.logging.run_dir, "died").write_text(json.dumps(mark))
+    os.kill(os.getpid(), number)
+    threading.Event().wait(90)  # the signal may stop this thread a little later
+
+
+def await_checkpoint(trainer):
+    """The first one is on the disk."""
+    latest = Path(trainer.config.logging.run_dir, trainer.config.logging.name, "checkpoints", "latest")
+    deadline = time.monotonic() + 30
+    while not latest.exists():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.02)

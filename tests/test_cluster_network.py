@@ -1,6 +1,7 @@
 """Addresses, interfaces, and the environment of a child."""
 
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,10 @@ from paramserver.cluster import (
     child_environment,
     is_loopback,
     loopback_interface,
+    own_address,
     process_environ,
 )
+from paramserver.errors import UnsupportedConfiguration
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.1", "::1", "[::1]", "localhost", "LOCALHOST", "ip6-localhost"])
@@ -82,3 +85,18 @@ def test_the_environment_of_the_process_is_handed_out_for_writing(own_environ, m
     assert process_environ()["PARAMSERVER_TEST"] == "1"
     bind_interface(process_environ(), "lo")
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+
+
+def test_the_own_address_is_one_that_others_reach_and_no_wider():
+    assert own_address("127.0.0.1") == own_address("127.8.9.1") == "127.0.0.1"
+    assert own_address("host.invalid", "lo") == "127.0.0.1"  # the interface decides, and no name is looked up
+    assert own_address("localhost") == "127.0.0.1"
+
+
+def test_an_address_without_a_way_is_refused(monkeypatch):
+    def unknown(*args, **options):
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(UnsupportedConfiguration, match=r"cluster.master_addr \(node7\) must be an address that this"):
+        own_address("node7")

@@ -157,12 +157,6 @@ def test_from_python_the_origin_is_optional():
 
 
 REFUSED = {
-    "server.consistency": ("async", "(async); use sync"),
-    "server.staleness_bound": (5, "(5); use 4"),
-    "server.backup_trainers": (1, "(1); use 0"),
-    "server.stale_scaling": ("inverse", "(inverse); use none"),
-    "server.transport": ("shared_memory", "(shared_memory); use auto or rpc"),
-    "server.wire_dtype": ("bfloat16", "(bfloat16); use float32"),
     "server.on_loss": ("continue", "(continue); use fail"),
     "cluster.num_servers": (2, "(2); use 1"),
     "cluster.max_restarts": (3, "(3); use 0"),
@@ -264,6 +258,7 @@ RELATED = {
     "buffer.watermark": st.integers(0, 1000),
     "buffer.kind": st.sampled_from(["fifo", "firo"]),
     "buffer.min_new_per_batch": st.just(0),
+    "server.backup_trainers": st.just(0),
     "server.heartbeat_s": st.floats(0.1, 2),
     "server.lost_after_s": st.floats(3, 9),
 }

@@ -5,7 +5,18 @@ import random
 
 import pytest
 
-from paramserver.consistency import Announcement, Decision, Readiness, Stop, Sync, Verdict, buffer_source, decide
+from paramserver.consistency import (
+    Announcement,
+    Decision,
+    Readiness,
+    Stop,
+    Sync,
+    Terms,
+    Update,
+    Verdict,
+    buffer_source,
+    decide,
+)
 from paramserver.limits import Limits
 
 READY, WAITING, DRAINED = Readiness.READY, Readiness.WAITING, Readiness.DRAINED
@@ -111,10 +122,31 @@ def test_the_module_buffers_are_those_of_ddp():
 # The rounds of a step.
 
 
+def say(rules: Sync, index: int, word: Announcement = GO) -> Decision | None:
+    """What an announcement brings: nothing, or the same answer for all."""
+    rules.announce(index, word)
+    answers = rules.answers()
+    assert set(answers) in (set(), set(range(rules.terms.trainers)))
+    assert len(set(answers.values())) <= 1
+    assert rules.answers() == {}  # each is answered once
+    return answers.get(index)
+
+
+def pushed(rules: Sync, index: int, samples: int) -> Update | None:
+    assert rules.push(index, rules.step, samples)
+    update = rules.due()
+    assert rules.due() is None
+    return update
+
+
+def round_of(trainers: int = 2, step: int = 0, samples: int = 0, limits=NONE, uneven_inputs="stop") -> Sync:
+    return Sync(Terms(trainers, limits, uneven_inputs), step, samples)
+
+
 def started(trainers: int = 2, **options) -> Sync:
     """A round in which all take part."""
-    rules = Sync(trainers, **{"limits": NONE, "uneven_inputs": "stop", **options})
-    answers = [rules.announce(i, GO) for i in range(trainers)]
+    rules = round_of(trainers, **options)
+    answers = [say(rules, i) for i in range(trainers)]
     assert answers[:-1] == [None] * (trainers - 1)
     assert answers[-1].verdict is Verdict.GO
     return rules
@@ -122,16 +154,16 @@ def started(trainers: int = 2, **options) -> Sync:
 
 def test_a_round_is_complete_with_the_last_push_in_the_order_of_trainers():
     rules = started(3)
-    assert rules.push(2, 5) is None
-    assert rules.push(0, 7) is None
-    assert rules.step == 0
-    assert rules.push(1, 1) == (0, 1, 2)
+    assert pushed(rules, 2, 5) is None
+    assert pushed(rules, 0, 7) is None
+    assert (rules.step, rules.samples) == (0, 0)  # nothing is applied yet
+    assert pushed(rules, 1, 1) == Update((0, 1, 2), (0, 0, 0), buffers_from=0)
     assert (rules.step, rules.samples) == (1, 13)
 
 
 def test_a_second_push_is_refused():
     rules = started()
-    rules.push(1, 4)
+    pushed(rules, 1, 4)
     assert rules.refusal(1, 0) == "trainer 1 pushed twice in step 0"
     assert rules.refusal(0, 0) is None
 
@@ -142,54 +174,56 @@ def test_a_gradient_of_another_version_is_refused(version):
 
 
 def test_a_push_outside_a_step_is_refused():
-    rules = Sync(2, NONE, "stop")
+    rules = round_of(2)
     assert "outside a step" in rules.refusal(0, 0)
-    rules.announce(0, GO)
+    say(rules, 0)
     assert "outside a step" in rules.refusal(0, 0)  # not all have spoken
-    rules.announce(1, GO)
+    say(rules, 1)
     assert rules.refusal(0, 0) is None
     assert "trainer 2 pushed outside" in rules.refusal(2, 0)
-    rules.push(0, 1)
-    rules.push(1, 1)
+    pushed(rules, 0, 1)
+    pushed(rules, 1, 1)
     assert "(step 1)" in rules.refusal(0, 1)  # the round is over
 
 
 def test_a_drained_trainer_may_not_push_while_others_go_on():
-    rules = Sync(2, NONE, "join")
-    rules.announce(0, Announcement(DRAINED))
-    assert rules.announce(1, GO).active == (1,)
+    rules = round_of(2, uneven_inputs="join")
+    say(rules, 0, Announcement(DRAINED))
+    assert say(rules, 1).active == (1,)
     assert rules.refusal(0, 0) is not None
-    assert rules.buffer_source == 1
-    assert rules.push(1, 8) == (1,)
+    assert [rules.keeps_buffers_of(i) for i in range(2)] == [False, True]
+    assert pushed(rules, 1, 8) == Update((1,), (0,), buffers_from=1)
+    assert not rules.keeps_buffers_of(1)  # no step is under way
 
 
 def test_the_update_after_the_last_is_refused():
     rules = started(2, limits=Limits(max_steps=1))
-    rules.push(0, 1)
-    rules.push(1, 1)
-    rules.announce(0, GO)
-    assert rules.announce(1, GO).verdict is Verdict.END
+    pushed(rules, 0, 1)
+    pushed(rules, 1, 1)
+    say(rules, 0)
+    assert say(rules, 1).verdict is Verdict.END
     assert rules.refusal(0, 1) is not None
     assert rules.refusal(1, 0) is not None
     assert rules.step == 1
 
 
 def test_a_wait_asks_everybody_again():
-    rules = Sync(2, NONE, "stop")
-    rules.announce(0, GO)
-    assert rules.announce(1, Announcement(WAITING)).verdict is Verdict.WAIT
+    rules = round_of(2)
+    say(rules, 0)
+    assert say(rules, 1, Announcement(WAITING)).verdict is Verdict.WAIT
     assert rules.refusal(0, 0) is not None
-    assert rules.announce(1, GO) is None  # trainer 0 has to speak again too
-    assert rules.announce(0, GO).verdict is Verdict.GO
+    assert say(rules, 1) is None  # trainer 0 has to speak again too
+    assert say(rules, 0).verdict is Verdict.GO
 
 
 def test_a_resumed_run_goes_on_from_its_counts():
     rules = started(2, step=7, samples=100)
     assert rules.refusal(0, 7) is None
     assert "version 0 to version 7" in rules.refusal(0, 0)
-    rules.push(0, 3)
-    rules.push(1, 3)
+    pushed(rules, 0, 3)
+    pushed(rules, 1, 3)
     assert (rules.step, rules.samples) == (8, 106)
+    assert rules.state_dict() == {}  # the counts are all
 
 
 class Fleet:
@@ -203,7 +237,8 @@ class Fleet:
         self.max_steps = self.random.randint(1, 8)
         # A fleet that does not join ends with its shortest supply.
         self.expected = min(self.max_steps, max(self.left) if self.joins else min(self.left))
-        self.rules = Sync(self.trainers, Limits(max_steps=self.max_steps), "join" if self.joins else "stop")
+        uneven = "join" if self.joins else "stop"
+        self.rules = round_of(self.trainers, limits=Limits(max_steps=self.max_steps), uneven_inputs=uneven)
         self.to_announce, self.to_push = set(range(self.trainers)), set()
         self.samples = 0
         self.ended = False
@@ -223,7 +258,7 @@ class Fleet:
 
     def announce(self, index: int) -> None:
         self.to_announce.discard(index)
-        decision = self.rules.announce(index, self.word(index))
+        decision = say(self.rules, index, self.word(index))
         assert (decision is None) == bool(self.to_announce)
         if decision is not None:
             self.ended = decision.verdict is Verdict.END
@@ -237,9 +272,9 @@ class Fleet:
         self.left[index] -= 1
         samples = self.random.randint(1, 32)
         self.samples += samples
-        order = self.rules.push(index, samples)
-        assert order == (None if self.to_push else self.active)
-        if order is not None:
+        update = pushed(self.rules, index, samples)
+        assert (update.trainers if update else None) == (None if self.to_push else self.active)
+        if update is not None:
             self.to_announce = set(range(self.trainers))
 
     def intrude(self) -> None:

@@ -11,7 +11,7 @@ from paramserver import evaluate
 
 CONFIG = {
     "training": {"max_steps": 6, "batch_size": 8, "validate_every": 2, "validation_batch_size": 7},
-    "checkpoint": {"every": 2, "keep": 5, "best": {"metric": "loss", "mode": "max"}},
+    "checkpoint": {"every": 2, "keep": 5, "background": False, "best": {"metric": "loss", "mode": "max"}},
     "logging": {"tensorboard": False},
 }
 

@@ -201,7 +201,7 @@ def test_the_python_interface_gives_the_same_run(tmp_path, supervised):
 
 REFUSALS = {
     "unknown key": ({"training": {"batch_sise": 3}}, "training.batch_sise"),
-    "later": ({"mode": "rpc", "server": {"consistency": "async"}}, "not in this version: server.consistency"),
+    "later": ({"mode": "rpc", "server": {"on_loss": "continue"}}, "not in this version: server.on_loss"),
     "no task": ({"task": None}, "task"),
     "no module": ({"task": "nowhere.at_all:Task"}, "there is no module nowhere"),
     "no file": ({"task": "nowhere.py:Task"}, "there is no file nowhere.py"),

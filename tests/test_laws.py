@@ -22,9 +22,9 @@ from helpers.source import (
 # A module imports from lower floors only. The whole number is the floor of the design, what follows the stair on it.
 FLOORS = {
     0: "errors version",
-    1.0: "buffers checkpoint config courier deadlines draws edge flat leaving loading parent records roles",
-    1.1: "cluster limits rundir",
-    1.2: "attempts consistency",
+    1.0: "buffers checkpoint config courier deadlines draws edge flat leaving link loading parent records roles",
+    1.1: "cluster limits links rundir",
+    1.2: "attempts claim consistency",
     1.3: "protocol",
     2.0: "report resharding sinks sources",
     2.1: "channel console",
@@ -32,10 +32,11 @@ FLOORS = {
     3.1: "updater",
     4.0: "devices transport",
     4.1: "meeting membership process",
-    4.2: "modelling session",
+    4.2: "modelling session star",
     5.0: "keeper versions",
     5.1: "deposits forwards",
-    5.2: "server",
+    5.2: "rounds",
+    5.25: "server",
     5.3: "hosting",
     5.4: "remote",
     6: "optimizer",
@@ -60,7 +61,7 @@ FOLDERS = {
     "report": "outcome summary",
     "sinks": "base jsonlines progress tensorboard",
     "sources": "base share dataset iterable factory feeder",
-    "transport": "wire agent ends over_rpc ring memory pages segments shelves over_memory",
+    "transport": "wire agent cutting ends over_rpc ring memory pages segments shelves over_memory",
 }
 MAY_USE_RPC = [f"paramserver.{m}" for m in ("session", "membership", "transport", "server", "hosting", "remote")]
 MAY_USE_RPC += ["paramserver.optimizer", "trainers.rpc", "trainers.served"]

@@ -6,15 +6,13 @@ import platform
 import socket
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from paramserver.claim import claim_folder
 from paramserver.errors import CheckpointError, UnsupportedConfiguration
 from paramserver.rundir import (
-    RunDir,
-    create_run,
     environment_record,
     newest_run,
     open_run,
@@ -25,42 +23,9 @@ from paramserver.rundir import (
 REPOSITORY = Path(__file__).parents[1]
 
 
-def test_a_new_run_has_its_folders_and_places(tmp_path):
-    run = create_run(tmp_path / "runs", "first", "unused")
-    assert run == RunDir(tmp_path / "runs" / "first")
-    assert sorted(path.name for path in run.path.iterdir()) == ["checkpoints", "logs"]
-    places = {
-        run.config_file: "config.yaml",
-        run.environment_file: "environment.json",
-        run.metrics_file: "metrics.jsonl",
-        run.tensorboard_dir: "tensorboard",
-        run.checkpoints_dir: "checkpoints",
-        run.summary_file: "summary.json",
-        run.log_file(3): "logs/rank-3.log",
-    }
-    assert {str(path.relative_to(run.path)): path for path in places} == {name: path for path, name in places.items()}
-
-
-def test_a_name_that_exists_is_refused_and_a_default_one_counts_on(tmp_path):
-    create_run(tmp_path, "first", "default")
-    with pytest.raises(UnsupportedConfiguration, match=r"first exists already; choose another .* or --resume it"):
-        create_run(tmp_path, "first", "default")
-    assert [create_run(tmp_path, None, "default").name for _ in range(3)] == ["default", "default-2", "default-3"]
-
-
-@pytest.mark.parametrize("name", ["", "a/b", "..", ".", "/abs"])
-def test_a_name_is_one_folder(tmp_path, name):
-    with pytest.raises(UnsupportedConfiguration, match="must be the name of one folder"):
-        create_run(tmp_path, name, "default")
-
-
-def test_of_many_that_want_a_name_each_gets_its_own(tmp_path):
-    with ThreadPoolExecutor(8) as pool:
-        runs = list(pool.map(lambda _: create_run(tmp_path, None, "default").name, range(24)))
-    assert len(set(runs)) == 24
-    with ThreadPoolExecutor(8) as pool:
-        claims = [pool.submit(create_run, tmp_path, "wanted", "default") for _ in range(8)]
-    assert sum(claim.exception() is None for claim in claims) == 1
+def create_run(base, name, default):
+    with claim_folder(base, name, default) as run:
+        return run
 
 
 def test_open_takes_run_folders_only(tmp_path):
@@ -192,6 +157,14 @@ def test_records_after_the_cut_move_and_those_without_a_step_stay(metrics):
     assert supersede_metrics(metrics, 20) == 0
     assert supersede_metrics(metrics, 10) == 1
     assert [record["step"] for record in records(superseded)] == [30, 40, 20]
+
+
+def test_records_of_the_cut_that_it_does_not_know_move_by_their_kind(metrics):
+    with metrics.open("a") as file:
+        file.write('{"kind": "validation", "step": 20}\n{"kind": "validation", "step": 10}\n')
+    assert supersede_metrics(metrics, 20, {"validation"}) == 3
+    kept = [(record["kind"], record["step"]) for record in records(metrics)]
+    assert kept == [("start", None), ("train", 10), ("train", 20), ("validation", 10)]
 
 
 def test_a_line_that_a_crash_tore_moves_too(metrics):

@@ -1,6 +1,7 @@
 """Saving costs a copy: what is in it is of one moment, and the rest happens while training goes on."""
 
 import io
+import json
 import logging
 import threading
 import time
@@ -72,6 +73,21 @@ def test_a_courier_lets_go_of_what_it_carried():
         courier.carry(lambda kept=load: None)
         del load
         assert gone.wait(WAIT_S)
+
+
+def test_what_moves_is_waited_for_and_what_stands_still_is_not():
+    gate, heard = threading.Event(), [0.0]
+    with Courier(True, "a part", lambda: heard[0]) as courier:
+        courier.carry(lambda: gate.wait(WAIT_S))
+        began = heard[0] = time.monotonic() + 0.5
+        with pytest.raises(DeadlineExceeded, match=r"a part must be with rank 0 within 0.1 s"):
+            courier.finish(0.1)
+        assert time.monotonic() >= began + 0.1
+        heard[0] += WAIT_S
+        with pytest.raises(DeadlineExceeded):
+            courier.close(0.1)  # who closes has failed already, and waits a moment only
+        assert time.monotonic() < heard[0]
+        gate.set()
 
 
 @pytest.mark.parametrize("then", ["finish", "carry", "close"])
@@ -335,7 +351,7 @@ def test_a_run_that_fails_still_has_the_parts_that_were_on_their_way(tmp_path, m
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("mode", "carrier"), [("rpc", "DyingRpc"), ("ddp", "DyingDdp")])
+@pytest.mark.parametrize(("mode", "carrier"), [("rpc", "DyingRpc"), ("ddp", "KilledSender")])
 def test_a_trainer_that_dies_while_its_part_travels_leaves_the_checkpoint_before(tmp_path, mode, carrier):
     began = time.monotonic()
     finished = launch(
@@ -348,7 +364,7 @@ def test_a_trainer_that_dies_while_its_part_travels_leaves_the_checkpoint_before
         checkpoint={"every": 3, "keep": 9},
     )
     died = tmp_path / "runs" / "died"
-    assert not psutil.pid_exists(int(died.read_text()))
+    assert not psutil.pid_exists(json.loads(died.read_text())["pid"])
     assert finished.code == 1
     assert "trainer 1): killed by SIGKILL" in finished.output
     assert finished.summary["status"] == "failed"

@@ -62,6 +62,7 @@ class Trainer(Overridable):
         self.trainer_index = process.trainer_index
         self.clock = PhaseClock()
         self.step = 0
+        self._ahead = 0  # 1 while the step after ``step`` is being made
         self.counters = Counters()
         self.records: list[Record] = []
         self.wire_bytes = 0
@@ -169,12 +170,14 @@ class Trainer(Overridable):
     def _fit(self) -> Decision:
         self.clock.skip()
         while True:
+            self._ahead = 1
             available = self.data_available()
             self.clock.lap("data")
             with self.step_scope():
                 decision = self.agree(self.with_stop(available))
                 if decision.verdict is Verdict.WAIT:
                     continue
+                self._ahead = int(decision.verdict is Verdict.GO)
                 if decision.verdict in _BESIDE_STEPS:
                     self._stop_by(decision)
                     continue
@@ -183,7 +186,7 @@ class Trainer(Overridable):
                     self.step = decision.step
                     self.clock.skip()
                     return decision
-                self.step = self._take_part(decision)
+                self.step, self._ahead = self._take_part(decision), 0
             self.clock.end_step()
             self._after_step()
 
@@ -300,12 +303,19 @@ class Trainer(Overridable):
         if self.lockstep:
             self._validate_and_save()
 
+    def is_due(self, step: int) -> bool:
+        """Whether something is done at this step, at which all trainers stand."""
+        return due(step, self.config.training.validate_every) or due(step, self._save_every)
+
+    @property
+    def _save_every(self) -> int:
+        every = self.config.checkpoint.every
+        return self.config.training.validate_every if every is None else every
+
     def _validate_and_save(self) -> None:
         """What is due at this step, at which all trainers stand."""
-        config = self.config
-        improved = due(self.step, config.training.validate_every) and self.validate()
-        every = config.training.validate_every if config.checkpoint.every is None else config.checkpoint.every
-        if improved or due(self.step, every):
+        improved = due(self.step, self.config.training.validate_every) and self.validate()
+        if improved or due(self.step, self._save_every):
             self.save("best" if improved else "periodic")
 
     def validate(self) -> bool:
@@ -388,9 +398,12 @@ class Trainer(Overridable):
         self.emit("log", name=name, value=float(value.detach()) if isinstance(value, Tensor) else float(value))
 
     def emit(self, kind: str, **fields: Any) -> None:
-        """Record something about this trainer at its current step."""
-        rank = self.process.identity.global_rank
-        self.records.append(make_record(kind, self.step, rank=rank, trainer=self.trainer_index, **fields))
+        """Record something about this trainer, at the step that is being made, or else at the last one that was.
+
+        A run that goes back to the checkpoint of a step makes the next one anew, and so the records of its making.
+        """
+        rank, step = self.process.identity.global_rank, self.step + self._ahead
+        self.records.append(make_record(kind, step, rank=rank, trainer=self.trainer_index, **fields))
         self.deliver(self.records)
 
     def _report_start(self) -> None:

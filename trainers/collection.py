@@ -1,36 +1,35 @@
-"""How the parts of a checkpoint reach rank 0 in a process group, while the ranks train."""
+"""How the parts of a checkpoint reach rank 0 in ddp, while the ranks train."""
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-import torch.distributed as dist
 
 from paramserver.checkpoint import Pieces, send_archive
 from paramserver.errors import PeerLost, TrainingError
-from trainers.agreement import peers_may_be_lost
+from paramserver.links import Links
 
-_FAILED = -1
+# Kinds of messages.
+_PIECE, _END, _FAILED, _TAKEN = 1, 2, 3, 4
+_PAUSE = struct.Struct("!d")
 
 
 class Collection:
-    """One rank's end of it. Each rank calls ``send``, rank 0 ``receive`` and ``answer``, once per checkpoint.
+    """One rank's end of it. Each other rank calls ``send``, rank 0 ``receive`` and ``answer``, once per checkpoint.
 
-    A part comes as pieces, each after its length; 0 ends it. Rank 0 answers all when it has handed the checkpoint to
-    its writer, so that no rank is far ahead of another when they meet again.
+    A part comes as pieces and an end. Rank 0 answers all when it has handed the checkpoint to its writer, so that no
+    rank is far ahead of another when they meet again.
 
     Args:
-        group: of gloo, used by this object alone and by one thread of each rank.
-        trainers: how many ranks there are.
+        links: this rank's, used by this object alone and by one thread.
     """
 
-    def __init__(self, group: Any, trainers: int) -> None:
-        self._group = group
-        self._others = range(1, trainers)
+    def __init__(self, links: Links) -> None:
+        self._links = links
 
     def send(self, part: Mapping[str, Any], pause_s: float) -> None:
         """Give this rank's part to rank 0, and wait until rank 0 has those of all.
@@ -38,29 +37,19 @@ class Collection:
         Raises:
             PeerLost: rank 0 is gone, or could not take it.
         """
-        with peers_may_be_lost():
-            self._send_number(pause_s)
-            try:
-                send_archive(dict(part), self._send_piece)
-            except BaseException:
-                self._send_number(_FAILED)
-                raise
-            self._send_number(0)
-            taken = self._receive_number(0)
-        if not taken:
+        try:
+            send_archive(dict(part), self._send_piece)
+        except PeerLost:
+            raise
+        except BaseException:
+            self._links.send(0, _FAILED)
+            raise
+        self._links.send(0, _END, _PAUSE.pack(pause_s))
+        if self._links.receive().kind != _TAKEN:
             raise PeerLost("rank 0 could not take a checkpoint; look for its own error")
 
     def _send_piece(self, piece: npt.NDArray[np.uint8]) -> None:
-        self._send_number(len(piece))
-        dist.send(torch.from_numpy(piece), 0, group=self._group)
-
-    def _send_number(self, number: float, to: int = 0) -> None:
-        dist.send(torch.tensor([number], dtype=torch.float64), to, group=self._group)
-
-    def _receive_number(self, source: int) -> float:
-        number = torch.empty(1, dtype=torch.float64)
-        dist.recv(number, source, group=self._group)
-        return float(number)
+        self._links.send(0, _PIECE, piece.data)
 
     def receive(self) -> tuple[dict[int, Pieces], float]:
         """The parts of the other ranks, and the longest of their pauses, in seconds.
@@ -69,31 +58,27 @@ class Collection:
             PeerLost: a rank is gone.
             TrainingError: a rank could not send its own.
         """
-        pauses_s = [0.0]
-        parts = {}
-        with peers_may_be_lost():
-            for rank in self._others:
-                pauses_s.append(self._receive_number(rank))
-                parts[rank] = self._receive_pieces(rank)
-        return parts, max(pauses_s)
+        pauses_s: dict[int, float] = {}
+        parts = {rank: Pieces() for rank in self._links.peers}
+        while len(pauses_s) < len(parts):
+            rank, kind, body = self._links.receive()
+            if kind == _PIECE:
+                self._take_piece(parts[rank], body)
+            elif kind == _END:
+                pauses_s[rank] = float(_PAUSE.unpack(body.data)[0])
+            else:
+                raise TrainingError(f"trainer {rank} could not store its part of a checkpoint; look for its own error")
+        return parts, max(pauses_s.values(), default=0.0)
 
-    def _receive_pieces(self, rank: int) -> Pieces:
-        pieces = Pieces()
-        while (length := int(self._receive_number(rank))) > 0:
-            piece = torch.empty(length, dtype=torch.uint8)
-            dist.recv(piece, rank, group=self._group)
-            pieces.append(piece.numpy())
-        if length == _FAILED:
-            raise TrainingError(f"trainer {rank} could not store its part of a checkpoint; look for its own error")
-        return pieces
+    def _take_piece(self, pieces: Pieces, piece: npt.NDArray[np.uint8]) -> None:
+        pieces.append(piece)
 
     def answer(self, taken: bool) -> None:
         """Tell the other ranks that they may go on to the next checkpoint, or that this one failed."""
         failures = []
-        for rank in self._others:
+        for rank in self._links.peers:
             try:
-                with peers_may_be_lost():
-                    self._send_number(taken, rank)
+                self._links.send(rank, _TAKEN if taken else _FAILED)
             except PeerLost as failure:
                 failures.append(failure)  # those after it are answered all the same
         if failures:

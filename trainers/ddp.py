@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -15,14 +15,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paramserver.consistency import Announcement, Decision, Readiness, Verdict, buffer_source, decide
 from paramserver.courier import Courier
+from paramserver.errors import PeerLost
 from paramserver.keeper import Cut, Keeper
 from paramserver.limits import Limits
+from paramserver.links import Links
 from paramserver.meeting import Meeting
 from paramserver.modelling import build_model
 from paramserver.process import Process
 from paramserver.records import Record, StepReport, StepResult, TrainerTotals, WeightedSums, merge_all
 from paramserver.session import exchange, process_group
+from paramserver.star import star
 from paramserver.task import Task
+from paramserver.transport.cutting import Connections
 from paramserver.updater import Updater
 from trainers.agreement import Agreed, Agreement, Done, peers_may_be_lost
 from trainers.base import Trainer
@@ -31,6 +35,8 @@ from trainers.hooks import register_comm_hook
 
 # Rank 0 asks for the others' records about so often; it costs one gather.
 _COLLECT_EVERY_S = 1.0
+# A collective may fail so long before it is told who is lost.
+_NAMED_AFTER_S = 1.0
 
 
 class DdpTrainer(Trainer):
@@ -52,18 +58,36 @@ class DdpTrainer(Trainer):
         self._active: tuple[int, ...] = tuple(range(process.trainers))
         self._behind = False
         self._collected = time.monotonic()
+        self._connections = Connections()
+        self._links: Links | None = None
+
+    def run(self) -> Decision:
+        try:
+            return super().run()
+        except PeerLost as error:
+            if self._links is None or self._links.lost in (None, error):
+                raise
+            raise self._links.lost from error  # it names the rank, which a collective cannot
+
+    def give_up(self, error: BaseException) -> None:
+        if isinstance(error, PeerLost) and self._links is not None:
+            self._links.await_loss(_NAMED_AFTER_S)
 
     # The connection and the model.
 
     def init_connection(self) -> None:
         if self.process.placement.device.type == "cuda":
             torch.cuda.set_device(self.process.placement.device)  # nccl's collectives use the current device
-        self.open(process_group(self.meeting, self.process.placement.backend))
-        self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.meeting.timeout_s))
+        with self._connections.recorded():
+            self.open(process_group(self.meeting, self.process.placement.backend))
+            self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.meeting.timeout_s))
         self._agreement = Agreement(self._control, self.process.trainers, self.trainer_index)
-        parts = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.meeting.timeout_s))
-        self._collection = Collection(parts, self.process.trainers)
-        self._courier = self.open(Courier(self.config.checkpoint.background, "a part of a checkpoint"))
+        # Where somebody is lost, the loop may wait for it in a collective, and would until its own timeout.
+        self._links = links = self.open(star(self.meeting, self.config, self._connections.cut))
+        self._collection = Collection(links)
+        self._courier = self.open(
+            Courier(self.config.checkpoint.background, "a part of a checkpoint", lambda: links.moved)
+        )
         model = build_model(self.task, self.config.seed, self.process.placement)
         if self.keeper is not None:
             self.keeper.restore_model(model)
@@ -214,6 +238,7 @@ class DdpTrainer(Trainer):
 
     def deposit(self, reason: str, since: float) -> None:
         self.settle()  # all ranks end the same travel, and so meet again
+        self._attend(True)
         self.refresh()
         with peers_may_be_lost():
             self._collect(exchange(list(self.records), self._control))
@@ -221,11 +246,23 @@ class DdpTrainer(Trainer):
         keeper = self.keeper
         if keeper is None:
             pause_s = time.perf_counter() - since
-            self._courier.carry(lambda: self._collection.send(part, pause_s))
+            self._carry(lambda: self._collection.send(part, pause_s))
         else:
             cut = keeper.cut(self.step, self.unwrapped_model, self.updater, reason, since)
             own_s = time.perf_counter() - since
-            self._courier.carry(lambda: self._complete(keeper, cut, part, own_s))
+            self._carry(lambda: self._complete(keeper, cut, part, own_s))
+
+    def _attend(self, attentive: bool) -> None:
+        """While a part travels, a rank that falls silent is lost."""
+        assert self._links is not None
+        self._links.attend(attentive)
+
+    def _carry(self, job: Callable[[], None]) -> None:
+        def carried() -> None:
+            job()
+            self._attend(False)
+
+        self._courier.carry(carried)
 
     def _complete(self, keeper: Keeper, cut: Cut, part: Mapping[str, Any], pause_s: float) -> None:
         """On rank 0: the other ranks' parts, and then the checkpoint. Whatever happens, they are answered."""
@@ -257,6 +294,8 @@ class DdpTrainer(Trainer):
             everything = exchange((totals, list(self.records)), self._control)
         self._collect([records for _, records in everything])
         self.all_totals = [one for one, _ in everything]
+        if self._links is not None:
+            self._links.leave()
 
     def optimizer_state(self) -> dict[str, Any]:
         return self.updater.optimizer.state_dict()

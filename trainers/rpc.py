@@ -48,6 +48,7 @@ class RpcTrainer(Trainer):
         self.meeting = meeting
         self._arrived = False
         self._context_id = 0
+        self._next: Round | None = None
         self._sent = time.monotonic()
 
     # The connection.
@@ -112,7 +113,7 @@ class RpcTrainer(Trainer):
                 f"server.transport (shared_memory) must have all ranks on one host; trainer {self.trainer_index} "
                 f"({self.meeting.place}) cannot reach the server's memory; use auto or rpc"
             )
-        return RpcTrainerEnd(welcome.parameters, self._parameters)
+        return RpcTrainerEnd(welcome.parameters, welcome.wire, self._parameters)
 
     @contextmanager
     def _goodbye(self) -> Iterator[None]:
@@ -133,18 +134,28 @@ class RpcTrainer(Trainer):
             yield
 
     def agree(self, announcement: Announcement) -> Decision:
-        self._round: Round = self.remote.call_later("begin", self.trainer_index, announcement)
-        self.clock.lap_shared("pull", wait=self._round.held_s)
-        decision: Decision = self._round.decision
-        return decision
+        if self._next is None:
+            self._next = self.remote.call_later("begin", self.trainer_index, announcement)
+            self.clock.lap_shared("pull", wait=self._next.held_s)
+        self._round, self._next = self._next, None
+        assert self._round.decision is not None
+        if self.trainer_index in self._round.decision.active:
+            self.begin_pull()
+        return self._round.decision
+
+    def begin_pull(self) -> None:
+        """Ask for the version of this step, inside its context; for some transports the answer can wait."""
+        self._pulling = self.remote.begin_now("pull", self.trainer_index)
 
     def before_batches(self) -> None:
-        pulled = self._round.pulled
-        self.way.take(pulled)
+        if self.way.in_place:
+            self.way.find(self._round.place)
+        else:
+            self._pulled = self.remote.end("pull", self._pulling)
+            self.way.take(self._pulled)
         self._take_buffers(self._round.buffers)
         for parameter in self._parameters:
             parameter.grad = None
-        self.wire_bytes += self.way.bytes_of(pulled) + tensor_bytes(self._round.buffers)
         self.clock.lap("pull")
 
     @torch.no_grad()
@@ -154,14 +165,27 @@ class RpcTrainer(Trainer):
 
     def update(self, report: StepReport) -> StepResult:
         used = self._pack_gradients()
-        seal = self.way.seal(self._round.pulled)
-        dist_autograd.backward(self._context_id, [seal])  # type: ignore[attr-defined]
+        if self.way.in_place:
+            self._pulled = self.remote.end("pull", self._pulling)
+        dist_autograd.backward(self._context_id, [self.way.seal(self._pulled)])  # type: ignore[attr-defined]
         buffers = self._pack_buffers() if self._round.wants_buffers else []
         report = StepReport(**{**vars(report), "used": used})
-        result: StepResult = self.optimizer.step(self._context_id, report, buffers)
-        self.wire_bytes += tensor_bytes(buffers)
-        self.clock.lap_shared("push", wait=result.held_s, apply=result.apply_s)
-        return result
+        self.wire_bytes += self.way.bytes_of(self._pulled) + tensor_bytes([*buffers, *self._round.buffers])
+        return self.push(report, buffers)
+
+    def push(self, report: StepReport, buffers: Sequence[Tensor]) -> StepResult:
+        """Step the optimizer with the gradients of this context."""
+        answer: Round = self.optimizer.step(self._context_id, report, buffers, self._following(report.version + 1))
+        assert answer.result is not None
+        self._next = answer if answer.decision is not None and answer.decision.verdict is not Verdict.WAIT else None
+        self.clock.lap_shared("push", wait=answer.result.held_s + answer.held_s, apply=answer.result.apply_s)
+        return answer.result
+
+    def _following(self, step: int) -> Announcement | None:
+        """The word for the step after this one, where nothing comes between: it saves a call and the wait for it."""
+        if (self.lockstep and self.is_due(step)) or not self.data.is_ready():
+            return None
+        return self.with_stop(self.data_available())
 
     def idle(self, decision: Decision) -> None:
         """Wait for the version that the others make, which may be validated or saved next."""
@@ -205,13 +229,14 @@ class RpcTrainer(Trainer):
 
     def refresh(self) -> None:
         look: Look = self.remote.call("look", self.trainer_index, self.step)
-        if look.is_copy:
-            self.way.take_copy(look.pulled)
+        if look.place is None:
+            self.way.take(look.parameters)
         else:
-            self.way.take(look.pulled)
+            self.way.find(look.place)
         self._take_buffers(look.buffers)
 
     def merge_validation(self, sums: WeightedSums) -> tuple[Mapping[str, float], bool]:
+        assert self._round.decision is not None
         if self._round.decision.verdict is Verdict.VALIDATE:
             self.remote.call("take_share", self.trainer_index, self.step, sums)
             return sums.means(), False
@@ -220,10 +245,11 @@ class RpcTrainer(Trainer):
 
     def deposit(self, reason: str, since: float) -> None:
         self.settle()
-        self._flush()  # records from before the cut are not lost if this process dies after it
+        told = self._flush()
         cut = self.remote.begin("cut", self.trainer_index, reason)  # the server copies while this trainer does
         step, part = self.step, self.part()
         self.remote.end("cut", cut)
+        self.remote.end("take_records", told)  # records from before the cut are there before the checkpoint is
         pause_s = time.perf_counter() - since
         self._courier.carry(lambda: self._send_part(step, part, pause_s))
 
@@ -242,10 +268,10 @@ class RpcTrainer(Trainer):
         if time.monotonic() - self._sent > _SEND_EVERY_S or len(records) > 1000:
             self._flush()
 
-    def _flush(self) -> None:
+    def _flush(self) -> torch.futures.Future[Any]:
         self._sent = time.monotonic()
         records, self.records = self.records, []
-        self.remote.send("take_records", records)
+        return self.remote.begin_now("take_records", records)
 
     def leave(self, totals: TrainerTotals, decision: Decision) -> None:
         self.remote.call("take_records", self.records)

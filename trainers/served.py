@@ -43,6 +43,9 @@ class ServedTrainer(RpcTrainer):
 
     # A step.
 
+    def begin_pull(self) -> None:
+        """The version stays on the server, which knows it."""
+
     def before_batches(self) -> None:
         self._losses: list[Tensor] = []
         self.model.begin_step()
@@ -63,9 +66,7 @@ class ServedTrainer(RpcTrainer):
         self.counters.batch_idx += 1
 
     def update(self, report: StepReport) -> StepResult:
-        result: StepResult = self.optimizer.step(self._context_id, report, [])
-        self.clock.lap_shared("push", wait=result.held_s, apply=result.apply_s)
-        return result
+        return self.push(report, [])
 
     # Validation.
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         Checkpoint,
         choose_checkpoint,
         find_checkpoint,
+        load_chosen,
         passed_over,
         read_checkpoint,
     )
@@ -32,6 +33,7 @@ _HOMES = {
     "Checkpoint": "read",
     "choose_checkpoint": "read",
     "find_checkpoint": "read",
+    "load_chosen": "read",
     "passed_over": "read",
     "read_checkpoint": "read",
     "clean": "retention",
@@ -54,6 +56,7 @@ __all__ = [
     "choose_checkpoint",
     "clean",
     "find_checkpoint",
+    "load_chosen",
     "mark_best",
     "passed_over",
     "private_copy",

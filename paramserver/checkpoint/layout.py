@@ -79,11 +79,19 @@ def remove(path: Path) -> None:
 
 
 def pointed(folder: Path, pointer: str) -> Path | None:
-    """Return the checkpoint that the file ``pointer`` (``latest`` or ``best``) names, there or not, or None."""
+    """Return the checkpoint that the file ``pointer`` (``latest`` or ``best``) names, there or not, or None.
+
+    Raises:
+        CheckpointError: ``pointer`` is no file, or one that nobody may read.
+    """
     try:
         name = (folder / pointer).read_text().strip()
     except (FileNotFoundError, UnicodeDecodeError):
         return None
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder / pointer} must be a file with the name of a checkpoint ({error.strerror or error}); remove it"
+        ) from error
     return folder / name if step_of(name) is not None else None
 
 

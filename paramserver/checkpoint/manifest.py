@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -124,11 +125,21 @@ def incomplete(folder: Path, manifest: Manifest) -> str | None:
     """Say what is missing or of a wrong size in ``folder``; None if nothing. Reads no content."""
     for name, entry in manifest.files.items():
         path = folder / name
-        if not path.is_file():
+        size = _size_bytes(path)
+        if size is None:
             return f"{path} is missing"
-        if (size := path.stat().st_size) != entry.bytes:
+        if size != entry.bytes:
             return f"{path} has {size} bytes where its manifest says {entry.bytes}"
     return None
+
+
+def _size_bytes(path: Path) -> int | None:
+    """None where there is no such file, or no longer: the run that it is of may be removing it."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
 def altered(folder: Path, manifest: Manifest) -> str | None:

@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from paramserver.checkpoint.layout import BEST, LATEST, history, pointed, problem, step_name, step_of
-from paramserver.checkpoint.manifest import FileEntry, Manifest, altered, read_manifest
+from paramserver.checkpoint.manifest import MANIFEST, FileEntry, Manifest, altered, read_manifest
 from paramserver.errors import CheckpointError
 
-__all__ = ["Checkpoint", "choose_checkpoint", "find_checkpoint", "passed_over", "read_checkpoint"]
+__all__ = ["Checkpoint", "choose_checkpoint", "find_checkpoint", "load_chosen", "passed_over", "read_checkpoint"]
+
+# A run that saves every step and keeps one removes what a reader has chosen as often as it makes steps.
+_LOOKS = 10
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,21 @@ class Checkpoint:
     @property
     def step(self) -> int:
         return self.manifest.step
+
+    @property
+    def trainers(self) -> int:
+        """How many trainers stored a part.
+
+        Raises:
+            CheckpointError: the manifest does not say it.
+        """
+        trainers = self.manifest.about.get("trainers")
+        if not isinstance(trainers, int) or isinstance(trainers, bool) or trainers < 1:
+            raise CheckpointError(
+                f"trainers ({trainers}) in {self.path / MANIFEST} must be how many trainers stored a part of that "
+                "checkpoint; resume from another one"
+            )
+        return trainers
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -70,6 +88,52 @@ def read_checkpoint(path: Path) -> Checkpoint:
         if good is not None:
             cure = f"the newest good one is {good}; go on from it with --resume {good}"
         raise CheckpointError(f"{error}; {cure}") from error
+
+
+def load_chosen(run: Path, which: str, *names: str) -> tuple[Checkpoint, list[Any]]:
+    """Choose, check and load from a checkpoint of ``run``, also beside the process that trains it and removes old ones.
+
+    One that goes away meanwhile is looked for again: ``latest`` and ``best`` then are others.
+
+    Args:
+        run: the folder.
+        which: ``latest``, ``best``, or a step by its number.
+        names: of the objects to load; in memory they stay, whatever becomes of the files.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or no longer; or it is damaged, or went away each time.
+    """
+    for look in range(1, _LOOKS + 1):
+        try:
+            path = choose_checkpoint(run, which)
+        except CheckpointError:
+            if which not in (LATEST, BEST) or look == _LOOKS:
+                raise
+            continue  # it may have been removed after the pointer to it was read
+        folder = _identity(path)
+        try:
+            checkpoint = _verified(path)
+            return checkpoint, [checkpoint.load(name) for name in names]
+        except CheckpointError as error:
+            if folder == _identity(path) is not None:
+                raise CheckpointError(f"{error}; {_alternative(path)}") from error
+    raise CheckpointError(
+        f"checkpoint {which} of {run} was removed or replaced {_LOOKS} times while it was read; try again when the run "
+        "has ended, or give that run a larger checkpoint.keep"
+    )
+
+
+def _alternative(damaged: Path) -> str:
+    good = _newest_good(damaged.parent, besides=damaged)
+    return "no other checkpoint beside it is good" if good is None else f"the newest good one is {good}"
+
+
+def _identity(folder: Path) -> int | None:
+    """Tells a folder from another one that took its name; None where there is none."""
+    try:
+        return folder.stat().st_ino
+    except OSError:
+        return None
 
 
 def _verified(path: Path) -> Checkpoint:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         is_supervised,
         loopback_interface,
         mark_supervised,
+        own_address,
         quiet_agent,
     )
     from paramserver.cluster.resolve import resolve_identity
@@ -37,6 +38,7 @@ __all__ = [
     "is_supervised",
     "loopback_interface",
     "mark_supervised",
+    "own_address",
     "process_environ",
     "quiet_agent",
     "resolve_identity",
@@ -55,6 +57,7 @@ _HOMES = {
         "is_supervised",
         "loopback_interface",
         "mark_supervised",
+        "own_address",
         "quiet_agent",
     ),
     "resolve": ("resolve_identity",),

@@ -122,6 +122,29 @@ def interface_towards(host: str) -> str | None:
         return next((name for name in names if _address_of(probe, name) == own), None)
 
 
+def own_address(host: str, interface: str | None = None) -> str:
+    """The address of this machine where others reach it as they reach ``host``; that of ``interface`` if it has one.
+
+    Raises:
+        UnsupportedConfiguration: there is no way to ``host``.
+    """
+    if interface is not None:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+            if (address := _address_of(any_socket, interface)) is not None:
+                return address
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), 9, type=socket.SOCK_DGRAM)
+        family, kind, _, _, target = min(found, key=lambda one: one[0] != socket.AF_INET)
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise UnsupportedConfiguration(
+            f"cluster.master_addr ({host}) must be an address that this machine reaches ({error.strerror or error}); "
+            "correct it, or name cluster.interface"
+        ) from error
+
+
 _SIOCGIFADDR = 0x8915
 
 

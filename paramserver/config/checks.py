@@ -11,7 +11,6 @@ from paramserver.errors import UnsupportedConfiguration
 
 # Key -> the values that this version can do. All others are parsed and checked like the rest, then refused.
 NOT_IN_THIS_VERSION: dict[str, tuple[Any, ...]] = {
-    "server.wire_dtype": ("float32",),
     "server.on_loss": ("fail",),
     "cluster.num_servers": (1,),
     "cluster.max_restarts": (0,),
@@ -180,6 +179,15 @@ def _served_by_messages(config: Config) -> str | None:
     )
 
 
+def _served_in_full(config: Config) -> str | None:
+    if not server_computes(config) or config.server.wire_dtype == "float32":
+        return None
+    return (
+        f"server.wire_dtype ({config.server.wire_dtype}) must be float32 with server.compute server, where no "
+        "parameters travel; leave it out or choose server.compute: trainer"
+    )
+
+
 def _served_devices(config: Config) -> str | None:
     if not server_computes(config) or config.device.kind != "cuda":
         return None
@@ -202,5 +210,6 @@ RELATIONS: tuple[Relation, ...] = (
     Relation(("server.backup_trainers", "server.consistency", "cluster.num_trainers"), _backup_trainers),
     Relation(("server.compute", "cluster.num_servers"), _served_alone),
     Relation(("server.compute", "server.transport"), _served_by_messages),
+    Relation(("server.compute", "server.wire_dtype"), _served_in_full),
     Relation(("server.compute", "device.kind"), _served_devices),
 )

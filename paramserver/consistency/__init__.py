@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from paramserver.consistency.base import Consistency, Terms, Update
     from paramserver.consistency.factory import make_consistency
     from paramserver.consistency.stale import Async, Bounded
-    from paramserver.consistency.staleness import scale
+    from paramserver.consistency.staleness import Staleness, scale
     from paramserver.consistency.sync import Sync
     from paramserver.consistency.together import buffer_source, decide
     from paramserver.consistency.words import Announcement, Decision, Readiness, Stop, Verdict
@@ -21,6 +21,7 @@ _HOMES = {
     "Consistency": "base",
     "Decision": "words",
     "Readiness": "words",
+    "Staleness": "staleness",
     "Stop": "words",
     "Sync": "sync",
     "Terms": "base",
@@ -40,6 +41,7 @@ __all__ = [
     "Consistency",
     "Decision",
     "Readiness",
+    "Staleness",
     "Stop",
     "Sync",
     "Terms",

@@ -12,6 +12,7 @@ class BackupSync(FreeRunning):
 
     Chen et al., "Revisiting distributed synchronous SGD", ICLR workshop 2016 (arXiv:1604.00981), section 3. A trainer
     that was too late goes on with the newest version. Where the data of some trainers has ended, T counts the others.
+    Once the run is to end, those that wait for samples count as ended too: a begun update holds up no stop.
 
     Args:
         terms, step, samples: see ``Consistency``.
@@ -24,12 +25,12 @@ class BackupSync(FreeRunning):
         self._held: dict[int, int] = {}
 
     def may_start(self, trainer_index: int) -> bool:
-        return True
+        """Whether it has not given its gradient of this version."""
+        return trainer_index not in self._held
 
-    @property
-    def versions_under_way(self) -> int:
-        """None but the next: all who are under way with this version make it together."""
-        return 0
+    def is_wanted(self, coming: int) -> bool:
+        """Always: all who are let go with a version make the next one together, and late ones are dropped."""
+        return True
 
     @property
     def update_is_under_way(self) -> bool:
@@ -44,14 +45,19 @@ class BackupSync(FreeRunning):
         return True
 
     def due(self) -> Update | None:
-        drained = sum(a.readiness is Readiness.DRAINED for a in self._announced.values())
-        if not self._held or len(self._held) < max(1, self.terms.trainers - drained - self.backups):
+        if not self._held or len(self._held) < self.terms.trainers - len(self._absent) - self.backups:
             return None
         trainers = tuple(sorted(self._held))
         self.samples += sum(self._held.values())
         self._held = {}
         self._advance()
         return Update(trainers, (0,) * len(trainers), trainers[0])
+
+    @property
+    def _absent(self) -> set[int]:
+        """Those from whom no gradient of this version can come."""
+        waiting = {i for i, a in self._announced.items() if a.readiness is Readiness.WAITING}
+        return (self._drained | (waiting if self._end is not None else set())) - self._held.keys()
 
     def keeps_buffers_of(self, trainer_index: int) -> bool:
         return True

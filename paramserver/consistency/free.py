@@ -24,7 +24,7 @@ class FreeRunning(Consistency):
 
     A ticket is given only where its push is sure to be wanted: never more of them than there are versions up to the
     next stand or limit. So limits are exact, a checkpoint is of exactly the step that is due, no push is in flight
-    when all stand, and no served sample is lost.
+    when all stand, and no served sample is lost (but what a kind of it drops).
     """
 
     lockstep = False
@@ -33,6 +33,7 @@ class FreeRunning(Consistency):
         super().__init__(terms, step, samples)
         self._tickets: dict[int, Ticket] = {}
         self._owed: dict[int, deque[int]] = {i: deque() for i in range(terms.trainers)}
+        self._drained: set[int] = set()
         self._stood = step
         self._end: tuple[Stop, str] | None = None
 
@@ -42,10 +43,17 @@ class FreeRunning(Consistency):
     def may_start(self, trainer_index: int) -> bool:
         """Whether a trainer that has data may start its next step, as far as the others are concerned."""
 
-    @property
-    def versions_under_way(self) -> int:
-        """How many updates the tickets that are out will make."""
-        return len(self._tickets)
+    def is_wanted(self, coming: int) -> bool:
+        """Whether one more push, of at most ``coming`` samples, will be applied in whatever order all arrive."""
+        terms, under_way = self.terms, len(self._tickets)
+        last = [every * (self.step // every + 1) for every in terms.stand_every if every]
+        last += [terms.limits.max_steps] if terms.limits.max_steps is not None else []
+        if last and self.step + under_way >= min(last):
+            return False
+        if terms.limits.max_samples is None:
+            return True
+        brought = [coming, *(ticket.samples for ticket in self._tickets.values())]
+        return self.samples + sum(brought) - min(brought) < terms.limits.max_samples  # the smallest may come last
 
     @property
     def update_is_under_way(self) -> bool:
@@ -58,8 +66,10 @@ class FreeRunning(Consistency):
         super().announce(trainer_index, announcement)
         if announcement.stop is not Stop.NO:
             self._ask_to_end(announcement.stop, announcement.reason)
-        if announcement.readiness is Readiness.DRAINED and self.terms.uneven_inputs == "stop":
-            self._ask_to_end(Stop.LIMIT, f"trainer {trainer_index} has no more data (training.uneven_inputs: stop)")
+        if announcement.readiness is Readiness.DRAINED:
+            self._drained.add(trainer_index)  # also while it stands or validates
+            if self.terms.uneven_inputs == "stop":
+                self._ask_to_end(Stop.LIMIT, f"trainer {trainer_index} has no more data (training.uneven_inputs: stop)")
 
     def _ask_to_end(self, stop: Stop, reason: str) -> None:
         """Remember why all shall end: the first reason, but a signal outweighs a limit."""
@@ -68,8 +78,8 @@ class FreeRunning(Consistency):
 
     def answers(self) -> dict[int, Decision]:
         if (limit := self.terms.limits.reached(self.step, self.samples)) is not None:
-            self._ask_to_end(Stop.LIMIT, limit)
-        if self._all_announced and self._all_drained:
+            self._end = Stop.LIMIT, limit  # such a run is complete, whatever else would end it (see ``decide``)
+        elif len(self._drained) == self.terms.trainers:
             self._ask_to_end(Stop.LIMIT, "all data was served")
         answered = self._validations()
         if (self._stands_wanted or self._end is not None) and not self.update_is_under_way:
@@ -80,14 +90,6 @@ class FreeRunning(Consistency):
                 answered[index] = decision
                 del self._announced[index]
         return answered
-
-    @property
-    def _all_announced(self) -> bool:
-        return len(self._announced) == self.terms.trainers
-
-    @property
-    def _all_drained(self) -> bool:
-        return all(a.readiness is Readiness.DRAINED for a in self._announced.values())
 
     @property
     def _stands_wanted(self) -> bool:
@@ -103,7 +105,7 @@ class FreeRunning(Consistency):
 
     def _stand(self) -> dict[int, Decision]:
         """One answer for all, once all are at a boundary."""
-        if not self._all_announced:
+        if len(self._announced) < self.terms.trainers:
             return {}
         everybody = sorted(self._announced)
         self._announced.clear()
@@ -117,26 +119,14 @@ class FreeRunning(Consistency):
 
     def _alone(self, trainer_index: int, announcement: Announcement) -> Decision | None:
         if announcement.readiness is Readiness.WAITING:
-            return Decision(Verdict.WAIT, (), self.step, self.samples)
+            return Decision(Verdict.WAIT, (), self.step, self.samples) if self._end is None else None
         if announcement.readiness is Readiness.DRAINED or not self.may_start(trainer_index):
             return None
         coming = announcement.batches * self.terms.batch_size
-        if not self._is_wanted(coming):
+        if not self.is_wanted(coming):
             return None
         self._tickets[trainer_index] = Ticket(self.step, coming)
         return Decision(Verdict.GO, (trainer_index,), self.step, self.samples, batches=announcement.batches)
-
-    def _is_wanted(self, coming: int) -> bool:
-        """Whether one more push is sure to be applied, whatever order those under way arrive in."""
-        under_way = self.versions_under_way
-        last = [every * (self.step // every + 1) for every in self.terms.stand_every if every]
-        limits = self.terms.limits
-        last += [limits.max_steps] if limits.max_steps is not None else []
-        if last and self.step + under_way >= min(last):
-            return False
-        if limits.max_samples is None or not self._tickets:
-            return True
-        return self.samples + sum(t.samples for t in self._tickets.values()) < limits.max_samples
 
     # Pushes.
 

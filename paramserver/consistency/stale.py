@@ -8,7 +8,6 @@ from typing import Any
 
 from paramserver.consistency.base import Terms, Update, sequence_of
 from paramserver.consistency.free import FreeRunning
-from paramserver.consistency.words import Readiness
 
 
 class Async(FreeRunning):
@@ -58,7 +57,8 @@ class Bounded(Async):
     Otherwise like ``Async``. Ho et al., "More effective distributed ML via a stale synchronous parallel parameter
     server", NeurIPS 2013. Their condition is on clocks; here it follows that a gradient is at most
     (T - 1)(2 ``bound`` + 1) versions stale: while a trainer computes, each of the others starts no clock beyond
-    ``bound`` above and may have been ``bound`` behind. A trainer whose data has ended holds nobody up.
+    ``bound`` above and may have been ``bound`` behind.
+    A trainer whose data has ended holds nobody up.
 
     Args:
         terms, step, samples: see ``Consistency``.
@@ -75,5 +75,4 @@ class Bounded(Async):
     @property
     def slowest_clock(self) -> int:
         """The clock of the slowest trainer that has not said that its data ended; of all, where all have."""
-        drained = {i for i, a in self._announced.items() if a.readiness is Readiness.DRAINED}
-        return min((c for i, c in self.clocks.items() if i not in drained), default=min(self.clocks.values()))
+        return min((c for i, c in self.clocks.items() if i not in self._drained), default=min(self.clocks.values()))

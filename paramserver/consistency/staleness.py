@@ -1,7 +1,96 @@
-"""How stale applied gradients were."""
+"""How stale the gradients were that were applied, and what that takes off them. Pure counts."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import Any
+
+from paramserver.errors import UnsupportedConfiguration
+
+_P95 = Fraction(95, 100)  # exact, so that no count of gradients moves the rank by rounding
+
 
 def scale(staleness: int, rule: str) -> float:
-    return 1.0 / (1 + staleness) if rule == "inverse" else 1.0
+    """What a gradient is multiplied with that is ``staleness`` versions old (``server.stale_scaling``).
+
+    ``inverse`` is after Zhang, Gupta, Lian and Liu, "Staleness-aware Async-SGD for distributed deep learning", IJCAI
+    2016, who divide the learning rate by the staleness; here by one more, so that a fresh gradient counts in full.
+
+    Args:
+        staleness: versions, at least 0.
+        rule: "none" (1) or "inverse" (1 / (1 + ``staleness``)).
+
+    Raises:
+        UnsupportedConfiguration: there is no such rule.
+    """
+    if rule == "none":
+        return 1.0
+    if rule == "inverse":
+        return 1.0 / (1 + staleness)
+    raise UnsupportedConfiguration(f"server.stale_scaling ({rule}) must be none or inverse; use one of them")
+
+
+class Staleness:
+    """How often each trainer's gradients were applied at which staleness (versions). Exact, of any number of them."""
+
+    def __init__(self) -> None:
+        self._counts: dict[int, Counter[int]] = {}
+        self._window: Counter[int] = Counter()
+
+    def add(self, trainer_index: int, staleness: int) -> None:
+        """One gradient was applied."""
+        self._counts.setdefault(trainer_index, Counter())[staleness] += 1
+        self._window[staleness] += 1
+
+    def merge(self, other: Staleness) -> None:
+        """Count what another one counted too; it is no part of the window."""
+        for index, counts in other._counts.items():
+            self._counts.setdefault(index, Counter()).update(counts)
+
+    def figures(self) -> dict[str, Any]:
+        """Of all trainers: ``mean``, ``p95`` (the smallest that 95 % do not exceed), ``max``, ``histogram``.
+
+        ``histogram`` is {staleness as a string: number of gradients}, from the smallest on. Without a gradient all are
+        0 and it is empty.
+        """
+        return _figures(sum(self._counts.values(), Counter()))
+
+    def of(self, trainer_index: int) -> dict[str, Any]:
+        """The figures of one trainer."""
+        return _figures(self._counts.get(trainer_index, Counter()))
+
+    def take_window(self) -> dict[str, Any]:
+        """The figures of what was added since the last call."""
+        window, self._window = self._window, Counter()
+        return _figures(window)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counts as plain values that JSON keeps as well; without the window."""
+        return {"counts": {str(index): _histogram(counts) for index, counts in sorted(self._counts.items())}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back ``state_dict()`` in place of what was counted; the window is empty then."""
+        self._counts = {
+            int(index): Counter({int(value): count for value, count in histogram.items()})
+            for index, histogram in state["counts"].items()
+        }
+        self._window = Counter()
+
+
+def _histogram(counts: Mapping[int, int]) -> dict[str, int]:
+    return {str(value): counts[value] for value in sorted(counts)}
+
+
+def _figures(counts: Mapping[int, int]) -> dict[str, Any]:
+    total = sum(counts.values())
+    if not total:
+        return {"mean": 0.0, "p95": 0, "max": 0, "histogram": {}}
+    mean = sum(value * count for value, count in counts.items()) / total
+    below, p95 = 0, 0
+    for p95 in sorted(counts):
+        below += counts[p95]
+        if below >= _P95 * total:
+            break
+    return {"mean": mean, "p95": p95, "max": max(counts), "histogram": _histogram(counts)}

@@ -19,14 +19,14 @@ class Sync(Consistency):
     def __init__(self, terms: Terms, step: int = 0, samples: int = 0) -> None:
         super().__init__(terms, step, samples)
         self._active: tuple[int, ...] = ()
-        self._pushed: set[int] = set()
+        self._pushed: dict[int, int] = {}
 
     def answers(self) -> dict[int, Decision]:
         if len(self._announced) < self.terms.trainers:
             return {}
         decision = decide(self._announced, self.step, self.samples, self.terms.limits, self.terms.uneven_inputs)
         if decision.verdict is Verdict.GO:
-            self._active, self._pushed = decision.active, set()
+            self._active, self._pushed = decision.active, {}
         answered = dict.fromkeys(sorted(self._announced), decision)
         self._announced.clear()
         return answered
@@ -41,8 +41,7 @@ class Sync(Consistency):
         return None
 
     def push(self, trainer_index: int, version: int, samples: int) -> bool:
-        self._pushed.add(trainer_index)
-        self.samples += samples
+        self._pushed[trainer_index] = samples
         return True
 
     def due(self) -> Update | None:
@@ -51,6 +50,7 @@ class Sync(Consistency):
         update = Update(self._active, (0,) * len(self._active), self._buffer_source)
         self._active = ()
         self.step += 1
+        self.samples += sum(self._pushed.values())
         return update
 
     def keeps_buffers_of(self, trainer_index: int) -> bool:

@@ -15,12 +15,16 @@ class ServerEnd(ABC):
     """The server's end, one for each trainer. Called under the server's lock."""
 
     @abstractmethod
-    def pull(self) -> tuple[Tensor, ...]:
-        """The current version, as tensors whose gradients come back: what the answer to an announcement carries."""
+    def offer(self) -> int:
+        """Set the current version aside for the trainer's next pull; the place by which the other end finds it."""
 
     @abstractmethod
-    def look(self) -> tuple[Tensor, ...]:
-        """The current version without a way back: for validation. Good until the next pull or look."""
+    def pull(self) -> tuple[Tensor, ...]:
+        """What was offered, as tensors whose gradients come back."""
+
+    @abstractmethod
+    def look(self) -> tuple[int | None, Sequence[Tensor]]:
+        """The current version without a way back, for validation: its place, or itself. Good until the next offer."""
 
     @abstractmethod
     def gradients(self, held: Mapping[Tensor, Tensor]) -> list[Tensor] | None:
@@ -31,12 +35,12 @@ class ServerEnd(ABC):
         """
 
     def buffers(self, current: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """What a trainer gets of the module buffers of a version beside what was pulled or looked at."""
+        """What a trainer gets of the module buffers of a version beside what it was offered."""
         return tuple(current)
 
     def kept(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> Look:
         """A past version, for validation."""
-        return Look(tuple(parameters), tuple(buffers), is_copy=True)
+        return Look(None, tuple(parameters), tuple(buffers))
 
     def completed(self, report: StepReport, buffers: Sequence[Tensor]) -> tuple[StepReport, Sequence[Tensor]]:
         """A push's report and module buffers, with what only this end knows. Called after ``gradients``."""
@@ -44,26 +48,28 @@ class ServerEnd(ABC):
 
     @abstractmethod
     def release(self) -> None:
-        """The trainer has pushed, or is gone: it reads the version that it pulled no more."""
+        """The trainer has pushed, or is gone: it needs what it was offered no more."""
 
 
 class TrainerEnd(ABC):
     """A trainer's end.
 
-    ``name`` is the word of the key server.transport. ``gradient_views`` are where the gradients of a step are put, one
-    for each trained parameter in the order of the layout; they stay valid, with what the last step left in them.
+    ``name`` is the word of the key server.transport; ``in_place`` says that a version is found by its place, so that
+    the answer to a pull is needed no sooner than the gradients. ``gradient_views`` are where the gradients of a step
+    are put, one for each trained parameter in the order of the layout; they stay valid, with what the last step left.
     """
 
     name: str
+    in_place: bool
     gradient_views: Sequence[Tensor]
 
     @abstractmethod
-    def take(self, pulled: Sequence[Tensor]) -> None:
-        """Make the model hold a version that came from the other end."""
+    def find(self, place: int) -> None:
+        """Make the model hold the version at a place. Only with ``in_place``."""
 
     @abstractmethod
-    def take_copy(self, flats: Sequence[Tensor]) -> None:
-        """Make the model hold these flat tensors, which nobody else uses."""
+    def take(self, flats: Sequence[Tensor]) -> None:
+        """Make the model hold what is in these flat tensors, which nobody else uses."""
 
     @abstractmethod
     def seal(self, pulled: Sequence[Tensor]) -> Tensor:

@@ -1,7 +1,7 @@
 """Parameters read in place and gradients written in place: for trainers on the server's own host.
 
-A one-element ticket still goes down and up the distributed-autograd edge. Its value names the snapshot to read, and
-its gradient, which ``dist_autograd.backward`` brings, says that the gradients are in their place.
+A one-element ticket still goes down and up the distributed-autograd edge: its gradient, which
+``dist_autograd.backward`` brings, says that the gradients are in their place.
 """
 
 from __future__ import annotations
@@ -34,13 +34,16 @@ class MemoryServerEnd(ServerEnd):
         self._leaf = torch.zeros(1, requires_grad=True)
         self._pinned: int | None = None
 
-    def pull(self) -> tuple[Tensor, ...]:
-        return tuple(pulled([self._leaf], self.look()))
-
-    def look(self) -> tuple[Tensor, ...]:
+    def offer(self) -> int:
         self.release()
         self._pinned = self._shelf.pin()
-        return (torch.tensor([float(self._pinned)]),)
+        return self._pinned
+
+    def pull(self) -> tuple[Tensor, ...]:
+        return tuple(pulled([self._leaf], [torch.zeros(1)]))
+
+    def look(self) -> tuple[int, Sequence[Tensor]]:
+        return self.offer(), ()
 
     def gradients(self, held: Mapping[Tensor, Tensor]) -> list[Tensor] | None:
         return list(self._gradients) if self._leaf in held else None
@@ -64,6 +67,7 @@ class MemoryTrainerEnd(TrainerEnd):
     """
 
     name = "shared_memory"
+    in_place = True
 
     def __init__(
         self,
@@ -76,7 +80,7 @@ class MemoryTrainerEnd(TrainerEnd):
     ) -> None:
         self._names = [slot.name for slot in layout.slots]
         self._parameters = list(parameters)
-        self._in_place = all(p.device.type == "cpu" for p in parameters)
+        self._on_cpu = all(p.device.type == "cpu" for p in parameters)
         self._snapshots = [
             list(layout.views(attach(address, parameters_key(slot), layout, timeout_s)).values())
             for slot in range(slots)
@@ -84,34 +88,33 @@ class MemoryTrainerEnd(TrainerEnd):
         gradients = attach(address, gradients_key(trainer_index), layout, timeout_s)
         self.gradient_views = list(layout.views(gradients).values())
         self._layout = layout
-        self._slot: int | None = None
+        self._place: int | None = None
         self._counts: list[int] = []
 
     @torch.no_grad()
-    def take(self, pulled: Sequence[Tensor]) -> None:
-        slot = int(pulled[0])
-        if not self._in_place:
-            torch._foreach_copy_(self._parameters, self._snapshots[slot])
-        elif slot != self._slot:
-            self._move(self._snapshots[slot])
-        self._slot = slot
+    def find(self, place: int) -> None:
+        if not self._on_cpu:
+            torch._foreach_copy_(self._parameters, self._snapshots[place])
+        elif place != self._place:
+            self._move(self._snapshots[place])
+        self._place = place
         self._counts = [parameter._version for parameter in self._parameters]
 
     @torch.no_grad()
-    def take_copy(self, flats: Sequence[Tensor]) -> None:
+    def take(self, flats: Sequence[Tensor]) -> None:
         views = list(self._layout.views(flats).values())
-        if self._in_place:
+        if self._on_cpu:
             self._move(views)
         else:
             torch._foreach_copy_(self._parameters, views)
-        self._slot = None
+        self._place = None
 
     def _move(self, views: Sequence[Tensor]) -> None:
         for parameter, view in zip(self._parameters, views, strict=True):
             parameter.data = view
 
     def seal(self, pulled: Sequence[Tensor]) -> Tensor:
-        if self._in_place:
+        if self._on_cpu:
             self._check_unchanged()
         return sealed([torch.ones(1)], pulled)
 

@@ -12,7 +12,16 @@ from pathlib import Path
 from typing import Any
 
 # Daemon threads, which would else pass for those of a library.
-OUR_THREADS = ("feeder", "heartbeat", "checkpoint-writer", "checkpoint-courier", "watch-", "segment-host")
+OUR_THREADS = (
+    "feeder",
+    "heartbeat",
+    "checkpoint-writer",
+    "checkpoint-courier",
+    "links",
+    "peer-",
+    "watch-",
+    "segment-host",
+)
 # Set by pytest for each phase, and by scikit-learn and torch's compiler while they are imported.
 _NOT_OURS = frozenset(
     {"PYTEST_CURRENT_TEST", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
