@@ -48,7 +48,8 @@ class Skeleton:
 
     def __init__(self, model: nn.Module, trained: Sequence[str], buffers: Mapping[str, Tensor]) -> None:
         parameters = dict(model.named_parameters())
-        self.leaves = {name: nn.Parameter(parameters[name].detach()) for name in trained}
+        # By ``data``: a leaf that shares the version counter of the server's own would fail at every update of that.
+        self.leaves = {name: nn.Parameter(parameters[name].data) for name in trained}
         memo: dict[int, Any] = {id(parameter): parameter for parameter in parameters.values()}
         memo |= {id(parameters[name]): leaf for name, leaf in self.leaves.items()}
         memo |= {id(buffer): buffers[name] for name, buffer in model.named_buffers()}

@@ -42,8 +42,13 @@ class RemoteModel(nn.Module):
 
     def __getattribute__(self, name: str) -> Any:
         if not name.startswith("_") and name not in _OFFERED:
-            raise ModelIsElsewhere(_elsewhere(name))
+            raise AttributeError(name)  # Python goes on to __getattr__
         return super().__getattribute__(name)
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_"):
+            raise ModelIsElsewhere(_elsewhere(name))
+        return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name != "training" and not name.startswith("_"):
