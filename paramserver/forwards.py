@@ -182,11 +182,16 @@ class ServedEnd(ServerEnd):
 
     @torch.no_grad()
     def gradients(self, held: Mapping[Tensor, Tensor]) -> list[Tensor] | None:
-        # As where a trainer computes: batch after batch, and the calls of a batch from the last, as its backward goes.
-        order = sorted(range(len(self._batches)), key=lambda place: (self._batches[place], -place))
-        leaves = [self._skeletons[place].leaves for place in order]
+        calls = list(zip(self._batches, self._skeletons, strict=False))
+        # As where a trainer computes: each batch's calls from the last, as its backward goes, then batch after batch.
+        batches = [
+            [skeleton for other, skeleton in reversed(calls) if other == batch] for batch in sorted({*self._batches})
+        ]
         views = self._parameters.views(self._gradients)
-        self._used = [_add_up(name, [own[name] for own in leaves], held, views[name]) for name in self._trained]
+        self._used = []
+        for name in self._trained:
+            parts = [[held[s.leaves[name]] for s in batch if s.leaves[name] in held] for batch in batches]
+            self._used.append(_add_up(name, [part for part in parts if part], views[name]))
         return list(self._gradients) if any(self._used) else None
 
     @torch.no_grad()
@@ -200,15 +205,16 @@ class ServedEnd(ServerEnd):
         """A snapshot lives as long as somebody holds it."""
 
 
-def _add_up(name: str, leaves: Sequence[Tensor], held: Mapping[Tensor, Tensor], total: Tensor) -> bool:
-    """Put the sum of the leaves' gradients into ``total``; False where none of them has one."""
-    parts = [held[leaf] for leaf in leaves if leaf in held]
-    if any(part.layout is not torch.strided for part in parts):
+def _add_up(name: str, batches: Sequence[Sequence[Tensor]], total: Tensor) -> bool:
+    """Put the sum over the batches' sums of gradients into ``total``; False where there is no gradient."""
+    if any(part.layout is not torch.strided for batch in batches for part in batch):
         raise TaskError(f"the gradient of parameter {name} is sparse; use dense ones (sparse=False)")
-    total.copy_(parts[0]) if parts else total.zero_()
-    for part in parts[1:]:
-        total.add_(part.to(total.device))
-    return bool(parts)
+    if not batches:
+        total.zero_()
+    for place, (first, *others) in enumerate(batches):
+        summed = sum(others, first)
+        total.add_(summed.to(total.device)) if place else total.copy_(summed)
+    return bool(batches)
 
 
 def _answer(output: Any, random_state: Tensor) -> ModelAnswer:

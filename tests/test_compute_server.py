@@ -71,7 +71,6 @@ def test_every_gradient_is_that_of_the_version_it_names(tmp_path, consistency, t
         training={"max_steps": 6 * trainers if consistency != "sync" else 8, "batch_size": 8, "validate_every": 5},
         server={**SERVER, "consistency": consistency},
         trainer=f"{SERVED}:Recording",
-        env={"PYTHONPATH": str(SERVED.parent)},
     )
     pushes = [torch.load(run.run_dir.parent / f"pushes-{i}.pt", weights_only=True) for i in range(trainers)]
     threads = torch.get_num_threads()

@@ -10,15 +10,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from paramserver.edge import arriving
-from paramserver.errors import TaskError
+from paramserver.errors import ModelIsElsewhere, TaskError
 from paramserver.protocol import ModelAnswer, ModelCall
 
 _OFFERED = frozenset({"forward", "train", "eval", "training", "modules", "begin_step", "next_batch", "end_step"})
 _OFFERED |= {"call_super_init"}  # asked by nn.Module's own constructor
-
-
-class ModelIsElsewhere(TaskError, AttributeError):  # noqa: N818
-    """Something was asked of the stand-in that only the model has; also what ``hasattr`` looks for."""
 
 
 class RemoteModel(nn.Module):
