@@ -23,6 +23,7 @@ from paramserver.flat import Layout, module_buffers, trainable
 from paramserver.forwards import ServedEnd
 from paramserver.protocol import ModelCall
 from paramserver.records import StepReport
+from paramserver.transport.wire import WORKER_THREADS, agent_options
 from trainers.remote_model import RemoteModel
 from trainers.validation import evaluating
 
@@ -461,6 +462,11 @@ def test_what_does_not_go_with_it(given, message):
     with pytest.raises(UnsupportedConfiguration, match=message):
         config_from_mapping({"task": "a:B", **given})
     assert config_from_mapping({"task": "a:B", "mode": "local", **given}).server.compute == "server"
+
+
+def test_each_trainer_has_a_thread_of_the_server_that_may_compute():
+    """So that the others answer heartbeats while all trainers are in a forward."""
+    assert agent_options(7.0, True, computing=8).num_worker_threads == WORKER_THREADS + 8
 
 
 def test_one_server_alone_holds_the_model():
