@@ -22,6 +22,8 @@ from paramserver.transport.wire import WORKER_THREADS, agent_options
 
 # Module -> what it uses. A new line here needs a test below.
 USED = {
+    "paramserver.draws": {"torch.utils._python_dispatch.TorchDispatchMode"},
+    "paramserver.forwards": {"torch.utils._pytree.tree_flatten", "torch.utils._pytree.tree_unflatten"},
     "paramserver.meeting": {
         "torch._C._distributed_c10d.PrefixStore",
         "torch._C._distributed_c10d.Store",
@@ -37,7 +39,13 @@ USED = {
         "torch.distributed.rpc._utils._update_group_membership",
         "torch.distributed.rpc.api._init_rpc_states",
     },
+    "trainers.remote_model": {
+        "torch.utils._pytree.tree_flatten",
+        "torch.utils._pytree.tree_map",
+        "torch.utils._pytree.tree_unflatten",
+    },
     "trainers.rpc": {"torch._foreach_copy_"},
+    "trainers.served": {"torch.utils._pytree.tree_leaves"},
 }
 
 
