@@ -9,6 +9,14 @@ from paramserver.config import Config, mode_of, num_servers_of, num_trainers_of
 from paramserver.records import PHASES, DurationHistogram, TrainerTotals, peak_rss_mb
 
 
+class Counts(Protocol):
+    """How stale gradients were."""
+
+    def figures(self) -> dict[str, Any]: ...
+
+    def by_trainer(self) -> list[dict[str, Any]]: ...
+
+
 class Account(Protocol):
     """What rank 0 counted while the run went on."""
 
@@ -20,6 +28,8 @@ class Account(Protocol):
     loss: float | None
     validation: dict[str, float]
     checkpoint_pauses_s: list[float]
+    staleness: Counts
+    dropped: int
 
     @property
     def last_checkpoint(self) -> str | None: ...
@@ -54,8 +64,13 @@ def summarize(
         "step_ms": steps.milliseconds(),
         "phases_ms": _phases_ms(totals, steps.count),
         "wire_bytes_per_step": sum(t.wire_bytes for t in totals) / steps.count if steps.count else 0,
-        # A synchronous update uses gradients of the version that it is applied to.
-        "staleness": {"mean": 0.0, "p95": 0, "max": 0, "histogram": {"0": account.step}} if has_servers else None,
+        "staleness": {
+            **account.staleness.figures(),
+            "dropped": account.dropped,
+            "trainers": account.staleness.by_trainer(),
+        }
+        if has_servers
+        else None,
         "buffer": _buffer(totals),
         "trainers": [
             {
