@@ -28,7 +28,10 @@ class Account(Protocol):
     loss: float | None
     validation: dict[str, float]
     checkpoint_pauses_s: list[float]
-    staleness: Counts
+
+    @property
+    def staleness(self) -> Counts: ...
+
     dropped: int
 
     @property
