@@ -299,7 +299,7 @@ class Trainer(Standing):
             batches=self.counters.batch_idx,
             samples_left=self.data.samples_left,
             seconds=self.clock.steps.total_s,
-            phases_s=dict(self.clock.seconds),
+            phases_s={**self.clock.seconds, "hidden": self.clock.hidden_s},
             steps=self.clock.steps,
             buffer=self.data.figures(),
             peak_rss_mb=peak_rss_mb(),

@@ -102,10 +102,12 @@ def _sum_known(numbers: Sequence[int | None]) -> int | None:
 
 
 def _phases_ms(totals: Sequence[TrainerTotals], steps: int) -> dict[str, float]:
-    """Mean milliseconds per step and trainer of each phase; together they are the step."""
+    """Mean milliseconds per step and trainer of each phase; together they are the step. ``hidden`` went on beside."""
     if not steps:
         return {}
-    return {name: round(sum(t.phases_s.get(name, 0.0) for t in totals) / steps * 1e3, 4) for name in PHASES}
+    return {
+        name: round(sum(t.phases_s.get(name, 0.0) for t in totals) / steps * 1e3, 4) for name in (*PHASES, "hidden")
+    }
 
 
 def _buffer(totals: Sequence[TrainerTotals]) -> dict[str, float]:
