@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import copy
-import io
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
-from paramserver.checkpoint import Best, Checkpoint, CheckpointWriter, CopyMemory, Pieces, Written, private_copy
-from paramserver.checkpoint.archive import load_archive
+from paramserver.checkpoint import Best, Checkpoint, CheckpointWriter, CopyMemory, Pieces, Written, pack, private_copy
 from paramserver.checkpoint.retention import point_best
 from paramserver.config import Config, num_trainers_of, world_size_of
+from paramserver.consistency import Staleness
 from paramserver.errors import TaskError
 from paramserver.limits import Limits, due
 from paramserver.modelling import load_weights, plain_weights
@@ -74,6 +71,8 @@ class Keeper:
         self.validation: dict[str, float] = {}
         self.resumes = 0
         self.checkpoint_pauses_s: list[float] = []
+        self.staleness = Staleness()
+        self.dropped = 0
         self.best = (
             None if config.checkpoint.best is None else Best(config.checkpoint.best.metric, config.checkpoint.best.mode)
         )
@@ -102,6 +101,9 @@ class Keeper:
         self.epoch = state["epoch"]
         self.consistency_state = state.get("consistency", {})
         self.resumes = state["resumes"] + 1
+        if "staleness" in state:
+            self.staleness.load_state_dict(state["staleness"])
+            self.dropped = state["dropped"]
         self.first_samples = self.samples
         self._window = Window(**state["window"]) if "window" in state else Window(self.samples, self.seconds)
         if self.best is not None and state["best"] is not None:
@@ -162,16 +164,32 @@ class Keeper:
             self.record(make_record("expected", self.step, rank=0, total_samples=passes * epoch_samples))
 
     def stepped(self, result: StepResult, staleness: Mapping[int, int] | None = None) -> None:
-        """An update was made."""
+        """An update was made.
+
+        Args:
+            result: what it came to.
+            staleness: of each trainer's gradient in it, where there is a server.
+        """
         with self._lock:
+            for trainer_index, versions in (staleness or {}).items():
+                self.staleness.add(trainer_index, versions)
             self.step, self.samples, self.loss = result.step, result.samples, result.loss
             self.seconds = result.seconds
             self._window.add(result)
             if result.step % self.config.logging.log_every == 0:
                 self._close_window()
 
+    def drop(self) -> None:
+        """A gradient came too late to be applied."""
+        with self._lock:
+            self.dropped += 1
+
     def _close_window(self) -> None:
         self.record(self._window.record(self.epoch))
+        window = self.staleness.take_window()
+        if window["histogram"]:
+            each = self.staleness.by_trainer()
+            self.record(make_record("staleness", self.step, **window, dropped=self.dropped, trainers=each))
         self._window = self._window.following()
 
     @property
@@ -288,6 +306,8 @@ class Keeper:
             "validated_step": self._validated_step,
             "best": None if self.best is None else self.best.state_dict(),
             "window": dict(vars(self._window)),
+            "staleness": self.staleness.state_dict(),
+            "dropped": self.dropped,
         }
 
     def _about(self) -> dict[str, Any]:
@@ -348,48 +368,3 @@ def unknown_kinds(state: Mapping[str, Any]) -> set[str]:
     if state.get("validated_step", state["step"]) != state["step"]:
         kinds.add("validation")  # the last one of a run, after a checkpoint that was due
     return kinds
-
-
-def pack(state: Mapping[str, Any]) -> bytes:
-    """What a trainer stores, as the bytes of a file that ``torch.load(weights_only=True)`` reads."""
-    file = io.BytesIO()
-    torch.save(dict(state), file)
-    return file.getvalue()
-
-
-def check_storable(state: Mapping[str, Any], task_name: str) -> None:
-    """Refuse, when it is stored, what could not be loaded again. Looks at types alone, whatever the size of tensors.
-
-    Args:
-        state: private, so that its tensors are plain ones.
-        task_name: for the message.
-
-    Raises:
-        TaskError: ``on_checkpoint`` put something there that ``torch.load(weights_only=True)`` does not take.
-    """
-    try:
-        unpack(pack(_without_values(state)))
-    except Exception as error:  # pickle and torch raise many types for what they cannot take
-        raise TaskError(
-            f"{task_name}.on_checkpoint stored what cannot be loaded again ({str(error).splitlines()[0]}); "
-            "store tensors, numbers, strings, and lists or dicts of them"
-        ) from error
-
-
-def _without_values(state: Any) -> Any:
-    """The same nested structure with an empty tensor in the place of each."""
-    if isinstance(state, torch.Tensor):
-        return torch.empty(0, dtype=state.dtype)
-    if isinstance(state, dict):
-        fresh = copy.copy(state)
-        for key, value in state.items():
-            fresh[key] = _without_values(value)
-        return fresh
-    if type(state) in (list, tuple):
-        return type(state)(_without_values(value) for value in state)
-    return state
-
-
-def unpack(part: bytes) -> dict[str, Any]:
-    state: dict[str, Any] = load_archive(io.BytesIO(part))
-    return state

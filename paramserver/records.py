@@ -149,8 +149,10 @@ class PhaseClock:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+        self.hidden_s = 0.0
         self.steps = DurationHistogram()
         self._step = dict.fromkeys(PHASES, 0.0)
+        self._step_hidden_s = 0.0
         self._last = self._step_started = time.perf_counter()
 
     def lap(self, phase: str) -> None:
@@ -167,6 +169,10 @@ class PhaseClock:
             self._step[phase] -= share_s
             self._step[other] += share_s
 
+    def hide(self, seconds: float) -> None:
+        """So long something of this step went on beside what the laps account for."""
+        self._step_hidden_s += seconds
+
     def end_step(self) -> float:
         """Close the step; its length in seconds. What passed since the last lap counts as waiting."""
         self.lap("wait")
@@ -174,6 +180,7 @@ class PhaseClock:
         self.steps.add(duration_s)
         for phase, seconds in self._step.items():
             self.seconds[phase] += seconds
+        self.hidden_s += self._step_hidden_s
         self._begin_step()
         return duration_s
 
@@ -184,6 +191,7 @@ class PhaseClock:
 
     def _begin_step(self) -> None:
         self._step = dict.fromkeys(PHASES, 0.0)
+        self._step_hidden_s = 0.0
         self._step_started = self._last
 
 

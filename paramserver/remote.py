@@ -70,7 +70,8 @@ class RemoteServer:
         return self._answer(future, method, None)
 
     def _answer(self, future: torch.futures.Future[Any], method: str, timeout_s: float | None) -> Any:
-        future.add_done_callback(self._wake)
+        if not future.done():
+            future.add_done_callback(self._wake)
         with self._changed:
             ended = self._changed.wait_for(lambda: future.done() or self._reason is not None, timeout_s)
             reason = self._reason

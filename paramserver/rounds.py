@@ -140,6 +140,7 @@ class Rounds:
         if self.rules.push(index, report.version, report.samples):
             self._pushes[index] = push
         else:
+            self.keeper.drop()
             self._answer(push, self._result([push], dropped=True))
         self._go_on()
         return future

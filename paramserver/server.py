@@ -5,9 +5,10 @@ Handlers never block: what has to wait for other trainers returns a future. Erro
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed.autograd as dist_autograd
@@ -19,7 +20,7 @@ from paramserver.config import Config, server_computes
 from paramserver.consistency import Announcement, Consistency, Decision, make_consistency
 from paramserver.deposits import Deposits
 from paramserver.edge import pulled
-from paramserver.errors import ParamserverError, PeerLost, PeerRefused
+from paramserver.errors import ParamserverError, PeerLost, PeerRefused, UnsupportedConfiguration
 from paramserver.flat import Layout
 from paramserver.forwards import Forwards, ServedEnd
 from paramserver.keeper import Keeper
@@ -37,6 +38,10 @@ from paramserver.transport.segments import SegmentHost
 from paramserver.transport.shelves import LiveShelf, RingShelf, Shelf, gradients_key, parameters_key
 from paramserver.transport.wire import Failure
 from paramserver.versions import Versions
+
+T = TypeVar("T")
+
+log = logging.getLogger("paramserver")
 
 
 class ParameterServer(nn.Module):
@@ -92,16 +97,33 @@ class ParameterServer(nn.Module):
         self._deposits = Deposits(keeper, trainers)
 
     def _allocate_shared(self, layout: Layout) -> list[Tensor]:
-        assert self._segments is not None
-        return self._segments.allocate(parameters_key(0), layout)
+        """Memory for the parameters that others can read, or where there is too little, of this process alone."""
+        return self._shared(lambda host: host.allocate(parameters_key(0), layout)) or layout.allocate()
 
     def _make_shelf(self, rules: Consistency) -> Shelf | None:
+        if rules.lockstep:
+            return self._shared(lambda _: LiveShelf())
+        parameters = self.versions.parameters
+        return self._shared(
+            lambda host: RingShelf(host, parameters.layout, self.trainers, lambda: (rules.step, parameters.flats))
+        )
+
+    def _shared(self, make: Callable[[SegmentHost], T]) -> T | None:
+        """What ``make`` makes in shared memory; None where there is none. All goes over RPC then, if the user lets it.
+
+        Raises:
+            UnsupportedConfiguration: there is too little memory, and ``server.transport`` is not auto.
+        """
         if self._segments is None:
             return None
-        if rules.lockstep:
-            return LiveShelf()
-        parameters = self.versions.parameters
-        return RingShelf(self._segments, parameters.layout, self.trainers, lambda: (rules.step, parameters.flats))
+        try:
+            return make(self._segments)
+        except UnsupportedConfiguration as error:
+            if self.config.server.transport != "auto":
+                raise
+            log.warning("server.transport (auto): all goes over RPC from here on: %s", error)
+            self._segments = None
+            return None
 
     def _make_end(self) -> ServerEnd:
         if self._forwards is not None:
@@ -151,12 +173,16 @@ class ParameterServer(nn.Module):
         return {i: Welcome(model, *layouts, step, lockstep, segments, stored(i)) for i in range(self.trainers)}
 
     def share_segments(self, trainer_index: int) -> int:
-        """A trainer of this host reads and writes in place from now on; how many snapshots there are for it."""
+        """A trainer of this host reads and writes in place from now on.
+
+        Returns:
+            How many snapshots there are for it; 0 where there was too little memory for its gradients.
+        """
         with self._lock:
-            assert self._segments is not None
-            assert self._shelf is not None
             layout = self.versions.parameters.layout
-            gradients = self._segments.allocate(gradients_key(trainer_index), layout)
+            gradients = self._shared(lambda host: host.allocate(gradients_key(trainer_index), layout))
+            if gradients is None or self._shelf is None:
+                return 0
             self.rounds.ends[trainer_index] = MemoryServerEnd(self._shelf, gradients)
             return self._shelf.slots
 

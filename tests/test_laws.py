@@ -42,7 +42,8 @@ FLOORS = {
     6: "optimizer",
     7.0: "trainers.agreement trainers.counters trainers.data trainers.hooks trainers.validation",
     7.1: "trainers.collection trainers.overridable trainers.remote_model",
-    7.2: "trainers.base",
+    7.2: "trainers.standing",
+    7.3: "trainers.base",
     8.0: "trainers.ddp trainers.local trainers.rpc",
     8.1: "trainers.served",
     9.0: "dry_run rank supervisor",
@@ -54,7 +55,7 @@ FLOORS = {
 FOLDERS = {
     "buffers": "batch checks order codec layout storage redistribute contents exchange base counted fifo firo "
     "reservoir factory",
-    "checkpoint": "disk manifest layout archive pieces memory copies best read store retention writer",
+    "checkpoint": "disk manifest layout archive storable pieces memory copies best read store retention writer",
     "cluster": "network base listener flags torchrun resolve",
     "consistency": "words together base sync free stale backup staleness factory",
     "config": "modes rules schema table values reading settings overrides world checks printing loading",

@@ -135,7 +135,9 @@ def curves(folder):
 def test_tensorboard_shows_every_kind_under_its_name(tmp_path):
     with TensorBoard(tmp_path) as sink:
         sink.write(record("start", None, name="x"))
-        sink.write(train(1, staleness=2.0))
+        sink.write(train(1))
+        figures = {"mean": 0.75, "p95": 2, "max": 2, "histogram": {"0": 2, "1": 1, "2": 1}}
+        sink.write(record("staleness", 1, **figures, dropped=0, trainers=[{"trainer": 0, **figures}]))
         sink.write(train(2, loss=None, samples_per_second=None, lr=[0.1, 0.2]))
         sink.write(validation(2, loss=0.25, accuracy=0.75))
         sink.write(record("buffer", 2, trainer=1, population=5, unseen=2, put_wait_s=0.5, get_wait_s=1.5, capacity=9))
@@ -145,7 +147,10 @@ def test_tensorboard_shows_every_kind_under_its_name(tmp_path):
         "Loss/train": [(1, 0.5)],
         "samples_per_second": [(1, 64.0)],
         "step_ms": [(1, 2.0), (2, 2.0)],
-        "server/staleness": [(1, 2.0)],
+        "server/staleness": [(1, 0.75)],
+        "server/staleness_p95": [(1, 2.0)],
+        "server/staleness_max": [(1, 2.0)],
+        "server/staleness/trainer-0": [(1, 0.75)],
         "lr": [(1, 0.1)],
         "lr/0": [(2, 0.1)],
         "lr/1": [(2, 0.2)],

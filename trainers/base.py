@@ -2,47 +2,40 @@
 
 from __future__ import annotations
 
-import time
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, TypeVar
 
 from torch import Tensor
 
-from paramserver.checkpoint import CopyMemory, private_copy
+from paramserver.checkpoint import unpack
 from paramserver.consistency import Announcement, Decision, Stop, Verdict
-from paramserver.keeper import Keeper, check_storable, unpack
-from paramserver.limits import due, epoch_of
+from paramserver.keeper import Keeper
+from paramserver.limits import epoch_of
 from paramserver.modelling import autocast
-from paramserver.process import Process, random_states, restore_random_states, seed_all
+from paramserver.process import Process, seed_all
 from paramserver.records import (
-    PhaseClock,
     Record,
     StepReport,
     StepResult,
     TrainerTotals,
-    WeightedSums,
     make_record,
     peak_rss_mb,
 )
 from paramserver.sources import Partition
 from paramserver.task import Task
 from paramserver.updater import check_loss
-from trainers.counters import Counters
 from trainers.data import DataStream
-from trainers.overridable import Overridable
-from trainers.validation import evaluate, validation_batches
+from trainers.standing import Standing
+from trainers.validation import validation_batches
 
 T = TypeVar("T")
 
 _BESIDE_STEPS = (Verdict.STAND, Verdict.VALIDATE)
 
-# Why a checkpoint is taken after which there is none.
-_LAST = ("end", "interrupted")
 
-
-class Trainer(Overridable):
+class Trainer(Standing):
     """One trainer of a run. A mode says how trainers agree, step and save together; the loop is here.
 
     Args:
@@ -55,21 +48,12 @@ class Trainer(Overridable):
     """The word of the key server.compute that this trainer is for; None where that key means nothing."""
 
     def __init__(self, process: Process, task: Task, keeper: Keeper | None) -> None:
-        self.process = process
-        self.config = process.config
-        self.task = task
+        super().__init__(process, task)
         self.keeper = keeper
-        self.trainer_index = process.trainer_index
-        self.clock = PhaseClock()
-        self.step = 0
         self._ahead = 0  # 1 while the step after ``step`` is being made
-        self.counters = Counters()
         self.records: list[Record] = []
         self.wire_bytes = 0
         self.lockstep = True
-        self._memory = CopyMemory()
-        self._validated_step: int | None = None
-        self._saved_step: int | None = None
         self.all_totals: list[TrainerTotals] = []
         self._opened = ExitStack()
         task.trainer = self
@@ -89,20 +73,6 @@ class Trainer(Overridable):
         """Make the gradients of this step's batches part of the update; None where its figures come later."""
 
     @abstractmethod
-    def merge_validation(self, sums: WeightedSums) -> tuple[Mapping[str, float], bool]:
-        """The means over the shares of all trainers, and whether they are the best so far."""
-
-    @abstractmethod
-    def deposit(self, reason: str, since: float) -> None:
-        """Take part in a checkpoint of the current step: copy now, in the pause that began at ``since``; see ``part``.
-
-        What follows, serialisation, travel and writing, is not for the pause, unless ``checkpoint.background`` is off.
-        """
-
-    def settle(self) -> None:
-        """Wait until rank 0 has all that this trainer has deposited."""
-
-    @abstractmethod
     def deliver(self, records: Sequence[Record]) -> None:
         """Send records to rank 0, or keep them until it asks."""
 
@@ -112,9 +82,6 @@ class Trainer(Overridable):
 
     def idle(self, decision: Decision) -> None:
         """A step in which this trainer has no data while others go on."""
-
-    def refresh(self) -> None:
-        """Bring ``unwrapped_model`` to the current version before it is validated or saved."""
 
     def step_scope(self) -> AbstractContextManager[Any]:
         """Around the announcement and the step."""
@@ -265,12 +232,7 @@ class Trainer(Overridable):
         self.task.on_batch_end(self.counters.batch_idx)
         self.counters.batch_idx += 1
 
-    @property
-    def seconds(self) -> float:
-        """How long this trainer has trained, validation and checkpoints left out; also before it was resumed."""
-        return self.counters.seconds + self.clock.steps.total_s
-
-    # Epochs, validation, checkpoints.
+    # Epochs.
 
     def _enter_epoch(self, decision: Decision) -> None:
         """Go on to the epoch that the next sample belongs to; an end closes the one that is open."""
@@ -298,89 +260,11 @@ class Trainer(Overridable):
 
     def _after_step(self) -> None:
         config = self.config
-        if self.step % config.logging.log_every == 0:
+        steps = self.step if self.lockstep else self.clock.steps.count
+        if steps % config.logging.log_every == 0:
             self.emit("buffer", **self.data.figures())
         if self.lockstep:
             self._validate_and_save()
-
-    def is_due(self, step: int) -> bool:
-        """Whether something is done at this step, at which all trainers stand."""
-        return due(step, self.config.training.validate_every) or due(step, self._save_every)
-
-    @property
-    def _save_every(self) -> int:
-        every = self.config.checkpoint.every
-        return self.config.training.validate_every if every is None else every
-
-    def _validate_and_save(self) -> None:
-        """What is due at this step, at which all trainers stand."""
-        improved = due(self.step, self.config.training.validate_every) and self.validate()
-        if improved or due(self.step, self._save_every):
-            self.save("best" if improved else "periodic")
-
-    def validate(self) -> bool:
-        """Validate this trainer's share of the current version; True where the mean over all is the best so far."""
-        if self._validated_step == self.step:
-            return False
-        self._validated_step = self.step
-        self.refresh()
-        loader = self.validation_loader
-        if loader is None:
-            sums = WeightedSums()  # without data of its own it still takes part: the others wait for its word
-        else:
-            self.task.on_validation_start(self.counters.batch_idx)
-            sums = self._evaluate(loader)
-        _, improved = self.merge_validation(sums)
-        if loader is not None:
-            self.task.on_validation_end(self.counters.batch_idx)
-        self.clock.skip()
-        return improved
-
-    def _evaluate(self, batches: Iterable[tuple[Any, int]]) -> WeightedSums:
-        return evaluate(
-            self.task,
-            self.unwrapped_model,
-            batches,
-            self.counters.batch_idx,
-            self.on_before_forward,
-            self.config.training.precision,
-            self.process.placement.device,
-        )
-
-    def save(self, reason: str) -> None:
-        """Take part in a checkpoint of the current step, unless there is one; the last of a run also arrives."""
-        if self._saved_step != self.step:
-            self._saved_step = self.step
-            self.deposit(reason, time.perf_counter())
-            self.clock.skip()
-        if reason in _LAST:
-            self.settle()
-
-    def part(self) -> dict[str, Any]:
-        """What this trainer stores, copied once: nothing of it changes when training goes on."""
-        own: dict[str, Any] = {}
-        self.task.on_checkpoint(own)
-        own = private_copy(own, self._memory)
-        check_storable(own, type(self.task).__name__)
-        stream = self.data.state_dict(self._memory)
-        self._memory.trim()
-        return {
-            "trainer_index": self.trainer_index,
-            **stream,
-            "random": random_states(),
-            "counters": vars(self.counters) | {"seconds": self.seconds},
-            "task": own,
-        }
-
-    def _load_part(self, part: Mapping[str, Any]) -> None:
-        self.data.load_state_dict(part)
-        self.counters = Counters(**part["counters"])
-        self._saved_step = self.step
-        if part["random"] is None:  # a trainer that the checkpoint has not got
-            seed_all(self.config.seed, part["resumes"], 1 + self.trainer_index)
-            return
-        restore_random_states(part["random"])
-        self.task.on_resume(part["task"])
 
     def _end(self, decision: Decision) -> None:
         """The last validation and checkpoint; after a signal the checkpoint alone."""
@@ -418,7 +302,7 @@ class Trainer(Overridable):
             batches=self.counters.batch_idx,
             samples_left=self.data.samples_left,
             seconds=self.clock.steps.total_s,
-            phases_s=dict(self.clock.seconds),
+            phases_s={**self.clock.seconds, "hidden": self.clock.hidden_s},
             steps=self.clock.steps,
             buffer=self.data.figures(),
             peak_rss_mb=peak_rss_mb(),

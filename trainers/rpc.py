@@ -37,6 +37,27 @@ from trainers.base import Trainer
 _SEND_EVERY_S = 1.0
 
 
+class Beside:
+    """A call that is under way while this trainer does something else.
+
+    Args:
+        future: of its answer.
+    """
+
+    def __init__(self, future: torch.futures.Future[Any]) -> None:
+        self.future = future
+        self._began_s = time.perf_counter()
+        self._answered_s: float | None = None
+        future.add_done_callback(self._note)
+
+    def _note(self, _: torch.futures.Future[Any]) -> None:
+        self._answered_s = time.perf_counter()
+
+    def beside_s(self) -> float:
+        """How long it went on until now, or until it was answered."""
+        return (self._answered_s or time.perf_counter()) - self._began_s
+
+
 class RpcTrainer(Trainer):
     """Steps a ``DistributedOptimizer`` that all trainers share; each step is one distributed-autograd context."""
 
@@ -107,7 +128,10 @@ class RpcTrainer(Trainer):
         address = welcome.segments
         if address is not None and reachable(address, timeout_s):
             slots = self.remote.call("share_segments", self.trainer_index)
-            return MemoryTrainerEnd(welcome.parameters, self._parameters, address, slots, self.trainer_index, timeout_s)
+            if slots:
+                return MemoryTrainerEnd(
+                    welcome.parameters, self._parameters, address, slots, self.trainer_index, timeout_s
+                )
         if wanted == "shared_memory":
             raise UnsupportedConfiguration(
                 f"server.transport (shared_memory) must have all ranks on one host; trainer {self.trainer_index} "
@@ -145,13 +169,13 @@ class RpcTrainer(Trainer):
 
     def begin_pull(self) -> None:
         """Ask for the version of this step, inside its context; for some transports the answer can wait."""
-        self._pulling = self.remote.begin_now("pull", self.trainer_index)
+        self._pulling = Beside(self.remote.begin_now("pull", self.trainer_index))
 
     def before_batches(self) -> None:
         if self.way.in_place:
             self.way.find(self._round.place)
         else:
-            self._pulled = self.remote.end("pull", self._pulling)
+            self._pulled = self._end_pull()
             self.way.take(self._pulled)
         self._take_buffers(self._round.buffers)
         for parameter in self._parameters:
@@ -166,7 +190,7 @@ class RpcTrainer(Trainer):
     def update(self, report: StepReport) -> StepResult:
         used = self._pack_gradients()
         if self.way.in_place:
-            self._pulled = self.remote.end("pull", self._pulling)
+            self._pulled = self._end_pull()
         dist_autograd.backward(self._context_id, [self.way.seal(self._pulled)])  # type: ignore[attr-defined]
         buffers = self._pack_buffers() if self._round.wants_buffers else []
         report = StepReport(**{**vars(report), "used": used})
@@ -180,6 +204,11 @@ class RpcTrainer(Trainer):
         self._next = answer if answer.decision is not None and answer.decision.verdict is not Verdict.WAIT else None
         self.clock.lap_shared("push", wait=answer.result.held_s + answer.held_s, apply=answer.result.apply_s)
         return answer.result
+
+    def _end_pull(self) -> tuple[Tensor, ...]:
+        self.clock.hide(self._pulling.beside_s())
+        pulled: tuple[Tensor, ...] = self.remote.end("pull", self._pulling.future)
+        return pulled
 
     def _following(self, step: int) -> Announcement | None:
         """The word for the step after this one, where nothing comes between: it saves a call and the wait for it."""

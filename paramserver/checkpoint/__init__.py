@@ -19,10 +19,14 @@ if TYPE_CHECKING:
         read_checkpoint,
     )
     from paramserver.checkpoint.retention import clean, mark_best, retain
+    from paramserver.checkpoint.storable import check_storable, pack, unpack
     from paramserver.checkpoint.store import write_checkpoint
     from paramserver.checkpoint.writer import CheckpointWriter, Written
 
 _HOMES = {
+    "check_storable": "storable",
+    "pack": "storable",
+    "unpack": "storable",
     "Best": "best",
     "private_copy": "copies",
     "FORMAT_VERSION": "manifest",
@@ -45,6 +49,9 @@ _HOMES = {
 }
 
 __all__ = [
+    "check_storable",
+    "pack",
+    "unpack",
     "Best",
     "Checkpoint",
     "CheckpointWriter",

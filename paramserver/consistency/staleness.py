@@ -61,6 +61,10 @@ class Staleness:
         """The figures of one trainer."""
         return _figures(self._counts.get(trainer_index, Counter()))
 
+    def by_trainer(self) -> list[dict[str, Any]]:
+        """The figures of each trainer that has given a gradient, with its index as ``trainer``."""
+        return [{"trainer": index, **self.of(index)} for index in sorted(self._counts)]
+
     def take_window(self) -> dict[str, Any]:
         """The figures of what was added since the last call."""
         window, self._window = self._window, Counter()

@@ -9,6 +9,14 @@ from paramserver.config import Config, mode_of, num_servers_of, num_trainers_of
 from paramserver.records import PHASES, DurationHistogram, TrainerTotals, peak_rss_mb
 
 
+class Counts(Protocol):
+    """How stale gradients were."""
+
+    def figures(self) -> dict[str, Any]: ...
+
+    def by_trainer(self) -> list[dict[str, Any]]: ...
+
+
 class Account(Protocol):
     """What rank 0 counted while the run went on."""
 
@@ -20,6 +28,11 @@ class Account(Protocol):
     loss: float | None
     validation: dict[str, float]
     checkpoint_pauses_s: list[float]
+
+    @property
+    def staleness(self) -> Counts: ...
+
+    dropped: int
 
     @property
     def last_checkpoint(self) -> str | None: ...
@@ -54,8 +67,13 @@ def summarize(
         "step_ms": steps.milliseconds(),
         "phases_ms": _phases_ms(totals, steps.count),
         "wire_bytes_per_step": sum(t.wire_bytes for t in totals) / steps.count if steps.count else 0,
-        # A synchronous update uses gradients of the version that it is applied to.
-        "staleness": {"mean": 0.0, "p95": 0, "max": 0, "histogram": {"0": account.step}} if has_servers else None,
+        "staleness": {
+            **account.staleness.figures(),
+            "dropped": account.dropped,
+            "trainers": account.staleness.by_trainer(),
+        }
+        if has_servers
+        else None,
         "buffer": _buffer(totals),
         "trainers": [
             {
@@ -84,10 +102,12 @@ def _sum_known(numbers: Sequence[int | None]) -> int | None:
 
 
 def _phases_ms(totals: Sequence[TrainerTotals], steps: int) -> dict[str, float]:
-    """Mean milliseconds per step and trainer of each phase; together they are the step."""
+    """Mean milliseconds per step and trainer of each phase; together they are the step. ``hidden`` went on beside."""
     if not steps:
         return {}
-    return {name: round(sum(t.phases_s.get(name, 0.0) for t in totals) / steps * 1e3, 4) for name in PHASES}
+    return {
+        name: round(sum(t.phases_s.get(name, 0.0) for t in totals) / steps * 1e3, 4) for name in (*PHASES, "hidden")
+    }
 
 
 def _buffer(totals: Sequence[TrainerTotals]) -> dict[str, float]:

@@ -64,7 +64,9 @@ def _step_ms(summary: Summary) -> str:
 
 
 def _staleness(summary: Summary) -> str:
-    return _statistics(summary.get("staleness"), ("mean", "p95", "max"), "")
+    staleness = summary.get("staleness") or {}
+    dropped = f", {_number(staleness['dropped'])} dropped" if staleness.get("dropped") else ""
+    return _statistics(staleness, ("mean", "p95", "max"), "") + dropped
 
 
 def _statistics(values: Mapping[str, Any] | None, keys: tuple[str, ...], unit: str) -> str:

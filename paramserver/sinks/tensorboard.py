@@ -1,6 +1,6 @@
 """Records as TensorBoard's scalars."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,8 +17,8 @@ _TRAIN = {
     "loss": "Loss/train",
     "samples_per_second": "samples_per_second",
     "step_ms": "step_ms",
-    "staleness": "server/staleness",
 }
+_STALENESS = {"mean": "server/staleness", "p95": "server/staleness_p95", "max": "server/staleness_max"}
 _BUFFER = ("population", "unseen", "put_wait_s", "get_wait_s")
 _CHECKPOINT = ("seconds", "pause_ms")
 
@@ -47,6 +47,12 @@ def _logged(record: Record) -> Iterator[Scalar]:
     yield record["name"], record["value"]
 
 
+def _staleness(record: Record) -> Iterator[Scalar]:
+    yield from _named(record, _STALENESS)
+    for one in record.get("trainers", ()):
+        yield f"server/staleness/trainer-{one['trainer']}", one["mean"]
+
+
 def _named(record: Record, tags: dict[str, str]) -> Iterator[Scalar]:
     for key, tag in tags.items():
         if record.get(key) is not None:
@@ -59,6 +65,7 @@ _KINDS: dict[str, Callable[[Record], Iterator[Scalar]]] = {
     "buffer": _buffer,
     "checkpoint": _checkpoint,
     "log": _logged,
+    "staleness": _staleness,
 }
 
 
@@ -66,6 +73,24 @@ def scalars(record: Record) -> list[Scalar]:
     """Return what TensorBoard shows of ``record``: tags and values; nothing for a kind that has no curve."""
     kind = _KINDS.get(record["kind"])
     return list(kind(record)) if kind else []
+
+
+def _add_histogram(writer: "SummaryWriter", tag: str, record: Record, histogram: Mapping[str, int]) -> None:
+    """Whole numbers and how often each came: a bucket for each, from the smallest to the largest."""
+    counts = {int(value): count for value, count in histogram.items()}
+    values = range(min(counts), max(counts) + 1)
+    writer.add_histogram_raw(
+        tag,
+        min=values[0],
+        max=values[-1],
+        num=sum(counts.values()),
+        sum=sum(value * count for value, count in counts.items()),
+        sum_squares=sum(value * value * count for value, count in counts.items()),
+        bucket_limits=[value + 0.5 for value in values],
+        bucket_counts=[counts.get(value, 0) for value in values],
+        global_step=record.get("step"),
+        walltime=record["time"],
+    )
 
 
 class TensorBoard(Sink):
@@ -91,6 +116,10 @@ class TensorBoard(Sink):
         writer = self._opened()
         for tag, value in points:
             writer.add_scalar(tag, value, record.get("step"), walltime=record["time"])
+        if record["kind"] == "staleness":
+            _add_histogram(writer, "server/staleness_histogram", record, record["histogram"])
+            for one in record["trainers"]:
+                _add_histogram(writer, f"server/staleness_histogram/trainer-{one['trainer']}", record, one["histogram"])
 
     def _opened(self) -> "SummaryWriter":
         if self._writer is None:
