@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from paramserver.config import Config
-from paramserver.devices import move, place_server
+from paramserver.devices import CPU, move, place_server
 from paramserver.draws import Draws
 from paramserver.edge import departing
 from paramserver.errors import TaskError, UnsupportedConfiguration
@@ -254,13 +254,15 @@ class Forwards:
         states.pop("cuda", None)  # a trainer may have other devices
         self.as_built = states, versions.model.training
         self._versions = versions
-        self._device = place_server(config).device
-        self._model = versions.model
-        if self._device.type != "cpu":
-            self._model = build_model(task, config.seed, place_server(config))
+        placement = place_server(config)
+        self._device = placement.device
+        self._model = versions.model if placement == CPU else build_model(task, config.seed, placement)
 
     def new_end(self) -> ServedEnd:
+        """Of a trainer that arrives; it can call the model at once."""
         if self._model is not self._versions.model:  # what is not trained never changes after the start
             load_weights(self._model, plain_weights(self._versions.model), "the server")
         parameters, buffers = self._versions.parameters.layout, self._versions.buffers.layout
-        return ServedEnd(self._model, parameters, buffers, self._versions.snapshot, self._device)
+        end = ServedEnd(self._model, parameters, buffers, self._versions.snapshot, self._device)
+        end.offer()
+        return end

@@ -1,6 +1,8 @@
 """Tasks and trainers for runs whose model is on the server."""
 
 import copy
+import time
+from pathlib import Path
 
 import torch
 import torch.distributed.autograd as dist_autograd
@@ -97,14 +99,19 @@ class Witness(ServedTrainer):
 
 
 class Recording(ServedTrainer):
-    """Writes down what each push was made of: version, batch, random state, loss, and the version that it made."""
+    """Writes down what each push was made of: version, batch, random state, loss, and the version that it made.
+
+    And when it was computed, by a clock that all processes of a host share. A run that goes on writes on.
+    """
 
     def init_connection(self):
         super().init_connection()
-        self.pushes = []
+        self.file = Path(self.config.logging.run_dir) / f"pushes-{self.trainer_index}.pt"
+        self.pushes = torch.load(self.file, weights_only=True) if self.file.exists() else []
 
     def before_batches(self):
         super().before_batches()
+        self.began = time.monotonic()
         self.random_state = torch.get_rng_state()
 
     def on_before_forward(self, batch):
@@ -112,12 +119,13 @@ class Recording(ServedTrainer):
         return batch
 
     def update(self, report):
+        during = self.began, time.monotonic()
         result = super().update(report)
-        self.pushes.append((result.step, report.version, self.batch, self.random_state, report.loss))
+        self.pushes.append((result.step, report.version, self.batch, self.random_state, report.loss, during))
         return result
 
     def leave(self, totals, decision):
-        torch.save(self.pushes, f"{self.config.logging.run_dir}/pushes-{self.trainer_index}.pt")
+        torch.save(self.pushes, self.file)
         super().leave(totals, decision)
 
 
@@ -157,7 +165,7 @@ def replay(task, seed, pushes):
 
 def _gradients(model, task, version, push):
     """Gradients of one push at the version that it names, and the module buffers afterwards."""
-    _, _, batch, random_state, told = push
+    _, _, batch, random_state, told, _ = push
     model.load_state_dict(version)
     model.zero_grad()
     torch.set_rng_state(random_state)
