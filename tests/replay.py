@@ -45,18 +45,20 @@ class Paced(Truth):
 
     Args:
         pace_ms: a batch takes up to so long, drawn from (trainer, batch).
-        slow: a trainer that takes ``slow_ms`` longer at each batch below ``slow_until``.
+        slow: a trainer that takes ``slow_ms`` longer.
         stops: pairs of trainer and batch at which it gets SIGTERM.
         changes: a trainer that changes a parameter in place at batch 3.
-        sparse_use: a parameter that only every second batch has a gradient for.
+        alternate: a parameter has a gradient at every second batch only.
+        fifo: where trainer 0 says that it is at its tenth batch.
     """
 
     def __init__(
-        self, pace_ms=0.0, slow=None, slow_ms=30.0, slow_until=1 << 30, stops=(), changes=None, alternate=False, **options
+        self, pace_ms=0.0, slow=None, slow_ms=30.0, stops=(), changes=None, alternate=False, fifo=None, **options
     ):
         super().__init__(**options)
-        self.pace_ms, self.slow, self.slow_ms, self.slow_until = pace_ms, slow, slow_ms, slow_until
+        self.pace_ms, self.slow, self.slow_ms = pace_ms, slow, slow_ms
         self.stops, self.changes, self.alternate = [tuple(stop) for stop in stops], changes, alternate
+        self.fifo = fifo
 
     def build_model(self):
         return Words(**self.options).to(self.dtype)
@@ -68,11 +70,13 @@ class Paced(Truth):
         index = self.trainer.trainer_index
         if (index, batch_idx) in self.stops:
             os.kill(os.getpid(), signal.SIGTERM)
+        if self.fifo is not None and (index, batch_idx) == (0, 10):
+            Path(self.fifo).write_text("here")
         if index == self.changes and batch_idx == 3:
             with torch.no_grad():
                 self.trainer.unwrapped_model.gate.mul_(2.0)
         pace_ms = random.Random(f"{index} {batch_idx}").uniform(0, self.pace_ms)
-        pace_ms += self.slow_ms if index == self.slow and batch_idx < self.slow_until else 0.0
+        pace_ms += self.slow_ms if index == self.slow else 0.0
         if pace_ms:
             time.sleep(pace_ms / 1000)  # the work that is stood for
 
@@ -219,13 +223,14 @@ class Replay:
         task: a new one, with the arguments of the run's.
         seed: the run's.
         clip_grad_norm, stale_scaling: its config's.
-        after_validation: metric values by step, for a schedule that follows them.
+        last_gives_buffers: the last trainer of an update gives its module buffers, not the first.
     """
 
     task: Truth
     seed: int = 0
     clip_grad_norm: float | None = None
     stale_scaling: str = "none"
+    last_gives_buffers: bool = False
     wrong: list = field(default_factory=list)
 
     def __post_init__(self):
@@ -240,10 +245,8 @@ class Replay:
     def run(self, ledger):
         """Make every update again. What a trainer pushed and this process computes otherwise is named in ``wrong``."""
         with one_thread():
-            for entry in ledger.dropped:
-                assert entry.version < len(ledger.applied)
             for step, entries in ledger.updates():
-                assert step == len(self.versions), "no version is left out"
+                assert step == len(self.versions), "a version is left out"
                 self.apply([self.compute(entry) for entry in entries], entries)
             for entry in ledger.dropped:
                 self.compute(entry)
@@ -263,8 +266,12 @@ class Replay:
         return found
 
     def compare(self, what, entry, mine, theirs):
-        names = mine.keys() ^ theirs.keys() | {n for n in mine.keys() & theirs.keys() if not torch.equal(mine[n], theirs[n])}
-        self.wrong += [f"{what} of {n}, trainer {entry.trainer}, {entry.version} to {entry.step}" for n in sorted(names)]
+        names = mine.keys() ^ theirs.keys() | {
+            n for n in mine.keys() & theirs.keys() if not torch.equal(mine[n], theirs[n])
+        }
+        self.wrong += [
+            f"{what} of {n}, trainer {entry.trainer}, {entry.version} to {entry.step}" for n in sorted(names)
+        ]
 
     def apply(self, gradients, entries):
         """One update: the mean in the order of trainers, and the module buffers of the first of them."""
@@ -277,8 +284,17 @@ class Replay:
             self.schedule.step()
         with torch.no_grad():
             for name, buffer in self.model.named_buffers():
-                buffer.copy_(entries[0].buffers[name])
+                buffer.copy_(entries[-self.last_gives_buffers].buffers[name])
         self.versions.append(copy.deepcopy(self.model.state_dict()))
+
+    def validated(self, version):
+        """The means over all validation samples at a version."""
+        self.scratch.load_state_dict(self.versions[version])
+        self.scratch.eval()
+        with torch.no_grad():
+            values = self.task.validation_step(self.scratch, self.task.validation_source(None)[:], 0, 0)
+        self.scratch.train()
+        return {name: float(value) for name, value in values.items()}
 
     def mean(self, gradients, staleness):
         if all(g is None for g in gradients):
