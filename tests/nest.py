@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 
 READY = b"ready"
@@ -135,7 +136,7 @@ def become(arguments, output, kept, environ=None):
 
     os.dup2(output, 1)
     os.dup2(output, 2)
-    for descriptor in sorted(int(name) for name in os.listdir("/proc/self/fd")):
+    for descriptor in sorted(int(link.name) for link in Path("/proc/self/fd").iterdir()):
         if descriptor > 2 and descriptor not in kept:
             with contextlib.suppress(OSError):
                 os.close(descriptor)
@@ -171,10 +172,8 @@ def hatch(request, told):
 
 
 def main():
-    import paramserver.evaluate
-    import paramserver.rank
-    import paramserver.supervisor
-    import trainers.rpc  # noqa: F401 - what a fork need not import
+    for name in ("paramserver.launch", "paramserver.rank", "paramserver.supervisor", "trainers.rpc"):
+        import_module(name)
 
     link = socket.socket(fileno=int(sys.argv[1]))
     os.set_inheritable(link.fileno(), False)

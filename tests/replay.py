@@ -223,14 +223,12 @@ class Replay:
         task: a new one, with the arguments of the run's.
         seed: the run's.
         clip_grad_norm, stale_scaling: its config's.
-        last_gives_buffers: the last trainer of an update gives its module buffers, not the first.
     """
 
     task: Truth
     seed: int = 0
     clip_grad_norm: float | None = None
     stale_scaling: str = "none"
-    last_gives_buffers: bool = False
     wrong: list = field(default_factory=list)
 
     def __post_init__(self):
@@ -284,7 +282,7 @@ class Replay:
             self.schedule.step()
         with torch.no_grad():
             for name, buffer in self.model.named_buffers():
-                buffer.copy_(entries[-self.last_gives_buffers].buffers[name])
+                buffer.copy_(entries[0].buffers[name])
         self.versions.append(copy.deepcopy(self.model.state_dict()))
 
     def validated(self, version):

@@ -99,7 +99,6 @@ class Replayed:
             task,
             clip_grad_norm=training.get("clip_grad_norm"),
             stale_scaling=server.get("stale_scaling", "none"),
-            last_gives_buffers=server["consistency"] == "sync" and training.get("uneven_inputs") == "join",
         )
         return cls(finished, config, ledger, replay.run(ledger))
 
@@ -135,9 +134,10 @@ def test_a_checkpoint_is_a_cut(eight):
         step = read_checkpoint(finished.run_dir / "checkpoints" / name).step
         assert same_bits(eight.replay.versions[step], finished.load("model", step)) == []
         for trainer in range(8):
-            served = [e.samples for e in eight.ledger.entries if e.trainer == trainer and e.step <= step]
+            pushed = [e for e in eight.ledger.entries if e.trainer == trainer and e.step <= step]
+            served = sum(len(e.samples) for e in pushed)
             part = finished.load(f"trainer-{trainer}", step)
-            assert part["counters"]["samples_served"] == part["buffer"]["counters"]["gets"] == len(sum(served, []))
+            assert part["counters"]["samples_served"] == part["buffer"]["counters"]["gets"] == served
 
 
 def test_a_validation_is_of_the_version_that_it_names(eight):
@@ -182,7 +182,7 @@ STOPPED = {
 
 @pytest.fixture(scope="module")
 def stopped(started, resumed):
-    """Runs that SIGTERM to one trainer interrupts, and that go on to the end of one pass: the first summary, and all."""
+    """Runs that SIGTERM to one trainer interrupts and that go on to the end of a pass: the first summary, and all."""
 
     @cache
     def stop(kind):
@@ -225,7 +225,7 @@ def test_a_run_that_was_stopped_is_replayed_to_its_end(stopped, kind):
 
 
 def test_no_trainer_starts_further_ahead_than_the_bound(stopped):
-    """The slowest is held up to the bound by no more, and to it; a gradient is at most (T - 1)(2 s + 1) versions old."""
+    """Its clock, counted in the version that it starts with; a gradient is at most (T - 1)(2 s + 1) versions old."""
     _, run = stopped("bounded")
     bound = run.config["server"]["staleness_bound"]
     distances = []
@@ -302,9 +302,10 @@ def test_one_trainer_is_the_same_under_every_consistency_bit_for_bit(started, al
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_trainer_that_is_stopped_is_the_same_bit_for_bit(started, resumed, alone, kind):
-    config = {**ALONE, "task_args": {**ALONE["task_args"], "stops": [[0, 23]]}}
+    """At a step that is to be validated, which the schedule follows: the signal comes in its second batch."""
+    config = {**ALONE, "task_args": {**ALONE["task_args"], "stops": [[0, 19]]}}
     run = started(f"{kind}-stopped", 1, server=KINDS[kind], code=3, **config)
-    assert run.summary["steps"] == 12
+    assert run.summary["steps"] == 10
     compare(alone, resumed(run))
 
 
@@ -379,7 +380,7 @@ def test_nothing_is_left_of_a_run_that_is_killed(nest, folder):
 
 def abstract_names(pid):
     """Of the sockets that a process holds."""
-    links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
+    links = [str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir()]
     inodes = {link[8:-1] for link in links if link.startswith("socket:[")}
     rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
     return {row[7] for row in rows if row[6] in inodes and len(row) > 7 and row[7].startswith("@")}

@@ -96,9 +96,11 @@ class FreeRunning(Consistency):
         return self._stood != self.step and any(due(self.step, every) for every in self.terms.stand_every)
 
     def _validations(self) -> dict[int, Decision]:
-        """Those that are at a boundary and owe the validation of a version that is kept for them."""
-        interrupted = self._end is not None and self._end[0] is Stop.SIGNAL
-        owing = [] if interrupted else [i for i in sorted(self._announced) if self._owed[i]]
+        """Those that are at a boundary and owe the validation of a version that is kept for them, also before an end.
+
+        What is due at a version is done before a signal ends the run there, as in lockstep: who goes on would not.
+        """
+        owing = [i for i in sorted(self._announced) if self._owed[i]]
         for index in owing:
             del self._announced[index]
         return {i: Decision(Verdict.VALIDATE, (), self._owed[i].popleft(), self.samples) for i in owing}
@@ -109,11 +111,11 @@ class FreeRunning(Consistency):
             return {}
         everybody = sorted(self._announced)
         self._announced.clear()
-        interrupted = self._end is not None and self._end[0] is Stop.SIGNAL
-        if self._stands_wanted and not interrupted:
+        if self._stands_wanted:
             self._stood = self.step
             return dict.fromkeys(everybody, Decision(Verdict.STAND, (), self.step, self.samples))
         assert self._end is not None
+        interrupted = self._end[0] is Stop.SIGNAL
         end = Decision(Verdict.END, (), self.step, self.samples, self._end[1], interrupted)
         return dict.fromkeys(everybody, end)
 
