@@ -63,10 +63,10 @@ def resumed(nest):
 
 ASYNC = {
     "shared_memory": {
-        "task_args": {"pace_ms": 4.0, "samples": 400},
+        "task_args": {"pace_ms": 4.0, "slow": 3, "slow_ms": 200.0, "samples": 400},
         "server": {"consistency": "async", "transport": "shared_memory", "stale_scaling": "inverse"},
         "training": {"max_steps": 120, "batch_size": 8, "validate_every": 15},
-        "checkpoint": {"every": 30, "keep": 10},
+        "checkpoint": {"every": 60, "keep": 10},
     },
     "rpc": {
         "task_args": {
@@ -146,7 +146,7 @@ def test_a_validation_is_of_the_version_that_it_names(eight):
     records = eight.finished.of_kind("validation")
     assert [r["step"] for r in records] == (list(range(every, 121, every)) if every else [90])
     checkpoints = [int(name.removeprefix("step-")) for name in eight.finished.checkpoints]
-    assert checkpoints == ([30, 60, 90, 120] if every else [90])
+    assert checkpoints == ([60, 120] if every else [90])
     for record in records:
         assert eight.replay.validated(record["step"]) == pytest.approx(record["values"], rel=1e-6)
         if record["step"] in checkpoints:
