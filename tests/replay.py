@@ -46,7 +46,7 @@ class Paced(Truth):
     Args:
         pace_ms: a batch takes up to so long, drawn from (trainer, batch).
         slow: a trainer that takes ``slow_ms`` longer.
-        stops: pairs of trainer and batch at which it gets SIGTERM.
+        stops: trainer and batch at which it gets SIGTERM; with ``parent`` its supervisor does.
         changes: a trainer that changes a parameter in place at batch 3.
         alternate: a parameter has a gradient at every second batch only.
         fifo: where trainer 0 says that it is at its tenth batch.
@@ -70,6 +70,8 @@ class Paced(Truth):
         index = self.trainer.trainer_index
         if (index, batch_idx) in self.stops:
             os.kill(os.getpid(), signal.SIGTERM)
+        if (index, batch_idx, "parent") in self.stops:
+            os.kill(os.getppid(), signal.SIGTERM)
         if self.fifo is not None and (index, batch_idx) == (0, 10):
             Path(self.fifo).write_text("here")
         if index == self.changes and batch_idx == 3:
@@ -236,7 +238,9 @@ class Replay:
         seed_all(self.seed)
         self.model = self.task.build_model()
         self.optimizer = self.task.build_optimizer(self.model)
-        self.schedule = self.task.build_scheduler(self.optimizer)
+        built = self.task.build_scheduler(self.optimizer)
+        self.schedule, self.every = (built["scheduler"], built["every"]) if isinstance(built, dict) else (built, "step")
+        self.samples = self.epoch = 0
         self.scratch = copy.deepcopy(self.model)
         self.versions = [copy.deepcopy(self.model.state_dict())]
 
@@ -273,12 +277,16 @@ class Replay:
 
     def apply(self, gradients, entries):
         """One update: the mean in the order of trainers, and the module buffers of the first of them."""
+        while self.every == "epoch" and self.epoch < self.samples // self.task.samples:
+            self.epoch += 1
+            self.schedule.step()
+        self.samples += sum(len(e.samples) for e in entries)
         for name, parameter in self.model.named_parameters():
             parameter.grad = self.mean([g.get(name) for g in gradients], [e.staleness for e in entries])
         if self.clip_grad_norm is not None:
             nn.utils.clip_grad_norm_([p for p in self.model.parameters() if p.requires_grad], self.clip_grad_norm)
         self.optimizer.step()
-        if self.schedule is not None:
+        if self.schedule is not None and self.every == "step":
             self.schedule.step()
         with torch.no_grad():
             for name, buffer in self.model.named_buffers():
