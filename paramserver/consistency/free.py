@@ -68,7 +68,9 @@ class FreeRunning(Consistency):
             self._ask_to_end(announcement.stop, announcement.reason)
         if announcement.readiness is Readiness.DRAINED:
             self._drained.add(trainer_index)  # also while it stands or validates
-            if self.terms.uneven_inputs == "stop":
+            if len(self._drained) == self.terms.trainers:
+                self._ask_to_end(Stop.LIMIT, "all data was served")
+            elif self.terms.uneven_inputs == "stop":
                 self._ask_to_end(Stop.LIMIT, f"trainer {trainer_index} has no more data (training.uneven_inputs: stop)")
 
     def _ask_to_end(self, stop: Stop, reason: str) -> None:
@@ -79,8 +81,6 @@ class FreeRunning(Consistency):
     def answers(self) -> dict[int, Decision]:
         if (limit := self.terms.limits.reached(self.step, self.samples)) is not None:
             self._end = Stop.LIMIT, limit  # such a run is complete, whatever else would end it (see ``decide``)
-        elif len(self._drained) == self.terms.trainers:
-            self._ask_to_end(Stop.LIMIT, "all data was served")
         answered = self._validations()
         if (self._stands_wanted or self._end is not None) and not self.update_is_under_way:
             return answered or self._stand()
