@@ -12,7 +12,7 @@ import psutil
 import pytest
 from nest import Nest
 from replay import Ledger, Paced, Replay
-from runs import TASKS, Finished, compare, environment, here, same_bits, together, write_config
+from runs import TASKS, Finished, compare, environment, here, resume_here, same_bits, together, write_config
 
 from paramserver.checkpoint import read_checkpoint
 from paramserver.evaluate import evaluate_run
@@ -310,6 +310,22 @@ def test_one_trainer_that_is_stopped_is_the_same_bit_for_bit(started, resumed, a
     run = started(f"{kind}-stopped", 1, server=KINDS[kind], code=3, **config)
     assert run.summary["steps"] == 10
     compare(alone, resumed(run))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_that_ended_with_an_epoch_goes_on_in_another_mode(folder, started, resumed, kind):
+    """The schedule of epochs takes each step once, on whichever side of the end that is."""
+    config = {
+        "task_args": {"schedule": "epoch", "samples": 32, "validation": 0},
+        "training": {"max_steps": None, "max_epochs": 3, "batch_size": 8, "validate_every": 0},
+    }
+    whole = here(folder / f"epochs-{kind}", task=f"{REPLAY}:Paced", **config)
+    run = started(f"epochs-{kind}", 1, "--set", "training.max_epochs=1", server=KINDS[kind], **config)
+    run = resume_here(run, "--mode", "local", "--set", "trainer=null", "--set", "training.max_epochs=2")
+    run = resumed(run, "--mode", "rpc", "--set", "training.max_epochs=3")
+    assert [r["lr"] for r in run.of_kind("train")] == [[rate] for rate in (0.05, 0.025, 0.0125) for _ in range(4)]
+    compare(whole, run)
+    assert whole.load("optimizer")["param_groups"] == run.load("optimizer")["param_groups"]
 
 
 # The best version, and the two transports.
