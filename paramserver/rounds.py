@@ -148,6 +148,8 @@ class Rounds:
     def _advance(self, update: Update) -> None:
         """One version more, and the answers to those whose gradients made it."""
         pushes = [self._pushes[i] for i in update.trainers]
+        # Of trainers that run freely, this one may have been on its way when the last epoch ended.
+        self._enter_epoch(self.rules.samples - sum(push.report.samples for push in pushes))
         started = time.perf_counter()
         self.versions.apply(update, pushes)
         apply_s = time.perf_counter() - started
