@@ -7,8 +7,8 @@
   the slow one: 1.0.
 - ``backup``: the last of three trainers is so slow. ``ddp`` applies 3 batches in the time of 5, ``sync`` with one
   backup trainer 2 in the time of 1: 3.33 times as many.
-- ``random``: each batch of both trainers is slowed five times with probability 0.2, drawn from (repeat, trainer, batch),
-  so that all cases meet the same delays. A batch takes 1.8 times as long on average, the slower of two 2.44 times:
+- ``random``: each batch of both trainers is slowed five times with probability 0.2, drawn from (repeat, trainer,
+  batch): all cases meet the same delays. A batch takes 1.8 times as long on average, the slower of two 2.44 times:
   ``async`` 1.36; ``bounded`` with a bound of 4 smoothes most of it: 1.25.
 
 A batch is a sleep (``--base_ms``) and a step of a small network, which takes about a millisecond: a machine with few
