@@ -21,6 +21,7 @@ import math
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def weigh(consistency: str, width: int, arguments: argparse.Namespace) -> bool:
         config = measured_config("rpc", Path(folder), arguments.steps, arguments.trainers, {"width": width})
         config["training"]["batch_size"] = BATCH_SIZE
         config["logging"] |= {"log_every": 1, "tensorboard": False}
-        with Sampler(memory_of=proportional_bytes, every_s=EVERY_S) as sampler:
+        with Sampler(memory_of=proportional_bytes, every_s=EVERY_S) as sampler, redirect_stdout(sys.stderr):
             result = paramserver.run(Heavy, {**config, "server": {"consistency": consistency}})
         trained = {record["step"]: record["time"] for record in read_records(result.run_dir, "train")}
     begin, end = trained[arguments.warm], trained[arguments.steps]
@@ -158,10 +159,8 @@ def main() -> None:
     )
     met = [weigh(consistency, width, arguments) for consistency in arguments.consistencies]
     for consistency in arguments.consistencies if arguments.silence else ():
-        print(f"\n{consistency}: ", end="")
         with tempfile.TemporaryDirectory() as folder:
-            server = {"consistency": consistency}
-            met.append(listen(arguments.silence, arguments.trainers, Path(folder), server))
+            met.append(listen(arguments.silence, arguments.trainers, Path(folder), consistency))
     sys.exit(0 if all(met) else 1)
 
 

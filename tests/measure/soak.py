@@ -16,7 +16,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -116,7 +117,7 @@ def title(rank: int) -> str:
 def soak(model: str, steps: int, trainers: int, folder: Path) -> bool:
     """Print the growth of each rank; whether all stay below the target."""
     config = measured_config("rpc", folder, steps, trainers, {"model": model})
-    with Sampler() as sampler:
+    with Sampler() as sampler, redirect_stdout(sys.stderr):
         result = paramserver.run(Measured, config)
     trained = {record["step"]: record["time"] for record in read_records(result.run_dir, "train")}
     begin, end = trained[SETTLED_STEP], trained[steps]
@@ -163,15 +164,15 @@ class Silent(Measured):
         threading.Event().wait(self.silence_s)
 
 
-def listen(silence_s: float, trainers: int, folder: Path, server: Mapping[str, Any] | None = None) -> bool:
-    """Print what each rank uses in the silence, with these keys of ``server``; whether all stay below the target."""
+def listen(silence_s: float, trainers: int, folder: Path, consistency: str = "sync") -> bool:
+    """Print what each rank uses in the silence; whether all stay below the target."""
     task_args = {"folder": str(folder), "silence_s": silence_s + 2 * MARGIN_S}
     config = measured_config("rpc", folder, 10**6, trainers, task_args)
-    with Sampler() as sampler:
-        paramserver.run(Silent, {**config, "server": dict(server or {})})
+    with Sampler() as sampler, redirect_stdout(sys.stderr):
+        paramserver.run(Silent, {**config, "server": {"consistency": consistency}})
     marks = [float(path.read_text(encoding="utf-8")) for path in folder.glob("silent-*")]
     begin, end = max(marks) + MARGIN_S, min(marks) + MARGIN_S + silence_s
-    print(f"waiting for streams that give nothing for {end - begin:.1f} s: share of a core")
+    print(f"{consistency}: waiting for streams that give nothing for {end - begin:.1f} s: share of a core")
     met = [print_use(rank, readings, begin, end) for rank, readings in sorted(sampler.readings.items())]
     return all(met)
 
