@@ -158,6 +158,7 @@ def main() -> None:
         f"1 server, {arguments.trainers} trainers; proportional set size"
     )
     met = [weigh(consistency, width, arguments) for consistency in arguments.consistencies]
+    print()
     for consistency in arguments.consistencies if arguments.silence else ():
         with tempfile.TemporaryDirectory() as folder:
             met.append(listen(arguments.silence, arguments.trainers, Path(folder), consistency))
