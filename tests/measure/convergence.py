@@ -2,11 +2,11 @@
 
     python -m tests.measure.convergence [--epochs 20] [--every 10] [--repeats 1] [--cases ...]
 
-``examples/digits`` (1,438 samples to train, 359 to validate) with batches of 32, validated every so many steps; each
-repeat has its own seed. Printed is where the accuracy first is 0.95: the global step, the applied samples (which compare
-where steps do not: a step is one batch in ``bounded`` and ``async``, and one of each trainer otherwise) and the seconds
-of training; the best accuracy of the run; and the staleness of the gradients that the run applied, from its summary.
-Two trainers, three with a backup trainer. The learning rate is the example's, whatever the consistency.
+``examples/digits`` (1,437 samples to train, 360 to validate) with batches of 32, validated every so many steps; each
+repeat has its own seed. Printed is where the accuracy first is 0.95: the global step, the samples that were applied by
+then (which compare where steps do not: a step is one batch in ``bounded`` and ``async``) and the seconds of training;
+the best accuracy of the run; and the staleness of the gradients that the run applied, from its summary. Two trainers,
+three where one is a backup. The learning rate is the example's, whatever the consistency.
 
 What this version refuses is said to be so and misses nothing. Exits with 1 where a run does not reach it.
 """
@@ -80,8 +80,8 @@ def measure(case: str, seed: int, arguments: argparse.Namespace) -> Outcome:
         overrides = [*CASES[case], *own, *limits, "checkpoint.every=0", f"seed={seed}", "logging.tensorboard=false"]
         with redirect_stdout(sys.stderr):
             result = paramserver.run(None, CONFIG, overrides=overrides)
-        records = [read_records(result.run_dir, kind) for kind in ("validation", "train")]
-    return outcome_of(*records, result.summary)
+        validations, trained = (read_records(result.run_dir, kind) for kind in ("validation", "train"))
+    return outcome_of(validations, trained, result.summary)
 
 
 def row(case: str, outcomes: Sequence[Outcome]) -> str:
