@@ -3,10 +3,11 @@
     python -m tests.measure.tutorial --script PATH [--steps 200] [--warm 40] [--repeats 7] [--cases ...]
 
 ``PATH`` is your copy of distributed/rpc/parameter_server/rpc_parameter_server.py from github.com/pytorch/examples, at
-commit 77f55b912142e11fcfdf5b530231fb9c52f181e8 or another one (the file's SHA-256 is printed). It is not part of this
+commit 77f55b912142e11fcfdf5b530231fb9c52f181e8 (the file's SHA-256 is printed). It is not part of this
 project. What is run is that file with its data replaced, which the printed difference shows in full: random images of
 MNIST's shape from ``TimedBatches`` for the training set, 32 more for its test set, and no import of torchvision. Each
-case has one trainer but where it says otherwise, one thread in every process and the same allocator settings:
+case has one trainer but where it says otherwise, one thread in every process and the same allocator settings; with
+``--own_threads`` both programs run as they do when nobody sets such variables:
 
 - ``tutorial``: as it comes, with torch's default transports; one server, one trainer.
 - ``quiet``: the same with transports that do not spin while they wait (``uv``; ``cma``, ``mpt_uv``, ``basic``).
@@ -29,7 +30,7 @@ import socket
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from torch.distributed import rpc
 from torch.utils.data import DataLoader
 
 import paramserver
+from paramserver.cluster import process_environ
 from tests.measure.common import (
     BATCH_SIZE,
     Measured,
@@ -154,24 +156,33 @@ def commands_of_tutorial(script: Path, trainers: int) -> list[list[str]]:
     return [[*words, "--rank", str(rank)] for rank in range(1 + trainers)]
 
 
-def run_tutorial(source: str, folder: Path, steps: int, trainers: int, quiet: bool = False) -> str | None:
+def run_tutorial(
+    source: str, folder: Path, steps: int, trainers: int, environ: Mapping[str, str], quiet: bool = False
+) -> str | None:
     """Run the replaced script; the error it ended with, or None."""
     script = folder / "replaced.py"
     script.write_text(replaced(source, folder, steps, quiet), encoding="utf-8")
-    return run_until_error(commands_of_tutorial(script, trainers), {**measuring_environment(), **LOOPBACK})
+    return run_until_error(commands_of_tutorial(script, trainers), {**environ, **LOOPBACK})
+
+
+def environment(own_threads: bool) -> dict[str, str]:
+    """Of both programs: the one that all measurements use, or what a user's shell has and where modules are found."""
+    measuring = measuring_environment()
+    return {**process_environ(), "PYTHONPATH": measuring["PYTHONPATH"]} if own_threads else measuring
 
 
 def measure(case: str, source: str, arguments: argparse.Namespace) -> float:
     """Samples per second of all trainers together, in one fresh run."""
+    environ = environment(arguments.own_threads)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if case.startswith("ours"):
             script = folder / "replaced.py"
             script.write_text(replaced(source, folder, arguments.steps, quiet=False), encoding="utf-8")
             words = ["-m", "tests.measure.tutorial", "--child", case, "--script", str(script), "--folder", name]
-            run_fresh([[*words, "--steps", str(arguments.steps)]], measuring_environment())
+            run_fresh([[*words, "--steps", str(arguments.steps)]], environ)
         else:
-            error = run_tutorial(source, folder, arguments.steps, CASES[case], quiet=case == "quiet")
+            error = run_tutorial(source, folder, arguments.steps, CASES[case], environ, quiet=case == "quiet")
             if error is not None:
                 raise RuntimeError(f"{case} must run through, and ended with: {error}")
         stamps = read_stamps(folder)
@@ -194,9 +205,9 @@ def report(rates: dict[str, list[float]]) -> None:
         print(row)
 
 
-def show_failure(source: str, steps: int) -> None:
+def show_failure(source: str, steps: int, environ: Mapping[str, str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        error = run_tutorial(source, Path(folder), steps, FAILING_TRAINERS)
+        error = run_tutorial(source, Path(folder), steps, FAILING_TRAINERS, environ)
     outcome = f"it did not fail in {steps} steps" if error is None else f"fails: {error}"
     print(f"  tutorial-{FAILING_TRAINERS}  {outcome}")
 
@@ -207,6 +218,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--warm", type=int, default=40)
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--own_threads", action="store_true", help="leave threads and allocator to the programs")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--child", choices=CASES, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -233,7 +245,7 @@ def main() -> None:
         print(f"  {repeat + 1}/{arguments.repeats} {case}: {rates[case][-1]:.0f}", file=sys.stderr)
     print(f"batch {BATCH_SIZE}, {arguments.repeats} repeats: median (least to greatest)")
     report(rates)
-    show_failure(source, arguments.steps)
+    show_failure(source, arguments.steps, environment(arguments.own_threads))
 
 
 if __name__ == "__main__":
