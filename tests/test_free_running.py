@@ -142,7 +142,7 @@ def test_a_checkpoint_is_a_cut(eight):
 
 def test_a_validation_is_of_the_version_that_it_names(eight):
     """One of every multiple of validate_every, also where no checkpoint keeps that version."""
-    every = eight.config["training"]["validate_every"]
+    every = eight.config["training"].get("validate_every")
     records = eight.finished.of_kind("validation")
     assert [r["step"] for r in records] == (list(range(every, 121, every)) if every else [90])
     checkpoints = [int(name.removeprefix("step-")) for name in eight.finished.checkpoints]
