@@ -74,9 +74,7 @@ ASYNC = {
             **{"unused": True, "alternate": True},
         },
         "server": {"consistency": "async", "transport": "rpc"},
-        "training": {
-            **{"max_steps": 90, "batch_size": 4, "accumulate_batches": 2, "clip_grad_norm": 0.5, "validate_every": 0}
-        },
+        "training": {"max_steps": 90, "batch_size": 4, "accumulate_batches": 2, "clip_grad_norm": 0.5},
     },
 }
 
@@ -144,7 +142,7 @@ def test_a_checkpoint_is_a_cut(eight):
 
 def test_a_validation_is_of_the_version_that_it_names(eight):
     """One of every multiple of validate_every, also where no checkpoint keeps that version."""
-    every = eight.config["training"]["validate_every"]
+    every = eight.config["training"].get("validate_every")
     records = eight.finished.of_kind("validation")
     assert [r["step"] for r in records] == (list(range(every, 121, every)) if every else [90])
     checkpoints = [int(name.removeprefix("step-")) for name in eight.finished.checkpoints]
@@ -177,7 +175,7 @@ STOPPED = {
         "task_args": {**SLOWEST, "stops": [[1, 7, "parent"]], "schedule": "step"},
         "server": {"consistency": "async", "transport": "shared_memory"},
         "training": {**ONE_PASS, "accumulate_batches": 2, "clip_grad_norm": 0.5},
-        "checkpoint": {"every": 5, "keep": 100},
+        "checkpoint": {"every": 10, "keep": 10},
     },
 }
 
@@ -235,16 +233,13 @@ def test_no_trainer_starts_further_ahead_than_the_bound(stopped):
         clocks = run.ledger.clocks(entry.version, 4)
         distances.append(clocks[entry.trainer] - min(clocks))
     assert max(distances) == bound
-    stale = [e.staleness for e in run.ledger.applied]
-    print(f"bound {bound}: most stale {max(stale)}")
-    assert 0 < max(stale) <= 3 * (2 * bound + 1)
+    assert 0 < max(e.staleness for e in run.ledger.applied) <= 3 * (2 * bound + 1)
 
 
 def test_without_the_bound_trainers_part_further(stopped):
     """The same pace without a bound: so it was the bound that held them."""
     _, run = stopped("async")
     clocks = [run.ledger.clocks(e.version, 4) for e in run.ledger.applied]
-    print("apart without a bound", max(max(c) - min(c) for c in clocks))
     assert max(max(c) - min(c) for c in clocks) > STOPPED["bounded"]["server"]["staleness_bound"]
 
 
