@@ -251,7 +251,8 @@ def test_a_run_goes_on_under_another_consistency(started, resumed):
     }
     run = started("mixed", 3, code=3, **config)
     first = run.summary["steps"]
-    run = resumed(run, "--set", "server.consistency=async", code=3)
+    # With a bound, so that the trainer that stops gets its turn whatever the machine does.
+    run = resumed(run, "--set", "server.consistency=bounded", "--set", "server.staleness_bound=2", code=3)
     second = run.summary["steps"]
     run = resumed(run, "--set", "server.consistency=sync")
     mixed = Replayed.of(run, config)

@@ -39,6 +39,9 @@ USED = {
         "torch.distributed.rpc._utils._update_group_membership",
         "torch.distributed.rpc.api._init_rpc_states",
     },
+    "paramserver.transport.over_memory": {"torch._foreach_copy_"},
+    "paramserver.transport.over_rpc": {"torch._foreach_copy_"},
+    "paramserver.versions": {"torch._foreach_add_", "torch._foreach_div_", "torch._foreach_mul_"},
     "trainers.remote_model": {
         "torch.utils._pytree.tree_flatten",
         "torch.utils._pytree.tree_map",
@@ -173,3 +176,11 @@ def test_many_tensors_are_copied_at_once(dtype):
     own, other = [torch.zeros(3, dtype=dtype), torch.zeros((), dtype=dtype)], [torch.ones(3), torch.tensor(2.0)]
     torch._foreach_copy_(own, other)
     assert [tensor.tolist() for tensor in own] == [[1.0, 1.0, 1.0], 2.0]
+
+
+def test_many_tensors_are_added_and_scaled_in_place():
+    own = [torch.ones(3), torch.tensor(2.0)]
+    torch._foreach_add_(own, [torch.ones(3), torch.tensor(4.0)])
+    torch._foreach_mul_(own, 0.5)
+    torch._foreach_div_(own, 2.0)
+    assert [tensor.tolist() for tensor in own] == [[0.5, 0.5, 0.5], 1.5]
