@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
+from paramserver.protocol import Look
+
 
 class ServerEnd(ABC):
     """The server's end, one for each trainer. Called under the server's lock."""
@@ -30,6 +32,10 @@ class ServerEnd(ABC):
         Args:
             held: the gradients of the context, by leaf.
         """
+
+    def kept(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> Look:
+        """A past version, for validation."""
+        return Look(None, tuple(parameters), tuple(buffers))
 
     @abstractmethod
     def release(self) -> None:
