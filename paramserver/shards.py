@@ -42,6 +42,10 @@ class Shard:
         """This shard's ranges as views of the flat tensors of everything."""
         return [flats[group][first:end] for group, first, end in self.ranges]
 
+    def copies_of(self, flats: Sequence[Tensor]) -> list[Tensor]:
+        """The same in memory of their own: of a view, all that lies around it may travel too."""
+        return [part.detach().clone() for part in self.ranges_of(flats)]
+
     def is_whole(self, piece: Piece, whole: Layout) -> bool:
         """Whether the piece is all of its tensor."""
         return piece.length == size_of(whole.slots[piece.slot])
@@ -140,7 +144,9 @@ def _nearest(cuts: Sequence[int], targets: Sequence[float]) -> list[int]:
 
 def _shard(layout: Layout, first_byte: int, end_byte: int) -> Shard:
     """What lies between two bytes."""
-    ranges, dtypes, places = [], [], {}
+    ranges: list[tuple[int, int, int]] = []
+    places: dict[int, int] = {}
+    dtypes = []
     for group, (end, size) in enumerate(zip(_ends(layout), layout.sizes, strict=True)):
         item_bytes = layout.dtypes[group].itemsize
         before = end - size * item_bytes

@@ -110,4 +110,4 @@ def put_together(
             if number is not None and number in states:
                 found.setdefault(piece.slot, []).append((piece, states[number]))
     joined = {numbers[slot]: join_state(pieces, layout.slots[slot]) for slot, pieces in found.items()}
-    return {number: state for number, state in sorted(joined.items()) if number is not None}  # type: ignore[type-var]
+    return {number: state for number, state in sorted(joined.items()) if number is not None}

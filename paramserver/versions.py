@@ -131,6 +131,3 @@ class Versions:
         """The gradients of a context, zero where it holds none."""
         flats = [held[leaf] if leaf in held else torch.zeros_like(leaf) for leaf in self.leaves]
         return self.parameters.layout.views(flats)
-
-    def optimizer_state(self) -> dict[str, Any]:
-        return copy.deepcopy(self.updater.optimizer.state_dict())

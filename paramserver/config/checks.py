@@ -13,7 +13,6 @@ from paramserver.errors import UnsupportedConfiguration
 NOT_IN_THIS_VERSION: dict[str, tuple[Any, ...]] = {
     "server.compute": ("trainer",),
     "server.on_loss": ("fail",),
-    "cluster.num_servers": (1,),
     "cluster.max_restarts": (0,),
     "cluster.elastic": (False,),
     "cluster.token_file": (None,),
