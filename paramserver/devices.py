@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from paramserver.config import Config
+from paramserver.config import Config, server_computes
 from paramserver.errors import UnsupportedConfiguration
 
 
@@ -26,8 +26,22 @@ class Placement:
 CPU = Placement((torch.device("cpu"),), "gloo")
 
 
+def place_server(config: Config, gpus_here: int | None = None) -> Placement:
+    """Where the server computes the model that trainers call: on ``device.num_gpus`` GPUs if it has them, or the CPU.
+
+    Its parameters live on the CPU in any case.
+    """
+    available = torch.cuda.device_count() if gpus_here is None else gpus_here
+    wanted = (config.device.num_gpus or 0) if server_computes(config) and config.device.server == "auto" else 0
+    if not 0 < wanted <= available:
+        return CPU
+    return Placement(tuple(torch.device("cuda", i) for i in range(wanted)), "gloo")
+
+
 def place_trainer(config: Config, local_index: int, trainers_here: int, gpus_here: int | None = None) -> Placement:
     """The devices of one trainer: its own GPUs where the host has enough for all of its trainers, the CPU otherwise.
+
+    A trainer whose model is on the server computes the loss alone, on the CPU.
 
     Args:
         config: ``device`` and ``cluster.backend``.
@@ -38,6 +52,8 @@ def place_trainer(config: Config, local_index: int, trainers_here: int, gpus_her
     Raises:
         UnsupportedConfiguration: ``device.kind: cuda`` without enough GPUs, or a backend that the device cannot use.
     """
+    if server_computes(config):
+        return CPU
     available = torch.cuda.device_count() if gpus_here is None else gpus_here
     each = 1 if config.device.num_gpus is None else config.device.num_gpus
     needed = each * trainers_here

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from paramserver.buffers import make_buffer
 from paramserver.config import Config, Role, dump_yaml, roles, world_size_of
-from paramserver.devices import place_trainer
+from paramserver.devices import place_server, place_trainer
 from paramserver.sources import Partition, make_source
 from paramserver.task import Task, make_task
 
@@ -25,7 +25,7 @@ def plan_text(config: Config, folders: Sequence[Path]) -> str:
 
 def _rank_text(role: Role, config: Config, task: Task, trainers: int) -> str:
     if role.trainer_index is None:
-        return f"{role} on cpu"
+        return f"{role} on {', '.join(str(device) for device in place_server(config).devices)}"
     placement = place_trainer(config, role.trainer_index, trainers)
     task.devices, task.config = placement.devices, config
     partition = Partition(role.trainer_index, trainers)

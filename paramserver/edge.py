@@ -43,6 +43,54 @@ class GradientSeal(torch.autograd.Function):
         return None, *ctx.gradients
 
 
+class Departure(torch.autograd.Function):
+    """Outputs of a forward on their way out, behind a ticket whose gradient says which of them took part in the loss.
+
+    Distributed autograd fills in zeros for what took no part. Here such an output has no gradient again, as it has
+    where nothing is distributed, so that a parameter which only it depends on is not stepped.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *outputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return torch.zeros(len(outputs)), *(output.view_as(output) for output in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        took_part = gradients[0].tolist()
+        return tuple(g if part else None for g, part in zip(gradients[1:], took_part, strict=True))
+
+
+class Arrival(torch.autograd.Function):
+    """The other end of ``Departure``: takes ticket and outputs, gives an anchor and the outputs.
+
+    The anchor is a scalar and a root of the backward beside the loss. So every reply takes part in the backward, which
+    would else wait for those that do not.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, ticket: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return torch.zeros(()), *(output.detach() for output in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return torch.tensor([float(g is not None) for g in gradients[1:]]), *gradients[1:]
+
+
+def departing(outputs: Sequence[Tensor]) -> list[Tensor]:
+    """Ticket and outputs, as they leave the process that computed them; all of ``outputs`` have a gradient."""
+    apply: Any = Departure.apply
+    return list(apply(*outputs))
+
+
+def arriving(departed: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Anchor and outputs, from what ``departing`` gave elsewhere."""
+    apply: Any = Arrival.apply
+    anchor, *outputs = apply(*departed)
+    return anchor, outputs
+
+
 def pulled(leaves: Sequence[Tensor], snapshot: Sequence[Tensor]) -> list[Tensor]:
     """The snapshot as tensors whose gradients arrive at ``leaves``."""
     apply: Any = PulledSnapshot.apply

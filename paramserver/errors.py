@@ -5,6 +5,7 @@
     ParamserverError
     ├── UnsupportedConfiguration      exit 2: what the user gave is wrong
     │   ├── TaskError                 the task cannot be loaded, or breaks the contract of a task
+    │   │   └── ModelIsElsewhere      a step needs more of its model than a call, and the model is on the server
     │   ├── CheckpointError           a checkpoint is missing, incomplete, damaged or of something else
     │   └── PeerRefused               another process of the run found the input wrong, and says why
     ├── TrainingError                 exit 1: the run failed
@@ -37,6 +38,10 @@ class UnsupportedConfiguration(ParamserverError):  # noqa: N818 - the name users
 
 
 class TaskError(UnsupportedConfiguration):
+    pass
+
+
+class ModelIsElsewhere(TaskError, AttributeError):  # noqa: N818 - an AttributeError, for hasattr()
     pass
 
 

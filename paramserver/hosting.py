@@ -55,3 +55,9 @@ def send_later(name: str, method: str, *args: Any) -> torch.futures.Future[Any]:
     """``call_later`` in the process of that RPC name, without a limit."""
     future: torch.futures.Future[Any] = rpc.rpc_async(name, call_later, args=(method, *args), timeout=0)
     return future
+
+
+@answers
+def call_through(server_rref: Any, method: str, *args: Any) -> Any:
+    """The same by a reference to the server, as the RPC tutorial does it."""
+    return getattr(server_rref.local_value(), method)(*args)

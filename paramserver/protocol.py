@@ -99,6 +99,33 @@ class Look:
 
 
 @dataclass(frozen=True)
+class ModelCall:
+    """A call of the model on the server (``server.compute: server``). Nothing of a call stays behind for the next.
+
+    ``args`` and ``kwargs`` hold tensors of the CPU without gradients; ``batch`` counts the batches of the step;
+    ``training`` is what ``train()`` or ``eval()`` said last (None: neither); ``wants_grad`` says whether gradients are
+    recorded; ``autocast_dtype`` is None where there is no autocast; ``random_state`` is torch's.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    batch: int
+    training: bool | None
+    wants_grad: bool
+    autocast_dtype: torch.dtype | None
+    random_state: Tensor
+
+
+@dataclass(frozen=True)
+class ModelAnswer:
+    """What the model returned, with a ticket (see ``edge.Departure``) where some of it has a gradient."""
+
+    output: Any
+    ticket: Tensor | None
+    random_state: Tensor
+
+
+@dataclass(frozen=True)
 class Push:
     """A trainer's gradients as they wait on the server for those of the others, and its word for the step after."""
 

@@ -17,10 +17,10 @@ from paramserver.checkpoint import Checkpoint, clean, find_checkpoint, load_chos
 from paramserver.checkpoint.layout import LATEST
 from paramserver.claim import claim_run
 from paramserver.cluster import Identity, bind_interface, interface_towards, process_environ
-from paramserver.config import Config, Role, dump_yaml, mode_of, roles
+from paramserver.config import Config, Role, dump_yaml, mode_of, roles, server_computes, trainer_of
 from paramserver.consistency import Decision
-from paramserver.devices import CPU, Placement, place_trainer
-from paramserver.errors import CheckpointError, DeadlineExceeded, Interrupted, TrainingError
+from paramserver.devices import Placement, place_server, place_trainer
+from paramserver.errors import CheckpointError, DeadlineExceeded, Interrupted, TrainingError, UnsupportedConfiguration
 from paramserver.keeper import Keeper, unknown_kinds
 from paramserver.loading import load_object
 from paramserver.meeting import Meeting, meet
@@ -120,7 +120,7 @@ def run_rank(plan: RankPlan) -> dict[str, Any] | None:
 
 def _place(config: Config, identity: Identity, role: Role) -> Placement:
     if role.kind == "server":
-        return CPU
+        return place_server(config)
     first_here = identity.global_rank - identity.local_rank
     here = roles(config, identity.world_size)[first_here : first_here + identity.local_world_size]
     trainers_here = [r.global_rank for r in here if r.kind == "trainer"]
@@ -269,7 +269,7 @@ def _serve(process: Process, task: Task, keeper: Keeper, meeting: Meeting) -> di
             server = ParameterServer(task, process.config, process.trainers, keeper, process.stop, segments)
             host(server)
             stack.callback(host, None)
-            with rpc_server(meeting):
+            with rpc_server(meeting, process.trainers * server_computes(process.config)):
                 try:
                     _watch_over(server, process, meeting)
                     server.wait_for_goodbyes(_GOODBYE_S)
@@ -317,9 +317,7 @@ def _watch_over(server: Any, process: Process, meeting: Meeting) -> None:
 def _train(
     process: Process, task: Task, keeper: Keeper | None, meeting: Meeting | None, folders: Sequence[Path]
 ) -> dict[str, Any] | None:
-    reference = process.config.trainer or mode_of(process.config).trainer_class
-    trainer_class = load_object(reference, "trainer", folders)
-    trainer: Trainer = trainer_class(process, task, keeper, meeting)
+    trainer: Trainer = _trainer_class(process.config, folders)(process, task, keeper, meeting)
     totals: list[TrainerTotals] = []
 
     def work() -> str:
@@ -333,6 +331,16 @@ def _train(
         return _close(keeper, totals, work)
     work()
     return None
+
+
+def _trainer_class(config: Config, folders: Sequence[Path]) -> Any:
+    found = load_object(trainer_of(config), "trainer", folders)
+    if getattr(found, "computes", None) not in (None, config.server.compute):
+        raise UnsupportedConfiguration(
+            f"trainer ({config.trainer}) is for server.compute: {found.computes}, and the config says "
+            f"{config.server.compute}; derive it from the class in trainers that fits, or change server.compute"
+        )
+    return found
 
 
 def _reason_of(decision: Decision) -> str:

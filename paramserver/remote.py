@@ -79,6 +79,11 @@ class RemoteServer:
         """The answer to what ``begin`` returned."""
         return self._answer(begun, method, timeout_s)
 
+    def call_through(self, method: str, *args: Any) -> Any:
+        """A call by the RRef that takes its time; what it returns has a gradient inside a context."""
+        future = rpc.rpc_async(self.rref.owner(), hosting.call_through, args=(self.rref, method, *args), timeout=0)
+        return self._answer(future, method, None)
+
     def _answer(self, future: torch.futures.Future[Any], method: str, timeout_s: float | None) -> Any:
         if not future.done():
             future.add_done_callback(self._wake)

@@ -112,9 +112,9 @@ class Rounds:
             self._enter_epoch(decision.samples)
         if trainer_index not in decision.active:
             return Round(decision, result=result, held_s=held_s)
-        place = self.ends[trainer_index].offer()
+        end = self.ends[trainer_index]
+        place, buffers = end.offer(), end.buffers(self.versions.snapshot_of_buffers())
         self._offered[trainer_index] = decision.step
-        buffers = tuple(self.versions.snapshot_of_buffers())
         return Round(decision, place, buffers, self.rules.keeps_buffers_of(trainer_index), result, held_s)
 
     def _enter_epoch(self, samples: int) -> None:
@@ -151,6 +151,7 @@ class Rounds:
         if refusal is not None:
             raise TrainingError(refusal)
         future: Future = torch.futures.Future()
+        report, buffers = self.ends[index].completed(report, buffers)
         push = Push(gradients, report, buffers, announcement, future, time.perf_counter())
         self.ends[index].release()
         self._offered.pop(index, None)
@@ -165,6 +166,8 @@ class Rounds:
     def _advance(self, update: Update) -> None:
         """One version more, and the answers to those whose gradients made it."""
         pushes = [self._pushes[i] for i in update.trainers]
+        # Of trainers that run freely, this one may have been on its way when the last epoch ended.
+        self._enter_epoch(self.rules.samples - sum(push.report.samples for push in pushes))
         started = time.perf_counter()
         if self._conductor is None:
             self.versions.apply(update, pushes)
@@ -235,4 +238,4 @@ class Rounds:
         if version != self.rules.step:
             return end.kept(*self.versions.kept(version))
         place, flats = end.look()
-        return Look(place, tuple(flats), tuple(self.versions.snapshot_of_buffers()))
+        return Look(place, tuple(flats), end.buffers(self.versions.snapshot_of_buffers()))

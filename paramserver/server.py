@@ -6,47 +6,40 @@ Handlers never block: what has to wait for other trainers returns a future. Erro
 from __future__ import annotations
 
 import copy
-import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed.autograd as dist_autograd
-import torch.distributed.rpc as rpc
-from torch import Tensor, nn
+from torch import Tensor
 
 from paramserver.checkpoint import private_copy
 from paramserver.conductor import Conductor, Gathered
-from paramserver.config import Config
-from paramserver.consistency import Announcement, Consistency, Decision, make_consistency
+from paramserver.config import Config, server_computes
+from paramserver.consistency import Announcement, Decision, make_consistency
 from paramserver.deposits import Deposits
-from paramserver.edge import pulled
-from paramserver.errors import ParamserverError, PeerLost, PeerRefused, UnsupportedConfiguration
-from paramserver.flat import Layout
+from paramserver.errors import ParamserverError, PeerLost, PeerRefused
+from paramserver.forwards import Forwards, ServedEnd
 from paramserver.keeper import Keeper, Stateful
 from paramserver.membership import Member, Members, watch
 from paramserver.modelling import plain_weights
 from paramserver.process import StopRequest
-from paramserver.protocol import Future, Gathering, Look, Welcome
+from paramserver.protocol import Future, Gathering, Look, ModelAnswer, ModelCall, Welcome
 from paramserver.records import Record, StepReport, TrainerTotals, WeightedSums, merge_all
 from paramserver.rounds import Rounds
+from paramserver.sharing import Sharing
 from paramserver.task import Task
 from paramserver.transport.ends import ServerEnd
-from paramserver.transport.over_memory import MemoryServerEnd
 from paramserver.transport.over_rpc import Outgoing, RpcServerEnd
 from paramserver.transport.over_servers import ShardServerEnd
 from paramserver.transport.segments import SegmentHost
-from paramserver.transport.shelves import LIVE_KEY, LiveShelf, RingShelf, Shelf, gradients_key, parameters_key
 from paramserver.transport.wire import Failure
+from paramserver.tutorial import TutorialMethods
 from paramserver.versions import Versions
 
-T = TypeVar("T")
 
-log = logging.getLogger("paramserver")
-
-
-class ParameterServer(nn.Module):
+class ParameterServer(TutorialMethods):
     """All parameters in a few flat tensors, one optimizer over views of them, and a version that counts updates.
 
     What a trainer or a forward on the server uses is an immutable snapshot of one version, so gradients are exact
@@ -77,21 +70,22 @@ class ParameterServer(nn.Module):
         self.members = Members()
         rules = make_consistency(config, trainers, keeper.step, keeper.samples)
         rules.load_state_dict(keeper.consistency_state)
-        self._segments = segments
         several = config.cluster.num_servers > 1
-        self._live_key = parameters_key(0) if rules.lockstep else LIVE_KEY
+        self._sharing = Sharing(segments, config.server.transport, rules.lockstep)
         in_place = (rules.lockstep or several) and segments is not None
-        self.versions = Versions(task, config, self._allocate_shared if in_place else None)
-        self._shelf = self._make_shelf(rules)
-        self._wire = self.versions.parameters.layout.narrowed(getattr(torch, config.server.wire_dtype))
+        self.versions = Versions(task, config, self._sharing.allocate_parameters if in_place else None)
+        parameters = self.versions.parameters
+        self._forwards = Forwards(task, config, self.versions) if server_computes(config) else None
+        self._sharing.open_shelf(parameters.layout, trainers, lambda: (rules.step, parameters.flats))
+        wire_dtype = getattr(torch, config.server.wire_dtype)
+        self._wire = parameters.layout.narrowed(wire_dtype)
         keeper.restore_model(self.versions.model)
         keeper.restore_updater(self.versions.updater)
         self._lock = threading.RLock()
         self.conductor = self._make_conductor(stop) if several else None
+        self.is_whole = self.conductor is None
         own = self.versions.shard.layout
-        self._outgoing = Outgoing(
-            own, own.narrowed(getattr(torch, config.server.wire_dtype)), self.versions.own_snapshot
-        )
+        self._outgoing = Outgoing(own, own.narrowed(wire_dtype), self.versions.own_snapshot)
         self.rounds = Rounds(
             rules, self.versions, keeper, stop, lambda error: self.fail(Failure.of(error).error()), self.conductor
         )
@@ -104,69 +98,20 @@ class ParameterServer(nn.Module):
         self._cuts = Gathering()
         self._deposits = Deposits(keeper, trainers)
 
-    def _allocate_shared(self, layout: Layout) -> list[Tensor]:
-        """Memory for the parameters that others can read, or where there is too little, of this process alone."""
-        return self._shared(lambda host: host.allocate(self._live_key, layout)) or layout.allocate()
-
     def _make_conductor(self, stop: StopRequest) -> Conductor:
-        def segments() -> tuple[str | None, str]:
-            return None if self._segments is None else self._segments.address, self._live_key
+        def memory() -> tuple[str | None, str]:
+            return self._sharing.address, self._sharing.parameters_key
 
         return Conductor(
-            self.config, self.versions, self._lock, stop, self.keeper.step, segments, self.fail, self._check_arrivals
+            self.config, self.versions, self._lock, stop, self.keeper.step, memory, self.fail, self._check_arrivals
         )
 
-    def _make_shelf(self, rules: Consistency) -> Shelf | None:
-        if rules.lockstep:
-            return self._shared(lambda _: LiveShelf())
-        parameters = self.versions.parameters
-        return self._shared(
-            lambda host: RingShelf(host, parameters.layout, self.trainers, lambda: (rules.step, parameters.flats))
-        )
-
-    def _shared(self, make: Callable[[SegmentHost], T]) -> T | None:
-        """What ``make`` makes in shared memory; None where there is none. All goes over RPC then, if the user lets it.
-
-        Raises:
-            UnsupportedConfiguration: there is too little memory, and ``server.transport`` is not auto.
-        """
-        if self._segments is None:
-            return None
-        try:
-            return make(self._segments)
-        except UnsupportedConfiguration as error:
-            if self.config.server.transport != "auto":
-                raise
-            log.warning("server.transport (auto): all goes over RPC from here on: %s", error)
-            self._segments = None
-            return None
-
-    # The tutorial's public methods, off the hot path.
-
-    def forward(self, *inputs: Any) -> Any:
-        """The model's output at the current version, on the server; its gradient goes to the flat leaf."""
-        self._require_all_parameters()
-        with self._lock:
-            flats = pulled(self.versions.leaves, self.versions.snapshot()[0])
-        return self.versions.forward(flats, inputs)
-
-    def get_dist_gradients(self, context_id: int) -> dict[str, Tensor]:
-        """The gradients that a distributed-autograd context holds for this server's parameters, by name, on the CPU."""
-        self._require_all_parameters()
-        held = dist_autograd.get_gradients(context_id)  # type: ignore[attr-defined]
-        return {name: view.cpu() for name, view in self.versions.gradients_by_name(held).items()}
-
-    def get_param_rrefs(self) -> list[Any]:
-        """An RRef for each trained parameter."""
-        self._require_all_parameters()
-        return [rpc.RRef(parameter) for parameter in self.versions.parameters.tensors.values()]
-
-    def _require_all_parameters(self) -> None:
+    def _make_end(self) -> ServerEnd:
+        if self._forwards is not None:
+            return self._forwards.new_end()
         if self.conductor is not None:
-            raise UnsupportedConfiguration(
-                f"cluster.num_servers ({self.config.cluster.num_servers}) must be 1 for ParameterServer.forward, "
-                "get_dist_gradients and get_param_rrefs, as no server holds the whole model; lower it"
-            )
+            return ShardServerEnd(self.versions.shard, self.versions.leaves, self._outgoing)
+        return RpcServerEnd(self.versions.leaves, self._outgoing)
 
     # A trainer's life.
 
@@ -182,11 +127,6 @@ class ParameterServer(nn.Module):
         self._check_arrivals()
         return future
 
-    def _make_end(self) -> ServerEnd:
-        if self.conductor is not None:
-            return ShardServerEnd(self.versions.shard, self.versions.leaves, self._outgoing)
-        return RpcServerEnd(self.versions.leaves, self._outgoing)
-
     def _check_arrivals(self) -> None:
         """Welcome all trainers once everybody is here."""
         with self._lock:
@@ -199,12 +139,12 @@ class ParameterServer(nn.Module):
 
     def _welcomes(self) -> dict[int, Welcome]:
         self.keeper.expect(self.rounds.epoch_samples)
-        model = private_copy(plain_weights(self.versions.model))
+        model = private_copy(plain_weights(self.versions.model)) if self._forwards is None else {}
         layouts = self.versions.parameters.layout, self._wire, self.versions.buffers.layout
         step, lockstep, stored = self.rounds.rules.step, self.rounds.rules.lockstep, self.keeper.stored_part
         if self.conductor is not None and not self.conductor.shares_memory:
-            self._segments = None
-        segments = None if self._segments is None else self._segments.address
+            self._sharing.stop()
+        segments = self._sharing.address
         shards = () if self.conductor is None else self.conductor.shards
         return {i: Welcome(model, *layouts, step, lockstep, segments, stored(i), shards) for i in range(self.trainers)}
 
@@ -215,13 +155,11 @@ class ParameterServer(nn.Module):
             How many snapshots there are for it; 0 where there was too little memory for its gradients.
         """
         with self._lock:
-            layout = self.versions.parameters.layout
-            gradients = self._shared(lambda host: host.allocate(gradients_key(trainer_index), layout))
-            if gradients is None or self._shelf is None:
+            made = self._sharing.make_end(trainer_index, self.versions.parameters.layout, self.versions.shard)
+            if made is None:
                 return 0
-            own = gradients if self.conductor is None else self.versions.shard.ranges_of(gradients)
-            self.rounds.ends[trainer_index] = MemoryServerEnd(self._shelf, own)
-            return self._shelf.slots
+            self.rounds.ends[trainer_index], slots = made
+            return slots
 
     def _conclude(self, futures: Mapping[int, Future], answers: Callable[[], Mapping[int, Any]]) -> None:
         """Answer all who wait, each with its own value; with the error, for all and for good, where there is none."""
@@ -346,6 +284,20 @@ class ParameterServer(nn.Module):
         """A version that is kept, or the current one: for validation."""
         with self._lock:
             return self.rounds.look(trainer_index, version)
+
+    # The model on the server: see ``Forwards``.
+
+    def model_as_built(self) -> tuple[dict[str, Any], bool]:
+        """The random states after the model was built, and whether it was in ``train()``."""
+        assert self._forwards is not None
+        return self._forwards.as_built
+
+    def compute(self, trainer_index: int, call: ModelCall) -> ModelAnswer:
+        """The model's output for one trainer, at the version of its round. Without the lock: others compute too."""
+        self._check_running()
+        end = self.rounds.ends[trainer_index]
+        assert isinstance(end, ServedEnd)
+        return end.compute(call)
 
     # Validation, checkpoints, records.
 

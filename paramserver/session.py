@@ -27,9 +27,14 @@ def server_name(server_index: int) -> str:
 
 
 @contextmanager
-def rpc_server(meeting: Meeting) -> Iterator[None]:
-    """The RPC agent of the server, as the only member that others need to know."""
-    start_first_agent(meeting.store, SERVER_NAME, agent_options(meeting.timeout_s, same_host=True))
+def rpc_server(meeting: Meeting, computing: int = 0) -> Iterator[None]:
+    """The RPC agent of the server, as the only member that others need to know.
+
+    Args:
+        meeting: where others learn of it.
+        computing: how many of its handlers may compute at once.
+    """
+    start_first_agent(meeting.store, SERVER_NAME, agent_options(meeting.timeout_s, True, computing))
     meeting.tell("server/host", meeting.host)
     try:
         yield

@@ -18,7 +18,7 @@ from typing import Any
 
 from paramserver import errors
 from paramserver.cluster import bind_listener, child_environment, mark_supervised, process_environ
-from paramserver.config import Config, dump_yaml, roles, world_size_of
+from paramserver.config import Config, dump_yaml, num_trainers_of, roles, world_size_of
 from paramserver.errors import Interrupted, ParamserverError, TrainingError
 from paramserver.rundir import RunDir, write_json, write_text
 from paramserver.sinks import Sink
@@ -115,7 +115,9 @@ class Supervisor:
         write_text(self._config_file, dump_yaml(self.config))
         world_size = world_size_of(self.config)
         environ = child_environment(
-            process_environ(), local_processes=world_size, config_folder=self.folders[-1] if self.folders else None
+            process_environ(),
+            sharers=num_trainers_of(self.config),
+            config_folder=self.folders[-1] if self.folders else None,
         )
         mark_supervised(environ)
         host = self.config.cluster.master_addr

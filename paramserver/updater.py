@@ -95,6 +95,8 @@ class Updater:
         _load(self.optimizer, state["optimizer"])
         if self.scheduler is not None and state.get("scheduler") is not None:
             _load(self.scheduler, state["scheduler"])
+            # The steps before the stop count: a schedule that comes first now would else warn that there were none.
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def _load(owner: Any, state: dict[str, Any]) -> None:

@@ -294,10 +294,8 @@ class Fleet:
         if end.interrupted:
             assert end.reason == "SIGNAL asked"
         stands, validations = self._multiples(*self.stand_every), self._multiples(self.validate_every)
-        assert self.stands == [n for n in stands if n < self.step or not end.interrupted or n in self.stands]
-        for trainer in self.trainers:
-            seen = len(trainer.validated) if end.interrupted else len(validations)
-            assert trainer.validated == validations[:seen]
+        assert self.stands == stands
+        assert all(trainer.validated == validations for trainer in self.trainers)
         assert self.served - self.lost == self.samples - self.samples_before
         assert self.rules.dropped == {i: self.dropped[i] for i in range(len(self.trainers))}
         assert all(count <= self.backups for count in self.dropped_of.values())

@@ -41,7 +41,7 @@ def test_both_transports_are_bound_to_the_interface():
 
 def test_a_child_gets_a_copy_with_the_allocator_tuned_and_output_unbuffered():
     environ = {"HOME": "/h"}
-    child = child_environment(environ, local_processes=2)
+    child = child_environment(environ, sharers=2)
     assert environ == {"HOME": "/h"}
     assert child["HOME"] == "/h"
     assert child["PYTHONUNBUFFERED"] == "1"
@@ -55,28 +55,28 @@ def test_a_child_gets_a_copy_with_the_allocator_tuned_and_output_unbuffered():
 
 def test_what_the_user_set_stands():
     own = {"OMP_NUM_THREADS": "7", "MALLOC_ARENA_MAX": "4", "MALLOC_TOP_PAD_": "0"}
-    child = child_environment(own, local_processes=2, cores=64)
+    child = child_environment(own, sharers=2, cores=64)
     assert {name: child[name] for name in own} == own
     assert child["MALLOC_TRIM_THRESHOLD_"] == "536870912"
 
 
 @pytest.mark.parametrize(("cores", "processes", "threads"), [(8, 3, "2"), (2, 3, "1"), (16, 1, "16"), (9, 3, "3")])
 def test_the_cores_are_shared_out(cores, processes, threads):
-    assert child_environment({}, local_processes=processes, cores=cores)["OMP_NUM_THREADS"] == threads
+    assert child_environment({}, sharers=processes, cores=cores)["OMP_NUM_THREADS"] == threads
 
 
 def test_only_cores_that_this_process_may_use_count():
-    threads = child_environment({}, local_processes=1)["OMP_NUM_THREADS"]
+    threads = child_environment({}, sharers=1)["OMP_NUM_THREADS"]
     assert int(threads) == len(os.sched_getaffinity(0))
 
 
 def test_the_current_folder_and_the_config_come_first_on_the_path(tmp_path, monkeypatch):
     current, config = tmp_path / "current", tmp_path / "config"
     environ = {"PYTHONPATH": os.pathsep.join(["/site", "", str(config), "/more"])}
-    child = child_environment(environ, local_processes=1, config_folder=config, current_folder=current)
+    child = child_environment(environ, sharers=1, config_folder=config, current_folder=current)
     assert child["PYTHONPATH"].split(os.pathsep) == [str(current), str(config), "/site", "/more"]
     monkeypatch.chdir(tmp_path)
-    relative = child_environment({}, local_processes=1, config_folder=Path("config"))
+    relative = child_environment({}, sharers=1, config_folder=Path("config"))
     assert relative["PYTHONPATH"].split(os.pathsep) == [str(tmp_path), str(config)]
 
 

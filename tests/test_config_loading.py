@@ -157,7 +157,6 @@ def test_from_python_the_origin_is_optional():
 
 
 REFUSED = {
-    "server.compute": ("server", "(server); use trainer"),
     "server.on_loss": ("continue", "(continue); use fail"),
     "cluster.max_restarts": (3, "(3); use 0"),
     "cluster.elastic": (True, "(true); use false"),
@@ -259,6 +258,7 @@ RELATED = {
     "buffer.kind": st.sampled_from(["fifo", "firo"]),
     "buffer.min_new_per_batch": st.just(0),
     "server.backup_trainers": st.just(0),
+    "server.compute": st.just("trainer"),
     "server.heartbeat_s": st.floats(0.1, 2),
     "server.lost_after_s": st.floats(3, 9),
 }

@@ -177,12 +177,15 @@ def test_a_limit_that_is_reached_completes_a_run_that_a_signal_asked_to_end():
     assert rules.answers() == {0: end, 1: end}
 
 
-def test_a_signal_skips_validations_and_outweighs_a_limit_that_was_asked_for():
+def test_what_is_due_is_done_before_a_signal_ends_a_run_and_it_outweighs_a_limit_that_was_asked_for():
     rules = Async(terms(2, validate_every=1, stand_every=(1,)))
     turn(rules, 0)
     assert say(rules, 1, Announcement(Readiness.READY, stop=Stop.LIMIT, reason="time")) == {1: Verdict.VALIDATE}
     assert say(rules, 1, SIGNAL) == {}
-    rules.announce(0, READY)
+    assert say(rules, 0) == {0: Verdict.VALIDATE}
+    assert say(rules, 0) == {0: Verdict.STAND, 1: Verdict.STAND}
+    assert say(rules, 0) == {}
+    rules.announce(1, READY)
     end = Decision(Verdict.END, (), 1, 1, "signal SIGTERM", interrupted=True)
     assert rules.answers() == {0: end, 1: end}
 

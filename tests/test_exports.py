@@ -17,7 +17,7 @@ PUBLIC = {
         "rank_zero_only",
         "run",
     ],
-    "trainers": ["DdpTrainer", "LocalTrainer", "RpcTrainer", "Trainer"],
+    "trainers": ["DdpTrainer", "LocalTrainer", "RpcTrainer", "ServedTrainer", "Trainer"],
     "paramserver.buffers": ["Batch", "Buffer", "BufferInfo", "Fifo", "Firo", "Reservoir", "make_buffer"],
     "paramserver.sources": [
         "DatasetSource",
@@ -62,7 +62,7 @@ def test_every_error_takes_one_text_and_has_an_exit_code():
     import paramserver.errors as errors
 
     classes = [c for c in vars(errors).values() if isinstance(c, type)]
-    assert len(classes) == 14
+    assert len(classes) == 15
     for error_class in classes:
         error = error_class("what happened")
         assert str(error) == "what happened"

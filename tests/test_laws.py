@@ -22,7 +22,7 @@ from helpers.source import (
 # A module imports from lower floors only. The whole number is the floor of the design, what follows the stair on it.
 FLOORS = {
     0: "errors version",
-    1.0: "buffers checkpoint config courier deadlines edge flat leaving link loading parent records roles",
+    1.0: "buffers checkpoint config courier deadlines draws edge flat leaving link loading parent records roles",
     1.1: "cluster limits links rundir shards",
     1.2: "attempts claim consistency slicing",
     1.3: "protocol",
@@ -33,18 +33,19 @@ FLOORS = {
     4.0: "devices transport",
     4.1: "hosting meeting membership process",
     4.2: "modelling session star",
-    5.0: "keeper shard_server versions",
-    5.1: "conductor deposits",
+    5.0: "keeper shard_server sharing versions",
+    5.1: "conductor deposits forwards tutorial",
     5.2: "rounds",
     5.25: "server",
     5.4: "remote",
     5.5: "serving",
     6: "optimizer",
     7.0: "trainers.agreement trainers.counters trainers.data trainers.hooks trainers.validation",
-    7.1: "trainers.collection trainers.overridable",
+    7.1: "trainers.collection trainers.overridable trainers.remote_model",
     7.2: "trainers.standing",
     7.3: "trainers.base",
-    8: "trainers.ddp trainers.local trainers.rpc",
+    8.0: "trainers.ddp trainers.local trainers.rpc",
+    8.1: "trainers.served",
     9.0: "dry_run rank supervisor",
     9.1: "launch",
     9.2: "api evaluate",
@@ -64,9 +65,10 @@ FOLDERS = {
     "transport": "wire agent cutting ends over_rpc over_servers ring memory pages segments shelves over_memory",
 }
 MAY_USE_RPC = [
-    f"paramserver.{m}" for m in ("session", "membership", "transport", "server", "shard_server", "hosting", "remote")
+    f"paramserver.{m}"
+    for m in ("session", "membership", "transport", "server", "shard_server", "hosting", "remote", "tutorial")
 ]
-MAY_USE_RPC += ["paramserver.optimizer", "trainers.rpc"]
+MAY_USE_RPC += ["paramserver.optimizer", "trainers.rpc", "trainers.served"]
 # Where distributed training begins; below, nothing knows of other processes.
 FIRST_DISTRIBUTED_FLOOR = 4
 MODES = frozenset({"rpc", "ddp", "local"})

@@ -22,10 +22,18 @@ from paramserver.transport.wire import WORKER_THREADS, agent_options
 
 # Module -> what it uses. A new line here needs a test below.
 USED = {
+    "paramserver.draws": {"torch.utils._python_dispatch.TorchDispatchMode"},
+    "paramserver.forwards": {"torch.utils._pytree.tree_flatten", "torch.utils._pytree.tree_unflatten"},
     "paramserver.meeting": {
         "torch._C._distributed_c10d.PrefixStore",
         "torch._C._distributed_c10d.Store",
         "torch._C._distributed_c10d.TCPStore",
+    },
+    "paramserver.portion": {
+        "torch._foreach_add_",
+        "torch._foreach_div_",
+        "torch._foreach_mul_",
+        "torch._foreach_norm",
     },
     "paramserver.session": {"torch._C._distributed_c10d.PrefixStore"},
     "paramserver.transport.agent": {
@@ -37,7 +45,16 @@ USED = {
         "torch.distributed.rpc._utils._update_group_membership",
         "torch.distributed.rpc.api._init_rpc_states",
     },
+    "paramserver.transport.over_memory": {"torch._foreach_copy_"},
+    "paramserver.transport.over_rpc": {"torch._foreach_copy_"},
+    "paramserver.transport.over_servers": {"torch._foreach_copy_"},
+    "trainers.remote_model": {
+        "torch.utils._pytree.tree_flatten",
+        "torch.utils._pytree.tree_map",
+        "torch.utils._pytree.tree_unflatten",
+    },
     "trainers.rpc": {"torch._foreach_copy_"},
+    "trainers.served": {"torch.utils._pytree.tree_leaves"},
 }
 
 
@@ -165,3 +182,12 @@ def test_many_tensors_are_copied_at_once(dtype):
     own, other = [torch.zeros(3, dtype=dtype), torch.zeros((), dtype=dtype)], [torch.ones(3), torch.tensor(2.0)]
     torch._foreach_copy_(own, other)
     assert [tensor.tolist() for tensor in own] == [[1.0, 1.0, 1.0], 2.0]
+
+
+def test_many_tensors_are_added_and_scaled_in_place():
+    own = [torch.ones(3), torch.tensor(2.0)]
+    torch._foreach_add_(own, [torch.ones(3), torch.tensor(4.0)])
+    torch._foreach_mul_(own, 0.5)
+    torch._foreach_div_(own, 2.0)
+    assert [norm.item() for norm in torch._foreach_norm([torch.tensor([3.0, 4.0]), torch.tensor(-2.0)])] == [5.0, 2.0]
+    assert [tensor.tolist() for tensor in own] == [[0.5, 0.5, 0.5], 1.5]

@@ -8,10 +8,17 @@ if TYPE_CHECKING:
     from trainers.ddp import DdpTrainer
     from trainers.local import LocalTrainer
     from trainers.rpc import RpcTrainer
+    from trainers.served import ServedTrainer
 
-__all__ = ["DdpTrainer", "LocalTrainer", "RpcTrainer", "Trainer"]
+__all__ = ["DdpTrainer", "LocalTrainer", "RpcTrainer", "ServedTrainer", "Trainer"]
 
-_HOMES = {"Trainer": "base", "DdpTrainer": "ddp", "LocalTrainer": "local", "RpcTrainer": "rpc"}
+_HOMES = {
+    "Trainer": "base",
+    "DdpTrainer": "ddp",
+    "LocalTrainer": "local",
+    "RpcTrainer": "rpc",
+    "ServedTrainer": "served",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -44,6 +44,9 @@ class Trainer(Standing):
         keeper: rank 0's account where this process is rank 0, None elsewhere.
     """
 
+    computes: str | None = None
+    """The word of the key server.compute that this trainer is for; None where that key means nothing."""
+
     def __init__(self, process: Process, task: Task, keeper: Keeper | None) -> None:
         super().__init__(process, task)
         self.keeper = keeper
@@ -232,16 +235,17 @@ class Trainer(Standing):
     # Epochs.
 
     def _enter_epoch(self, decision: Decision) -> None:
-        """Go on to the epoch that the next sample belongs to; an end closes the one that is open."""
+        """Go on to the epoch that the next sample belongs to; an end only closes the one that is open."""
         counters = self.counters
+        if decision.verdict is Verdict.END:
+            self._close_epoch()
+            return
         for epoch in range(counters.epoch, epoch_of(decision.samples, self.data.epoch_samples)):
             self._close_epoch()
             # After the last sample of an epoch, before the first of the next: also where a run was resumed in between.
             self.on_epoch_ended(epoch)
             counters.epoch = epoch + 1
-        if decision.verdict is Verdict.END:
-            self._close_epoch()
-        elif not counters.epoch_open:
+        if not counters.epoch_open:
             counters.epoch_open = True
             if self.keeper is not None:
                 self.keeper.entered_epoch(counters.epoch)

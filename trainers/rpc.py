@@ -62,6 +62,8 @@ class Beside:
 class RpcTrainer(Trainer):
     """Steps a ``DistributedOptimizer`` that all trainers share; each step is one distributed-autograd context."""
 
+    computes = "trainer"
+
     def __init__(self, process: Process, task: Task, keeper: Keeper | None, meeting: Meeting | None = None) -> None:
         super().__init__(process, task, keeper)
         assert meeting is not None
@@ -76,26 +78,42 @@ class RpcTrainer(Trainer):
     def init_connection(self) -> None:
         self.model = build_model(self.task, self.config.seed, self.process.placement)
         self.prepare_data()
+        self.connect()
+        self.join(self.arrive())
+
+    def connect(self) -> None:
+        """Make the servers reachable."""
         servers = self.config.cluster.num_servers
-        name, worker_id = self.open(rpc_trainer(self.meeting, self.trainer_index, servers))
+        self._name, self._worker_id = self.open(rpc_trainer(self.meeting, self.trainer_index, servers))
         self.remote = RemoteServer(self.config, self.trainer_index)
         self.open(self._goodbye())
         self._courier = self.open(Courier(self.config.checkpoint.background, "a part of a checkpoint"))
-        member = Member(self.trainer_index, name, worker_id, self.meeting.place)
+
+    def arrive(self) -> Welcome:
+        """Take a place among the trainers, once this one is ready to step."""
+        member = Member(self.trainer_index, self._name, self._worker_id, self.meeting.place)
         self.remote.start_heartbeat()
         welcome: Welcome = self.remote.call_later(
             "arrive", member, self.data.epoch_samples, timeout_s=self.config.cluster.timeout_s
         )
         self._arrived = True
-        load_weights(self.model, welcome.model, "the server")
+        return welcome
+
+    def join(self, welcome: Welcome) -> None:
+        """Begin where the server is."""
         self.step = welcome.step
         self.lockstep = welcome.lockstep
-        self._lay_out(welcome.parameters, welcome.buffers)
-        self.way = self._way(welcome)
+        self.hold(welcome)
         self.optimizer = SharedOptimizer(self.remote)
         self.on_after_setup_optimizers()
         self.begin_stream(welcome.part)
         self.process.start_clock.mark("connection")
+
+    def hold(self, welcome: Welcome) -> None:
+        """Make the model that of the server, and open the way by which it stays so."""
+        load_weights(self.model, welcome.model, "the server")
+        self._lay_out(welcome.parameters, welcome.buffers)
+        self.way = self._way(welcome)
 
     def _lay_out(self, parameters: Layout, buffers: Layout) -> None:
         """Where each tensor of the model lies in what travels; gradients leave from memory that is used again."""
@@ -152,8 +170,13 @@ class RpcTrainer(Trainer):
         self._round, self._next = self._next, None
         assert self._round.decision is not None
         if self.trainer_index in self._round.decision.active:
-            self._pulling = Beside(self.remote.begin_pull(self._round.decision.step))
+            self.begin_pull()
         return self._round.decision
+
+    def begin_pull(self) -> None:
+        """Ask for the version of this step, inside its context; for some transports the answer can wait."""
+        assert self._round.decision is not None
+        self._pulling = Beside(self.remote.begin_pull(self._round.decision.step))
 
     def before_batches(self) -> None:
         if self.way.in_place:
@@ -179,6 +202,10 @@ class RpcTrainer(Trainer):
         buffers = self._pack_buffers() if self._round.wants_buffers else []
         report = StepReport(**{**vars(report), "used": used})
         self.wire_bytes += self.way.bytes_of(self._pulled) + tensor_bytes([*buffers, *self._round.buffers])
+        return self.push(report, buffers)
+
+    def push(self, report: StepReport, buffers: Sequence[Tensor]) -> StepResult:
+        """Step the optimizer with the gradients of this context."""
         answer: Round = self.optimizer.step(self._context_id, report, buffers, self._following(report.version + 1))
         assert answer.result is not None
         self._next = answer if answer.decision is not None and answer.decision.verdict is not Verdict.WAIT else None

@@ -60,25 +60,25 @@ def bind_interface(environ: MutableMapping[str, str], name: str) -> None:
 def child_environment(
     environ: Mapping[str, str],
     *,
-    local_processes: int,
+    sharers: int,
     config_folder: Path | None = None,
     current_folder: Path | None = None,
     cores: int | None = None,
 ) -> dict[str, str]:
     """Copy ``environ`` for a rank that this process starts. What the user set stands.
 
-    The cores are shared out evenly (OMP_NUM_THREADS), the allocator is tuned for large tensors, output is not
-    buffered, and the current folder and the config's are importable.
+    The cores are shared out evenly among the trainers (OMP_NUM_THREADS), the allocator is tuned for large tensors,
+    output is not buffered, and the current folder and the config's are importable.
 
     Args:
         environ: of the starting process.
-        local_processes: ranks on this machine, at least 1.
+        sharers: trainers on this machine, at least 1; a server works while they wait, with as many threads as one.
         config_folder: folder of the config file, if there is one.
         current_folder: None = this process's.
         cores: cores to share out; None = those that this process may use.
     """
     available = len(os.sched_getaffinity(0)) if cores is None else cores
-    threads = max(1, available // local_processes)
+    threads = max(1, available // sharers)
     defaults = {**_ALLOCATOR, **_LOG_LEVEL, "OMP_NUM_THREADS": str(threads)}
     folders = [Path.cwd() if current_folder is None else current_folder]
     if config_folder is not None:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
         num_servers_of,
         num_trainers_of,
         roles,
+        server_computes,
+        trainer_of,
         with_world_size,
         world_size_of,
     )
@@ -59,6 +61,8 @@ __all__ = [
     "num_servers_of",
     "num_trainers_of",
     "roles",
+    "server_computes",
+    "trainer_of",
     "value_of",
     "with_world_size",
     "world_size_of",
@@ -70,7 +74,17 @@ _HOMES = {
     "modes": ("MODES", "Mode"),
     "printing": ("describe_keys", "differences", "dump_yaml"),
     "table": ("KEYS", "SECTIONS", "Key", "Section"),
-    "world": ("Role", "mode_of", "num_servers_of", "num_trainers_of", "roles", "with_world_size", "world_size_of"),
+    "world": (
+        "Role",
+        "mode_of",
+        "num_servers_of",
+        "num_trainers_of",
+        "roles",
+        "server_computes",
+        "trainer_of",
+        "with_world_size",
+        "world_size_of",
+    ),
 }
 
 

@@ -6,12 +6,11 @@ from typing import Any
 
 from paramserver.config.rules import at, show
 from paramserver.config.schema import Config
-from paramserver.config.world import mode_of, num_trainers_of
+from paramserver.config.world import mode_of, num_trainers_of, server_computes
 from paramserver.errors import UnsupportedConfiguration
 
 # Key -> the values that this version can do. All others are parsed and checked like the rest, then refused.
 NOT_IN_THIS_VERSION: dict[str, tuple[Any, ...]] = {
-    "server.compute": ("trainer",),
     "server.on_loss": ("fail",),
     "cluster.max_restarts": (0,),
     "cluster.elastic": (False,),
@@ -161,6 +160,42 @@ def _backup_trainers(config: Config) -> str | None:
     return None
 
 
+def _served_alone(config: Config) -> str | None:
+    if not server_computes(config) or config.cluster.num_servers == 1:
+        return None
+    return (
+        f"cluster.num_servers ({config.cluster.num_servers}) must be 1 with server.compute server, where one server "
+        "holds the whole model; set it to 1 or choose server.compute: trainer"
+    )
+
+
+def _served_by_messages(config: Config) -> str | None:
+    if not server_computes(config) or config.server.transport != "shared_memory":
+        return None
+    return (
+        "server.transport (shared_memory) must be auto or rpc with server.compute server, where no parameters travel; "
+        "leave it out or choose server.compute: trainer"
+    )
+
+
+def _served_in_full(config: Config) -> str | None:
+    if not server_computes(config) or config.server.wire_dtype == "float32":
+        return None
+    return (
+        f"server.wire_dtype ({config.server.wire_dtype}) must be float32 with server.compute server, where no "
+        "parameters travel; leave it out or choose server.compute: trainer"
+    )
+
+
+def _served_devices(config: Config) -> str | None:
+    if not server_computes(config) or config.device.kind != "cuda":
+        return None
+    return (
+        "device.kind (cuda) must be auto or cpu with server.compute server, where trainers compute nothing but the "
+        "loss; leave it out, and give the server its GPUs by device.num_gpus"
+    )
+
+
 RELATIONS: tuple[Relation, ...] = (
     Relation(("task",), _task),
     Relation(("training.patience", "checkpoint.best"), _patience),
@@ -172,4 +207,8 @@ RELATIONS: tuple[Relation, ...] = (
     Relation(("buffer.pseudo_epochs", "buffer.kind"), _pseudo_epochs),
     Relation(("server.lost_after_s", "server.heartbeat_s"), _heartbeat),
     Relation(("server.backup_trainers", "server.consistency", "cluster.num_trainers"), _backup_trainers),
+    Relation(("server.compute", "cluster.num_servers"), _served_alone),
+    Relation(("server.compute", "server.transport"), _served_by_messages),
+    Relation(("server.compute", "server.wire_dtype"), _served_in_full),
+    Relation(("server.compute", "device.kind"), _served_devices),
 )

@@ -10,6 +10,7 @@ class Mode:
     Args:
         name: the word of the key ``mode``.
         trainer_class: "module:Class" of the trainer, where the key ``trainer`` names no other.
+        served_trainer_class: the same where the model's forward runs on the server (``server.compute: server``).
         has_servers: the first ``cluster.num_servers`` ranks are parameter servers.
         has_process_group: the trainers are one process group of torch.distributed.
         single_process: the world is one rank, whatever ``cluster.num_trainers`` says.
@@ -18,6 +19,7 @@ class Mode:
 
     name: str
     trainer_class: str
+    served_trainer_class: str
     has_servers: bool
     has_process_group: bool
     single_process: bool
@@ -30,6 +32,7 @@ MODES: dict[str, Mode] = {
         Mode(
             name="rpc",
             trainer_class="trainers:RpcTrainer",
+            served_trainer_class="trainers:ServedTrainer",
             has_servers=True,
             has_process_group=False,
             single_process=False,
@@ -38,6 +41,7 @@ MODES: dict[str, Mode] = {
         Mode(
             name="ddp",
             trainer_class="trainers:DdpTrainer",
+            served_trainer_class="trainers:DdpTrainer",
             has_servers=False,
             has_process_group=True,
             single_process=False,
@@ -46,6 +50,7 @@ MODES: dict[str, Mode] = {
         Mode(
             name="local",
             trainer_class="trainers:LocalTrainer",
+            served_trainer_class="trainers:LocalTrainer",
             has_servers=False,
             has_process_group=False,
             single_process=True,

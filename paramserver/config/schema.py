@@ -80,8 +80,8 @@ class ServerConfig:
 
     @property
     def shares_memory(self) -> bool:
-        """Whether tensors may travel through memory where both ends are on one host."""
-        return self.transport in ("auto", "shared_memory")
+        """Whether parameters may travel through memory where both ends are on one host."""
+        return self.transport in ("auto", "shared_memory") and self.compute == "trainer"
 
 
 @dataclass(frozen=True, kw_only=True)

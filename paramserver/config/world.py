@@ -27,6 +27,17 @@ def mode_of(config: Config) -> Mode:
     return MODES[config.mode]
 
 
+def server_computes(config: Config) -> bool:
+    """Whether the model's forward runs on a server."""
+    return mode_of(config).has_servers and config.server.compute == "server"
+
+
+def trainer_of(config: Config) -> str:
+    """The "module:Class" of the run's trainer."""
+    mode = mode_of(config)
+    return config.trainer or (mode.served_trainer_class if server_computes(config) else mode.trainer_class)
+
+
 def num_servers_of(config: Config) -> int:
     return config.cluster.num_servers if mode_of(config).has_servers else 0
 

@@ -68,7 +68,9 @@ class FreeRunning(Consistency):
             self._ask_to_end(announcement.stop, announcement.reason)
         if announcement.readiness is Readiness.DRAINED:
             self._drained.add(trainer_index)  # also while it stands or validates
-            if self.terms.uneven_inputs == "stop":
+            if len(self._drained) == self.terms.trainers:
+                self._ask_to_end(Stop.LIMIT, "all data was served")
+            elif self.terms.uneven_inputs == "stop":
                 self._ask_to_end(Stop.LIMIT, f"trainer {trainer_index} has no more data (training.uneven_inputs: stop)")
 
     def _ask_to_end(self, stop: Stop, reason: str) -> None:
@@ -79,8 +81,6 @@ class FreeRunning(Consistency):
     def answers(self) -> dict[int, Decision]:
         if (limit := self.terms.limits.reached(self.step, self.samples)) is not None:
             self._end = Stop.LIMIT, limit  # such a run is complete, whatever else would end it (see ``decide``)
-        elif len(self._drained) == self.terms.trainers:
-            self._ask_to_end(Stop.LIMIT, "all data was served")
         answered = self._validations()
         if (self._stands_wanted or self._end is not None) and not self.update_is_under_way:
             return answered or self._stand()
@@ -96,9 +96,11 @@ class FreeRunning(Consistency):
         return self._stood != self.step and any(due(self.step, every) for every in self.terms.stand_every)
 
     def _validations(self) -> dict[int, Decision]:
-        """Those that are at a boundary and owe the validation of a version that is kept for them."""
-        interrupted = self._end is not None and self._end[0] is Stop.SIGNAL
-        owing = [] if interrupted else [i for i in sorted(self._announced) if self._owed[i]]
+        """Those that are at a boundary and owe the validation of a version that is kept for them, also before an end.
+
+        What is due at a version is done before a signal ends the run there, as in lockstep: who goes on would not.
+        """
+        owing = [i for i in sorted(self._announced) if self._owed[i]]
         for index in owing:
             del self._announced[index]
         return {i: Decision(Verdict.VALIDATE, (), self._owed[i].popleft(), self.samples) for i in owing}
@@ -109,11 +111,11 @@ class FreeRunning(Consistency):
             return {}
         everybody = sorted(self._announced)
         self._announced.clear()
-        interrupted = self._end is not None and self._end[0] is Stop.SIGNAL
-        if self._stands_wanted and not interrupted:
+        if self._stands_wanted:
             self._stood = self.step
             return dict.fromkeys(everybody, Decision(Verdict.STAND, (), self.step, self.samples))
         assert self._end is not None
+        interrupted = self._end[0] is Stop.SIGNAL
         end = Decision(Verdict.END, (), self.step, self.samples, self._end[1], interrupted)
         return dict.fromkeys(everybody, end)
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from paramserver.protocol import Look
+from paramserver.records import StepReport
 
 
 class ServerEnd(ABC):
@@ -38,9 +39,17 @@ class ServerEnd(ABC):
             held: the gradients of the context, by leaf.
         """
 
+    def buffers(self, current: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """What a trainer gets of the module buffers of a version beside what it was offered."""
+        return tuple(current)
+
     def kept(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> Look:
         """A past version, for validation."""
         return Look(None, tuple(parameters), tuple(buffers))
+
+    def completed(self, report: StepReport, buffers: Sequence[Tensor]) -> tuple[StepReport, Sequence[Tensor]]:
+        """A push's report and module buffers, with what only this end knows. Called after ``gradients``."""
+        return report, buffers
 
     @abstractmethod
     def release(self) -> None:

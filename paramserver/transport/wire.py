@@ -19,7 +19,7 @@ from paramserver import errors
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Handlers never block, so a few threads serve any number of trainers.
+# Handlers never block, so a few threads serve any number of trainers that compute by themselves.
 WORKER_THREADS = 8
 
 
@@ -30,16 +30,24 @@ def host_identity() -> str:
     return f"{socket.gethostname()}/{boot}/{namespace}"
 
 
-def agent_options(timeout_s: float, same_host: bool) -> rpc.TensorPipeRpcBackendOptions:
+def agent_options(timeout_s: float, same_host: bool, computing: int = 0) -> rpc.TensorPipeRpcBackendOptions:
     """Options of an agent that does not spin while it waits.
 
     torch's default transports keep a core busy in every idle process; ``uv`` sleeps. ``cma`` copies between processes
     of one host without a socket. It also reaches across network namespaces of one machine, past the network that
     somebody set up on purpose; so it is used only where both ends share everything that names a host.
+
+    Args:
+        timeout_s: of a call that names none.
+        same_host: both ends share all that names a host.
+        computing: how many handlers compute at once, each of which has a thread beyond those of the others.
     """
     channels = ["cma", "mpt_uv", "basic"] if same_host else ["mpt_uv", "basic"]
     return rpc.TensorPipeRpcBackendOptions(
-        num_worker_threads=WORKER_THREADS, rpc_timeout=timeout_s, _transports=["uv"], _channels=channels
+        num_worker_threads=WORKER_THREADS + computing,
+        rpc_timeout=timeout_s,
+        _transports=["uv"],
+        _channels=channels,
     )
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -77,8 +79,20 @@ def random_images(samples: int = SAMPLES) -> TensorDataset:
     return TensorDataset(images, torch.randint(0, 10, (samples,), generator=generator))
 
 
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
+
+
+def _adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=0.001)
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {"sgd": _sgd, "adam": _adam}
+
+
+def optimizer_of(model: nn.Module, name: str = "sgd") -> torch.optim.Optimizer:
+    """One of ``OPTIMIZERS``; SGD has a momentum of 0.9."""
+    return OPTIMIZERS[name](model)
 
 
 def loss_of(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
@@ -92,18 +106,20 @@ class Measured(Task):
     Args:
         model: a name among ``MODELS``.
         folder: where each trainer leaves its time stamps; None for nowhere.
+        optimizer: a name among ``OPTIMIZERS``.
     """
 
-    def __init__(self, model: str = "cnn", folder: str | None = None) -> None:
+    def __init__(self, model: str = "cnn", folder: str | None = None, optimizer: str = "sgd") -> None:
         self.model_name = model
         self.folder = folder
+        self.optimizer_name = optimizer
         self.stamps: list[Stamp] = []
 
     def build_model(self) -> nn.Module:
         return MODELS[self.model_name]()
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return optimizer_of(model)
+        return optimizer_of(model, self.optimizer_name)
 
     def train_source(self, partition: Any) -> Any:
         return random_images()
@@ -152,7 +168,7 @@ def measuring_environment() -> dict[str, str]:
 
     Those of ``child_environment`` alone would give our ranks an allocator that a hand-written loop lacks.
     """
-    return {**child_environment(process_environ(), local_processes=1), "OMP_NUM_THREADS": "1"}
+    return {**child_environment(process_environ(), sharers=1), "OMP_NUM_THREADS": "1"}
 
 
 def run_fresh(
@@ -186,6 +202,21 @@ def _finish(process: subprocess.Popen[str], timeout_s: float) -> str:
     if process.returncode != 0:
         raise RuntimeError(f"{process.args!r} ended with {process.returncode}:\n{output}")
     return output
+
+
+def interleaved(cases: Sequence[str], repeats: int) -> Iterator[tuple[int, str]]:
+    """Each repeat and case; the cases take turns, and their order turns round with each repeat."""
+    for repeat in range(repeats):
+        for case in cases if repeat % 2 == 0 else cases[::-1]:
+            yield repeat, case
+
+
+def origin() -> str:
+    """The command, the machine and the versions that figures are of."""
+    words = [sys.orig_argv[0].rsplit("/", 1)[-1], *sys.orig_argv[1:]]
+    cores = len(os.sched_getaffinity(0))
+    versions = f"torch {torch.__version__}, Python {platform.python_version()}"
+    return f"{' '.join(words)}\n{platform.machine()}, {cores} cores, {versions}"
 
 
 def spread(values: Sequence[float], form: str = ".2f") -> str:

@@ -16,7 +16,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,17 +38,28 @@ MARGIN_S = 2.0
 
 @dataclass(frozen=True)
 class Reading:
-    """One rank at one moment: resident memory, and CPU time since its start."""
+    """One rank at one moment: its memory as the sampler counts it, and CPU time since its start."""
 
     time: float
-    rss_bytes: int
+    memory_bytes: int
     cpu_s: float
+
+
+def resident_bytes(process: psutil.Process) -> int:
+    return int(process.memory_info().rss)
 
 
 @dataclass
 class Sampler:
-    """Owns a thread that reads every rank that a supervisor in this process starts, until ``close``."""
+    """Owns a thread that reads every rank that a supervisor in this process starts, until ``close``.
 
+    Args:
+        memory_of: what counts as the memory of a process, in bytes.
+        every_s: seconds between two readings.
+    """
+
+    memory_of: Callable[[psutil.Process], int] = resident_bytes
+    every_s: float = SAMPLE_EVERY_S
     readings: dict[int, list[Reading]] = field(default_factory=dict)
     error: BaseException | None = None
 
@@ -59,7 +71,7 @@ class Sampler:
 
     def _run(self) -> None:
         try:
-            while not self._closed.wait(SAMPLE_EVERY_S):
+            while not self._closed.wait(self.every_s):
                 for process in psutil.Process().children():
                     self._read(process)
         except BaseException as error:  # noqa: BLE001 - raised by close()
@@ -70,12 +82,12 @@ class Sampler:
             if self._known.setdefault(process, rank_of(process)) is None:
                 return
             with process.oneshot():
-                cpu, memory = process.cpu_times(), process.memory_info()
+                cpu, memory_bytes = process.cpu_times(), self.memory_of(process)
         except (psutil.NoSuchProcess, psutil.ZombieProcess):
             return  # it has just ended
         rank = self._known[process]
         assert rank is not None
-        self.readings.setdefault(rank, []).append(Reading(time.time(), memory.rss, cpu.user + cpu.system))
+        self.readings.setdefault(rank, []).append(Reading(time.time(), memory_bytes, cpu.user + cpu.system))
 
     def close(self) -> None:
         self._closed.set()
@@ -105,7 +117,7 @@ def title(rank: int) -> str:
 def soak(model: str, steps: int, trainers: int, folder: Path) -> bool:
     """Print the growth of each rank; whether all stay below the target."""
     config = measured_config("rpc", folder, steps, trainers, {"model": model})
-    with Sampler() as sampler:
+    with Sampler() as sampler, redirect_stdout(sys.stderr):
         result = paramserver.run(Measured, config)
     trained = {record["step"]: record["time"] for record in read_records(result.run_dir, "train")}
     begin, end = trained[SETTLED_STEP], trained[steps]
@@ -116,7 +128,7 @@ def soak(model: str, steps: int, trainers: int, folder: Path) -> bool:
 
 
 def print_growth(rank: int, readings: list[Reading], begin: float, end: float) -> bool:
-    span = [reading.rss_bytes / 2**20 for reading in readings if begin <= reading.time <= end]
+    span = [reading.memory_bytes / 2**20 for reading in readings if begin <= reading.time <= end]
     first, last = statistics.median(span[:MEDIAN_OF]), statistics.median(span[-MEDIAN_OF:])
     growth = last / first - 1
     met = growth < GROWTH_TARGET
@@ -152,15 +164,15 @@ class Silent(Measured):
         threading.Event().wait(self.silence_s)
 
 
-def listen(silence_s: float, trainers: int, folder: Path) -> bool:
+def listen(silence_s: float, trainers: int, folder: Path, consistency: str = "sync") -> bool:
     """Print what each rank uses in the silence; whether all stay below the target."""
     task_args = {"folder": str(folder), "silence_s": silence_s + 2 * MARGIN_S}
     config = measured_config("rpc", folder, 10**6, trainers, task_args)
-    with Sampler() as sampler:
-        paramserver.run(Silent, config)
+    with Sampler() as sampler, redirect_stdout(sys.stderr):
+        paramserver.run(Silent, {**config, "server": {"consistency": consistency}})
     marks = [float(path.read_text(encoding="utf-8")) for path in folder.glob("silent-*")]
     begin, end = max(marks) + MARGIN_S, min(marks) + MARGIN_S + silence_s
-    print(f"waiting for streams that give nothing for {end - begin:.1f} s: share of a core")
+    print(f"{consistency}: waiting for streams that give nothing for {end - begin:.1f} s: share of a core")
     met = [print_use(rank, readings, begin, end) for rank, readings in sorted(sampler.readings.items())]
     return all(met)
 

@@ -1,0 +1,144 @@
+"""What a training step gets as its model where the model is on the server (``server.compute: server``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from paramserver.edge import arriving
+from paramserver.errors import ModelIsElsewhere, TaskError
+from paramserver.protocol import ModelAnswer, ModelCall
+
+_OFFERED = frozenset({"forward", "train", "eval", "training", "modules", "begin_step", "next_batch", "end_step"})
+_OFFERED |= {"call_super_init"}  # asked by nn.Module's own constructor
+
+
+class RemoteModel(nn.Module):
+    """Stands for the model: it can be called, and switched between ``train()`` and ``eval()``. It has no parameters.
+
+    Args:
+        call: sends a call to the server.
+        training: as the task built the model.
+    """
+
+    _training: bool | None = None
+    _before: bool | None = None
+    _built = True
+
+    def __init__(self, call: Callable[[ModelCall], ModelAnswer], training: bool) -> None:
+        super().__init__()
+        self._call = call
+        self._built = training
+        self._batch: int | None = None
+        self._anchors: list[Tensor] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        if not name.startswith("_") and name not in _OFFERED:
+            raise AttributeError(name)  # Python goes on to __getattr__
+        return super().__getattribute__(name)
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_"):
+            raise ModelIsElsewhere(_elsewhere(name))
+        return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "training" and not name.startswith("_"):
+            raise ModelIsElsewhere(_elsewhere(name))
+        object.__setattr__(self, name, value)
+
+    def __repr__(self) -> str:
+        return "RemoteModel(the model is on the server)"
+
+    # A step.
+
+    def begin_step(self) -> None:
+        """Gradients are recorded from now on, until ``end_step``."""
+        self._batch, self._anchors = 0, []
+
+    def next_batch(self) -> None:
+        """The calls that follow are of another batch of the same step."""
+        assert self._batch is not None
+        self._batch += 1
+
+    def end_step(self) -> list[Tensor]:
+        """Roots of the backward beside the loss, one for each reply: a reply that is no part of it would be waited for.
+
+        A reply whose outputs are no part of the loss thereby sends word that it has no gradient.
+        """
+        anchors, self._batch, self._anchors = self._anchors, None, []
+        return anchors
+
+    # The model.
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output. Inputs travel without their gradients.
+
+        Raises:
+            TaskError: an input has a gradient, which would be lost.
+        """
+        records = torch.is_grad_enabled() and self._batch is not None
+        if records:
+            _refuse_gradients((args, kwargs))
+        sent_args, sent_kwargs = tree_map(_plain, (args, kwargs))
+        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        answer = self._call(
+            ModelCall(sent_args, sent_kwargs, self._batch or 0, self._training, records, dtype, torch.get_rng_state())
+        )
+        torch.set_rng_state(answer.random_state)
+        return answer.output if answer.ticket is None else self._anchored(answer.output, answer.ticket)
+
+    def _anchored(self, output: Any, ticket: Tensor) -> Any:
+        leaves, form = tree_flatten(output)
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        anchor, arrived = arriving([ticket, *(leaves[place] for place in places)])
+        self._anchors.append(anchor)
+        for place, leaf in zip(places, arrived, strict=True):
+            leaves[place] = leaf
+        return tree_unflatten(leaves, form)
+
+    # Training or not: it travels with each call.
+
+    @property
+    def training(self) -> bool:
+        return self._built if self._training is None else self._training
+
+    @training.setter
+    def training(self, training: bool) -> None:
+        """Puts back what was before ``train`` or ``eval``, where that is the same."""
+        before = self._built if self._before is None else self._before
+        self._training = self._before if before == training else training
+
+    def train(self, mode: bool = True) -> RemoteModel:
+        self._before, self._training = self._training, bool(mode)
+        return self
+
+    def eval(self) -> RemoteModel:
+        return self.train(False)
+
+    def modules(self, remove_duplicate: bool = True) -> Iterator[nn.Module]:
+        yield self
+
+
+def _plain(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, Tensor) else value
+
+
+def _refuse_gradients(inputs: Any) -> None:
+    for value in tree_flatten(inputs)[0]:
+        if isinstance(value, Tensor) and value.requires_grad:
+            raise TaskError(
+                f"an input of the model ({tuple(value.shape)}) has a gradient, which does not come back from the "
+                "server (server.compute: server); detach() it, or use server.compute: trainer"
+            )
+
+
+def _elsewhere(name: str) -> str:
+    return (
+        f"the model has no attribute {name} here: it is on the server, and a step can only call it "
+        "(server.compute: server); use server.compute: trainer for a task that needs more"
+    )
