@@ -233,14 +233,17 @@ class Conductor:
 
     def _await(self, asked: list[Future], then: Callable[[list[Any]], None]) -> None:
         """Go on with the answers of all; what one of them fails with ends the run."""
-        everything = torch.futures.collect_all(asked)
-        everything.add_done_callback(lambda done: self._answered(done, then))
+        torch.futures.collect_all(asked).add_done_callback(lambda _: self._answered(asked, then))
 
-    def _answered(self, done: Any, then: Callable[[list[Any]], None]) -> None:
+    def _answered(self, asked: list[Future], then: Callable[[list[Any]], None]) -> None:
         try:
             with self._lock:
-                if not self._over:
-                    then([self._value(index, future) for index, future in enumerate(done.value(), 1)])
+                if self._over:
+                    return
+                # The first error comes before the answers of others.
+                values = [self._value(index, future) for index, future in enumerate(asked, 1) if future.done()]
+                assert len(values) == len(asked), "what is not there yet follows an error, which was raised"
+                then(values)
         except ParamserverError as error:
             self._fail(error)
         except Exception as error:  # noqa: BLE001 - it ends the run and travels to every trainer
