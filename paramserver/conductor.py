@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -19,6 +20,8 @@ from paramserver.shards import plan
 from paramserver.slicing import States, is_elementwise, put_together, take_apart
 from paramserver.transport.wire import Failure
 from paramserver.versions import Versions
+
+_log = logging.getLogger("paramserver")
 
 # As in torch.nn.utils.clip_grad_norm_.
 _TINY = 1e-6
@@ -145,7 +148,10 @@ class Conductor:
         told = outcome if isinstance(outcome, Decision) else Failure.of(error)
         for member in self._members.here():
             self._members.leave(member.trainer_index)
-            hosting.send(member.name, "finish", told, timeout_s=timeout_s)
+            try:
+                hosting.send(member.name, "finish", told, timeout_s=timeout_s)
+            except RuntimeError as error:  # it ended before
+                _log.warning("%s could not be told that the run is over: %s", member, error)
         self._over = True
         self._members.await_goodbyes(timeout_s)
 

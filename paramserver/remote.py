@@ -167,10 +167,10 @@ class RemoteServer:
     def apply(self, context_id: int, report: StepReport, *rest: Any) -> Any:
         push = context_id, self.index, report.version
         told = [self._begin_other(name, "take_push", *push) for name in self._others]
-        answer = self.begin("step", context_id, report, *rest)
-        for one in told:  # the context, which holds the gradients, ends after this
+        answer = self.call_later("step", context_id, report, *rest)
+        for one in told:  # also of a push that came too late: the context, which holds the gradients, ends after this
             self._answer(one, "take_push", self.config.cluster.timeout_s)
-        return self.end("step", answer)
+        return answer
 
     def optimizer_state(self) -> dict[str, Any]:
         state: dict[str, Any] = self.call_later("optimizer_state")
