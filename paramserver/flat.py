@@ -64,8 +64,11 @@ class Layout:
         return [torch.zeros(n, dtype=t, device=device) for n, t in zip(self.sizes, self.dtypes, strict=True)]
 
     def views(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Each named tensor as a view of ``flats``."""
-        return {s.name: torch.as_strided(flats[s.group], s.shape, s.stride, s.offset) for s in self.slots}
+        """Each named tensor as a view of ``flats``, which may be views themselves."""
+        starts = [flat.storage_offset() for flat in flats]
+        return {
+            s.name: torch.as_strided(flats[s.group], s.shape, s.stride, starts[s.group] + s.offset) for s in self.slots
+        }
 
 
 def _dense_stride(tensor: Tensor) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -39,6 +39,12 @@ class Cut:
     is_best: bool
     reason: str
     since: float
+
+
+class Stateful(Protocol):
+    """What has the state of an ``Updater``."""
+
+    def state_dict(self) -> dict[str, Any]: ...
 
 
 class Keeper:
@@ -246,7 +252,7 @@ class Keeper:
         self,
         step: int,
         model: nn.Module,
-        updater: Updater,
+        updater: Stateful,
         reason: str,
         since: float,
         consistency: Mapping[str, Any] | None = None,

@@ -20,7 +20,7 @@ from paramserver.errors import PeerLost
 
 @dataclass
 class Member:
-    """One trainer as the server knows it. ``name`` and ``worker_id`` are never used twice."""
+    """One trainer as the server knows it, or one more server. ``name`` and ``worker_id`` are never used twice."""
 
     trainer_index: int
     name: str
@@ -29,9 +29,10 @@ class Member:
     last_beat: float = field(default_factory=time.monotonic)
     left: bool = False
     gone: bool = False
+    kind: str = "trainer"
 
     def __str__(self) -> str:
-        return f"trainer {self.trainer_index} ({self.place})"
+        return f"{self.kind} {self.trainer_index} ({self.place})"
 
 
 class Members:
@@ -46,7 +47,7 @@ class Members:
             present = self._members.get(member.trainer_index)
             if present is not None:
                 raise PeerLost(
-                    f"trainer {member.trainer_index} is here already: {present}; give each process its own rank"
+                    f"{member.kind} {member.trainer_index} is here already: {present}; give each process its own rank"
                 )
             member.last_beat = time.monotonic()  # of this host: clocks of others mean nothing here
             self._members[member.trainer_index] = member

@@ -13,6 +13,8 @@ from torch import Tensor
 from paramserver.consistency import Announcement, Decision
 from paramserver.flat import Layout
 from paramserver.records import StepReport, StepResult
+from paramserver.shards import Shard
+from paramserver.slicing import States
 
 Future: TypeAlias = "torch.futures.Future[Any]"
 
@@ -22,7 +24,7 @@ class Welcome:
     """What a trainer gets when it joins: the whole model, how its tensors lie in flat ones (``wire``: on the way).
 
     ``lockstep`` says that all trainers take every step together; ``segments`` is where processes of the server's host
-    find its memory, None where it is not shared.
+    find its memory, None where it is not shared; ``shards`` is who owns what, where there are several servers.
     """
 
     model: dict[str, Any]
@@ -33,6 +35,41 @@ class Welcome:
     lockstep: bool
     segments: str | None
     part: bytes | None
+    shards: tuple[Shard, ...] = ()
+
+
+@dataclass(frozen=True)
+class Enrollment:
+    """What a server beside the first gets when it joins: what it owns, in the version that the run begins with.
+
+    ``parameters`` is the layout of all of them, ``weights`` are the shard's ranges, ``states`` what the optimizer knows
+    of it; ``segments`` and ``segments_key`` say where the first server's memory is, None where it is not shared.
+    """
+
+    shard: Shard
+    parameters: Layout
+    weights: list[Tensor]
+    states: States
+    step: int
+    segments: str | None
+    segments_key: str
+
+
+@dataclass(frozen=True)
+class Order:
+    """What makes ``version`` out of the one before, on a server beside the first.
+
+    ``pushes`` are trainers in order, the version of each gradient, and whether it lies in shared memory; each is
+    multiplied by its factor; ``used`` as in ``StepReport``. ``groups`` are the optimizer's hyper-parameters, None where
+    the norm of all gradients is to be known first. Of the versions before, those in ``needed`` may still be pulled.
+    """
+
+    version: int
+    pushes: tuple[tuple[int, int, bool], ...]
+    factors: tuple[float, ...]
+    used: tuple[bool, ...] | None
+    groups: list[dict[str, Any]] | None
+    needed: frozenset[int]
 
 
 @dataclass(frozen=True)

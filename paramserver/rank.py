@@ -110,9 +110,11 @@ def run_rank(plan: RankPlan) -> dict[str, Any] | None:
         set_trainer_index(role.trainer_index)
         stack.callback(set_trainer_index, None)
         if role.kind == "server":
-            assert keeper is not None
             assert meeting is not None
-            return _serve(process, task, keeper, meeting)
+            if keeper is not None:
+                return _serve(process, task, keeper, meeting)
+            _serve_shard(process, task, meeting)
+            return None
         return _train(process, task, keeper, meeting, plan.folders)
 
 
@@ -273,6 +275,7 @@ def _serve(process: Process, task: Task, keeper: Keeper, meeting: Meeting) -> di
                     server.wait_for_goodbyes(_GOODBYE_S)
                 finally:
                     totals.extend(t for _, t in sorted(server.totals.items()))
+                    server.dismiss_servers(_GOODBYE_S)
                     release_lifelines()
         if server.error is not None:
             raise server.error
@@ -280,6 +283,12 @@ def _serve(process: Process, task: Task, keeper: Keeper, meeting: Meeting) -> di
         return _reason_of(server.last_decision)
 
     return _close(keeper, totals, work)
+
+
+def _serve_shard(process: Process, task: Task, meeting: Meeting) -> None:
+    from paramserver.serving import serve_shard
+
+    _reason_of(serve_shard(process, task, meeting))
 
 
 _GOODBYE_S = 5.0
@@ -290,19 +299,16 @@ def _watch_over(server: Any, process: Process, meeting: Meeting) -> None:
     config = process.config
     deadline = time.monotonic() + config.cluster.timeout_s
     while not server.finished.wait(config.server.heartbeat_s):
-        server.look_for_silent_trainers()
-        missing = server.missing_trainers()
+        server.look_for_silent_peers()
+        missing = [f"trainer {i}" for i in server.missing_trainers()]
+        missing += [f"server {i}" for i in server.missing_servers()]
         if missing and (told := meeting.failure()) is not None:
             server.fail(told.error())
         elif missing and process.stop.event.is_set():
-            server.fail(Interrupted(f"{process.stop.state()[1]} before trainers {missing} had arrived"))
+            server.fail(Interrupted(f"{process.stop.state()[1]} before {', '.join(missing)} had arrived"))
         elif missing and time.monotonic() > deadline:
-            names = ", ".join(str(i) for i in missing)
-            server.fail(
-                DeadlineExceeded(
-                    f"trainers {names} did not arrive within cluster.timeout_s ({config.cluster.timeout_s:g} s)"
-                )
-            )
+            names, limit_s = ", ".join(missing), config.cluster.timeout_s
+            server.fail(DeadlineExceeded(f"{names} did not arrive within cluster.timeout_s ({limit_s:g} s)"))
 
 
 # A trainer.

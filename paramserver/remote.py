@@ -3,29 +3,44 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
+from torch import Tensor
 
 from paramserver import hosting
 from paramserver.config import Config
 from paramserver.errors import DeadlineExceeded, PeerLost
 from paramserver.membership import Heartbeat, watch
-from paramserver.session import SERVER_NAME
+from paramserver.protocol import Look
+from paramserver.records import StepReport
+from paramserver.session import SERVER_NAME, server_name
 from paramserver.transport.wire import Failure
 
 
 class RemoteServer:
-    """The server as seen from a trainer: an RRef, calls that end when the server is gone, and a heartbeat.
+    """The server as seen from a trainer, or from one more server: an RRef, calls that end when it is gone, a heartbeat.
 
     Calls that wait for other trainers have no limit of their own: a slow trainer is no failure. What ends them is the
     server's answer, its death (the lifeline) or its silence (the heartbeat).
+
+    Where several servers own a shard each, this is the first of them, and what goes to all goes to each. It looks after
+    the others: when one is lost, it ends the run.
+
+    Args:
+        config: the run's.
+        index: of the trainer, or of the other server.
+        beat: the server's method for the heartbeat.
     """
 
-    def __init__(self, config: Config, trainer_index: int) -> None:
+    def __init__(self, config: Config, index: int, beat: str = "beat") -> None:
         self.config = config
-        self.trainer_index = trainer_index
+        self.index = index
+        self._beat = beat
+        self._others: list[str] = []
         self.rref = rpc.remote(SERVER_NAME, hosting.get_parameter_server)
         self._changed = threading.Condition()
         self._reason: str | None = None
@@ -35,7 +50,7 @@ class RemoteServer:
     def start_heartbeat(self) -> None:
         lost_after_s = self.config.server.lost_after_s
         self._heartbeat = Heartbeat(
-            lambda: rpc.rpc_sync(SERVER_NAME, hosting.call, args=("beat", self.trainer_index), timeout=lost_after_s),
+            lambda: rpc.rpc_sync(SERVER_NAME, hosting.call, args=(self._beat, self.index), timeout=lost_after_s),
             self.config.server.heartbeat_s,
             self._lost,
         )
@@ -99,13 +114,66 @@ class RemoteServer:
             self._reason = self._reason or reason
             self._changed.notify_all()
 
+    def check(self) -> None:
+        """Raises PeerLost: the server is gone."""
+        with self._changed:
+            if self._reason is not None:
+                raise PeerLost(f"the server is lost: {self._reason}")
+
+    # What goes to all servers.
+
+    def spread(self, servers: int) -> None:
+        """From now on a pull and a push are parts of all servers."""
+        self._others = [server_name(index) for index in range(1, servers)]
+
+    def begin_pull(self, version: int) -> torch.futures.Future[Any]:
+        """Ask for a version inside this thread's distributed-autograd context."""
+        first = self.begin_now("pull", self.index)
+        if not self._others:
+            return first
+        return torch.futures.collect_all([first, *(self._begin_other(n, "pull", version) for n in self._others)])
+
+    def end_pull(self, begun: torch.futures.Future[Any]) -> tuple[Tensor, ...]:
+        """Its tensors, in the order of servers."""
+        answer = self.end("pull", begun)
+        if not self._others:
+            pulled: tuple[Tensor, ...] = answer
+            return pulled
+        return tuple(flat for one in answer for flat in self._answer(one, "pull", None))
+
+    def look(self, version: int) -> Look:
+        """A version for validation."""
+        begun = [self._begin_other(name, "look", version) for name in self._others]
+        look: Look = self.call("look", self.index, version)
+        others = [flat for one in begun for flat in self._answer(one, "look", self.config.cluster.timeout_s)]
+        return replace(look, parameters=(*look.parameters, *others)) if others else look
+
+    def backward(self, context_id: int, root: Tensor) -> None:
+        """Push: the distributed backward of ``root``.
+
+        Raises:
+            PeerLost: it did not reach all servers.
+        """
+        try:
+            dist_autograd.backward(context_id, [root])  # type: ignore[attr-defined]
+        except RuntimeError as error:
+            raise PeerLost(f"the gradients did not reach the server: {str(error).splitlines()[0]}") from error
+
+    def _begin_other(self, name: str, method: str, *args: Any) -> torch.futures.Future[Any]:
+        return hosting.send(name, method, *args, timeout_s=self.config.cluster.timeout_s)
+
     # What SharedOptimizer asks of its host.
 
-    def apply(self, context_id: int, *report: Any) -> Any:
-        return self.call_later("step", context_id, *report)
+    def apply(self, context_id: int, report: StepReport, *rest: Any) -> Any:
+        push = context_id, self.index, report.version
+        told = [self._begin_other(name, "take_push", *push) for name in self._others]
+        answer = self.call_later("step", context_id, report, *rest)
+        for one in told:  # also of a push that came too late: the context, which holds the gradients, ends after this
+            self._answer(one, "take_push", self.config.cluster.timeout_s)
+        return answer
 
     def optimizer_state(self) -> dict[str, Any]:
-        state: dict[str, Any] = self.call("optimizer_state")
+        state: dict[str, Any] = self.call_later("optimizer_state")
         return state
 
     def close(self) -> None:

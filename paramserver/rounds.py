@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from paramserver.conductor import Conductor
 from paramserver.consistency import Announcement, Consistency, Decision, Stop, Update, Verdict
 from paramserver.errors import TrainingError
 from paramserver.keeper import Keeper
@@ -30,6 +33,7 @@ class Rounds:
         keeper: rank 0's account.
         stop: set by a signal to this process.
         fail: ends the run with what was raised.
+        conductor: of several servers.
     """
 
     def __init__(
@@ -39,6 +43,7 @@ class Rounds:
         keeper: Keeper,
         stop: StopRequest,
         fail: Callable[[Exception], None],
+        conductor: Conductor | None = None,
     ) -> None:
         self.rules = rules
         self.versions = versions
@@ -53,6 +58,10 @@ class Rounds:
         self._results: dict[int, StepResult] = {}
         self._followers = Gathering()
         self._pushes: dict[int, Push] = {}
+        self._conductor = conductor
+        self._offered: dict[int, int] = {}
+        self._errands: deque[Callable[[Callable[[], None]], None]] = deque()
+        self._busy = self._making = False
 
     def take_waiting(self) -> list[Future]:
         """Everybody who waits for an answer; they get it from the caller."""
@@ -80,11 +89,18 @@ class Rounds:
         return replace(announcement, stop=own, reason=reason) if own > announcement.stop else announcement
 
     def _go_on(self) -> None:
-        """Make the updates that are due, and answer those who wait no longer. What fails ends the run."""
+        """Make the updates that are due, and answer those who wait no longer. What fails ends the run.
+
+        While several servers are at work, neither is done.
+        """
         try:
-            while (update := self.rules.due()) is not None:
+            while self._errands and not self._busy:
+                self._busy = True
+                self._errands.popleft()(self._released)
+            while not self._busy and (update := self.rules.due()) is not None:
                 self._advance(update)
-            for index, decision in self.rules.answers().items():
+            answers = {} if self._busy else self.rules.answers()
+            for index, decision in answers.items():
                 future, arrived = self._announcements.take_one(index)
                 future.set_result(self._round(index, decision, time.perf_counter() - arrived))
         except Exception as error:  # noqa: BLE001 - it ends the run and travels to every trainer
@@ -98,6 +114,7 @@ class Rounds:
             return Round(decision, result=result, held_s=held_s)
         end = self.ends[trainer_index]
         place, buffers = end.offer(), end.buffers(self.versions.snapshot_of_buffers())
+        self._offered[trainer_index] = decision.step
         return Round(decision, place, buffers, self.rules.keeps_buffers_of(trainer_index), result, held_s)
 
     def _enter_epoch(self, samples: int) -> None:
@@ -137,6 +154,7 @@ class Rounds:
         report, buffers = self.ends[index].completed(report, buffers)
         push = Push(gradients, report, buffers, announcement, future, time.perf_counter())
         self.ends[index].release()
+        self._offered.pop(index, None)
         if self.rules.push(index, report.version, report.samples):
             self._pushes[index] = push
         else:
@@ -151,7 +169,37 @@ class Rounds:
         # Of trainers that run freely, this one may have been on its way when the last epoch ended.
         self._enter_epoch(self.rules.samples - sum(push.report.samples for push in pushes))
         started = time.perf_counter()
-        self.versions.apply(update, pushes)
+        if self._conductor is None:
+            self.versions.apply(update, pushes)
+            self._advanced(update, pushes, started)
+            return
+        self._busy = self._making = True
+        shared = [self.ends[i].in_place for i in update.trainers]
+        made = partial(self._made, update, pushes, started)
+        self._conductor.update(self.rules.step, update, pushes, shared, self._needed(), made)
+
+    def _needed(self) -> set[int]:
+        """Versions that trainers may still pull from other servers, or look at there."""
+        outside = [i for i, end in self.ends.items() if not end.in_place]
+        pulled = {self._offered[i] for i in outside if i in self._offered}
+        return pulled | self.versions.kept_versions if outside else set()
+
+    def _made(self, update: Update, pushes: Sequence[Push], started: float) -> None:
+        """All servers have made their parts."""
+        self._making = False
+        self._advanced(update, pushes, started)
+        self._released()
+
+    def _released(self) -> None:
+        self._busy = False
+        self._go_on()
+
+    def when_idle(self, errand: Callable[[Callable[[], None]], None]) -> None:
+        """Do what no update may go beside; the errand gets what it is to call when it is done."""
+        self._errands.append(errand)
+        self._go_on()
+
+    def _advanced(self, update: Update, pushes: Sequence[Push], started: float) -> None:
         apply_s = time.perf_counter() - started
         if due(self.rules.step, self.rules.terms.validate_every):
             self.versions.keep(self.rules.step)
@@ -181,7 +229,8 @@ class Rounds:
 
     def follow(self, trainer_index: int, step: int) -> Future:
         """Answered when version ``step`` is there."""
-        return settled(None) if self.rules.step >= step else self._followers.add(trainer_index, None)
+        made = self.rules.step - self._making
+        return settled(None) if made >= step else self._followers.add(trainer_index, None)
 
     def look(self, trainer_index: int, version: int) -> Look:
         """A version that is kept, or the current one."""

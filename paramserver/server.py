@@ -5,46 +5,41 @@ Handlers never block: what has to wait for other trainers returns a future. Erro
 
 from __future__ import annotations
 
-import logging
+import copy
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed.autograd as dist_autograd
-import torch.distributed.rpc as rpc
-from torch import Tensor, nn
+from torch import Tensor
 
 from paramserver.checkpoint import private_copy
+from paramserver.conductor import Conductor, Gathered
 from paramserver.config import Config, server_computes
-from paramserver.consistency import Announcement, Consistency, Decision, make_consistency
+from paramserver.consistency import Announcement, Decision, make_consistency
 from paramserver.deposits import Deposits
-from paramserver.edge import pulled
-from paramserver.errors import ParamserverError, PeerLost, PeerRefused, UnsupportedConfiguration
-from paramserver.flat import Layout
+from paramserver.errors import ParamserverError, PeerLost, PeerRefused
 from paramserver.forwards import Forwards, ServedEnd
-from paramserver.keeper import Keeper
+from paramserver.keeper import Keeper, Stateful
 from paramserver.membership import Member, Members, watch
 from paramserver.modelling import plain_weights
 from paramserver.process import StopRequest
 from paramserver.protocol import Future, Gathering, Look, ModelAnswer, ModelCall, Welcome
 from paramserver.records import Record, StepReport, TrainerTotals, WeightedSums, merge_all
 from paramserver.rounds import Rounds
+from paramserver.sharing import Sharing
 from paramserver.task import Task
 from paramserver.transport.ends import ServerEnd
-from paramserver.transport.over_memory import MemoryServerEnd
 from paramserver.transport.over_rpc import Outgoing, RpcServerEnd
+from paramserver.transport.over_servers import ShardServerEnd
 from paramserver.transport.segments import SegmentHost
-from paramserver.transport.shelves import LiveShelf, RingShelf, Shelf, gradients_key, parameters_key
 from paramserver.transport.wire import Failure
+from paramserver.tutorial import TutorialMethods
 from paramserver.versions import Versions
 
-T = TypeVar("T")
 
-log = logging.getLogger("paramserver")
-
-
-class ParameterServer(nn.Module):
+class ParameterServer(TutorialMethods):
     """All parameters in a few flat tensors, one optimizer over views of them, and a version that counts updates.
 
     What a trainer or a forward on the server uses is an immutable snapshot of one version, so gradients are exact
@@ -75,77 +70,48 @@ class ParameterServer(nn.Module):
         self.members = Members()
         rules = make_consistency(config, trainers, keeper.step, keeper.samples)
         rules.load_state_dict(keeper.consistency_state)
-        self._segments = segments
-        in_place = rules.lockstep and segments is not None
-        self.versions = Versions(task, config, self._allocate_shared if in_place else None)
+        several = config.cluster.num_servers > 1
+        self._sharing = Sharing(segments, config.server.transport, rules.lockstep)
+        in_place = (rules.lockstep or several) and segments is not None
+        self.versions = Versions(task, config, self._sharing.allocate_parameters if in_place else None)
+        parameters = self.versions.parameters
         self._forwards = Forwards(task, config, self.versions) if server_computes(config) else None
-        self._shelf = self._make_shelf(rules)
-        layout = self.versions.parameters.layout
-        self._wire = layout.narrowed(getattr(torch, config.server.wire_dtype))
-        self._outgoing = Outgoing(layout, self._wire, lambda: self.versions.snapshot()[0])
+        self._sharing.open_shelf(parameters.layout, trainers, lambda: (rules.step, parameters.flats))
+        wire_dtype = getattr(torch, config.server.wire_dtype)
+        self._wire = parameters.layout.narrowed(wire_dtype)
         keeper.restore_model(self.versions.model)
         keeper.restore_updater(self.versions.updater)
-        self.rounds = Rounds(rules, self.versions, keeper, stop, lambda error: self.fail(Failure.of(error).error()))
+        self._lock = threading.RLock()
+        self.conductor = self._make_conductor(stop) if several else None
+        self.is_whole = self.conductor is None
+        own = self.versions.shard.layout
+        self._outgoing = Outgoing(own, own.narrowed(wire_dtype), self.versions.own_snapshot)
+        self.rounds = Rounds(
+            rules, self.versions, keeper, stop, lambda error: self.fail(Failure.of(error).error()), self.conductor
+        )
         self.finished = threading.Event()
         self.error: ParamserverError | None = None
         self.totals: dict[int, TrainerTotals] = {}
         self.last_decision: Decision | None = None
-        self._lock = threading.RLock()
         self._arrivals = Gathering()
         self._validations: dict[int, Gathering] = {}
         self._cuts = Gathering()
         self._deposits = Deposits(keeper, trainers)
 
-    def _allocate_shared(self, layout: Layout) -> list[Tensor]:
-        """Memory for the parameters that others can read, or where there is too little, of this process alone."""
-        return self._shared(lambda host: host.allocate(parameters_key(0), layout)) or layout.allocate()
+    def _make_conductor(self, stop: StopRequest) -> Conductor:
+        def memory() -> tuple[str | None, str]:
+            return self._sharing.address, self._sharing.parameters_key
 
-    def _make_shelf(self, rules: Consistency) -> Shelf | None:
-        if rules.lockstep:
-            return self._shared(lambda _: LiveShelf())
-        parameters = self.versions.parameters
-        return self._shared(
-            lambda host: RingShelf(host, parameters.layout, self.trainers, lambda: (rules.step, parameters.flats))
+        return Conductor(
+            self.config, self.versions, self._lock, stop, self.keeper.step, memory, self.fail, self._check_arrivals
         )
-
-    def _shared(self, make: Callable[[SegmentHost], T]) -> T | None:
-        """What ``make`` makes in shared memory; None where there is none. All goes over RPC then, if the user lets it.
-
-        Raises:
-            UnsupportedConfiguration: there is too little memory, and ``server.transport`` is not auto.
-        """
-        if self._segments is None:
-            return None
-        try:
-            return make(self._segments)
-        except UnsupportedConfiguration as error:
-            if self.config.server.transport != "auto":
-                raise
-            log.warning("server.transport (auto): all goes over RPC from here on: %s", error)
-            self._segments = None
-            return None
 
     def _make_end(self) -> ServerEnd:
         if self._forwards is not None:
             return self._forwards.new_end()
+        if self.conductor is not None:
+            return ShardServerEnd(self.versions.shard, self.versions.leaves, self._outgoing)
         return RpcServerEnd(self.versions.leaves, self._outgoing)
-
-    # The tutorial's public methods, off the hot path.
-
-    def forward(self, *inputs: Any) -> Any:
-        """The model's output at the current version, on the server; its gradient goes to the flat leaf."""
-        with self._lock:
-            flats = pulled(self.versions.leaves, self.versions.snapshot()[0])
-        return self.versions.forward(flats, inputs)
-
-    def get_dist_gradients(self, context_id: int) -> dict[str, Tensor]:
-        """The gradients that a distributed-autograd context holds for this server's parameters, by name, on the CPU."""
-        held = dist_autograd.get_gradients(context_id)  # type: ignore[attr-defined]
-        return {name: view.cpu() for name, view in self.versions.gradients_by_name(held).items()}
-
-    def get_param_rrefs(self) -> list[Any]:
-        """An RRef for each trained parameter."""
-        return [rpc.RRef(parameter) for parameter in self.versions.parameters.tensors.values()]
 
     # A trainer's life.
 
@@ -157,20 +123,30 @@ class ParameterServer(nn.Module):
             self.rounds.epoch_samples = epoch_samples
             self.rounds.ends[member.trainer_index] = self._make_end()
             future = self._arrivals.add(member.trainer_index, None)
-            complete = len(self._arrivals.parts) == self.trainers
-            futures = self._arrivals.take()[1] if complete else {}
         watch(member.name, lambda reason: self._gone(member.trainer_index, reason))
-        if complete:
-            self._conclude(futures, self._welcomes)
+        self._check_arrivals()
         return future
+
+    def _check_arrivals(self) -> None:
+        """Welcome all trainers once everybody is here."""
+        with self._lock:
+            if self.error is not None or len(self._arrivals.parts) < self.trainers:
+                return
+            if self.conductor is not None and not self.conductor.complete:
+                return
+            futures = self._arrivals.take()[1]
+        self._conclude(futures, self._welcomes)
 
     def _welcomes(self) -> dict[int, Welcome]:
         self.keeper.expect(self.rounds.epoch_samples)
         model = private_copy(plain_weights(self.versions.model)) if self._forwards is None else {}
         layouts = self.versions.parameters.layout, self._wire, self.versions.buffers.layout
         step, lockstep, stored = self.rounds.rules.step, self.rounds.rules.lockstep, self.keeper.stored_part
-        segments = None if self._segments is None else self._segments.address
-        return {i: Welcome(model, *layouts, step, lockstep, segments, stored(i)) for i in range(self.trainers)}
+        if self.conductor is not None and not self.conductor.shares_memory:
+            self._sharing.stop()
+        segments = self._sharing.address
+        shards = () if self.conductor is None else self.conductor.shards
+        return {i: Welcome(model, *layouts, step, lockstep, segments, stored(i), shards) for i in range(self.trainers)}
 
     def share_segments(self, trainer_index: int) -> int:
         """A trainer of this host reads and writes in place from now on.
@@ -179,12 +155,11 @@ class ParameterServer(nn.Module):
             How many snapshots there are for it; 0 where there was too little memory for its gradients.
         """
         with self._lock:
-            layout = self.versions.parameters.layout
-            gradients = self._shared(lambda host: host.allocate(gradients_key(trainer_index), layout))
-            if gradients is None or self._shelf is None:
+            made = self._sharing.make_end(trainer_index, self.versions.parameters.layout, self.versions.shard)
+            if made is None:
                 return 0
-            self.rounds.ends[trainer_index] = MemoryServerEnd(self._shelf, gradients)
-            return self._shelf.slots
+            self.rounds.ends[trainer_index], slots = made
+            return slots
 
     def _conclude(self, futures: Mapping[int, Future], answers: Callable[[], Mapping[int, Any]]) -> None:
         """Answer all who wait, each with its own value; with the error, for all and for good, where there is none."""
@@ -213,9 +188,18 @@ class ParameterServer(nn.Module):
         """Trainers that have not arrived yet."""
         return self.members.missing(self.trainers)
 
+    def missing_servers(self) -> list[int]:
+        """Servers beside this one that are not ready yet."""
+        return [] if self.conductor is None else self.conductor.missing()
+
     def wait_for_goodbyes(self, timeout_s: float) -> None:
         """Until every trainer that is alive has let go of this server, which it does when it needs it no more."""
         self.members.await_goodbyes(timeout_s)
+
+    def dismiss_servers(self, timeout_s: float) -> None:
+        """Let the other servers go, and tell them how the run ended."""
+        if self.conductor is not None:
+            self.conductor.dismiss(self.error or self.last_decision, timeout_s)
 
     def give_up(self, trainer_index: int, told: Failure) -> None:
         """A trainer failed, and says why; so the run fails."""
@@ -232,7 +216,9 @@ class ParameterServer(nn.Module):
         if not member.left:
             self.fail(PeerLost(f"{member} is lost: {reason}"))
 
-    def look_for_silent_trainers(self) -> None:
+    def look_for_silent_peers(self) -> None:
+        if self.conductor is not None:
+            self.conductor.look_for_silent()
         for member in self.members.silent(self.config.server.lost_after_s):
             self._lost(
                 member.trainer_index, f"no heartbeat for server.lost_after_s ({self.config.server.lost_after_s:g} s)"
@@ -243,6 +229,8 @@ class ParameterServer(nn.Module):
         with self._lock:
             if self.error is None:
                 self.error = error
+            if self.conductor is not None:
+                self.conductor.end()
             failure = Failure.of(self._failed_elsewhere(self.error))
             gatherings = [self._arrivals, self._cuts, *self._validations.values()]
             waiting = [f for g in gatherings for f in g.take()[1].values()] + self.rounds.take_waiting()
@@ -349,14 +337,34 @@ class ParameterServer(nn.Module):
             if len(self._cuts.parts) < self.trainers:
                 return future
             _, futures, arrived = self._cuts.take()
-        self._conclude(futures, lambda: self._cut(list(futures), reason, min(arrived.values())))
+
+        def cut(state: Stateful) -> None:
+            self._conclude(futures, lambda: self._cut(list(futures), state, reason, min(arrived.values())))
+
+        self._with_state(cut)
         return future
 
-    def _cut(self, trainers: Sequence[int], reason: str, since: float) -> dict[int, None]:
+    def _with_state(self, then: Callable[[Stateful], None]) -> None:
+        """Go on with the state of optimizer and schedule, and all weights in the model; now, where all are here."""
+        conductor = self.conductor
+        if conductor is None:
+            then(self.versions.updater)
+            return
+
+        def gather(release: Callable[[], None]) -> None:
+            def gathered(state: dict[str, Any]) -> None:
+                then(Gathered(state))
+                release()
+
+            conductor.gather(gathered)
+
         with self._lock:
-            versions, rules = self.versions, self.rounds.rules
-            state = rules.state_dict()
-            cut = self.keeper.cut(rules.step, versions.model, versions.updater, reason, since, state)
+            self.rounds.when_idle(gather)
+
+    def _cut(self, trainers: Sequence[int], updater: Stateful, reason: str, since: float) -> dict[int, None]:
+        with self._lock:
+            rules = self.rounds.rules
+            cut = self.keeper.cut(rules.step, self.versions.model, updater, reason, since, rules.state_dict())
             self._deposits.begin(cut)
             return dict.fromkeys(trainers)
 
@@ -379,6 +387,9 @@ class ParameterServer(nn.Module):
         for record in records:
             self.keeper.record(record)
 
-    def optimizer_state(self) -> Mapping[str, Any]:
+    def optimizer_state(self) -> Future:
+        """Answered with the state of the optimizer in the standard form, when no update is under way."""
+        future: Future = torch.futures.Future()
         with self._lock:
-            return self.versions.optimizer_state()
+            self._with_state(lambda state: future.set_result(copy.deepcopy(state.state_dict()["optimizer"])))
+        return future

@@ -22,6 +22,10 @@ _SHUTDOWN_S = 5.0
 SERVER_NAME = "server0"
 
 
+def server_name(server_index: int) -> str:
+    return f"server{server_index}"
+
+
 @contextmanager
 def rpc_server(meeting: Meeting, computing: int = 0) -> Iterator[None]:
     """The RPC agent of the server, as the only member that others need to know.
@@ -39,22 +43,42 @@ def rpc_server(meeting: Meeting, computing: int = 0) -> Iterator[None]:
 
 
 @contextmanager
-def rpc_trainer(meeting: Meeting, trainer_index: int) -> Iterator[tuple[str, int]]:
-    """The RPC agent of a trainer, which knows the server alone; yields its own name and worker id.
-
-    torch's dynamic groups make a joiner call every member and hold a token that a death never releases. Here the agent
-    stands on a private store with the server's name and address, and announces itself to the server: a star, in which
-    nobody waits for anybody else.
-    """
-    same_host = meeting.ask("server/host") == meeting.host
-    address = meeting.ask(f"addrs/{SERVER_NAME}")
-    worker_id = meeting.store.add("workers", 1)
-    name = f"trainer{trainer_index}_{worker_id}"
-    options = agent_options(meeting.timeout_s, same_host)
-    own_address = start_star_agent(name, worker_id, SERVER_NAME, address, options)
+def rpc_shard_server(meeting: Meeting, server_index: int) -> Iterator[str]:
+    """The RPC agent of a server beside the first, which knows that one; yields its own name."""
+    name = server_name(server_index)
+    options = agent_options(meeting.timeout_s, meeting.ask("server/host") == meeting.host)
+    first, own_store = {SERVER_NAME: meeting.ask(f"addrs/{SERVER_NAME}")}, PrefixStore(name, meeting.store)
+    own_address = start_star_agent(name, server_index, first, options, own_store)
     try:
         meeting.tell(f"addrs/{name}", own_address)
         announce_to(SERVER_NAME)
+        meeting.tell(f"{name}/host", meeting.host)
+        yield name
+    finally:
+        _shutdown_agent()
+
+
+@contextmanager
+def rpc_trainer(meeting: Meeting, trainer_index: int, servers: int = 1) -> Iterator[tuple[str, int]]:
+    """The RPC agent of a trainer, which knows the servers alone; yields its own name and worker id.
+
+    torch's dynamic groups make a joiner call every member and hold a token that a death never releases. Here the agent
+    stands on a private store with the servers' names and addresses, and announces itself to them: a star, in which
+    nobody waits for anybody else.
+    """
+    names = [server_name(i) for i in range(servers)]
+    hosts = {meeting.ask("server/host"), *(meeting.ask(f"{name}/host") for name in names[1:])}
+    addresses = {name: meeting.ask(f"addrs/{name}") for name in names}
+    worker_id = servers - 1 + meeting.store.add("workers", 1)
+    name = f"trainer{trainer_index}_{worker_id}"
+    options = agent_options(meeting.timeout_s, hosts == {meeting.host})
+    own_address = start_star_agent(name, worker_id, addresses, options)
+    try:
+        meeting.tell(f"addrs/{name}", own_address)
+        for server in names[1:]:
+            meeting.tell(f"{server}/addrs/{name}", own_address)  # in the store of that server's agent
+        for server in names:
+            announce_to(server)
         yield name, worker_id
     finally:
         _shutdown_agent()

@@ -32,8 +32,7 @@ class Updater:
     """
 
     def __init__(self, task: Task, model: nn.Module, training: TrainingConfig) -> None:
-        self.optimizer = task.build_optimizer(model)
-        _check_optimizer(self.optimizer, model, type(task).__name__)
+        self.optimizer = build_optimizer(task, model)
         self.scheduler, self.every, self.metric = _scheduler_of(task.build_scheduler(self.optimizer))
         self.clip_grad_norm = training.clip_grad_norm
         self.validate_every = training.validate_every
@@ -44,6 +43,10 @@ class Updater:
         if self.clip_grad_norm is not None:
             nn.utils.clip_grad_norm_(self.parameters, self.clip_grad_norm)
         self.optimizer.step()
+        self.stepped()
+
+    def stepped(self) -> None:
+        """The optimizer has made a step, here or on several servers."""
         if self.every == "step":
             self._advance()
 
@@ -113,6 +116,17 @@ def _load(owner: Any, state: dict[str, Any]) -> None:
             f"the stored state is not one of this {type(owner).__name__} ({said}); resume with the task and the "
             "task_args that it was stored with"
         ) from cause
+
+
+def build_optimizer(task: Task, model: nn.Module) -> torch.optim.Optimizer:
+    """The task's optimizer.
+
+    Raises:
+        TaskError: it needs a closure, or is none of this model.
+    """
+    optimizer = task.build_optimizer(model)
+    _check_optimizer(optimizer, model, type(task).__name__)
+    return optimizer
 
 
 def _check_optimizer(optimizer: object, model: nn.Module, task_name: str) -> None:

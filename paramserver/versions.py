@@ -14,7 +14,9 @@ from paramserver.consistency import Update, scale
 from paramserver.devices import CPU
 from paramserver.flat import FlatTensors, Layout, module_buffers, trainable
 from paramserver.modelling import build_model
+from paramserver.portion import Portion
 from paramserver.protocol import Push, union
+from paramserver.shards import Shard, whole
 from paramserver.task import Task
 from paramserver.updater import Updater
 
@@ -35,11 +37,20 @@ class Versions:
         self.parameters = FlatTensors(trainable(self.model), allocate)
         self.buffers = FlatTensors(module_buffers(self.model))
         self.updater = Updater(task, self.model, config.training)
-        self.leaves = [flat.detach().requires_grad_() for flat in self.parameters.flats]
+        self.own(whole(self.parameters.layout))
         self._stale_scaling = config.server.stale_scaling
         self._snapshot: Flats | None = None
+        self._own_snapshot: Flats | None = None
         self._buffer_snapshot: Flats | None = None
         self._kept: dict[int, tuple[Flats, Flats]] = {}
+
+    def own(self, shard: Shard) -> None:
+        """Only this shard is updated here from now on; before that, everything is."""
+        ranges = shard.ranges_of(self.parameters.flats)
+        parameters = list(self.parameters.tensors.values())
+        self.shard = shard
+        self.portion = Portion(self.parameters.layout, shard, ranges, parameters, self.updater.optimizer)
+        self.leaves = self.portion.leaves
 
     # What others read.
 
@@ -55,12 +66,24 @@ class Versions:
             self._buffer_snapshot = self.buffers.clone()
         return self._buffer_snapshot
 
+    def own_snapshot(self) -> Flats:
+        """The same of what is owned here; all of the parameters, where there is one server."""
+        if self.shard.layout is self.parameters.layout:
+            return self.snapshot()[0]
+        if self._own_snapshot is None:
+            self._own_snapshot = self.portion.clone()
+        return self._own_snapshot
+
     def keep(self, version: int) -> None:
         """Hold on to the current version under this number, for ``kept``."""
         self._kept[version] = self.snapshot()
 
     def kept(self, version: int) -> tuple[Flats, Flats]:
         return self._kept[version]
+
+    @property
+    def kept_versions(self) -> frozenset[int]:
+        return frozenset(self._kept)
 
     def forget(self, version: int) -> None:
         self._kept.pop(version, None)
@@ -81,42 +104,30 @@ class Versions:
             update: whose gradients, and how stale each is.
             pushes: in the order of ``update.trainers``; their gradients are changed.
         """
-        self._snapshot = self._buffer_snapshot = None
-        mean = self._mean([self._scaled(p, s) for p, s in zip(pushes, update.staleness, strict=True)])
-        self._hand_out(mean, union([push.report.used for push in pushes]))
+        self.prepare(update, pushes)
         self.updater.update()
-        self._hand_out(mean, (False,) * len(self.parameters.tensors))  # a push's memory is not held any longer
+        self.conclude(update, pushes)
+
+    def prepare(self, update: Update, pushes: Sequence[Push]) -> None:
+        """The first part of it, up to the gradients that the optimizer is given."""
+        self._snapshot = self._own_snapshot = self._buffer_snapshot = None
+        mean = self.portion.average([push.gradients for push in pushes], self.factors(update))
+        self.portion.hand_out(mean, union([push.report.used for push in pushes]))
+
+    def conclude(self, update: Update, pushes: Sequence[Push]) -> None:
+        """The last part, after the step of the optimizer."""
+        self._snapshot = self._own_snapshot = None
+        self.portion.forget_gradients()
         self.parameters.check_in_place()
         buffers = pushes[update.trainers.index(update.buffers_from)].buffers
         if buffers:
             self.buffers.copy_from(buffers)
 
-    def _scaled(self, push: Push, staleness: int) -> Sequence[Tensor]:
-        factor = scale(staleness, self._stale_scaling)
-        if factor != 1.0:
-            torch._foreach_mul_(push.gradients, factor)
-        return push.gradients
-
-    @staticmethod
-    def _mean(gradients: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """In the order given, into the first; so that the result does not depend on who came first."""
-        total = list(gradients[0])
-        for others in gradients[1:]:
-            torch._foreach_add_(total, list(others))
-        if len(gradients) > 1:
-            torch._foreach_div_(total, float(len(gradients)))
-        return total
-
-    def _hand_out(self, flats: Sequence[Tensor], used: tuple[bool, ...] | None) -> None:
-        """Give each parameter its gradient, or none where no trainer had one: torch.optim then leaves it as it is."""
-        views = self.parameters.layout.views(flats)
-        for place, (name, parameter) in enumerate(self.parameters.tensors.items()):
-            parameter.grad = views[name] if used is None or used[place] else None
+    def factors(self, update: Update) -> list[float]:
+        """By what each gradient is multiplied before the mean is taken."""
+        return [scale(staleness, self._stale_scaling) for staleness in update.staleness]
 
     def gradients_by_name(self, held: Mapping[Tensor, Tensor]) -> dict[str, Tensor]:
         """The gradients of a context, zero where it holds none."""
         flats = [held[leaf] if leaf in held else torch.zeros_like(leaf) for leaf in self.leaves]
         return self.parameters.layout.views(flats)
-
-    def optimizer_state(self) -> dict[str, Any]:
-        return copy.deepcopy(self.updater.optimizer.state_dict())

@@ -158,7 +158,6 @@ def test_from_python_the_origin_is_optional():
 
 REFUSED = {
     "server.on_loss": ("continue", "(continue); use fail"),
-    "cluster.num_servers": (2, "(2); use 1"),
     "cluster.max_restarts": (3, "(3); use 0"),
     "cluster.elastic": (True, "(true); use false"),
     "cluster.token_file": ("token", "(token); use null"),

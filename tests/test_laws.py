@@ -23,22 +23,22 @@ from helpers.source import (
 FLOORS = {
     0: "errors version",
     1.0: "buffers checkpoint config courier deadlines draws edge flat leaving link loading parent records roles",
-    1.1: "cluster limits links rundir",
-    1.2: "attempts claim consistency",
+    1.1: "cluster limits links rundir shards",
+    1.2: "attempts claim consistency slicing",
     1.3: "protocol",
     2.0: "report resharding sinks sources",
     2.1: "channel console",
     3.0: "task",
-    3.1: "updater",
+    3.1: "portion updater",
     4.0: "devices transport",
-    4.1: "meeting membership process",
+    4.1: "hosting meeting membership process",
     4.2: "modelling session star",
-    5.0: "keeper versions",
-    5.1: "deposits forwards",
+    5.0: "keeper shard_server sharing versions",
+    5.1: "conductor deposits forwards tutorial",
     5.2: "rounds",
     5.25: "server",
-    5.3: "hosting",
     5.4: "remote",
+    5.5: "serving",
     6: "optimizer",
     7.0: "trainers.agreement trainers.counters trainers.data trainers.hooks trainers.validation",
     7.1: "trainers.collection trainers.overridable trainers.remote_model",
@@ -62,9 +62,12 @@ FOLDERS = {
     "report": "outcome summary",
     "sinks": "base jsonlines progress tensorboard",
     "sources": "base share dataset iterable factory feeder",
-    "transport": "wire agent cutting ends over_rpc ring memory pages segments shelves over_memory",
+    "transport": "wire agent cutting ends over_rpc over_servers ring memory pages segments shelves over_memory",
 }
-MAY_USE_RPC = [f"paramserver.{m}" for m in ("session", "membership", "transport", "server", "hosting", "remote")]
+MAY_USE_RPC = [
+    f"paramserver.{m}"
+    for m in ("session", "membership", "transport", "server", "shard_server", "hosting", "remote", "tutorial")
+]
 MAY_USE_RPC += ["paramserver.optimizer", "trainers.rpc", "trainers.served"]
 # Where distributed training begins; below, nothing knows of other processes.
 FIRST_DISTRIBUTED_FLOOR = 4

@@ -29,6 +29,12 @@ USED = {
         "torch._C._distributed_c10d.Store",
         "torch._C._distributed_c10d.TCPStore",
     },
+    "paramserver.portion": {
+        "torch._foreach_add_",
+        "torch._foreach_div_",
+        "torch._foreach_mul_",
+        "torch._foreach_norm",
+    },
     "paramserver.session": {"torch._C._distributed_c10d.PrefixStore"},
     "paramserver.transport.agent": {
         "torch._C._distributed_c10d.HashStore",
@@ -41,7 +47,7 @@ USED = {
     },
     "paramserver.transport.over_memory": {"torch._foreach_copy_"},
     "paramserver.transport.over_rpc": {"torch._foreach_copy_"},
-    "paramserver.versions": {"torch._foreach_add_", "torch._foreach_div_", "torch._foreach_mul_"},
+    "paramserver.transport.over_servers": {"torch._foreach_copy_"},
     "trainers.remote_model": {
         "torch.utils._pytree.tree_flatten",
         "torch.utils._pytree.tree_map",
@@ -183,4 +189,5 @@ def test_many_tensors_are_added_and_scaled_in_place():
     torch._foreach_add_(own, [torch.ones(3), torch.tensor(4.0)])
     torch._foreach_mul_(own, 0.5)
     torch._foreach_div_(own, 2.0)
+    assert [norm.item() for norm in torch._foreach_norm([torch.tensor([3.0, 4.0]), torch.tensor(-2.0)])] == [5.0, 2.0]
     assert [tensor.tolist() for tensor in own] == [[0.5, 0.5, 0.5], 1.5]

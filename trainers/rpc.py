@@ -22,7 +22,7 @@ from paramserver.membership import Member, release_lifelines
 from paramserver.modelling import build_model, load_weights
 from paramserver.optimizer import SharedOptimizer
 from paramserver.process import Process
-from paramserver.protocol import Look, Round, Welcome
+from paramserver.protocol import Round, Welcome
 from paramserver.records import Record, StepReport, StepResult, TrainerTotals, WeightedSums
 from paramserver.remote import RemoteServer
 from paramserver.session import rpc_trainer
@@ -30,6 +30,7 @@ from paramserver.task import Task
 from paramserver.transport.ends import TrainerEnd
 from paramserver.transport.over_memory import MemoryTrainerEnd
 from paramserver.transport.over_rpc import RpcTrainerEnd
+from paramserver.transport.over_servers import SpreadTrainerEnd
 from paramserver.transport.segments import reachable
 from paramserver.transport.wire import Failure, tensor_bytes
 from trainers.base import Trainer
@@ -81,8 +82,9 @@ class RpcTrainer(Trainer):
         self.join(self.arrive())
 
     def connect(self) -> None:
-        """Make the server reachable."""
-        self._name, self._worker_id = self.open(rpc_trainer(self.meeting, self.trainer_index))
+        """Make the servers reachable."""
+        servers = self.config.cluster.num_servers
+        self._name, self._worker_id = self.open(rpc_trainer(self.meeting, self.trainer_index, servers))
         self.remote = RemoteServer(self.config, self.trainer_index)
         self.open(self._goodbye())
         self._courier = self.open(Courier(self.config.checkpoint.background, "a part of a checkpoint"))
@@ -137,6 +139,10 @@ class RpcTrainer(Trainer):
                 f"server.transport (shared_memory) must have all ranks on one host; trainer {self.trainer_index} "
                 f"({self.meeting.place}) cannot reach the server's memory; use auto or rpc"
             )
+        if welcome.shards:
+            self.remote.spread(len(welcome.shards))
+            wire_dtype = getattr(torch, self.config.server.wire_dtype)
+            return SpreadTrainerEnd(welcome.parameters, welcome.shards, wire_dtype, self._parameters)
         return RpcTrainerEnd(welcome.parameters, welcome.wire, self._parameters)
 
     @contextmanager
@@ -169,7 +175,8 @@ class RpcTrainer(Trainer):
 
     def begin_pull(self) -> None:
         """Ask for the version of this step, inside its context; for some transports the answer can wait."""
-        self._pulling = Beside(self.remote.begin_now("pull", self.trainer_index))
+        assert self._round.decision is not None
+        self._pulling = Beside(self.remote.begin_pull(self._round.decision.step))
 
     def before_batches(self) -> None:
         if self.way.in_place:
@@ -191,7 +198,7 @@ class RpcTrainer(Trainer):
         used = self._pack_gradients()
         if self.way.in_place:
             self._pulled = self._end_pull()
-        dist_autograd.backward(self._context_id, [self.way.seal(self._pulled)])  # type: ignore[attr-defined]
+        self.remote.backward(self._context_id, self.way.seal(self._pulled))
         buffers = self._pack_buffers() if self._round.wants_buffers else []
         report = StepReport(**{**vars(report), "used": used})
         self.wire_bytes += self.way.bytes_of(self._pulled) + tensor_bytes([*buffers, *self._round.buffers])
@@ -207,8 +214,7 @@ class RpcTrainer(Trainer):
 
     def _end_pull(self) -> tuple[Tensor, ...]:
         self.clock.hide(self._pulling.beside_s())
-        pulled: tuple[Tensor, ...] = self.remote.end("pull", self._pulling.future)
-        return pulled
+        return self.remote.end_pull(self._pulling.future)
 
     def _following(self, step: int) -> Announcement | None:
         """The word for the step after this one, where nothing comes between: it saves a call and the wait for it."""
@@ -257,7 +263,7 @@ class RpcTrainer(Trainer):
     # Validation, checkpoints, records.
 
     def refresh(self) -> None:
-        look: Look = self.remote.call("look", self.trainer_index, self.step)
+        look = self.remote.look(self.step)
         if look.place is None:
             self.way.take(look.parameters)
         else:

@@ -12,7 +12,6 @@ from paramserver.errors import UnsupportedConfiguration
 # Key -> the values that this version can do. All others are parsed and checked like the rest, then refused.
 NOT_IN_THIS_VERSION: dict[str, tuple[Any, ...]] = {
     "server.on_loss": ("fail",),
-    "cluster.num_servers": (1,),
     "cluster.max_restarts": (0,),
     "cluster.elastic": (False,),
     "cluster.token_file": (None,),

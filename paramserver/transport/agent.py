@@ -8,6 +8,8 @@ release changes what is used here.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
 from torch._C._distributed_c10d import HashStore, Store
@@ -22,30 +24,36 @@ def start_first_agent(store: Store, name: str, options: rpc.TensorPipeRpcBackend
 
 
 def start_star_agent(
-    name: str, worker_id: int, center: str, center_address: str, options: rpc.TensorPipeRpcBackendOptions
+    name: str,
+    worker_id: int,
+    centers: Mapping[str, str],
+    options: rpc.TensorPipeRpcBackendOptions,
+    store: Store | None = None,
 ) -> str:
-    """Start an agent that knows one other, ``center`` with worker id 0, and nobody else.
+    """Start an agent that knows the ``centers``, whose worker ids count from 0 in their order, and nobody else.
 
     torch's dynamic groups make a joiner call every member under a token that nobody releases when a member dies. This
-    agent stands on a private store that holds the center's name and address only, so it waits for nobody.
+    agent stands on a private store that holds the centers' names and addresses only, so it waits for nobody.
 
     Args:
         name, worker_id: never used before in this run; the name holds no dash, at which torch splits names from ids.
-        center, center_address: who is known, and the address that its agent published.
+        centers: who is known, and the address that each one's agent published.
         options: transports and timeouts.
+        store: of its own, where others that announce themselves to it put their addresses before.
 
     Returns:
         This agent's own address.
     """
-    private = HashStore()
-    private.set("names/_ALL_WORKER_INFOS", f"{center}-0,")
-    private.set("names/0", center)
-    private.set(f"addrs/{center}", center_address)
+    private = HashStore() if store is None else store
+    private.set("names/_ALL_WORKER_INFOS", "".join(f"{center}-{i}," for i, center in enumerate(centers)))
+    for i, (center, address) in enumerate(centers.items()):
+        private.set(f"names/{i}", center)
+        private.set(f"addrs/{center}", address)
     dist_autograd._init(worker_id)
     agent = TensorPipeAgent(private, name, worker_id, None, options, {}, [])
     rpc.api._init_rpc_states(agent)
-    address: bytes = private.get(f"addrs/{name}")
-    return address.decode()
+    own: bytes = private.get(f"addrs/{name}")
+    return own.decode()
 
 
 def announce_to(center: str) -> None:

@@ -12,7 +12,12 @@ from paramserver.records import StepReport
 
 
 class ServerEnd(ABC):
-    """The server's end, one for each trainer. Called under the server's lock."""
+    """The server's end, one for each trainer. Called under the server's lock.
+
+    ``in_place`` says that gradients lie in memory that several servers may share.
+    """
+
+    in_place = False
 
     @abstractmethod
     def offer(self) -> int:

@@ -25,8 +25,11 @@ class MemoryServerEnd(ServerEnd):
 
     Args:
         shelf: of all trainers of this host.
-        gradients: the flat tensors that the trainer writes to between a pull and the push that follows.
+        gradients: the flat tensors that the trainer writes to between a pull and the push that follows, or of several
+            servers this one's ranges of them.
     """
+
+    in_place = True
 
     def __init__(self, shelf: Shelf, gradients: list[Tensor]) -> None:
         self._shelf = shelf

@@ -33,13 +33,17 @@ class Outgoing:
     def version(self) -> list[Tensor]:
         """Immutable as well."""
         current = self._snapshot()
-        if self._wire == self._layout:
-            return current
         if self._of is not current:
-            self._rounded = [flat.to(dtype) for flat, dtype in zip(current, self._wire.dtypes, strict=True)]
-            check_fits(self._layout, current, self._rounded, "parameter")
-            self._of = current
+            self._rounded, self._of = self.rounded(current), current
         return self._rounded
+
+    def rounded(self, flats: list[Tensor]) -> list[Tensor]:
+        """The same of a version that is not the current one any more."""
+        if self._wire == self._layout:
+            return flats
+        rounded = [flat.to(dtype) for flat, dtype in zip(flats, self._wire.dtypes, strict=True)]
+        check_fits(self._layout, flats, rounded, "parameter")
+        return rounded
 
 
 class RpcServerEnd(ServerEnd):

@@ -12,6 +12,9 @@ from paramserver.flat import Layout
 from paramserver.transport.ring import Ring
 from paramserver.transport.segments import SegmentHost
 
+# The parameters themselves, where trainers read copies of them, and several servers own them together.
+LIVE_KEY = "parameters/live"
+
 
 def parameters_key(slot: int) -> str:
     return f"parameters/{slot}"
