@@ -3,18 +3,36 @@
 import json
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from runs import TASKS, difference, launch, resume, same_bits, together, trained
+from replay import Ledger, Paced, Replay
+from runs import (
+    TASKS,
+    Finished,
+    command,
+    difference,
+    environment,
+    launch,
+    resume,
+    same_bits,
+    together,
+    trained,
+    write_config,
+)
 from tasks import OPTIMIZERS, Truth
+
+from paramserver import shard_server
+from trainers import RpcTrainer
 
 pytestmark = pytest.mark.processes
 
 HERE = Path(__file__)
+REPLAY = TASKS.with_name("replay.py")
 HARD = {
     "task_args": {"groups": True, "schedule": "step", "unused": True, "optimizer": "adamw", "dtype": "float64"},
     "training": {"max_steps": 11, "clip_grad_norm": 0.05, "accumulate_batches": 2, "validate_every": 4},
@@ -39,6 +57,28 @@ class Listed(Truth):
         return Own(model.parameters(), lr=0.02)
 
 
+class Apart(Truth):
+    """Server 1 cannot reach the memory of server 0, as if it were on another host."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        if "--rank 1 " in " ".join(psutil.Process().cmdline()):
+            shard_server.reachable = lambda *_: False
+
+
+class Asks(RpcTrainer):
+    """Looks at the optimizer that all share, as a user would; and uses the server as the tutorial does, in vain."""
+
+    def leave(self, totals, decision):
+        state = self.optimizer.state_dict()
+        elements = sum(parameter.numel() for parameter in self.unwrapped_model.parameters() if parameter.requires_grad)
+        self.log("moments", sum(one["exp_avg"].numel() for one in state["state"].values()) / elements)
+        self.log("groups", len(self.optimizer.param_groups))
+        with pytest.raises(Exception, match=r"cluster.num_servers \(2\) must be 1 for ParameterServer.forward"):
+            self.remote.rref.rpc_sync().get_param_rrefs()
+        super().leave(totals, decision)
+
+
 class Dies(Truth):
     """Its optimizer ends the process of one server at the fifth step, or stops it, and leaves a mark."""
 
@@ -48,7 +88,7 @@ class Dies(Truth):
 
     def build_optimizer(self, model):
         optimizer = OPTIMIZERS[self.optimizer]([p for p in model.parameters() if p.requires_grad])
-        if os.environ.get("RANK_OF_TEST", "") == "" and "--rank 1 " in " ".join(psutil.Process().cmdline()):
+        if "--rank 1 " in " ".join(psutil.Process().cmdline()):
             optimizer.register_step_pre_hook(self._count)
             self.steps = 0
         return optimizer
@@ -91,13 +131,32 @@ def test_the_same_as_with_one_server(tmp_path, transport):
     assert difference(one.load("model"), free.load("model")) > 1e-6  # the clipping that is compared takes place
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "rpc"])
-def test_sgd_without_clipping_is_the_same_bit_for_bit(tmp_path, transport):
-    config = {"task_args": {"samples": 128}, "training": {"max_steps": 10}}
+@pytest.mark.parametrize(
+    ("transport", "wire_dtype"), [("shared_memory", "float32"), ("rpc", "float32"), ("rpc", "bfloat16")]
+)
+def test_sgd_without_clipping_is_the_same_bit_for_bit(tmp_path, transport, wire_dtype):
+    config = {"task_args": {"samples": 128}, "training": {"max_steps": 10}, "server": {"wire_dtype": wire_dtype}}
     one, two, three = (of(n, tmp_path, transport=transport, **config) for n in (1, 2, 3))
     for other in (two, three):
         assert same_bits(one.load("model"), other.load("model")) == []
         assert same_bits(one.load("optimizer"), other.load("optimizer")) == []
+
+
+def test_a_server_that_is_apart_makes_all_go_over_rpc(tmp_path):
+    config = {"task": f"{HERE}:Apart", "task_args": {"samples": 128}, "training": {"max_steps": 6}}
+    near, apart = (of(servers, tmp_path, **config) for servers in (1, 2))
+    assert same_bits(near.load("model"), apart.load("model")) == []
+    assert same_bits(near.load("optimizer"), apart.load("optimizer")) == []
+    assert apart.summary["wire_bytes_per_step"] > 100 * near.summary["wire_bytes_per_step"]
+    strict = launch(
+        tmp_path / "strict",
+        mode="rpc",
+        cluster={"num_trainers": 1, "num_servers": 2},
+        server={"transport": "shared_memory"},
+        **config,
+    )
+    assert strict.code == 2, strict.output
+    assert "server.transport (shared_memory) must have all ranks on one host; server 1" in strict.output
 
 
 @pytest.mark.parametrize("task", ["Whole", "Listed"])
@@ -110,17 +169,42 @@ def test_an_optimizer_of_whole_tensors_gets_whole_tensors(tmp_path, task):
     assert difference(ours, theirs) < 1e-9
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "rpc"])
-@pytest.mark.parametrize("consistency", ["async", "bounded", "backup"])
-def test_trainers_run_freely_before_several_servers(tmp_path, transport, consistency):
-    words = {"consistency": "sync", "backup_trainers": 1} if consistency == "backup" else {"consistency": consistency}
-    config = {"training": {"max_steps": 30, "validate_every": 10, "clip_grad_norm": 1.0}, "checkpoint": {"every": 15}}
-    run = of(3, tmp_path, trainers=3, transport=transport, server={**words, "stale_scaling": "inverse"}, **config)
-    assert run.summary["steps"] == 30
-    assert run.checkpoints == ["step-00000015", "step-00000030"]
-    assert len(run.of_kind("validation")) == 3
-    assert all(tensor.isfinite().all() for tensor in run.load("model").values())
-    assert run.of_kind("train")[-1]["loss"] < 2.0
+FREE = {
+    "async": {"consistency": "async", "stale_scaling": "inverse"},
+    "bounded": {"consistency": "bounded", "staleness_bound": 1},
+    "backup": {"consistency": "sync", "backup_trainers": 1},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "transport"), [("async", "shared_memory"), ("async", "rpc"), ("bounded", "rpc"), ("backup", "rpc")]
+)
+def test_free_trainers_push_what_one_process_computes_bit_for_bit(tmp_path, kind, transport):
+    """All parts of what a trainer pulls are of the version that it names, also where others went on meanwhile."""
+    options = {"samples": 400, "optimizer": "adamw", "groups": True, "schedule": "step", "unused": True}
+    run = of(
+        3,
+        tmp_path,
+        trainers=4,
+        transport=transport,
+        task=f"{REPLAY}:Paced",
+        task_args={**options, "pace_ms": 4.0, "slow": 3, "slow_ms": 60.0},
+        trainer=f"{REPLAY}:LedgerTrainer",
+        server=FREE[kind],
+        training={"max_steps": 40, "validate_every": 15},
+        checkpoint={"every": 20},
+    )
+    ledger = Ledger.of(run)
+    assert ledger.ways == {transport}
+    assert len(ledger.updates()) == 40
+    assert kind == "backup" or sum(entry.staleness > 0 for entry in ledger.applied) >= 10
+    assert kind != "backup" or ledger.dropped
+    replay = Replay(Paced(**options), stale_scaling=FREE[kind].get("stale_scaling", "none")).run(ledger)
+    assert replay.wrong == []
+    assert same_bits(replay.model.state_dict(), run.load("model")) == []
+    assert same_bits(replay.optimizer.state_dict(), run.load("optimizer")) == []
+    assert run.checkpoints == ["step-00000020", "step-00000040"]
+    assert len(run.of_kind("validation")) >= 2
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "rpc"])
@@ -178,6 +262,42 @@ def test_an_interrupt_ends_several_servers_with_a_checkpoint(tmp_path):
         run, run.summary["steps"] + 3, "--set", f"task_args.mark={tmp_path / 'other'}", "--set", "task_args.batch=-1"
     )
     assert again.summary["status"] == "completed"
+
+
+@pytest.mark.parametrize("whom", ["all", "server 1"])
+def test_a_signal_to_a_server_is_one_to_the_run(tmp_path, whom):
+    config = {"training": {"max_steps": 100_000}, "checkpoint": {"every": 20}, "logging": {"name": "run"}}
+    file = write_config(tmp_path, mode="rpc", cluster={"num_trainers": 2, "num_servers": 2}, **config)
+    run = subprocess.Popen(
+        command("--config", file),
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+        cwd=tmp_path,
+        process_group=0,
+    )
+    finished = Finished(0, "", tmp_path / "runs" / "run")
+    deadline = time.monotonic() + 60
+    while not (finished.run_dir / "checkpoints" / "latest").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    if whom == "all":
+        os.killpg(run.pid, signal.SIGTERM)
+    else:
+        ranks = psutil.Process(run.pid).children()
+        next(rank for rank in ranks if "--rank 1 " in " ".join(rank.cmdline())).send_signal(signal.SIGTERM)
+    _, output = run.communicate(timeout=60)
+    assert run.returncode == 3, output
+    assert "interrupted (signal SIGTERM)" in output.splitlines()[-1]
+    assert finished.summary["status"] == "interrupted"
+    assert finished.summary["checkpoint"] == f"step-{finished.summary['steps']:08d}"
+
+
+def test_the_shared_optimizer_has_the_state_of_all_servers(tmp_path):
+    args = {"optimizer": "adam", "groups": True}
+    run = of(2, tmp_path, trainer=f"{HERE}:Asks", task_args=args, training={"max_steps": 5})
+    logged = {(r["trainer"], r["name"]): r["value"] for r in run.of_kind("log")}
+    assert logged == {(i, name): value for i in (0, 1) for name, value in (("moments", 1.0), ("groups", 2.0))}
 
 
 def fatal(folder, number, transport):
