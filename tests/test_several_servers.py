@@ -147,7 +147,7 @@ def test_a_server_that_is_apart_makes_all_go_over_rpc(tmp_path):
     near, apart = (of(servers, tmp_path, **config) for servers in (1, 2))
     assert same_bits(near.load("model"), apart.load("model")) == []
     assert same_bits(near.load("optimizer"), apart.load("optimizer")) == []
-    assert apart.summary["wire_bytes_per_step"] > 100 * near.summary["wire_bytes_per_step"]
+    assert apart.summary["wire_bytes_per_step"] > 20 * near.summary["wire_bytes_per_step"]
     strict = launch(
         tmp_path / "strict",
         mode="rpc",
