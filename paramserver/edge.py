@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,17 +12,21 @@ from torch import Tensor
 class PulledSnapshot(torch.autograd.Function):
     """Hands out an immutable snapshot; its gradient goes to the server's flat leaf.
 
-    So pull and push are the two directions of one edge, and ``dist_autograd.backward`` is the push.
+    So pull and push are the two directions of one edge, and ``dist_autograd.backward`` is the push; ``arrived`` is
+    called in the midst of it.
     """
 
     @staticmethod
-    def forward(ctx: Any, leaf: Tensor, snapshot: Tensor) -> Tensor:
+    def forward(ctx: Any, leaf: Tensor, snapshot: Tensor, arrived: Callable[[], None] | None) -> Tensor:
         ctx.set_materialize_grads(False)  # parameters that took no part get no gradient, and not zeros
+        ctx.arrived = arrived
         return snapshot.view_as(snapshot)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return gradients[0], None
+        if ctx.arrived is not None:
+            ctx.arrived()
+        return gradients[0], None, None
 
 
 class GradientSeal(torch.autograd.Function):
@@ -91,10 +95,12 @@ def arriving(departed: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
     return anchor, outputs
 
 
-def pulled(leaves: Sequence[Tensor], snapshot: Sequence[Tensor]) -> list[Tensor]:
-    """The snapshot as tensors whose gradients arrive at ``leaves``."""
+def pulled(
+    leaves: Sequence[Tensor], snapshot: Sequence[Tensor], arrived: Callable[[], None] | None = None
+) -> list[Tensor]:
+    """The snapshot as tensors whose gradients arrive at ``leaves``; ``arrived`` is called for each that does."""
     apply: Any = PulledSnapshot.apply
-    return [apply(leaf, flat) for leaf, flat in zip(leaves, snapshot, strict=True)]
+    return [apply(leaf, flat, arrived) for leaf, flat in zip(leaves, snapshot, strict=True)]
 
 
 def sealed(gradients: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:

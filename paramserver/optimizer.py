@@ -16,6 +16,10 @@ class OptimizerHost(Protocol):
 
     def apply(self, context_id: int, *report: Any) -> Any: ...
 
+    def begin_apply(self, *report: Any) -> Any: ...
+
+    def end_apply(self, begun: Any) -> Any: ...
+
     def optimizer_state(self) -> dict[str, Any]: ...
 
 
@@ -34,6 +38,14 @@ class SharedOptimizer(DistributedOptimizer):
         # The base class would build remote optimizers of its own; its contract is kept, its constructor is not.
         self.host = host
         self.is_functional_optim = False
+        self._requested: tuple[int, Any] | None = None
+
+    def request(self, context_id: int, *report: Any) -> None:
+        """Ask for the step of a context before its backward, so that word and gradients travel side by side.
+
+        The step is made when both are there. Only where gradients lie in memory that is shared with the host.
+        """
+        self._requested = context_id, self.host.begin_apply(*report)
 
     def step(self, context_id: int, *report: Any) -> Any:
         """Apply the gradients of this context, together with those of the other trainers where the consistency says so.
@@ -41,6 +53,9 @@ class SharedOptimizer(DistributedOptimizer):
         Returns:
             What the server answers: a ``StepResult``.
         """
+        requested, self._requested = self._requested, None
+        if requested is not None and requested[0] == context_id:
+            return self.host.end_apply(requested[1])
         return self.host.apply(context_id, *report)
 
     def state_dict(self) -> dict[str, Any]:

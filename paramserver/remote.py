@@ -172,6 +172,12 @@ class RemoteServer:
             self._answer(one, "take_push", self.config.cluster.timeout_s)
         return answer
 
+    def begin_apply(self, *report: Any) -> torch.futures.Future[Any]:
+        return self.begin("expect_step", *report)
+
+    def end_apply(self, begun: torch.futures.Future[Any]) -> Any:
+        return self.end("step", begun)
+
     def optimizer_state(self) -> dict[str, Any]:
         state: dict[str, Any] = self.call_later("optimizer_state")
         return state

@@ -20,7 +20,7 @@ from paramserver.process import StopRequest
 from paramserver.protocol import Future, Gathering, Look, Push, Round
 from paramserver.records import StepReport, StepResult
 from paramserver.transport.ends import ServerEnd
-from paramserver.transport.wire import settled
+from paramserver.transport.wire import Failure, settled
 from paramserver.versions import Versions
 
 
@@ -58,6 +58,7 @@ class Rounds:
         self._results: dict[int, StepResult] = {}
         self._followers = Gathering()
         self._pushes: dict[int, Push] = {}
+        self._expected: dict[int, Push] = {}
         self._conductor = conductor
         self._offered: dict[int, int] = {}
         self._errands: deque[Callable[[Callable[[], None]], None]] = deque()
@@ -66,8 +67,9 @@ class Rounds:
     def take_waiting(self) -> list[Future]:
         """Everybody who waits for an answer; they get it from the caller."""
         waiting = [f for g in (self._announcements, self._followers) for f in g.take()[1].values()]
-        waiting += [push.future for push in self._pushes.values()]
+        waiting += [push.future for push in (*self._pushes.values(), *self._expected.values())]
         self._pushes.clear()
+        self._expected.clear()
         return waiting
 
     # Announcements.
@@ -143,16 +145,41 @@ class Rounds:
         Raises:
             TrainingError: it holds none, or the rules refuse them.
         """
-        index = report.trainer_index
-        gradients = self.ends[index].gradients(held)
+        gradients = self.ends[report.trainer_index].gradients(held)
         if gradients is None:
-            raise TrainingError(f"trainer {index} stepped a context without gradients; call backward first")
+            raise TrainingError(
+                f"trainer {report.trainer_index} stepped a context without gradients; call backward first"
+            )
+        future: Future = torch.futures.Future()
+        self._take(Push(gradients, report, buffers, announcement, future, time.perf_counter()))
+        return future
+
+    def expect(self, report: StepReport, buffers: Sequence[Tensor], announcement: Announcement | None) -> Future:
+        """The same of gradients that are on their way: they are taken when they have ``arrived``."""
+        future: Future = torch.futures.Future()
+        self._expected[report.trainer_index] = Push([], report, buffers, announcement, future, time.perf_counter())
+        self.arrived(report.trainer_index)
+        return future
+
+    def arrived(self, trainer_index: int) -> None:
+        """A trainer's gradients may be where they belong, and its word on them too; the later of both counts."""
+        expected = self._expected.get(trainer_index)
+        gradients = self.ends[trainer_index].gradients({}) if expected is not None else None
+        if expected is None or gradients is None:
+            return
+        del self._expected[trainer_index]
+        try:
+            self._take(replace(expected, gradients=gradients, arrived=time.perf_counter()))
+        except TrainingError as error:
+            expected.future.set_result(Failure.of(error))
+
+    def _take(self, push: Push) -> None:
+        report, index = push.report, push.report.trainer_index
         refusal = self.rules.refusal(index, report.version)
         if refusal is not None:
             raise TrainingError(refusal)
-        future: Future = torch.futures.Future()
-        report, buffers = self.ends[index].completed(report, buffers)
-        push = Push(gradients, report, buffers, announcement, future, time.perf_counter())
+        report, buffers = self.ends[index].completed(report, push.buffers)
+        push = replace(push, report=report, buffers=buffers)
         self.ends[index].release()
         self._offered.pop(index, None)
         if self.rules.push(index, report.version, report.samples):
@@ -161,7 +188,6 @@ class Rounds:
             self.keeper.drop()
             self._answer(push, self._result([push], dropped=True))
         self._go_on()
-        return future
 
     def _advance(self, update: Update) -> None:
         """One version more, and the answers to those whose gradients made it."""

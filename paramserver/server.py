@@ -155,7 +155,8 @@ class ParameterServer(TutorialMethods):
             How many snapshots there are for it; 0 where there was too little memory for its gradients.
         """
         with self._lock:
-            made = self._sharing.make_end(trainer_index, self.versions.parameters.layout, self.versions.shard)
+            layout, shard = self.versions.parameters.layout, self.versions.shard
+            made = self._sharing.make_end(trainer_index, layout, shard, lambda: self._gradients_arrived(trainer_index))
             if made is None:
                 return 0
             self.rounds.ends[trainer_index], slots = made
@@ -273,6 +274,19 @@ class ParameterServer(TutorialMethods):
         with self._lock:
             self._check_running()
             return self.rounds.push(held, report, buffers, announcement)
+
+    def expect_step(
+        self, report: StepReport, buffers: Sequence[Tensor], announcement: Announcement | None = None
+    ) -> Future:
+        """The same for gradients that are on their way, in memory that this server shares with the trainer."""
+        with self._lock:
+            self._check_running()
+            return self.rounds.expect(report, buffers, announcement)
+
+    def _gradients_arrived(self, trainer_index: int) -> None:
+        with self._lock:
+            if self.error is None:
+                self.rounds.arrived(trainer_index)
 
     def follow(self, trainer_index: int, step: int) -> Future:
         """For a trainer that has no data while others go on; answered when version ``step`` is there."""

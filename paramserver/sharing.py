@@ -56,12 +56,14 @@ class Sharing:
         else:
             self._shelf = self._made(lambda host: RingShelf(host, layout, trainers, current))
 
-    def make_end(self, trainer_index: int, layout: Layout, shard: Shard) -> tuple[MemoryServerEnd, int] | None:
+    def make_end(
+        self, trainer_index: int, layout: Layout, shard: Shard, arrived: Callable[[], None]
+    ) -> tuple[MemoryServerEnd, int] | None:
         """A trainer's way through this memory, and how many snapshots there are for it; None where there is none."""
         gradients = self._made(lambda host: host.allocate(gradients_key(trainer_index), layout))
         if gradients is None or self._shelf is None:
             return None
-        return MemoryServerEnd(self._shelf, shard.ranges_of(gradients)), self._shelf.slots
+        return MemoryServerEnd(self._shelf, shard.ranges_of(gradients), arrived), self._shelf.slots
 
     def _made(self, make: Callable[[SegmentHost], T]) -> T | None:
         """What ``make`` makes in shared memory; None where there is none. All goes over RPC then, if the user lets it.

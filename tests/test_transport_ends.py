@@ -127,7 +127,7 @@ def host():
 def live(host):
     flat = FlatTensors(trainable(model(1.0)), lambda layout: host.allocate(parameters_key(0), layout))
     gradients = host.allocate(gradients_key(0), flat.layout)
-    server = MemoryServerEnd(LiveShelf(), gradients)
+    server = MemoryServerEnd(LiveShelf(), gradients, lambda: None)
     theirs = own(model(5.0), flat.layout)
     return flat, gradients, server, theirs, MemoryTrainerEnd(flat.layout, theirs, host.address, 1, 0, TIMEOUT_S)
 
@@ -171,7 +171,7 @@ def test_free_trainers_read_snapshots_that_stay_while_they_are_pinned(host):
     shelf = RingShelf(host, flat.layout, 2, lambda: (version[0], flat.flats))
     ends, models = [], []
     for index in range(2):
-        ends.append(MemoryServerEnd(shelf, host.allocate(gradients_key(index), flat.layout)))
+        ends.append(MemoryServerEnd(shelf, host.allocate(gradients_key(index), flat.layout), lambda: None))
         theirs = own(model(5.0), flat.layout)
         models.append((theirs, MemoryTrainerEnd(flat.layout, theirs, host.address, shelf.slots, index, TIMEOUT_S)))
 

@@ -198,15 +198,18 @@ class RpcTrainer(Trainer):
         used = self._pack_gradients()
         if self.way.in_place:
             self._pulled = self._end_pull()
-        self.remote.backward(self._context_id, self.way.seal(self._pulled))
+        seal = self.way.seal(self._pulled)
         buffers = self._pack_buffers() if self._round.wants_buffers else []
         report = StepReport(**{**vars(report), "used": used})
         self.wire_bytes += self.way.bytes_of(self._pulled) + tensor_bytes([*buffers, *self._round.buffers])
-        return self.push(report, buffers)
+        words = report, buffers, self.following(report.version + 1)
+        if self.way.in_place:
+            self.optimizer.request(self._context_id, *words)
+        self.remote.backward(self._context_id, seal)
+        return self.conclude(self.optimizer.step(self._context_id, *words))
 
-    def push(self, report: StepReport, buffers: Sequence[Tensor]) -> StepResult:
-        """Step the optimizer with the gradients of this context."""
-        answer: Round = self.optimizer.step(self._context_id, report, buffers, self._following(report.version + 1))
+    def conclude(self, answer: Round) -> StepResult:
+        """Take in what the step of the optimizer has brought."""
         assert answer.result is not None
         self._next = answer if answer.decision is not None and answer.decision.verdict is not Verdict.WAIT else None
         self.clock.lap_shared("push", wait=answer.result.held_s + answer.held_s, apply=answer.result.apply_s)
@@ -216,7 +219,7 @@ class RpcTrainer(Trainer):
         self.clock.hide(self._pulling.beside_s())
         return self.remote.end_pull(self._pulling.future)
 
-    def _following(self, step: int) -> Announcement | None:
+    def following(self, step: int) -> Announcement | None:
         """The word for the step after this one, where nothing comes between: it saves a call and the wait for it."""
         if (self.lockstep and self.is_due(step)) or not self.data.is_ready():
             return None

@@ -66,7 +66,7 @@ class ServedTrainer(RpcTrainer):
         self.counters.batch_idx += 1
 
     def update(self, report: StepReport) -> StepResult:
-        return self.push(report, [])
+        return self.conclude(self.optimizer.step(self._context_id, report, [], self.following(report.version + 1)))
 
     # Validation.
 

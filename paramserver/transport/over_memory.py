@@ -6,7 +6,7 @@ A one-element ticket still goes down and up the distributed-autograd edge: its g
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -27,13 +27,16 @@ class MemoryServerEnd(ServerEnd):
         shelf: of all trainers of this host.
         gradients: the flat tensors that the trainer writes to between a pull and the push that follows, or of several
             servers this one's ranges of them.
+        arrived: called when a ticket has come back.
     """
 
     in_place = True
 
-    def __init__(self, shelf: Shelf, gradients: list[Tensor]) -> None:
+    def __init__(self, shelf: Shelf, gradients: list[Tensor], arrived: Callable[[], None]) -> None:
         self._shelf = shelf
         self._gradients = gradients
+        self._arrived = arrived
+        self._is_back = False
         self._leaf = torch.zeros(1, requires_grad=True)
         self._pinned: int | None = None
 
@@ -43,15 +46,20 @@ class MemoryServerEnd(ServerEnd):
         return self._pinned
 
     def pull(self) -> tuple[Tensor, ...]:
-        return tuple(pulled([self._leaf], [torch.zeros(1)]))
+        return tuple(pulled([self._leaf], [torch.zeros(1)], self._ticket_came))
+
+    def _ticket_came(self) -> None:
+        self._is_back = True
+        self._arrived()
 
     def look(self) -> tuple[int, Sequence[Tensor]]:
         return self.offer(), ()
 
     def gradients(self, held: Mapping[Tensor, Tensor]) -> list[Tensor] | None:
-        return list(self._gradients) if self._leaf in held else None
+        return list(self._gradients) if self._is_back or self._leaf in held else None
 
     def release(self) -> None:
+        self._is_back = False
         if self._pinned is not None:
             self._shelf.unpin(self._pinned)
             self._pinned = None
