@@ -157,7 +157,9 @@ class RemoteServer:
         try:
             dist_autograd.backward(context_id, [root])  # type: ignore[attr-defined]
         except RuntimeError as error:
-            raise PeerLost(f"the gradients did not reach the server: {str(error).splitlines()[0]}") from error
+            who = "a server" if self._others else "the server"
+            reason = str(error).splitlines()[0]
+            raise PeerLost(f"{who} is lost: the gradients did not reach it ({reason})") from error
 
     def _begin_other(self, name: str, method: str, *args: Any) -> torch.futures.Future[Any]:
         return hosting.send(name, method, *args, timeout_s=self.config.cluster.timeout_s)

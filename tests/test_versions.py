@@ -103,7 +103,7 @@ def served(task, steps, trainers, staleness=None, **training):
         pushes = [push(versions, i, gradients(versions.model, 100 * step + i)) for i in range(trainers)]
         stale = (staleness[step],) if staleness else (0,) * trainers
         versions.apply(Update(tuple(range(trainers)), stale, 0), pushes)
-    return versions.model.state_dict(), versions.optimizer_state()
+    return versions.model.state_dict(), copy.deepcopy(versions.updater.optimizer.state_dict())
 
 
 def assert_same(one, other):
