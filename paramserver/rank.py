@@ -275,7 +275,8 @@ def _serve(process: Process, task: Task, keeper: Keeper, meeting: Meeting) -> di
                     server.wait_for_goodbyes(_GOODBYE_S)
                 finally:
                     totals.extend(t for _, t in sorted(server.totals.items()))
-                    server.dismiss_servers(_GOODBYE_S)
+                    if server.conductor is not None:
+                        server.conductor.dismiss(server.error or server.last_decision, _GOODBYE_S)
                     release_lifelines()
         if server.error is not None:
             raise server.error
@@ -300,8 +301,7 @@ def _watch_over(server: Any, process: Process, meeting: Meeting) -> None:
     deadline = time.monotonic() + config.cluster.timeout_s
     while not server.finished.wait(config.server.heartbeat_s):
         server.look_for_silent_peers()
-        missing = [f"trainer {i}" for i in server.missing_trainers()]
-        missing += [f"server {i}" for i in server.missing_servers()]
+        missing = server.missing()
         if missing and (told := meeting.failure()) is not None:
             server.fail(told.error())
         elif missing and process.stop.event.is_set():

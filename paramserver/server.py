@@ -144,9 +144,8 @@ class ParameterServer(TutorialMethods):
         step, lockstep, stored = self.rounds.rules.step, self.rounds.rules.lockstep, self.keeper.stored_part
         if self.conductor is not None and not self.conductor.shares_memory:
             self._sharing.stop()
-        segments = self._sharing.address
-        shards = () if self.conductor is None else self.conductor.shards
-        return {i: Welcome(model, *layouts, step, lockstep, segments, stored(i), shards) for i in range(self.trainers)}
+        where, shards = self._sharing.address, () if self.conductor is None else self.conductor.shards
+        return {i: Welcome(model, *layouts, step, lockstep, where, stored(i), shards) for i in range(self.trainers)}
 
     def share_segments(self, trainer_index: int) -> int:
         """A trainer of this host reads and writes in place from now on.
@@ -185,22 +184,14 @@ class ParameterServer(TutorialMethods):
             if len(self.totals) == self.trainers:
                 self.finished.set()
 
-    def missing_trainers(self) -> list[int]:
-        """Trainers that have not arrived yet."""
-        return self.members.missing(self.trainers)
-
-    def missing_servers(self) -> list[int]:
-        """Servers beside this one that are not ready yet."""
-        return [] if self.conductor is None else self.conductor.missing()
+    def missing(self) -> list[str]:
+        """Who has not arrived yet."""
+        servers = [] if self.conductor is None else self.conductor.missing()
+        return [f"trainer {i}" for i in self.members.missing(self.trainers)] + [f"server {i}" for i in servers]
 
     def wait_for_goodbyes(self, timeout_s: float) -> None:
         """Until every trainer that is alive has let go of this server, which it does when it needs it no more."""
         self.members.await_goodbyes(timeout_s)
-
-    def dismiss_servers(self, timeout_s: float) -> None:
-        """Let the other servers go, and tell them how the run ended."""
-        if self.conductor is not None:
-            self.conductor.dismiss(self.error or self.last_decision, timeout_s)
 
     def give_up(self, trainer_index: int, told: Failure) -> None:
         """A trainer failed, and says why; so the run fails."""
