@@ -73,6 +73,12 @@ def plain_weights(model: nn.Module) -> dict[str, Any]:
     return {n: t.detach() if isinstance(t, Tensor) else t for n, t in model.state_dict().items()}
 
 
+def untrained_weights(model: nn.Module) -> dict[str, Any]:
+    """The part of it that no optimizer changes: module buffers, frozen parameters and what else a model stores."""
+    trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+    return {name: value for name, value in plain_weights(model).items() if name not in trained}
+
+
 def autocast(device: torch.device, precision: str) -> torch.autocast:
     """Mixed precision where ``precision`` asks for it; a context that does nothing otherwise."""
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bfloat16")

@@ -21,10 +21,11 @@ Future: TypeAlias = "torch.futures.Future[Any]"
 
 @dataclass(frozen=True)
 class Welcome:
-    """What a trainer gets when it joins: the whole model, how its tensors lie in flat ones (``wire``: on the way).
+    """What a trainer gets when it joins: what no optimizer changes of the model, and how the rest lies in flat tensors.
 
-    ``lockstep`` says that all trainers take every step together; ``segments`` is where processes of the server's host
-    find its memory, None where it is not shared; ``shards`` is who owns what, where there are several servers.
+    ``wire`` is how that travels; ``lockstep`` says that all trainers take every step together; ``segments`` is where
+    processes of the server's host find its memory, None where it is not shared; ``shards`` is who owns what, where
+    there are several servers.
     """
 
     model: dict[str, Any]

@@ -23,7 +23,7 @@ from paramserver.errors import ParamserverError, PeerLost, PeerRefused
 from paramserver.forwards import Forwards, ServedEnd
 from paramserver.keeper import Keeper, Stateful
 from paramserver.membership import Member, Members, watch
-from paramserver.modelling import plain_weights
+from paramserver.modelling import untrained_weights
 from paramserver.process import StopRequest
 from paramserver.protocol import Future, Gathering, Look, ModelAnswer, ModelCall, Welcome
 from paramserver.records import Record, StepReport, TrainerTotals, WeightedSums, merge_all
@@ -139,7 +139,7 @@ class ParameterServer(TutorialMethods):
 
     def _welcomes(self) -> dict[int, Welcome]:
         self.keeper.expect(self.rounds.epoch_samples)
-        model = private_copy(plain_weights(self.versions.model)) if self._forwards is None else {}
+        model = private_copy(untrained_weights(self.versions.model)) if self._forwards is None else {}
         layouts = self.versions.parameters.layout, self._wire, self.versions.buffers.layout
         step, lockstep, stored = self.rounds.rules.step, self.rounds.rules.lockstep, self.keeper.stored_part
         if self.conductor is not None and not self.conductor.shares_memory:

@@ -19,7 +19,7 @@ from paramserver.flat import Layout, module_buffers, trainable
 from paramserver.keeper import Keeper
 from paramserver.meeting import Meeting
 from paramserver.membership import Member, release_lifelines
-from paramserver.modelling import build_model, load_weights
+from paramserver.modelling import build_model, load_weights, plain_weights
 from paramserver.optimizer import SharedOptimizer
 from paramserver.process import Process
 from paramserver.protocol import Round, Welcome
@@ -111,14 +111,21 @@ class RpcTrainer(Trainer):
 
     def hold(self, welcome: Welcome) -> None:
         """Make the model that of the server, and open the way by which it stays so."""
-        load_weights(self.model, welcome.model, "the server")
+        load_weights(self.model, {**plain_weights(self.model), **welcome.model}, "the server")
         self._lay_out(welcome.parameters, welcome.buffers)
         self.way = self._way(welcome)
+        self.refresh()
 
     def _lay_out(self, parameters: Layout, buffers: Layout) -> None:
         """Where each tensor of the model lies in what travels; gradients leave from memory that is used again."""
         self._layout, self._buffer_layout = parameters, buffers
         own, own_buffers = trainable(self.model), module_buffers(self.model)
+        for slot in parameters.slots:
+            if slot.name not in own or tuple(own[slot.name].shape) != slot.shape:
+                raise TaskError(
+                    f"build_model must build the same model in every process, and parameter {slot.name} of shape "
+                    f"{slot.shape} is on the server only; let nothing in it depend on the rank or on time"
+                )
         self._parameters = [own[slot.name] for slot in parameters.slots]
         self._buffers = [own_buffers[slot.name] for slot in buffers.slots]
         laid_out = {id(parameter) for parameter in self._parameters}
