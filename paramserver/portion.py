@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from paramserver.flat import Layout
 from paramserver.shards import Shard
-from paramserver.slicing import States, hyperparameters, is_elementwise, numbers_of, set_hyperparameters
-from paramserver.threads import torch_threads
+from paramserver.slicing import States, hyperparameters, numbers_of, set_hyperparameters
 
 
 class Portion:
@@ -26,10 +25,6 @@ class Portion:
         ranges: the memory of the shard's ranges.
         parameters: the model's, in the order of the layout; those of the shard are views of ``ranges``, where whole.
         optimizer: over the model's parameters.
-
-    Attributes:
-        threads: with which gradients are averaged and an elementwise optimizer steps, which changes no bit; None as
-            torch is set. All else may round differently with another number.
     """
 
     def __init__(
@@ -43,7 +38,6 @@ class Portion:
         self.shard = shard
         self.ranges = list(ranges)
         self.optimizer = optimizer
-        self.threads: int | None = None
         self.numbers = numbers_of(optimizer, parameters)
         self.leaves = [flat.detach().requires_grad_() for flat in self.ranges]
         views = shard.layout.views(self.ranges)
@@ -65,15 +59,14 @@ class Portion:
 
         So the result does not depend on who came first.
         """
+        for scaled, factor in zip(gradients, factors, strict=True):
+            if factor != 1.0:
+                torch._foreach_mul_(list(scaled), factor)
         total = list(gradients[0])
-        with torch_threads(self.threads):
-            for scaled, factor in zip(gradients, factors, strict=True):
-                if factor != 1.0:
-                    torch._foreach_mul_(list(scaled), factor)
-            for others in gradients[1:]:
-                torch._foreach_add_(total, list(others))
-            if len(gradients) > 1:
-                torch._foreach_div_(total, float(len(gradients)))
+        for others in gradients[1:]:
+            torch._foreach_add_(total, list(others))
+        if len(gradients) > 1:
+            torch._foreach_div_(total, float(len(gradients)))
         return total
 
     def hand_out(self, mean: Sequence[Tensor], used: tuple[bool, ...] | None) -> None:
@@ -104,8 +97,7 @@ class Portion:
         """One step of the optimizer, with the hyper-parameters ``groups`` where they are given."""
         if groups is not None:
             set_hyperparameters(self.optimizer, groups)
-        with torch_threads(self.threads if is_elementwise(self.optimizer) else None):
-            self.optimizer.step()
+        self.optimizer.step()
         self.forget_gradients()
 
     def groups(self) -> list[dict[str, Any]]:

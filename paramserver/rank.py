@@ -16,7 +16,7 @@ from paramserver.attempts import new_attempt
 from paramserver.checkpoint import Checkpoint, clean, find_checkpoint, load_chosen, read_checkpoint
 from paramserver.checkpoint.layout import LATEST
 from paramserver.claim import claim_run
-from paramserver.cluster import Identity, bind_interface, interface_towards, process_environ, update_threads
+from paramserver.cluster import Identity, bind_interface, interface_towards, process_environ
 from paramserver.config import Config, Role, dump_yaml, mode_of, roles, server_computes, trainer_of
 from paramserver.consistency import Decision
 from paramserver.devices import Placement, place_server, place_trainer
@@ -267,7 +267,6 @@ def _serve(process: Process, task: Task, keeper: Keeper, meeting: Meeting) -> di
             if process.config.server.shares_memory:
                 segments = stack.enter_context(SegmentHost("paramserver", process.config.cluster.timeout_s))
             server = ParameterServer(task, process.config, process.trainers, keeper, process.stop, segments)
-            server.versions.portion.threads = update_threads(process_environ())
             host(server)
             stack.callback(host, None)
             with rpc_server(meeting, process.trainers * server_computes(process.config)):

@@ -7,7 +7,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from paramserver import hosting
-from paramserver.cluster import process_environ, update_threads
 from paramserver.config import Config
 from paramserver.consistency import Decision
 from paramserver.errors import PeerLost, PeerRefused, UnsupportedConfiguration
@@ -39,7 +38,6 @@ def serve_shard(process: Process, task: Task, meeting: Meeting) -> Decision:
             )
             remote.start_heartbeat()
             server = ShardServer(task, config, index, enrollment)
-            server.portion.threads = update_threads(process_environ())
             hosting.host(server)
             stack.callback(hosting.host, None)
             remote.call("conductor.ready", index, server.shares_memory)

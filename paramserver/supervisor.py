@@ -17,14 +17,8 @@ from types import FrameType
 from typing import Any
 
 from paramserver import errors
-from paramserver.cluster import (
-    bind_listener,
-    child_environment,
-    mark_supervised,
-    process_environ,
-    server_environment,
-)
-from paramserver.config import Config, dump_yaml, num_servers_of, num_trainers_of, roles, world_size_of
+from paramserver.cluster import bind_listener, child_environment, mark_supervised, process_environ
+from paramserver.config import Config, dump_yaml, num_trainers_of, roles, world_size_of
 from paramserver.errors import Interrupted, ParamserverError, TrainingError
 from paramserver.rundir import RunDir, write_json, write_text
 from paramserver.sinks import Sink
@@ -119,7 +113,7 @@ class Supervisor:
     def _start_all(self) -> None:
         self.run.logs_dir.mkdir(parents=True, exist_ok=True)
         write_text(self._config_file, dump_yaml(self.config))
-        world_size, servers = world_size_of(self.config), num_servers_of(self.config)
+        world_size = world_size_of(self.config)
         environ = child_environment(
             process_environ(),
             sharers=num_trainers_of(self.config),
@@ -132,8 +126,7 @@ class Supervisor:
             for role in roles(self.config, world_size):
                 inherited = listener.fileno() if role.global_rank == 0 else None
                 title = f"rank {role.global_rank} ({role})"
-                own = server_environment(environ, servers=servers) if role.kind == "server" else environ
-                self._ranks.append(self._start(role.global_rank, title, world_size, port, inherited, own))
+                self._ranks.append(self._start(role.global_rank, title, world_size, port, inherited, environ))
 
     def _start(
         self, index: int, title: str, world_size: int, port: int, listener: int | None, environ: dict[str, str]

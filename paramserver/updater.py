@@ -40,14 +40,10 @@ class Updater:
 
     def update(self) -> None:
         """Apply the gradients that ``.grad`` holds."""
-        self.clip()
-        self.optimizer.step()
-        self.stepped()
-
-    def clip(self) -> None:
-        """The first half: no larger norm of all gradients than is allowed."""
         if self.clip_grad_norm is not None:
             nn.utils.clip_grad_norm_(self.parameters, self.clip_grad_norm)
+        self.optimizer.step()
+        self.stepped()
 
     def stepped(self) -> None:
         """The optimizer has made a step, here or on several servers."""

@@ -105,9 +105,7 @@ class Versions:
             pushes: in the order of ``update.trainers``; their gradients are changed.
         """
         self.prepare(update, pushes)
-        self.updater.clip()
-        self.portion.step()
-        self.updater.stepped()
+        self.updater.update()
         self.conclude(update, pushes)
 
     def prepare(self, update: Update, pushes: Sequence[Push]) -> None:
@@ -119,6 +117,7 @@ class Versions:
     def conclude(self, update: Update, pushes: Sequence[Push]) -> None:
         """The last part, after the step of the optimizer."""
         self._snapshot = self._own_snapshot = None
+        self.portion.forget_gradients()
         self.parameters.check_in_place()
         buffers = pushes[update.trainers.index(update.buffers_from)].buffers
         if buffers:

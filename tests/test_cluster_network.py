@@ -14,8 +14,6 @@ from paramserver.cluster import (
     loopback_interface,
     own_address,
     process_environ,
-    server_environment,
-    update_threads,
 )
 from paramserver.errors import UnsupportedConfiguration
 
@@ -102,17 +100,3 @@ def test_an_address_without_a_way_is_refused(monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     with pytest.raises(UnsupportedConfiguration, match=r"cluster.master_addr \(node7\) must be an address that this"):
         own_address("node7")
-
-
-@pytest.mark.parametrize(("cores", "servers", "threads"), [(8, 1, 8), (8, 3, 2), (2, 3, 1)])
-def test_a_server_may_use_the_cores_while_the_trainers_wait(cores, servers, threads):
-    own = server_environment({"OMP_NUM_THREADS": "1"}, servers=servers, cores=cores)
-    assert update_threads(own) == threads
-    assert (own["OMP_NUM_THREADS"], own["OMP_WAIT_POLICY"]) == ("1", "PASSIVE")
-
-
-def test_a_server_that_was_started_otherwise_computes_as_torch_is_set():
-    assert update_threads({}) is None
-    assert update_threads({"PARAMSERVER_UPDATE_THREADS": "many"}) is None
-    kept = server_environment({"OMP_WAIT_POLICY": "ACTIVE", "PARAMSERVER_UPDATE_THREADS": "1"}, servers=1, cores=8)
-    assert (kept["OMP_WAIT_POLICY"], update_threads(kept)) == ("ACTIVE", 1)

@@ -22,8 +22,7 @@ from helpers.source import (
 # A module imports from lower floors only. The whole number is the floor of the design, what follows the stair on it.
 FLOORS = {
     0: "errors version",
-    1.0: "buffers checkpoint config courier deadlines draws edge flat leaving link loading parent records roles "
-    "threads",
+    1.0: "buffers checkpoint config courier deadlines draws edge flat leaving link loading parent records roles",
     1.1: "cluster limits links rundir shards",
     1.2: "attempts claim consistency slicing",
     1.3: "protocol",

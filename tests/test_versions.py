@@ -97,9 +97,8 @@ def plainly(task, steps, trainers, clip=None, scales=None):
     return model.state_dict(), optimizer.state_dict()
 
 
-def served(task, steps, trainers, staleness=None, threads=None, **training):
+def served(task, steps, trainers, staleness=None, **training):
     versions = Versions(task, config(**training))
-    versions.portion.threads = threads
     for step in range(steps):
         pushes = [push(versions, i, gradients(versions.model, 100 * step + i)) for i in range(trainers)]
         stale = (staleness[step],) if staleness else (0,) * trainers
@@ -222,24 +221,3 @@ def test_the_forward_on_the_server_is_the_models():
     images = torch.randn(4, 1, 6, 6)
     expected = copy.deepcopy(versions.model)(images)
     assert torch.equal(versions.forward(versions.snapshot()[0], [images]), expected)
-
-
-class Wide(Given):
-    """Large enough for torch to split it over threads."""
-
-    def build_model(self):
-        return nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300))
-
-
-@pytest.mark.parametrize("name", ["SGD", "Adam", "Adafactor"])
-def test_more_threads_change_no_bit(name):
-    """Also not where the norm is clipped, and where an optimizer adds up elements: those keep to torch's number."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        one, two = [served(Wide(name), 3, 2, threads=n, clip_grad_norm=0.1) for n in (None, 2)]
-        assert torch.get_num_threads() == 1
-    finally:
-        torch.set_num_threads(before)
-    for alone, split in zip(one, two, strict=True):
-        assert_same(alone, split)

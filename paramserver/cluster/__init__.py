@@ -18,8 +18,6 @@ if TYPE_CHECKING:
         mark_supervised,
         own_address,
         quiet_agent,
-        server_environment,
-        update_threads,
     )
     from paramserver.cluster.resolve import resolve_identity
     from paramserver.cluster.torchrun import HandSet, Torchrun
@@ -44,8 +42,6 @@ __all__ = [
     "process_environ",
     "quiet_agent",
     "resolve_identity",
-    "server_environment",
-    "update_threads",
 ]
 
 _HOMES = {
@@ -63,8 +59,6 @@ _HOMES = {
         "mark_supervised",
         "own_address",
         "quiet_agent",
-        "server_environment",
-        "update_threads",
     ),
     "resolve": ("resolve_identity",),
     "torchrun": ("HandSet", "Torchrun"),

@@ -14,7 +14,6 @@ DEFAULT_PORT = 29500
 """Where ranks that were started apart meet unless they are told; the port of torch's own launchers."""
 
 _SUPERVISED = "PARAMSERVER_SUPERVISED"
-_UPDATE_THREADS = "PARAMSERVER_UPDATE_THREADS"
 _INTERFACE_VARIABLES = ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 # torch's RPC agent warns of every connection that a peer closes, which is how each run ends; a peer that is lost is
@@ -88,27 +87,6 @@ def child_environment(
     path = [str(folder.absolute()) for folder in folders] + environ.get("PYTHONPATH", "").split(os.pathsep)
     paths = os.pathsep.join(dict.fromkeys(entry for entry in path if entry))
     return {**defaults, **environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": paths}
-
-
-def server_environment(environ: Mapping[str, str], *, servers: int, cores: int | None = None) -> dict[str, str]:
-    """Copy the environment of a child for one that is a server: it may use all cores while the trainers wait for it.
-
-    Its threads sleep between two updates, where GNU's OpenMP would else keep them spinning beside the trainers.
-
-    Args:
-        environ: what ``child_environment`` gave.
-        servers: how many share this machine.
-        cores: cores to share out; None = those that this process may use.
-    """
-    available = len(os.sched_getaffinity(0)) if cores is None else cores
-    threads = str(max(1, available // servers))
-    return {"OMP_WAIT_POLICY": "PASSIVE", _UPDATE_THREADS: threads, **environ}
-
-
-def update_threads(environ: Mapping[str, str]) -> int | None:
-    """The threads that a server makes updates with, where who started it has said so."""
-    value = environ.get(_UPDATE_THREADS, "")
-    return int(value) if value.isdecimal() and int(value) > 0 else None
 
 
 def mark_supervised(environ: MutableMapping[str, str]) -> None:
