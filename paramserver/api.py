@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from paramserver.attempts import settle_attempt
 from paramserver.cluster import is_supervised, process_environ
 from paramserver.config import MODES, Config, load_config
 from paramserver.errors import UnsupportedConfiguration
@@ -56,6 +57,8 @@ def run(
     if isinstance(task, Task):
         values["task_args"] = {**values.get("task_args", {}), **task.keyword_arguments()}
     opened = None if resume is None else open_run(Path(resume))
+    if opened is not None:
+        settle_attempt(opened)
     if opened is not None:
         values = _over(read_mapping(opened.config_file, yaml.safe_load), values)
         folders = [*folders, *opened.task_folders()]

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paramserver.attempts import new_attempt, resumed_attempt
+from paramserver.attempts import new_attempt, resumed_attempt, settle_attempt
 from paramserver.channel import Channel, describe, first_error
 from paramserver.checkpoint import find_checkpoint, passed_over
 from paramserver.claim import claim_run
@@ -193,6 +193,7 @@ def _settle_resumed(
     arguments: argparse.Namespace, flags: Mapping[str, Any], folders: list[Path]
 ) -> tuple[Config, RunDir, list[Path]]:
     run = open_run(_run_to_resume(arguments))
+    settle_attempt(run)
     if not run.config_file.is_file():
         raise CheckpointError(f"{run.path} holds no config.yaml: that run never began; start it anew")
     config = load_config(run.config_file, overrides=arguments.overrides, flags=flags)
