@@ -182,6 +182,7 @@ class ServedEnd(ServerEnd):
 
     @torch.no_grad()
     def gradients(self, held: Mapping[Tensor, Tensor]) -> list[Tensor] | None:
+        self._refuse_strangers(held)
         calls = list(zip(self._batches, self._skeletons, strict=False))
         # As where a trainer computes: each batch's calls from the last, as its backward goes, then batch after batch.
         batches = [
@@ -193,6 +194,15 @@ class ServedEnd(ServerEnd):
             parts = [[held[s.leaves[name]] for s in batch if s.leaves[name] in held] for batch in batches]
             self._used.append(_add_up(name, [part for part in parts if part], views[name]))
         return list(self._gradients) if any(self._used) else None
+
+    def _refuse_strangers(self, held: Mapping[Tensor, Tensor]) -> None:
+        """A function keeps what it refers to when a module is copied: such a gradient is of no version, and lost."""
+        for name, parameter in self._model.named_parameters():
+            if parameter in held:
+                raise TaskError(
+                    f"the model reaches parameter {name} through a function (a lambda, a hook), which no copy of the "
+                    "model can follow; make it a method, or use server.compute: trainer"
+                )
 
     @torch.no_grad()
     def completed(self, report: StepReport, buffers: Flats) -> tuple[StepReport, Flats]:

@@ -323,6 +323,11 @@ def _train(
     def work() -> str:
         try:
             decision = trainer.run()
+        except SystemExit as error:
+            raise TrainingError(
+                f"trainer {trainer.trainer_index}: the task ended its process (SystemExit: {error.code}) before the "
+                "run was over; raise an exception instead"
+            ) from error
         finally:
             totals.extend(trainer.all_totals)
         return _reason_of(decision)

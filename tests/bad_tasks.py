@@ -33,6 +33,9 @@ class Breaks(Truth):
     def nan(self, loss):
         return loss * float("nan")
 
+    def leave(self, loss):
+        raise SystemExit(0)
+
     def vector(self, loss):
         return loss.repeat(3)
 

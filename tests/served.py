@@ -59,6 +59,18 @@ class Branches(Truth):
         return {"loss": F.cross_entropy(model(images)["logits"], labels)}
 
 
+class Sidelong(Truth):
+    """Its model reaches a layer through a function, which keeps to the layer it was made with."""
+
+    def build_model(self):
+        model = super().build_model()
+        layer = model.last
+        model.last = nn.Identity()
+        model.behind = layer
+        model.register_forward_hook(lambda module, inputs, output: layer(output))
+        return model
+
+
 class Nosy(Truth):
     """Wants a parameter of its model in a step."""
 

@@ -130,6 +130,7 @@ def test_ranks_that_never_come_are_named_at_the_deadline(start, tmp_path, rank, 
 WHILE = {
     "a vector": (bad("Breaks"), {"what": "vector"}, 2, "batch 5: returned a tensor of shape (3,)", 5),
     "a number": (bad("Breaks"), {"what": "number"}, 2, "batch 5: returned float; it must return the loss as a", 5),
+    "an exit": (bad("Breaks"), {"what": "leave"}, 1, "trainer 0: the task ended its process (SystemExit: 0)", 5),
     "nan": (bad("Breaks"), {"what": "nan"}, 1, "training_step, trainer 0, batch 5: the loss is nan", 5),
     "another shape": (
         bad("Changes"),

@@ -122,6 +122,14 @@ def test_a_task_that_needs_more_than_the_call_is_refused(tmp_path):
     assert "use server.compute: trainer" in run.output
 
 
+@pytest.mark.processes
+def test_a_model_that_a_copy_cannot_follow_is_refused(tmp_path):
+    """Otherwise what it reaches so would never be trained, and nobody would know."""
+    run = launch(tmp_path, task=f"{SERVED}:Sidelong", mode="rpc", cluster={"num_trainers": 1}, server=SERVER)
+    assert run.code == 2, run.output
+    assert "the model reaches parameter behind.weight through a function" in run.output
+
+
 # The server's part.
 
 
