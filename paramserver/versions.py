@@ -12,6 +12,7 @@ from torch import Tensor
 from paramserver.config import Config
 from paramserver.consistency import Update, scale
 from paramserver.devices import CPU
+from paramserver.errors import TaskError
 from paramserver.flat import FlatTensors, Layout, module_buffers, trainable
 from paramserver.modelling import build_model
 from paramserver.portion import Portion
@@ -37,6 +38,8 @@ class Versions:
         self.parameters = FlatTensors(trainable(self.model), allocate)
         self.buffers = FlatTensors(module_buffers(self.model))
         self.updater = Updater(task, self.model, config.training)
+        if isinstance(self.updater.optimizer, torch.optim.SparseAdam):
+            raise TaskError("SparseAdam needs sparse gradients, which cannot be averaged on a server; use Adam")
         self.own(whole(self.parameters.layout))
         self._stale_scaling = config.server.stale_scaling
         self._snapshot: Flats | None = None

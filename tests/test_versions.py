@@ -200,6 +200,15 @@ def test_an_optimizer_that_needs_a_closure_is_refused():
         Versions(Closure("SGD"), config())
 
 
+def test_an_optimizer_of_sparse_gradients_is_refused():
+    class Sparse(Given):
+        def build_optimizer(self, model):
+            return torch.optim.SparseAdam(list(model.parameters()))
+
+    with pytest.raises(TaskError, match="SparseAdam needs sparse gradients"):
+        Versions(Sparse("SGD"), config())
+
+
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.int64])
 def test_parameters_that_cannot_be_averaged_are_refused_by_name(dtype):
 
