@@ -65,15 +65,11 @@ class RemoteServer:
 
     def begin(self, method: str, *args: Any) -> torch.futures.Future[Any]:
         """The first half of ``call_later``: the server works while this trainer does something else."""
-        future: torch.futures.Future[Any] = rpc.rpc_async(
-            SERVER_NAME, hosting.call_later, args=(method, *args), timeout=0
-        )
-        return future
+        return hosting.send_later(SERVER_NAME, method, *args)
 
     def begin_now(self, method: str, *args: Any) -> torch.futures.Future[Any]:
         """The same for a call that the server answers at once; its answer may never be looked at."""
-        future: torch.futures.Future[Any] = rpc.rpc_async(SERVER_NAME, hosting.call, args=(method, *args))
-        return future
+        return self._begin_at(SERVER_NAME, method, *args)
 
     def end(self, method: str, begun: torch.futures.Future[Any], timeout_s: float | None = None) -> Any:
         """The answer to what ``begin`` returned."""
@@ -131,7 +127,7 @@ class RemoteServer:
         first = self.begin_now("pull", self.index)
         if not self._others:
             return first
-        return torch.futures.collect_all([first, *(self._begin_other(n, "pull", version) for n in self._others)])
+        return torch.futures.collect_all([first, *(self._begin_at(n, "pull", version) for n in self._others)])
 
     def end_pull(self, begun: torch.futures.Future[Any]) -> tuple[Tensor, ...]:
         """Its tensors, in the order of servers."""
@@ -143,7 +139,7 @@ class RemoteServer:
 
     def look(self, version: int) -> Look:
         """A version for validation."""
-        begun = [self._begin_other(name, "look", version) for name in self._others]
+        begun = [self._begin_at(name, "look", version) for name in self._others]
         look: Look = self.call("look", self.index, version)
         others = [flat for one in begun for flat in self._answer(one, "look", self.config.cluster.timeout_s)]
         return replace(look, parameters=(*look.parameters, *others)) if others else look
@@ -161,14 +157,14 @@ class RemoteServer:
             reason = str(error).splitlines()[0]
             raise PeerLost(f"{who} is lost: the gradients did not reach it ({reason})") from error
 
-    def _begin_other(self, name: str, method: str, *args: Any) -> torch.futures.Future[Any]:
+    def _begin_at(self, name: str, method: str, *args: Any) -> torch.futures.Future[Any]:
         return hosting.send(name, method, *args, timeout_s=self.config.cluster.timeout_s)
 
     # What SharedOptimizer asks of its host.
 
     def apply(self, context_id: int, report: StepReport, *rest: Any) -> Any:
         push = context_id, self.index, report.version
-        told = [self._begin_other(name, "take_push", *push) for name in self._others]
+        told = [self._begin_at(name, "take_push", *push) for name in self._others]
         answer = self.call_later("step", context_id, report, *rest)
         for one in told:  # also of a push that came too late: the context, which holds the gradients, ends after this
             self._answer(one, "take_push", self.config.cluster.timeout_s)

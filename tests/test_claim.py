@@ -2,20 +2,16 @@
 
 import os
 import signal
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
+from helpers.holding import hold
 from runs import STOPPING, launch
 
 from paramserver.claim import claim_folder
 from paramserver.errors import UnsupportedConfiguration
 from paramserver.rundir import RunDir
-
-REPOSITORY = Path(__file__).parents[1]
 
 
 def claimed(base, name, default="default"):
@@ -106,19 +102,7 @@ def test_a_folder_with_something_to_lose_is_left_alone(tmp_path, there):
 
 
 def test_a_folder_that_another_start_holds_is_left_alone_until_that_one_is_killed(tmp_path):
-    program = (
-        "import sys; from pathlib import Path; from paramserver.claim import claim_folder\n"
-        "with claim_folder(Path(sys.argv[1]), 'first', ''):\n    print('held', flush=True); sys.stdin.read()"
-    )
-    holder = subprocess.Popen(
-        [sys.executable, "-c", program, str(tmp_path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=REPOSITORY,
-    )
-    with holder:
-        assert holder.stdout.readline() == "held\n"
+    with hold("from paramserver.claim import claim_folder", "claim_folder(folder, 'first', '')", tmp_path) as holder:
         with pytest.raises(UnsupportedConfiguration, match="exists already"):
             claimed(tmp_path, "first")
         os.kill(holder.pid, signal.SIGKILL)

@@ -5,10 +5,10 @@ import os
 import platform
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from helpers.holding import hold
 
 from paramserver.claim import claim_folder
 from paramserver.errors import CheckpointError, UnsupportedConfiguration
@@ -19,8 +19,6 @@ from paramserver.rundir import (
     supersede_metrics,
     write_json,
 )
-
-REPOSITORY = Path(__file__).parents[1]
 
 
 def create_run(base, name, default):
@@ -79,19 +77,7 @@ def test_no_run_says_what_was_wanted_and_looked_at(tmp_path):
 
 def hold_lock(path):
     """Start another process that holds the run's lock until its standard input is closed."""
-    program = (
-        "import sys; from pathlib import Path; from paramserver.rundir import RunDir\n"
-        "with RunDir(Path(sys.argv[1])).lock():\n    print('held', flush=True); sys.stdin.read()"
-    )
-    holder = subprocess.Popen(
-        [sys.executable, "-c", program, str(path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=REPOSITORY,
-    )
-    assert holder.stdout.readline() == "held\n"
-    return holder
+    return hold("from paramserver.rundir import RunDir", "RunDir(folder).lock()", path)
 
 
 def test_two_processes_cannot_hold_one_run(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -34,6 +35,8 @@ from paramserver.transport.over_servers import SpreadTrainerEnd
 from paramserver.transport.segments import reachable
 from paramserver.transport.wire import Failure, tensor_bytes
 from trainers.base import Trainer
+
+log = logging.getLogger("paramserver")
 
 _SEND_EVERY_S = 1.0
 
@@ -114,6 +117,7 @@ class RpcTrainer(Trainer):
         load_weights(self.model, {**plain_weights(self.model), **welcome.model}, "the server")
         self._lay_out(welcome.parameters, welcome.buffers)
         self.way = self._way(welcome)
+        log.info("trainer %d: parameters and gradients travel by %s", self.trainer_index, self.way.name)
         self.refresh()
 
     def _lay_out(self, parameters: Layout, buffers: Layout) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -209,6 +210,27 @@ def interleaved(cases: Sequence[str], repeats: int) -> Iterator[tuple[int, str]]
     for repeat in range(repeats):
         for case in cases if repeat % 2 == 0 else cases[::-1]:
             yield repeat, case
+
+
+def measuring_parser(description: str | None, cases: Sequence[str]) -> argparse.ArgumentParser:
+    """What the scripts take that time steps of several cases, each in fresh processes of the script itself."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", choices=cases, default=list(cases))
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--warm", type=int, default=40)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--child", choices=cases, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
+    return parser
+
+
+def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The arguments, of which at least two steps are left to be timed."""
+    arguments = parser.parse_args()
+    if arguments.child is None and arguments.steps < arguments.warm + 2:
+        parser.error(f"--steps ({arguments.steps}) must be at least --warm ({arguments.warm}) + 2; raise it")
+    return arguments
 
 
 def origin() -> str:

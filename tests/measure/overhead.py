@@ -37,11 +37,14 @@ from tests.measure.common import (
     MODELS,
     Measured,
     Stamp,
+    interleaved,
     loss_of,
     measured_config,
     measuring_environment,
+    measuring_parser,
     now,
     optimizer_of,
+    parsed,
     random_images,
     read_stamps,
     run_fresh,
@@ -171,31 +174,20 @@ def ratio_of(case: str, name: str, timings: dict[str, list[Timing]]) -> str:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = measuring_parser(__doc__, list(CASES))
     parser.add_argument("--model", choices=MODELS, default="cnn")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--warm", type=int, default=40)
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--child", choices=CASES, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
     return parser
 
 
 def main() -> None:
-    parser = make_parser()
-    arguments = parser.parse_args()
+    arguments = parsed(make_parser())
     if arguments.child is not None:
         be_child(arguments)
         return
-    if arguments.steps < arguments.warm + 2:
-        parser.error(f"--steps ({arguments.steps}) must be at least --warm ({arguments.warm}) + 2; raise it")
     timings: dict[str, list[Timing]] = {case: [] for case in arguments.cases}
-    for repeat in range(arguments.repeats):
-        for case in arguments.cases if repeat % 2 == 0 else arguments.cases[::-1]:
-            timings[case].append(measure(case, arguments))
-            print(f"  {repeat + 1}/{arguments.repeats} {case}: {timings[case][-1]}", file=sys.stderr)
+    for repeat, case in interleaved(arguments.cases, arguments.repeats):
+        timings[case].append(measure(case, arguments))
+        print(f"  {repeat + 1}/{arguments.repeats} {case}: {timings[case][-1]}", file=sys.stderr)
     print(
         f"{arguments.model}, batch {BATCH_SIZE}, {arguments.steps - arguments.warm - 1} steps, "
         f"{arguments.repeats} repeats: median (least to greatest)"

@@ -48,8 +48,10 @@ from tests.measure.common import (
     interleaved,
     measured_config,
     measuring_environment,
+    measuring_parser,
     now,
     origin,
+    parsed,
     random_images,
     read_stamps,
     run_fresh,
@@ -213,26 +215,18 @@ def show_failure(source: str, steps: int, environ: Mapping[str, str]) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = measuring_parser(__doc__, list(CASES))
     parser.add_argument("--script", type=Path, required=True, help="rpc_parameter_server.py from pytorch/examples")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--warm", type=int, default=40)
-    parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--own_threads", action="store_true", help="leave threads and allocator to the programs")
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--child", choices=CASES, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     return parser
 
 
 def main() -> None:
     parser = make_parser()
-    arguments = parser.parse_args()
+    arguments = parsed(parser)
     if arguments.child is not None:
         be_child(arguments)
         return
-    if arguments.steps < arguments.warm + 2:
-        parser.error(f"--steps ({arguments.steps}) must be at least --warm ({arguments.warm}) + 2; raise it")
     if not arguments.script.is_file():
         parser.error(f"--script ({arguments.script}) must be a file; take it from pytorch/examples at commit {COMMIT}")
     source = arguments.script.read_text(encoding="utf-8")

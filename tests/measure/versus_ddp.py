@@ -42,7 +42,9 @@ from tests.measure.common import (
     interleaved,
     measured_config,
     measuring_environment,
+    measuring_parser,
     origin,
+    parsed,
     read_stamps,
     run_fresh,
     spread,
@@ -156,27 +158,17 @@ def compare(setting: Setting, timings: dict[str, list[Timing]], case: str, refer
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = measuring_parser(__doc__, list(MODES))
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
-    parser.add_argument("--cases", nargs="+", choices=MODES, default=list(MODES))
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--warm", type=int, default=40)
-    parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--pin", action="store_true")
-    parser.add_argument("--child", choices=MODES, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
     return parser
 
 
 def main() -> None:
-    parser = make_parser()
-    arguments = parser.parse_args()
+    arguments = parsed(make_parser())
     if arguments.child is not None:
         be_child(arguments)
         return
-    if arguments.steps < arguments.warm + 2:
-        parser.error(f"--steps ({arguments.steps}) must be at least --warm ({arguments.warm}) + 2; raise it")
     print(origin())
     for name in arguments.settings:
         timings: dict[str, list[Timing]] = {case: [] for case in arguments.cases}

@@ -1,0 +1,24 @@
+"""Another process that holds something of a folder for as long as a test wants."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def hold(imports, context, folder):
+    """Start it: it is inside ``context``, an expression over ``folder`` (a Path), until its standard input is closed."""
+    program = (
+        f"import sys; from pathlib import Path; {imports}; folder = Path(sys.argv[1])\n"
+        f"with {context}:\n    print('held', flush=True); sys.stdin.read()"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", program, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=REPOSITORY,
+    )
+    assert holder.stdout.readline() == "held\n"
+    return holder
