@@ -8,7 +8,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def hold(imports, context, folder):
-    """Start it: it is inside ``context``, an expression over ``folder`` (a Path), until its standard input is closed."""
+    """Start it: inside ``context``, an expression over ``folder`` (a Path), until its standard input is closed."""
     program = (
         f"import sys; from pathlib import Path; {imports}; folder = Path(sys.argv[1])\n"
         f"with {context}:\n    print('held', flush=True); sys.stdin.read()"
