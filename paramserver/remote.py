@@ -153,6 +153,7 @@ class RemoteServer:
         try:
             dist_autograd.backward(context_id, [root])  # type: ignore[attr-defined]
         except RuntimeError as error:
+            self.check()  # what was noticed first says more than what follows of it
             who = "a server" if self._others else "the server"
             reason = str(error).splitlines()[0]
             raise PeerLost(f"{who} is lost: the gradients did not reach it ({reason})") from error
