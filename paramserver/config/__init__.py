@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         DeviceConfig,
         LoggingConfig,
         ServerConfig,
+        SimulationsConfig,
         TrainingConfig,
     )
     from paramserver.config.table import KEYS, SECTIONS, Key, Section
@@ -51,6 +52,7 @@ __all__ = [
     "SECTIONS",
     "Section",
     "ServerConfig",
+    "SimulationsConfig",
     "TrainingConfig",
     "config_from_mapping",
     "describe_keys",

@@ -15,7 +15,6 @@ NOT_IN_THIS_VERSION: dict[str, tuple[Any, ...]] = {
     "cluster.max_restarts": (0,),
     "cluster.elastic": (False,),
     "cluster.token_file": (None,),
-    "simulations": (None,),
     "training.loader_workers": (0,),
     "device.server": ("auto", "cpu"),
 }
@@ -196,6 +195,23 @@ def _served_devices(config: Config) -> str | None:
     )
 
 
+def _one_producer(config: Config) -> str | None:
+    told = config.simulations
+    if told is None or told.command is None or told.function is None:
+        return None
+    return (
+        f"simulations.command ({show(told.command, 40)}) and simulations.function ({told.function}) must not both be "
+        "given; keep one"
+    )
+
+
+def _simulations_counted(config: Config) -> str | None:
+    told = config.simulations
+    if told is None or told.count is not None or (told.command is None and told.function is None):
+        return None
+    return "simulations.count (null) must be given with simulations that the run starts; set it"
+
+
 RELATIONS: tuple[Relation, ...] = (
     Relation(("task",), _task),
     Relation(("training.patience", "checkpoint.best"), _patience),
@@ -211,4 +227,6 @@ RELATIONS: tuple[Relation, ...] = (
     Relation(("server.compute", "server.transport"), _served_by_messages),
     Relation(("server.compute", "server.wire_dtype"), _served_in_full),
     Relation(("server.compute", "device.kind"), _served_devices),
+    Relation(("simulations.command", "simulations.function"), _one_producer),
+    Relation(("simulations.command", "simulations.function", "simulations.count"), _simulations_counted),
 )

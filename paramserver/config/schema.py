@@ -107,6 +107,31 @@ class BufferConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SimulationsConfig:
+    command: str | None = key(
+        None,
+        text(nullable=True),
+        "starts one simulation; {simulation} and names of parameters are filled in",
+    )
+    function: str | None = key(None, _CLASS, "the same, a Python function of (parameters, client)")
+    count: int | None = key(None, whole(1, nullable=True), "simulations in all; null = until somebody says the last")
+    at_once: int = key(1, whole(1), "simulations that run at the same time")
+    steps: int | None = key(None, whole(1, nullable=True), "samples of each simulation; null = not known")
+    fields: dict[str, Any] = key({}, mapping(), "of a sample: {name: [sizes]} or {name: {shape, dtype, finite}}")
+    parameters: dict[str, Any] = key({}, mapping(), "what a simulation is given: {name: [low, high]}")
+    sampler: str = key("uniform", text(), "uniform | lhs | halton | module:Class of your own")
+    group_size: int = key(1, whole(1, 65535), "processes of one simulation, each of which sends a part of each sample")
+    deal: str = key("round_robin", choice("round_robin", "simulation"), "which trainer gets a sample")
+    address: str = key("127.0.0.1", _HOST, "where clients reach rank 0; trainers listen on the way to it")
+    port: int = key(0, whole(0, 65535), "of rank 0 for clients; 0 = a free one")
+    keys: str | None = key(None, text(nullable=True), "folder of keys made by paramserver keys; needed beyond loopback")
+    window: int = key(64, whole(1), "samples on their way from one process to one trainer")
+    timeout_s: float = key(60.0, positive(), "silence after which a simulation is started again")
+    max_restarts: int = key(2, whole(0), "starts again of one simulation, before another takes its place")
+    launcher: str = key("auto", choice("auto", "local", "srun"), "auto = srun inside a SLURM allocation")
+
+
+@dataclass(frozen=True, kw_only=True)
 class BestConfig:
     metric: str = key(REQUIRED, text(), "the name of a value that validation_step returns")
     mode: str = key("max", choice("min", "max"), "whether the smallest or the largest value is the best")
@@ -145,7 +170,9 @@ class Config:
     server: ServerConfig = section(ServerConfig, "parameter servers; rpc only")
     ddp: DdpConfig = section(DdpConfig, "DistributedDataParallel; ddp only")
     buffer: BufferConfig = section(BufferConfig, "samples held per trainer")
-    simulations: dict[str, Any] | None = key(None, mapping(nullable=True), "online training: who produces samples")
+    simulations: SimulationsConfig | None = section(
+        SimulationsConfig, "online training: who produces samples", nullable=True
+    )
     checkpoint: CheckpointConfig = section(CheckpointConfig, "what is saved, and when")
     logging: LoggingConfig = section(LoggingConfig, "what is recorded, and where")
 
