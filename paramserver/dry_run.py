@@ -8,6 +8,7 @@ from pathlib import Path
 from paramserver.buffers import make_buffer
 from paramserver.config import Config, Role, dump_yaml, roles, world_size_of
 from paramserver.devices import place_server, place_trainer
+from paramserver.online.plan import Plan
 from paramserver.sources import Partition, make_source
 from paramserver.task import Task, make_task
 
@@ -32,8 +33,10 @@ def _rank_text(role: Role, config: Config, task: Task, trainers: int) -> str:
     source = make_source(task.train_source(partition), partition, config)
     devices = ", ".join(str(device) for device in placement.devices)
     total = source.total
+    if total is None and config.simulations is not None:
+        total = Plan.of(config.simulations).expected_for(role.trainer_index, trainers)
     if total is None:
-        return f"{role} on {devices}, samples until a limit"
+        return f"{role} on {devices}, samples until {'the last simulation ends' if config.simulations else 'a limit'}"
     buffer = make_buffer(config.buffer.kind, capacity=config.buffer.capacity, pseudo_epochs=config.buffer.pseudo_epochs)
     batches = buffer.expected_batches(total, config.training.batch_size)
     buffer.close()

@@ -47,6 +47,12 @@ class Stateful(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
 
+class Simulations(Stateful, Protocol):
+    """Who produces the samples of an online run."""
+
+    def summary(self) -> dict[str, Any]: ...
+
+
 class Keeper:
     """Owns the writer of checkpoints and the receivers of records; thread-safe.
 
@@ -92,6 +98,8 @@ class Keeper:
         self._note: str | None = None
         self.epoch = 0
         self.consistency_state: Mapping[str, Any] = {}
+        self.simulations: Simulations | None = None
+        self.simulations_state: dict[str, Any] | None = None
         self.writer = CheckpointWriter(run.checkpoints_dir, config.checkpoint.keep, config.checkpoint.background)
         self._dealt: list[bytes] | None = None
         if checkpoint is not None:
@@ -106,6 +114,7 @@ class Keeper:
         self._validated_step = state.get("validated_step")
         self.epoch = state["epoch"]
         self.consistency_state = state.get("consistency", {})
+        self.simulations_state = state.get("simulations")
         self.resumes = state["resumes"] + 1
         if "staleness" in state:
             self.staleness.load_state_dict(state["staleness"])
@@ -314,6 +323,7 @@ class Keeper:
             "window": dict(vars(self._window)),
             "staleness": self.staleness.state_dict(),
             "dropped": self.dropped,
+            "simulations": None if self.simulations is None else self.simulations.state_dict(),
         }
 
     def _about(self) -> dict[str, Any]:
@@ -356,6 +366,8 @@ class Keeper:
         if self._window.steps:
             self._close_window()
         summary = summarize(self, status, totals, reason, error)
+        if self.simulations is not None:
+            summary["simulations"] = self.simulations.summary()
         write_json(self.run.summary_file, summary)
         self.record(make_record("end", self.step, status=status, summary=summary))
         self._sink.close()

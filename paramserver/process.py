@@ -18,6 +18,7 @@ from paramserver.cluster import Identity
 from paramserver.config import Config, Role
 from paramserver.consistency import Stop
 from paramserver.devices import Placement
+from paramserver.online.post import Post
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -97,6 +98,8 @@ class Process:
     placement: Placement
     stop: StopRequest = field(default_factory=StopRequest)
     start_clock: StartClock = field(default_factory=StartClock)
+    post: Post | None = None
+    """Where this trainer receives samples of simulations; None where there are none."""
 
     @property
     def trainer_index(self) -> int:

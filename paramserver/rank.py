@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from paramserver.errors import CheckpointError, DeadlineExceeded, Interrupted, T
 from paramserver.keeper import Keeper, unknown_kinds
 from paramserver.loading import load_object
 from paramserver.meeting import Meeting, meet
+from paramserver.posting import make_desk, share_post
 from paramserver.process import Process, StartClock, StopRequest
 from paramserver.records import TrainerTotals, make_record
 from paramserver.roles import set_trainer_index
@@ -104,6 +105,9 @@ def run_rank(plan: RankPlan) -> dict[str, Any] | None:
         if plan.logs:
             run = RunDir(Path(config.logging.run_dir) / name) if keeper is None else keeper.run
             stack.enter_context(_log_file(run, identity.global_rank))
+        if (told := config.simulations) is not None:
+            desk = None if keeper is None else stack.enter_context(make_desk(process, keeper, told, plan.folders))
+            process = replace(process, post=share_post(process, desk, meeting))
         devices = ", ".join(str(device) for device in process.placement.devices)
         log.info("rank %d of %d: %s on %s, run %s", identity.global_rank, identity.world_size, role, devices, name)
         task.devices, task.config = process.placement.devices, config

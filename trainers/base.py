@@ -122,7 +122,7 @@ class Trainer(Standing):
     def prepare_data(self) -> None:
         """Make source, buffer and feeder. Called once the model is there."""
         partition = Partition(self.trainer_index, self.process.trainers)
-        self.data = self.open(DataStream(self.task, partition, self.config, self.sampler_kwargs))
+        self.data = self.open(DataStream(self.task, partition, self.config, self.sampler_kwargs, self.process.post))
         self.validation_loader = validation_batches(self.task, partition, self.config)
         if self.keeper is not None:
             self.keeper.expect(self.data.epoch_samples)

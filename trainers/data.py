@@ -13,6 +13,7 @@ from paramserver.checkpoint import CopyMemory, private_copy
 from paramserver.config import Config
 from paramserver.consistency import Announcement, Readiness
 from paramserver.errors import BufferClosed, BufferExhausted, TaskError, UnsupportedConfiguration
+from paramserver.online.post import Post
 from paramserver.sources import Feeder, Leftover, Partition, Source, make_source
 from paramserver.task import Task, default_batching
 
@@ -30,14 +31,24 @@ class DataStream:
         partition: whose share.
         config: of buffer and batches.
         sampler_kwargs: how a map-style data set is dealt, where not as usual.
+        post: where samples of simulations come in; for a source that receives them.
     """
 
-    def __init__(self, task: Task, partition: Partition, config: Config, sampler_kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        task: Task,
+        partition: Partition,
+        config: Config,
+        sampler_kwargs: dict[str, Any],
+        post: Post | None = None,
+    ) -> None:
         self.task = task
         self.training = config.training
         self.pseudo_epochs = config.buffer.pseudo_epochs
         self.wait_s = config.cluster.timeout_s
         self.source: Source = make_source(task.train_source(partition), partition, config, sampler_kwargs)
+        if post is not None:
+            self.source.connect(post)
         try:
             self.buffer: Buffer = make_buffer(
                 config.buffer.kind,
@@ -57,7 +68,7 @@ class DataStream:
         self._plain = default_batching(task)
 
     def _refuse_unreachable(self, watermark: int, partition: Partition) -> None:
-        total = self.source.total
+        total = self.source.expected
         if total is not None and watermark > total:
             raise UnsupportedConfiguration(
                 f"buffer.watermark ({watermark}) must be at most the {total} samples that trainer {partition.index} of "
@@ -144,7 +155,10 @@ class DataStream:
     def figures(self) -> dict[str, Any]:
         """The buffer's counts and waits, for a record."""
         info = self.buffer.info()
-        return {name: getattr(info, name) for name in _FIGURES}
+        stream = self.source.figures()
+        seen = {str(times): samples for times, samples in info.seen_histogram.items()}
+        figures = {name: getattr(info, name) for name in _FIGURES}
+        return {**figures, "seen_histogram": seen, **({"stream": stream} if stream else {})}
 
     def state_dict(self, memory: CopyMemory | None = None) -> dict[str, Any]:
         """What a checkpoint needs to go on with the next batch; keys in place of samples that can be read again.

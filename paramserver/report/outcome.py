@@ -75,15 +75,7 @@ def summarize(
         if has_servers
         else None,
         "buffer": _buffer(totals),
-        "trainers": [
-            {
-                "trainer": t.trainer_index,
-                "samples": t.samples,
-                "samples_per_second": t.samples / t.seconds if t.seconds else None,
-                "peak_rss_mb": round(t.peak_rss_mb, 1),
-            }
-            for t in totals
-        ],
+        "trainers": [_trainer(t) for t in totals],
         "faults": [],
         "restarts": 0,
         "peak_rss_mb": {
@@ -107,6 +99,19 @@ def _phases_ms(totals: Sequence[TrainerTotals], steps: int) -> dict[str, float]:
         return {}
     return {
         name: round(sum(t.phases_s.get(name, 0.0) for t in totals) / steps * 1e3, 4) for name in (*PHASES, "hidden")
+    }
+
+
+def _trainer(t: TrainerTotals) -> dict[str, Any]:
+    """One trainer's own figures, with those of what it received where its samples came from simulations."""
+    waited_s = t.buffer.get("get_wait_s", 0.0)
+    return {
+        "trainer": t.trainer_index,
+        "samples": t.samples,
+        "samples_per_second": t.samples / t.seconds if t.seconds else None,
+        "data_wait_share": round(min(waited_s / t.seconds, 1.0), 4) if t.seconds else None,
+        **({"stream": t.buffer["stream"]} if "stream" in t.buffer else {}),
+        "peak_rss_mb": round(t.peak_rss_mb, 1),
     }
 
 

@@ -10,6 +10,7 @@ Summary = Mapping[str, Any]
 
 _OWN_PATH = ("data", "pull", "forward", "backward", "push", "apply", "wait")
 _BESIDE = ("hidden",)
+_STARVED = 0.1
 
 
 def summary_text(summary: Summary, run_dir: Path | str) -> str:
@@ -88,6 +89,26 @@ def _share(part_ms: float, step_ms: float | None) -> str:
     return f" ({100 * part_ms / step_ms:.0f} %)" if step_ms else ""
 
 
+def _starved(summary: Summary) -> str:
+    """Who spent a tenth of its time or more on waiting for samples."""
+    waits = [(one["trainer"], one.get("data_wait_share") or 0.0) for one in summary.get("trainers") or ()]
+    starved = [(index, share) for index, share in waits if share >= _STARVED]
+    return "; ".join(f"trainer {index} waited {100 * share:.0f} % of the time for data" for index, share in starved)
+
+
+def _received(summary: Summary) -> str:
+    streams = [one["stream"] for one in summary.get("trainers") or () if one.get("stream")]
+    if not streams:
+        return ""
+    counts = {name: sum(stream.get(name) or 0 for stream in streams) for name in ("received", "duplicated", "refused")}
+    return ", ".join(f"{count} {name}" for name, count in counts.items() if count or name == "received")
+
+
+def _simulations(summary: Summary) -> str:
+    counts = summary.get("simulations") or {}
+    return ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in counts.items() if count)
+
+
 def _faults(summary: Summary) -> str:
     faults, restarts = len(summary.get("faults") or ()), summary.get("restarts") or 0
     return f"{faults}, {restarts} restarts" if faults or restarts else ""
@@ -118,6 +139,9 @@ _LINES: tuple[tuple[str, Callable[[Summary], str]], ...] = (
     ("phases", _phases(_OWN_PATH)),
     ("beside", _phases(_BESIDE)),
     ("staleness", _staleness),
+    ("simulations", _simulations),
+    ("received", _received),
+    ("data", _starved),
     ("faults", _faults),
     ("checkpoint", _checkpoint),
 )

@@ -20,6 +20,8 @@ _TRAIN = {
 }
 _STALENESS = {"mean": "server/staleness", "p95": "server/staleness_p95", "max": "server/staleness_max"}
 _BUFFER = ("population", "unseen", "put_wait_s", "get_wait_s")
+_STREAM = ("received", "refused", "duplicated", "partial", "clients")
+_FIELD = ("mean", "deviation")
 _CHECKPOINT = ("seconds", "pause_ms")
 
 
@@ -36,7 +38,12 @@ def _validation(record: Record) -> Iterator[Scalar]:
 
 
 def _buffer(record: Record) -> Iterator[Scalar]:
-    yield from _named(record, {key: f"buffer/trainer-{record['trainer']}/{key}" for key in _BUFFER})
+    place = f"trainer-{record['trainer']}"
+    yield from _named(record, {key: f"buffer/{place}/{key}" for key in _BUFFER})
+    stream = record.get("stream") or {}
+    yield from _named(stream, {key: f"stream/{place}/{key}" for key in _STREAM})
+    for name, statistics in (stream.get("fields") or {}).items():
+        yield from _named(statistics, {key: f"fields/{name}/{place}/{key}" for key in _FIELD})
 
 
 def _checkpoint(record: Record) -> Iterator[Scalar]:
@@ -116,6 +123,8 @@ class TensorBoard(Sink):
         writer = self._opened()
         for tag, value in points:
             writer.add_scalar(tag, value, record.get("step"), walltime=record["time"])
+        if record["kind"] == "buffer" and record.get("seen_histogram"):
+            _add_histogram(writer, f"buffer/trainer-{record['trainer']}/seen", record, record["seen_histogram"])
         if record["kind"] == "staleness":
             _add_histogram(writer, "server/staleness_histogram", record, record["histogram"])
             for one in record["trainers"]:

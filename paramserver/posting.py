@@ -1,0 +1,70 @@
+"""Where the clients of an online run are received: rank 0's desk, and how all ranks learn of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paramserver.cluster import own_address
+from paramserver.config import SimulationsConfig
+from paramserver.keeper import Keeper
+from paramserver.meeting import Meeting
+from paramserver.online.plan import Plan
+from paramserver.online.post import Post
+from paramserver.process import Process
+from paramserver.records import make_record
+
+if TYPE_CHECKING:
+    from paramserver.online.desk import Desk
+
+_KEY = "desk"
+
+
+def make_desk(process: Process, keeper: Keeper, told: SimulationsConfig, folders: Sequence[Path]) -> Desk:
+    """The desk of this run, for ``with``. What it did before a resume it takes back from the keeper."""
+    from paramserver.online.desk import Desk
+
+    def record(event: str, **fields: Any) -> None:
+        keeper.record(make_record("simulation", keeper.step, rank=0, event=event, **fields))
+
+    desk = Desk(
+        Plan.of(told),
+        process.trainers,
+        seed=process.config.seed,
+        logs=keeper.run.logs_dir,
+        timeout_s=process.config.cluster.timeout_s,
+        folders=folders,
+        state=keeper.simulations_state,
+        status=lambda: {"run": keeper.run.name, "step": keeper.step},
+        on_event=record,
+    )
+    keeper.simulations = desk
+    return desk
+
+
+def share_post(process: Process, desk: Desk | None, meeting: Meeting | None) -> Post | None:
+    """What this trainer needs to receive samples; rank 0 tells it to the others. None on a server."""
+    told = process.config.simulations
+    assert told is not None
+    if desk is not None:
+        address, token = desk.address, desk.token
+        if meeting is not None:
+            meeting.tell(_KEY, json.dumps([address, token.hex()]))
+    else:
+        assert meeting is not None
+        address, text = json.loads(meeting.ask(_KEY))
+        token = bytes.fromhex(text)
+    if process.role.trainer_index is None:
+        return None
+    return Post(
+        desk=address,
+        token=token,
+        plan=Plan.of(told),
+        trainer_index=process.trainer_index,
+        trainers=process.trainers,
+        host=own_address(told.address),
+        timeout_s=process.config.cluster.timeout_s,
+        seed=process.config.seed,
+    )
