@@ -1,0 +1,215 @@
+"""Online training as a whole: simulations, trainers and rank 0 as real processes, every sample accounted for."""
+
+import json
+import threading
+from collections import Counter
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+from runs import here, launch, resume, same_bits, together
+from streams import SHAPE, field, served
+
+from paramserver.client import Client, finish, ping
+
+pytestmark = pytest.mark.processes
+
+STREAMS = Path(__file__).with_name("streams.py")
+COUNT, STEPS = 8, 10
+ALL = sorted(product(range(COUNT), range(STEPS)))
+
+
+def config(folder, simulations=None, task_args=None, **sections):
+    """Of a run whose samples are served exactly as they came."""
+    ledger = folder / "ledger"
+    ledger.mkdir(parents=True, exist_ok=True)
+    told = {
+        "function": f"{STREAMS}:simulate",
+        "count": COUNT,
+        "at_once": 3,
+        "steps": STEPS,
+        "fields": {"u": {"shape": list(SHAPE), "finite": True}},
+        "parameters": {"a": [0.0, 1.0], "b": [2.0, 3.0]},
+        "timeout_s": 20.0,
+        **(simulations or {}),
+    }
+    training = {"max_steps": None, "batch_size": 4, "uneven_inputs": "join", **sections.pop("training", {})}
+    return {
+        "task": f"{STREAMS}:Fed",
+        "task_args": {"ledger": str(ledger), **(task_args or {})},
+        "simulations": told,
+        "training": training,
+        "cluster": {"num_trainers": 2, "timeout_s": 30},
+        **sections,
+    }
+
+
+def online(folder, mode, **options):
+    start = here if mode == "local" else launch
+    return start(folder, mode=mode, **config(folder, **options))
+
+
+def received(finished, name="received"):
+    return sum(trainer["stream"][name] for trainer in finished.summary["trainers"])
+
+
+@pytest.mark.parametrize("mode", ["local", "ddp", "rpc"])
+@pytest.mark.parametrize("kind", ["fifo", "firo"])
+def test_every_sample_is_served_exactly_once(tmp_path, mode, kind):
+    finished = online(tmp_path, mode, buffer={"kind": kind, "watermark": 6, "capacity": 12})
+    assert finished.code == 0, finished.output
+    assert sorted(served(tmp_path / "ledger")) == ALL
+    assert finished.summary["samples"] == len(ALL)
+    assert received(finished) == len(ALL)
+    assert finished.summary["simulations"]["complete"] == COUNT
+    assert len(list((finished.run_dir / "logs").glob("simulation-*.log"))) == COUNT
+
+
+@pytest.mark.parametrize("mode", ["ddp", "rpc"])
+def test_a_reservoir_serves_every_sample_at_least_once(tmp_path, mode):
+    finished = online(tmp_path, mode, buffer={"kind": "reservoir", "watermark": 6, "capacity": 12})
+    assert finished.code == 0, finished.output
+    assert sorted(set(served(tmp_path / "ledger"))) == ALL
+    assert received(finished) == len(ALL)
+
+
+@pytest.mark.parametrize("mode", ["ddp", "rpc"])
+def test_a_simulation_that_is_killed_starts_again_and_nothing_comes_twice(tmp_path, mode):
+    finished = online(tmp_path, mode, simulations={"function": f"{STREAMS}:simulate_killed_once"})
+    assert finished.code == 0, finished.output
+    assert sorted(served(tmp_path / "ledger")) == ALL
+    assert finished.summary["simulations"]["restarted"] == 1
+    assert received(finished, "duplicated") > 0
+    assert "SIGKILL" in json.dumps(finished.of_kind("simulation"))
+
+
+@pytest.mark.parametrize("consistency", ["sync", "async"])
+def test_a_slow_trainer_loses_nothing(tmp_path, consistency):
+    pace = {"task_args": {"pace_s": [0.0, 0.03]}, "server": {"consistency": consistency}}
+    finished = online(tmp_path, "rpc", buffer={"capacity": 8}, simulations={"window": 2}, **pace)
+    assert finished.code == 0, finished.output
+    assert sorted(served(tmp_path / "ledger")) == ALL
+    assert finished.summary["buffer"]["put_wait_s"] > 0, "nobody was held up by the slow one"
+
+
+def test_parts_of_a_group_are_put_together(tmp_path):
+    group = {"function": f"{STREAMS}:simulate_group", "group_size": 2, "count": 3}
+    finished = online(tmp_path, "rpc", simulations=group)
+    assert finished.code == 0, finished.output
+    assert sorted(served(tmp_path / "ledger")) == sorted(product(range(3), range(STEPS)))
+
+
+def test_rpc_and_ddp_learn_the_same_of_the_same_stream(tmp_path):
+    """In a fixed order: one producer after the other, first in first out."""
+    rpc, ddp = together(
+        lambda: online(tmp_path / "rpc", "rpc", simulations={"at_once": 1}),
+        lambda: online(tmp_path / "ddp", "ddp", simulations={"at_once": 1}),
+    )
+    assert rpc.code == ddp.code == 0, rpc.output + ddp.output
+    assert same_bits(rpc.load("model"), ddp.load("model")) == []
+
+
+@pytest.mark.parametrize("mode", ["ddp", "rpc"])
+@pytest.mark.parametrize("trainers", [1, 2, 3])
+def test_a_run_that_is_stopped_goes_on_with_the_simulations_that_are_not_complete(tmp_path, mode, trainers):
+    first = online(tmp_path, mode, task_args={"stop": 3}, buffer={"capacity": 8})
+    assert first.code == 3, first.output
+    before = served(tmp_path / "ledger")
+    assert len(before) < len(ALL)
+    flags = ["--set", "task_args.stop=null", "--set", f"cluster.num_trainers={trainers}", "--set", "buffer.capacity=64"]
+    second = resume(first, *flags)
+    assert second.code == 0, second.output
+    assert sorted(served(tmp_path / "ledger")) == ALL
+    assert second.summary["samples"] == len(ALL)
+
+
+def test_samples_from_outside(tmp_path):
+    """Simulations that somebody else runs, and who says that these were the last ones."""
+    finished, errors = [], []
+    ports = launch_later(tmp_path, finished)
+
+    def produce(simulation):
+        try:
+            parameters = [float(simulation), 1.0]
+            with Client(ports(), timeout_s=30).open(simulation, parameters) as client:
+                for step in range(STEPS):
+                    client.send(step, {"u": field(simulation, step, np.array(parameters))})
+        except BaseException as error:  # noqa: BLE001 - shown by the test
+            errors.append(error)
+
+    threads = [threading.Thread(target=produce, args=(simulation,)) for simulation in (3, 11, 40)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not errors
+    assert ping(ports())["alive"] is True
+    finish(ports())
+    finished[0].join(60)
+    assert finished[1].code == 0, finished[1].output
+    assert sorted(served(tmp_path / "ledger")) == sorted(product((3, 11, 40), range(STEPS)))
+
+
+def launch_later(folder, finished):
+    """Start a run that waits for clients, beside this thread; a function that gives its address."""
+    from socket import create_server
+
+    with create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    outside = {"function": None, "count": None, "port": port}
+    run = threading.Thread(
+        target=lambda: finished.append(
+            launch(folder, mode="rpc", **config(folder, simulations=outside, task_args={"outside": True}))
+        )
+    )
+    finished.append(run)
+    run.start()
+    return lambda: f"tcp://127.0.0.1:{port}"
+
+
+def test_a_wrong_sample_is_refused_counted_and_told(tmp_path):
+    """With a NaN where finite numbers are asked the simulation never becomes complete: it is given up in the end."""
+    wrong = {"function": f"{STREAMS}:simulate_wrong", "count": 1, "max_restarts": 0}
+    finished = online(tmp_path, "ddp", simulations=wrong)
+    assert finished.code == 0, finished.output
+    assert sorted(served(tmp_path / "ledger")) == sorted(
+        [(0, step) for step in range(STEPS) if step != 2] + [(1, step) for step in range(STEPS)]
+    )
+    assert received(finished, "refused") >= 1
+    logs = "".join(file.read_text() for file in (finished.run_dir / "logs").glob("rank-*.log"))
+    assert "u" in logs and "finite" in logs
+    assert finished.summary["simulations"]["given_up"] == 1
+
+
+@pytest.mark.parametrize("mode", ["rpc", "ddp"])
+@pytest.mark.parametrize(("function", "says"), [("simulate_hopeless", "exit code 1"), ("simulate_silent", "silent")])
+def test_simulations_that_all_fail_end_the_run_in_one_sentence(tmp_path, mode, function, says):
+    told = {"function": f"{STREAMS}:{function}", "max_restarts": 0, "timeout_s": 1.0}
+    finished = online(tmp_path, mode, simulations=told)
+    assert finished.code == 1, finished.output
+    last = finished.output.rpartition("error: ")[2]
+    assert says in last
+    assert "logs/simulation-" in last
+    assert finished.summary["status"] == "failed"
+
+
+def test_a_run_that_has_enough_tells_its_simulations(tmp_path):
+    finished = online(tmp_path, "rpc", training={"max_steps": 2}, simulations={"count": 1000})
+    assert finished.code == 0, finished.output
+    assert finished.summary["steps"] == 2
+
+
+def test_dry_run_says_what_is_expected(tmp_path):
+    finished = online(tmp_path, "local")
+    from runs import main_here
+
+    code, said = main_here("--config", tmp_path / "config.yaml", "--mode", "rpc", "--dry_run")
+    assert code == 0 and finished.code == 0
+    assert f"{len(ALL) // 2} samples, {len(ALL) // 8} batches" in said
+
+
+def test_a_watermark_that_the_simulations_never_reach_is_refused(tmp_path):
+    finished = online(tmp_path, "local", buffer={"watermark": 100, "capacity": 200})
+    assert finished.code == 2
+    assert "buffer.watermark (100) must be at most the 80 samples" in finished.output
