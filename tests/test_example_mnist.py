@@ -11,12 +11,12 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from filelock import FileLock
+from helpers.example import load_example
 from mirror import Mirror, nobody
 from runs import Finished, command, environment
 from torch.nn import functional as F
@@ -26,7 +26,6 @@ from paramserver import Partition
 from paramserver.config import load_config
 from paramserver.errors import TaskError
 from paramserver.launch import make_parser
-from paramserver.loading import load_object
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "mnist"
@@ -36,16 +35,7 @@ NAMES = ["train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3
 
 @pytest.fixture(scope="module")
 def example():
-    """The example's modules; what importing them changed is undone."""
-    path, modules = list(sys.path), dict(sys.modules)
-    load_object(f"{EXAMPLE / 'task.py'}:Mnist", "task")
-    found = {file.stem: load_object(f"{file}:__name__", "task") for file in EXAMPLE.glob("*.py")}
-    loaded = SimpleNamespace(**{stem: sys.modules[name] for stem, name in found.items()})
-    sys.path[:] = path
-    for name in found.values():
-        del sys.modules[name]
-    sys.modules.update({name: module for name, module in modules.items() if name in found.values()})
-    return loaded
+    return load_example("mnist", "Mnist")
 
 
 def idx(array, code=0x08):

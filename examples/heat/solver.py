@@ -1,0 +1,90 @@
+"""The heat equation in the unit square, by implicit finite differences; numpy alone.
+
+    du/dt = d2u/dx2 + d2u/dy2,   u = initial at t = 0,   u = left, right, bottom, top on the four sides
+
+A step is backward Euler, which is stable for any length of step, on the five-point star. The matrix of the star is
+that of one dimension in x plus that in y, whose eigenvectors are sines; so the linear system of a step is solved
+directly by two small matrix products (Lynch, Rice and Thomas, "Direct solution of partial difference equations by
+tensor product methods", Numerische Mathematik 6, 1964), where a factorisation of the whole sparse matrix would fill in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Grid = npt.NDArray[np.float64]
+Field = npt.NDArray[np.float32]
+
+PARAMETERS = ("initial", "left", "right", "bottom", "top")
+"""Temperatures, in this order: at the start, and on the sides x = 0, x = 1, y = 0 and y = 1."""
+
+DT = 0.002
+"""The usual step. The slowest part of a field falls to 2 % in 100 of them."""
+
+
+class Stepper:
+    """Backward Euler on the ``n`` x ``n`` inner points of a regular grid.
+
+    ``field[i, j]`` is the temperature at ``x = (i + 1) h``, ``y = (j + 1) h``, with ``h = 1 / (n + 1)``.
+
+    Args:
+        n: inner points in each direction.
+        dt: length of a step.
+        sides: the temperatures left, right, bottom and top.
+    """
+
+    def __init__(self, n: int, dt: float, sides: Sequence[float] = (0.0, 0.0, 0.0, 0.0)) -> None:
+        if n < 1 or dt <= 0:
+            raise ValueError(f"n ({n}) must be at least 1 and dt ({dt}) above 0")
+        h = 1.0 / (n + 1)
+        modes = np.arange(1, n + 1)
+        eigenvalues = (2.0 * np.sin(0.5 * np.pi * h * modes) / h) ** 2
+        self._sines = np.sqrt(2.0 * h) * np.sin(np.pi * h * np.outer(modes, modes))  # symmetric, its own inverse
+        self._divisor = 1.0 + dt * (eigenvalues[:, None] + eigenvalues[None, :])
+        self._inflow = self.to_modes(dt / h**2 * _beside(n, sides))
+
+    def to_modes(self, field: Grid) -> Grid:
+        """The amounts of the eigenvectors in a field; and back, as it is its own inverse."""
+        modes: Grid = self._sines @ field @ self._sines
+        return modes
+
+    def step(self, modes: Grid) -> Grid:
+        """The amounts a step later."""
+        after: Grid = (modes + self._inflow) / self._divisor
+        return after
+
+
+def _beside(n: int, sides: Sequence[float]) -> Grid:
+    """What the sides add to the star of each point: those next to a side have it as a neighbour."""
+    left, right, bottom, top = sides
+    added = np.zeros((n, n))
+    added[0, :] += left
+    added[-1, :] += right
+    added[:, 0] += bottom
+    added[:, -1] += top
+    return added
+
+
+def solve(parameters: Sequence[float], n: int, steps: int, dt: float = DT) -> Iterator[Field]:
+    """The field after each step, from the first on.
+
+    Args:
+        parameters: the temperatures that ``PARAMETERS`` names.
+        n: inner points in each direction.
+        steps: how many.
+        dt: length of a step.
+
+    Yields:
+        float32 [n, n]: step ``s``, from 0, is the field at time ``(s + 1) dt``.
+    """
+    initial, *sides = (float(value) for value in parameters)
+    if len(sides) != len(PARAMETERS) - 1:
+        raise ValueError(f"parameters ({len(sides) + 1} numbers) must be {', '.join(PARAMETERS)}")
+    stepper = Stepper(n, dt, sides)
+    modes = stepper.to_modes(np.full((n, n), initial))
+    for _ in range(steps):
+        modes = stepper.step(modes)
+        yield stepper.to_modes(modes).astype(np.float32)

@@ -1,0 +1,149 @@
+"""A surrogate of the heat equation: the field of temperatures at a time, from the five parameters of a simulation.
+
+The network and the comparison follow Meyer et al., "Training Deep Surrogate Models with Large Scale Online Learning",
+ICML 2023 (https://proceedings.mlr.press/v202/meyer23b.html), and "High Throughput Training of Deep Surrogates from
+Large Ensemble Runs", SC 2023 (https://arxiv.org/abs/2309.16743).
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from solver import DT, PARAMETERS, solve
+from stored import StoredSimulations
+from torch import Tensor, nn
+
+from paramserver import Task
+from paramserver.errors import TaskError
+from paramserver.online.fields import read_fields
+
+LOW, HIGH = 100.0, 500.0  # of all temperatures, as the config has them
+MEAN, SPREAD = (LOW + HIGH) / 2, (HIGH - LOW) / 12**0.5
+VALIDATION_SEED = 20230723
+
+
+class Surrogate(nn.Module):
+    """A fully connected network between physical quantities; what it computes with is normalised.
+
+    Args:
+        n: points of the field in each direction.
+        steps: of a simulation; time is counted in them.
+        width: of the two hidden layers.
+    """
+
+    def __init__(self, n: int, steps: int, width: int) -> None:
+        super().__init__()
+        self.n, self.steps = n, steps
+        self.layers = nn.Sequential(
+            nn.Linear(len(PARAMETERS) + 1, width),
+            nn.SiLU(),
+            nn.Linear(width, width),
+            nn.SiLU(),
+            nn.Linear(width, n * n),
+        )
+
+    def forward(self, parameters: Tensor, step: Tensor) -> Tensor:
+        """Parameters [batch, 5] and steps [batch] to temperatures [batch, n, n]."""
+        given = (parameters.float() - MEAN) / SPREAD
+        time = ((step.float() + 1) / self.steps - 0.5) * 12**0.5
+        out: Tensor = self.layers(torch.cat([given, time[:, None]], dim=1))
+        return out.view(-1, self.n, self.n) * SPREAD + MEAN
+
+
+class Heat(Task):
+    """Learns from simulations while they run, or from stored ones.
+
+    Args:
+        offline: read stored simulations; False for the running ones of the config's section ``simulations``.
+        folder: where the stored ones are; see store.py.
+        n: points of the field in each direction, offline; online the config's section says it.
+        steps: of a simulation, likewise.
+        dt: length of a step.
+        width: of the hidden layers.
+        lr: learning rate of Adam.
+        validation_simulations: how many are made for validation, of parameters that training does not draw.
+    """
+
+    def __init__(
+        self,
+        offline: bool = False,
+        folder: str = "data/heat",
+        n: int = 32,
+        steps: int = 100,
+        dt: float = DT,
+        width: int = 256,
+        lr: float = 1e-3,
+        validation_simulations: int = 10,
+    ) -> None:
+        self.offline = offline
+        self.folder = Path(folder).expanduser()
+        self.n, self.steps, self.dt = n, steps, dt
+        self.width, self.lr = width, lr
+        self.validation_simulations = validation_simulations
+
+    @cached_property
+    def sizes(self) -> tuple[int, int]:
+        """Points in each direction, and steps."""
+        simulations = None if self.offline else self.config.simulations
+        if simulations is None:
+            return self.n, self.steps
+        match [(field.name, field.shape) for field in read_fields(simulations.fields)]:
+            case [("temperature", (n, width))] if n == width:
+                return n, simulations.steps or self.steps
+        raise TaskError("simulations.fields must be what simulate.py sends; for example {temperature: [32, 32]}")
+
+    def build_model(self) -> nn.Module:
+        return Surrogate(*self.sizes, self.width)
+
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adam(model.parameters(), lr=self.lr)
+
+    def train_source(self, partition: Any) -> Any:
+        if not self.offline:
+            from paramserver.sources import Simulations
+
+            return Simulations()
+        try:
+            stored = StoredSimulations(self.folder)
+        except (OSError, ValueError) as error:
+            raise TaskError(f"task_args.folder: {error}") from error
+        n, steps = self.sizes
+        if stored.shape != (steps, n, n):
+            raise TaskError(
+                f"task_args.n ({n}) and task_args.steps ({steps}) must be those of the stored simulations, which have "
+                f"{stored.shape[0]} steps of {stored.shape[1]} x {stored.shape[2]}; give those"
+            )
+        return stored
+
+    def validation_source(self, partition: Any) -> Any:
+        return self._validation
+
+    @cached_property
+    def _validation(self) -> list[dict[str, Any]]:
+        """The same in every run and trainer, so that their errors compare."""
+        n, steps = self.sizes
+        count = self.validation_simulations
+        drawn = np.random.default_rng(VALIDATION_SEED).uniform(LOW, HIGH, (count, len(PARAMETERS)))
+        return [
+            {"simulation": simulation, "step": step, "parameters": parameters, "temperature": temperature}
+            for simulation, parameters in enumerate(drawn)
+            for step, temperature in enumerate(solve(parameters, n, steps, self.dt))
+        ]
+
+    def training_step(self, model: nn.Module, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return (self._error(model, batch) / SPREAD).square().mean()
+
+    def validation_step(
+        self, model: nn.Module, batch: dict[str, Tensor], valid_batch_idx: int, batch_idx: int
+    ) -> dict[str, Tensor]:
+        """The loss, and the mean absolute error in kelvin."""
+        error = self._error(model, batch)
+        return {"loss": (error / SPREAD).square().mean(), "kelvin": error.abs().mean()}
+
+    def _error(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        error: Tensor = model(batch["parameters"], batch["step"]) - batch["temperature"]
+        return error
