@@ -299,7 +299,8 @@ def test_over_ends_a_sender_that_waits_and_every_call_after(run, who):
     assert client.sent == 4
 
 
-def test_over_ends_a_sender_that_has_room(run):
+def test_over_ends_a_sender_that_has_room(run, monkeypatch):
+    monkeypatch.setattr("paramserver.online.delivery._LISTEN_EVERY_S", 0.0)
     client = Client(run.address).open(0)
     run.takes = False
     client.send(0, sample(0))

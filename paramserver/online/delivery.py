@@ -11,7 +11,7 @@ from typing import Any
 
 from paramserver.errors import ClientError
 from paramserver.online.desk_line import DeskLine
-from paramserver.online.line import Message, sentence
+from paramserver.online.line import Line, Message, sentence
 from paramserver.online.messages import Header, Kind, Malformed, Welcome
 from paramserver.online.postman import Postman
 from paramserver.online.zeromq import zmq
@@ -19,6 +19,8 @@ from paramserver.online.zeromq import zmq
 DESK = "the run"
 _GREETING_S = 60.0
 _MOST_SENTENCES = 20
+# A sender that has room listens so often, because to listen costs more than to send a small sample.
+_LISTEN_EVERY_S = 0.1
 
 _logger = logging.getLogger("paramserver.client")
 
@@ -46,7 +48,7 @@ class Delivery:
         self._postmen: dict[int, Postman] = {}
         self._logged: set[str] = set()
         self.refused = 0
-        self.waited_s = 0.0
+        self.waited_s = self._listen_at = 0.0
         with ExitStack() as stack:
             self._context: zmq.Context[Any] = zmq.Context()
             stack.callback(self._context.term)
@@ -76,14 +78,22 @@ class Delivery:
             RunOver: the run wants no more samples.
         """
         postman = self._postman(self.welcome.trainer_of(self._header.simulation, step))
-        self._hear([postman])
+        now = time.monotonic()
+        if now >= self._listen_at:
+            self._listen_at = now + _LISTEN_EVERY_S
+            self._hear(list(self._postmen.values()))
         if postman.outstanding >= self.welcome.window:
-            began = time.monotonic()
-            try:
-                self._wait([postman], self.welcome.window - 1)
-            finally:
-                self.waited_s += time.monotonic() - began
+            self._hear([postman])
+        if postman.outstanding >= self.welcome.window:
+            self._wait_for_room(postman)
         postman.post(step, frames)
+
+    def _wait_for_room(self, postman: Postman) -> None:
+        began = time.monotonic()
+        try:
+            self._wait([postman], self.welcome.window - 1)
+        finally:
+            self.waited_s += time.monotonic() - began
 
     def settle(self) -> None:
         """Wait until everything that was sent was dealt with; raises as ``send``."""
@@ -117,7 +127,6 @@ class Delivery:
         """Until no more than ``at_most`` samples are on the way to each of these."""
         for postman in postmen:
             postman.begin_to_wait()
-        self._hear(postmen)
         while waited_for := [postman for postman in postmen if postman.outstanding > at_most]:
             until = min([postman.touch() for postman in waited_for])
             self._poll(waited_for, until)
@@ -131,10 +140,10 @@ class Delivery:
 
     def _hear(self, postmen: Sequence[Postman]) -> None:
         for postman in postmen:
-            self._note(str(postman), postman.hear())
-        self._note(str(self._desk), self._desk.receive())
+            self._note(postman, postman.hear())
+        self._note(self._desk, self._desk.receive())
 
-    def _note(self, who: str, messages: Iterable[Message]) -> None:
+    def _note(self, who: Line, messages: Iterable[Message]) -> None:
         """Refusals are counted, and logged once for each sentence."""
         for header, body in messages:
             if header.kind is Kind.REFUSED:

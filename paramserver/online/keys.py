@@ -28,7 +28,6 @@ SERVER = "server"
 CLIENT = "client"
 _CLIENTS = "clients"
 _PUBLIC, _SECRET = ".key", ".key_secret"
-# A socket in a domain of its own asks who comes, and takes nobody where there is nobody to ask.
 _DOMAIN = "paramserver"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _Z85_LENGTH = 40
@@ -208,6 +207,8 @@ class ServerSecurity:
             socket.curve_server = True
             socket.curve_publickey, socket.curve_secretkey = self._public, self._secret
             socket.zap_domain = _DOMAIN.encode()
+            # Else libzmq takes everybody where the thread that would be asked is gone.
+            socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Whether this public key may come; called by pyzmq in its thread."""
