@@ -16,7 +16,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from paramserver import evaluate
+from paramserver import evaluate, outside
 from paramserver.config import KEYS, NOT_IN_THIS_VERSION, SECTIONS, config_from_mapping, describe_keys, load_config
 from paramserver.launch import make_parser
 
@@ -118,17 +118,22 @@ def test_python_blocks_are_python():
 # Commands.
 
 
+def all_help():
+    parsers = (make_parser, evaluate.make_parser, outside.make_keys_parser, outside.make_ping_parser)
+    return "".join(make().format_help() for make in parsers)
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_flags_exist(document):
     flags = {word for words in launches(document) for word in words if word.startswith("--")}
     flags |= set(re.findall(r"`(--\w+)", document.read_text()))
-    helped = make_parser().format_help() + evaluate.make_parser().format_help()
+    helped = all_help()
     assert flags <= set(re.findall(r"--\w+", helped))
     assert document != README or {"--config", "--rank", "--world_size", "--mode", "--set", "--resume"} <= flags
 
 
 def test_every_flag_is_in_the_contract():
-    helped = make_parser().format_help() + evaluate.make_parser().format_help()
+    helped = all_help()
     assert set(re.findall(r"--\w+", helped)) - {"--help"} <= set(re.findall(r"--\w+", INTERFACE.read_text()))
 
 
