@@ -62,16 +62,18 @@ class Outside(Study):
             simulation.begin(now)
             self._open[simulation.id] = simulation
         simulation.byes.pop(header.member, None)
-        simulation.hear(now)
+        simulation.hear(header.member, now)
 
     def bye(self, header: Header, now: float) -> None:
         self._sign_s = now
         super().bye(header, now)
 
     def reported(self, trainer: int, received: Mapping[int, int], heard: Sequence[tuple[int, int]], now: float) -> None:
-        super().reported(trainer, received, heard, now)
-        if any(one.heard_s == now for one in self._open.values()):
+        if any(count != self._received[trainer].get(number, 0) for number, count in received.items()):
             self._sign_s = now
+        if any(number in self._open for number, _ in heard):
+            self._sign_s = now
+        super().reported(trainer, received, heard, now)
 
     def last(self, now: float) -> str | None:
         self._last_said, self._sign_s = True, now
@@ -86,7 +88,7 @@ class Outside(Study):
         for simulation in list(self._open.values()):
             if self._is_complete(simulation):
                 actions.append(self._complete(simulation, now))
-            elif not simulation.silent and now - simulation.heard_s > self.config.timeout_s:
+            elif not simulation.silent and self._is_quiet(simulation, now):
                 actions.append(self._fell_silent(simulation))
         enough = self.config.count is not None and self.complete >= self.config.count
         self.done = enough or (self._last_said and not self._open)
@@ -101,6 +103,9 @@ class Outside(Study):
 
     def _known(self, number: int) -> Simulation:
         return self.simulations.setdefault(number, Simulation(number))
+
+    def _is_quiet(self, simulation: Simulation, now: float) -> bool:
+        return now - simulation.quiet_since(self.config.group_size) > self.config.timeout_s
 
     def _fell_silent(self, simulation: Simulation) -> Note:
         simulation.silent = True

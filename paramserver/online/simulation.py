@@ -30,7 +30,8 @@ class Simulation:
         total: its samples, once they are known.
         trainer: the one that gets all of its samples, where they are dealt by simulation.
         alive: whether its process runs; it may go on when all is received.
-        heard_s: when it last gave a sign of life, or entered its state.
+        since_s: when it entered its state, or its attempt began.
+        heard_s: member -> when it last gave a sign of life in this attempt.
         byes: member -> the samples that it said it sent.
         silent: whether its silence was told, and not broken since.
         killed: why its process was asked to end; None where it was not.
@@ -45,7 +46,8 @@ class Simulation:
     total: int | None = None
     trainer: int | None = None
     alive: bool = False
-    heard_s: float = 0.0
+    since_s: float = 0.0
+    heard_s: dict[int, float] = field(default_factory=dict)
     byes: dict[int, int] = field(default_factory=dict)
     silent: bool = False
     killed: str | None = None
@@ -56,16 +58,29 @@ class Simulation:
         """Whether nothing more is expected of it."""
         return self.state in (State.COMPLETE, State.GIVEN_UP)
 
-    def hear(self, now: float) -> None:
+    def hear(self, member: int, now: float) -> None:
         """A sign of life; of one that is complete, or about to be ended, none matters any more."""
         if not self.ended and self.killed is None:
-            self.heard_s, self.silent = now, False
+            self.heard_s[member] = now
+            self.silent = False
 
     def begin(self, now: float) -> None:
         """This attempt begins."""
-        self.state, self.killed = State.RUNNING, None
+        self.enter(State.RUNNING, now)
+        self.killed = None
         self.byes.clear()
-        self.hear(now)
+        self.heard_s.clear()
+
+    def enter(self, state: State, now: float) -> None:
+        self.state, self.since_s = state, now
+
+    def quiet_since(self, members: int) -> float:
+        """When the member that has been silent longest was heard last.
+
+        The others of its group may wait for it for ever, and say so. Those that said BYE have nothing more to say.
+        """
+        open_ones = [self.heard_s.get(member, self.since_s) for member in range(members) if member not in self.byes]
+        return min(open_ones) if open_ones else max(self.heard_s.values(), default=self.since_s)
 
     def all_said_bye(self, members: int) -> bool:
         return len(self.byes) >= members

@@ -67,7 +67,7 @@ class Started(Study):
         return super().refusal(header)
 
     def hello(self, header: Header, parameters: Sequence[float], now: float) -> None:
-        self.simulations[header.simulation].hear(now)
+        self.simulations[header.simulation].hear(header.member, now)
 
     def exited(self, number: int, attempt: int, code: int, now: float) -> None:
         simulation = self.simulations[number]
@@ -77,7 +77,7 @@ class Started(Study):
         if simulation.ended or simulation.killed is not None:
             return
         if code == 0 or simulation.all_said_bye(self.config.group_size):
-            simulation.state, simulation.heard_s = State.SETTLING, now
+            simulation.enter(State.SETTLING, now)
             simulation.settled_at = [reports + _REPORTS_TO_SETTLE for reports in self._reports]
         if code != 0:
             simulation.killed = how_it_ended(code)
@@ -104,24 +104,26 @@ class Started(Study):
         if simulation.ended:
             del self._started[simulation.id]
             return []
-        if simulation.state is State.SETTLING and not self._is_settled(simulation, now - simulation.heard_s):
+        if simulation.state is State.SETTLING and not self._is_settled(simulation, now - simulation.since_s):
             return []
         return self._failed(simulation, simulation.killed or self._too_few(simulation))
 
     def _watch(self, simulation: Simulation, now: float) -> list[Action]:
         """Of a process that runs: silence, or life beyond its last sample."""
-        limit_s, quiet_s = self.config.timeout_s, now - simulation.heard_s
+        limit_s = self.config.timeout_s
         if simulation.killed is not None:
-            if quiet_s > max(limit_s, _LEAST_TO_END_S):
+            if now - simulation.since_s > max(limit_s, _LEAST_TO_END_S):
                 self.failure = f"simulation {simulation.id} was to be ended ({simulation.killed}) and is still there"
             return []
-        if quiet_s <= limit_s:
+        complete = simulation.state is State.COMPLETE
+        since_s = simulation.since_s if complete else simulation.quiet_since(self.config.group_size)
+        if now - since_s <= limit_s:
             return []
-        if simulation.state is State.COMPLETE:
+        if complete:
             simulation.killed = f"it went on for {limit_s:g} s after its last sample was received"
         else:
             simulation.killed = f"it was silent for {limit_s:g} s"
-        simulation.heard_s = now
+        simulation.since_s = now
         return [Kill(simulation.id, simulation.killed)]
 
     def _is_settled(self, simulation: Simulation, quiet_s: float) -> bool:

@@ -59,7 +59,7 @@ class Study(ABC):
             if self._is_complete(simulation):
                 simulation.state = State.COMPLETE
                 self.complete += 1
-            simulation.hear(now)
+            simulation.since_s = now
 
     def refusal(self, header: Header) -> str | None:
         """Why the HELLO of this simulation must be refused; None where it is welcome."""
@@ -79,20 +79,18 @@ class Study(ABC):
         simulation = self.simulations.get(header.simulation)
         if simulation is None or header.attempt != simulation.attempt or simulation.ended:
             return
-        simulation.hear(now)
+        simulation.hear(header.member, now)
         simulation.byes[header.member] = header.step
         if self.config.steps is None and simulation.all_said_bye(header.members):
             simulation.total = sum(simulation.byes.values()) // header.members
 
     def reported(self, trainer: int, received: Mapping[int, int], heard: Sequence[tuple[int, int]], now: float) -> None:
         """A trainer told what its buffer has got in all, and of which (simulation, member) it heard lately."""
-        mine = self._received[trainer]
-        alive = {simulation for simulation, _ in heard}
-        alive.update(key for key, count in received.items() if count != mine.get(key, 0))
-        mine.update(received)
+        self._received[trainer].update(received)
         self._reports[trainer] += 1
-        for number in alive & self.simulations.keys():
-            self.simulations[number].hear(now)
+        for number, member in heard:
+            if number in self.simulations:
+                self.simulations[number].hear(member, now)
 
     def last(self, now: float) -> str | None:
         """Nobody else will come from outside; a sentence where that is not for others to say."""
@@ -153,7 +151,7 @@ class Study(ABC):
         return self.config.steps is None and bool(simulation.byes) and simulation.total is not None
 
     def _complete(self, simulation: Simulation, now: float) -> Note:
-        simulation.state, simulation.heard_s = State.COMPLETE, now
+        simulation.enter(State.COMPLETE, now)
         self.complete += 1
         return Note("complete", simulation.id, f"simulation {simulation.id} is complete")
 
