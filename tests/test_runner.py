@@ -184,17 +184,17 @@ def test_a_program_that_vanished_is_told_in_the_log(runner_of, tmp_path):
     assert f"{file} cannot be started: No such file or directory" in log(tmp_path)
 
 
-FAMILY = """
+FAMILY = r"""
 import os, signal, sys, time
 child = os.fork()
 if child == 0:
     if "deaf" in sys.argv:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    print(os.getpid(), flush=True)
+    os.write(1, b"%d\n" % os.getpid())
 else:
     if "deaf" in sys.argv:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    print(os.getpid(), flush=True)
+    os.write(1, b"%d\n" % os.getpid())
     if "leaves" in sys.argv:
         while len(open(sys.argv[1]).read().split(chr(10), 1)[1].split()) < 2:
             pass
@@ -252,9 +252,7 @@ def test_a_frozen_leash_is_ended_with_its_program(runner_of, tmp_path, monkeypat
 
 
 def test_a_group_ends_with_its_first_failure(runner_of, tmp_path):
-    text = (
-        "import os, signal; print(os.getpid(), flush=True)\nif os.environ['PARAMSERVER_MEMBER'] == '1': os._exit(9)\n"
-    )
+    text = "import os, signal; os.write(1, b'%d\\n' % os.getpid())\nif os.environ['PARAMSERVER_MEMBER'] == '1': os._exit(9)\n"
     runner = runner_of(command=script(tmp_path, text + "signal.pause()"), group_size=3)
     start(runner)
     assert wait_for(runner) == [(0, 0, 9)]
