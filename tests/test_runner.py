@@ -252,7 +252,8 @@ def test_a_frozen_leash_is_ended_with_its_program(runner_of, tmp_path, monkeypat
 
 
 def test_a_group_ends_with_its_first_failure(runner_of, tmp_path):
-    text = "import os, signal; os.write(1, b'%d\\n' % os.getpid())\nif os.environ['PARAMSERVER_MEMBER'] == '1': os._exit(9)\n"
+    text = "import os, signal\nos.write(1, b'%d\\n' % os.getpid())\n"
+    text += "if os.environ['PARAMSERVER_MEMBER'] == '1': os._exit(9)\n"
     runner = runner_of(command=script(tmp_path, text + "signal.pause()"), group_size=3)
     start(runner)
     assert wait_for(runner) == [(0, 0, 9)]

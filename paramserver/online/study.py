@@ -52,7 +52,7 @@ class Study(ABC):
 
     def begin(self, joined: Sequence[Joined], now: float) -> None:
         """All trainers have joined: what they had received before decides what is complete."""
-        self._received = [dict(one.received) for one in joined]
+        self._received = [{**one.received, **reported} for one, reported in zip(joined, self._received, strict=True)]
         self._inherited = dict(joined[0].inherited)
         self._begun = True
         for simulation in self.simulations.values():
