@@ -44,7 +44,7 @@ class Command:
         search = environ.get("PATH")
         if plan.config.function is not None:
             passed = [word for folder in folders for word in ("--folder", str(folder))]
-            self._words = [sys.executable, "-m", "paramserver.online.worker", plan.config.function, *passed]
+            self._words = [sys.executable, "-m", "paramserver.worker", plan.config.function, *passed]
             self._filled = False
         else:
             self._words = self._read(str(plan.config.command), search)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import signal
@@ -10,11 +9,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paramserver.cluster import process_environ
 from paramserver.cluster.network import producer_environment
+from paramserver.cluster.producer import Producer
 from paramserver.online.command import Command
 from paramserver.online.leash import GRACE_S
 from paramserver.online.plan import Plan
@@ -83,9 +83,8 @@ class _Running:
 class Runner:
     """Owns the processes of all simulations, until ``close``. For one thread: they end when that thread does.
 
-    Each runs in a process group of its own, with its output in ``simulation-<id>.log``, and knows the run by variables:
-    PARAMSERVER_ADDRESS, _SIMULATION, _PARAMETERS (a JSON list), _ATTEMPT, _MEMBERS, _MEMBER (by srun: SLURM_PROCID) and
-    _KEYS where there are keys.
+    Each runs in a process group of its own, with its output in ``simulation-<id>.log``, and knows the run by the
+    variables of ``Producer``; by srun the member is its SLURM_PROCID.
 
     Args:
         plan: with a command or function.
@@ -109,8 +108,7 @@ class Runner:
     def start(self, start: Start, address: str) -> None:
         """Start all processes of a simulation, which find the desk at ``address``."""
         words = self._command.words(start)
-        told = self._told(start, address)
-        members = self._config.group_size
+        told = self._producer(start, address)
         self._logs.mkdir(parents=True, exist_ok=True)
         self._running[start.simulation] = running = _Running(start, [])
         with log_file(self._logs, start.simulation).open("ab", buffering=0) as log:
@@ -118,22 +116,21 @@ class Runner:
             if self._command.by_srun:
                 running.leashes.append(self._hold(words, told, log.fileno()))
                 return
-            for member in range(members):
-                running.leashes.append(self._hold(words, {**told, "PARAMSERVER_MEMBER": str(member)}, log.fileno()))
+            for member in range(self._config.group_size):
+                running.leashes.append(self._hold(words, replace(told, member=member), log.fileno()))
 
-    def _told(self, start: Start, address: str) -> dict[str, str]:
-        told = {
-            "PARAMSERVER_ADDRESS": address,
-            "PARAMSERVER_SIMULATION": str(start.simulation),
-            "PARAMSERVER_PARAMETERS": json.dumps(start.parameters),
-            "PARAMSERVER_ATTEMPT": str(start.attempt),
-            "PARAMSERVER_MEMBERS": str(self._config.group_size),
-        }
-        if self._config.keys is not None:
-            told["PARAMSERVER_KEYS"] = str(Path(self._config.keys).absolute())
-        return told
+    def _producer(self, start: Start, address: str) -> Producer:
+        keys = self._config.keys
+        return Producer(
+            address=address,
+            simulation=start.simulation,
+            parameters=start.parameters,
+            attempt=start.attempt,
+            members=self._config.group_size,
+            keys=None if keys is None else str(Path(keys).absolute()),
+        )
 
-    def _hold(self, words: Sequence[str], told: Mapping[str, str], log: int) -> _Leash:
+    def _hold(self, words: Sequence[str], told: Producer, log: int) -> _Leash:
         reading, writing = os.pipe()
         holder = [sys.executable, "-m", "paramserver.online.leash", str(os.getpid()), str(writing)]
         try:
@@ -142,7 +139,7 @@ class Runner:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=producer_environment(self._environ, told),
+                env=producer_environment(self._environ, told.variables()),
                 pass_fds=(writing,),
                 start_new_session=True,
             )

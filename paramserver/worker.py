@@ -1,4 +1,4 @@
-"""One simulation of ``simulations.function``: ``python -m paramserver.online.worker module:function [--folder F ...]``.
+"""One simulation of ``simulations.function``: ``python -m paramserver.worker module:function [--folder F ...]``.
 
 The function is called with the vector of its parameters and an open client, which is closed when it returns. Where the
 run wants no more samples, that is a good end; what the function raises is not.
@@ -17,7 +17,7 @@ from paramserver.loading import load_object
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="paramserver.online.worker")
+    parser = argparse.ArgumentParser(prog="paramserver.worker")
     parser.add_argument("function")
     parser.add_argument("--folder", action="append", default=[], type=Path)
     told = parser.parse_args(arguments)
