@@ -185,9 +185,9 @@ class Desk:
             if self._study.failure is not None:
                 raise TrainingError(self._study.failure)
             if finish:
-                door.send(finish)
                 self._finished = True
                 self._on_event("finish", self._study.counts())
+                door.send(finish)
 
     def _listen(self, door: Door) -> None:
         for peer, frames in door.messages(_MESSAGES_AT_ONCE):
