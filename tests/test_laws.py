@@ -26,7 +26,7 @@ FLOORS = {
     1.1: "cluster limits links rundir shards",
     1.15: "undo",
     1.2: "attempts claim consistency slicing",
-    1.3: "protocol",
+    1.3: "online protocol",
     2.0: "report resharding sinks sources",
     2.1: "channel console",
     3.0: "task",
@@ -60,9 +60,10 @@ FOLDERS = {
     "cluster": "network base listener flags torchrun resolve",
     "consistency": "words together base sync free stale backup staleness factory",
     "config": "modes rules schema table values reading settings overrides world checks printing loading",
+    "online": "messages fields plan identities assembly verdicts inspector moments pending post tally ear reception",
     "report": "outcome summary",
     "sinks": "base jsonlines progress tensorboard",
-    "sources": "base share dataset iterable factory feeder",
+    "sources": "base share dataset iterable stream factory feeder",
     "transport": "wire agent cutting ends over_rpc over_servers ring memory pages segments shelves over_memory",
 }
 MAY_USE_RPC = [

@@ -14,6 +14,7 @@ from typing import Any
 # Daemon threads, which would else pass for those of a library.
 OUR_THREADS = (
     "feeder",
+    "reception",
     "heartbeat",
     "checkpoint-writer",
     "checkpoint-courier",
