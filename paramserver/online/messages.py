@@ -17,7 +17,7 @@ A message is a list of frames. The first is a ``Header``; what follows depends o
                          REFUSED a sentence
                          OVER    a sentence
     trainer -> desk      JOIN    token, JSON, see ``Joined``     a trainer is ready to receive
-                         REPORT  JSON                            what it has taken so far, every second
+                         REPORT  JSON, see ``Report``            what it has taken so far, every second
     desk -> trainer      READY   -                               it was told
                          FINISH  -                               the last simulation has ended: drain
 
@@ -29,7 +29,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import IntEnum
 from typing import Any
 
@@ -295,6 +295,36 @@ class Joined:
             return cls(str(body["address"]), *counts)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise Malformed(f"this is no announcement of a trainer ({error})") from error
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a trainer tells each second.
+
+    Attributes:
+        received: simulation -> samples that its buffer has got, also before it was resumed; those that are not named
+            are as they were.
+        heard: (simulation, member) of all from which anything came since the last report.
+        figures: totals so far, for people and summaries: received, duplicated, refused and the like.
+    """
+
+    received: Mapping[int, int]
+    heard: Sequence[tuple[int, int]] = ()
+    figures: Mapping[str, Any] = field(default_factory=dict)
+
+    def pack(self) -> bytes:
+        return pack_json(asdict(self))
+
+    @classmethod
+    def unpack(cls, frame: bytes) -> Report:
+        """Read it; Malformed where it is none."""
+        body = read_json(frame)
+        try:
+            received = {int(key): int(n) for key, n in body["received"].items()}
+            heard = tuple((int(simulation), int(member)) for simulation, member in body["heard"])
+            return cls(received, heard, dict(body["figures"]))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise Malformed(f"this is no report of a trainer ({error})") from error
 
 
 def pack_json(body: Mapping[str, Any]) -> bytes:
