@@ -60,7 +60,8 @@ FOLDERS = {
     "cluster": "network base listener flags torchrun resolve",
     "consistency": "words together base sync free stale backup staleness factory",
     "config": "modes rules schema table values reading settings overrides world checks printing loading",
-    "online": "messages fields plan identities assembly verdicts inspector moments pending post tally ear reception",
+    "online": "zeromq keys messages fields plan identities assembly verdicts inspector moments pending post tally ear "
+    "reception",
     "report": "outcome summary",
     "sinks": "base jsonlines progress tensorboard",
     "sources": "base share dataset iterable stream factory feeder",

@@ -5,20 +5,20 @@ from __future__ import annotations
 import socket as system_socket
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import ExitStack
+from typing import Any
 
 from paramserver.errors import SourceError, UnsupportedConfiguration
 from paramserver.online.identities import Identities
 from paramserver.online.inspector import Inspector
-from paramserver.online.messages import Header, Joined, Kind, Malformed, pack_json
+from paramserver.online.keys import peer_security, server_security
+from paramserver.online.messages import Header, Joined, Kind, Malformed
 from paramserver.online.moments import FieldMoments
 from paramserver.online.pending import Bell, Pending
 from paramserver.online.post import Post
 from paramserver.online.tally import Tally
 from paramserver.online.verdicts import Accepted, Refused, Verdict, Visitor
-
-if TYPE_CHECKING:
-    import zmq
+from paramserver.online.zeromq import zmq
 
 # Messages that are read before anything else gets its turn.
 _AT_ONCE = 64
@@ -27,19 +27,6 @@ _REPORT_AGAIN_S = 0.05
 _LINGER_MS = 500
 # A frame of a wrong size is refused with a sentence; beyond twice the plan's and this it costs the connection.
 _SPARE_BYTES = 2**20
-
-
-def import_zmq() -> Any:
-    """The module of pyzmq.
-
-    Raises:
-        UnsupportedConfiguration: it is not installed.
-    """
-    try:
-        import zmq
-    except ImportError as error:
-        raise UnsupportedConfiguration("online training needs pyzmq; install paramserver[online]") from error
-    return zmq
 
 
 class Ear:
@@ -77,49 +64,44 @@ class Ear:
     # The sockets.
 
     def __enter__(self) -> Ear:
-        self._zmq = import_zmq()
-        self._context: zmq.Context[Any] = self._zmq.Context()
-        self._sockets: list[Any] = []
-        try:
-            self._clients = self._open_router()
-            self._desk = self._open(self._zmq.DEALER)
+        with ExitStack() as opening:
+            context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+            opening.callback(context.term)
+            security = opening.enter_context(server_security(context, self.post.keys))
+            self._clients = opening.enter_context(self._socket(context, zmq.ROUTER))
+            security.protect(self._clients)
+            self._bind()
+            self._desk = opening.enter_context(self._socket(context, zmq.DEALER))
+            peer_security(self._desk, self.post.keys)
             self._desk.connect(self.post.desk)
-        except BaseException:
-            self.__exit__()
-            raise
+            self._opened = opening.pop_all()
         return self
 
-    def _open(self, kind: int) -> Any:
-        opened = self._context.socket(kind)
+    def _socket(self, context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
+        opened = context.socket(kind)
         opened.linger = _LINGER_MS
         opened.ipv6 = ":" in self.post.host
-        self._sockets.append(opened)
         return opened
 
-    def _open_router(self) -> Any:
-        router = self._open(self._zmq.ROUTER)
+    def _bind(self) -> None:
         largest = max((field.bytes for field in self.post.plan.shaped), default=0)
-        router.maxmsgsize = 2 * largest + _SPARE_BYTES
+        self._clients.maxmsgsize = 2 * largest + _SPARE_BYTES
         # A client that connects anew under its own name is the same client.
-        router.router_handover = True
+        self._clients.router_handover = True
         try:
-            router.bind(f"tcp://{_numeric(self.post.host)}:*")
-        except self._zmq.ZMQError as error:
+            self._clients.bind(f"tcp://{_numeric(self.post.host)}:*")
+        except zmq.ZMQError as error:
             raise UnsupportedConfiguration(
                 f"trainer {self.post.trainer_index} cannot listen on {self.post.host} ({error}); correct "
                 "simulations.address"
             ) from error
-        return router
 
     @property
     def address(self) -> str:
-        endpoint: bytes = self._clients.last_endpoint
-        return endpoint.decode().rstrip("\0")
+        return bytes(self._clients.get(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
 
     def __exit__(self, *exception: object) -> None:
-        for opened in self._sockets:
-            opened.close()
-        self._context.term()
+        self._opened.close()
 
     # The loop.
 
@@ -129,9 +111,9 @@ class Ear:
         Raises:
             SourceError: the desk refused this trainer, or it is silent.
         """
-        poller = self._zmq.Poller()
+        poller = zmq.Poller()
         for one in (self._clients, self._desk, self.bell.fileno()):
-            poller.register(one, self._zmq.POLLIN)
+            poller.register(one, zmq.POLLIN)
         self._join()
         while not self.pending.closed:
             due = dict(poller.poll(max(0, int(1000 * (self._report_due - time.monotonic())) + 1)))
@@ -176,7 +158,7 @@ class Ear:
         if now < self._report_due:
             return
         if self._ready:
-            self._desk.send_multipart([self._to_desk(Kind.REPORT), pack_json(self.tally.report())])
+            self._desk.send_multipart([self._to_desk(Kind.REPORT), self.tally.report().pack()])
         self._reported, self._report_due = now, now + self.interval_s
         if now - self._counted >= self.interval_s:
             self._counted = now
@@ -274,8 +256,8 @@ class Ear:
     def _next(self, readable: Any) -> list[Any] | None:
         """The frames of a message, which lie where they were received; None where there is none."""
         try:
-            frame = readable.recv(self._zmq.NOBLOCK, copy=False)
-        except self._zmq.Again:
+            frame = readable.recv(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
             return None
         frames = [frame]
         while frame.more:

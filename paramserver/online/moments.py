@@ -54,7 +54,7 @@ class Moments:
         return math.sqrt(self._squares / self.count) if self.count else 0.0
 
     def row(self) -> dict[str, float]:
-        return {"mean": self.mean, "std": self.deviation, "count": self.count, "not_finite": self.not_finite}
+        return {"mean": self.mean, "deviation": self.deviation, "count": self.count, "not_finite": self.not_finite}
 
 
 class FieldMoments:
@@ -81,7 +81,7 @@ class FieldMoments:
             self._passed += 1
 
     def read(self) -> dict[str, dict[str, float]]:
-        """``{field: {mean, std, count, not_finite}}`` since it was read last; the counts are of numbers looked at."""
+        """``{field: {mean, deviation, count, not_finite}}`` of what was looked at since it was read last."""
         with self._lock:
             rows = {name: moments.row() for name, moments in self._moments.items()}
             self._begin()

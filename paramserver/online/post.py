@@ -18,7 +18,6 @@ class Post:
         trainer_index: which trainer this is.
         trainers: how many there are.
         host: the address of this machine on which clients reach the trainer.
-        keys: folder of the run's keys; None = without, on loopback.
         timeout_s: how long the desk may be silent.
         seed: of the run.
     """
@@ -29,6 +28,10 @@ class Post:
     trainer_index: int
     trainers: int
     host: str = "127.0.0.1"
-    keys: str | None = None
     timeout_s: float = 60.0
     seed: int = 0
+
+    @property
+    def keys(self) -> str | None:
+        """Folder of the run's keys; None = without, on loopback."""
+        return self.plan.config.keys

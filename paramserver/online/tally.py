@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from paramserver.online.messages import Report
 from paramserver.online.verdicts import REASONS, Accepted, Duplicate, Reason, Refused, Verdict, Visitor
 
 _log = logging.getLogger("paramserver")
@@ -68,25 +69,23 @@ class Tally:
     def figures(self) -> dict[str, Any]:
         """Samples that the buffer has got since the start of the run, and their bytes; messages since it was resumed.
 
-        ``refused`` is {reason: messages}, of the reasons that came up.
+        ``refusals`` is {reason: messages}, of the reasons that came up, and ``refused`` their sum.
         """
+        refusals = {reason: n for reason, n in self.refused.copy().items() if n}
         return {
             "received": self.received,
             "bytes": self.received * self._sample_bytes,
             "duplicated": self.duplicated,
-            "refused": {reason: n for reason, n in self.refused.copy().items() if n},
+            "refused": sum(refusals.values()),
+            "refusals": refusals,
         }
 
-    def report(self) -> dict[str, Any]:
-        """What is new for the desk since the last report, and the figures.
-
-        ``received`` is {simulation: samples that the buffer has got in all}, of those that have changed; ``heard`` are
-        the [simulation, member] that gave a sign of life; ``figures`` as of ``figures()``.
-        """
+    def report(self) -> Report:
+        """What is new for the desk since the last report, and the figures."""
         received = {simulation: self.counts[simulation] for simulation in sorted(self._changed)}
-        body = {"received": received, "heard": sorted(self._heard), "figures": self.figures()}
+        report = Report(received, sorted(self._heard), self.figures())
         self._changed, self._heard = set(), set()
-        return body
+        return report
 
 
 def _source(visitor: Visitor | None, peer: bytes) -> str:

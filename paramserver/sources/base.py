@@ -92,7 +92,7 @@ class Source(ABC):
         return {}
 
     def statistics(self) -> dict[str, dict[str, float]]:
-        """``{field: {mean, std, count, not_finite}}`` of what came since this was asked last; from any thread."""
+        """``{field: {mean, deviation, count, not_finite}}`` of what came since this was asked last; from any thread."""
         return {}
 
     def mark(self) -> Any:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
 
 from paramserver.config import SimulationsConfig
 from paramserver.errors import UnsupportedConfiguration
-from paramserver.online.ear import import_zmq
 from paramserver.online.identities import Identities
 from paramserver.online.post import Post
-from paramserver.online.reception import Reception
 from paramserver.sources.base import Leftover, Source
+
+if TYPE_CHECKING:
+    from paramserver.online.reception import Reception
 
 
 class Stream(Source):
@@ -58,7 +62,9 @@ class Stream(Source):
 
     def connect(self, post: Post) -> None:
         self.check(post.plan.config)
-        import_zmq()
+        # Here, and not when it is read: where pyzmq is missing, this says so.
+        import paramserver.online.reception  # noqa: F401
+
         self._post = post
 
     def samples(self, position: int) -> Iterator[tuple[Any, Any]]:
@@ -75,6 +81,8 @@ class Stream(Source):
 
     def _receive(self, position: int) -> Reception | None:
         """Begin, once; None where it was closed already."""
+        from paramserver.online.reception import Reception
+
         with self._lock:
             if self._post is None:
                 raise UnsupportedConfiguration(
@@ -112,8 +120,12 @@ class Stream(Source):
     # Checkpoints.
 
     def state_dict(self) -> dict[str, Any]:
-        # All of the log: how far the buffer had come is known to who reads it.
-        return self.identities.state()
+        # All of the log: how far the buffer had come is known to who reads it. As tensors, for what stores them refuses
+        # an empty array.
+        state = self.identities.state()
+        return {
+            name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for name, value in state.items()
+        }
 
     def load_state_dict(self, state: Mapping[str, Any], mark: Any = None) -> None:
         self.identities.restore(state)
