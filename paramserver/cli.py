@@ -5,11 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from paramserver import evaluate, launch
+from paramserver import evaluate, launch, outside
 from paramserver.leaving import leave, put_out
 from paramserver.version import __version__
 
-_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"evaluate": evaluate.main, "launch": launch.main}
+_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "evaluate": evaluate.main,
+    "keys": outside.keys_main,
+    "launch": launch.main,
+    "ping": outside.ping_main,
+}
 # Named in docs/interface.md, built later; a wrong word is told apart from one that is too early.
 _LATER = ("benchmark", "report", "chaos", "doctor")
 
@@ -18,6 +23,8 @@ _USAGE = f"""usage: paramserver COMMAND [arguments]
 commands:
   launch    train a task (paramserver launch --help)
   evaluate  validate the model of a checkpoint (paramserver evaluate --help)
+  keys      make keys for the clients of an online run (paramserver keys --help)
+  ping      ask whether an online run is alive (paramserver ping --help)
 
 not in this version: {", ".join(_LATER)}"""
 

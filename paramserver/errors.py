@@ -12,6 +12,8 @@
     │   ├── SourceError               a source of samples raised
     │   ├── PeerLost                  another process of the run is gone or silent
     │   └── DeadlineExceeded          a wait reached its limit
+    ├── ClientError                   exit 1: a program that produces samples cannot go on
+    │   └── RunOver                   the run wants no more samples
     ├── Interrupted                   exit 3: a signal ended the run, after its checkpoint was written
     └── BufferError
         ├── BufferTimeout             a put or get reached its limit
@@ -66,6 +68,14 @@ class PeerLost(TrainingError):  # noqa: N818
 
 
 class DeadlineExceeded(TrainingError):  # noqa: N818
+    pass
+
+
+class ClientError(ParamserverError):
+    pass
+
+
+class RunOver(ClientError):  # noqa: N818 - how a producer's work may end well
     pass
 
 

@@ -112,8 +112,12 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    spelled = [_underscored(word) for word in argv]
-    return make_parser().parse_args(spelled)
+    return make_parser().parse_args(spelled(argv))
+
+
+def spelled(argv: Sequence[str]) -> list[str]:
+    """The words of a command line with ``_`` in the names of all flags."""
+    return [_underscored(word) for word in argv]
 
 
 def _underscored(word: str) -> str:

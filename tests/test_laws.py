@@ -27,6 +27,7 @@ FLOORS = {
     1.15: "undo",
     1.2: "attempts claim consistency slicing",
     1.3: "online protocol",
+    1.4: "client",
     2.0: "report resharding sinks sources",
     2.1: "channel console",
     3.0: "task",
@@ -49,7 +50,7 @@ FLOORS = {
     8.1: "trainers.served",
     9.0: "dry_run rank supervisor",
     9.1: "launch",
-    9.2: "api evaluate",
+    9.2: "api evaluate outside",
     10: "cli",
 }
 # The rooms that are folders, from their base upwards.
@@ -57,11 +58,11 @@ FOLDERS = {
     "buffers": "batch checks order codec layout storage redistribute contents exchange base counted fifo firo "
     "reservoir factory",
     "checkpoint": "disk manifest layout archive storable pieces memory copies best read store retention writer",
-    "cluster": "network base listener flags torchrun resolve",
+    "cluster": "network producer base listener flags torchrun resolve",
     "consistency": "words together base sync free stale backup staleness factory",
     "config": "modes rules schema table values reading settings overrides world checks printing loading",
-    "online": "zeromq keys messages fields plan identities assembly verdicts inspector moments pending post tally ear "
-    "reception",
+    "online": "zeromq messages fields plan keys numbering line desk_line postman parcel delivery identities assembly "
+    "verdicts inspector moments pending post tally ear reception",
     "report": "outcome summary",
     "sinks": "base jsonlines progress tensorboard",
     "sources": "base share dataset iterable stream factory feeder",
@@ -80,6 +81,7 @@ NEEDS_NO_TORCH = (
     "paramserver.api",
     "paramserver.launch",
     "paramserver.evaluate",
+    "paramserver.outside",
     "paramserver.cli",
     "paramserver.config",
     "paramserver.cluster",

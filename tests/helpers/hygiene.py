@@ -22,6 +22,7 @@ OUR_THREADS = (
     "peer-",
     "watch-",
     "segment-host",
+    "gatekeeper",
 )
 # Set by pytest for each phase, and by scikit-learn and torch's compiler while they are imported.
 _NOT_OURS = frozenset(

@@ -1,0 +1,145 @@
+"""The samples of one member on their way to all trainers, a window of them at once to each."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from paramserver.errors import ClientError
+from paramserver.online.desk_line import DeskLine
+from paramserver.online.line import Message, sentence
+from paramserver.online.messages import Header, Kind, Malformed, Welcome
+from paramserver.online.postman import Postman
+from paramserver.online.zeromq import zmq
+
+DESK = "the run"
+_GREETING_S = 60.0
+_MOST_SENTENCES = 20
+
+_logger = logging.getLogger("paramserver.client")
+
+
+class Delivery:
+    """Owns a client's sockets. For one thread; ``close`` also after an error.
+
+    Args:
+        address: of the desk.
+        keys: as in ``client_security``.
+        header: who sends: simulation, member, members and attempt.
+        parameters: of the simulation, packed.
+        timeout_s: how long the desk and each trainer may be silent while they are waited for; None = what the run
+            tells, and 60 s until then.
+
+    Raises:
+        ClientError: the desk refused, or was silent.
+        RunOver: the run wants no more samples.
+    """
+
+    def __init__(
+        self, address: str, keys: str | Path | None, header: Header, parameters: bytes, timeout_s: float | None
+    ) -> None:
+        self._keys, self._header, self._parameters = keys, header, parameters
+        self._postmen: dict[int, Postman] = {}
+        self._logged: set[str] = set()
+        self.refused = 0
+        self.waited_s = 0.0
+        with ExitStack() as stack:
+            self._context: zmq.Context[Any] = zmq.Context()
+            stack.callback(self._context.term)
+            self._desk = DeskLine(self._context, DESK, address, keys)
+            stack.callback(self._desk.close)
+            self.welcome = self._greet(timeout_s or _GREETING_S)
+            stack.pop_all()
+        self._timeout_s = timeout_s or self.welcome.timeout_s
+
+    def _greet(self, timeout_s: float) -> Welcome:
+        hello = self._header.answer(Kind.HELLO)
+        answer = self._desk.ask(hello, self._parameters, answer=Kind.WELCOME, timeout_s=timeout_s)
+        try:
+            return Welcome.unpack(b"".join(answer))
+        except Malformed as error:
+            raise ClientError(f"{self._desk} answered what cannot be understood: {error}") from error
+
+    @property
+    def sent(self) -> int:
+        return sum(postman.sent for postman in self._postmen.values())
+
+    def send(self, step: int, frames: list[Any]) -> None:
+        """Send a sample to its trainer, once there is room on the way.
+
+        Raises:
+            ClientError: that trainer is gone.
+            RunOver: the run wants no more samples.
+        """
+        postman = self._postman(self.welcome.trainer_of(self._header.simulation, step))
+        self._hear([postman])
+        if postman.outstanding >= self.welcome.window:
+            began = time.monotonic()
+            try:
+                self._wait([postman], self.welcome.window - 1)
+            finally:
+                self.waited_s += time.monotonic() - began
+        postman.post(step, frames)
+
+    def settle(self) -> None:
+        """Wait until everything that was sent was dealt with; raises as ``send``."""
+        self._wait(list(self._postmen.values()), 0)
+
+    def say_bye(self) -> None:
+        """Tell the desk that this member is done."""
+        self._desk.send(self._header.answer(Kind.BYE, self.sent))
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Let go of everybody; what was said to the desk has ``linger_s`` to leave."""
+        for postman in self._postmen.values():
+            postman.close()
+        self._desk.close(linger_s)
+        self._context.term()
+
+    def _postman(self, index: int) -> Postman:
+        if index not in self._postmen:
+            self._postmen[index] = Postman(
+                self._context,
+                f"trainer {index}",
+                self.welcome.trainers[index],
+                self._keys,
+                header=self._header,
+                parameters=self._parameters,
+                timeout_s=self._timeout_s,
+            )
+        return self._postmen[index]
+
+    def _wait(self, postmen: Sequence[Postman], at_most: int) -> None:
+        """Until no more than ``at_most`` samples are on the way to each of these."""
+        for postman in postmen:
+            postman.begin_to_wait()
+        self._hear(postmen)
+        while waited_for := [postman for postman in postmen if postman.outstanding > at_most]:
+            until = min([postman.touch() for postman in waited_for])
+            self._poll(waited_for, until)
+            self._hear(waited_for)
+
+    def _poll(self, postmen: Sequence[Postman], until: float) -> None:
+        poller = zmq.Poller()
+        for socket in [socket for line in (self._desk, *postmen) for socket in line.sockets]:
+            poller.register(socket, zmq.POLLIN)
+        poller.poll(max(0, round(1000 * (until - time.monotonic())) + 1))
+
+    def _hear(self, postmen: Sequence[Postman]) -> None:
+        for postman in postmen:
+            self._note(str(postman), postman.hear())
+        self._note(str(self._desk), self._desk.receive())
+
+    def _note(self, who: str, messages: Iterable[Message]) -> None:
+        """Refusals are counted, and logged once for each sentence."""
+        for header, body in messages:
+            if header.kind is Kind.REFUSED:
+                self.refused += 1
+                told = f"{who} refused a message: {sentence(body)}"
+                if told not in self._logged and len(self._logged) < _MOST_SENTENCES:
+                    self._logged.add(told)
+                    _logger.warning("%s", told)

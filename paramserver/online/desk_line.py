@@ -1,0 +1,62 @@
+"""What a client asks the desk of a run, and the answer."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from paramserver.errors import ClientError
+from paramserver.online.line import Line, sentence
+from paramserver.online.messages import Header, Kind
+from paramserver.online.zeromq import zmq
+
+_ASK_AGAIN_S = 1.0
+# A run that lives is waited for so many times longer than one that is silent.
+_PATIENCE = 10
+
+
+class DeskLine(Line):
+    """The connection to the desk, which can be asked before the run is there."""
+
+    def ask(self, question: Header, *frames: Any, answer: Kind, timeout_s: float) -> list[bytes]:
+        """The frames of the answer.
+
+        The desk answers HELLO when all trainers are there. Meanwhile it is asked each second whether it lives.
+
+        Raises:
+            ClientError: the desk refused, with its sentence, was silent for ``timeout_s``, or did not answer this in
+                ten times as long.
+            RunOver: the run wants no more samples.
+        """
+        self.heard = asked = began = time.monotonic()
+        self.send(question, *frames)
+        unanswered = answer is Kind.PONG
+        while True:
+            self._wait(min(asked + _ASK_AGAIN_S, self.heard + timeout_s))
+            for header, body in self.receive():
+                if header.kind is answer:
+                    return body
+                if header.kind is Kind.REFUSED:
+                    raise ClientError(f"{self} refused this client: {sentence(body)}")
+                unanswered = unanswered and header.kind is not Kind.PONG
+            now = time.monotonic()
+            self._check_patience(now - began, now - self.heard, timeout_s)
+            if now >= asked + _ASK_AGAIN_S:
+                asked = now
+                if not unanswered:
+                    unanswered = True
+                    self.send(Header(Kind.PING))
+
+    def _wait(self, until: float) -> None:
+        self.socket.poll(max(0, round(1000 * (until - time.monotonic())) + 1), zmq.POLLIN)
+
+    def _check_patience(self, waited_s: float, silent_s: float, timeout_s: float) -> None:
+        if silent_s >= timeout_s:
+            told = f"{self} gave no sign of life for {timeout_s:g} s; see that it runs and that this is its address"
+            if self.socket.mechanism == zmq.CURVE:
+                told += ", and that the public key of this client is in the folder clients of its keys"
+            raise ClientError(told)
+        if waited_s >= _PATIENCE * timeout_s:
+            raise ClientError(
+                f"{self} lives, but its trainers were not ready within {waited_s:.0f} s; see the log of the run"
+            )

@@ -1,0 +1,105 @@
+"""A connection from a client to one party of a run: messages out, messages in, and when it was heard last."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from paramserver.cluster.network import is_loopback
+from paramserver.errors import ClientError, RunOver
+from paramserver.online.keys import client_security
+from paramserver.online.messages import Header, Kind, Malformed
+from paramserver.online.zeromq import zmq
+
+Message = tuple[Header, list[bytes]]
+
+
+class Line:
+    """One DEALER socket. For one thread; closed by its owner before the context is terminated.
+
+    Args:
+        context: where the socket lives.
+        name: of the other end, for messages.
+        address: of the other end: ``tcp://host:port``.
+        keys: as in ``client_security``.
+
+    Raises:
+        ClientError: no address, or one that others reach, without keys.
+        UnsupportedConfiguration: the keys are none.
+    """
+
+    def __init__(self, context: zmq.Context[Any], name: str, address: str, keys: str | Path | None) -> None:
+        self.name, self.address = name, address
+        self.heard = time.monotonic()
+        _check_keys(address, keys)
+        self.socket = context.socket(zmq.DEALER)
+        try:
+            # What waits to leave is bounded by whoever sends; a program that ends without close() must not hang.
+            self.socket.sndhwm, self.socket.linger = 0, 0
+            self.socket.ipv6 = "[" in address
+            client_security(self.socket, keys)
+            self._connect()
+        except BaseException:
+            self.close()
+            raise
+
+    def _connect(self) -> None:
+        try:
+            self.socket.connect(self.address)
+        except zmq.ZMQError as error:
+            raise ClientError(
+                f"address ({self.address}) must be tcp://host:port ({error.strerror}); take the one that the run tells"
+            ) from error
+
+    @property
+    def sockets(self) -> list[zmq.Socket[Any]]:
+        """Whoever waits for news of this line polls these."""
+        return [self.socket]
+
+    def __str__(self) -> str:
+        return f"{self.name} at {self.address}"
+
+    def send(self, header: Header, *frames: Any) -> None:
+        """What a frame is made of may change afterwards: it is copied."""
+        self.socket.send_multipart([header.pack(), *frames])
+
+    def receive(self) -> Iterator[Message]:
+        """Every message that is there; does not wait.
+
+        Raises:
+            ClientError: what came is no message of this protocol and version.
+            RunOver: the run wants no more samples.
+        """
+        while True:
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self.heard = time.monotonic()
+            try:
+                header = Header.unpack(frames[0])
+            except Malformed as error:
+                raise ClientError(f"{self} answered what cannot be understood: {error}") from error
+            if header.kind is Kind.OVER:
+                raise RunOver(sentence(frames[1:]) or "the run wants no more samples")
+            yield header, frames[1:]
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """What has not left by then is dropped."""
+        self.socket.close(linger=round(1000 * linger_s))
+
+
+def sentence(frames: list[bytes]) -> str:
+    """What OVER and REFUSED say."""
+    return b" ".join(frames).decode(errors="replace").strip()
+
+
+def _check_keys(address: str, keys: str | Path | None) -> None:
+    host = address.partition("://")[2].rpartition(":")[0]
+    if keys is None and host and not is_loopback(host):
+        raise ClientError(
+            f"keys (None) must be given with the address {address}, which is beyond this machine; name the folder of "
+            "the run's keys"
+        )

@@ -1,0 +1,85 @@
+"""A sample as frames, checked against what the run declared before any of it leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paramserver.errors import ClientError
+from paramserver.online.messages import Shaped, describe, raw
+
+
+class Parcels:
+    """Packs the samples of one member.
+
+    Args:
+        declared: the fields of a whole sample.
+        members: processes of the simulation's group. With more than one, each array is this member's part of the field
+            along the first dimension.
+    """
+
+    def __init__(self, declared: Sequence[Shaped], members: int) -> None:
+        self._declared = {field.name: field for field in declared}
+        self._members = members
+        self._described: dict[tuple[tuple[int, ...], ...], bytes] = {}
+
+    def pack(self, fields: Mapping[str, Any]) -> list[Any]:
+        """The descriptor and one frame for each field, which are views of the arrays where these lie as they travel.
+
+        Raises:
+            ClientError: a field is missing or unknown, or has another shape, or a dtype or value that does not fit.
+        """
+        unknown = [name for name in fields if name not in self._declared]
+        missing = [name for name in self._declared if name not in fields]
+        if unknown:
+            raise ClientError(
+                f"field ({unknown[0]}) must be one of {', '.join(self._declared)}; rename or leave it out"
+            )
+        if missing:
+            raise ClientError(f"field ({missing[0]}) must be in every sample, it is missing; send it too")
+        arrays = {name: self._fitted(field, fields[name]) for name, field in self._declared.items()}
+        shapes = tuple(array.shape for array in arrays.values())
+        if shapes not in self._described:
+            self._described = {shapes: describe(arrays)}
+        return [self._described[shapes], *(raw(array) for array in arrays.values())]
+
+    def _fitted(self, field: Shaped, value: Any) -> npt.NDArray[Any]:
+        try:
+            array = np.asarray(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ClientError(f"field {field.name} must be an array of numbers ({error}); convert it") from error
+        self._check_shape(field, array.shape)
+        wanted = np.dtype(field.dtype)
+        return array if array.dtype == wanted else _cast(field.name, array, wanted)
+
+    def _check_shape(self, field: Shaped, shape: tuple[int, ...]) -> None:
+        if self._members == 1:
+            if shape != field.shape:
+                raise ClientError(
+                    f"field {field.name} must have the shape {field.shape}, this one has {shape}; reshape it"
+                )
+            return
+        fits = len(shape) == len(field.shape) > 0 and shape[1:] == field.shape[1:] and 0 < shape[0] <= field.shape[0]
+        if not fits:
+            raise ClientError(
+                f"field {field.name} must be a part of the shape {field.shape} along its first dimension, this one has "
+                f"{shape}; send this member's part"
+            )
+
+
+def _cast(name: str, array: npt.NDArray[Any], wanted: np.dtype[Any]) -> npt.NDArray[Any]:
+    """The same numbers in the dtype that was declared; what is rounded may lose digits, not its size."""
+    if not np.can_cast(array.dtype, wanted, casting="same_kind"):
+        raise ClientError(f"field {name} must be {wanted}, {array.dtype} does not become that by itself; convert it")
+    if np.can_cast(array.dtype, wanted, casting="safe"):
+        return array.astype(wanted)
+    with np.errstate(over="ignore"):
+        cast = array.astype(wanted)
+    kept = np.isfinite(cast) == np.isfinite(array) if wanted.kind == "f" else cast == array
+    if not np.all(kept):
+        value = array.reshape(-1)[int(np.argmin(kept))]
+        raise ClientError(f"field {name} ({value}) must fit into {wanted}; scale it, or declare a larger dtype")
+    return cast
