@@ -367,7 +367,7 @@ class Keeper:
             self._close_window()
         summary = summarize(self, status, totals, reason, error)
         if self.simulations is not None:
-            summary["simulations"] = self.simulations.summary()
+            summary |= self.simulations.summary()
         write_json(self.run.summary_file, summary)
         self.record(make_record("end", self.step, status=status, summary=summary))
         self._sink.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,14 +26,14 @@ def make_desk(process: Process, keeper: Keeper, told: SimulationsConfig, folders
     """The desk of this run, for ``with``. What it did before a resume it takes back from the keeper."""
     from paramserver.online.desk import Desk
 
-    def record(event: str, **fields: Any) -> None:
-        keeper.record(make_record("simulation", keeper.step, rank=0, event=event, **fields))
+    def record(event: str, details: Mapping[str, Any]) -> None:
+        keeper.record(make_record("simulation", keeper.step, rank=0, event=event, **details))
 
     desk = Desk(
         Plan.of(told),
         process.trainers,
-        seed=process.config.seed,
-        logs=keeper.run.logs_dir,
+        process.config.seed,
+        keeper.run.logs_dir,
         timeout_s=process.config.cluster.timeout_s,
         folders=folders,
         state=keeper.simulations_state,
@@ -51,11 +51,11 @@ def share_post(process: Process, desk: Desk | None, meeting: Meeting | None) -> 
     if desk is not None:
         address, token = desk.address, desk.token
         if meeting is not None:
-            meeting.tell(_KEY, json.dumps([address, token.hex()]))
+            meeting.tell(_KEY, json.dumps([address, token.decode()]))
     else:
         assert meeting is not None
         address, text = json.loads(meeting.ask(_KEY))
-        token = bytes.fromhex(text)
+        token = text.encode()
     if process.role.trainer_index is None:
         return None
     return Post(

@@ -117,4 +117,5 @@ class Fed(Task):
 
 def served(ledger):
     """Every sample that was served, by all trainers."""
-    return [tuple(json.loads(line)) for file in sorted(Path(ledger).iterdir()) for line in file.read_text().splitlines()]
+    lines = [line for file in sorted(Path(ledger).iterdir()) for line in file.read_text().splitlines()]
+    return [tuple(json.loads(line)) for line in lines]

@@ -63,10 +63,11 @@ FOLDERS = {
     "consistency": "words together base sync free stale backup staleness factory",
     "config": "modes rules schema table values reading settings overrides world checks printing loading",
     "online": "zeromq messages fields plan keys numbering line desk_line postman parcel delivery "
-    "sampler simulation study started outside leash command runner clerk door desk",
+    "sampler simulation study started outside leash command runner clerk door desk "
+    "identities assembly verdicts inspector moments pending post tally ear reception",
     "report": "outcome summary",
     "sinks": "base jsonlines progress tensorboard",
-    "sources": "base share dataset iterable factory feeder",
+    "sources": "base share dataset iterable stream factory feeder",
     "transport": "wire agent cutting ends over_rpc over_servers ring memory pages segments shelves over_memory",
 }
 MAY_USE_RPC = [

@@ -2,7 +2,6 @@
 
 import json
 import threading
-from collections import Counter
 from itertools import product
 from pathlib import Path
 
@@ -178,7 +177,8 @@ def test_a_wrong_sample_is_refused_counted_and_told(tmp_path):
     )
     assert received(finished, "refused") >= 1
     logs = "".join(file.read_text() for file in (finished.run_dir / "logs").glob("rank-*.log"))
-    assert "u" in logs and "finite" in logs
+    assert "u" in logs
+    assert "finite" in logs
     assert finished.summary["simulations"]["given_up"] == 1
 
 
@@ -205,7 +205,8 @@ def test_dry_run_says_what_is_expected(tmp_path):
     from runs import main_here
 
     code, said = main_here("--config", tmp_path / "config.yaml", "--mode", "rpc", "--dry_run")
-    assert code == 0 and finished.code == 0
+    assert code == 0
+    assert finished.code == 0
     assert f"{len(ALL) // 2} samples, {len(ALL) // 8} batches" in said
 
 

@@ -7,7 +7,6 @@ import secrets
 import socket
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -112,24 +111,17 @@ class Desk:
             return self._study.state_dict()
 
     def summary(self) -> dict[str, Any]:
-        """For summary.json; for any thread. Counts of samples are those of the trainers' last reports."""
+        """For summary.json; for any thread."""
         with self._lock:
-            study, figures = self._study, [trainer.figures for trainer in self._clerk.trainers]
-            refused: Counter[str] = Counter()
-            for one in figures:
-                refused.update(one.get("refused", {}))
-            counts = study.counts()
+            study = self._study
             return {
                 "simulations": {
                     "planned": self.plan.config.count,
-                    **counts,
+                    **study.counts(),
                     "restarted": study.restarts,
                     "silent": [one.id for one in study.in_state(State.WAITING, State.RUNNING) if one.silent],
-                },
-                "received": sum(one.get("received", 0) for one in figures),
-                "duplicated": sum(one.get("duplicated", 0) for one in figures),
-                "refused": dict(refused),
-                "refused_by_desk": dict(self._clerk.refused),
+                    "refused": dict(self._clerk.refused),
+                }
             }
 
     def close(self) -> None:

@@ -36,6 +36,7 @@ class Plan:
             UnsupportedConfiguration: a field or range that is none, or an address that others reach without keys.
         """
         plan = cls(config, read_fields(config.fields), _ranges(config.parameters))
+        _check_parts(plan)
         _check_keys(config)
         return plan
 
@@ -64,8 +65,15 @@ class Plan:
         count, steps = self.config.count, self.config.steps
         if count is None or steps is None or self.config.deal != "round_robin":
             return None
+        return sum(self.steps_for(simulation, index, trainers) or 0 for simulation in range(count))
+
+    def steps_for(self, simulation: int, index: int, trainers: int) -> int | None:
+        """How many samples of a simulation one trainer is going to get, if any; None where that is not known."""
+        steps = self.config.steps
+        if steps is None or self.config.deal != "round_robin":
+            return steps
         whole, rest = divmod(steps, trainers)
-        return count * whole + sum((index - simulation) % trainers < rest for simulation in range(count))
+        return whole + ((index - simulation) % trainers < rest)
 
 
 def _ranges(parameters: Mapping[str, Any]) -> tuple[tuple[str, float, float], ...]:
@@ -79,6 +87,15 @@ def _range(name: str, value: Any) -> tuple[str, float, float]:
     raise UnsupportedConfiguration(
         f"simulations.parameters.{name} ({value}) must be [low, high] with low below high; for example [100, 500]"
     )
+
+
+def _check_parts(plan: Plan) -> None:
+    single = [field.name for field in plan.fields if not field.shape]
+    if plan.config.group_size > 1 and single:
+        raise UnsupportedConfiguration(
+            f"simulations.fields.{single[0]}.shape ([]) must have a dimension along which the "
+            f"{plan.config.group_size} processes of a simulation divide it; give it one, for example [1]"
+        )
 
 
 def _check_keys(config: SimulationsConfig) -> None:

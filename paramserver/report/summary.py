@@ -11,6 +11,8 @@ Summary = Mapping[str, Any]
 _OWN_PATH = ("data", "pull", "forward", "backward", "push", "apply", "wait")
 _BESIDE = ("hidden",)
 _STARVED = 0.1
+_RECEIVED = ("received", "duplicated", "refused")
+_STUDY = ("complete", "running", "waiting", "restarted", "given_up")
 
 
 def summary_text(summary: Summary, run_dir: Path | str) -> str:
@@ -100,13 +102,19 @@ def _received(summary: Summary) -> str:
     streams = [one["stream"] for one in summary.get("trainers") or () if one.get("stream")]
     if not streams:
         return ""
-    counts = {name: sum(stream.get(name) or 0 for stream in streams) for name in ("received", "duplicated", "refused")}
+    counts = {name: sum(_count(stream.get(name)) for stream in streams) for name in _RECEIVED}
     return ", ".join(f"{count} {name}" for name, count in counts.items() if count or name == "received")
+
+
+def _count(told: Any) -> int:
+    """A number, or the sum of the numbers of several kinds."""
+    return sum(told.values()) if isinstance(told, Mapping) else told or 0
 
 
 def _simulations(summary: Summary) -> str:
     counts = summary.get("simulations") or {}
-    return ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in counts.items() if count)
+    known = [(name, counts[name]) for name in _STUDY if counts.get(name)]
+    return ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in known)
 
 
 def _faults(summary: Summary) -> str:

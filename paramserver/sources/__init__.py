@@ -1,4 +1,4 @@
-"""Where samples come from: a data set, an iterable. Names load on first use."""
+"""Where samples come from: a data set, an iterable, simulations, other programs. Names load on first use."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from paramserver.sources.feeder import Feeder
     from paramserver.sources.iterable import IterableSource
     from paramserver.sources.share import Share, deal
+    from paramserver.sources.stream import Simulations, Stream
 
 _HOMES = {
     "DatasetSource": "dataset",
@@ -18,7 +19,9 @@ _HOMES = {
     "Leftover": "base",
     "Partition": "base",
     "Share": "share",
+    "Simulations": "stream",
     "Source": "base",
+    "Stream": "stream",
     "deal": "share",
     "make_source": "factory",
 }
@@ -30,7 +33,9 @@ __all__ = [
     "Leftover",
     "Partition",
     "Share",
+    "Simulations",
     "Source",
+    "Stream",
     "deal",
     "make_source",
 ]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paramserver.errors import CheckpointError
+from paramserver.online.post import Post
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,28 @@ class Source(ABC):
         return None
 
     @property
+    def expected(self) -> int | None:
+        """How many samples this share is planned to put from position 0 to the end; there may come to be others."""
+        return self.total
+
+    @property
     def pass_samples(self) -> int | None:
         """How many samples one pass over the data holds for all trainers together; None where unknown."""
         return None
+
+    def connect(self, post: Post) -> None:
+        """Learn of the online run, before anything is read; for sources whose samples come over the network."""
+
+    def close(self) -> None:
+        """Stop, and have ``groups`` end in the thread that reads it, also where it waits; called once by its owner."""
+
+    def figures(self) -> dict[str, Any]:
+        """Counts for a record, of what was received and what was not taken; from any thread."""
+        return {}
+
+    def statistics(self) -> dict[str, dict[str, float]]:
+        """``{field: {mean, deviation, count, not_finite}}`` of what came since this was asked last; from any thread."""
+        return {}
 
     def mark(self) -> Any:
         """What the source needs besides the position to go on after the group that ``groups`` gave last.

@@ -12,6 +12,7 @@ from paramserver.errors import TaskError, UnsupportedConfiguration
 from paramserver.sources.base import Partition, Source
 from paramserver.sources.dataset import DatasetSource
 from paramserver.sources.iterable import IterableSource
+from paramserver.sources.stream import Stream
 
 
 def is_map_style(data: Any) -> bool:
@@ -26,9 +27,11 @@ def make_source(
 
     Raises:
         TaskError: it is neither a source, nor a map-style data set, nor an iterable.
-        UnsupportedConfiguration: the run would have no end.
+        UnsupportedConfiguration: the run would have no end, or the section ``simulations`` does not suit the source.
     """
     training = config.training
+    if isinstance(data, Stream):
+        data.check(config.simulations)
     if isinstance(data, Source):
         source: Source = data
     elif is_map_style(data):

@@ -77,5 +77,8 @@ class Feeder:
     def close(self, timeout_s: float = 5.0) -> None:
         """Stop reading. A source that does not return within the deadline is left to its daemon thread."""
         self.buffer.close()
-        if self._thread.ident is not None:
-            self._thread.join(timeout_s)
+        try:
+            self.source.close()
+        finally:
+            if self._thread.ident is not None:
+                self._thread.join(timeout_s)

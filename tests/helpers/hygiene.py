@@ -15,6 +15,7 @@ from typing import Any
 OUR_THREADS = (
     "feeder",
     "desk",
+    "reception",
     "heartbeat",
     "checkpoint-writer",
     "checkpoint-courier",

@@ -1,0 +1,280 @@
+"""The sockets of a trainer's reception, and what its thread does with them until it is told to stop."""
+
+from __future__ import annotations
+
+import socket as system_socket
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from paramserver.errors import SourceError, UnsupportedConfiguration
+from paramserver.online.identities import Identities
+from paramserver.online.inspector import Inspector
+from paramserver.online.keys import peer_security, server_security
+from paramserver.online.messages import Header, Joined, Kind, Malformed
+from paramserver.online.moments import FieldMoments
+from paramserver.online.pending import Bell, Pending
+from paramserver.online.post import Post
+from paramserver.online.tally import Tally
+from paramserver.online.verdicts import Accepted, Refused, Verdict, Visitor
+from paramserver.online.zeromq import zmq
+
+# Messages that are read before anything else gets its turn.
+_AT_ONCE = 64
+_REPORT_EVERY_S = 1.0
+_REPORT_AGAIN_S = 0.05
+_LINGER_MS = 500
+# A frame of a wrong size is refused with a sentence; beyond twice the plan's and this it costs the connection.
+_SPARE_BYTES = 2**20
+
+
+class Ear:
+    """Receives samples, judges them and answers, and keeps the desk informed. For one thread, from ``with`` to its end.
+
+    Args:
+        post: where.
+        identities: which samples are there already.
+        pending: where what is accepted goes.
+        bell: rung when something else than a socket wants attention.
+        tally: counts it.
+        moments: of the fields.
+
+    Attributes:
+        clients: how many were heard within ``timeout_s``, when that was looked at last.
+    """
+
+    def __init__(
+        self, post: Post, identities: Identities, pending: Pending, bell: Bell, tally: Tally, moments: FieldMoments
+    ) -> None:
+        self.post = post
+        self.identities = identities
+        self.pending = pending
+        self.bell = bell
+        self.tally = tally
+        self.moments = moments
+        self.inspector = Inspector(post.plan, identities)
+        self.interval_s = min(_REPORT_EVERY_S, post.timeout_s / 4)
+        self.clients = 0
+        self._ready = self._finishing = self._over = False
+        self._unanswered = 0
+        self._report_due = self._reported = self._counted = 0.0
+        self._told: dict[Visitor, None] = {}
+
+    # The sockets.
+
+    def __enter__(self) -> Ear:
+        with ExitStack() as opening:
+            context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+            opening.callback(context.term)
+            security = opening.enter_context(server_security(context, self.post.keys))
+            self._clients = opening.enter_context(self._socket(context, zmq.ROUTER))
+            security.protect(self._clients)
+            self._bind()
+            self._desk = opening.enter_context(self._socket(context, zmq.DEALER))
+            peer_security(self._desk, self.post.keys)
+            self._desk.connect(self.post.desk)
+            self._opened = opening.pop_all()
+        return self
+
+    def _socket(self, context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
+        opened = context.socket(kind)
+        opened.linger = _LINGER_MS
+        opened.ipv6 = ":" in self.post.host
+        return opened
+
+    def _bind(self) -> None:
+        largest = max((field.bytes for field in self.post.plan.shaped), default=0)
+        self._clients.maxmsgsize = 2 * largest + _SPARE_BYTES
+        # A client that connects anew under its own name is the same client.
+        self._clients.router_handover = True
+        try:
+            self._clients.bind(f"tcp://{_numeric(self.post.host)}:*")
+        except zmq.ZMQError as error:
+            raise UnsupportedConfiguration(
+                f"trainer {self.post.trainer_index} cannot listen on {self.post.host} ({error}); correct "
+                "simulations.address"
+            ) from error
+
+    @property
+    def address(self) -> str:
+        return bytes(self._clients.get(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
+
+    def __exit__(self, *exception: object) -> None:
+        self._opened.close()
+
+    # The loop.
+
+    def serve(self) -> None:
+        """Until ``pending`` is closed.
+
+        Raises:
+            SourceError: the desk refused this trainer, or it is silent.
+        """
+        poller = zmq.Poller()
+        for one in (self._clients, self._desk, self.bell.fileno()):
+            poller.register(one, zmq.POLLIN)
+        self._join()
+        while not self.pending.closed:
+            due = dict(poller.poll(max(0, int(1000 * (self._report_due - time.monotonic())) + 1)))
+            if self.bell.fileno() in due:
+                self.bell.hear()
+            self._settle()
+            if self._desk in due:
+                self._hear_desk()
+            emptied = self._receive() if self._clients in due else True
+            self._tell()
+            self._report()
+            if self._finishing and emptied and not self._over and self.pending.is_empty():
+                self._over = True
+                self.pending.end()
+        self._say_over()
+
+    # The desk.
+
+    def _join(self) -> None:
+        joined = Joined(self.address, dict(self.tally.counts), self.identities.inherited())
+        self._desk.send_multipart([self._to_desk(Kind.JOIN), self.post.token, joined.pack()])
+        self._report_due = time.monotonic() + self.interval_s
+
+    def _to_desk(self, kind: Kind) -> bytes:
+        return Header(kind, simulation=self.post.trainer_index).pack()
+
+    def _hear_desk(self) -> None:
+        while (frames := self._next(self._desk)) is not None:
+            self._unanswered = 0
+            try:
+                kind = Header.unpack(frames[0]).kind
+            except Malformed as error:
+                raise SourceError(f"trainer {self.post.trainer_index} cannot understand the desk: {error}") from error
+            self._ready = self._ready or kind is Kind.READY
+            self._finishing = self._finishing or kind is Kind.FINISH
+            if kind is Kind.REFUSED:
+                why = bytes(frames[-1]).decode(errors="replace")
+                raise SourceError(f"trainer {self.post.trainer_index} was refused by the desk of rank 0: {why}")
+
+    def _report(self) -> None:
+        now = time.monotonic()
+        if now < self._report_due:
+            return
+        if self._ready:
+            self._desk.send_multipart([self._to_desk(Kind.REPORT), self.tally.report().pack()])
+        self._reported, self._report_due = now, now + self.interval_s
+        if now - self._counted >= self.interval_s:
+            self._counted = now
+            self._count_clients(now)
+            self._check_desk()
+
+    def _check_desk(self) -> None:
+        # In reports without an answer, not in seconds: who was stopped for a while has not waited for any.
+        self._unanswered += 1
+        if self._unanswered * self.interval_s > self.post.timeout_s and not self._over:
+            raise SourceError(
+                f"trainer {self.post.trainer_index} has heard nothing of the desk at {self.post.desk} for "
+                f"{self.post.timeout_s:g} s; rank 0 is gone or cannot be reached"
+            )
+
+    def _count_clients(self, now: float) -> None:
+        self.clients = sum(now - visitor.heard <= self.post.timeout_s for visitor in self.inspector.visitors())
+
+    # Clients.
+
+    def _receive(self) -> bool:
+        """Read what is there; whether that was all."""
+        accepted: list[Accepted] = []
+        now = time.monotonic()
+        emptied = False
+        for _ in range(_AT_ONCE):
+            frames = self._next(self._clients)
+            if frames is None:
+                emptied = True
+                break
+            peer = bytes(frames[0])
+            if self._over:
+                self._refuse_late(peer, frames[1])
+            else:
+                self._judge(peer, frames[1:], accepted, now)
+        if accepted:
+            self.pending.put(accepted)
+        return emptied
+
+    def _refuse_late(self, peer: bytes, frame: Any) -> None:
+        try:
+            header = Header.unpack(frame)
+        except Malformed:
+            return
+        self._send(peer, header.answer(Kind.OVER), _OVER)
+
+    def _judge(self, peer: bytes, frames: Sequence[Any], accepted: list[Accepted], now: float) -> None:
+        verdict: Verdict = self.inspector.judge(peer, frames)
+        self.tally.note(verdict, peer)
+        visitor = verdict.visitor
+        if visitor is not None:
+            visitor.heard = now
+        if isinstance(verdict, Accepted):
+            assert verdict.sample is not None
+            self.moments.see(verdict.sample)
+            accepted.append(verdict)
+        elif isinstance(verdict, Refused):
+            header = Header(Kind.REFUSED) if visitor is None else visitor.header.answer(Kind.REFUSED)
+            self._send(peer, header, verdict.sentence)
+        for told in verdict.told:
+            self._told[told] = None
+
+    def _settle(self) -> None:
+        """Count what the buffer has got."""
+        due = False
+        for accepted in self.pending.settled():
+            simulation = accepted.key[0]
+            self.tally.settle(accepted)
+            due = due or self.tally.counts[simulation] == self._steps_of(simulation)
+            for giver in accepted.givers:
+                giver.dealt += 1
+                self._told[giver] = None
+        # The desk waits for nothing that it could know: of a simulation that is complete, or of the last for now.
+        if due or (self._told and self.pending.is_empty()):
+            self._report_due = min(self._report_due, self._reported + _REPORT_AGAIN_S)
+
+    def _steps_of(self, simulation: int) -> int | None:
+        return self.post.plan.steps_for(simulation, self.post.trainer_index, self.post.trainers)
+
+    def _tell(self) -> None:
+        """Answer each client once, with all that was dealt with."""
+        for visitor in self._told:
+            if self.inspector.is_current(visitor):
+                self._send(visitor.peer, visitor.header.answer(Kind.TAKEN, visitor.dealt))
+        self._told.clear()
+
+    def _say_over(self) -> None:
+        for visitor in self.inspector.visitors():
+            self._send(visitor.peer, visitor.header.answer(Kind.OVER), _OVER)
+
+    def _send(self, peer: bytes, header: Header, *sentence: str) -> None:
+        """What cannot be delivered is dropped: a router never waits."""
+        self._clients.send_multipart([peer, header.pack(), *(text.encode(errors="replace") for text in sentence)])
+
+    def _next(self, readable: Any) -> list[Any] | None:
+        """The frames of a message, which lie where they were received; None where there is none."""
+        try:
+            frame = readable.recv(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return None
+        frames = [frame]
+        while frame.more:
+            frame = readable.recv(copy=False)
+            frames.append(frame)
+        return frames
+
+
+_OVER = "the run wants no more samples"
+
+
+def _numeric(host: str) -> str:
+    """The address of a host as ZeroMQ wants it, which looks up no names where it listens."""
+    try:
+        address = system_socket.getaddrinfo(host.strip("[]"), None, type=system_socket.SOCK_STREAM)[0][4][0]
+    except OSError as error:
+        raise UnsupportedConfiguration(
+            f"simulations.address ({host}) must be an address of this machine ({error.strerror}); correct it"
+        ) from error
+    return f"[{address}]" if ":" in str(address) else str(address)

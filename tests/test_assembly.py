@@ -1,0 +1,93 @@
+"""Parts of samples become whole ones."""
+
+import random
+
+import numpy as np
+import pytest
+
+from paramserver.online.assembly import Assembly, Fate, Part, joined
+
+
+def part(value, rows=2, giver=None):
+    return Part((np.full((rows, 3), value, np.float32), np.full((rows,), value, np.int64)), giver)
+
+
+def test_the_last_part_gives_all_in_the_order_of_members():
+    assembly = Assembly(3, 4)
+    assembly.begin(7, 0)
+    assert assembly.add((7, 0), 0, 2, part(2, giver="c")) is Fate.WAITING
+    assert assembly.add((7, 0), 0, 0, part(0, giver="a")) is Fate.WAITING
+    assert len(assembly) == 1
+    parts = assembly.add((7, 0), 0, 1, part(1, rows=4, giver="b"))
+    assert [one.giver for one in parts] == ["a", "b", "c"]
+    first, second = joined(parts)
+    assert first.shape == (8, 3)
+    assert second.tolist() == [0, 0, 1, 1, 1, 1, 2, 2]
+    assert first[:, 0].tolist() == second.tolist()
+    assert len(assembly) == 0
+
+
+def test_a_part_that_came_before_is_a_duplicate():
+    assembly = Assembly(2, 4)
+    assembly.begin(0, 0)
+    assembly.add((0, 3), 0, 0, part(1, giver="first"))
+    assert assembly.add((0, 3), 0, 0, part(2, giver="second")) is Fate.DUPLICATE
+    assert [one.giver for one in assembly.add((0, 3), 0, 1, part(3))] == ["first", None]
+
+
+def test_a_new_attempt_drops_what_the_older_left():
+    assembly = Assembly(2, 4)
+    assembly.begin(0, 0)
+    assembly.begin(1, 0)
+    assembly.add((0, 0), 0, 0, part(1, giver="old"))
+    assembly.add((0, 1), 0, 1, part(1, giver="old too"))
+    assembly.add((1, 0), 0, 0, part(1, giver="another's"))
+    assert assembly.begin(0, 0) == []  # the other member of the same attempt
+    assert sorted(one.giver for one in assembly.begin(0, 1)) == ["old", "old too"]
+    assert len(assembly) == 1
+    assert assembly.add((0, 0), 0, 1, part(1)) is Fate.STALE
+    assert assembly.begin(0, 0) == []
+    assert assembly.add((0, 0), 0, 1, part(1)) is Fate.STALE  # an old one that opens late changes nothing
+    assert assembly.add((0, 0), 1, 1, part(5, giver="new")) is Fate.WAITING
+    assert [one.giver for one in assembly.add((0, 0), 1, 0, part(6, giver="newer"))] == ["newer", "new"]
+
+
+def test_unfinished_samples_are_limited():
+    assembly = Assembly(2, 3)
+    for simulation in (0, 1):
+        assembly.begin(simulation, 0)
+        assert [assembly.add((simulation, step), 0, 0, part(step)) for step in range(3)] == [Fate.WAITING] * 3
+        assert assembly.add((simulation, 3), 0, 0, part(3)) is Fate.FULL
+    assert len(assembly) == 6
+    assert isinstance(assembly.add((0, 1), 0, 1, part(1)), list)
+    assert assembly.add((0, 3), 0, 0, part(3)) is Fate.WAITING
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_order_of_parts_gives_each_sample_once(seed):
+    draw = random.Random(seed)
+    members, steps, simulations = draw.randint(2, 5), 12, 3
+    assembly, latest = Assembly(members, steps), [0] * simulations
+    for simulation in range(simulations):
+        assembly.begin(simulation, 0)
+    missing = [(s, t, m, 0) for s in range(simulations) for t in range(steps) for m in range(members)]
+    draw.shuffle(missing)
+    whole = set()
+    while missing:
+        if draw.random() < 0.02:
+            simulation = draw.randrange(simulations)
+            latest[simulation] += 1
+            dropped = assembly.begin(simulation, latest[simulation])
+            assert all(one.giver[0] == simulation for one in dropped)
+            again = [(simulation, t, m, latest[simulation]) for t in range(steps) for m in range(members)]
+            missing = [one for one in missing if one[0] != simulation] + again
+            draw.shuffle(missing)
+            whole = {key for key in whole if key[0] != simulation}
+        s, t, m, attempt = missing.pop()
+        fate = assembly.add((s, t), attempt, m, part(m, giver=(s, t, m, attempt)))
+        if isinstance(fate, list):
+            assert [one.giver for one in fate] == [(s, t, i, attempt) for i in range(members)]
+            assert (s, t) not in whole
+            whole.add((s, t))
+    assert whole == {(s, t) for s in range(simulations) for t in range(steps)}
+    assert len(assembly) == 0
