@@ -24,7 +24,7 @@ from paramserver.cluster.producer import ADDRESS, SIMULATION, Producer
 from paramserver.errors import ClientError, RunOver
 from paramserver.online.delivery import DESK, Delivery
 from paramserver.online.desk_line import DeskLine
-from paramserver.online.messages import Header, Kind, Malformed, pack_parameters, read_json
+from paramserver.online.messages import Header, Kind, Malformed, Welcome, pack_parameters, read_json
 from paramserver.online.numbering import Steps, whole
 from paramserver.online.parcel import Parcels
 from paramserver.online.zeromq import zmq
@@ -74,14 +74,15 @@ class Client:
         self._address = address or told.address
         self._keys = told.keys if keys is None else keys
         self._timeout_s = timeout_s
-        self._member = whole("member", _first(member, told.member, 0))
-        self._members = whole("members", _first(members, told.members, 1), least=1)
-        self._attempt = whole("attempt", _first(attempt, told.attempt, 0))
+        self.member = whole("member", _first(member, told.member, 0))
+        self.members = whole("members", _first(members, told.members, 1), least=1)
+        self.attempt = whole("attempt", _first(attempt, told.attempt, 0))
         self._check()
         self._delivery: Delivery | None = None
         self._steps = Steps()
         self._parameters: npt.NDArray[np.float64] | None = None
         self._simulation: int | None = None
+        self._welcome: Welcome | None = None
         self._ended: str | ClientError | None = None
         self._counts = (0, 0, 0.0)
 
@@ -91,8 +92,8 @@ class Client:
                 f"address (None) must be given where the run has not started this process ({ADDRESS} is not set); take "
                 "the one that the run tells"
             )
-        if self._member >= self._members:
-            raise ClientError(f"member ({self._member}) must be below members ({self._members}); count from 0")
+        if self.member >= self.members:
+            raise ClientError(f"member ({self.member}) must be below members ({self.members}); count from 0")
         if self._timeout_s is not None and not 0 < self._timeout_s < math.inf:
             raise ClientError(f"timeout_s ({self._timeout_s}) must be above 0 and finite; give seconds")
 
@@ -117,10 +118,10 @@ class Client:
         self._refuse_if_ended()
         simulation, vector = self._identity(simulation_id, parameters)
         assert self._address is not None
-        header = Header(Kind.HELLO, simulation, 0, self._member, self._members, self._attempt)
+        header = Header(Kind.HELLO, simulation, 0, self.member, self.members, self.attempt)
         self._delivery = Delivery(self._address, self._keys, header, pack_parameters(vector), self._timeout_s)
-        self._simulation, self._parameters = simulation, vector
-        self._parcels = Parcels(self._delivery.welcome.fields, self._members)
+        self._simulation, self._parameters, self._welcome = simulation, vector, self._delivery.welcome
+        self._parcels = Parcels(self._delivery.welcome.fields, self.members)
         return self
 
     def _identity(
@@ -198,6 +199,28 @@ class Client:
         if self._parameters is None:
             raise ClientError("this client has no parameters before open(); open it first")
         return self._parameters
+
+    @property
+    def simulation(self) -> int:
+        """Its number."""
+        if self._simulation is None:
+            raise ClientError("this client has no simulation before open(); open it first")
+        return self._simulation
+
+    @property
+    def steps(self) -> int | None:
+        """How many samples the run wants of each simulation; None where it leaves that to the simulation."""
+        return self._told_by_run().steps
+
+    @property
+    def fields(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each field of a whole sample."""
+        return {field.name: field.shape for field in self._told_by_run().fields}
+
+    def _told_by_run(self) -> Welcome:
+        if self._welcome is None:
+            raise ClientError("this client knows nothing of the run before open(); open it first")
+        return self._welcome
 
     @property
     def sent(self) -> int:

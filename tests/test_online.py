@@ -8,13 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from runs import here, launch, resume, same_bits, together
-from streams import SHAPE, field, served
+from simulations import SHAPE, field
+from streams import served
 
 from paramserver.client import Client, finish, ping
 
 pytestmark = pytest.mark.processes
 
 STREAMS = Path(__file__).with_name("streams.py")
+SIMULATIONS = STREAMS.with_name("simulations.py")
 COUNT, STEPS = 8, 10
 ALL = sorted(product(range(COUNT), range(STEPS)))
 
@@ -24,7 +26,7 @@ def config(folder, simulations=None, task_args=None, **sections):
     ledger = folder / "ledger"
     ledger.mkdir(parents=True, exist_ok=True)
     told = {
-        "function": f"{STREAMS}:simulate",
+        "function": f"{SIMULATIONS}:simulate",
         "count": COUNT,
         "at_once": 3,
         "steps": STEPS,
@@ -75,7 +77,8 @@ def test_a_reservoir_serves_every_sample_at_least_once(tmp_path, mode):
 
 @pytest.mark.parametrize("mode", ["ddp", "rpc"])
 def test_a_simulation_that_is_killed_starts_again_and_nothing_comes_twice(tmp_path, mode):
-    finished = online(tmp_path, mode, simulations={"function": f"{STREAMS}:simulate_killed_once"})
+    told = {"function": f"{SIMULATIONS}:simulate_killed_once", "window": 1}  # what was sent before the last was taken
+    finished = online(tmp_path, mode, simulations=told)
     assert finished.code == 0, finished.output
     assert sorted(served(tmp_path / "ledger")) == ALL
     assert finished.summary["simulations"]["restarted"] == 1
@@ -93,7 +96,7 @@ def test_a_slow_trainer_loses_nothing(tmp_path, consistency):
 
 
 def test_parts_of_a_group_are_put_together(tmp_path):
-    group = {"function": f"{STREAMS}:simulate_group", "group_size": 2, "count": 3}
+    group = {"function": f"{SIMULATIONS}:simulate_group", "group_size": 2, "count": 3}
     finished = online(tmp_path, "rpc", simulations=group)
     assert finished.code == 0, finished.output
     assert sorted(served(tmp_path / "ledger")) == sorted(product(range(3), range(STEPS)))
@@ -169,7 +172,7 @@ def launch_later(folder, finished):
 
 def test_a_wrong_sample_is_refused_counted_and_told(tmp_path):
     """With a NaN where finite numbers are asked the simulation never becomes complete: it is given up in the end."""
-    wrong = {"function": f"{STREAMS}:simulate_wrong", "count": 1, "max_restarts": 0}
+    wrong = {"function": f"{SIMULATIONS}:simulate_wrong", "count": 1, "max_restarts": 0}
     finished = online(tmp_path, "ddp", simulations=wrong)
     assert finished.code == 0, finished.output
     assert sorted(served(tmp_path / "ledger")) == sorted(
@@ -185,7 +188,7 @@ def test_a_wrong_sample_is_refused_counted_and_told(tmp_path):
 @pytest.mark.parametrize("mode", ["rpc", "ddp"])
 @pytest.mark.parametrize(("function", "says"), [("simulate_hopeless", "exit code 1"), ("simulate_silent", "silent")])
 def test_simulations_that_all_fail_end_the_run_in_one_sentence(tmp_path, mode, function, says):
-    told = {"function": f"{STREAMS}:{function}", "max_restarts": 0, "timeout_s": 1.0}
+    told = {"function": f"{SIMULATIONS}:{function}", "max_restarts": 0, "timeout_s": 1.0}
     finished = online(tmp_path, mode, simulations=told)
     assert finished.code == 1, finished.output
     last = finished.output.rpartition("error: ")[2]

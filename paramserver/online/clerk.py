@@ -220,6 +220,10 @@ class Clerk:
         """To all trainers: drain."""
         return [_to(trainer.peer, Header(Kind.FINISH)) for trainer in self.trainers]
 
+    def give_up(self, why: str) -> list[Message]:
+        """To all trainers: no more samples come, and why."""
+        return [_to(trainer.peer, Header(Kind.OVER), why.encode()) for trainer in self.trainers]
+
     # Farewells.
 
     def dismiss(self, simulation: int) -> list[Message]:

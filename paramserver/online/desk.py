@@ -151,6 +151,9 @@ class Desk:
         try:
             try:
                 self._serve(self._door)
+            except BaseException as error:
+                self._door.send(self._clerk.give_up(str(error)))
+                raise
             finally:
                 try:
                     self._leave(self._door)

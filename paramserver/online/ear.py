@@ -149,8 +149,10 @@ class Ear:
                 raise SourceError(f"trainer {self.post.trainer_index} cannot understand the desk: {error}") from error
             self._ready = self._ready or kind is Kind.READY
             self._finishing = self._finishing or kind is Kind.FINISH
+            why = bytes(frames[-1]).decode(errors="replace")
+            if kind is Kind.OVER:
+                raise SourceError(f"no more samples come: {why}")
             if kind is Kind.REFUSED:
-                why = bytes(frames[-1]).decode(errors="replace")
                 raise SourceError(f"trainer {self.post.trainer_index} was refused by the desk of rank 0: {why}")
 
     def _report(self) -> None:

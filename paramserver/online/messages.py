@@ -20,6 +20,7 @@ A message is a list of frames. The first is a ``Header``; what follows depends o
                          REPORT  JSON, see ``Report``            what it has taken so far, every second
     desk -> trainer      READY   -                               it was told
                          FINISH  -                               the last simulation has ended: drain
+                         OVER    a sentence                      simulations failed for good
 
 Numbers are in network order in the header and little-endian in arrays.
 """

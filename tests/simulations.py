@@ -1,0 +1,59 @@
+"""Simulations of the tests, which need no torch; nobody else gives the same samples."""
+
+import os
+import signal
+import time
+
+import numpy as np
+
+SHAPE = (4, 3)
+
+
+def field(simulation, step, parameters):
+    """What simulation ``simulation`` gives at this step: nobody else gives the same."""
+    rng = np.random.default_rng([simulation, step])
+    return (rng.standard_normal(SHAPE) + parameters.sum()).astype("float32")
+
+
+def simulate(parameters, client):
+    """As many steps as there are."""
+    for step in range(client.steps):
+        client.send(step, {"u": field(client.simulation, step, parameters)})
+
+
+def simulate_group(parameters, client):
+    """Each member sends its rows."""
+    rows = np.array_split(np.arange(SHAPE[0]), client.members)[client.member]
+    for step in range(client.steps):
+        client.send(step, {"u": field(client.simulation, step, parameters)[rows]})
+
+
+def simulate_killed_once(parameters, client):
+    """Simulation 1 is killed in its middle, the first time."""
+    for step in range(client.steps):
+        if client.simulation == 1 and client.attempt == 0 and step == client.steps // 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        client.send(step, {"u": field(client.simulation, step, parameters)})
+
+
+def simulate_hopeless(parameters, client):
+    """Fails at its first step."""
+    raise RuntimeError("the solver diverged on purpose")
+
+
+def simulate_silent(parameters, client):
+    """Lives and sends nothing."""
+    time.sleep(600)
+
+
+def simulate_wrong(parameters, client):
+    """Simulation 0 sends a NaN at step 2 before the right one at its end."""
+    order = list(range(client.steps))
+    for step in order:
+        values = field(client.simulation, step, parameters)
+        if client.simulation == 0 and step == 2:
+            spoilt = values.copy()
+            spoilt[0, 0] = np.nan
+            client.send(step, {"u": spoilt})
+            continue
+        client.send(step, {"u": values})
