@@ -1,8 +1,10 @@
 """The client against a fake run: what it sends, when it waits, and how it ends."""
 
+import gc
 import logging
 import threading
 import time
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -213,6 +215,18 @@ def test_an_exception_leaves_without_bye_and_at_once(run):
     assert run.byes == [Header(Kind.BYE, 1, 0)]  # of the second alone
     with pytest.raises(ClientError, match="this client is closed; make another one"):
         client.send(3, sample(3))
+
+
+def test_a_client_that_nobody_closed_holds_nobody_up(run):
+    run.takes = False
+    client = Client(run.address).open(0)
+    send_all(client, range(3))
+    client.myself = client  # collected as a circle, as what an error holds
+    collected = weakref.ref(client)
+    del client
+    ending = Beside(gc.collect)
+    assert ending.ended() is None
+    assert collected() is None
 
 
 # Those who do not answer, or refuse.
