@@ -1,8 +1,10 @@
 """The client against a fake run: what it sends, when it waits, and how it ends."""
 
+import gc
 import logging
 import threading
 import time
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -215,6 +217,18 @@ def test_an_exception_leaves_without_bye_and_at_once(run):
         client.send(3, sample(3))
 
 
+def test_a_client_that_nobody_closed_holds_nobody_up(run):
+    run.takes = False
+    client = Client(run.address).open(0)
+    send_all(client, range(3))
+    client.myself = client  # collected as a circle, as what an error holds
+    collected = weakref.ref(client)
+    del client
+    ending = Beside(gc.collect)
+    assert ending.ended() is None
+    assert collected() is None
+
+
 # Those who do not answer, or refuse.
 
 
@@ -239,10 +253,10 @@ def test_a_silent_trainer_is_named_after_the_time(run):
 
 def test_a_trainer_that_lives_is_waited_for_longer_than_its_silence_may_last(run):
     run.takes = False
-    client = Client(run.address, timeout_s=0.4).open(0)
+    client = Client(run.address, timeout_s=1.0).open(0)
     send_all(client, [0, 2, 4, 6])
     held = Beside(client.send, 8, sample(8))
-    run.wait_for(lambda: run.kinds(0).count(Kind.TOUCH) >= 16)  # four times the limit
+    run.wait_for(lambda: run.kinds(0).count(Kind.TOUCH) >= 8)  # twice the limit
     assert held.waits()
     run.release()
     assert held.ended() is None
@@ -397,9 +411,9 @@ def test_a_client_may_come_before_the_run(free_port, run_of):
 def test_a_run_whose_trainers_are_not_there_yet_is_waited_for_while_it_lives(run, monkeypatch):
     monkeypatch.setattr("paramserver.online.desk_line._ASK_AGAIN_S", 0.1)
     run.answers[Kind.HELLO] = None
-    client = Client(run.address, timeout_s=0.4)
+    client = Client(run.address, timeout_s=1.0)
     opening = Beside(client.open, 5)
-    run.wait_for(lambda: run.kinds("desk").count(Kind.PING) >= 8)  # twice the silence that is allowed
+    run.wait_for(lambda: run.kinds("desk").count(Kind.PING) >= 20)  # twice the silence that is allowed
     assert opening.waits()
     run.say("desk", Kind.WELCOME, run.welcome.pack())
     assert opening.ended() is None
@@ -408,10 +422,13 @@ def test_a_run_whose_trainers_are_not_there_yet_is_waited_for_while_it_lives(run
 
 
 def test_but_not_for_ever(run, monkeypatch):
-    monkeypatch.setattr("paramserver.online.desk_line._ASK_AGAIN_S", 0.05)
+    monkeypatch.setattr("paramserver.online.desk_line._ASK_AGAIN_S", 0.1)
+    monkeypatch.setattr("paramserver.online.desk_line._PATIENCE", 1.2)
     run.answers[Kind.HELLO] = None
-    with pytest.raises(ClientError, match="lives, but its trainers were not ready within 1 s; see the log of the run"):
-        Client(run.address, timeout_s=0.1).open(0)
+    with pytest.raises(
+        ClientError, match=r"lives, but its trainers were not ready within \d+ s; see the log of the run"
+    ):
+        Client(run.address, timeout_s=1.0).open(0)
 
 
 # Fields.

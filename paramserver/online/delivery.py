@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -56,6 +57,9 @@ class Delivery:
             stack.callback(self._desk.close)
             self.welcome = self._greet(timeout_s or _GREETING_S)
             stack.pop_all()
+        # A context that is collected together with its sockets waits for them for ever (pyzmq closes what it finds by
+        # weak references, which are gone by then); this holds both until a client that nobody closed is collected.
+        self._let_go = weakref.finalize(self, _let_go, self._context, self._desk, self._postmen)
         self._timeout_s = timeout_s or self.welcome.timeout_s
 
     def _greet(self, timeout_s: float) -> Welcome:
@@ -105,10 +109,8 @@ class Delivery:
 
     def close(self, linger_s: float = 0.0) -> None:
         """Let go of everybody; what was said to the desk has ``linger_s`` to leave."""
-        for postman in self._postmen.values():
-            postman.close()
         self._desk.close(linger_s)
-        self._context.term()
+        self._let_go()
 
     def _postman(self, index: int) -> Postman:
         if index not in self._postmen:
@@ -152,3 +154,9 @@ class Delivery:
                 if told not in self._logged and len(self._logged) < _MOST_SENTENCES:
                     self._logged.add(told)
                     _logger.warning("%s", told)
+
+
+def _let_go(context: zmq.Context[Any], desk: DeskLine, postmen: dict[int, Postman]) -> None:
+    for line in (desk, *postmen.values()):
+        line.close()
+    context.term()
