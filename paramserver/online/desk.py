@@ -115,9 +115,9 @@ class Desk:
         """For summary.json; for any thread. Counts of samples are those of the trainers' last reports."""
         with self._lock:
             study, figures = self._study, [trainer.figures for trainer in self._clerk.trainers]
-            refused: Counter[str] = Counter()
+            refusals: Counter[str] = Counter()
             for one in figures:
-                refused.update(one.get("refused", {}))
+                refusals.update(one.get("refusals", {}))
             counts = study.counts()
             return {
                 "simulations": {
@@ -126,9 +126,8 @@ class Desk:
                     "restarted": study.restarts,
                     "silent": [one.id for one in study.in_state(State.WAITING, State.RUNNING) if one.silent],
                 },
-                "received": sum(one.get("received", 0) for one in figures),
-                "duplicated": sum(one.get("duplicated", 0) for one in figures),
-                "refused": dict(refused),
+                **{name: sum(one.get(name, 0) for one in figures) for name in ("received", "duplicated", "refused")},
+                "refusals": dict(refusals),
                 "refused_by_desk": dict(self._clerk.refused),
             }
 
