@@ -110,7 +110,8 @@ class Trainer(Caller):
     def report(self, heard=(), **received):
         """As it counted, or as it is told: ``_3=5``."""
         self.counts.update({int(key[1:]): count for key, count in received.items()})
-        figures = {"received": sum(self.counts.values()), "duplicated": self.duplicated, "refused": {"late": 1}}
+        counted = {"received": sum(self.counts.values()), "duplicated": self.duplicated}
+        figures = {**counted, "refused": 2, "refusals": {"late": 2}}
         self.say(Header(Kind.REPORT, self.index), Report(self.counts, list(heard), figures).pack())
 
     def listen(self):

@@ -235,7 +235,8 @@ def test_all_trainers_are_told_when_the_last_is_complete(ends, desk_of):
         },
         "received": 8,
         "duplicated": 0,
-        "refused": {"late": 2},
+        "refused": 4,
+        "refusals": {"late": 4},
         "refused_by_desk": {},
     }
 

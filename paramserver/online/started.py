@@ -92,7 +92,8 @@ class Started(Study):
             if not simulation.ended and self._is_complete(simulation):
                 actions.append(self._complete(simulation, now))
         for simulation in list(self._started.values()):
-            actions += self._look_at(simulation, now)
+            if self.failure is None:
+                actions += self._look_at(simulation, now)
         self.done = self.complete >= self.count
         if not self.done and self.failure is None:
             actions += self._start_more(now)
