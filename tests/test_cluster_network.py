@@ -12,9 +12,12 @@ from paramserver.cluster import (
     child_environment,
     is_loopback,
     loopback_interface,
+    mark_supervised,
     own_address,
     process_environ,
 )
+from paramserver.cluster.network import producer_environment
+from paramserver.cluster.slurm import in_allocation
 from paramserver.errors import UnsupportedConfiguration
 
 
@@ -63,6 +66,27 @@ def test_what_the_user_set_stands():
 @pytest.mark.parametrize(("cores", "processes", "threads"), [(8, 3, "2"), (2, 3, "1"), (16, 1, "16"), (9, 3, "3")])
 def test_the_cores_are_shared_out(cores, processes, threads):
     assert child_environment({}, sharers=processes, cores=cores)["OMP_NUM_THREADS"] == threads
+
+
+def test_a_program_that_is_no_rank_gets_what_the_user_set_and_not_what_the_launch_chose():
+    user = {"HOME": "/h", "MALLOC_ARENA_MAX": "4"}
+    rank = child_environment(user, sharers=1, cores=8)
+    mark_supervised(rank)
+    program = producer_environment(rank, {"PARAMSERVER_MEMBER": "1"})
+    assert program == {
+        **user,
+        "OMP_NUM_THREADS": "1",
+        "PARAMSERVER_MEMBER": "1",
+        "PYTHONPATH": rank["PYTHONPATH"],
+        "PYTHONUNBUFFERED": "1",
+    }
+    threads = child_environment({"OMP_NUM_THREADS": "3"}, sharers=1, cores=8)
+    assert producer_environment(threads, {})["OMP_NUM_THREADS"] == "3"
+
+
+def test_an_allocation_is_known_by_its_job():
+    assert in_allocation({"SLURM_JOB_ID": "7"})
+    assert not in_allocation({"SLURM_CONF": "/etc/slurm.conf", "SLURM_JOB_ID": ""})
 
 
 def test_only_cores_that_this_process_may_use_count():

@@ -28,6 +28,7 @@ FLOORS = {
     1.2: "attempts claim consistency slicing",
     1.3: "online protocol",
     1.4: "client",
+    1.5: "worker",
     2.0: "report resharding sinks sources",
     2.1: "channel console",
     3.0: "task",
@@ -58,11 +59,12 @@ FOLDERS = {
     "buffers": "batch checks order codec layout storage redistribute contents exchange base counted fifo firo "
     "reservoir factory",
     "checkpoint": "disk manifest layout archive storable pieces memory copies best read store retention writer",
-    "cluster": "network producer base listener flags torchrun resolve",
+    "cluster": "network producer base listener flags torchrun resolve slurm",
     "consistency": "words together base sync free stale backup staleness factory",
     "config": "modes rules schema table values reading settings overrides world checks printing loading",
     "online": "zeromq messages fields plan keys numbering line desk_line postman parcel delivery identities assembly "
-    "verdicts inspector moments pending post tally ear reception",
+    "verdicts inspector moments pending post tally ear reception "
+    "sampler simulation study started outside leash command runner clerk door desk",
     "report": "outcome summary",
     "sinks": "base jsonlines progress tensorboard",
     "sources": "base share dataset iterable stream factory feeder",

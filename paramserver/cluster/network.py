@@ -14,6 +14,7 @@ DEFAULT_PORT = 29500
 """Where ranks that were started apart meet unless they are told; the port of torch's own launchers."""
 
 _SUPERVISED = "PARAMSERVER_SUPERVISED"
+_CHOSEN = "PARAMSERVER_CHOSEN"  # names of variables that the launch set for the ranks, and not the user
 _INTERFACE_VARIABLES = ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 # torch's RPC agent warns of every connection that a peer closes, which is how each run ends; a peer that is lost is
@@ -86,7 +87,20 @@ def child_environment(
     # Without repeats; an empty entry would mean the folder that the child runs in.
     path = [str(folder.absolute()) for folder in folders] + environ.get("PYTHONPATH", "").split(os.pathsep)
     paths = os.pathsep.join(dict.fromkeys(entry for entry in path if entry))
-    return {**defaults, **environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": paths}
+    chosen = {_CHOSEN: ",".join(name for name in defaults if name not in environ)}
+    return {**defaults, **environ, **chosen, "PYTHONUNBUFFERED": "1", "PYTHONPATH": paths}
+
+
+def producer_environment(environ: Mapping[str, str], told: Mapping[str, str]) -> dict[str, str]:
+    """Copy ``environ`` for a program that is no rank; one thread unless the user set another number.
+
+    Args:
+        environ: of a rank; what the launch chose for ranks is left out.
+        told: variables of the program's own.
+    """
+    ours = {_SUPERVISED, _CHOSEN, *environ.get(_CHOSEN, "").split(",")}
+    users = {name: value for name, value in environ.items() if name not in ours}
+    return {"OMP_NUM_THREADS": "1", **users, "PYTHONUNBUFFERED": "1", **told}
 
 
 def mark_supervised(environ: MutableMapping[str, str]) -> None:

@@ -293,7 +293,7 @@ class Joined:
         try:
             counts = ({int(key): int(n) for key, n in body[name].items()} for name in ("received", "inherited"))
             return cls(str(body["address"]), *counts)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise Malformed(f"this is no announcement of a trainer ({error})") from error
 
 
@@ -323,7 +323,7 @@ class Report:
             received = {int(key): int(n) for key, n in body["received"].items()}
             heard = tuple((int(simulation), int(member)) for simulation, member in body["heard"])
             return cls(received, heard, dict(body["figures"]))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise Malformed(f"this is no report of a trainer ({error})") from error
 
 

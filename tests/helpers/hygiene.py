@@ -15,6 +15,7 @@ from typing import Any
 OUR_THREADS = (
     "feeder",
     "reception",
+    "desk",
     "heartbeat",
     "checkpoint-writer",
     "checkpoint-courier",
