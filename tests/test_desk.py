@@ -119,7 +119,7 @@ def test_a_client_that_does_not_fit_is_refused_with_a_sentence(ends, desk_of, op
     joined(ends, desk)
     caller = ends.client(desk.address, **client).hello(parameters)
     assert refusal(caller).startswith(sentence)
-    assert sum(desk.summary()["refused_by_desk"].values()) == 1
+    assert sum(desk.summary()["simulations"]["refused"].values()) == 1
 
 
 def another_version(header):
@@ -149,7 +149,7 @@ def test_what_is_no_message_for_the_desk_is_answered_counted_and_logged_once(end
     for _ in range(3):
         caller.socket.send_multipart(frames)
         assert refusal(caller).startswith(sentence)
-    assert list(desk.summary()["refused_by_desk"].values()) == [3]
+    assert list(desk.summary()["simulations"]["refused"].values()) == [3]
     assert len(caplog.records) == 1
     assert sentence in caplog.text
     ends.client(desk.address).hello().until(Kind.WELCOME)  # and it goes on
@@ -232,12 +232,8 @@ def test_all_trainers_are_told_when_the_last_is_complete(ends, desk_of):
             "given_up": 0,
             "restarted": 0,
             "silent": [],
-        },
-        "received": 8,
-        "duplicated": 0,
-        "refused": 4,
-        "refusals": {"late": 4},
-        "refused_by_desk": {},
+            "refused": {},
+        }
     }
 
 
@@ -419,6 +415,7 @@ def test_simulations_are_started_watched_and_started_again(ends, desk_of, progra
         "given_up": 0,
         "restarted": len(restarted),
         "silent": [],
+        "refused": {},
     }
 
 

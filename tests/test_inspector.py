@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from posts import field, message, opening, plan
 
+from paramserver.errors import UnsupportedConfiguration
 from paramserver.online.identities import Identities
 from paramserver.online.inspector import Inspector
 from paramserver.online.messages import Header, Kind, describe, pack_parameters, raw
@@ -222,6 +223,12 @@ def test_parts_that_make_no_whole_are_refused_all():
     assert set(verdict.told) == set(givers)
     assert [one.dealt for one in givers] == [1, 1]
     assert reason(judge(PEER, message(0, 1, {"u": np.ones((5, 3), np.float32)}, member=0, members=2))) == "shape"
+
+
+def test_a_number_cannot_be_sent_in_parts():
+    with pytest.raises(UnsupportedConfiguration, match=r"simulations\.fields\.n\.shape \(\[\]\) must have a dimension"):
+        plan(fields={"u": [4], "n": []}, group_size=2)
+    assert plan(fields={"u": [4], "n": []}).shaped[1].shape == ()
 
 
 # Anything.

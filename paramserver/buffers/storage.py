@@ -81,8 +81,12 @@ class Column:
         """One stacking and one write: of samples by the dozen, a call for each would cost more than the copy."""
         if self._is_tensor:
             self._array[slots] = _numpy_view(torch.stack(values).resolve_conj().resolve_neg())
-        else:
+        elif self._array.ndim == 1:
             self._array[slots] = values
+        else:
+            # Stacking arrays would copy them twice, and saves nothing: numpy goes through them one by one there too.
+            for slot, value in zip(slots, values, strict=True):
+                self._array[slot] = value
 
     def gather(self, slots: Slots) -> Tensor:
         return torch.from_numpy(self._array.take(slots, axis=0)).view(self.rows.dtype)

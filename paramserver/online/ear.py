@@ -147,7 +147,9 @@ class Ear:
                 kind = Header.unpack(frames[0]).kind
             except Malformed as error:
                 raise SourceError(f"trainer {self.post.trainer_index} cannot understand the desk: {error}") from error
-            self._ready = self._ready or kind is Kind.READY
+            if kind is Kind.READY and not self._ready:
+                self._ready = True
+                self._report_due = time.monotonic()
             self._finishing = self._finishing or kind is Kind.FINISH
             why = bytes(frames[-1]).decode(errors="replace")
             if kind is Kind.OVER:
