@@ -370,7 +370,7 @@ def unknown_kinds(state: Mapping[str, Any]) -> set[str]:
     """
     kinds = set()
     if state.get("window", {}).get("steps"):
-        kinds.add("train")  # of a window that only the end of the run closed
+        kinds.update(("train", "staleness"))  # of a window that only the end of the run closed
     if state.get("validated_step", state["step"]) != state["step"]:
         kinds.add("validation")  # the last one of a run, after a checkpoint that was due
     return kinds

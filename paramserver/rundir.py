@@ -262,7 +262,8 @@ def supersede_metrics(metrics_file: Path, step: int, kinds: Collection[str] = ()
     Args:
         metrics_file: of the run.
         step: of the checkpoint that the run goes back to.
-        kinds: records of these kinds are moved at ``step`` itself too: they came after that checkpoint.
+        kinds: records of these kinds are moved at ``step`` itself too: they came after that checkpoint. So did those
+            of any kind that say ``end``: one that the run made only because it ended.
 
     Returns:
         The number of lines moved. Repeating it after a crash in its middle moves nothing twice.
@@ -295,7 +296,8 @@ def _holds_at(line: str, step: int, kinds: Collection[str]) -> bool:
     if not isinstance(record, Mapping):
         return False
     of_step = record.get("step")
-    return of_step is None or of_step < step or (of_step == step and record.get("kind") not in kinds)
+    came_after = record.get("kind") in kinds or record.get("end") is True
+    return of_step is None or of_step < step or (of_step == step and not came_after)
 
 
 def environment_record(command: Sequence[str]) -> dict[str, Any]:

@@ -153,6 +153,14 @@ def test_records_of_the_cut_that_it_does_not_know_move_by_their_kind(metrics):
     assert kept == [("start", None), ("train", 10), ("train", 20), ("validation", 10)]
 
 
+def test_records_of_the_cut_that_were_made_because_the_run_ended_move(metrics):
+    with metrics.open("a") as file:
+        file.write('{"kind": "buffer", "step": 20, "end": true}\n{"kind": "buffer", "step": 20}\n')
+    assert supersede_metrics(metrics, 20) == 3
+    assert [record["kind"] for record in records(metrics)] == ["start", "train", "train", "buffer"]
+    assert not any(record.get("end") for record in records(metrics))
+
+
 def test_a_line_that_a_crash_tore_moves_too(metrics):
     with metrics.open("a") as file:
         file.write('{"kind": "train", "step": 5')
