@@ -33,16 +33,16 @@ def new_attempt(run: RunDir) -> Iterator[None]:
 def resumed_attempt(run: RunDir) -> Iterator[None]:
     """Go on with a run, from ``run.chosen`` where one checkpoint was chosen: ``latest`` then names that one.
 
-    Where this is refused before a step was made, or was killed there, config, environment, summary, records and
-    ``latest`` are what they were: at once, or for the next who goes on.
+    Where this is refused, fails or is interrupted before a step was made, or was killed there, config, environment,
+    summary, records, ``latest`` and ``best`` are what they were: at once, or for the next who goes on.
 
     Raises:
         CheckpointError: there is no complete checkpoint, or the chosen one is not whole.
         UnsupportedConfiguration: another process holds the folder; nothing in it was touched.
     """
     undo = Undo(run)
-    with run.claim():
-        with run.lock():
+    with run.claim(resuming=True):
+        with run.lock(resuming=True):
             undo.settle()
             first_step = step_of((run.chosen or find_checkpoint(run.path)).name) or 0
             if run.chosen is not None:
@@ -53,11 +53,8 @@ def resumed_attempt(run: RunDir) -> Iterator[None]:
                 write_text(run.checkpoints_dir / LATEST, f"{run.chosen.name}\n")
         try:
             yield
-        except (UnsupportedConfiguration, OSError, KeyboardInterrupt):
-            _unless_in_use(run, undo.settle)
-            raise
         except BaseException:
-            _unless_in_use(run, undo.forget)
+            _unless_in_use(run, undo.settle)
             raise
         _unless_in_use(run, undo.forget)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import socket
 import sys
 import time
@@ -172,7 +173,7 @@ def _keeping(plan: RankPlan, process: Process) -> Iterator[Keeper]:
     with ExitStack() as stack:
         run = plan.run or stack.enter_context(claim_run(config))
         stack.enter_context(new_attempt(run) if plan.run is None else nullcontext())
-        stack.enter_context(run.lock())
+        stack.enter_context(run.lock(plan.resume))
         checkpoint = _stored(run) if plan.resume else None
         weights = _initial_weights(config) if checkpoint is None else None
         clean(run.checkpoints_dir)
@@ -238,7 +239,10 @@ def _close(keeper: Keeper, totals: Sequence[TrainerTotals], work: Callable[[], s
     except Interrupted as interrupted:
         keeper.close("interrupted", totals, str(interrupted))
         saved = "nothing was saved yet"
-        if keeper.last_checkpoint is not None:
+        if keeper.checkpoint is not None and keeper.step == keeper.checkpoint.step:
+            command = f"python -m paramserver.launch --resume {shlex.quote(str(keeper.checkpoint.path))}"
+            saved = f"no step was made, so the run is as it was before. Resume with: {command}"
+        elif keeper.last_checkpoint is not None:
             saved = f"its checkpoint is written. Resume with: {keeper.run.resume_command}"
         raise Interrupted(f"interrupted ({interrupted}) after step {keeper.step}; {saved}") from interrupted
     except BaseException as error:

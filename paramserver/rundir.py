@@ -93,18 +93,18 @@ class RunDir:
         return [Path(folder) for folder in read_mapping(self.environment_file, json.loads).get("folders", [])]
 
     @contextmanager
-    def lock(self) -> Iterator[None]:
-        """Hold the folder as its only writer.
+    def lock(self, resuming: bool = False) -> Iterator[None]:
+        """Hold the folder as its only writer; ``resuming`` is for the cure in the message.
 
         Raises:
             UnsupportedConfiguration: another process holds it; names that process and its host. Or nobody may write
                 there.
         """
-        with _held(self.path, ".lock"):
+        with _held(self.path, ".lock", resuming):
             yield
 
     @contextmanager
-    def claim(self) -> Iterator[None]:
+    def claim(self, resuming: bool = False) -> Iterator[None]:
         """Hold the folder from before an attempt to start or resume its run until that attempt is over.
 
         Rank 0 locks the folder later, and may be another process. In between, nobody else may take it. The kernel lets
@@ -113,7 +113,7 @@ class RunDir:
         Raises:
             UnsupportedConfiguration: as ``lock``.
         """
-        with _held(self.path, ".claim"):
+        with _held(self.path, ".claim", resuming):
             try:
                 yield
             finally:
@@ -121,16 +121,15 @@ class RunDir:
 
 
 @contextmanager
-def _held(folder: Path, name: str) -> Iterator[None]:
+def _held(folder: Path, name: str, resuming: bool) -> Iterator[None]:
     holder_file = folder / f"{name}.json"
     file_lock = FileLock(str(folder / name), timeout=0, thread_local=False)
     try:
         _acquire(file_lock, holder_file)
     except Timeout:
         holder = _holder(holder_file) or "a process that has not written its id yet"
-        raise UnsupportedConfiguration(
-            f"run folder {folder} is in use by another run ({holder}); stop that one, or choose another logging.name"
-        ) from None
+        cure = "wait until it has ended, or stop it" if resuming else "stop that one, or choose another logging.name"
+        raise UnsupportedConfiguration(f"run folder {folder} is in use by another run ({holder}); {cure}") from None
     except OSError as error:
         raise not_writable(f"run folder {folder}", error) from error
     try:
@@ -175,6 +174,8 @@ def not_writable(what: str, error: OSError) -> UnsupportedConfiguration:
 def open_run(path: Path) -> RunDir:
     """Open the folder of an earlier run, given by itself or by one of its checkpoints, which is then the chosen one.
 
+    Nothing in it is changed.
+
     Raises:
         CheckpointError: it is not such a folder.
     """
@@ -188,11 +189,6 @@ def open_run(path: Path) -> RunDir:
         raise CheckpointError(
             f"{path} must be a run folder, and holds neither config.yaml nor checkpoints; give one such as runs/<name>"
         )
-    try:
-        run.logs_dir.mkdir(exist_ok=True)
-        run.checkpoints_dir.mkdir(exist_ok=True)
-    except OSError as error:
-        raise not_writable(f"run folder {path}", error) from error
     return run
 
 

@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from paramserver.checkpoint.layout import LATEST
+from paramserver.checkpoint.layout import BEST, LATEST
 from paramserver.rundir import RunDir, read_mapping
 
 __all__ = ["Undo"]
@@ -29,8 +29,8 @@ class Undo:
         self._run = run
         self._folder = run.path / ".attempt"
         superseded = run.metrics_file.with_name(f"{run.metrics_file.stem}.superseded{run.metrics_file.suffix}")
-        latest = run.checkpoints_dir / LATEST
-        files = (run.config_file, run.environment_file, run.summary_file, latest, run.metrics_file, superseded)
+        latest, best = run.checkpoints_dir / LATEST, run.checkpoints_dir / BEST
+        files = (run.config_file, run.environment_file, run.summary_file, latest, run.metrics_file, superseded, best)
         self._files = {f"{number}-{path.name}": path for number, path in enumerate(files)}
 
     @property

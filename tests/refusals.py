@@ -1,5 +1,6 @@
 """What a run that was refused said, and what it left."""
 
+import re
 from pathlib import Path
 
 TASKS = Path(__file__).with_name("bad_tasks.py")
@@ -22,6 +23,11 @@ def refusal(finished, code=2):
 def contents(folder):
     """Every file below, but the lock, which is never removed."""
     return {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != ".lock"}
+
+
+def has_table(output):
+    """Whether the closing summary is there."""
+    return re.search(r"^status +\w+\n", output, re.MULTILINE) is not None
 
 
 def temporaries(folder):

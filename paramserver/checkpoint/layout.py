@@ -24,12 +24,14 @@ __all__ = [
     "Leftover",
     "beside",
     "history",
+    "is_written",
     "leftovers",
     "pointed",
     "problem",
     "remove",
     "step_name",
     "step_of",
+    "written",
 ]
 
 LATEST = "latest"
@@ -104,7 +106,7 @@ def leftovers(folder: Path) -> list[Leftover]:
 def problem(checkpoint: Path) -> str | None:
     """Why ``checkpoint`` is not complete, from its manifest and the sizes of its files; None if it is complete.
 
-    One of a newer format counts as complete: to pass it over in silence would resume from an older state.
+    One of a newer format counts as complete: somebody else can read it.
     """
     try:
         return incomplete(checkpoint, read_manifest(checkpoint))
@@ -119,8 +121,18 @@ def _of_newer_format(checkpoint: Path) -> bool:
         return False
 
 
+def is_written(checkpoint: Path) -> bool:
+    """Whether the folder has a manifest, which is written last: without one it never was a checkpoint."""
+    return os.path.lexists(checkpoint / MANIFEST)
+
+
 def history(folder: Path) -> list[Path]:
-    """All complete checkpoints, newest first.
+    """All complete checkpoints, in the order of ``written``."""
+    return [path for path in written(folder) if problem(path) is None]
+
+
+def written(folder: Path) -> list[Path]:
+    """All checkpoints, whole or damaged since they were written, newest first.
 
     Steps beyond ``latest`` come last: they are of a future that was given up when the run went back.
     One that was moved aside counts while nothing has taken its place.
@@ -138,4 +150,4 @@ def history(folder: Path) -> list[Path]:
         step = step_of(name) or 0
         return newest_step is not None and step > newest_step, -step
 
-    return [places[name] for name in sorted(places, key=age) if problem(places[name]) is None]
+    return [places[name] for name in sorted(places, key=age) if is_written(places[name])]
