@@ -32,7 +32,7 @@ from paramserver.config import (
     with_world_size,
     world_size_of,
 )
-from paramserver.errors import ParamserverError, UnsupportedConfiguration
+from paramserver.errors import ParamserverError, PeerLost, UnsupportedConfiguration
 from paramserver.leaving import leave, put_out
 from paramserver.resuming import changes, config_file_of
 from paramserver.rundir import RunDir, newest_run, open_run
@@ -141,10 +141,13 @@ def tell(error: BaseException) -> int:
     error = first_error(error)
     told = describe(error)
     relayed = isinstance(error, ParamserverError) and error.relayed
-    if told["traceback"] and not relayed and "Traceback (most recent call last)" not in told["message"]:
-        cause = error.__cause__ or error
-        told["message"] += "\n" + "".join(traceback.format_exception(cause))
     sys.stdout.flush()
+    if told["traceback"] and not relayed and "Traceback (most recent call last)" not in told["message"]:
+        lines = "".join(traceback.format_exception(error.__cause__ or error))
+        if isinstance(error, PeerLost):  # who is lost counts, not how a collective noticed
+            print(lines, file=sys.stderr)
+        else:
+            told["message"] += f"\n{lines}"
     print(f"error: {told['message']}".rstrip(), file=sys.stderr, flush=True)
     return int(told["exit_code"])
 
