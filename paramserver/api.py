@@ -15,8 +15,9 @@ from paramserver.cluster import is_supervised, process_environ
 from paramserver.config import MODES, Config, load_config
 from paramserver.errors import UnsupportedConfiguration
 from paramserver.launch import Result, start_here
+from paramserver.opening import open_run
 from paramserver.resuming import config_file_of
-from paramserver.rundir import open_run, read_mapping
+from paramserver.rundir import read_mapping
 
 if TYPE_CHECKING:
     from paramserver.task import Task

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from paramserver.checkpoint import find_checkpoint, read_checkpoint
-from paramserver.checkpoint.layout import LATEST, pointed, step_of
+from paramserver.checkpoint.layout import BEST, LATEST, pointed, step_of
 from paramserver.errors import UnsupportedConfiguration
+from paramserver.opening import refuse_unwritable
 from paramserver.rundir import RunDir, write_text
 from paramserver.undo import Undo, furthest_step
 
@@ -42,12 +43,14 @@ def resumed_attempt(run: RunDir) -> Iterator[None]:
     """
     undo = Undo(run)
     with run.claim(resuming=True):
+        refuse_unwritable(run)
         with run.lock(resuming=True):
             undo.settle()
             first_step = step_of((run.chosen or find_checkpoint(run.path)).name) or 0
             if run.chosen is not None:
                 read_checkpoint(run.chosen)
-                pointed(run.checkpoints_dir, LATEST)  # refuses one that is no file
+            for pointer in (LATEST, BEST):
+                pointed(run.checkpoints_dir, pointer)  # refuses one that is no file
             undo.note(first_step)
             if run.chosen is not None:
                 write_text(run.checkpoints_dir / LATEST, f"{run.chosen.name}\n")

@@ -16,8 +16,9 @@ from paramserver.config import Config, load_config
 from paramserver.errors import TaskError
 from paramserver.launch import add_overrides, tell
 from paramserver.leaving import leave, put_out
+from paramserver.opening import open_run
 from paramserver.resuming import config_file_of
-from paramserver.rundir import RunDir, open_run
+from paramserver.rundir import RunDir
 
 
 @dataclass(frozen=True)

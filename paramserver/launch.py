@@ -34,8 +34,9 @@ from paramserver.config import (
 )
 from paramserver.errors import ParamserverError, PeerLost, UnsupportedConfiguration
 from paramserver.leaving import leave, put_out
+from paramserver.opening import open_run
 from paramserver.resuming import changes, config_file_of
-from paramserver.rundir import RunDir, newest_run, open_run
+from paramserver.rundir import RunDir, newest_run
 from paramserver.sinks import Sink
 
 if TYPE_CHECKING:

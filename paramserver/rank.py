@@ -209,8 +209,10 @@ def _keeping(plan: RankPlan, process: Process) -> Iterator[Keeper]:
 def _stored(run: RunDir) -> Checkpoint:
     """The checkpoint to go on from. That it holds all that is needed is seen before anything is changed."""
     checkpoint = read_checkpoint(find_checkpoint(run.path))
-    for name in ("model", "optimizer", "run", *(f"trainer-{i}" for i in range(checkpoint.trainers))):
+    for name in ("model", "optimizer", "run"):
         checkpoint.file(name)
+    for index in range(checkpoint.trainers):
+        checkpoint.file(f"trainer-{index}")
     return checkpoint
 
 
@@ -229,7 +231,11 @@ def _initial_weights(config: Config) -> tuple[str, Any] | None:
     except CheckpointError as error:
         raise CheckpointError(f"init_from ({path}): {error}") from error
     except Exception as error:  # torch.load raises many types for a file that is none of its own
-        raise CheckpointError(f"init_from ({path}) cannot be loaded as a model.pt: {error}") from error
+        cause = str(error).strip().split("\n")[0].partition(". ")[0]  # torch's own advice is to trust the file
+        raise CheckpointError(
+            f"init_from ({path}) cannot be loaded as a model.pt ({type(error).__name__}: {cause}); give the model.pt "
+            "of a checkpoint, or what torch.save(model.state_dict(), ...) wrote"
+        ) from error
 
 
 def _close(keeper: Keeper, totals: Sequence[TrainerTotals], work: Callable[[], str]) -> dict[str, Any]:

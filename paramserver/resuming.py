@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from pathlib import Path
 
@@ -22,8 +21,6 @@ def config_file_of(run: RunDir, given: Path | None = None) -> Path:
     """
     if run.config_file.is_file():
         return run.config_file
-    if os.path.lexists(run.config_file):
-        raise CheckpointError(f"{run.config_file} must be a file with the config of the run; remove it")
     _refuse_empty(run)
     if given is None:
         raise CheckpointError(

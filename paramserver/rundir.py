@@ -19,7 +19,6 @@ import yaml
 from filelock import FileLock, Timeout
 
 from paramserver.checkpoint.disk import json_text, replace_text
-from paramserver.checkpoint.layout import step_of
 from paramserver.checkpoint.store import disk_errors_told
 from paramserver.errors import CheckpointError, UnsupportedConfiguration
 from paramserver.version import __version__
@@ -29,7 +28,6 @@ __all__ = [
     "environment_record",
     "newest_run",
     "not_writable",
-    "open_run",
     "read_mapping",
     "supersede_metrics",
     "write_json",
@@ -65,6 +63,10 @@ class RunDir:
         return self.path / "metrics.jsonl"
 
     @property
+    def superseded_file(self) -> Path:
+        return self.path / "metrics.superseded.jsonl"
+
+    @property
     def tensorboard_dir(self) -> Path:
         return self.path / "tensorboard"
 
@@ -90,7 +92,9 @@ class RunDir:
 
     def task_folders(self) -> list[Path]:
         """Where the run looked for its task when it began."""
-        return [Path(folder) for folder in read_mapping(self.environment_file, json.loads).get("folders", [])]
+        folders = read_mapping(self.environment_file, json.loads).get("folders")
+        known = folders if isinstance(folders, list) else []
+        return [Path(folder) for folder in known if isinstance(folder, str) and "\0" not in folder]
 
     @contextmanager
     def lock(self, resuming: bool = False) -> Iterator[None]:
@@ -134,9 +138,11 @@ def _held(folder: Path, name: str, resuming: bool) -> Iterator[None]:
         raise not_writable(f"run folder {folder}", error) from error
     try:
         _sign(folder, holder_file)
-        yield
+        try:
+            yield
+        finally:
+            holder_file.unlink(missing_ok=True)
     finally:
-        holder_file.unlink(missing_ok=True)
         file_lock.release()
 
 
@@ -169,27 +175,6 @@ def not_writable(what: str, error: OSError) -> UnsupportedConfiguration:
         f"{what} must be a folder that this user can write to ({error.strerror or error}); make it so, or choose "
         "another logging.run_dir"
     )
-
-
-def open_run(path: Path) -> RunDir:
-    """Open the folder of an earlier run, given by itself or by one of its checkpoints, which is then the chosen one.
-
-    Nothing in it is changed.
-
-    Raises:
-        CheckpointError: it is not such a folder.
-    """
-    path, chosen = Path(path), None
-    if path.parent.name == "checkpoints" and step_of(path.name) is not None:
-        path, chosen = path.parents[1], path
-    run = RunDir(path, chosen)
-    if not path.is_dir():
-        raise CheckpointError(f"run folder {path} must exist; give the folder of a run, such as runs/<name>")
-    if not (run.config_file.is_file() or run.checkpoints_dir.is_dir()):
-        raise CheckpointError(
-            f"{path} must be a run folder, and holds neither config.yaml nor checkpoints; give one such as runs/<name>"
-        )
-    return run
 
 
 def newest_run(base: Path, name: str | None = None, task: str | None = None) -> Path:
@@ -230,6 +215,8 @@ def _started_s(run: RunDir) -> float:
 
 def read_mapping(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
     """Parse a file of a run, of which one that crashed may have any part: what cannot be read says nothing."""
+    if not path.is_file():
+        return {}
     try:
         content = parse(path.read_text())
     except (OSError, ValueError, yaml.YAMLError):
@@ -271,7 +258,7 @@ def supersede_metrics(metrics_file: Path, step: int, kinds: Collection[str] = ()
     if not moved:
         return 0
     superseded_file = metrics_file.with_name(f"{metrics_file.stem}.superseded{metrics_file.suffix}")
-    before = superseded_file.read_text() if superseded_file.exists() else ""
+    before = superseded_file.read_text(errors="replace") if superseded_file.exists() else ""
     block = _joined(moved)
     if not before.endswith(block):  # else: an earlier call got so far and no further
         replace_text(superseded_file, before + block)

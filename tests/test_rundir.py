@@ -12,10 +12,10 @@ from helpers.holding import hold
 
 from paramserver.claim import claim_folder
 from paramserver.errors import CheckpointError, UnsupportedConfiguration
+from paramserver.opening import open_run
 from paramserver.rundir import (
     environment_record,
     newest_run,
-    open_run,
     supersede_metrics,
     write_json,
 )

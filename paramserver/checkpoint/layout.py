@@ -36,7 +36,7 @@ __all__ = [
 
 LATEST = "latest"
 BEST = "best"
-_STEP_FOLDER = re.compile(r"step-(\d{8,})")
+_STEP_FOLDER = re.compile(r"step-([0-9]{8,18})")
 _LEFTOVER = re.compile(r"\.(?P<name>[^.]+)\.(?P<pid>\d+)\.(?P<kind>tmp|old|gone)")
 
 
@@ -73,8 +73,8 @@ def beside(final: Path, kind: str) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a whole folder, if it is there."""
-    if path.is_dir():
+    """Remove a file, a link or a whole folder, if it is there."""
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
@@ -86,13 +86,18 @@ def pointed(folder: Path, pointer: str) -> Path | None:
     Raises:
         CheckpointError: ``pointer`` is no file, or one that nobody may read.
     """
+    file = folder / pointer
+    if not os.path.lexists(file):
+        return None
+    if not file.is_file():
+        raise CheckpointError(f"{file} must be a file with the name of a checkpoint, and is none; move it away")
     try:
-        name = (folder / pointer).read_text().strip()
+        name = file.read_text().strip()
     except (FileNotFoundError, UnicodeDecodeError):
         return None
     except OSError as error:
         raise CheckpointError(
-            f"{folder / pointer} must be a file with the name of a checkpoint ({error.strerror or error}); remove it"
+            f"{file} must be a file with the name of a checkpoint ({error.strerror or error}); move it away"
         ) from error
     return folder / name if step_of(name) is not None else None
 
@@ -116,14 +121,21 @@ def problem(checkpoint: Path) -> str | None:
 
 def _of_newer_format(checkpoint: Path) -> bool:
     try:
-        return newer_format((checkpoint / MANIFEST).read_text()) is not None
+        manifest = checkpoint / MANIFEST
+        return manifest.is_file() and newer_format(manifest.read_text()) is not None
     except (OSError, UnicodeDecodeError):
         return False
 
 
 def is_written(checkpoint: Path) -> bool:
     """Whether the folder has a manifest, which is written last: without one it never was a checkpoint."""
-    return os.path.lexists(checkpoint / MANIFEST)
+    try:
+        os.lstat(checkpoint / MANIFEST)
+    except PermissionError:
+        return True  # who may not look cannot pass it over either
+    except OSError:
+        return False
+    return True
 
 
 def history(folder: Path) -> list[Path]:

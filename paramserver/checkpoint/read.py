@@ -148,6 +148,8 @@ def _identity(folder: Path) -> int | None:
 
 def _verified(path: Path) -> Checkpoint:
     manifest = read_manifest(path)
+    if step_of(path.name) not in (None, manifest.step):
+        raise CheckpointError(f"{path} holds the checkpoint of step {manifest.step}; give it the name of that step")
     wrong = altered(path, manifest)
     if wrong:
         raise CheckpointError(wrong)
