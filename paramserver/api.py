@@ -14,8 +14,10 @@ from paramserver.attempts import settle_attempt
 from paramserver.cluster import is_supervised, process_environ
 from paramserver.config import MODES, Config, load_config
 from paramserver.errors import UnsupportedConfiguration
-from paramserver.launch import Result, start_here, tell_changes
-from paramserver.rundir import open_run, read_mapping
+from paramserver.launch import Result, start_here
+from paramserver.opening import open_run
+from paramserver.resuming import config_file_of
+from paramserver.rundir import read_mapping
 
 if TYPE_CHECKING:
     from paramserver.task import Task
@@ -59,12 +61,11 @@ def run(
     opened = None if resume is None else open_run(Path(resume))
     if opened is not None:
         settle_attempt(opened)
-    if opened is not None:
+        if config is None:
+            config_file_of(opened)  # refuses a folder that has none
         values = _over(read_mapping(opened.config_file, yaml.safe_load), values)
         folders = [*folders, *opened.task_folders()]
     effective = load_config(None, base=values, overrides=overrides)
-    if opened is not None:
-        tell_changes(opened, effective)
     return start_here(effective, opened, folders, command=sys.argv, task_class=task_class)
 
 

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from paramserver.checkpoint import find_checkpoint, read_checkpoint
-from paramserver.checkpoint.layout import LATEST, pointed, step_of
+from paramserver.checkpoint.layout import BEST, LATEST, pointed, step_of
 from paramserver.errors import UnsupportedConfiguration
+from paramserver.opening import refuse_unwritable
 from paramserver.rundir import RunDir, write_text
 from paramserver.undo import Undo, furthest_step
 
@@ -33,31 +34,30 @@ def new_attempt(run: RunDir) -> Iterator[None]:
 def resumed_attempt(run: RunDir) -> Iterator[None]:
     """Go on with a run, from ``run.chosen`` where one checkpoint was chosen: ``latest`` then names that one.
 
-    Where this is refused before a step was made, or was killed there, config, environment, summary, records and
-    ``latest`` are what they were: at once, or for the next who goes on.
+    Where this is refused, fails or is interrupted before a step was made, or was killed there, config, environment,
+    summary, records, ``latest`` and ``best`` are what they were: at once, or for the next who goes on.
 
     Raises:
         CheckpointError: there is no complete checkpoint, or the chosen one is not whole.
         UnsupportedConfiguration: another process holds the folder; nothing in it was touched.
     """
     undo = Undo(run)
-    with run.claim():
-        with run.lock():
+    with run.claim(resuming=True):
+        refuse_unwritable(run)
+        with run.lock(resuming=True):
             undo.settle()
             first_step = step_of((run.chosen or find_checkpoint(run.path)).name) or 0
             if run.chosen is not None:
                 read_checkpoint(run.chosen)
-                pointed(run.checkpoints_dir, LATEST)  # refuses one that is no file
+            for pointer in (LATEST, BEST):
+                pointed(run.checkpoints_dir, pointer)  # refuses one that is no file
             undo.note(first_step)
             if run.chosen is not None:
                 write_text(run.checkpoints_dir / LATEST, f"{run.chosen.name}\n")
         try:
             yield
-        except (UnsupportedConfiguration, OSError, KeyboardInterrupt):
-            _unless_in_use(run, undo.settle)
-            raise
         except BaseException:
-            _unless_in_use(run, undo.forget)
+            _unless_in_use(run, undo.settle)
             raise
         _unless_in_use(run, undo.forget)
 

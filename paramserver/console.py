@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TextIO
 
 from paramserver.config import Config
@@ -10,11 +11,19 @@ from paramserver.sinks import Progress, Record, Sink
 
 
 class Console(Sink):
-    """Writes to one stream; ``logging.progress: off`` leaves the closing summary."""
+    """Writes to one stream; ``logging.progress: off`` leaves the closing summary of a run that made a step.
 
-    def __init__(self, config: Config, stream: TextIO) -> None:
+    Args:
+        config: of the run.
+        stream: where to.
+        changes: lines that are told when the run goes on, and not where that is refused.
+    """
+
+    def __init__(self, config: Config, stream: TextIO, changes: Sequence[str] = ()) -> None:
         self._config = config
         self._stream = stream
+        self._changes = changes
+        self._first_step = 0
         self._progress: Progress | None = None
         self._run_dir = ""
         self._started = False
@@ -31,16 +40,26 @@ class Console(Sink):
         if self._progress is not None:
             self._progress.write(record)
         if kind == "end":
-            self._say(summary_text(record["summary"], self._run_dir))
+            self._end(record)
 
     def _begin(self, record: Record) -> None:
-        self._run_dir = record["run_dir"]
+        self._run_dir, self._first_step = record["run_dir"], record["step"]
+        for line in self._changes:
+            self._say(line)
         ranks = "1 process" if record["world_size"] == 1 else f"{record['world_size']} processes"
         verb = "resumed" if record.get("resumed") else "started"
         self._say(f"{record['name']}: {verb}, mode {record['mode']}, {ranks}, in {self._run_dir}")
         self._progress = Progress(
             self._stream, self._config.logging.progress, record["total_steps"], record["total_samples"]
         )
+
+    def _end(self, record: Record) -> None:
+        """The closing summary; where no step was made there is only the reason of a good end to tell."""
+        summary = record["summary"]
+        if record["step"] > self._first_step:
+            self._say(summary_text(summary, self._run_dir))
+        elif summary["status"] == "completed":
+            self._say(f"completed at step {record['step']}, no step was made: {summary['reason']}")
 
     def _say(self, text: str) -> None:
         if not self._stream.closed:

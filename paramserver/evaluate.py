@@ -13,10 +13,12 @@ from typing import Any
 from paramserver.checkpoint import Checkpoint, load_chosen
 from paramserver.checkpoint.layout import LATEST, step_of
 from paramserver.config import Config, load_config
-from paramserver.errors import CheckpointError, TaskError
+from paramserver.errors import TaskError
 from paramserver.launch import add_overrides, tell
 from paramserver.leaving import leave, put_out
-from paramserver.rundir import RunDir, open_run
+from paramserver.opening import open_run
+from paramserver.resuming import config_file_of
+from paramserver.rundir import RunDir
 
 
 @dataclass(frozen=True)
@@ -95,9 +97,7 @@ def evaluate_run(run_dir: Path, which: str = "latest", overrides: Sequence[str] 
         TaskError: the task validates nothing.
     """
     run = open_run(run_dir)
-    if not run.config_file.is_file():
-        raise CheckpointError(f"{run.path} holds no config.yaml: that run never began; name another run")
-    config = load_config(run.config_file, overrides=overrides)
+    config = load_config(config_file_of(run), overrides=overrides)
     if run.chosen is not None and which == LATEST:
         which = str(step_of(run.chosen.name))
     # All of it at once: a run that goes on may remove the checkpoint while the model is built.

@@ -380,9 +380,9 @@ def unknown_kinds(state: Mapping[str, Any]) -> set[str]:
     Args:
         state: what ``run.pt`` holds.
     """
-    kinds = set()
+    kinds: set[str] = set()
     if state.get("window", {}).get("steps"):
-        kinds.add("train")  # of a window that only the end of the run closed
+        kinds.update(("train", "staleness"))  # of a window that only the end of the run closed
     if state.get("validated_step", state["step"]) != state["step"]:
         kinds.add("validation")  # the last one of a run, after a checkpoint that was due
     return kinds

@@ -21,23 +21,22 @@ from typing import TYPE_CHECKING, Any
 
 from paramserver.attempts import new_attempt, resumed_attempt, settle_attempt
 from paramserver.channel import Channel, describe, first_error
-from paramserver.checkpoint import find_checkpoint, passed_over
 from paramserver.claim import claim_run
 from paramserver.cluster import RankFlags, process_environ, quiet_agent, resolve_identity
 from paramserver.cluster.base import Identity
 from paramserver.config import (
     MODES,
     Config,
-    differences,
     load_config,
     mode_of,
-    num_trainers_of,
     with_world_size,
     world_size_of,
 )
-from paramserver.errors import CheckpointError, ParamserverError, UnsupportedConfiguration
+from paramserver.errors import ParamserverError, PeerLost, UnsupportedConfiguration
 from paramserver.leaving import leave, put_out
-from paramserver.rundir import RunDir, newest_run, open_run
+from paramserver.opening import open_run
+from paramserver.resuming import changes, config_file_of
+from paramserver.rundir import RunDir, newest_run
 from paramserver.sinks import Sink
 
 if TYPE_CHECKING:
@@ -147,10 +146,13 @@ def tell(error: BaseException) -> int:
     error = first_error(error)
     told = describe(error)
     relayed = isinstance(error, ParamserverError) and error.relayed
-    if told["traceback"] and not relayed and "Traceback (most recent call last)" not in told["message"]:
-        cause = error.__cause__ or error
-        told["message"] += "\n" + "".join(traceback.format_exception(cause))
     sys.stdout.flush()
+    if told["traceback"] and not relayed and "Traceback (most recent call last)" not in told["message"]:
+        lines = "".join(traceback.format_exception(error.__cause__ or error))
+        if isinstance(error, PeerLost):  # who is lost counts, not how a collective noticed
+            print(lines, file=sys.stderr)
+        else:
+            told["message"] += f"\n{lines}"
     print(f"error: {told['message']}".rstrip(), file=sys.stderr, flush=True)
     return int(told["exit_code"])
 
@@ -160,12 +162,12 @@ def _launch(arguments: argparse.Namespace, began: float) -> Result | None:
     identity = _identity(arguments, config)
     world_size = arguments.world_size if identity is None else identity.world_size
     config = with_world_size(config, world_size or world_size_of(config))
-    if run is not None:
-        tell_changes(run, config)
     command = [sys.executable, "-m", "paramserver.launch", *sys.argv[1:]]
     if arguments.dry_run:
         from paramserver.dry_run import plan_text
 
+        for line in () if run is None else changes(run, config):
+            print(line, file=sys.stderr)
         put_out(plan_text(config, folders))
         return None
     if identity is None:
@@ -198,29 +200,9 @@ def _settle_resumed(
 ) -> tuple[Config, RunDir, list[Path]]:
     run = open_run(_run_to_resume(arguments))
     settle_attempt(run)
-    if not run.config_file.is_file():
-        raise CheckpointError(f"{run.path} holds no config.yaml: that run never began; start it anew")
-    config = load_config(run.config_file, overrides=arguments.overrides, flags=flags)
+    config = load_config(config_file_of(run, arguments.config), overrides=arguments.overrides, flags=flags)
     # Where the run found its task when it began; a folder that is given now comes first.
     return config, run, list(dict.fromkeys([*folders, *run.task_folders()]))
-
-
-def tell_changes(run: RunDir, config: Config) -> None:
-    """From where and in which ways the run goes on."""
-    checkpoint = run.chosen or find_checkpoint(run.path)
-    print(f"resuming {run.path} from {checkpoint.name}", file=sys.stderr)
-    for wrong in () if run.chosen else passed_over(checkpoint):
-        print(f"  passed over: {wrong}", file=sys.stderr)
-    stored = load_config(run.config_file)
-    for line in differences(stored, config):
-        print(f"  changed: {line}", file=sys.stderr)
-    before, now = _samples_of_a_step(stored), _samples_of_a_step(config)
-    if before != now:
-        print(f"  note: a step takes {now} samples in place of {before}", file=sys.stderr)
-
-
-def _samples_of_a_step(config: Config) -> str:
-    return f"{num_trainers_of(config)} x {config.training.batch_size * config.training.accumulate_batches}"
 
 
 def _run_to_resume(arguments: argparse.Namespace) -> Path:
@@ -262,7 +244,7 @@ def start_here(
 
     began = time.time() if began is None else began
     resume = run is not None
-    console = Console(config, sys.stderr)
+    console = Console(config, sys.stderr, () if run is None else changes(run, config))
     with ExitStack() as stack:
         if run is None:
             run = stack.enter_context(claim_run(config))
@@ -324,7 +306,8 @@ def _be_rank(
     from paramserver.console import Console
     from paramserver.rank import RankPlan, run_rank
 
-    shown = (Console(config, sys.stderr),) if identity.global_rank == 0 else ()
+    told = () if run is None or identity.global_rank else changes(run, config)
+    shown = () if identity.global_rank else (Console(config, sys.stderr, told),)
     plan = RankPlan(config, identity, folders, shown, run, run is not None, is_last_act=True, command=command)
     with nullcontext() if run is None or identity.global_rank else resumed_attempt(run):
         summary = run_rank(plan)

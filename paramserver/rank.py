@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import socket
 import sys
 import time
@@ -176,7 +177,7 @@ def _keeping(plan: RankPlan, process: Process) -> Iterator[Keeper]:
     with ExitStack() as stack:
         run = plan.run or stack.enter_context(claim_run(config))
         stack.enter_context(new_attempt(run) if plan.run is None else nullcontext())
-        stack.enter_context(run.lock())
+        stack.enter_context(run.lock(plan.resume))
         checkpoint = _stored(run) if plan.resume else None
         weights = _initial_weights(config) if checkpoint is None else None
         clean(run.checkpoints_dir)
@@ -212,8 +213,10 @@ def _keeping(plan: RankPlan, process: Process) -> Iterator[Keeper]:
 def _stored(run: RunDir) -> Checkpoint:
     """The checkpoint to go on from. That it holds all that is needed is seen before anything is changed."""
     checkpoint = read_checkpoint(find_checkpoint(run.path))
-    for name in ("model", "optimizer", "run", *(f"trainer-{i}" for i in range(checkpoint.trainers))):
+    for name in ("model", "optimizer", "run"):
         checkpoint.file(name)
+    for index in range(checkpoint.trainers):
+        checkpoint.file(f"trainer-{index}")
     return checkpoint
 
 
@@ -232,7 +235,11 @@ def _initial_weights(config: Config) -> tuple[str, Any] | None:
     except CheckpointError as error:
         raise CheckpointError(f"init_from ({path}): {error}") from error
     except Exception as error:  # torch.load raises many types for a file that is none of its own
-        raise CheckpointError(f"init_from ({path}) cannot be loaded as a model.pt: {error}") from error
+        cause = str(error).strip().split("\n")[0].partition(". ")[0]  # torch's own advice is to trust the file
+        raise CheckpointError(
+            f"init_from ({path}) cannot be loaded as a model.pt ({type(error).__name__}: {cause}); give the model.pt "
+            "of a checkpoint, or what torch.save(model.state_dict(), ...) wrote"
+        ) from error
 
 
 def _close(keeper: Keeper, totals: Sequence[TrainerTotals], work: Callable[[], str]) -> dict[str, Any]:
@@ -242,7 +249,10 @@ def _close(keeper: Keeper, totals: Sequence[TrainerTotals], work: Callable[[], s
     except Interrupted as interrupted:
         keeper.close("interrupted", totals, str(interrupted))
         saved = "nothing was saved yet"
-        if keeper.last_checkpoint is not None:
+        if keeper.checkpoint is not None and keeper.step == keeper.checkpoint.step:
+            command = f"python -m paramserver.launch --resume {shlex.quote(str(keeper.checkpoint.path))}"
+            saved = f"no step was made, so the run is as it was before. Resume with: {command}"
+        elif keeper.last_checkpoint is not None:
             saved = f"its checkpoint is written. Resume with: {keeper.run.resume_command}"
         raise Interrupted(f"interrupted ({interrupted}) after step {keeper.step}; {saved}") from interrupted
     except BaseException as error:

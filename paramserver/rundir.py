@@ -19,7 +19,6 @@ import yaml
 from filelock import FileLock, Timeout
 
 from paramserver.checkpoint.disk import json_text, replace_text
-from paramserver.checkpoint.layout import step_of
 from paramserver.checkpoint.store import disk_errors_told
 from paramserver.errors import CheckpointError, UnsupportedConfiguration
 from paramserver.version import __version__
@@ -29,7 +28,6 @@ __all__ = [
     "environment_record",
     "newest_run",
     "not_writable",
-    "open_run",
     "read_mapping",
     "supersede_metrics",
     "write_json",
@@ -65,6 +63,10 @@ class RunDir:
         return self.path / "metrics.jsonl"
 
     @property
+    def superseded_file(self) -> Path:
+        return self.path / "metrics.superseded.jsonl"
+
+    @property
     def tensorboard_dir(self) -> Path:
         return self.path / "tensorboard"
 
@@ -90,21 +92,23 @@ class RunDir:
 
     def task_folders(self) -> list[Path]:
         """Where the run looked for its task when it began."""
-        return [Path(folder) for folder in read_mapping(self.environment_file, json.loads).get("folders", [])]
+        folders = read_mapping(self.environment_file, json.loads).get("folders")
+        known = folders if isinstance(folders, list) else []
+        return [Path(folder) for folder in known if isinstance(folder, str) and "\0" not in folder]
 
     @contextmanager
-    def lock(self) -> Iterator[None]:
-        """Hold the folder as its only writer.
+    def lock(self, resuming: bool = False) -> Iterator[None]:
+        """Hold the folder as its only writer; ``resuming`` is for the cure in the message.
 
         Raises:
             UnsupportedConfiguration: another process holds it; names that process and its host. Or nobody may write
                 there.
         """
-        with _held(self.path, ".lock"):
+        with _held(self.path, ".lock", resuming):
             yield
 
     @contextmanager
-    def claim(self) -> Iterator[None]:
+    def claim(self, resuming: bool = False) -> Iterator[None]:
         """Hold the folder from before an attempt to start or resume its run until that attempt is over.
 
         Rank 0 locks the folder later, and may be another process. In between, nobody else may take it. The kernel lets
@@ -113,7 +117,7 @@ class RunDir:
         Raises:
             UnsupportedConfiguration: as ``lock``.
         """
-        with _held(self.path, ".claim"):
+        with _held(self.path, ".claim", resuming):
             try:
                 yield
             finally:
@@ -121,23 +125,24 @@ class RunDir:
 
 
 @contextmanager
-def _held(folder: Path, name: str) -> Iterator[None]:
+def _held(folder: Path, name: str, resuming: bool) -> Iterator[None]:
     holder_file = folder / f"{name}.json"
     file_lock = FileLock(str(folder / name), timeout=0, thread_local=False)
     try:
         _acquire(file_lock, holder_file)
     except Timeout:
         holder = _holder(holder_file) or "a process that has not written its id yet"
-        raise UnsupportedConfiguration(
-            f"run folder {folder} is in use by another run ({holder}); stop that one, or choose another logging.name"
-        ) from None
+        cure = "wait until it has ended, or stop it" if resuming else "stop that one, or choose another logging.name"
+        raise UnsupportedConfiguration(f"run folder {folder} is in use by another run ({holder}); {cure}") from None
     except OSError as error:
         raise not_writable(f"run folder {folder}", error) from error
     try:
         _sign(folder, holder_file)
-        yield
+        try:
+            yield
+        finally:
+            holder_file.unlink(missing_ok=True)
     finally:
-        holder_file.unlink(missing_ok=True)
         file_lock.release()
 
 
@@ -170,30 +175,6 @@ def not_writable(what: str, error: OSError) -> UnsupportedConfiguration:
         f"{what} must be a folder that this user can write to ({error.strerror or error}); make it so, or choose "
         "another logging.run_dir"
     )
-
-
-def open_run(path: Path) -> RunDir:
-    """Open the folder of an earlier run, given by itself or by one of its checkpoints, which is then the chosen one.
-
-    Raises:
-        CheckpointError: it is not such a folder.
-    """
-    path, chosen = Path(path), None
-    if path.parent.name == "checkpoints" and step_of(path.name) is not None:
-        path, chosen = path.parents[1], path
-    run = RunDir(path, chosen)
-    if not path.is_dir():
-        raise CheckpointError(f"run folder {path} must exist; give the folder of a run, such as runs/<name>")
-    if not (run.config_file.is_file() or run.checkpoints_dir.is_dir()):
-        raise CheckpointError(
-            f"{path} must be a run folder, and holds neither config.yaml nor checkpoints; give one such as runs/<name>"
-        )
-    try:
-        run.logs_dir.mkdir(exist_ok=True)
-        run.checkpoints_dir.mkdir(exist_ok=True)
-    except OSError as error:
-        raise not_writable(f"run folder {path}", error) from error
-    return run
 
 
 def newest_run(base: Path, name: str | None = None, task: str | None = None) -> Path:
@@ -234,6 +215,8 @@ def _started_s(run: RunDir) -> float:
 
 def read_mapping(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
     """Parse a file of a run, of which one that crashed may have any part: what cannot be read says nothing."""
+    if not path.is_file():
+        return {}
     try:
         content = parse(path.read_text())
     except (OSError, ValueError, yaml.YAMLError):
@@ -262,7 +245,8 @@ def supersede_metrics(metrics_file: Path, step: int, kinds: Collection[str] = ()
     Args:
         metrics_file: of the run.
         step: of the checkpoint that the run goes back to.
-        kinds: records of these kinds are moved at ``step`` itself too: they came after that checkpoint.
+        kinds: records of these kinds are moved at ``step`` itself too: they came after that checkpoint. So did those
+            of any kind that say ``end``: one that the run made only because it ended.
 
     Returns:
         The number of lines moved. Repeating it after a crash in its middle moves nothing twice.
@@ -274,7 +258,7 @@ def supersede_metrics(metrics_file: Path, step: int, kinds: Collection[str] = ()
     if not moved:
         return 0
     superseded_file = metrics_file.with_name(f"{metrics_file.stem}.superseded{metrics_file.suffix}")
-    before = superseded_file.read_text() if superseded_file.exists() else ""
+    before = superseded_file.read_text(errors="replace") if superseded_file.exists() else ""
     block = _joined(moved)
     if not before.endswith(block):  # else: an earlier call got so far and no further
         replace_text(superseded_file, before + block)
@@ -295,7 +279,8 @@ def _holds_at(line: str, step: int, kinds: Collection[str]) -> bool:
     if not isinstance(record, Mapping):
         return False
     of_step = record.get("step")
-    return of_step is None or of_step < step or (of_step == step and record.get("kind") not in kinds)
+    came_after = record.get("kind") in kinds or record.get("end") is True
+    return of_step is None or of_step < step or (of_step == step and not came_after)
 
 
 def environment_record(command: Sequence[str]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from paramserver.checkpoint.layout import LATEST
+from paramserver.checkpoint.layout import BEST, LATEST, remove
 from paramserver.rundir import RunDir, read_mapping
 
 __all__ = ["Undo"]
@@ -28,9 +28,9 @@ class Undo:
     def __init__(self, run: RunDir) -> None:
         self._run = run
         self._folder = run.path / ".attempt"
-        superseded = run.metrics_file.with_name(f"{run.metrics_file.stem}.superseded{run.metrics_file.suffix}")
-        latest = run.checkpoints_dir / LATEST
-        files = (run.config_file, run.environment_file, run.summary_file, latest, run.metrics_file, superseded)
+        latest, best = run.checkpoints_dir / LATEST, run.checkpoints_dir / BEST
+        records = (run.metrics_file, run.superseded_file)
+        files = (run.config_file, run.environment_file, run.summary_file, latest, *records, best)
         self._files = {f"{number}-{path.name}": path for number, path in enumerate(files)}
 
     @property
@@ -40,7 +40,7 @@ class Undo:
     def note(self, first_step: int) -> None:
         """Copy what an attempt changes before it makes a step, which will be the one after ``first_step``."""
         fresh = self._folder.with_name(".attempt.new")
-        shutil.rmtree(fresh, ignore_errors=True)
+        remove(fresh)
         fresh.mkdir()
         for name, path in self._files.items():
             if path.is_file():
@@ -52,23 +52,29 @@ class Undo:
 
     def forget(self) -> None:
         """The attempt came to something, or was undone."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        remove(self._folder)
 
     def settle(self) -> None:
         """Undo what an attempt left that made no step; forget one that did. Nothing where there is no note."""
-        known = read_mapping(self._folder / _NOTE, json.loads)
+        known = self._known()
         if known and not self._went_on(known):
             self._undo(known)
         self.forget()
 
+    def _known(self) -> dict[str, Any]:
+        """The note; empty where there is none that was written to its end."""
+        known = read_mapping(self._folder / _NOTE, json.loads)
+        kinds = {"first_step": int, "checkpoints": list, "events": list}
+        return known if all(isinstance(known.get(name), kind) for name, kind in kinds.items()) else {}
+
     def _went_on(self, known: dict[str, Any]) -> bool:
         """Whether records or checkpoints tell of a step. A file of records that is as it was tells of nothing."""
-        if self._checkpoints() != known.get("checkpoints"):
+        if self._checkpoints() != known["checkpoints"]:
             return True
         name = next(name for name, path in self._files.items() if path == self._run.metrics_file)
         if _content(self._folder / name) == _content(self._run.metrics_file):
             return False
-        return furthest_step(self._run.metrics_file) > int(known.get("first_step", 0))
+        return furthest_step(self._run.metrics_file) > int(known["first_step"])
 
     def _undo(self, known: dict[str, Any]) -> None:
         for name, path in self._files.items():
@@ -80,7 +86,7 @@ class Undo:
                 beside = path.with_name(f".{path.name}.undo")
                 shutil.copy2(before, beside)
                 beside.replace(path)
-        for event in set(self._events()) - set(known.get("events", ())):
+        for event in set(self._events()) - set(map(str, known["events"])):
             (self._run.tensorboard_dir / event).unlink()
 
     def _checkpoints(self) -> list[str]:

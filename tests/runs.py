@@ -187,6 +187,11 @@ def same_bits(one, other):
     return sorted(a.keys() ^ b.keys()) + [n for n in a if n in b and not torch.equal(a[n], b[n])]
 
 
+def buffer_records(finished):
+    """Of which steps and trainers there are records of buffers, as often as they are there."""
+    return sorted((r["step"], r["trainer"]) for r in finished.of_kind("buffer"))
+
+
 def compare(whole, other, trainers=1, buffers=False):
     """Assert that two runs ended the same: parameters, optimizer, draws, counts, records, the best checkpoint.
 
@@ -209,4 +214,5 @@ def compare(whole, other, trainers=1, buffers=False):
         assert [[r[f] for f in fields] for r in whole.of_kind(kind)] == [
             [r[f] for f in fields] for r in other.of_kind(kind)
         ]
+    assert buffer_records(whole) == buffer_records(other)
     assert whole.best == other.best

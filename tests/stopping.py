@@ -51,6 +51,27 @@ class Stops(Truth):
         return {"loss": F.cross_entropy(model(images), labels), "score": score}
 
 
+class EndsAtTheStart(Truth):
+    """Ends its run before the first step that this process makes is over.
+
+    Args:
+        how: ``raise`` or the name of a signal, before anything is trained; ``nan``, the loss of the first batch.
+    """
+
+    def __init__(self, how, **options):
+        super().__init__(**options)
+        self.how = how
+
+    def on_train_start(self):
+        if self.how == "raise":
+            raise RuntimeError("it ends here")
+        if self.how != "nan":
+            os.kill(os.getpid(), getattr(signal, self.how))
+
+    def training_step(self, model, batch, batch_idx):
+        return super().training_step(model, batch, batch_idx) * float("nan")
+
+
 class DiesAtTheStart(Truth):
     """Kills its process, and the supervisor before it, when the run's folder is there and holds no config yet; once."""
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from refusals import EVERY_3, bad, contents, failed_with, refusal
+from refusals import EVERY_3, bad, contents, failed_with, has_table, refusal
 from runs import Finished, same_bits, write_config
 
 from paramserver.launch import main
@@ -57,9 +57,19 @@ def of_a_newer_format(folder):
     (folder / "manifest.json").write_text(json.dumps({"format_version": 99}))
 
 
+def without(folder):
+    (folder / "optimizer.pt").unlink()
+
+
+def empty(folder):
+    (folder / "manifest.json").write_text("")
+
+
 DAMAGES = {
     "no manifest": (lambda folder: (folder / "manifest.json").unlink(), r"manifest\.json is missing"),
     "cut": (cut, r"trainer-0\.pt has \d+ bytes where its manifest says \d+"),
+    "without": (without, r"optimizer\.pt is missing"),
+    "empty": (empty, r"manifest\.json is damaged"),
     "flipped": (flip, r"model\.pt is damaged: its SHA-256 is not the one in the manifest"),
     "newer": (of_a_newer_format, r"was written by a newer version \(format 99; .*\); update paramserver"),
 }
@@ -82,15 +92,18 @@ def test_a_chosen_checkpoint_that_is_not_whole_names_the_newest_good_one_and_how
 
 @pytest.mark.parametrize("name", DAMAGES)
 def test_the_newest_checkpoint_that_is_not_whole_is_passed_over_or_refused_but_never_in_silence(call, trained, name):
-    """An incomplete one is as if it had not been written; one that is complete but not what it was is a refusal."""
+    """Without a manifest it has never been written; one that is not what was written, in any way, is a refusal."""
     damage, said = DAMAGES[name]
     damage(trained.run_dir / "checkpoints" / "step-00000009")
     before = contents(trained.run_dir)
     finished = call(trained.run_dir, "--resume", trained.run_dir)
     assert re.search(said, finished.output)
-    if name in ("flipped", "newer"):
-        assert "--resume" in refusal(finished)
+    good = trained.run_dir / "checkpoints" / "step-00000006"
+    if name != "no manifest":
+        assert f"the newest good one is {good}; go on from it with --resume {good}\n" in refusal(finished)
         assert contents(trained.run_dir) == before
+        finished = call(trained.run_dir, "--resume", good)
+        assert finished.code == 0, finished.output
     else:
         assert finished.code == 0, finished.output
         assert f"resuming {trained.run_dir} from step-00000006\n  passed over: " in finished.output
@@ -147,6 +160,7 @@ def test_a_checkpoint_of_something_else_leaves_the_run_as_it_was(call, trained, 
     given = trained.run_dir if step is None else trained.run_dir / "checkpoints" / f"step-{step:08d}"
     finished = call(trained.run_dir, "--resume", given, *(word for c in changes for word in ("--set", c)))
     assert re.search(said, refusal(finished)), finished.output
+    assert not has_table(finished.output)
     after = contents(trained.run_dir)
     assert {n: after[Path(n)] for n in kept} == {n: before[Path(n)] for n in kept}
     assert contents(trained.run_dir / "checkpoints") == {
@@ -162,6 +176,7 @@ def test_weights_to_start_from_that_are_none(start, tmp_path):
         torch.save(content, other)
         finished = start(init_from=str(other))
         assert f"{other} {said}" in refusal(finished)
+        assert not has_table(finished.output)
         assert not finished.run_dir.exists()
 
 
@@ -181,7 +196,8 @@ def test_a_run_that_another_process_holds_is_not_touched(call, trained):
     before = contents(trained.run_dir)
     with RunDir(trained.run_dir).lock():
         message = refusal(call(trained.run_dir, "--resume", trained.run_dir / "checkpoints" / "step-00000003"))
-    assert f"is in use by another run (process {os.getpid()} on host {socket.gethostname()}); stop that one" in message
+    holder = f"process {os.getpid()} on host {socket.gethostname()}"
+    assert f"is in use by another run ({holder}); wait until it has ended, or stop it\n" in message
     assert contents(trained.run_dir) == before
 
 

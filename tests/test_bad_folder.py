@@ -9,12 +9,15 @@ import subprocess
 import sys
 
 import pytest
-from refusals import contents, refusal
-from runs import environment, here, resume, resume_here, together, trained
+from refusals import contents, refusal, refused_by_all
+from runs import environment, here, resume, resume_here, together, trained, write_config
+from tasks import Truth
 
+import paramserver
 from paramserver import evaluate
 from paramserver.attempts import resumed_attempt
 from paramserver.checkpoint.manifest import Manifest, _seal
+from paramserver.errors import CheckpointError
 from paramserver.rundir import RunDir
 
 CONFIG = {
@@ -34,33 +37,17 @@ def run_dir(tmp_path, original):
     return tmp_path / "run"
 
 
-def ways_to_read(run_dir, call, capsys):
-    """What each of the programs says that read a run's folder."""
-
-    def evaluated():
-        code = evaluate.main([str(run_dir)])
-        return code, capsys.readouterr().err
-
-    yield evaluated
-    for given in (run_dir, run_dir / "checkpoints" / "step-00000002"):
-        yield lambda given=given: ((finished := call(run_dir, "--resume", given)).code, finished.output)
-
-
-def refused_by_all(run_dir, call, capsys, said, ways=slice(None)):
-    for way in list(ways_to_read(run_dir, call, capsys))[ways]:
-        before = contents(run_dir)
-        code, output = way()
-        message = output.partition("error: ")[2]
-        assert (code, message.count("\n")) == (2, 1), output
-        assert re.match(said, message), message
-        assert contents(run_dir) == before
+def without_logs(run_dir):
+    return {name: held for name, held in contents(run_dir).items() if name.parts[0] != "logs"}
 
 
 def test_latest_is_a_folder(run_dir, call, capsys):
     latest = run_dir / "checkpoints" / "latest"
     latest.unlink()
     latest.mkdir()
-    refused_by_all(run_dir, call, capsys, rf"{latest} must be a file with the name .* \(Is a directory\); remove it\n$")
+    refused_by_all(
+        run_dir, call, capsys, rf"{latest} must be a file, as the run wrote it, and is none; move it away\n$"
+    )
 
 
 @pytest.mark.parametrize(
@@ -74,9 +61,37 @@ def test_a_config_that_is_none(run_dir, call, capsys, content, said):
 
 def test_no_config_or_a_folder_in_its_place(run_dir, call, capsys):
     (run_dir / "config.yaml").unlink()
-    refused_by_all(run_dir, call, capsys, rf"{run_dir} holds no config.yaml: that run never began")
+    command = rf"python -m paramserver.launch --config FILE --resume {run_dir}(/checkpoints/step-\d+)?\n$"
+    said = rf"{run_dir} holds checkpoints and no config.yaml; give the config that they were made with: {command}"
+    refused_by_all(run_dir, call, capsys, said)
+    with pytest.raises(CheckpointError, match="holds checkpoints and no config"):
+        paramserver.run(Truth, resume=run_dir)
     (run_dir / "config.yaml").mkdir()
-    refused_by_all(run_dir, call, capsys, rf"{run_dir} holds no config.yaml: that run never began")
+    refused_by_all(run_dir, call, capsys, rf"{run_dir}/config.yaml must be a file, as the run")
+    (run_dir / "config.yaml").rmdir()
+    for step in (2, 4):
+        (run_dir / "checkpoints" / f"step-0000000{step}" / "manifest.json").unlink()
+    refused_by_all(run_dir, call, capsys, rf"{run_dir} holds no config.yaml and no checkpoint: that run never began")
+
+
+@pytest.mark.parametrize("chosen", [None, "step-00000002"])
+def test_a_config_that_was_lost_is_given_anew(tmp_path, run_dir, call, chosen):
+    """It is the run's from then on; with one of its own, that one holds."""
+    given = write_config(tmp_path / "given", **{**CONFIG, "training": {**CONFIG["training"], "max_steps": 6}})
+    (run_dir / "config.yaml").unlink()
+    before = without_logs(run_dir)
+    resumed = run_dir if chosen is None else run_dir / "checkpoints" / chosen
+    refusal(call(run_dir, "--config", given, "--resume", resumed, "--set", "task_args.batch_norm=false"))
+    assert without_logs(run_dir) == before
+    finished = call(run_dir, "--config", given, "--resume", resumed)
+    assert finished.code == 0, finished.output
+    assert "note: the run holds no config.yaml, so the given one holds" in finished.output
+    assert [record["step"] for record in finished.of_kind("train")] == list(range(1, 7))
+    assert "max_steps: 6" in (run_dir / "config.yaml").read_text()
+    assert evaluate.evaluate_run(run_dir).step == 6
+    again = call(run_dir, "--config", write_config(tmp_path / "other", **CONFIG), "--resume", run_dir)
+    assert again.code == 0, again.output
+    assert again.summary["steps"] == 6
 
 
 def rewrite_manifest(run_dir, change):
@@ -141,11 +156,14 @@ def test_who_has_begun_to_resume_keeps_others_out_before_its_rank_0_locks_the_fo
     other = run_dir if chosen else run_dir / "checkpoints" / "step-00000002"
     with resumed_attempt(run):
         before = contents(run_dir)
-        message = refusal(call(run_dir, "--resume", other, "--set", "training.max_steps=6"))
+        refused = call(run_dir, "--resume", other, "--set", "training.max_steps=6")
+        message = refusal(refused)
+        assert refused.output == f"error: {message}"  # not what would have changed, had it gone on
         assert f"in use by another run (process {os.getpid()} on host {socket.gethostname()})" in message
         assert contents(run_dir) == before
     finished = call(run_dir, "--resume", run_dir, "--set", "training.max_steps=6")
     assert finished.code == 0, finished.output
+    assert "  changed: training.max_steps" in finished.output
 
 
 @pytest.mark.processes

@@ -1,6 +1,7 @@
 """A stored model is validated as the run validated it, and nothing of the run changes."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -21,19 +22,37 @@ def run(tmp_path_factory):
     return trained(tmp_path_factory.mktemp("evaluate"), "local", 1, **CONFIG)
 
 
-def files(run):
-    return {p: p.stat().st_mtime_ns for p in sorted(run.run_dir.rglob("*")) if p.is_file()}
+def entries(folder):
+    """All that is in a folder, with when it was changed, and the folder itself."""
+    paths = [folder, *sorted(folder.rglob("*"))]
+    return {p: (p.lstat().st_mtime_ns, p.read_bytes() if p.is_file() else None) for p in paths}
 
 
 @pytest.mark.processes
 def test_each_checkpoint_gives_what_the_run_recorded(run, capsys):
-    before = files(run)
+    before = entries(run.run_dir)
     for record in run.of_kind("validation"):
         assert evaluate.main([str(run.run_dir), "--checkpoint", str(record["step"]), "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
         assert found["values"] == pytest.approx(record["values"], rel=1e-6)
         assert (found["step"], found["samples"]) == (record["step"], record["samples"])
-    assert files(run) == before
+    assert entries(run.run_dir) == before
+
+
+def test_a_folder_that_nobody_may_write_to_is_evaluated_and_left_as_it_is(run, tmp_path):
+    """Also one that has no logs, as where only the checkpoints of a run were kept. (Root may write anywhere.)"""
+    kept = tmp_path / "kept"
+    shutil.copytree(run.run_dir, kept, ignore=shutil.ignore_patterns("logs", "metrics.jsonl", "latest"))
+    folders = [kept, *(path for path in kept.rglob("*") if path.is_dir())]
+    for folder in folders:
+        folder.chmod(0o555)
+    before = entries(kept)
+    try:
+        assert evaluate.evaluate_run(kept).step == 6
+    finally:
+        for folder in folders:
+            folder.chmod(0o755)
+    assert entries(kept) == before
 
 
 @pytest.mark.processes

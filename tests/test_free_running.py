@@ -1,5 +1,6 @@
 """Trainers that run freely, as real processes: every gradient is exact, nothing is lost, and each word is kept."""
 
+import math
 import os
 import select
 from contextlib import ExitStack
@@ -186,7 +187,7 @@ def stopped(started, resumed):
 
     @cache
     def stop(kind):
-        first = started(f"stopped-{kind}", 4, code=3, **STOPPED[kind])
+        first = started(f"stopped-{kind}", 4, code=3, logging={"log_every": 3}, **STOPPED[kind])
         before = first.summary
         return before, Replayed.of(resumed(first), STOPPED[kind])
 
@@ -222,6 +223,22 @@ def test_a_run_that_was_stopped_is_replayed_to_its_end(stopped, kind):
     else:
         assert set(pushes) == {1}
         assert not run.ledger.dropped
+
+
+@pytest.mark.parametrize("kind", STOPPED)
+def test_a_run_that_was_stopped_has_the_records_of_each_step_once(stopped, kind):
+    """log_every is 3: of each window of updates, and of each trainer's own steps, and one more where it ended."""
+    _, run = stopped(kind)
+    last, of_kind = run.finished.summary["steps"], run.finished.of_kind
+    windows = [*range(3, last, 3), last]
+    assert [r["step"] for r in of_kind("train")] == [r["step"] for r in of_kind("staleness")] == windows
+    gradients = [sum(r["histogram"].values()) for r in of_kind("staleness")]
+    assert sum(gradients) == len(run.ledger.applied)
+    for trainer in range(4):
+        steps = sum(e.trainer == trainer for e in run.ledger.entries)
+        own = [r for r in of_kind("buffer") if r["trainer"] == trainer]
+        assert len(own) == len({r["step"] for r in own}) == math.ceil(steps / 3)
+        assert own[-1]["gets"] == sum(len(e.samples) for e in run.ledger.entries if e.trainer == trainer)
 
 
 def test_no_trainer_starts_further_ahead_than_the_bound(stopped):

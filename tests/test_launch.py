@@ -258,6 +258,23 @@ def test_rank_0_that_is_nowhere_is_named(tmp_path):
     assert f"found no rank 0 at 127.0.0.1:{port}" in output
 
 
+@pytest.mark.parametrize("lost", [0, 1])
+def test_ranks_that_were_started_by_hand_say_last_who_is_lost(tmp_path, lost):
+    """Not how a collective noticed it, which comes before."""
+    task_args = {"what": "kill", "mark": str(tmp_path / "mark"), "trainer": lost}
+    config = write_config(tmp_path, mode="ddp", task="Faulty", task_args=task_args, logging={"name": "run"})
+    common = ("--config", config, "--world_size", 2, "--master_port", free_port())
+    ranks = [start(tmp_path, *common, "--rank", rank) for rank in (0, 1)]
+    said = [rank.communicate(timeout=60)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == ([-9, 1] if lost == 0 else [1, -9]), said
+    sentence = f"rank {lost} is lost: its connection was closed; look for its own error"
+    above, last = said[1 - lost].rstrip().rsplit("\n", 1)
+    assert last == f"error: {sentence}"
+    assert "gloo" in above
+    if lost == 1:
+        assert json.loads((tmp_path / "runs/run/summary.json").read_text())["error"] == f"PeerLost: {sentence}"
+
+
 def test_two_processes_with_one_rank_and_other_configs_are_refused(tmp_path):
     config = write_config(tmp_path, mode="rpc", cluster={"timeout_s": 25})
     port = free_port()

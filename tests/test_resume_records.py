@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from recording import OF_A_START
-from runs import here, launch, resume, resume_here, trained
+from runs import buffer_records, here, launch, resume, resume_here, trained
 
 from paramserver.keeper import unknown_kinds
 from paramserver.records import StepResult, Window
@@ -35,6 +35,9 @@ def account(finished):
             for r in finished.of_kind("train")
         ],
         "validation": [[r[f] for f in ("step", "values")] for r in finished.of_kind("validation")],
+        "buffer": buffer_records(finished),
+        # Each gradient is in the record of one window.
+        "staleness": [[r["step"], r["histogram"]] for r in finished.of_kind("staleness")],
     }
 
 
@@ -81,6 +84,7 @@ def test_a_run_that_goes_on_after_its_end_has_the_windows_of_one_that_had_none(t
     run = resume_here(run, "--set", "training.max_steps=11")
     assert run.code == 0, run.output
     assert account(run)["train"] == account(whole)["train"]
+    assert account(run)["buffer"] == account(whole)["buffer"] == [(step, 0) for step in (3, 6, 9, 11)]
 
 
 def test_an_end_that_comes_again_is_recorded_once(tmp_path):
@@ -93,7 +97,7 @@ def test_an_end_that_comes_again_is_recorded_once(tmp_path):
     run = resume_here(run)
     assert run.code == 0, run.output
     again = account(run)
-    assert (again["validation"], again["train"]) == (once["validation"], once["train"])
+    assert all(again[kind] == once[kind] for kind in ("validation", "train", "buffer"))
 
 
 def test_a_checkpoint_of_before_windows_were_stored_is_gone_on_from(tmp_path, monkeypatch):
@@ -141,7 +145,7 @@ def test_a_window_goes_through_a_file_and_closes_the_same(tmp_path):
     [
         ({"step": 4, "validated_step": 4, "window": {"steps": 0}}, set()),
         ({"step": 4, "validated_step": 2, "window": {"steps": 0}}, {"validation"}),
-        ({"step": 4, "validated_step": None, "window": {"steps": 1}}, {"train", "validation"}),
+        ({"step": 4, "validated_step": None, "window": {"steps": 1}}, {"train", "staleness", "validation"}),
         ({"step": 4}, set()),
     ],
 )

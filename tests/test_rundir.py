@@ -12,10 +12,10 @@ from helpers.holding import hold
 
 from paramserver.claim import claim_folder
 from paramserver.errors import CheckpointError, UnsupportedConfiguration
+from paramserver.opening import open_run
 from paramserver.rundir import (
     environment_record,
     newest_run,
-    open_run,
     supersede_metrics,
     write_json,
 )
@@ -151,6 +151,14 @@ def test_records_of_the_cut_that_it_does_not_know_move_by_their_kind(metrics):
     assert supersede_metrics(metrics, 20, {"validation"}) == 3
     kept = [(record["kind"], record["step"]) for record in records(metrics)]
     assert kept == [("start", None), ("train", 10), ("train", 20), ("validation", 10)]
+
+
+def test_records_of_the_cut_that_were_made_because_the_run_ended_move(metrics):
+    with metrics.open("a") as file:
+        file.write('{"kind": "buffer", "step": 20, "end": true}\n{"kind": "buffer", "step": 20}\n')
+    assert supersede_metrics(metrics, 20) == 3
+    assert [record["kind"] for record in records(metrics)] == ["start", "train", "train", "buffer"]
+    assert not any(record.get("end") for record in records(metrics))
 
 
 def test_a_line_that_a_crash_tore_moves_too(metrics):

@@ -3,13 +3,18 @@
 import json
 
 import pytest
-from runs import main_here, resume_here, trained
+from refusals import has_table
+from runs import STOPPING, main_here, resume, resume_here, trained
 
 from paramserver.checkpoint.layout import LATEST
 from paramserver.rundir import RunDir
 from paramserver.undo import Undo
 
-STEPS = {"training": {"max_steps": 12, "validate_every": 4}, "checkpoint": {"every": 4, "keep": 9}}
+STEPS = {
+    "training": {"max_steps": 12, "validate_every": 4},
+    "checkpoint": {"every": 4, "keep": 9, "best": {"metric": "loss", "mode": "min"}},
+}
+WORDS = ("python", "-m", "paramserver.launch", "--resume")
 TENSORBOARD = {"logging": {"tensorboard": True}}
 
 
@@ -40,6 +45,47 @@ def test_a_refused_resume_from_an_older_step_loses_no_record(run):
     more = resume_here(run, "--set", "training.max_steps=14")
     assert more.code == 0, more.output
     assert [r["step"] for r in more.of_kind("train")] == list(range(1, 15))
+
+
+@pytest.mark.parametrize("step", [None, 4])
+@pytest.mark.parametrize(("how", "code"), [("raise", 1), ("nan", 1), ("SIGTERM", 3)])
+def test_a_resume_that_ends_before_it_makes_a_step_leaves_the_run_as_it_was(run, how, code, step):
+    """Its settings too: the next one has those of the run, not those of an attempt that came to nothing."""
+    before = without_logs(content(run))
+    given = run.run_dir if step is None else run.run_dir / "checkpoints" / f"step-{step:08d}"
+    changed = (f"task={STOPPING}:EndsAtTheStart", f"task_args={{how: {how}}}", "training.max_steps=20")
+    said = main_here("--resume", given, *(word for change in changed for word in ("--set", change)))
+    assert said[0] == code, said[1]
+    assert not has_table(said[1])
+    assert without_logs(content(run)) == before
+    if code == 3:
+        last = run.run_dir / "checkpoints" / f"step-{step or 12:08d}"
+        assert f"no step was made, so the run is as it was before. Resume with: {' '.join(WORDS)} {last}\n" in said[1]
+    more = resume_here(run, "--set", "training.max_steps=14")
+    assert more.code == 0, more.output
+    assert [r["step"] for r in more.of_kind("train")] == list(range(1, 15))
+
+
+def test_a_resume_that_has_nothing_to_do_says_so_and_tells_no_figures(run):
+    more = resume_here(run)
+    assert more.code == 0, more.output
+    assert not has_table(more.output)
+    assert more.output.endswith("completed at step 12, no step was made: training.max_steps (12) reached\n")
+    assert more.summary["status"] == "completed"
+    assert has_table(resume_here(run, "--set", "training.max_steps=13").output)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("mode", ["rpc", "ddp"])
+def test_so_it_does_with_several_processes(tmp_path, mode):
+    run = trained(tmp_path, mode, 2, **STEPS)
+    before = without_logs(content(run))
+    changed = (f"task={STOPPING}:EndsAtTheStart", "task_args={how: raise}", "seed=3")
+    more = resume(run, *(word for change in changed for word in ("--set", change)))
+    assert more.code == 1, more.output
+    assert "it ends here" in more.output
+    assert not has_table(more.output)
+    assert without_logs(content(run)) == before
 
 
 def attempt_and_die(run, step, *, made=None):

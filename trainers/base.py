@@ -155,6 +155,7 @@ class Trainer(Standing):
                     return decision
                 self.step, self._ahead = self._take_part(decision), 0
             self.clock.end_step()
+            self.counters.steps += 1
             self._after_step()
 
     def _take_part(self, decision: Decision) -> int:
@@ -260,12 +261,14 @@ class Trainer(Standing):
         """A pass over the data was applied; a trainer that owns a schedule steps it."""
 
     def _after_step(self) -> None:
-        config = self.config
-        steps = self.step if self.lockstep else self.clock.steps.count
-        if steps % config.logging.log_every == 0:
+        if self._records_now():
             self.emit("buffer", **self.data.figures())
         if self.lockstep:
             self._validate_and_save()
+
+    def _records_now(self) -> bool:
+        """Whether the last step has a periodic record of the buffer: of all, or, where trainers run freely, of own."""
+        return (self.step if self.lockstep else self.counters.steps) % self.config.logging.log_every == 0
 
     def _end(self, decision: Decision) -> None:
         """The last validation and checkpoint; after a signal the checkpoint alone."""
@@ -273,7 +276,8 @@ class Trainer(Standing):
             self._saved_step = None  # one of this step was saved before it turned out to be the best
         self.save("interrupted" if decision.interrupted else "end")
         self.task.on_train_end()
-        self.emit("buffer", **self.data.figures())
+        if not self._records_now():
+            self.emit("buffer", **self.data.figures(), end=True)
         self.leave(self._totals(), decision)
 
     # Records.

@@ -24,17 +24,19 @@ __all__ = [
     "Leftover",
     "beside",
     "history",
+    "is_written",
     "leftovers",
     "pointed",
     "problem",
     "remove",
     "step_name",
     "step_of",
+    "written",
 ]
 
 LATEST = "latest"
 BEST = "best"
-_STEP_FOLDER = re.compile(r"step-(\d{8,})")
+_STEP_FOLDER = re.compile(r"step-([0-9]{8,18})")
 _LEFTOVER = re.compile(r"\.(?P<name>[^.]+)\.(?P<pid>\d+)\.(?P<kind>tmp|old|gone)")
 
 
@@ -71,8 +73,8 @@ def beside(final: Path, kind: str) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a whole folder, if it is there."""
-    if path.is_dir():
+    """Remove a file, a link or a whole folder, if it is there."""
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
@@ -84,13 +86,18 @@ def pointed(folder: Path, pointer: str) -> Path | None:
     Raises:
         CheckpointError: ``pointer`` is no file, or one that nobody may read.
     """
+    file = folder / pointer
+    if not os.path.lexists(file):
+        return None
+    if not file.is_file():
+        raise CheckpointError(f"{file} must be a file with the name of a checkpoint, and is none; move it away")
     try:
-        name = (folder / pointer).read_text().strip()
+        name = file.read_text().strip()
     except (FileNotFoundError, UnicodeDecodeError):
         return None
     except OSError as error:
         raise CheckpointError(
-            f"{folder / pointer} must be a file with the name of a checkpoint ({error.strerror or error}); remove it"
+            f"{file} must be a file with the name of a checkpoint ({error.strerror or error}); move it away"
         ) from error
     return folder / name if step_of(name) is not None else None
 
@@ -104,7 +111,7 @@ def leftovers(folder: Path) -> list[Leftover]:
 def problem(checkpoint: Path) -> str | None:
     """Why ``checkpoint`` is not complete, from its manifest and the sizes of its files; None if it is complete.
 
-    One of a newer format counts as complete: to pass it over in silence would resume from an older state.
+    One of a newer format counts as complete: somebody else can read it.
     """
     try:
         return incomplete(checkpoint, read_manifest(checkpoint))
@@ -114,13 +121,30 @@ def problem(checkpoint: Path) -> str | None:
 
 def _of_newer_format(checkpoint: Path) -> bool:
     try:
-        return newer_format((checkpoint / MANIFEST).read_text()) is not None
+        manifest = checkpoint / MANIFEST
+        return manifest.is_file() and newer_format(manifest.read_text()) is not None
     except (OSError, UnicodeDecodeError):
         return False
 
 
+def is_written(checkpoint: Path) -> bool:
+    """Whether the folder has a manifest, which is written last: without one it never was a checkpoint."""
+    try:
+        os.lstat(checkpoint / MANIFEST)
+    except PermissionError:
+        return True  # who may not look cannot pass it over either
+    except OSError:
+        return False
+    return True
+
+
 def history(folder: Path) -> list[Path]:
-    """All complete checkpoints, newest first.
+    """All complete checkpoints, in the order of ``written``."""
+    return [path for path in written(folder) if problem(path) is None]
+
+
+def written(folder: Path) -> list[Path]:
+    """All checkpoints, whole or damaged since they were written, newest first.
 
     Steps beyond ``latest`` come last: they are of a future that was given up when the run went back.
     One that was moved aside counts while nothing has taken its place.
@@ -138,4 +162,4 @@ def history(folder: Path) -> list[Path]:
         step = step_of(name) or 0
         return newest_step is not None and step > newest_step, -step
 
-    return [places[name] for name in sorted(places, key=age) if problem(places[name]) is None]
+    return [places[name] for name in sorted(places, key=age) if is_written(places[name])]

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ MANIFEST = "manifest.json"
 _SEAL = "manifest_sha256"
 _OWN_KEYS = ("format_version", "step", "created", "files", _SEAL)
 _CHUNK_BYTES = 1 << 20
+# What a text raises on the way from JSON to a manifest that it is none of.
+_WRONG = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -68,16 +71,26 @@ class Manifest:
         """Read ``text``.
 
         Raises:
-            ValueError, KeyError, TypeError, AttributeError: it is not a manifest of a known format, or was altered.
+            ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError: it is not a manifest of a
+                known format, or was altered.
         """
         content = json.loads(text)
         if content.pop(_SEAL) != _seal(content):
             raise ValueError(f"{_SEAL} is not the digest of the rest")
         files = {
-            str(name): FileEntry(int(entry["bytes"]), str(entry["sha256"])) for name, entry in content["files"].items()
+            _plain(name): FileEntry(int(entry["bytes"]), str(entry["sha256"]))
+            for name, entry in content["files"].items()
         }
         about = {key: value for key, value in content.items() if key not in _OWN_KEYS}
         return cls(int(content["step"]), str(content["created"]), files, about, int(content["format_version"]))
+
+
+def _plain(name: str) -> str:
+    """The name of a file in the checkpoint's own folder."""
+    if Path(name).name != name or "\0" in name:
+        raise ValueError(f"{name!r} is not the plain name of a file")
+    os.fsencode(name)  # a ValueError where no file can have that name
+    return name
 
 
 def _seal(content: Mapping[str, Any]) -> str:
@@ -91,6 +104,8 @@ def read_manifest(folder: Path) -> Manifest:
         CheckpointError: it is missing, unreadable, or of a newer version of this package.
     """
     path = folder / MANIFEST
+    if os.path.lexists(path) and not path.is_file():
+        raise CheckpointError(f"{path} cannot be read (it is no file)")
     try:
         text = path.read_text()
     except FileNotFoundError:
@@ -105,7 +120,7 @@ def read_manifest(folder: Path) -> Manifest:
         )
     try:
         return Manifest.parse(text)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except _WRONG as error:
         raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error})") from error
 
 
@@ -116,7 +131,7 @@ def newer_format(text: str) -> int | None:
     """
     try:
         version = json.loads(text)["format_version"]
-    except (ValueError, KeyError, TypeError):
+    except _WRONG:
         return None  # not a manifest at all: parsing it says so
     return version if isinstance(version, int) and version > FORMAT_VERSION else None
 

@@ -5,7 +5,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paramserver.checkpoint.layout import BEST, LATEST, history, pointed, problem, step_name, step_of
+from paramserver.checkpoint.layout import (
+    BEST,
+    LATEST,
+    history,
+    is_written,
+    pointed,
+    problem,
+    step_name,
+    step_of,
+    written,
+)
 from paramserver.checkpoint.manifest import MANIFEST, FileEntry, Manifest, altered, read_manifest
 from paramserver.errors import CheckpointError
 
@@ -138,6 +148,8 @@ def _identity(folder: Path) -> int | None:
 
 def _verified(path: Path) -> Checkpoint:
     manifest = read_manifest(path)
+    if step_of(path.name) not in (None, manifest.step):
+        raise CheckpointError(f"{path} holds the checkpoint of step {manifest.step}; give it the name of that step")
     wrong = altered(path, manifest)
     if wrong:
         raise CheckpointError(wrong)
@@ -159,20 +171,21 @@ def _is_good(path: Path) -> bool:
 
 
 def find_checkpoint(run: Path) -> Path:
-    """Choose the checkpoint to resume ``run`` (a folder) from: the one ``latest`` names, or the newest complete.
+    """Choose the checkpoint to resume ``run`` (a folder) from: the one ``latest`` names, or the newest written.
 
-    Looks at manifests and sizes only; ``read_checkpoint`` compares the contents.
+    One without a manifest was not, and is passed over. Whether the chosen one still is what was written is for
+    ``read_checkpoint`` to tell: to take an older one in its place, in silence, would go on from another state.
 
     Raises:
         CheckpointError: there is none; says what was looked at.
     """
     folder = Path(run) / "checkpoints"
     latest = pointed(folder, LATEST)
-    if latest is not None and problem(latest) is None:
+    if latest is not None and is_written(latest):
         return latest
-    complete = history(folder)
-    if complete:
-        return complete[0]
+    there = written(folder)
+    if there:
+        return there[0]
     raise CheckpointError(
         f"{folder} must hold a complete checkpoint ({_looked_at(folder)}); name another run, or start without --resume"
     )

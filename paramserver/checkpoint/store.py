@@ -5,6 +5,7 @@ torchsnapshot and of every careful editor: data, sync, manifest, sync, rename, s
 """
 
 import errno
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -73,9 +74,9 @@ def _now() -> str:
 
 def _settle(aside: Path, final: Path) -> None:
     """After a failure: the checkpoint that was moved aside returns, unless its successor is in place."""
-    if not aside.exists():
+    if not os.path.lexists(aside):
         return
-    if final.exists():
+    if os.path.lexists(final):
         shutil.rmtree(aside, ignore_errors=True)
     else:
         move(aside, final)
@@ -142,7 +143,7 @@ def _refuse_unloadable(path: Path) -> None:
 
 def _publish(temporary: Path, final: Path, aside: Path) -> None:
     folder = final.parent
-    if final.exists():
+    if os.path.lexists(final):  # also a link that leads nowhere
         # ``latest`` must not name a hole while two folders change places.
         others = [path for path in history(folder) if path != final]
         if others and pointed(folder, LATEST) == final:

@@ -71,20 +71,22 @@ class Staleness:
         return _figures(window)
 
     def state_dict(self) -> dict[str, Any]:
-        """The counts as plain values that JSON keeps as well; without the window."""
-        return {"counts": {str(index): _histogram(counts) for index, counts in sorted(self._counts.items())}}
+        """The counts, and those of the window, as plain values that JSON keeps as well."""
+        counts = {str(index): _histogram(counts) for index, counts in sorted(self._counts.items())}
+        return {"counts": counts, "window": _histogram(self._window)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back ``state_dict()`` in place of what was counted; the window is empty then."""
-        self._counts = {
-            int(index): Counter({int(value): count for value, count in histogram.items()})
-            for index, histogram in state["counts"].items()
-        }
-        self._window = Counter()
+        """Take back ``state_dict()`` in place of what was counted."""
+        self._counts = {int(index): _counter(histogram) for index, histogram in state["counts"].items()}
+        self._window = _counter(state.get("window", {}))
 
 
 def _histogram(counts: Mapping[int, int]) -> dict[str, int]:
     return {str(value): counts[value] for value in sorted(counts)}
+
+
+def _counter(histogram: Mapping[str, int]) -> Counter[int]:
+    return Counter({int(value): count for value, count in histogram.items()})
 
 
 def _figures(counts: Mapping[int, int]) -> dict[str, Any]:
