@@ -13,6 +13,7 @@ from paramserver import hosting
 from paramserver.config import Config
 from paramserver.consistency import Decision, Update
 from paramserver.errors import ParamserverError, PeerLost
+from paramserver.finite import check_norm
 from paramserver.membership import Member, Members, watch
 from paramserver.process import StopRequest
 from paramserver.protocol import Enrollment, Future, Order, Push, union
@@ -193,13 +194,14 @@ class Conductor:
             portion.step()
             self._await(asked, made)
         else:
-            self._await(asked, lambda norms: self._clip(clip, norms, made))
+            self._await(asked, lambda norms: self._clip(version, clip, norms, made))
 
-    def _clip(self, most: float, norms: Sequence[float], then: Callable[[Sequence[Any]], None]) -> None:
+    def _clip(self, version: int, most: float, norms: Sequence[float], then: Callable[[Sequence[Any]], None]) -> None:
         """The second half of an update, when every server knows the norm of its gradients."""
         portion = self._versions.portion
         total = sum(norm**2 for norm in [portion.norm(), *norms]) ** 0.5
-        factor = min(most / (total + _TINY), 1.0)  # of NaN: NaN, as in torch
+        check_norm(total, version)
+        factor = min(most / (total + _TINY), 1.0)
         asked = [self._send(name, "commit", factor, portion.groups()) for name in self._names]
         portion.scale(factor)
         portion.step()

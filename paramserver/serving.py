@@ -9,7 +9,7 @@ from typing import Any
 from paramserver import hosting
 from paramserver.config import Config
 from paramserver.consistency import Decision
-from paramserver.errors import PeerLost, PeerRefused, UnsupportedConfiguration
+from paramserver.errors import PeerLost, PeerRefused
 from paramserver.meeting import Meeting
 from paramserver.membership import Member, release_lifelines
 from paramserver.process import Process
@@ -75,6 +75,4 @@ def _give_up(remote: RemoteServer, server_index: int, error: Exception) -> None:
     """Tell the first server why this one ends, unless that is how it knows."""
     if isinstance(error, (PeerLost, PeerRefused)):
         return
-    kind = PeerRefused if isinstance(error, UnsupportedConfiguration) else PeerLost
-    told = Failure(kind.__name__, f"server {server_index} failed: {type(error).__name__}: {error}")
-    remote.call("conductor.give_up", server_index, told)
+    remote.call("conductor.give_up", server_index, Failure.told_by(f"server {server_index}", error))

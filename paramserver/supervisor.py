@@ -272,7 +272,7 @@ class Supervisor:
     def _kind_of(self, rank: _Rank) -> str:
         """``PeerLost`` for a consequence, ``Interrupted``, or ``cause``."""
         failure = rank.failure or {}
-        if failure["kind"] in ("PeerLost", "PeerRefused"):
+        if failure["kind"] in ("PeerLost", "PeerFailed", "PeerRefused"):
             return "PeerLost"
         if failure["kind"] == "Interrupted":
             return "Interrupted"

@@ -33,6 +33,10 @@ class Breaks(Truth):
     def nan(self, loss):
         return loss * float("nan")
 
+    def gradient(self, loss):
+        """The same loss, with a gradient of 0 times infinity."""
+        return loss + (0 * loss).sqrt()
+
     def leave(self, loss):
         raise SystemExit(0)
 
