@@ -137,6 +137,7 @@ class Conductor:
         silence_s = self.config.server.lost_after_s
         for member in self._members.silent(silence_s):
             self._fail(PeerLost(f"{member} is lost: no heartbeat for server.lost_after_s ({silence_s:g} s)"))
+            self._members.say_goodbye(member.trainer_index)  # it will say none
 
     def _gone(self, member: Member, reason: str | None) -> None:
         self._members.say_goodbye(member.trainer_index)

@@ -19,7 +19,7 @@ from paramserver.conductor import Conductor, Gathered
 from paramserver.config import Config, server_computes
 from paramserver.consistency import Announcement, Decision, make_consistency
 from paramserver.deposits import Deposits
-from paramserver.errors import ParamserverError, PeerLost, PeerRefused
+from paramserver.errors import ParamserverError, PeerFailed, PeerLost, PeerRefused
 from paramserver.forwards import Forwards, ServedEnd
 from paramserver.keeper import Keeper, Stateful
 from paramserver.membership import Member, Members, watch
@@ -215,6 +215,7 @@ class ParameterServer(TutorialMethods):
             self._lost(
                 member.trainer_index, f"no heartbeat for server.lost_after_s ({self.config.server.lost_after_s:g} s)"
             )
+            self.members.say_goodbye(member.trainer_index)  # it will say none
 
     def fail(self, error: ParamserverError) -> None:
         """End the run: every trainer that waits, and every one that calls later, gets the error."""
@@ -232,7 +233,7 @@ class ParameterServer(TutorialMethods):
 
     @staticmethod
     def _failed_elsewhere(error: ParamserverError) -> ParamserverError:
-        kind = PeerRefused if isinstance(error, PeerRefused) else PeerLost
+        kind = PeerRefused if isinstance(error, PeerRefused) else PeerFailed
         return kind(f"the run failed elsewhere: {error}")
 
     def _check_running(self) -> None:

@@ -20,6 +20,9 @@ from paramserver.shard_server import ShardServer
 from paramserver.task import Task
 from paramserver.transport.wire import Failure
 
+# A signal to this process is passed on so soon, however seldom its heart beats.
+_LOOK_S = 0.2
+
 
 def serve_shard(process: Process, task: Task, meeting: Meeting) -> Decision:
     """Own a shard until the first server says that the run is over; what ended it.
@@ -59,7 +62,7 @@ def _first_server(config: Config, server_index: int) -> Iterator[RemoteServer]:
 
 def _await_end(server: ShardServer, remote: RemoteServer, process: Process) -> Decision:
     told = False
-    while not server.finished.wait(process.config.server.heartbeat_s):
+    while not server.finished.wait(min(process.config.server.heartbeat_s, _LOOK_S)):
         remote.check()
         if process.stop.event.is_set() and not told:
             told = True

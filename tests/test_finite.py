@@ -1,6 +1,7 @@
 """NaN and infinity: found wherever they are, told in one sentence, and never stored."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -89,3 +90,28 @@ def test_a_run_goes_on_from_the_last_good_checkpoint(tmp_path):
     )
     again = here(tmp_path / "again", "--resume", finished.run_dir, "--set", "task_args.at=-1", **task)
     assert again.code == 0, again.output
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("task", "servers", "what"),
+    [("Breaks", 1, "the gradient of parameter"), ("Leaps", 1, "parameter"), ("Leaps", 2, "parameter")],
+)
+def test_what_is_too_large_for_the_wire_is_told_in_one_sentence(tmp_path, task, servers, what):
+    finished = launch(
+        tmp_path,
+        mode="rpc",
+        task=f"{bad_tasks}:{task}",
+        task_args={"what": "huge"} if task == "Breaks" else {},
+        cluster={"num_trainers": 2, "num_servers": servers, "timeout_s": 30},
+        server={"transport": "rpc", "wire_dtype": "float16"},
+    )
+    sentence = (
+        rf"{what} [a-z.]+ has a value of [0-9.e+]+, which is too large for server\.wire_dtype \(float16\); "
+        r"use bfloat16 or float32, or a smaller learning rate"
+    )
+    assert finished.code == 1, finished.output
+    last = finished.output.rstrip().splitlines()[-1]
+    assert re.fullmatch(rf"error: rank \d \((server|trainer) \d\): {sentence}", last)
+    assert "Traceback" not in finished.output
+    assert re.fullmatch(rf"(NotFinite: |trainer \d failed: ){sentence}", finished.summary["error"])

@@ -138,5 +138,5 @@ def _check_one(name: str, exact: Tensor, rounded: Tensor, what: str) -> None:
         kind = str(rounded.dtype).removeprefix("torch.")
         raise NotFinite(
             f"{what} {name} has a value of {largest:.4g}, which is too large for server.wire_dtype ({kind}); "
-            "use bfloat16 or float32, or training.clip_grad_norm and a smaller learning rate"
+            "use bfloat16 or float32, or a smaller learning rate"
         )
