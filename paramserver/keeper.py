@@ -162,7 +162,11 @@ class Keeper:
         """The run starts, with this record; what somebody who resumes it should know comes next."""
         self.record(record)
         if self._note is not None:
-            self.record(make_record("note", self.step, rank=0, text=self._note))
+            self.note(self._note)
+
+    def note(self, text: str) -> None:
+        """What a person should know, in one sentence."""
+        self.record(make_record("note", self.step, rank=0, text=text))
 
     def expect(self, epoch_samples: int | None) -> None:
         """How many samples one pass serves to all trainers: what there is to be done, for those who show progress."""
