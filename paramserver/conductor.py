@@ -12,13 +12,14 @@ import torch
 from paramserver import hosting
 from paramserver.config import Config
 from paramserver.consistency import Decision, Update
+from paramserver.coupling import may_split
 from paramserver.errors import ParamserverError, PeerLost
 from paramserver.finite import check_norm
 from paramserver.membership import Member, Members, watch
 from paramserver.process import StopRequest
 from paramserver.protocol import Enrollment, Future, Order, Push, union
 from paramserver.shards import plan
-from paramserver.slicing import States, is_elementwise, put_together, take_apart
+from paramserver.slicing import States, put_together, take_apart
 from paramserver.transport.wire import Failure
 from paramserver.versions import Versions
 
@@ -84,7 +85,7 @@ class Conductor:
     def _deal(self) -> None:
         versions, layout = self._versions, self._versions.parameters.layout
         optimizer, numbers, states = versions.updater.optimizer, versions.portion.numbers, versions.portion.states
-        self.shards = plan(layout, self.servers, is_elementwise(optimizer))
+        self.shards = plan(layout, self.servers, may_split(optimizer, self.servers))
         self._numbers = numbers
         parts = [take_apart(states, numbers, layout, shard) for shard in self.shards]
         self._states = dict(enumerate(parts[1:], 1))
