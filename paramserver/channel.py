@@ -56,9 +56,10 @@ def first_error(error: BaseException) -> BaseException:
 
 
 def describe(error: BaseException) -> dict[str, Any]:
-    """An error as plain values: kind, message, exit code, and the traceback where it is not the user's input."""
+    """An error as plain values: kind, message, exit code, and the traceback where that says more than the message."""
     error = first_error(error)
     exit_code = error.exit_code if isinstance(error, ParamserverError) else 1
     text = str(error) if isinstance(error, ParamserverError) else f"{type(error).__name__}: {error}"
-    lines = traceback.format_exception(error) if exit_code == 1 else []
+    says_all = exit_code != 1 or (isinstance(error, ParamserverError) and error.says_all)
+    lines = [] if says_all else traceback.format_exception(error)
     return {"kind": type(error).__name__, "message": text, "exit_code": exit_code, "traceback": "".join(lines)}

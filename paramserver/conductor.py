@@ -12,12 +12,14 @@ import torch
 from paramserver import hosting
 from paramserver.config import Config
 from paramserver.consistency import Decision, Update
+from paramserver.coupling import may_split
 from paramserver.errors import ParamserverError, PeerLost
+from paramserver.finite import check_norm
 from paramserver.membership import Member, Members, watch
 from paramserver.process import StopRequest
 from paramserver.protocol import Enrollment, Future, Order, Push, union
 from paramserver.shards import plan
-from paramserver.slicing import States, is_elementwise, put_together, take_apart
+from paramserver.slicing import States, put_together, take_apart
 from paramserver.transport.wire import Failure
 from paramserver.versions import Versions
 
@@ -83,7 +85,7 @@ class Conductor:
     def _deal(self) -> None:
         versions, layout = self._versions, self._versions.parameters.layout
         optimizer, numbers, states = versions.updater.optimizer, versions.portion.numbers, versions.portion.states
-        self.shards = plan(layout, self.servers, is_elementwise(optimizer))
+        self.shards = plan(layout, self.servers, may_split(optimizer, self.servers))
         self._numbers = numbers
         parts = [take_apart(states, numbers, layout, shard) for shard in self.shards]
         self._states = dict(enumerate(parts[1:], 1))
@@ -136,6 +138,7 @@ class Conductor:
         silence_s = self.config.server.lost_after_s
         for member in self._members.silent(silence_s):
             self._fail(PeerLost(f"{member} is lost: no heartbeat for server.lost_after_s ({silence_s:g} s)"))
+            self._members.say_goodbye(member.trainer_index)  # it will say none
 
     def _gone(self, member: Member, reason: str | None) -> None:
         self._members.say_goodbye(member.trainer_index)
@@ -193,13 +196,14 @@ class Conductor:
             portion.step()
             self._await(asked, made)
         else:
-            self._await(asked, lambda norms: self._clip(clip, norms, made))
+            self._await(asked, lambda norms: self._clip(version, clip, norms, made))
 
-    def _clip(self, most: float, norms: Sequence[float], then: Callable[[Sequence[Any]], None]) -> None:
+    def _clip(self, version: int, most: float, norms: Sequence[float], then: Callable[[Sequence[Any]], None]) -> None:
         """The second half of an update, when every server knows the norm of its gradients."""
         portion = self._versions.portion
         total = sum(norm**2 for norm in [portion.norm(), *norms]) ** 0.5
-        factor = min(most / (total + _TINY), 1.0)  # of NaN: NaN, as in torch
+        check_norm(total, version)
+        factor = min(most / (total + _TINY), 1.0)
         asked = [self._send(name, "commit", factor, portion.groups()) for name in self._names]
         portion.scale(factor)
         portion.step()

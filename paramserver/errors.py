@@ -10,7 +10,9 @@
     │   └── PeerRefused               another process of the run found the input wrong, and says why
     ├── TrainingError                 exit 1: the run failed
     │   ├── SourceError               a source of samples raised
+    │   ├── NotFinite                 a loss, a gradient or a parameter is NaN, infinite or too large for the wire
     │   ├── PeerLost                  another process of the run is gone or silent
+    │   │   └── PeerFailed            it failed, and said why
     │   └── DeadlineExceeded          a wait reached its limit
     ├── ClientError                   exit 1: a program that produces samples cannot go on
     │   └── RunOver                   the run wants no more samples
@@ -29,6 +31,7 @@ class ParamserverError(Exception):
     """Root of the tree. ``exit_code`` is what the command line returns for it."""
 
     exit_code = 1
+    says_all = False  # where it was raised says nothing more, so it is told without a traceback
     relayed = False  # told by another process, with its traceback in the message: this one's says nothing
 
     def __init__(self, message: str) -> None:
@@ -63,8 +66,16 @@ class SourceError(TrainingError):
     pass
 
 
+class NotFinite(TrainingError):  # noqa: N818
+    says_all = True
+
+
 class PeerLost(TrainingError):  # noqa: N818
     pass
+
+
+class PeerFailed(PeerLost):
+    says_all = True
 
 
 class DeadlineExceeded(TrainingError):  # noqa: N818

@@ -15,6 +15,7 @@ from paramserver.checkpoint.retention import point_best
 from paramserver.config import Config, num_trainers_of, world_size_of
 from paramserver.consistency import Staleness
 from paramserver.errors import TaskError
+from paramserver.finite import check_storable_weights
 from paramserver.limits import Limits, due
 from paramserver.modelling import load_weights, plain_weights
 from paramserver.records import Record, StepResult, TrainerTotals, WeightedSums, Window, make_record
@@ -170,7 +171,11 @@ class Keeper:
         """The run starts, with this record; what somebody who resumes it should know comes next."""
         self.record(record)
         if self._note is not None:
-            self.record(make_record("note", self.step, rank=0, text=self._note))
+            self.note(self._note)
+
+    def note(self, text: str) -> None:
+        """What a person should know, in one sentence."""
+        self.record(make_record("note", self.step, rank=0, text=text))
 
     def expect(self, epoch_samples: int | None) -> None:
         """How many samples one pass serves to all trainers: what there is to be done, for those who show progress."""
@@ -276,8 +281,11 @@ class Keeper:
 
         Raises:
             Exception: the failure of an earlier write.
+            NotFinite: a parameter that is trained is NaN or infinite.
         """
         self.writer.check()
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        check_storable_weights(trained, step, self.run.resume_command if self.last_checkpoint else None)
         with self._lock:
             state = updater.state_dict()
             objects = {

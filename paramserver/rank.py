@@ -21,7 +21,14 @@ from paramserver.cluster import Identity, bind_interface, interface_towards, pro
 from paramserver.config import Config, Role, dump_yaml, mode_of, roles, server_computes, trainer_of
 from paramserver.consistency import Decision
 from paramserver.devices import Placement, place_server, place_trainer
-from paramserver.errors import CheckpointError, DeadlineExceeded, Interrupted, TrainingError, UnsupportedConfiguration
+from paramserver.errors import (
+    CheckpointError,
+    DeadlineExceeded,
+    Interrupted,
+    PeerFailed,
+    TrainingError,
+    UnsupportedConfiguration,
+)
 from paramserver.keeper import Keeper, unknown_kinds
 from paramserver.loading import load_object
 from paramserver.meeting import Meeting, meet
@@ -256,7 +263,8 @@ def _close(keeper: Keeper, totals: Sequence[TrainerTotals], work: Callable[[], s
             saved = f"its checkpoint is written. Resume with: {keeper.run.resume_command}"
         raise Interrupted(f"interrupted ({interrupted}) after step {keeper.step}; {saved}") from interrupted
     except BaseException as error:
-        keeper.close("failed", totals, error=f"{type(error).__name__}: {error}")
+        told = str(error) if isinstance(error, PeerFailed) else f"{type(error).__name__}: {error}"
+        keeper.close("failed", totals, error=told)
         raise
     summary = keeper.close("completed", totals, reason)
     if summary["status"] == "failed":

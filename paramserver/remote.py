@@ -41,6 +41,7 @@ class RemoteServer:
         self.index = index
         self._beat = beat
         self._others: list[str] = []
+        self._called = "the server" if config.cluster.num_servers == 1 else "server 0"
         self.rref = rpc.remote(SERVER_NAME, hosting.get_parameter_server)
         self._changed = threading.Condition()
         self._reason: str | None = None
@@ -87,13 +88,13 @@ class RemoteServer:
             ended = self._changed.wait_for(lambda: future.done() or self._reason is not None, timeout_s)
             reason = self._reason
         if not ended:
-            raise DeadlineExceeded(f"the server did not answer {method} within cluster.timeout_s ({timeout_s:g} s)")
+            raise DeadlineExceeded(f"{self._called} did not answer {method} within cluster.timeout_s ({timeout_s:g} s)")
         if not future.done():
-            raise PeerLost(f"the server is lost: {reason}")
+            raise PeerLost(f"{self._called} is lost: {reason}")
         try:
             value = future.value()
         except RuntimeError as error:
-            raise PeerLost(f"the server is lost: {str(error).splitlines()[0]}") from error
+            raise PeerLost(f"{self._called} is lost: {str(error).splitlines()[0]}") from error
         if isinstance(value, Failure):
             raise value.error()
         return value
@@ -114,7 +115,7 @@ class RemoteServer:
         """Raises PeerLost: the server is gone."""
         with self._changed:
             if self._reason is not None:
-                raise PeerLost(f"the server is lost: {self._reason}")
+                raise PeerLost(f"{self._called} is lost: {self._reason}")
 
     # What goes to all servers.
 
@@ -154,7 +155,7 @@ class RemoteServer:
             dist_autograd.backward(context_id, [root])  # type: ignore[attr-defined]
         except RuntimeError as error:
             self.check()  # what was noticed first says more than what follows of it
-            who = "a server" if self._others else "the server"
+            who = "a server" if self._others else self._called
             reason = str(error).splitlines()[0]
             raise PeerLost(f"{who} is lost: the gradients did not reach it ({reason})") from error
 

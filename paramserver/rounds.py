@@ -196,7 +196,7 @@ class Rounds:
         self._enter_epoch(self.rules.samples - sum(push.report.samples for push in pushes))
         started = time.perf_counter()
         if self._conductor is None:
-            self.versions.apply(update, pushes)
+            self.versions.apply(self.rules.step, update, pushes)
             self._advanced(update, pushes, started)
             return
         self._busy = self._making = True

@@ -19,7 +19,7 @@ from paramserver.conductor import Conductor, Gathered
 from paramserver.config import Config, server_computes
 from paramserver.consistency import Announcement, Decision, make_consistency
 from paramserver.deposits import Deposits
-from paramserver.errors import ParamserverError, PeerLost, PeerRefused
+from paramserver.errors import ParamserverError, PeerFailed, PeerLost, PeerRefused
 from paramserver.forwards import Forwards, ServedEnd
 from paramserver.keeper import Keeper, Stateful
 from paramserver.membership import Member, Members, watch
@@ -71,7 +71,7 @@ class ParameterServer(TutorialMethods):
         rules = make_consistency(config, trainers, keeper.step, keeper.samples)
         rules.load_state_dict(keeper.consistency_state)
         several = config.cluster.num_servers > 1
-        self._sharing = Sharing(segments, config.server.transport, rules.lockstep)
+        self._sharing = Sharing(segments, config.server, rules.lockstep, keeper.note)
         in_place = (rules.lockstep or several) and segments is not None
         self.versions = Versions(task, config, self._sharing.allocate_parameters if in_place else None)
         parameters = self.versions.parameters
@@ -212,9 +212,9 @@ class ParameterServer(TutorialMethods):
         if self.conductor is not None:
             self.conductor.look_for_silent()
         for member in self.members.silent(self.config.server.lost_after_s):
-            self._lost(
-                member.trainer_index, f"no heartbeat for server.lost_after_s ({self.config.server.lost_after_s:g} s)"
-            )
+            silence_s = self.config.server.lost_after_s
+            self._lost(member.trainer_index, f"no heartbeat for server.lost_after_s ({silence_s:g} s)")
+            self.members.say_goodbye(member.trainer_index)  # it will say none
 
     def fail(self, error: ParamserverError) -> None:
         """End the run: every trainer that waits, and every one that calls later, gets the error."""
@@ -232,7 +232,7 @@ class ParameterServer(TutorialMethods):
 
     @staticmethod
     def _failed_elsewhere(error: ParamserverError) -> ParamserverError:
-        kind = PeerRefused if isinstance(error, PeerRefused) else PeerLost
+        kind = PeerRefused if isinstance(error, PeerRefused) else PeerFailed
         return kind(f"the run failed elsewhere: {error}")
 
     def _check_running(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from paramserver import hosting
 from paramserver.config import Config
 from paramserver.consistency import Decision
-from paramserver.errors import PeerLost, PeerRefused, UnsupportedConfiguration
+from paramserver.errors import PeerLost, PeerRefused
 from paramserver.meeting import Meeting
 from paramserver.membership import Member, release_lifelines
 from paramserver.process import Process
@@ -19,6 +19,9 @@ from paramserver.session import rpc_shard_server
 from paramserver.shard_server import ShardServer
 from paramserver.task import Task
 from paramserver.transport.wire import Failure
+
+# A signal to this process is passed on so soon, however seldom its heart beats.
+_LOOK_S = 0.2
 
 
 def serve_shard(process: Process, task: Task, meeting: Meeting) -> Decision:
@@ -59,7 +62,7 @@ def _first_server(config: Config, server_index: int) -> Iterator[RemoteServer]:
 
 def _await_end(server: ShardServer, remote: RemoteServer, process: Process) -> Decision:
     told = False
-    while not server.finished.wait(process.config.server.heartbeat_s):
+    while not server.finished.wait(min(process.config.server.heartbeat_s, _LOOK_S)):
         remote.check()
         if process.stop.event.is_set() and not told:
             told = True
@@ -75,6 +78,4 @@ def _give_up(remote: RemoteServer, server_index: int, error: Exception) -> None:
     """Tell the first server why this one ends, unless that is how it knows."""
     if isinstance(error, (PeerLost, PeerRefused)):
         return
-    kind = PeerRefused if isinstance(error, UnsupportedConfiguration) else PeerLost
-    told = Failure(kind.__name__, f"server {server_index} failed: {type(error).__name__}: {error}")
-    remote.call("conductor.give_up", server_index, told)
+    remote.call("conductor.give_up", server_index, Failure.told_by(f"server {server_index}", error))

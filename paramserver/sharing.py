@@ -6,8 +6,10 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
+from paramserver.config import ServerConfig
 from paramserver.errors import UnsupportedConfiguration
 from paramserver.flat import Layout
 from paramserver.shards import Shard
@@ -25,14 +27,19 @@ class Sharing:
 
     Args:
         host: of the segments; None where nothing is to be shared.
-        transport: ``server.transport``.
+        config: of the server.
         lockstep: trainers read the parameters themselves, and no copies.
+        note: takes what the user should know, in one sentence.
     """
 
-    def __init__(self, host: SegmentHost | None, transport: str, lockstep: bool) -> None:
+    def __init__(
+        self, host: SegmentHost | None, config: ServerConfig, lockstep: bool, note: Callable[[str], None]
+    ) -> None:
         self._host = host
-        self._transport = transport
+        self._config = config
         self._lockstep = lockstep
+        self._note = note
+        self._outside = 0
         self._shelf: Shelf | None = None
         self.parameters_key = parameters_key(0) if lockstep else LIVE_KEY
 
@@ -51,6 +58,7 @@ class Sharing:
 
     def open_shelf(self, layout: Layout, trainers: int, current: Callable[[], tuple[int, Sequence[Tensor]]]) -> None:
         """Where trainers find versions; ``current`` as for ``RingShelf``."""
+        self._outside = trainers
         if self._lockstep:
             self._shelf = self._made(lambda _: LiveShelf())
         else:
@@ -63,6 +71,13 @@ class Sharing:
         gradients = self._made(lambda host: host.allocate(gradients_key(trainer_index), layout))
         if gradients is None or self._shelf is None:
             return None
+        self._outside -= 1
+        wire_dtype = self._config.wire_dtype
+        if not self._outside and layout.narrowed(getattr(torch, wire_dtype)) != layout:
+            self._note(
+                f"server.wire_dtype ({wire_dtype}) rounds nothing here, as all trainers share the server's memory; "
+                "set server.transport: rpc to have it, or leave it out"
+            )
         return MemoryServerEnd(self._shelf, shard.ranges_of(gradients), arrived), self._shelf.slots
 
     def _made(self, make: Callable[[SegmentHost], T]) -> T | None:
@@ -76,7 +91,7 @@ class Sharing:
         try:
             return make(self._host)
         except UnsupportedConfiguration as error:
-            if self._transport != "auto":
+            if self._config.transport != "auto":
                 raise
             log.warning("server.transport (auto): all goes over RPC from here on: %s", error)
             self._host = None

@@ -15,18 +15,6 @@ from paramserver.shards import Piece, Shard, size_of
 State: TypeAlias = dict[str, Any]
 States: TypeAlias = dict[int, State]
 
-_OPTIM = torch.optim
-ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
-    *(_OPTIM.SGD, _OPTIM.Adam, _OPTIM.AdamW, _OPTIM.NAdam, _OPTIM.RAdam, _OPTIM.Adamax),
-    *(_OPTIM.Adadelta, _OPTIM.Adagrad, _OPTIM.ASGD, _OPTIM.RMSprop, _OPTIM.Rprop),
-)
-"""Optimizers that treat each element of a parameter by itself, beside numbers that count for all of it."""
-
-
-def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its parameters may be split. A class derived from one of torch's may do anything, so it says nothing."""
-    return type(optimizer) in ELEMENTWISE
-
 
 def numbers_of(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> list[int | None]:
     """Of each parameter the number by which the optimizer's ``state_dict()`` knows it; None where it is not in it."""

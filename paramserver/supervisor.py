@@ -261,18 +261,21 @@ class Supervisor:
         """The failure that the others follow from: in the order in which they came, causes before consequences."""
         if self._twice:
             return None
-        found: dict[str, list[_Rank]] = {"cause": [], "PeerLost": [], "Interrupted": []}
+        found: dict[str, list[_Rank]] = {"cause": [], "PeerLost": [], "told": [], "Interrupted": []}
         for rank in self._failed:
             found[self._kind_of(rank)].append(rank)
         found["Interrupted"].sort(key=lambda rank: rank.index)  # rank 0 says what was saved, and how to go on
         if self._signal is not None:
             found["PeerLost"].clear()
+            found["told"].clear()
         return next((rank for ranks in found.values() for rank in ranks), None)
 
     def _kind_of(self, rank: _Rank) -> str:
-        """``PeerLost`` for a consequence, ``Interrupted``, or ``cause``."""
+        """``PeerLost`` for a consequence, ``told`` for one at second hand, ``Interrupted``, or ``cause``."""
         failure = rank.failure or {}
-        if failure["kind"] in ("PeerLost", "PeerRefused"):
+        if failure["kind"] in ("PeerFailed", "PeerRefused"):
+            return "told"
+        if failure["kind"] == "PeerLost":
             return "PeerLost"
         if failure["kind"] == "Interrupted":
             return "Interrupted"

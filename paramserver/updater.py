@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from paramserver.config import TrainingConfig
-from paramserver.errors import CheckpointError, TaskError, TrainingError
+from paramserver.errors import CheckpointError, NotFinite, TaskError
+from paramserver.finite import check_norm
 from paramserver.limits import due
 from paramserver.task import Task
 
@@ -38,10 +39,14 @@ class Updater:
         self.validate_every = training.validate_every
         self.parameters = [p for p in model.parameters() if p.requires_grad]
 
-    def update(self) -> None:
-        """Apply the gradients that ``.grad`` holds."""
+    def update(self, step: int) -> None:
+        """Make step number ``step``: apply the gradients that ``.grad`` holds.
+
+        Raises:
+            NotFinite: they are clipped, and their norm is NaN or infinite; nothing was applied.
+        """
         if self.clip_grad_norm is not None:
-            nn.utils.clip_grad_norm_(self.parameters, self.clip_grad_norm)
+            check_norm(float(nn.utils.clip_grad_norm_(self.parameters, self.clip_grad_norm)), step)
         self.optimizer.step()
         self.stepped()
 
@@ -177,7 +182,7 @@ def check_loss(loss: object, trainer_index: int, batch_idx: int) -> float:
 
     Raises:
         TaskError: it is not a scalar tensor that takes part in a graph.
-        TrainingError: it is NaN or infinite; nothing of this batch was applied.
+        NotFinite: it is NaN or infinite; nothing of this batch was applied.
     """
     where = f"training_step, trainer {trainer_index}, batch {batch_idx}"
     if not isinstance(loss, torch.Tensor):
@@ -192,7 +197,7 @@ def check_loss(loss: object, trainer_index: int, batch_idx: int) -> float:
         )
     value = float(loss.detach())
     if value != value or value in (float("inf"), float("-inf")):
-        raise TrainingError(
+        raise NotFinite(
             f"{where}: the loss is {value}; nothing of this batch was applied. "
             "Lower the learning rate, set training.clip_grad_norm, or look at the batch"
         )

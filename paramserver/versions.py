@@ -100,15 +100,16 @@ class Versions:
 
     # An update.
 
-    def apply(self, update: Update, pushes: Sequence[Push]) -> None:
+    def apply(self, version: int, update: Update, pushes: Sequence[Push]) -> None:
         """Make the next version: the mean of the pushes, one step of the optimizer, the module buffers of one of them.
 
         Args:
+            version: its number.
             update: whose gradients, and how stale each is.
             pushes: in the order of ``update.trainers``; their gradients are changed.
         """
         self.prepare(update, pushes)
-        self.updater.update()
+        self.updater.update(version)
         self.conclude(update, pushes)
 
     def prepare(self, update: Update, pushes: Sequence[Push]) -> None:

@@ -33,6 +33,13 @@ class Breaks(Truth):
     def nan(self, loss):
         return loss * float("nan")
 
+    def gradient(self, loss):
+        """The same loss, with a gradient of 0 times infinity."""
+        return loss + (0 * loss).sqrt()
+
+    def huge(self, loss):
+        return loss * 1e9
+
     def leave(self, loss):
         raise SystemExit(0)
 
@@ -46,6 +53,13 @@ class Breaks(Truth):
         """From here on the disk takes no byte more in any file, as one that is full."""
         resource.setrlimit(resource.RLIMIT_FSIZE, (1, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
         return loss
+
+
+class Leaps(Truth):
+    """Its parameters grow beyond all measure."""
+
+    def build_optimizer(self, model):
+        return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e7)
 
 
 class Changes(Truth):

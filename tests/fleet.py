@@ -17,6 +17,7 @@ from paramserver.consistency import (
     Update,
     Verdict,
 )
+from paramserver.consistency.free import KEPT_VERSIONS
 from paramserver.limits import Limits
 
 KINDS = ("async", "bounded", "backup")
@@ -36,6 +37,7 @@ class Trainer:
     clock: int = 0
     drained: bool = False
     validated: list[int] = field(default_factory=list)
+    validating: bool = False  # the last of them, until it announces itself
 
 
 class Fleet:
@@ -63,6 +65,7 @@ class Fleet:
         self.stands: list[int] = []
         self.staleness: list[int] = []
         self.distance = -1
+        self.most_kept = 0
         self._begin()
 
     def _trainer(self, longest: int) -> Trainer:
@@ -107,7 +110,7 @@ class Fleet:
         self.rules.load_state_dict(state)
         self.stop, self.silent, self.stands = Stop.NO, set(), []
         for trainer in self.trainers:
-            trainer.state, trainer.drained, trainer.validated = "boundary", False, []
+            trainer.state, trainer.drained, trainer.validated, trainer.validating = "boundary", False, [], False
         self._begin()
 
     # Events.
@@ -135,10 +138,13 @@ class Fleet:
         for i, decision in answers.items():
             self._answered(i, decision)
         assert self.rules.answers() == {}
+        self.most_kept = max(self.most_kept, self.kept)
+        assert self.kept <= KEPT_VERSIONS or self.kind == "backup"
         self._check_waiting()
 
     def _announce(self, index: int) -> None:
         trainer = self.trainers[index]
+        trainer.validating = False
         due = self.events > self.stop_at
         stop = self.stop if due and index in self.stopped else Stop.NO
         if not trainer.batches:
@@ -200,6 +206,7 @@ class Fleet:
             assert trainer.word.readiness is Readiness.WAITING
         elif decision.verdict is Verdict.VALIDATE:
             trainer.validated.append(decision.step)
+            trainer.validating = True
         elif decision.verdict is Verdict.GO:
             self._check_start(index, decision)
             trainer.state, trainer.version = "busy", self.step
@@ -216,6 +223,12 @@ class Fleet:
 
     def _multiples(self, *every: int) -> list[int]:
         return [n for n in range(self.start + 1, self.step + 1) if any(e and n % e == 0 for e in every)]
+
+    @property
+    def kept(self) -> int:
+        """Versions that somebody has still to validate, or is validating."""
+        every = self._multiples(self.validate_every)
+        return max(len(every) - len(t.validated) + t.validating for t in self.trainers)
 
     @property
     def ending(self) -> bool:
@@ -279,6 +292,9 @@ class Fleet:
         last += [self.limits.max_steps] if self.limits.max_steps else []
         busy = [t for t in self.trainers if t.state == "busy"]
         full = self.kind != "backup" and any(self.step + len(busy) >= n for n in last)
+        following = range(self.step + 1, self.step + len(busy) + 2) if self.validate_every else ()
+        crowded = self.kept + sum(n % self.validate_every == 0 for n in following) > KEPT_VERSIONS
+        full = full or (self.kind != "backup" and crowded)
         if self.stand_is_due or full or (self.limits.max_samples and busy and self.kind != "backup"):
             return
         for index, trainer in asked.items():

@@ -1,6 +1,7 @@
 """``server.compute: server``: the model is on the server, and trainers call it as in PyTorch's RPC tutorial."""
 
 import copy
+import operator
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +19,7 @@ from paramserver.config import ClusterConfig, Config, DeviceConfig, ServerConfig
 from paramserver.devices import CPU, Placement, place_server, place_trainer
 from paramserver.draws import Draws
 from paramserver.edge import arriving, departing
-from paramserver.errors import TaskError, UnsupportedConfiguration
+from paramserver.errors import ModelIsElsewhere, TaskError, UnsupportedConfiguration
 from paramserver.flat import Layout, module_buffers, trainable
 from paramserver.forwards import Forwards, ServedEnd
 from paramserver.protocol import ModelCall
@@ -437,7 +438,32 @@ def test_only_the_call_is_there(stand_in, name):
         getattr(stand_in, name)
     with pytest.raises(TaskError, match=f"no attribute {name} here"):
         setattr(stand_in, name, 1)
+    with pytest.raises(TaskError, match=f"no attribute {name} here"):
+        delattr(stand_in, name)
     assert "on the server" in repr(stand_in)
+
+
+PARTS = {
+    "model[0]": lambda model: model[0],
+    "model[-1].weight": lambda model: model[-1].weight,
+    "model['a'] = 1": lambda model: operator.setitem(model, "a", 1),
+    "del model[0]": lambda model: operator.delitem(model, 0),
+    "len(model)": len,
+    "list(model)": list,
+    "for part in model": lambda model: [part.weight for part in model],
+    "first, *rest = model": lambda model: [*model],
+    "reversed(model)": reversed,
+    "part in model": lambda model: 1 in model,
+    "model.layer.weight": lambda model: model.layer.weight,
+    "enumerate(model)": enumerate,
+}
+
+
+@pytest.mark.parametrize("use", PARTS)
+def test_what_python_asks_of_a_container_is_refused_in_the_same_sentence(stand_in, use):
+    with pytest.raises(ModelIsElsewhere, match=r"^the model has no .* here: it is on the server.*use server.compute"):
+        PARTS[use](stand_in)
+    assert stand_in  # as any module that is no container
 
 
 def test_the_mode_is_put_back_after_a_validation(stand_in, calls):

@@ -259,6 +259,7 @@ RELATED = {
     "buffer.min_new_per_batch": st.just(0),
     "server.backup_trainers": st.just(0),
     "server.compute": st.just("trainer"),
+    "server.transport": st.sampled_from(["auto", "rpc"]),
     "server.heartbeat_s": st.floats(0.1, 2),
     "server.lost_after_s": st.floats(3, 9),
 }

@@ -23,6 +23,7 @@ from paramserver.consistency import (
     Verdict,
     make_consistency,
 )
+from paramserver.consistency.free import KEPT_VERSIONS
 from paramserver.limits import Limits
 
 READY, WAITING, DRAINED = (Announcement(readiness) for readiness in Readiness)
@@ -90,6 +91,13 @@ def test_backups_are_never_stale_and_some_come_too_late():
     assert sum(run.dropped.total() for run in fleets("backup")) > 50
 
 
+@pytest.mark.parametrize("kind", ["async", "bounded"])
+def test_as_many_versions_as_may_be_are_kept_for_validations_and_no_more(kind):
+    kept = [run.most_kept for run in fleets(kind)]
+    assert max(kept) == KEPT_VERSIONS
+    assert sum(n == KEPT_VERSIONS for n in kept) > 20
+
+
 # Single situations.
 
 
@@ -141,18 +149,32 @@ def test_the_worst_staleness_of_the_bounded_rule_is_reached(trainers, bound):
 
 
 def test_a_drained_trainer_holds_nobody_up_while_it_validates_or_stands():
-    rules = Bounded(terms(2, stand_every=(3,), validate_every=1), bound=0)
+    rules = Bounded(terms(2, stand_every=(2,), validate_every=1), bound=0)
     assert say(rules, 0, DRAINED) == {}
     turn(rules, 1)
     assert rules.answers() == {0: Decision(Verdict.VALIDATE, (), 1, 1)}
     assert say(rules, 1) == {1: Verdict.VALIDATE}
     turn(rules, 1)  # trainer 0 still validates
-    assert say(rules, 1) == {1: Verdict.VALIDATE}
-    turn(rules, 1)
     assert [say(rules, i, w) for i, w in ((1, READY), (0, DRAINED))] == [{1: Verdict.VALIDATE}, {0: Verdict.VALIDATE}]
-    assert [say(rules, i, w) for i, w in ((1, READY), (0, DRAINED))] == [{}, {0: Verdict.VALIDATE}]
+    assert say(rules, 1) == {}
     assert say(rules, 0, DRAINED) == {0: Verdict.STAND, 1: Verdict.STAND}
     assert say(rules, 1) == {1: GO}  # trainer 0 has not come back
+
+
+@pytest.mark.parametrize("rules", [Async(terms(2, validate_every=2)), Bounded(terms(2, validate_every=2), 9)])
+def test_who_validates_slowly_holds_the_others_before_the_version_that_would_be_kept_next(rules):
+    turn(rules, 0)
+    turn(rules, 0)
+    assert [say(rules, 0), say(rules, 1)] == [{0: Verdict.VALIDATE}, {1: Verdict.VALIDATE}]  # 1 takes its time
+    turn(rules, 0)
+    turn(rules, 0)
+    assert say(rules, 0) == {0: Verdict.VALIDATE}
+    turn(rules, 0)
+    assert say(rules, 0) == {}  # 2 and 4 are kept, and this push would make 6
+    assert say(rules, 1) == {0: GO, 1: Verdict.VALIDATE}
+    push(rules, 0, 5)
+    assert say(rules, 0) == {0: Verdict.VALIDATE}
+    assert say(rules, 1) == {1: Verdict.VALIDATE}
 
 
 def test_a_small_batch_may_come_last_and_is_applied_all_the_same():

@@ -46,17 +46,6 @@ def test_the_p95_is_the_smallest_that_95_percent_do_not_exceed(stale, p95):
 
 
 @given(ADDED, ADDED)
-def test_merging_counts_both_and_leaves_the_other_and_the_window_alone(one, two):
-    merged, other = counted(one), counted(two)
-    merged.merge(other)
-    assert merged.state_dict()["counts"] == counted(one + two).state_dict()["counts"]
-    assert other.state_dict() == counted(two).state_dict()
-    assert merged.take_window() == figures_of([value for _, value in one])
-    merged.add(0, 1)
-    assert other.state_dict() == counted(two).state_dict()  # nothing is shared
-
-
-@given(ADDED, ADDED)
 def test_a_window_holds_what_was_added_since_the_last(one, two):
     staleness = counted(one)
     assert staleness.take_window() == figures_of([value for _, value in one])

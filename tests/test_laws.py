@@ -23,9 +23,9 @@ from helpers.source import (
 FLOORS = {
     0: "errors version",
     1.0: "buffers checkpoint config courier deadlines draws edge flat leaving link loading parent records roles",
-    1.1: "cluster limits links rundir shards",
+    1.1: "cluster finite limits links rundir shards",
     1.15: "undo",
-    1.2: "attempts claim consistency slicing",
+    1.2: "attempts claim consistency coupling slicing",
     1.3: "online protocol",
     1.4: "client",
     1.5: "worker",

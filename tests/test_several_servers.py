@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -267,6 +268,7 @@ def test_an_interrupt_ends_several_servers_with_a_checkpoint(tmp_path):
 @pytest.mark.parametrize("whom", ["all", "server 1"])
 def test_a_signal_to_a_server_is_one_to_the_run(tmp_path, whom):
     config = {"training": {"max_steps": 100_000}, "checkpoint": {"every": 20}, "logging": {"name": "run"}}
+    config["server"] = {"heartbeat_s": 15.0, "lost_after_s": 40.0}  # nobody waits for a heartbeat to heed a signal
     file = write_config(tmp_path, mode="rpc", cluster={"num_trainers": 2, "num_servers": 2}, **config)
     run = subprocess.Popen(
         command("--config", file),
@@ -281,6 +283,7 @@ def test_a_signal_to_a_server_is_one_to_the_run(tmp_path, whom):
     while not (finished.run_dir / "checkpoints" / "latest").exists():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+    asked = time.monotonic()
     if whom == "all":
         os.killpg(run.pid, signal.SIGTERM)
     else:
@@ -288,6 +291,7 @@ def test_a_signal_to_a_server_is_one_to_the_run(tmp_path, whom):
         next(rank for rank in ranks if "--rank 1 " in " ".join(rank.cmdline())).send_signal(signal.SIGTERM)
     _, output = run.communicate(timeout=60)
     assert run.returncode == 3, output
+    assert time.monotonic() - asked < 10
     assert "interrupted (signal SIGTERM)" in output.splitlines()[-1]
     assert finished.summary["status"] == "interrupted"
     assert finished.summary["checkpoint"] == f"step-{finished.summary['steps']:08d}"
@@ -333,8 +337,11 @@ def test_a_server_that_freezes_or_fails_ends_the_run(tmp_path):
     (frozen, _), (failed, _) = together(
         lambda: fatal(tmp_path / "frozen", signal.SIGSTOP, "auto"), lambda: fatal(tmp_path / "failed", 0, "rpc")
     )
-    assert "no heartbeat for server.lost_after_s (2 s)" in frozen.summary["error"]
-    assert "server 1" in frozen.summary["error"]
+    named = r"server 1 \(.*\) is lost: no heartbeat for server.lost_after_s \(2 s\)"
+    assert re.fullmatch(f"PeerLost: {named}", frozen.summary["error"])
+    assert re.search(rf"^error: rank 0 \(server 0\): {named}$", frozen.output, re.MULTILINE)
+    assert re.search(named, frozen.output.rstrip().splitlines()[-1])
+    assert "failed elsewhere" not in frozen.output.rpartition("error: ")[2]
     assert "this optimizer fails on purpose" in failed.output
     assert "server 1" in failed.summary["error"]
 

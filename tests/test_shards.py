@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from paramserver.coupling import ELEMENTWISE, may_split
 from paramserver.errors import UnsupportedConfiguration
 from paramserver.flat import ALIGNMENT_BYTES, FlatTensors, Layout, trainable
 from paramserver.portion import Portion
 from paramserver.shards import plan, size_of, whole
-from paramserver.slicing import ELEMENTWISE, is_elementwise, numbers_of, put_together, take_apart
+from paramserver.slicing import numbers_of, put_together, take_apart
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 SHAPES = st.lists(st.integers(0, 40), max_size=3).map(tuple)
@@ -122,7 +123,7 @@ class Split:
             self.whole.load_state_dict(state)
         parameters = list(self.flat.tensors.values())
         numbers = numbers_of(self.whole, parameters)
-        self.shards = plan(self.layout, servers, is_elementwise(self.whole))
+        self.shards = plan(self.layout, servers, may_split(self.whole, servers))
         self.portions = []
         states = dict(enumerate_states(self.whole))
         for shard in self.shards:
@@ -206,16 +207,6 @@ def test_optimizers_over_parts_are_the_optimizer_over_all(kind, servers):
     joined.step()
     after.step(other)
     assert_same(plain.state_dict(), after.model.state_dict(), exact=False)
-
-
-def test_a_class_of_ones_own_is_never_split():
-    class Mine(torch.optim.SGD):
-        pass
-
-    layout = Layout.of([("weight", torch.empty(100, 100)), ("bias", torch.empty(100))])
-    optimizer = Mine([nn.Parameter(torch.zeros(1))], lr=0.1)
-    assert not is_elementwise(optimizer)
-    assert [len(s.pieces) for s in plan(layout, 2, is_elementwise(optimizer))] == [1, 1]
 
 
 def test_the_norm_of_all_parts_is_the_norm_of_all():

@@ -7,7 +7,7 @@ from torch.optim import lr_scheduler
 
 from paramserver import Task
 from paramserver.config import TrainingConfig
-from paramserver.errors import TaskError, TrainingError
+from paramserver.errors import NotFinite, TaskError
 from paramserver.updater import Updater, check_loss
 
 
@@ -46,7 +46,7 @@ def with_gradients(updater: Updater, *gradients) -> Updater:
 def step_rates(updater: Updater, steps: int = 4) -> list[float]:
     rates = []
     for _ in range(steps):
-        with_gradients(updater, [0.0, 0.0], [0.0]).update()
+        with_gradients(updater, [0.0, 0.0], [0.0]).update(1)
         rates.append(updater.lr[0])
     return rates
 
@@ -57,31 +57,31 @@ def values(updater: Updater) -> list[list[float]]:
 
 def test_an_update_is_a_step_of_the_optimizer():
     updater = with_gradients(made(), [0.5, 0.5], [1.0])
-    updater.update()
+    updater.update(1)
     assert values(updater) == [[0.5, 1.5], [-1.0]]
 
 
 def test_a_parameter_without_a_gradient_is_not_stepped():
     updater = made(lambda m: torch.optim.SGD(m.parameters(), lr=1.0, weight_decay=0.5))
-    with_gradients(updater, None, [1.0]).update()
+    with_gradients(updater, None, [1.0]).update(1)
     assert values(updater) == [[1.0, 2.0], [-1.0]]
 
 
 def test_the_norm_over_all_parameters_is_clipped():
     updater = with_gradients(made(clip=1.0), [3.0, 0.0], [4.0])  # norm 5
-    updater.update()
+    updater.update(1)
     assert values(updater) == [[pytest.approx(0.4), 2.0], [pytest.approx(-0.8)]]
 
 
 def test_a_small_norm_is_left_alone():
     updater = with_gradients(made(clip=10.0), [0.3, 0.0], [0.4])
-    updater.update()
+    updater.update(1)
     assert values(updater) == [[pytest.approx(0.7), 2.0], [pytest.approx(-0.4)]]
 
 
 def test_clipping_counts_what_has_a_gradient_only():
     updater = with_gradients(made(clip=1.0), None, [4.0])
-    updater.update()
+    updater.update(1)
     assert values(updater) == [[1.0, 2.0], [pytest.approx(-1.0)]]
 
 
@@ -138,7 +138,7 @@ def test_a_validation_that_is_not_due_leaves_the_schedule_alone(validate_every, 
     updater = made(scheduler=exponential, validate_every=validate_every)
     found = []
     for step in range(1, 5):
-        with_gradients(updater, [0.0, 0.0], [0.0]).update()
+        with_gradients(updater, [0.0, 0.0], [0.0]).update(1)
         updater.validated(step, {})
         found += updater.lr
     assert found == rates
@@ -177,7 +177,7 @@ def test_an_optimizer_whose_closure_is_optional_is_welcome():
             return super().step(closure)
 
     updater = with_gradients(made(lambda m: Own(m.parameters(), lr=1.0)), [1.0, 1.0], [1.0])
-    updater.update()
+    updater.update(1)
     assert values(updater) == [[0.0, 1.0], [-1.0]]
 
 
@@ -214,7 +214,7 @@ def test_the_state_goes_on_where_it_was(scheduler):
 
     def train(updater: Updater, steps: range) -> Updater:
         for step in steps:
-            with_gradients(updater, [0.1 * step, 1.0], [float(step)]).update()
+            with_gradients(updater, [0.1 * step, 1.0], [float(step)]).update(1)
             updater.validated(step, {"loss": float(step % 3)})
         return updater
 
@@ -231,6 +231,14 @@ def test_a_state_without_a_schedule_is_taken_by_a_task_that_has_one_now():
     updater = made(scheduler=lambda o: lr_scheduler.StepLR(o, 2, 0.1))
     updater.load_state_dict(made().state_dict())
     assert step_rates(updater, 2) == pytest.approx([1, 0.1])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_gradients_that_are_clipped_and_not_finite_are_not_applied(value):
+    updater = with_gradients(made(clip=1.0), [0.5, 0.5], [value])
+    with pytest.raises(NotFinite, match=r"^step 7: the norm of all gradients is (nan|inf) and must be finite"):
+        updater.update(7)
+    assert values(updater) == values(made())
 
 
 # The loss.
@@ -253,9 +261,9 @@ def test_a_loss_is_a_number(loss):
         ({"loss": loss_of(0.5)}, TaskError, "returned dict"),
         (loss_of(0.5).expand(3), TaskError, r"a tensor of shape \(3,\); the loss must be one number: take \.mean\(\)"),
         (torch.tensor(0.5), TaskError, "does not depend on a trained parameter"),
-        (loss_of(float("nan")), TrainingError, "the loss is nan; nothing of this batch was applied"),
-        (loss_of(float("inf")), TrainingError, "the loss is inf"),
-        (loss_of(float("-inf")), TrainingError, "the loss is -inf"),
+        (loss_of(float("nan")), NotFinite, "the loss is nan; nothing of this batch was applied"),
+        (loss_of(float("inf")), NotFinite, "the loss is inf"),
+        (loss_of(float("-inf")), NotFinite, "the loss is -inf"),
     ],
 )
 def test_a_loss_that_is_none_says_where_it_came_from(loss, error, message):

@@ -102,7 +102,7 @@ def served(task, steps, trainers, staleness=None, **training):
     for step in range(steps):
         pushes = [push(versions, i, gradients(versions.model, 100 * step + i)) for i in range(trainers)]
         stale = (staleness[step],) if staleness else (0,) * trainers
-        versions.apply(Update(tuple(range(trainers)), stale, 0), pushes)
+        versions.apply(1, Update(tuple(range(trainers)), stale, 0), pushes)
     return versions.model.state_dict(), copy.deepcopy(versions.updater.optimizer.state_dict())
 
 
@@ -166,7 +166,7 @@ def test_a_gradient_that_one_trainer_has_counts_as_zero_for_the_other():
     before = versions.model.scale.detach().clone()
     lacking = {n: g for n, g in gradients(versions.model, 1).items() if n != "scale"}
     having = {**lacking, "scale": torch.tensor(2.0)}
-    versions.apply(Update((0, 1), (0, 0), 0), [push(versions, 0, lacking), push(versions, 1, having)])
+    versions.apply(1, Update((0, 1), (0, 0), 0), [push(versions, 0, lacking), push(versions, 1, having)])
     assert torch.allclose(versions.model.scale, before - 0.01 * 1.0)
 
 
@@ -175,7 +175,7 @@ def test_a_snapshot_stays_what_it_was():
     flats, _ = versions.snapshot()
     held = [flat.clone() for flat in flats]
     versions.keep(0)
-    versions.apply(Update((0,), (0,), 0), [push(versions, 0, gradients(versions.model, 1))])
+    versions.apply(1, Update((0,), (0,), 0), [push(versions, 0, gradients(versions.model, 1))])
     assert all(torch.equal(a, b) for a, b in zip(flats, held, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(versions.kept(0)[0], held, strict=True))
     assert not torch.equal(versions.snapshot()[0][0], held[0])
@@ -187,7 +187,7 @@ def test_a_snapshot_stays_what_it_was():
 def test_no_push_is_held_on_to():
     """In async a gradient's memory is the trainer's next one's."""
     versions = Versions(Given("SGD"), config())
-    versions.apply(Update((0,), (0,), 0), [push(versions, 0, gradients(versions.model, 1))])
+    versions.apply(1, Update((0,), (0,), 0), [push(versions, 0, gradients(versions.model, 1))])
     assert all(p.grad is None for p in versions.model.parameters())
 
 

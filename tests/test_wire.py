@@ -1,11 +1,13 @@
-"""Errors on their way across RPC, and what names a host."""
+"""Errors on their way across RPC, what names a host, and where a type of the wire means something."""
 
 import pickle
 
 import pytest
 import torch
+from runs import launch
 
 from paramserver import errors
+from paramserver.config import config_from_mapping
 from paramserver.transport.wire import Failure, answers, answers_later, host_identity, settled, tensor_bytes
 
 CLASSES = [c for c in vars(errors).values() if isinstance(c, type)]
@@ -94,3 +96,43 @@ def test_bytes_are_those_of_the_values():
 def test_a_host_is_named_the_same_twice_and_by_its_network():
     assert host_identity() == host_identity()
     assert "net:[" in host_identity()
+
+
+# The type of the wire, where nothing goes over it.
+
+
+@pytest.mark.parametrize("narrow", ["bfloat16", "float16"])
+def test_a_wire_type_with_shared_memory_is_refused(narrow):
+    def read(mode, transport, wire_dtype, **server):
+        server = {"transport": transport, "wire_dtype": wire_dtype, **server}
+        return config_from_mapping({"task": "a:B", "mode": mode, "server": server})
+
+    said = rf"^server\.wire_dtype \({narrow}\) must be float32 with server\.transport shared_memory, .*choose rpc$"
+    with pytest.raises(errors.UnsupportedConfiguration, match=said):
+        read("rpc", "shared_memory", narrow)
+    for mode, transport, given in (
+        ("rpc", "shared_memory", "float32"),
+        ("rpc", "auto", narrow),
+        ("rpc", "rpc", narrow),
+        ("ddp", "shared_memory", narrow),  # which knows no server
+    ):
+        assert read(mode, transport, given).server.wire_dtype == given
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("transport", "dtype", "servers", "notes"),
+    [("auto", "float32", 1, 1), ("auto", "float32", 2, 1), ("rpc", "float32", 1, 0), ("auto", "bfloat16", 1, 0)],
+)
+def test_a_wire_type_that_rounds_nothing_is_noted_once(tmp_path, transport, dtype, servers, notes):
+    finished = launch(
+        tmp_path,
+        mode="rpc",
+        task_args={"dtype": dtype, "batch_norm": False},
+        cluster={"num_trainers": 2, "num_servers": servers, "timeout_s": 30},
+        server={"transport": transport, "wire_dtype": "bfloat16"},
+        training={"max_steps": 3},
+    )
+    assert finished.code == 0, finished.output
+    said = "server.wire_dtype (bfloat16) rounds nothing here, as all trainers share the server's memory; set"
+    assert finished.output.count(said) == len(finished.of_kind("note")) == notes

@@ -189,7 +189,7 @@ class DdpTrainer(Trainer):
         return agreed
 
     def update(self, report: StepReport) -> None:
-        self.updater.update()
+        self.updater.update(report.version + 1)
         self.updater.optimizer.zero_grad()
         self.clock.lap("apply")
 

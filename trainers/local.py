@@ -44,7 +44,7 @@ class LocalTrainer(Trainer):
         )
 
     def update(self, report: StepReport) -> StepResult:
-        self.updater.update()
+        self.updater.update(report.version + 1)
         self.updater.optimizer.zero_grad()
         self.samples += report.samples
         self.clock.lap("apply")

@@ -43,13 +43,42 @@ class RemoteModel(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_"):
-            raise ModelIsElsewhere(_elsewhere(name))
+            raise ModelIsElsewhere(_elsewhere(f"attribute {name}"))
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name != "training" and not name.startswith("_"):
-            raise ModelIsElsewhere(_elsewhere(name))
+            raise ModelIsElsewhere(_elsewhere(f"attribute {name}"))
         object.__setattr__(self, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        raise ModelIsElsewhere(_elsewhere(f"attribute {name}"))
+
+    # As a Sequential or a ModuleList, which Python asks past __getattr__.
+
+    def __getitem__(self, key: Any) -> Any:
+        raise ModelIsElsewhere(_elsewhere(f"part [{key!r}]"))
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self[key]
+
+    def __delitem__(self, key: Any) -> None:
+        self[key]
+
+    def __len__(self) -> int:
+        raise ModelIsElsewhere(_elsewhere("length"))
+
+    def __iter__(self) -> Iterator[Any]:
+        raise ModelIsElsewhere(_elsewhere("parts to go through"))
+
+    def __reversed__(self) -> Iterator[Any]:
+        return iter(self)
+
+    def __contains__(self, item: Any) -> bool:
+        raise ModelIsElsewhere(_elsewhere("parts to look into"))
+
+    def __bool__(self) -> bool:
+        return True
 
     def __repr__(self) -> str:
         return "RemoteModel(the model is on the server)"
@@ -137,8 +166,8 @@ def _refuse_gradients(inputs: Any) -> None:
             )
 
 
-def _elsewhere(name: str) -> str:
+def _elsewhere(what: str) -> str:
     return (
-        f"the model has no attribute {name} here: it is on the server, and a step can only call it "
+        f"the model has no {what} here: it is on the server, and a step can only call it "
         "(server.compute: server); use server.compute: trainer for a task that needs more"
     )

@@ -329,8 +329,7 @@ class RpcTrainer(Trainer):
     def give_up(self, error: BaseException) -> None:
         if isinstance(error, (PeerLost, PeerRefused)):
             return
-        kind = PeerRefused if isinstance(error, UnsupportedConfiguration) else PeerLost
-        told = Failure(kind.__name__, f"trainer {self.trainer_index} failed: {type(error).__name__}: {error}")
+        told = Failure.told_by(f"trainer {self.trainer_index}", error)
         if self._arrived:
             self._courier.wind_up()
             self.remote.call("give_up", self.trainer_index, told)

@@ -159,6 +159,16 @@ def _backup_trainers(config: Config) -> str | None:
     return None
 
 
+def _wire(config: Config) -> str | None:
+    narrow, wanted = config.server.wire_dtype, config.server.transport
+    if wanted != "shared_memory" or narrow == "float32" or server_computes(config) or not mode_of(config).has_servers:
+        return None
+    return (
+        f"server.wire_dtype ({narrow}) must be float32 with server.transport shared_memory, where parameters and "
+        "gradients are read and written in place; leave it out or choose rpc"
+    )
+
+
 def _served_alone(config: Config) -> str | None:
     if not server_computes(config) or config.cluster.num_servers == 1:
         return None
@@ -223,6 +233,7 @@ RELATIONS: tuple[Relation, ...] = (
     Relation(("buffer.pseudo_epochs", "buffer.kind"), _pseudo_epochs),
     Relation(("server.lost_after_s", "server.heartbeat_s"), _heartbeat),
     Relation(("server.backup_trainers", "server.consistency", "cluster.num_trainers"), _backup_trainers),
+    Relation(("server.transport", "server.wire_dtype"), _wire),
     Relation(("server.compute", "cluster.num_servers"), _served_alone),
     Relation(("server.compute", "server.transport"), _served_by_messages),
     Relation(("server.compute", "server.wire_dtype"), _served_in_full),

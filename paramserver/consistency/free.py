@@ -10,6 +10,9 @@ from paramserver.consistency.base import Consistency, Terms
 from paramserver.consistency.words import Announcement, Decision, Readiness, Stop, Verdict
 from paramserver.limits import due
 
+KEPT_VERSIONS = 2
+"""So many versions are kept for validations at once: one that is validated, and the next."""
+
 
 @dataclass(frozen=True)
 class Ticket:
@@ -33,6 +36,7 @@ class FreeRunning(Consistency):
         super().__init__(terms, step, samples)
         self._tickets: dict[int, Ticket] = {}
         self._owed: dict[int, deque[int]] = {i: deque() for i in range(terms.trainers)}
+        self._validating: set[int] = set()
         self._drained: set[int] = set()
         self._stood = step
         self._end: tuple[Stop, str] | None = None
@@ -55,6 +59,19 @@ class FreeRunning(Consistency):
         brought = [coming, *(ticket.samples for ticket in self._tickets.values())]
         return self.samples + sum(brought) - min(brought) < terms.limits.max_samples  # the smallest may come last
 
+    def has_room(self) -> bool:
+        """Whether one more push makes no version that would have to be kept beside ``KEPT_VERSIONS`` others.
+
+        A hold until those who owe validations have made some: each does at its next boundary, whoever is held, so all
+        go on. Every push that is under way makes a version of its own.
+        """
+        every = self.terms.validate_every
+        if not every:
+            return True
+        kept = max(len(owed) + (i in self._validating) for i, owed in self._owed.items())
+        coming = (self.step + len(self._tickets) + 1) // every - self.step // every
+        return kept + coming <= KEPT_VERSIONS
+
     @property
     def update_is_under_way(self) -> bool:
         """Whether a push waits for others, who must be let go before anything is done together."""
@@ -64,6 +81,7 @@ class FreeRunning(Consistency):
 
     def announce(self, trainer_index: int, announcement: Announcement) -> None:
         super().announce(trainer_index, announcement)
+        self._validating.discard(trainer_index)
         if announcement.stop is not Stop.NO:
             self._ask_to_end(announcement.stop, announcement.reason)
         if announcement.readiness is Readiness.DRAINED:
@@ -103,6 +121,7 @@ class FreeRunning(Consistency):
         owing = [i for i in sorted(self._announced) if self._owed[i]]
         for index in owing:
             del self._announced[index]
+        self._validating.update(owing)
         return {i: Decision(Verdict.VALIDATE, (), self._owed[i].popleft(), self.samples) for i in owing}
 
     def _stand(self) -> dict[int, Decision]:

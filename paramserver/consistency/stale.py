@@ -23,7 +23,7 @@ class Async(FreeRunning):
         self._arrived: deque[tuple[int, int, int]] = deque()
 
     def may_start(self, trainer_index: int) -> bool:
-        return True
+        return self.has_room()
 
     def push(self, trainer_index: int, version: int, samples: int) -> bool:
         del self._tickets[trainer_index]
@@ -70,7 +70,7 @@ class Bounded(Async):
         self.bound = bound
 
     def may_start(self, trainer_index: int) -> bool:
-        return self.clocks[trainer_index] - self.slowest_clock <= self.bound
+        return super().may_start(trainer_index) and self.clocks[trainer_index] - self.slowest_clock <= self.bound
 
     @property
     def slowest_clock(self) -> int:

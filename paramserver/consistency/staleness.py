@@ -44,11 +44,6 @@ class Staleness:
         self._counts.setdefault(trainer_index, Counter())[staleness] += 1
         self._window[staleness] += 1
 
-    def merge(self, other: Staleness) -> None:
-        """Count what another one counted too; it is no part of the window."""
-        for index, counts in other._counts.items():
-            self._counts.setdefault(index, Counter()).update(counts)
-
     def figures(self) -> dict[str, Any]:
         """Of all trainers: ``mean``, ``p95`` (the smallest that 95 % do not exceed), ``max``, ``histogram``.
 

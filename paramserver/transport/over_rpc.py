@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from paramserver.edge import pulled, sealed
-from paramserver.errors import TrainingError
+from paramserver.errors import NotFinite
 from paramserver.flat import Layout
 from paramserver.transport.ends import ServerEnd, TrainerEnd
 from paramserver.transport.wire import tensor_bytes
@@ -122,7 +122,7 @@ def check_fits(layout: Layout, exact: Sequence[Tensor], rounded: Sequence[Tensor
     """Refuse, by name, what became infinite when it was rounded.
 
     Raises:
-        TrainingError: the first such tensor.
+        NotFinite: the first such tensor.
     """
     if all(bool(flat.isfinite().all()) for flat in rounded):
         return
@@ -136,7 +136,7 @@ def _check_one(name: str, exact: Tensor, rounded: Tensor, what: str) -> None:
     if bool(overflowed.any()):
         largest = float(exact[overflowed].abs().max())
         kind = str(rounded.dtype).removeprefix("torch.")
-        raise TrainingError(
+        raise NotFinite(
             f"{what} {name} has a value of {largest:.4g}, which is too large for server.wire_dtype ({kind}); "
-            "use bfloat16 or float32, or training.clip_grad_norm and a smaller learning rate"
+            "use bfloat16 or float32, or a smaller learning rate"
         )

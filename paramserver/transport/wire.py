@@ -66,6 +66,13 @@ class Failure:
         text = "".join(traceback.format_exception(error))
         return cls("TrainingError", f"{who} raised {type(error).__name__}: {error}\n{text}")
 
+    @classmethod
+    def told_by(cls, who: str, error: BaseException) -> Failure:
+        """Why a process of the run fails, for another one: an error of the user's input stays one."""
+        kind = errors.PeerRefused if isinstance(error, errors.UnsupportedConfiguration) else errors.PeerFailed
+        says_all = isinstance(error, errors.ParamserverError) and error.says_all
+        return cls(kind.__name__, f"{who} failed: {error if says_all else f'{type(error).__name__}: {error}'}")
+
     def error(self) -> errors.ParamserverError:
         kind = getattr(errors, self.kind, errors.TrainingError)
         made = kind(self.message)

@@ -1,0 +1,59 @@
+"""Whether numbers are finite: gradients by the norm that clipping needs anyway, parameters before they are stored."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from paramserver.errors import NotFinite
+
+
+def check_norm(norm: float, step: int) -> None:
+    """Refuse gradients by their norm, before any of them is applied.
+
+    Raises:
+        NotFinite: it is NaN or infinite.
+    """
+    if not math.isfinite(norm):
+        raise NotFinite(
+            f"step {step}: the norm of all gradients is {norm} and must be finite; nothing of this step was applied. "
+            "Lower the learning rate, or look at the batches"
+        )
+
+
+def first_infinite(tensors: Mapping[str, Tensor]) -> str | None:
+    """The name of the first tensor with an element that is NaN or infinite.
+
+    The sum of such a tensor is not finite. That of another one may overflow, so it is looked at again, element by
+    element, which takes many times longer.
+    """
+    for name, tensor in tensors.items():
+        values = tensor.detach()
+        if not math.isfinite(float(values.sum())) and not bool(torch.isfinite(values).all()):
+            return name
+    return None
+
+
+def check_storable_weights(parameters: Mapping[str, Tensor], step: int, resume_command: str | None) -> None:
+    """Refuse to store parameters that no training can go on from.
+
+    Args:
+        parameters: the trained ones, by name.
+        step: that they are of.
+        resume_command: goes on from the last checkpoint; None where there is none.
+
+    Raises:
+        NotFinite: one is NaN or infinite.
+    """
+    name = first_infinite(parameters)
+    if name is None:
+        return
+    again = "start anew" if resume_command is None else f"go on from the last checkpoint ({resume_command})"
+    raise NotFinite(
+        f"step {step}: parameter {name} is NaN or infinite and must be finite to be stored; a gradient was not, though "
+        f"the loss was; no checkpoint of this step is written: {again} with a lower learning rate or "
+        "training.clip_grad_norm, which stops at the first such gradient"
+    )
