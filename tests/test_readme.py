@@ -19,6 +19,7 @@ from packaging.utils import canonicalize_name
 from paramserver import evaluate, outside
 from paramserver.config import KEYS, NOT_IN_THIS_VERSION, SECTIONS, config_from_mapping, describe_keys, load_config
 from paramserver.launch import make_parser
+from paramserver.online.plan import Plan
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
@@ -209,8 +210,9 @@ def test_the_limits_of_this_version_are_all_named():
 
 
 def test_yaml_in_the_contract_is_a_config():
-    (example,) = blocks(INTERFACE.read_text(), "yaml")
-    assert config_from_mapping(yaml.safe_load(example)).training.max_epochs == 20
+    whole, online = map(yaml.safe_load, blocks(INTERFACE.read_text(), "yaml"))
+    assert config_from_mapping(whole).training.max_epochs == 20
+    assert Plan.of(config_from_mapping({**whole, **online}).simulations).expected_samples == 10_000
 
 
 # Links and pins.

@@ -262,7 +262,7 @@ class Trainer(Standing):
 
     def _after_step(self) -> None:
         if self._records_now():
-            self.emit("buffer", **self.data.figures())
+            self.emit("buffer", **self.data.record())
         if self.lockstep:
             self._validate_and_save()
 
@@ -277,7 +277,7 @@ class Trainer(Standing):
         self.save("interrupted" if decision.interrupted else "end")
         self.task.on_train_end()
         if not self._records_now():
-            self.emit("buffer", **self.data.figures(), end=True)
+            self.emit("buffer", **self.data.record(), end=True)
         self.leave(self._totals(), decision)
 
     # Records.

@@ -152,8 +152,13 @@ class DataStream:
             return self.buffer.servings_left()
         return max(self.source.total * self.pseudo_epochs - self.buffer.info().gets, 0)
 
+    def record(self) -> dict[str, Any]:
+        """``figures``, with mean and deviation of the fields of a stream since the last record."""
+        figures, fields = self.figures(), self.source.statistics()
+        return {**figures, "stream": {**figures["stream"], "fields": fields}} if fields else figures
+
     def figures(self) -> dict[str, Any]:
-        """The buffer's counts and waits, for a record."""
+        """The buffer's counts and waits, and those of a stream."""
         info = self.buffer.info()
         stream = self.source.figures()
         seen = {str(times): samples for times, samples in info.seen_histogram.items()}

@@ -51,9 +51,10 @@ def check_config(config: Config, origins: Mapping[str, str], source: str = "") -
     for name, accepted in NOT_IN_THIS_VERSION.items():
         value = value_of(config, name)
         if value not in accepted:
-            shown = "" if isinstance(value, dict) else f" ({show(value, 60)})"
-            use = " or ".join(map(show, accepted))
-            raise UnsupportedConfiguration(f"{at(origins.get(name, ''))}not in this version: {name}{shown}; use {use}")
+            shown, use = show(value, 60), " or ".join(map(show, accepted))
+            raise UnsupportedConfiguration(
+                f"{at(origins.get(name, ''))}not in this version: {name} ({shown}); use {use}"
+            )
     for relation in RELATIONS:
         if message := relation.broken(config):
             given = [origin for name, origin in origins.items() if name in relation.keys]
