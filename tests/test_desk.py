@@ -396,15 +396,18 @@ def test_simulations_are_started_watched_and_started_again(ends, desk_of, progra
     serve(trainers, lambda: desk.failure or all(trainer.finished for trainer in trainers))
     assert desk.failure is None
     assert samples_of(trainers) == ALL
-    assert sum(trainer.duplicated for trainer in trainers) == (0 if how == "well" else 3)
     kinds = [kind for kind, _ in events]
     assert kinds.count("complete") == 4
     assert kinds[-1] == "finish"
     restarted = [details["text"] for kind, details in events if kind == "restarted"]
-    if how != "well":
-        why = {"crash": "it ended with exit code 9", "hang": "it was silent for 4 s"}[how]
-        assert restarted == [f"simulation 1, attempt 0: {why}; it is started again"]
-        assert (tmp_path / "logs" / "simulation-1.log").read_text().count("--- simulation 1") == 2
+    if how == "hang":  # on a machine that stands still for a while, others look silent too
+        assert "simulation 1, attempt 0: it was silent for 4 s; it is started again" in restarted
+    else:
+        crash = ["simulation 1, attempt 0: it ended with exit code 9; it is started again"]
+        assert restarted == (crash if how == "crash" else [])
+        assert sum(trainer.duplicated for trainer in trainers) == 3 * len(restarted)
+    log = (tmp_path / "logs" / "simulation-1.log").read_text()
+    assert log.count("--- simulation 1") == 1 + sum(text.startswith("simulation 1,") for text in restarted)
     started = [details for kind, details in events if kind == "started"]
     assert len(started) == 4 + len(restarted)
     assert desk.summary()["simulations"] == {
