@@ -122,6 +122,15 @@ def test_what_completes_a_simulation_is_reported_at_once(clients, monkeypatch):
         desk.wait(lambda: desk.counts.get((0, 2)) == 2)
 
 
+def test_the_end_is_reported_at_once(monkeypatch):
+    monkeypatch.setattr("paramserver.online.ear._REPORT_EVERY_S", 1000.0)
+    with Hearing(timeout_s=10_000.0) as hearing:
+        hearing.desk.wait(lambda: len(hearing.desk.reports) == 1)
+        hearing.desk.finish()
+        assert hearing.reception.take(PATIENCE_S) is None
+        hearing.desk.wait(lambda: len(hearing.desk.reports) == 2)
+
+
 def test_duplicates_are_dropped_and_counted(clients):
     with Hearing() as hearing:
         first = clients(hearing.desk.trainer()).open(0)

@@ -127,6 +127,7 @@ class Ear:
             self._report()
             if self._finishing and emptied and not self._over and self.pending.is_empty():
                 self._over = True
+                self._report_due = 0.0  # the figures of the end, for the summary
                 self.pending.end()
         self._say_over()
 
