@@ -1,13 +1,15 @@
 """Online training as a whole: simulations, trainers and rank 0 as real processes, every sample accounted for."""
 
 import json
-import threading
+import socket
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
-from runs import here, launch, resume, same_bits, together
+from nest import Nest
+from runs import Finished, environment, here, main_here, same_bits, write_config
 from simulations import SHAPE, field
 from streams import served
 
@@ -46,9 +48,24 @@ def config(folder, simulations=None, task_args=None, **sections):
     }
 
 
-def online(folder, mode, **options):
-    start = here if mode == "local" else launch
-    return start(folder, mode=mode, **config(folder, **options))
+@pytest.fixture(scope="module")
+def nest():
+    with Nest(environment()) as nest:
+        yield nest
+
+
+@pytest.fixture
+def online(nest):
+    """Starts a run in this mode and waits for its end."""
+
+    def start(folder, mode, **options):
+        if mode == "local":
+            return here(folder, mode=mode, **config(folder, **options))
+        file = write_config(folder, mode=mode, **config(folder, **options))
+        said, output = nest.run(["--config", file, "--set", "logging.name=run"], folder, timeout_s=90)
+        return Finished(said, output, folder / "runs" / "run")
+
+    return start
 
 
 def received(finished, name="received"):
@@ -57,7 +74,7 @@ def received(finished, name="received"):
 
 @pytest.mark.parametrize("mode", ["local", "ddp", "rpc"])
 @pytest.mark.parametrize("kind", ["fifo", "firo"])
-def test_every_sample_is_served_exactly_once(tmp_path, mode, kind):
+def test_every_sample_is_served_exactly_once(tmp_path, online, mode, kind):
     finished = online(tmp_path, mode, buffer={"kind": kind, "watermark": 6, "capacity": 12})
     assert finished.code == 0, finished.output
     assert sorted(served(tmp_path / "ledger")) == ALL
@@ -68,7 +85,7 @@ def test_every_sample_is_served_exactly_once(tmp_path, mode, kind):
 
 
 @pytest.mark.parametrize("mode", ["ddp", "rpc"])
-def test_a_reservoir_serves_every_sample_at_least_once(tmp_path, mode):
+def test_a_reservoir_serves_every_sample_at_least_once(tmp_path, online, mode):
     finished = online(tmp_path, mode, buffer={"kind": "reservoir", "watermark": 6, "capacity": 12})
     assert finished.code == 0, finished.output
     assert sorted(set(served(tmp_path / "ledger"))) == ALL
@@ -76,7 +93,7 @@ def test_a_reservoir_serves_every_sample_at_least_once(tmp_path, mode):
 
 
 @pytest.mark.parametrize("mode", ["ddp", "rpc"])
-def test_a_simulation_that_is_killed_starts_again_and_nothing_comes_twice(tmp_path, mode):
+def test_a_simulation_that_is_killed_starts_again_and_nothing_comes_twice(tmp_path, online, mode):
     told = {"function": f"{SIMULATIONS}:simulate_killed_once", "window": 1}  # what was sent before the last was taken
     finished = online(tmp_path, mode, simulations=told)
     assert finished.code == 0, finished.output
@@ -87,90 +104,71 @@ def test_a_simulation_that_is_killed_starts_again_and_nothing_comes_twice(tmp_pa
 
 
 @pytest.mark.parametrize("consistency", ["sync", "async"])
-def test_a_slow_trainer_loses_nothing(tmp_path, consistency):
-    pace = {"task_args": {"pace_s": [0.0, 0.03]}, "server": {"consistency": consistency}}
+def test_a_slow_trainer_loses_nothing(tmp_path, online, consistency):
+    pace = {"task_args": {"pace_s": [0.0, 0.3]}, "server": {"consistency": consistency}}
     finished = online(tmp_path, "rpc", buffer={"capacity": 8}, simulations={"window": 2}, **pace)
     assert finished.code == 0, finished.output
     assert sorted(served(tmp_path / "ledger")) == ALL
     assert finished.summary["buffer"]["put_wait_s"] > 0, "nobody was held up by the slow one"
 
 
-def test_parts_of_a_group_are_put_together(tmp_path):
+def test_parts_of_a_group_are_put_together(tmp_path, online):
     group = {"function": f"{SIMULATIONS}:simulate_group", "group_size": 2, "count": 3}
     finished = online(tmp_path, "rpc", simulations=group)
     assert finished.code == 0, finished.output
     assert sorted(served(tmp_path / "ledger")) == sorted(product(range(3), range(STEPS)))
 
 
-def test_rpc_and_ddp_learn_the_same_of_the_same_stream(tmp_path):
+def test_rpc_and_ddp_learn_the_same_of_the_same_stream(tmp_path, online):
     """In a fixed order: one producer after the other, first in first out."""
-    rpc, ddp = together(
-        lambda: online(tmp_path / "rpc", "rpc", simulations={"at_once": 1}),
-        lambda: online(tmp_path / "ddp", "ddp", simulations={"at_once": 1}),
-    )
+    rpc, ddp = (online(tmp_path / mode, mode, simulations={"at_once": 1}) for mode in ("rpc", "ddp"))
     assert rpc.code == ddp.code == 0, rpc.output + ddp.output
     assert same_bits(rpc.load("model"), ddp.load("model")) == []
 
 
 @pytest.mark.parametrize("mode", ["ddp", "rpc"])
 @pytest.mark.parametrize("trainers", [1, 2, 3])
-def test_a_run_that_is_stopped_goes_on_with_the_simulations_that_are_not_complete(tmp_path, mode, trainers):
+def test_a_run_that_is_stopped_goes_on_with_what_is_not_complete(tmp_path, nest, online, mode, trainers):
     first = online(tmp_path, mode, task_args={"stop": 3}, buffer={"capacity": 8})
     assert first.code == 3, first.output
     before = served(tmp_path / "ledger")
     assert len(before) < len(ALL)
     flags = ["--set", "task_args.stop=null", "--set", f"cluster.num_trainers={trainers}", "--set", "buffer.capacity=64"]
-    second = resume(first, *flags)
-    assert second.code == 0, second.output
+    said, output = nest.run(["--resume", first.run_dir, *flags], tmp_path, timeout_s=90)
+    assert said == 0, output
+    second = Finished(said, output, first.run_dir)
     assert sorted(served(tmp_path / "ledger")) == ALL
     assert second.summary["samples"] == len(ALL)
 
 
-def test_samples_from_outside(tmp_path):
-    """Simulations that somebody else runs, and who says that these were the last ones."""
-    finished, errors = [], []
-    ports = launch_later(tmp_path, finished)
-
-    def produce(simulation):
-        try:
-            parameters = [float(simulation), 1.0]
-            with Client(ports(), timeout_s=30).open(simulation, parameters) as client:
-                for step in range(STEPS):
-                    client.send(step, {"u": field(simulation, step, np.array(parameters))})
-        except BaseException as error:  # noqa: BLE001 - shown by the test
-            errors.append(error)
-
-    threads = [threading.Thread(target=produce, args=(simulation,)) for simulation in (3, 11, 40)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not errors
-    assert ping(ports())["alive"] is True
-    finish(ports())
-    finished[0].join(60)
-    assert finished[1].code == 0, finished[1].output
+def test_samples_from_outside(tmp_path, nest):
+    """Simulations that somebody else runs, and who says that these were the last ones; it is asked how it goes."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    outside = {"function": None, "count": None, "port": port}
+    file = write_config(tmp_path, mode="rpc", **config(tmp_path, simulations=outside, task_args={"outside": True}))
+    address = f"tcp://127.0.0.1:{port}"
+    with nest.start(["--config", file, "--set", "logging.name=run"], tmp_path) as run:
+        with ThreadPoolExecutor(3) as pool:
+            assert list(pool.map(lambda number: produce(address, number), (3, 11, 40))) == [STEPS] * 3
+        state = ping(address)
+        assert state["alive"] is True
+        assert [trainer["index"] for trainer in state["trainers"]] == [0, 1]
+        finish(address)
+        assert run.wait() == 0, run.output.read_text()
     assert sorted(served(tmp_path / "ledger")) == sorted(product((3, 11, 40), range(STEPS)))
 
 
-def launch_later(folder, finished):
-    """Start a run that waits for clients, beside this thread; a function that gives its address."""
-    from socket import create_server
-
-    with create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    outside = {"function": None, "count": None, "port": port}
-    run = threading.Thread(
-        target=lambda: finished.append(
-            launch(folder, mode="rpc", **config(folder, simulations=outside, task_args={"outside": True}))
-        )
-    )
-    finished.append(run)
-    run.start()
-    return lambda: f"tcp://127.0.0.1:{port}"
+def produce(address, simulation):
+    """All samples of one simulation; how many were sent."""
+    parameters = [float(simulation), 1.0]
+    with Client(address, timeout_s=30).open(simulation, parameters) as client:
+        for step in range(STEPS):
+            client.send(step, {"u": field(simulation, step, np.array(parameters))})
+        return client.sent
 
 
-def test_a_wrong_sample_is_refused_counted_and_told(tmp_path):
+def test_a_wrong_sample_is_refused_counted_and_told(tmp_path, online):
     """With a NaN where finite numbers are asked the simulation never becomes complete: it is given up in the end."""
     wrong = {"function": f"{SIMULATIONS}:simulate_wrong", "count": 1, "max_restarts": 0}
     finished = online(tmp_path, "ddp", simulations=wrong)
@@ -187,7 +185,7 @@ def test_a_wrong_sample_is_refused_counted_and_told(tmp_path):
 
 @pytest.mark.parametrize("mode", ["rpc", "ddp"])
 @pytest.mark.parametrize(("function", "says"), [("simulate_hopeless", "exit code 1"), ("simulate_silent", "silent")])
-def test_simulations_that_all_fail_end_the_run_in_one_sentence(tmp_path, mode, function, says):
+def test_simulations_that_all_fail_end_the_run_in_one_sentence(tmp_path, online, mode, function, says):
     told = {"function": f"{SIMULATIONS}:{function}", "max_restarts": 0, "timeout_s": 1.0}
     finished = online(tmp_path, mode, simulations=told)
     assert finished.code == 1, finished.output
@@ -197,23 +195,21 @@ def test_simulations_that_all_fail_end_the_run_in_one_sentence(tmp_path, mode, f
     assert finished.summary["status"] == "failed"
 
 
-def test_a_run_that_has_enough_tells_its_simulations(tmp_path):
+def test_a_run_that_has_enough_tells_its_simulations(tmp_path, online):
     finished = online(tmp_path, "rpc", training={"max_steps": 2}, simulations={"count": 1000})
     assert finished.code == 0, finished.output
     assert finished.summary["steps"] == 2
 
 
-def test_dry_run_says_what_is_expected(tmp_path):
+def test_dry_run_says_what_is_expected(tmp_path, online):
     finished = online(tmp_path, "local")
-    from runs import main_here
-
     code, said = main_here("--config", tmp_path / "config.yaml", "--mode", "rpc", "--dry_run")
     assert code == 0
     assert finished.code == 0
     assert f"{len(ALL) // 2} samples, {len(ALL) // 8} batches" in said
 
 
-def test_a_watermark_that_the_simulations_never_reach_is_refused(tmp_path):
+def test_a_watermark_that_the_simulations_never_reach_is_refused(tmp_path, online):
     finished = online(tmp_path, "local", buffer={"watermark": 100, "capacity": 200})
     assert finished.code == 2
     assert "buffer.watermark (100) must be at most the 80 samples" in finished.output
