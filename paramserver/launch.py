@@ -112,11 +112,12 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    spelled = [_underscored(word) for word in argv]
+    spelled = [underscored(word) for word in argv]
     return make_parser().parse_args(spelled)
 
 
-def _underscored(word: str) -> str:
+def underscored(word: str) -> str:
+    """A word of the command line, with the name of a flag as the parser knows it: ``_`` in place of ``-``."""
     flag, equals, value = word.partition("=")
     return flag[:2] + flag[2:].replace("-", "_") + equals + value if flag.startswith("--") else word
 
