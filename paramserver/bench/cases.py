@@ -21,7 +21,10 @@ LOCAL, NO_COMMUNICATION = "local", "no communication"
 _ALONE = next(mode for mode in MODES.values() if mode.single_process)
 # What has a flag of its own is not set or swept by its key; what the measurement decides is not at all.
 _FLAGS = {"mode": "--modes", "cluster.num_trainers": "--trainers", "training.max_seconds": "--seconds"}
-_OURS = ("checkpoint.every", "checkpoint.best", "logging.run_dir", "logging.name", "logging.tensorboard", "task")
+_OURS = (
+    *("task", "checkpoint.every", "checkpoint.best", "logging.run_dir", "logging.name", "logging.tensorboard"),
+    *("training.max_epochs", "training.max_steps", "training.max_samples", "training.patience"),
+)
 
 
 @dataclass(frozen=True)

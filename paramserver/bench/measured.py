@@ -184,6 +184,8 @@ def _outcome(case: Case, method: Method, places: Sequence[Path], watch: CpuWatch
         "peak_rss_mb": _peaks(summaries),
         "staleness": summaries[0]["staleness"],
         "predicted": _predicted(case, method, stamps[0], found["wire_bytes_per_step"]),
+        # What DistributedDataParallel sends is not told by torch.
+        "wire_bytes_per_step": None if case.mode.has_process_group else found["wire_bytes_per_step"],
     }
 
 

@@ -30,19 +30,20 @@ TIMEOUT_S = 60.0
 GLOO, RPC = "gloo", "rpc"
 
 
-def measure_links(folder: Path, environ: Mapping[str, str]) -> dict[str, Speed]:
-    """The speed over ``GLOO`` and over ``RPC``.
+def measure_links(folder: Path, environ: Mapping[str, str], device: str = "cpu") -> dict[str, Speed]:
+    """The speed over ``GLOO`` and over ``RPC``; of gloo only where trainers compute on CPUs, and so use it.
 
     Args:
         folder: a new one, for the two processes to meet in.
         environ: theirs.
+        device: the word of the key ``device.kind``.
 
     Raises:
         TrainingError: it did not come to figures.
     """
     folder.mkdir(parents=True)
-    command = [sys.executable, "-m", "paramserver.bench.probe", "--folder", str(folder), "--number"]
-    with Commands([[*command, str(i)] for i in range(2)], environ, folder) as commands:
+    command = [sys.executable, "-m", "paramserver.bench.probe", "--folder", str(folder), "--device", device]
+    with Commands([[*command, "--number", str(i)] for i in range(2)], environ, folder) as commands:
         commands.wait(TIMEOUT_S, lambda: None)
     try:
         found = json.loads((folder / "speeds.json").read_text(encoding="utf-8"))
@@ -58,12 +59,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--number", type=int, choices=(0, 1), required=True)
+    parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()
     bind_interface(process_environ(), loopback_interface())
-    speeds = {GLOO: _over_gloo(arguments.folder, arguments.number), RPC: _over_rpc(arguments.folder, arguments.number)}
+    speeds = {RPC: _over_rpc(arguments.folder, arguments.number)}
+    if not _uses_gpus(arguments.device):
+        speeds[GLOO] = _over_gloo(arguments.folder, arguments.number)
+    found = {name: vars(speed) for name, speed in speeds.items() if speed is not None}
     if arguments.number == 1:
-        (arguments.folder / "speeds.json").write_text(json.dumps({n: vars(s) for n, s in speeds.items() if s is not None}))
+        (arguments.folder / "speeds.json").write_text(json.dumps(found), encoding="utf-8")
     return 0
+
+
+def _uses_gpus(device: str) -> bool:
+    import torch
+
+    return device != "cpu" and torch.cuda.is_available()
 
 
 def _over_gloo(folder: Path, number: int) -> Speed:

@@ -41,11 +41,11 @@ from torch.utils.data import DataLoader
 
 import paramserver
 from paramserver.cluster import process_environ
+from paramserver.bench.cases import interleaved
 from tests.measure.common import (
     BATCH_SIZE,
     Measured,
     Stamp,
-    interleaved,
     measured_config,
     measuring_environment,
     measuring_parser,

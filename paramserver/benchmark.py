@@ -1,0 +1,210 @@
+"""Measures cases of one task beside each other: ``python -m paramserver.benchmark``, ``paramserver benchmark``."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shlex
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from paramserver.bench.cases import Asked, Case, interleaved, make_cases, positive
+from paramserver.bench.curves import parse_target
+from paramserver.bench.measured import Method, measure
+from paramserver.bench.predict import Speed
+from paramserver.bench.probe import GLOO, RPC, measure_links
+from paramserver.bench.progress import Progress
+from paramserver.bench.slow import parse_slow
+from paramserver.cluster import child_environment, process_environ
+from paramserver.errors import Interrupted, TrainingError, UnsupportedConfiguration
+from paramserver.launch import add_overrides, tell, underscored
+from paramserver.leaving import leave, put_out
+from paramserver.report.results import RESULTS_FILE, Result, append_result
+from paramserver.rundir import environment_record, not_writable
+
+WARM_S = 1.0
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The arguments of ``paramserver benchmark``."""
+    parser = argparse.ArgumentParser(
+        prog="paramserver benchmark",
+        description="Train the task of a config in several ways, in turns, and report how fast each was. A single "
+        "process and the trainers' loops without communication are measured beside them.",
+        epilog="paramserver benchmark compare A B compares two results. Exit codes: 0 done, 1 a case failed (the "
+        "report says which and why), 2 the input is wrong, 3 interrupted (the report holds what was finished).",
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", required=True, help="as for paramserver launch")
+    parser.add_argument("--modes", metavar="M,...", help="default: ddp,rpc")
+    parser.add_argument("--trainers", metavar="T,...", help="numbers of trainers (default: cluster.num_trainers)")
+    add_overrides(parser)
+    parser.add_argument(
+        "--sweep", action="append", default=[], metavar="KEY=V1,V2", help="a case for each value; several: for each pair"
+    )
+    parser.add_argument("--repeats", default="3", metavar="N", help="runs of each case (default: 3)")
+    parser.add_argument("--seconds", default="5", metavar="S", help="of training that are measured, per run (default: 5)")
+    parser.add_argument("--warm_up", default=f"{WARM_S:g}", metavar="S", help="of training before that (default: 1)")
+    parser.add_argument(
+        "--slow", metavar="trainer=I,factor=F[,probability=P]", help="batches of trainer I take F times as long"
+    )
+    parser.add_argument("--target", metavar="NAME=VALUE", help="the time to this validation value, such as accuracy=0.95")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="default: <logging.run_dir>/benchmark-<time>")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    words = [underscored(word) for word in (sys.argv[1:] if argv is None else argv)]
+    try:
+        if words[:1] == ["compare"]:
+            return _compare(words[1:])
+        return _benchmark(make_parser().parse_args(words), words)
+    except KeyboardInterrupt:
+        return 1
+    except Exception as error:  # noqa: BLE001 - the last thing printed; with its traceback, unless the input is wrong
+        return tell(error)
+
+
+def _benchmark(arguments: argparse.Namespace, words: Sequence[str]) -> int:
+    cases, repeats, method = prepare(arguments, words)
+    runs = list(interleaved(cases, repeats))
+    progress = Progress(sys.stderr, [case for _, case in runs], method.warm_s + method.seconds)
+    results: list[Result] = []
+    interrupted = False
+    with _stopping(method.stop):
+        try:
+            method = replace(method, speeds=_speeds(cases, method, progress))
+            progress.begin()
+            for repeat, case in runs:
+                result = measure(case, repeat, method)
+                append_result(method.out / RESULTS_FILE, result)
+                results.append(result)
+                progress.done(result)
+        except Interrupted:
+            interrupted = True
+            progress.say(f"interrupted: {len(results)} of {len(runs)} runs were finished")
+    _remove_if_empty(method.out / "runs")
+    if not results:
+        raise Interrupted("interrupted before a run was finished; there is nothing to report")
+    _report(results, method.out)
+    if interrupted:
+        return Interrupted.exit_code
+    return int(any(not result.is_completed for result in results))
+
+
+def prepare(arguments: argparse.Namespace, words: Sequence[str]) -> tuple[list[Case], int, Method]:
+    """What is measured, how often and how.
+
+    Args:
+        arguments: parsed.
+        words: as they were given, for the records.
+
+    Raises:
+        UnsupportedConfiguration: something is wrong with them.
+    """
+    slow = None if arguments.slow is None else parse_slow(arguments.slow)
+    asked = Asked(arguments.config, arguments.modes, arguments.trainers, arguments.overrides, arguments.sweep, slow)
+    seconds, warm_s = _seconds("--seconds", arguments.seconds), _seconds("--warm_up", arguments.warm_up)
+    repeats = positive(arguments.repeats, "--repeats")
+    cases = make_cases(asked)
+    base = cases[0].config
+    target = None if arguments.target is None else parse_target(arguments.target, base)
+    folders = [Path.cwd(), arguments.config.resolve().parent]
+    threads = _threads(max(case.trainers for case in cases))
+    environ = child_environment(process_environ(), sharers=1, config_folder=folders[-1])
+    method = Method(
+        out=_new_folder(arguments.out or Path(base.logging.run_dir) / time.strftime("benchmark-%Y%m%d-%H%M%S")),
+        folders=folders,
+        environ={**environ, "OMP_NUM_THREADS": threads},
+        seconds=seconds,
+        warm_s=warm_s,
+        target=target,
+        environment=_environment(words, threads),
+    )
+    return cases, repeats, method
+
+
+def _seconds(flag: str, word: str) -> float:
+    try:
+        seconds = float(word)
+    except ValueError:
+        seconds = float("nan")
+    if not 0 < seconds < float("inf"):
+        raise UnsupportedConfiguration(f"{flag} ({word}) must be a number above 0; correct it")
+    return seconds
+
+
+def _threads(most_trainers: int) -> str:
+    """Threads of every process in every case, so that a trainer computes alike in all of them; the user's own stand."""
+    shared = max(1, len(os.sched_getaffinity(0)) // most_trainers)
+    return process_environ().get("OMP_NUM_THREADS", str(shared))
+
+
+def _new_folder(out: Path) -> Path:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        taken = any(out.iterdir())
+    except OSError as error:
+        raise not_writable(f"--out {out}", error) from error
+    if taken:
+        raise UnsupportedConfiguration(f"--out {out} must be a new or an empty folder, and holds files; name another")
+    return out
+
+
+def _environment(words: Sequence[str], threads: str) -> dict[str, Any]:
+    about = environment_record([])
+    kept = ("versions", "host", "platform")
+    return {
+        **{name: about[name] for name in kept},
+        "cores": len(os.sched_getaffinity(0)),
+        "threads": int(threads) if threads.isdecimal() else threads,
+        "commit": about["git_commit"],
+        "command": shlex.join(["paramserver", "benchmark", *words]),
+    }
+
+
+def _speeds(cases: Sequence[Case], method: Method, progress: Progress) -> Mapping[str, Speed]:
+    """The link of each mode that has one; where it cannot be measured, reports go without theory."""
+    modes = {case.mode.name: case.mode for case in cases if not case.mode.single_process}
+    folder = method.out / "links"
+    try:
+        found = measure_links(folder, method.environ, cases[0].config.device.kind) if modes else {}
+    except TrainingError as error:
+        progress.say(f"the links between processes were not measured, so nothing is predicted: {error}")
+        return {}
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    links = {name: GLOO if mode.has_process_group else RPC for name, mode in modes.items()}
+    return {name: found[link] for name, link in links.items() if link in found}
+
+
+@contextlib.contextmanager
+def _stopping(stop: threading.Event) -> Iterator[None]:
+    """A first Ctrl-C or SIGTERM sets ``stop``; a second one raises."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+
+    previous = {number: signal.signal(number, handle) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _remove_if_empty(folder: Path) -> None:
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()
