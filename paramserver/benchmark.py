@@ -28,10 +28,16 @@ from paramserver.cluster import child_environment, process_environ
 from paramserver.errors import Interrupted, TrainingError, UnsupportedConfiguration
 from paramserver.launch import add_overrides, tell, underscored
 from paramserver.leaving import leave, put_out
-from paramserver.report.results import RESULTS_FILE, Result, append_result
+from paramserver.report.case import cases_of
+from paramserver.report.compare import compare
+from paramserver.report.drawing import has_matplotlib
+from paramserver.report.page import NO_PLOTS, write_report
+from paramserver.report.results import RESULTS_FILE, Result, Results, append_result, read_results
+from paramserver.report.words import findings
 from paramserver.rundir import environment_record, not_writable
 
 WARM_S = 1.0
+_TITLE = "Benchmark"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -49,15 +55,19 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--trainers", metavar="T,...", help="numbers of trainers (default: cluster.num_trainers)")
     add_overrides(parser)
     parser.add_argument(
-        "--sweep", action="append", default=[], metavar="KEY=V1,V2", help="a case for each value; several: for each pair"
+        "--sweep",
+        action="append",
+        default=[],
+        metavar="KEY=V1,V2",
+        help="a case for each value",
     )
     parser.add_argument("--repeats", default="3", metavar="N", help="runs of each case (default: 3)")
-    parser.add_argument("--seconds", default="5", metavar="S", help="of training that are measured, per run (default: 5)")
+    parser.add_argument("--seconds", default="5", metavar="S", help="of training that are measured (default: 5)")
     parser.add_argument("--warm_up", default=f"{WARM_S:g}", metavar="S", help="of training before that (default: 1)")
     parser.add_argument(
         "--slow", metavar="trainer=I,factor=F[,probability=P]", help="batches of trainer I take F times as long"
     )
-    parser.add_argument("--target", metavar="NAME=VALUE", help="the time to this validation value, such as accuracy=0.95")
+    parser.add_argument("--target", metavar="NAME=VALUE", help="the time to a validation value, as accuracy=0.95")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: <logging.run_dir>/benchmark-<time>")
     return parser
 
@@ -80,7 +90,7 @@ def _benchmark(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     runs = list(interleaved(cases, repeats))
     progress = Progress(sys.stderr, [case for _, case in runs], method.warm_s + method.seconds)
     results: list[Result] = []
-    interrupted = False
+    notes: list[str] = []
     with _stopping(method.stop):
         try:
             method = replace(method, speeds=_speeds(cases, method, progress))
@@ -91,13 +101,14 @@ def _benchmark(arguments: argparse.Namespace, words: Sequence[str]) -> int:
                 results.append(result)
                 progress.done(result)
         except Interrupted:
-            interrupted = True
-            progress.say(f"interrupted: {len(results)} of {len(runs)} runs were finished")
+            notes.append(f"It was interrupted: {len(results)} of {len(runs)} runs were finished.")
+            progress.say(notes[0])
     _remove_if_empty(method.out / "runs")
     if not results:
+        _remove_if_empty(method.out)
         raise Interrupted("interrupted before a run was finished; there is nothing to report")
-    _report(results, method.out)
-    if interrupted:
+    _report(Results(str(method.out / RESULTS_FILE), tuple(results), tuple(notes)), method.out)
+    if notes:
         return Interrupted.exit_code
     return int(any(not result.is_completed for result in results))
 
@@ -114,7 +125,7 @@ def prepare(arguments: argparse.Namespace, words: Sequence[str]) -> tuple[list[C
     """
     slow = None if arguments.slow is None else parse_slow(arguments.slow)
     asked = Asked(arguments.config, arguments.modes, arguments.trainers, arguments.overrides, arguments.sweep, slow)
-    seconds, warm_s = _seconds("--seconds", arguments.seconds), _seconds("--warm_up", arguments.warm_up)
+    seconds, warm_s = _above_zero("--seconds", arguments.seconds), _above_zero("--warm_up", arguments.warm_up)
     repeats = positive(arguments.repeats, "--repeats")
     cases = make_cases(asked)
     base = cases[0].config
@@ -134,14 +145,14 @@ def prepare(arguments: argparse.Namespace, words: Sequence[str]) -> tuple[list[C
     return cases, repeats, method
 
 
-def _seconds(flag: str, word: str) -> float:
+def _above_zero(flag: str, word: str) -> float:
     try:
-        seconds = float(word)
+        number = float(word)
     except ValueError:
-        seconds = float("nan")
-    if not 0 < seconds < float("inf"):
+        number = float("nan")
+    if not 0 < number < float("inf"):
         raise UnsupportedConfiguration(f"{flag} ({word}) must be a number above 0; correct it")
-    return seconds
+    return number
 
 
 def _threads(most_trainers: int) -> str:
@@ -208,3 +219,37 @@ def _stopping(stop: threading.Event) -> Iterator[None]:
 def _remove_if_empty(folder: Path) -> None:
     if folder.is_dir() and not any(folder.iterdir()):
         folder.rmdir()
+
+
+def _report(results: Results, out: Path) -> None:
+    """Write the pages; say what was found, and where they are."""
+    pages = write_report(results, out, _TITLE)
+    if not has_matplotlib():
+        print(NO_PLOTS, file=sys.stderr)
+    put_out("\n".join([*findings(cases_of(results.results)), *(f"written: {page}" for page in pages)]))
+
+
+# Two results.
+
+
+def _compare(words: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="paramserver benchmark compare",
+        description="Print how each figure of each case changed from A to B, with its spread.",
+        epilog="Exit codes: 0 done, 1 a throughput of B is below the limit or missing, 2 the input is wrong.",
+    )
+    parser.add_argument("before", type=Path, metavar="A", help="a results.jsonl, or the folder that holds it")
+    parser.add_argument("after", type=Path, metavar="B", help="the same, to be compared with A")
+    parser.add_argument("--fail_below", metavar="RATIO", help="the least throughput of B, in times that of A")
+    arguments = parser.parse_args(words)
+    limit = None if arguments.fail_below is None else _above_zero("--fail_below", arguments.fail_below)
+    found = compare(read_results(arguments.before), read_results(arguments.after))
+    put_out(found.text())
+    reasons = [] if limit is None else found.below(limit)
+    for reason in reasons:
+        print(f"error: {reason}", file=sys.stderr)
+    return int(bool(reasons))
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1:]))

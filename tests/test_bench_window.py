@@ -21,7 +21,9 @@ def trainer(durations, begin=0.0, index=0, samples=32, gaps=None):
     made, end = Stamps(index, 100 + index, 400), begin
     for number, seconds in enumerate(durations):
         end += seconds + (gaps or {}).get(number, 0.0)
-        made.add(end, seconds, samples, 10, {**PHASE_S, "forward": 0.75 * seconds, "push": 0.25 * seconds, "hidden": 9.0})
+        made.add(
+            end, seconds, samples, 10, {**PHASE_S, "forward": 0.75 * seconds, "push": 0.25 * seconds, "hidden": 9.0}
+        )
     return made
 
 
@@ -150,7 +152,9 @@ def test_curves_have_the_samples_that_were_applied():
 
 
 def config(**sections):
-    return config_from_mapping({"task": "a:B", "training": {"max_steps": 1, **sections.pop("training", {})}, **sections})
+    return config_from_mapping(
+        {"task": "a:B", "training": {"max_steps": 1, **sections.pop("training", {})}, **sections}
+    )
 
 
 @pytest.mark.parametrize(
@@ -167,7 +171,9 @@ def config(**sections):
 def test_whether_a_target_is_a_floor_or_a_ceiling(name, best, at_most):
     target = parse_target(f"{name}=0.5", config(checkpoint={"best": best}) if best else config())
     assert target == Target(name, 0.5, at_most)
-    assert [target.is_met(value) for value in (0.4, 0.5, 0.6)] == ([True, True, False] if at_most else [False, True, True])
+    assert [target.is_met(value) for value in (0.4, 0.5, 0.6)] == (
+        [True, True, False] if at_most else [False, True, True]
+    )
 
 
 @pytest.mark.parametrize("text", ["accuracy", "accuracy=", "=0.5", "accuracy=high", "accuracy=nan"])

@@ -50,10 +50,13 @@ FLOORS = {
     9.0: "dry_run rank supervisor",
     9.1: "launch",
     9.2: "api evaluate",
+    9.3: "bench",
+    9.4: "benchmark",
     10: "cli",
 }
 # The rooms that are folders, from their base upwards.
 FOLDERS = {
+    "bench": "slow cases predict stamps window curves watch commands task probe measured progress",
     "buffers": "batch checks order codec layout storage redistribute contents exchange base counted fifo firo "
     "reservoir factory",
     "checkpoint": "disk manifest layout archive storable pieces memory copies best read store retention writer",
@@ -63,7 +66,7 @@ FOLDERS = {
     "report": "outcome summary results figures case compare words",
     "sinks": "base jsonlines progress tensorboard",
     "sources": "base share dataset iterable factory feeder",
-    "transport": "wire agent cutting ends over_rpc over_servers ring memory pages segments shelves over_memory",
+    "transport": "wire agent cutting echo ends over_rpc over_servers ring memory pages segments shelves over_memory",
 }
 MAY_USE_RPC = [
     f"paramserver.{m}"
@@ -78,6 +81,7 @@ NEEDS_NO_TORCH = (
     "paramserver.api",
     "paramserver.launch",
     "paramserver.evaluate",
+    "paramserver.benchmark",
     "paramserver.cli",
     "paramserver.config",
     "paramserver.cluster",

@@ -198,7 +198,9 @@ def _products(swept: Sequence[tuple[str, list[str]]]) -> list[dict[str, str]]:
     return [dict(zip(keys, values, strict=True)) for values in itertools.product(*(values for _, values in swept))]
 
 
-def _cases(asked: Asked, modes: Sequence[Mode], counts: Sequence[int], points: Sequence[dict[str, str]]) -> Iterator[Case]:
+def _cases(
+    asked: Asked, modes: Sequence[Mode], counts: Sequence[int], points: Sequence[dict[str, str]]
+) -> Iterator[Case]:
     several = [count for count in counts if count > 1]
     for point in _distinct(_relevant(point, _ALONE) for point in points):
         yield _case(asked, _ALONE, 1, point, LOCAL)
@@ -219,9 +221,9 @@ def _distinct(items: Iterator[T]) -> list[T]:
 
 def _relevant(point: Mapping[str, str], mode: Mode) -> dict[str, str]:
     """The part of it that this mode looks at."""
-    ignored = () if mode.has_servers else ("server.", "cluster.num_servers")
-    ignored += () if mode.has_process_group else ("ddp.",)
-    return {key: value for key, value in point.items() if not key.startswith(ignored)}
+    of_servers = () if mode.has_servers else ("server.", "cluster.num_servers")
+    of_group = () if mode.has_process_group else ("ddp.",)
+    return {key: value for key, value in point.items() if not key.startswith((*of_servers, *of_group))}
 
 
 def _case(asked: Asked, mode: Mode, trainers: int, point: Mapping[str, str], baseline: str | None) -> Case:

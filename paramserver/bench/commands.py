@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -81,23 +82,16 @@ class Commands:
             Interrupted: somebody asked to stop.
         """
         deadline = time.monotonic() + timeout_s
-        while any([process.poll() is None for process in self._processes]):
+        while running := [process for process in self._processes if process.poll() is None]:
             self._check()
             if self._stop is not None and self._stop.is_set():
                 raise Interrupted("interrupted by a signal")
             if time.monotonic() > deadline:
                 raise TrainingError(f"it did not end within {timeout_s:.0f} s and was killed{self._last_line()}")
             look()
-            self._pause()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                running[0].wait(_LOOK_EVERY_S)
         self._check()
-
-    def _pause(self) -> None:
-        running = next((process for process in self._processes if process.returncode is None), None)
-        if running is not None:
-            try:
-                running.wait(_LOOK_EVERY_S)
-            except subprocess.TimeoutExpired:
-                return
 
     def _check(self) -> None:
         for process, output in zip(self._processes, self._outputs, strict=True):

@@ -1,4 +1,4 @@
-"""What a run's records tell a benchmark: loss and validation against samples and time, and when a target was reached."""
+"""What a run's records tell a benchmark: loss and validation against samples and time, and when a target was met."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def parse_target(text: str, config: Config) -> Target:
     except ValueError:
         value = float("nan")
     if not name or value != value:
-        raise UnsupportedConfiguration(f"--target {text}: must be name=number; write for example --target accuracy=0.95")
+        raise UnsupportedConfiguration(f"--target {text}: must be name=number; write for example accuracy=0.95")
     if not config.training.validate_every:
         raise UnsupportedConfiguration(
             f"--target {text}: training.validate_every (0) must be above 0, so that the target can be seen; set it"

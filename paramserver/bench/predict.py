@@ -10,8 +10,8 @@ hosts of theirs, M bytes of parameters, and B bytes per second in each direction
   server", 2014);
 - servers that take all gradients, apply them, and then give the parameters: 2nM / (kB).
 
-To each comes the time of the messages that wait for each other, at ``latency`` seconds each: 2(n-1) around the ring; one
-to a server and one back where both ways overlap, and twice that where they do not.
+To each comes the time of the messages that wait for each other, at ``latency`` seconds each: 2(n-1) around the ring;
+one to a server and one back where both ways overlap, and twice that where they do not.
 
 One host, whose processes share one loopback, is not what the formulas assume: there they are a scale, no promise.
 """

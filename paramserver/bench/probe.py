@@ -3,8 +3,8 @@
     python -m paramserver.bench.probe --folder FOLDER --number 0|1
 
 Process 1 sends to process 0 and waits for an answer: a number (half of it is the latency of one message), and a tensor
-of ``SIZE_BYTES`` (the rest of the time is its bytes over the bandwidth). The median of several counts. ``measure_links``
-starts both.
+of ``SIZE_BYTES`` (the rest of the time is its bytes over the bandwidth). The median of several counts.
+``measure_links`` starts both.
 """
 
 from __future__ import annotations
@@ -129,9 +129,14 @@ def _over_rpc(folder: Path, number: int) -> Speed | None:
 
 def _speed(small: Callable[[], float], large: Callable[[], float]) -> Speed:
     round_trip_s, large_s = (
-        statistics.median([one() for _ in range(WARM + count)][WARM:]) for one, count in ((small, SMALL), (large, LARGE))
+        statistics.median([one() for _ in range(WARM + count)][WARM:])
+        for one, count in ((small, SMALL), (large, LARGE))
     )
     return Speed(SIZE_BYTES / max(large_s - round_trip_s, 1e-9), round_trip_s / 2)
+
+
+def _median_s(one: Callable[[], float], count: int) -> float:
+    return statistics.median([one() for _ in range(WARM + count)][WARM:])
 
 
 if __name__ == "__main__":

@@ -71,8 +71,7 @@ def read_stamps(folder: Path, trainers: int) -> list[Stamps]:
     Raises:
         TrainingError: one left nothing.
     """
-    found = [_read(folder / f"steps-{i}.json", i) for i in range(trainers)]
-    return found
+    return [_read(folder / f"steps-{i}.json", i) for i in range(trainers)]
 
 
 def _read(path: Path, trainer_index: int) -> Stamps:

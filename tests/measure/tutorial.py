@@ -40,8 +40,8 @@ from torch.distributed import rpc
 from torch.utils.data import DataLoader
 
 import paramserver
-from paramserver.cluster import process_environ
 from paramserver.bench.cases import interleaved
+from paramserver.cluster import process_environ
 from tests.measure.common import (
     BATCH_SIZE,
     Measured,
