@@ -71,6 +71,7 @@ def test_all_reduce_is_predicted_from_the_model_and_its_compression():
     speed = Speed(B, 0.0)
     assert predicted(DDP, speed, int(M), 0.0, 2, 0, "none")["communication_ms"] == pytest.approx(8.0)
     assert predicted(DDP, speed, int(M), 0.0, 2, 0, "fp16")["communication_ms"] == pytest.approx(4.0)
-    assert predicted(DDP, speed, int(M), 0.0, 4, 0, "none")["break_even_servers"] == 6
+    assert predicted(DDP, speed, int(M), 0.0, 4, 0, "none")["break_even_servers"] is None
+    assert predicted(RPC, speed, int(M), 2 * M, 4, 1, "none")["break_even_servers"] == 6
     assert predicted(DDP, speed, int(M), 0.0, 2, 0, "powersgd") is None
     assert predicted(LOCAL, speed, int(M), 0.0, 1, 0, "none") is None

@@ -1,4 +1,4 @@
-"""The command ``paramserver benchmark``: what it writes, how it ends, and that its figures are those of other clocks."""
+"""The command ``paramserver benchmark``: what it writes, how it ends, and whether other clocks agree with it."""
 
 import json
 import os

@@ -97,7 +97,7 @@ def predicted(
         "latency_s": speed.latency,
         "communication_ms": seconds * 1e3,
         "built": built,
-        "break_even_servers": break_even_servers(trainers),
+        "break_even_servers": break_even_servers(trainers) if mode.has_servers else None,
     }
 
 
