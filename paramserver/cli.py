@@ -5,19 +5,24 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from paramserver import evaluate, launch
+from paramserver import evaluate, launch, reporting
 from paramserver.leaving import leave, put_out
 from paramserver.version import __version__
 
-_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"evaluate": evaluate.main, "launch": launch.main}
+_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "evaluate": evaluate.main,
+    "launch": launch.main,
+    "report": reporting.main,
+}
 # Named in docs/interface.md, built later; a wrong word is told apart from one that is too early.
-_LATER = ("benchmark", "report", "chaos", "doctor")
+_LATER = ("benchmark", "chaos", "doctor")
 
 _USAGE = f"""usage: paramserver COMMAND [arguments]
 
 commands:
   launch    train a task (paramserver launch --help)
   evaluate  validate the model of a checkpoint (paramserver evaluate --help)
+  report    compare runs that exist, as a page with plots (paramserver report --help)
 
 not in this version: {", ".join(_LATER)}"""
 
