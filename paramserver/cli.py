@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from paramserver import benchmark, evaluate, launch
+from paramserver import benchmark, evaluate, launch, reporting
 from paramserver.leaving import leave, put_out
 from paramserver.version import __version__
 
@@ -13,9 +13,10 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "benchmark": benchmark.main,
     "evaluate": evaluate.main,
     "launch": launch.main,
+    "report": reporting.main,
 }
 # Named in docs/interface.md, built later; a wrong word is told apart from one that is too early.
-_LATER = ("report", "chaos", "doctor")
+_LATER = ("chaos", "doctor")
 
 _USAGE = f"""usage: paramserver COMMAND [arguments]
 
@@ -23,6 +24,7 @@ commands:
   launch     train a task (paramserver launch --help)
   evaluate   validate the model of a checkpoint (paramserver evaluate --help)
   benchmark  measure ways to train a task beside each other (paramserver benchmark --help)
+  report     compare runs that exist, as a page with plots (paramserver report --help)
 
 not in this version: {", ".join(_LATER)}"""
 

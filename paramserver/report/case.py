@@ -13,7 +13,7 @@ from paramserver.records import PHASES
 from paramserver.report.figures import Estimate, estimate, merged_counts, merged_steps, ratio
 from paramserver.report.results import LOCAL, NO_COMMUNICATION, Result
 
-__all__ = ["FIGURES", "Case", "Figure", "cases_of", "families", "limit_of", "local_of"]
+__all__ = ["FIGURES", "Case", "Figure", "cases_of", "families", "limit_of", "local_of", "usual_key"]
 
 Getter = Callable[[Result], float | None]
 QUANTILES = ("mean", "p50", "p90", "p95", "p99", "max")
@@ -47,6 +47,11 @@ def _last_loss(result: Result) -> float | None:
     return result.loss[-1][2] if result.loss else None
 
 
+def _cpu_of_samples(result: Result) -> float | None:
+    used = [value for value in result.cpu_s.values() if value is not None]
+    return sum(used) / result.samples * 1000 if used and result.samples else None
+
+
 SPEED = Figure("throughput", "samples/s", lambda r: r.samples_per_second, 1)
 PER_PROCESS = Figure("throughput per process", "samples/s", lambda r: r.per_process, 1)
 WIRE = Figure("on the wire per step", "bytes", lambda r: r.wire_bytes_per_step, -1)
@@ -56,6 +61,7 @@ CPU = tuple(Figure(f"CPU time of {who}", "s", _inside("cpu_s", who), -1) for who
 MEMORY = tuple(
     Figure(f"peak memory of a {who}", "MiB", _inside("peak_rss_mb", who), -1) for who in ("server", "trainer")
 )
+CPU_OF_SAMPLES = Figure("CPU time of 1000 samples", "s", _cpu_of_samples, -1)
 STALENESS = tuple(
     Figure(f"staleness {name}", "versions", _inside("staleness", name), -1) for name in ("mean", "p95", "max")
 )
@@ -70,6 +76,7 @@ FIGURES = (
     WIRE,
     *STALENESS,
     *CPU,
+    CPU_OF_SAMPLES,
     *MEMORY,
     LOSS,
     TIME_TO_TARGET,
@@ -174,9 +181,10 @@ def cases_of(results: Iterable[Result]) -> list[Case]:
 
 
 def limit_of(case: Case, cases: Sequence[Case]) -> Case | None:
-    """The loops without communication that ``case`` is measured against."""
-    same_number = [one for one in _baselines(case, cases, NO_COMMUNICATION) if one.trainers == case.trainers]
-    return same_number[0] if same_number else None
+    """The loops without communication that ``case`` is measured against: one process alone where it has one trainer."""
+    fitting = [*_baselines(case, cases, NO_COMMUNICATION), *_baselines(case, cases, LOCAL)]
+    alike = (one for one in fitting if one.trainers == case.trainers and one.scenario == case.scenario)
+    return next(alike, None)
 
 
 def local_of(case: Case, cases: Sequence[Case]) -> Case | None:
@@ -195,7 +203,7 @@ def _baselines(case: Case, cases: Sequence[Case], baseline: str) -> list[Case]:
         and one is not case
         and all(own.get(key) == value for key, value in one.first.overrides.items())
     ]
-    return sorted(fitting, key=lambda one: (one.scenario != case.scenario, -len(one.first.overrides)))
+    return sorted(fitting, key=lambda one: -len(one.first.overrides))
 
 
 def families(cases: Iterable[Case]) -> dict[str, list[Case]]:
@@ -203,7 +211,7 @@ def families(cases: Iterable[Case]) -> dict[str, list[Case]]:
     found: dict[str, list[Case]] = {}
     for case in cases:
         if case.speed is not None:
-            found.setdefault(family_key(case), []).append(case)
+            found.setdefault(_family_key(case), []).append(case)
     named: dict[str, list[Case]] = {}
     for members in found.values():
         members.sort(key=lambda case: case.trainers)
@@ -211,10 +219,16 @@ def families(cases: Iterable[Case]) -> dict[str, list[Case]]:
     return named
 
 
-def family_key(case: Case) -> str:
+def _family_key(case: Case) -> str:
     one = case.first
     overrides = {key: value for key, value in one.overrides.items() if key != "cluster.num_trainers"}
     return json.dumps([one.mode, one.servers, one.baseline, overrides, one.scenario], sort_keys=True, default=str)
+
+
+def usual_key(case: Case) -> str:
+    """What ``case`` shares with the case that is like it but for the scenario."""
+    one = case.first
+    return json.dumps([one.mode, one.trainers, one.servers, one.baseline, one.overrides], sort_keys=True, default=str)
 
 
 def _family_name(members: Sequence[Case], taken: Iterable[str]) -> str:

@@ -76,7 +76,7 @@ def _cosine_integral(angle: float, power: float) -> float:
     # Beyond this the integrand is below e**-50, and an angle cut there keeps the panels where it is not.
     end = min(angle, math.sqrt(100 / power)) if power else angle
     width = end / _PANELS
-    total = 1.0 + max(math.cos(end), 0.0) ** power
+    total: float = 1.0 + max(math.cos(end), 0.0) ** power
     for i in range(1, _PANELS):
         total += (4 if i % 2 else 2) * math.cos(i * width) ** power
     return total * width / 3

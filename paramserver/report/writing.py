@@ -8,7 +8,7 @@ from typing import Any
 
 from paramserver.report.figures import Estimate
 
-__all__ = ["bounds", "first_line", "listed", "number", "percent", "plural", "scenario_words", "with_bounds"]
+__all__ = ["bounds", "capital", "first_line", "listed", "number", "percent", "plural", "scenario_words", "with_bounds"]
 
 DASH = "-"
 
@@ -49,14 +49,18 @@ def percent(estimate: Estimate | None) -> str:
     return f"{text} ({bounds(estimate, 100, 2)})" if estimate.has_interval else text
 
 
+def capital(sentence: str) -> str:
+    return sentence[:1].upper() + sentence[1:]
+
+
 def plural(count: int, noun: str) -> str:
     return f"{count} {noun}" + ("" if count == 1 else "s")
 
 
 def listed(names: Sequence[str], most: int = 6) -> str:
-    """The names in a sentence: "a, b and c", or "a, b and 3 more"."""
+    """The names in a sentence: "a, b and c", or "a, b and 3 more"; empty where there is none."""
     shown = list(names) if len(names) <= most else [*names[: most - 1], f"{len(names) - most + 1} more"]
-    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
+    return "".join(shown) if len(shown) < 2 else f"{', '.join(shown[:-1])} and {shown[-1]}"
 
 
 def first_line(text: str | None, most: int = 300) -> str:
