@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 from paramserver.bench.cases import Asked, Case, interleaved, make_cases, positive
-from paramserver.bench.curves import parse_target
+from paramserver.bench.goal import goal_of
 from paramserver.bench.measured import Method, measure
 from paramserver.bench.predict import Speed
 from paramserver.bench.probe import GLOO, RPC, measure_links
@@ -129,7 +129,7 @@ def prepare(arguments: argparse.Namespace, words: Sequence[str]) -> tuple[list[C
     repeats = positive(arguments.repeats, "--repeats")
     cases = make_cases(asked)
     base = cases[0].config
-    target = None if arguments.target is None else parse_target(arguments.target, base)
+    target = None if arguments.target is None else goal_of(arguments.target, base)
     folders = [Path.cwd(), arguments.config.resolve().parent]
     threads = _threads(max(case.trainers for case in cases))
     environ = child_environment(process_environ(), sharers=1, config_folder=folders[-1])

@@ -5,13 +5,15 @@ import json
 
 import pytest
 
-from paramserver.bench.curves import Target, loss_points, parse_target, reached, validation_points
+from paramserver.bench.goal import goal_of, when_reached
 from paramserver.bench.stamps import COLUMNS, Stamps, Step, processes_of_servers, read_stamps
 from paramserver.bench.watch import CpuWatch, interpolated
 from paramserver.bench.window import Window, figures, window_of
 from paramserver.config import config_from_mapping
 from paramserver.errors import TrainingError, UnsupportedConfiguration
 from paramserver.records import PHASES
+from paramserver.report.learning import learned
+from paramserver.report.target import Target
 
 PHASE_S = dict.fromkeys(COLUMNS, 0.0)
 
@@ -129,32 +131,11 @@ def test_cpu_time_is_that_of_processes_that_signed_in(tmp_path):
     assert watch.all_used_s([], began, time.perf_counter()) is None
 
 
-# Curves and targets.
+# The value to be reached.
 
 
-def records():
-    train = [{"kind": "train", "step": 10 * i, "samples": 640 * i, "seconds": float(i), "loss": 1 / i} for i in (1, 2)]
-    valid = [
-        {"kind": "validation", "step": step, "samples": 99, "seconds": step / 10, "values": {"accuracy": accuracy}}
-        for step, accuracy in ((5, 0.5), (15, 0.96), (20, 0.99))
-    ]
-    return [*train, {"kind": "note", "step": 0}, *valid]
-
-
-def test_curves_have_the_samples_that_were_applied():
-    assert loss_points(records()) == ((640, 1.0, 1.0), (1280, 2.0, 0.5))
-    points = validation_points(records(), {"samples": 1280, "steps": 20})
-    assert [point[:2] for point in points] == [(320, 0.5), (960, 1.5), (1280, 2.0)]
-    assert reached(points, Target("accuracy", 0.95, at_most=False)) == (960, 1.5)
-    assert reached(points, Target("accuracy", 0.995, at_most=False)) is None
-    with pytest.raises(TrainingError, match="--target acc: validation_step gives accuracy"):
-        reached(points, Target("acc", 0.9, at_most=False))
-
-
-def config(**sections):
-    return config_from_mapping(
-        {"task": "a:B", "training": {"max_steps": 1, **sections.pop("training", {})}, **sections}
-    )
+def config(training=None, **sections):
+    return config_from_mapping({"task": "a:B", "training": {"max_steps": 1, **(training or {})}, **sections})
 
 
 @pytest.mark.parametrize(
@@ -162,29 +143,41 @@ def config(**sections):
     [
         ("accuracy", None, False),
         ("val_loss", None, True),
-        ("Error", None, True),
         ("score", {"metric": "score", "mode": "min"}, True),
         ("loss", {"metric": "loss", "mode": "max"}, False),
         ("loss", {"metric": "other", "mode": "max"}, True),
     ],
 )
-def test_whether_a_target_is_a_floor_or_a_ceiling(name, best, at_most):
-    target = parse_target(f"{name}=0.5", config(checkpoint={"best": best}) if best else config())
-    assert target == Target(name, 0.5, at_most)
-    assert [target.is_met(value) for value in (0.4, 0.5, 0.6)] == (
-        [True, True, False] if at_most else [False, True, True]
-    )
+def test_the_config_says_whether_a_goal_is_a_floor_or_a_ceiling(name, best, at_most):
+    goal = goal_of(f"{name}=0.5", config(checkpoint={"best": best}) if best else config())
+    assert goal == Target(name, 0.5, at_most)
 
 
-@pytest.mark.parametrize("text", ["accuracy", "accuracy=", "=0.5", "accuracy=high", "accuracy=nan"])
-def test_a_target_is_a_name_and_a_number(text):
-    with pytest.raises(UnsupportedConfiguration, match=r"must be name=number"):
-        parse_target(text, config())
-
-
-def test_a_target_needs_validations_on_the_way():
+def test_a_goal_needs_validations_on_the_way():
     with pytest.raises(UnsupportedConfiguration, match=r"training.validate_every \(0\) must be above 0"):
-        parse_target("accuracy=0.5", config(training={"validate_every": 0}))
+        goal_of("accuracy=0.5", config(training={"validate_every": 0}))
+
+
+def test_a_goal_that_no_validation_tells_of_is_refused_with_what_there_is():
+    points = [(320, 0.5, {"accuracy": 0.5}), (960, 1.5, {"accuracy": 0.96}), (1280, 2.0, {"accuracy": 0.99})]
+    assert when_reached(points, Target("accuracy", 0.95, at_most=False)) == (960, 1.5)
+    assert when_reached(points, Target("accuracy", 0.995, at_most=False)) is None
+    with pytest.raises(TrainingError, match="--target acc: validation_step gives accuracy"):
+        when_reached(points, Target("acc", 0.9, at_most=False))
+    with pytest.raises(TrainingError, match="gives nothing"):
+        when_reached([], Target("acc", 0.9, at_most=False))
+
+
+def test_what_was_learned_has_the_samples_that_were_applied():
+    train = [{"kind": "train", "step": 10 * i, "samples": 640 * i, "seconds": float(i), "loss": 1 / i} for i in (1, 2)]
+    valid = [
+        {"kind": "validation", "step": step, "samples": 99, "seconds": step / 10, "values": {"accuracy": 0.5}}
+        for step in (5, 15, 20)
+    ]
+    found = learned([*train, {"kind": "note", "step": 0}, *valid])
+    assert found["loss"] == [[640, 1.0, 1.0], [1280, 2.0, 0.5]]
+    assert [point[:2] for point in found["validation"]] == [[320, 0.5], [960, 1.5], [1280, 2.0]]
+    assert learned(valid)["validation"] == []
 
 
 def test_stamps_are_plain_json(tmp_path):

@@ -56,15 +56,15 @@ FLOORS = {
 }
 # The rooms that are folders, from their base upwards.
 FOLDERS = {
-    "bench": "slow cases predict stamps window curves watch commands task probe measured progress",
+    "bench": "slow cases predict stamps window goal watch commands task probe measured progress",
     "buffers": "batch checks order codec layout storage redistribute contents exchange base counted fifo firo "
     "reservoir factory",
     "checkpoint": "disk manifest layout archive storable pieces memory copies best read store retention writer",
     "cluster": "network base listener flags torchrun resolve",
     "consistency": "words together base sync free stale backup staleness factory",
     "config": "modes rules schema table values reading settings overrides world checks printing loading",
-    "report": "outcome summary results figures writing case groups causes words conditions compare document curves "
-    "drawing plots tables page target runs",
+    "report": "outcome summary results learning figures writing case groups causes words conditions compare document "
+    "curves drawing plots tables page target runs",
     "sinks": "base jsonlines progress tensorboard",
     "sources": "base share dataset iterable factory feeder",
     "transport": "wire agent cutting echo ends over_rpc over_servers ring memory pages segments shelves over_memory",

@@ -221,9 +221,7 @@ def _distinct(items: Iterator[T]) -> list[T]:
 
 def _relevant(point: Mapping[str, str], mode: Mode) -> dict[str, str]:
     """The part of it that this mode looks at."""
-    of_servers = () if mode.has_servers else ("server.", "cluster.num_servers")
-    of_group = () if mode.has_process_group else ("ddp.",)
-    return {key: value for key, value in point.items() if not key.startswith((*of_servers, *of_group))}
+    return {key: value for key, value in point.items() if not key.startswith(mode.unused)}
 
 
 def _case(asked: Asked, mode: Mode, trainers: int, point: Mapping[str, str], baseline: str | None) -> Case:

@@ -15,7 +15,7 @@ from typing import Any
 
 from paramserver.bench.cases import Case
 from paramserver.bench.commands import Commands
-from paramserver.bench.curves import Target, loss_points, reached, read_records, validation_points
+from paramserver.bench.goal import when_reached
 from paramserver.bench.predict import Speed, predicted
 from paramserver.bench.stamps import Stamps, processes_of_servers, read_stamps
 from paramserver.bench.watch import CpuWatch
@@ -23,7 +23,9 @@ from paramserver.bench.window import Window, figures, window_of
 from paramserver.config import Config, config_from_mapping, dump_yaml
 from paramserver.errors import Interrupted, ParamserverError, TrainingError
 from paramserver.loading import find_file
+from paramserver.report.learning import learned
 from paramserver.report.results import Result
+from paramserver.report.target import Target
 
 # Beyond the training itself: imports, meeting, the last validation, on a busy machine.
 _AROUND_S = 180.0
@@ -179,7 +181,7 @@ def _outcome(case: Case, method: Method, places: Sequence[Path], watch: CpuWatch
     )
     return {
         **found,
-        **_curves(method, places[0], summaries[0]),
+        **_curves(method, places[0]),
         "cpu_s": _cpu_s(watch, places, stamps, window),
         "peak_rss_mb": _peaks(summaries),
         "staleness": summaries[0]["staleness"],
@@ -197,13 +199,14 @@ def _read_summary(place: Path) -> dict[str, Any]:
     return summary
 
 
-def _curves(method: Method, place: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
+def _curves(method: Method, place: Path) -> dict[str, Any]:
     """Of several runs of one trainer each, those of the first."""
-    records = read_records(place / "run" / "metrics.jsonl")
-    validation = validation_points(records, summary)
-    met = None if method.target is None else reached(validation, method.target)
+    lines = (place / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    points = learned([json.loads(line) for line in lines])
+    loss, validation = (tuple((p[0], p[1], p[2]) for p in points[name]) for name in ("loss", "validation"))
+    met = None if method.target is None else when_reached(validation, method.target)
     return {
-        "loss": loss_points(records),
+        "loss": loss,
         "validation": validation,
         "samples_to_target": None if met is None else met[0],
         "time_to_target_s": None if met is None else met[1],

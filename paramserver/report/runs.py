@@ -14,6 +14,7 @@ import yaml
 from paramserver.config.modes import MODES
 from paramserver.config.printing import leaves
 from paramserver.errors import UnsupportedConfiguration
+from paramserver.report.learning import has_numbers, learned
 from paramserver.report.results import COMPLETED, FAILED, LOCAL, RESULTS_FILE, Result, Results, read_results, result_of
 from paramserver.report.writing import listed, plural
 
@@ -153,13 +154,8 @@ def _is_single(run: Run) -> bool:
 
 def _keys(run: Run) -> dict[str, Any]:
     """The keys that matter to this run, by dotted name: those of servers only where there are some, and so on."""
-    mode = MODES.get(run.mode)
-    unused = list(_NOT_OF_THE_CASE)
-    if mode is not None:
-        unused += [] if mode.has_servers else ["server.", "cluster.num_servers"]
-        unused += [] if mode.has_process_group else ["ddp."]
-        unused += ["cluster."] if mode.single_process else []
-    return {name: value for name, value in leaves(run.config) if not name.startswith(tuple(unused))}
+    unused = (*_NOT_OF_THE_CASE, *(MODES[run.mode].unused if run.mode in MODES else ()))
+    return {name: value for name, value in leaves(run.config) if not name.startswith(unused)}
 
 
 def _identity(run: Run) -> dict[str, Any]:
@@ -257,7 +253,7 @@ def _result(run: Run, case: str, repeat: int, varying: set[str], baseline: str |
         "per_process": speed / (servers + trainers) if isinstance(speed, int | float) else None,
         **{name: summary.get(name) for name in ("seconds", "steps", "samples", "samples_per_second", "step_ms")},
         **{name: summary.get(name) for name in ("phases_ms", "wire_bytes_per_step", "staleness", "peak_rss_mb")},
-        **_learned(run),
+        **learned(run.records),
         "environment": _environment(run),
     }
     return result_of(record, str(run.folder / "summary.json"))
@@ -267,29 +263,6 @@ def _error(run: Run) -> str:
     if not run.summary:
         return f"{run.folder} has no summary.json: the run has not ended, or was killed"
     return str(run.summary.get("error") or run.summary.get("reason") or "")
-
-
-def _learned(run: Run) -> dict[str, Any]:
-    """Loss and validation. The records of a validation hold a step, to which the ``train`` records know the samples."""
-    train = [one for one in run.of_kind("train") if _has(one, "step", "samples", "seconds")]
-    samples = {one["step"]: one["samples"] for one in train}
-    validation = []
-    for one in run.of_kind("validation"):
-        step, seconds, values = one.get("step"), one.get("seconds"), one.get("values")
-        before = [known for known in samples if step is not None and known <= step]
-        if seconds is not None and isinstance(values, dict) and before:
-            known = max(before)
-            validation.append([samples[known] * step / known if known else 0, seconds, _numbers(values)])
-    return {"loss": [[one["samples"], one["seconds"], one.get("loss")] for one in train], "validation": validation}
-
-
-def _has(record: Mapping[str, Any], *names: str) -> bool:
-    return all(isinstance(record.get(name), int | float) for name in names)
-
-
-def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Without the text that stands beside a number that is not finite."""
-    return {name: value for name, value in values.items() if value is None or isinstance(value, int | float)}
 
 
 def _environment(run: Run) -> dict[str, Any]:
@@ -307,5 +280,5 @@ def _started(run: Run) -> float:
 
 
 def _wall_s(run: Run) -> float | None:
-    times = [one["time"] for one in run.records if _has(one, "time")]
+    times = [one["time"] for one in run.records if has_numbers(one, "time")]
     return max(times) - min(times) if times else None
