@@ -20,6 +20,7 @@ from typing import Any
 from paramserver.bench.cases import Asked, Case, interleaved, make_cases, positive
 from paramserver.bench.goal import goal_of
 from paramserver.bench.measured import Method, measure
+from paramserver.bench.network import Hosts, check_may_make_hosts, parse_bandwidth
 from paramserver.bench.predict import Speed
 from paramserver.bench.probe import GLOO, RPC, measure_links
 from paramserver.bench.progress import Progress
@@ -68,6 +69,9 @@ def make_parser() -> argparse.ArgumentParser:
         "--slow", metavar="trainer=I,factor=F[,probability=P]", help="batches of trainer I take F times as long"
     )
     parser.add_argument("--target", metavar="NAME=VALUE", help="the time to a validation value, as accuracy=0.95")
+    parser.add_argument(
+        "--bandwidth", metavar="RATE", help="each rank on a network interface of its own, of 100mbit or the like (root)"
+    )
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: <logging.run_dir>/benchmark-<time>")
     return parser
 
@@ -91,7 +95,7 @@ def _benchmark(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     progress = Progress(sys.stderr, [case for _, case in runs], method.warm_s + method.seconds)
     results: list[Result] = []
     notes: list[str] = []
-    with _stopping(method.stop):
+    with _stopping(method.stop), method.hosts or contextlib.nullcontext():
         try:
             method = replace(method, speeds=_speeds(cases, method, progress))
             progress.begin()
@@ -130,6 +134,8 @@ def prepare(arguments: argparse.Namespace, words: Sequence[str]) -> tuple[list[C
     cases = make_cases(asked)
     base = cases[0].config
     target = None if arguments.target is None else goal_of(arguments.target, base)
+    hosts = None if arguments.bandwidth is None else _hosts(arguments.bandwidth, cases)
+    network = {} if hosts is None else {"network": f"an interface for each rank, {arguments.bandwidth} each way"}
     folders = [Path.cwd(), arguments.config.resolve().parent]
     threads = _threads(max(case.trainers for case in cases))
     environ = child_environment(process_environ(), sharers=1, config_folder=folders[-1])
@@ -140,7 +146,8 @@ def prepare(arguments: argparse.Namespace, words: Sequence[str]) -> tuple[list[C
         seconds=seconds,
         warm_s=warm_s,
         target=target,
-        environment=_environment(words, threads),
+        hosts=hosts,
+        environment={**_environment(words, threads), **network},
     )
     return cases, repeats, method
 
@@ -153,6 +160,13 @@ def _above_zero(flag: str, word: str) -> float:
     if not 0 < number < float("inf"):
         raise UnsupportedConfiguration(f"{flag} ({word}) must be a number above 0; correct it")
     return number
+
+
+def _hosts(bandwidth: str, cases: Sequence[Case]) -> Hosts:
+    """As many as the largest case needs, and two for the probe of the links; not made yet."""
+    rate = parse_bandwidth(bandwidth)
+    check_may_make_hosts()
+    return Hosts(max(2, *(case.trainers + case.servers for case in cases)), rate)
 
 
 def _threads(most_trainers: int) -> str:
@@ -189,7 +203,7 @@ def _speeds(cases: Sequence[Case], method: Method, progress: Progress) -> Mappin
     modes = {case.mode.name: case.mode for case in cases if not case.mode.single_process}
     folder = method.out / "links"
     try:
-        found = measure_links(folder, method.environ, cases[0].config.device.kind) if modes else {}
+        found = measure_links(folder, method.environ, cases[0].config.device.kind, method.hosts) if modes else {}
     except TrainingError as error:
         progress.say(f"the links between processes were not measured, so nothing is predicted: {error}")
         return {}

@@ -116,10 +116,17 @@ def test_the_number_of_trainers_is_the_configs_where_none_is_given(tmp_path):
     assert names(Asked(file, modes="ddp")) == ["local", "no communication 3 trainers", "ddp 3 trainers"]
 
 
-def test_a_slow_trainer_is_in_all_cases_but_the_single_process(asked):
+def test_with_a_slow_trainer_all_but_the_single_process_are_there_without_and_with_it(asked):
     slow = Slow(1, 5.0)
-    found = make_cases(asked(slow=slow))
-    assert [case.slow for case in found] == [None, slow, slow, slow]
+    found = make_cases(asked(slow=slow, modes="ddp"))
+    assert [(case.name, case.slow) for case in found] == [
+        ("local", None),
+        ("no communication 2 trainers", None),
+        ("no communication 2 trainers, trainer 1 slowed 5 times", slow),
+        ("ddp 2 trainers", None),
+        ("ddp 2 trainers, trainer 1 slowed 5 times", slow),
+    ]
+    assert str(Slow(0, 2.5, 0.1)) == "trainer 0 slowed 2.5 times with probability 0.1"
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ FLOORS = {
 }
 # The rooms that are folders, from their base upwards.
 FOLDERS = {
-    "bench": "slow cases predict stamps window goal watch commands task probe measured progress",
+    "bench": "slow cases network predict stamps window goal watch commands task probe measured progress",
     "buffers": "batch checks order codec layout storage redistribute contents exchange base counted fifo firo "
     "reservoir factory",
     "checkpoint": "disk manifest layout archive storable pieces memory copies best read store retention writer",

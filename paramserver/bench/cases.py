@@ -169,7 +169,8 @@ def _refuse_own(key: str, said: str) -> None:
 def make_cases(asked: Asked) -> list[Case]:
     """Every case, the baselines first: ``local``, and per number of trainers the same loops without communication.
 
-    With one trainer ``local`` is that already. What a key of another mode changes is no case of its own.
+    Where a trainer is to be slow, each but ``local`` is there twice, without and with it. With one trainer ``local`` is
+    the loop without communication already. What a key of another mode changes is no case of its own.
 
     Raises:
         UnsupportedConfiguration: what was asked for is wrong, or is refused as a config.
@@ -202,13 +203,18 @@ def _cases(
     asked: Asked, modes: Sequence[Mode], counts: Sequence[int], points: Sequence[dict[str, str]]
 ) -> Iterator[Case]:
     several = [count for count in counts if count > 1]
+    slows = [None] if asked.slow is None else [None, asked.slow]
     for point in _distinct(_relevant(point, _ALONE) for point in points):
-        yield _case(asked, _ALONE, 1, point, LOCAL)
-    for count, point in itertools.product(several, _distinct(_relevant(point, _ALONE) for point in points)):
-        yield _case(asked, _ALONE, count, point, NO_COMMUNICATION)
+        yield _case(asked, _ALONE, 1, point, None, LOCAL)
+    for count, point, slow in itertools.product(
+        several, _distinct(_relevant(point, _ALONE) for point in points), slows
+    ):
+        yield _case(asked, _ALONE, count, point, slow, NO_COMMUNICATION)
     for mode in (mode for mode in modes if not mode.single_process):
-        for count, point in itertools.product(counts, _distinct(_relevant(point, mode) for point in points)):
-            yield _case(asked, mode, count, point, None)
+        for count, point, slow in itertools.product(
+            counts, _distinct(_relevant(point, mode) for point in points), slows
+        ):
+            yield _case(asked, mode, count, point, slow, None)
 
 
 def _distinct(items: Iterator[T]) -> list[T]:
@@ -224,8 +230,9 @@ def _relevant(point: Mapping[str, str], mode: Mode) -> dict[str, str]:
     return {key: value for key, value in point.items() if not key.startswith(mode.unused)}
 
 
-def _case(asked: Asked, mode: Mode, trainers: int, point: Mapping[str, str], baseline: str | None) -> Case:
-    slow = None if baseline == LOCAL else asked.slow
+def _case(
+    asked: Asked, mode: Mode, trainers: int, point: Mapping[str, str], slow: Slow | None, baseline: str | None
+) -> Case:
     swept = [f"{key}={text}" for key, text in point.items()]
     try:
         config = load_config(
@@ -239,10 +246,10 @@ def _case(asked: Asked, mode: Mode, trainers: int, point: Mapping[str, str], bas
             message = message.replace(f"--set {text}", f"--sweep {text}")
         raise UnsupportedConfiguration(message) from None
     values = {key: read_text(text, key, numbered=False).value for key, text in point.items()}
-    return Case(_name(mode, trainers, point, baseline), config, trainers, values, slow, baseline)
+    return Case(_name(mode, trainers, point, slow, baseline), config, trainers, values, slow, baseline)
 
 
-def _name(mode: Mode, trainers: int, point: Mapping[str, str], baseline: str | None) -> str:
+def _name(mode: Mode, trainers: int, point: Mapping[str, str], slow: Slow | None, baseline: str | None) -> str:
     of = f"{trainers} trainer" + ("s" if trainers > 1 else "")
     first = LOCAL if baseline == LOCAL else f"{baseline or mode.name} {of}"
     leaves = [key.rpartition(".")[2] for key in point]
@@ -250,7 +257,7 @@ def _name(mode: Mode, trainers: int, point: Mapping[str, str], baseline: str | N
         f"{leaf if leaves.count(leaf) == 1 else key}={text}"
         for (key, text), leaf in zip(point.items(), leaves, strict=True)
     ]
-    return ", ".join([first, *words])
+    return ", ".join([first, *words, *([] if slow is None else [str(slow)])])
 
 
 def interleaved(cases: Sequence[T], repeats: int) -> Iterator[tuple[int, T]]:

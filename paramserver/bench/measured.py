@@ -16,6 +16,7 @@ from typing import Any
 from paramserver.bench.cases import Case
 from paramserver.bench.commands import Commands
 from paramserver.bench.goal import when_reached
+from paramserver.bench.network import PORT, Hosts, address
 from paramserver.bench.predict import Speed, predicted
 from paramserver.bench.stamps import Stamps, processes_of_servers, read_stamps
 from paramserver.bench.watch import CpuWatch
@@ -42,6 +43,7 @@ class Method:
         environ: of every process.
         seconds: of training, after ``warm_s`` seconds of it.
         target: what a run is to reach, where somebody asked.
+        hosts: where ranks that communicate run, each on its own; None for this machine.
         speeds: of the links between two processes, by ``Mode.name``.
         environment: what every record tells of versions, machine and command.
         stop: set where somebody wants no more of it.
@@ -53,6 +55,7 @@ class Method:
     seconds: float
     warm_s: float
     target: Target | None = None
+    hosts: Hosts | None = None
     speeds: Mapping[str, Speed] = field(default_factory=dict)
     environment: Mapping[str, Any] = field(default_factory=dict)
     stop: threading.Event = field(default_factory=threading.Event)
@@ -156,13 +159,23 @@ def _run(case: Case, repeat: int, method: Method, folder: Path) -> dict[str, Any
         place.mkdir(parents=True)
         file = place / "config.yaml"
         file.write_text(dump_yaml(run_config(case, repeat, method, place, number)), encoding="utf-8")
-        commands.append([sys.executable, "-m", "paramserver.launch", "--config", str(file)])
-        commands[-1] += [word for one in method.folders for word in ("--folder", str(one))]
+        commands += commands_of(case, method, file)
     watch = CpuWatch(places)
     timeout_s = _AROUND_S + _TIMES_AS_LONG * (method.warm_s + method.seconds)
     with Commands(commands, method.environ, folder, method.stop) as running:
         running.wait(timeout_s, watch.look)
     return _outcome(case, method, places, watch)
+
+
+def commands_of(case: Case, method: Method, config_file: Path) -> list[list[str]]:
+    """What starts one run: a supervisor of all its ranks, or on hosts of their own each rank by itself."""
+    command = [sys.executable, "-m", "paramserver.launch", "--config", str(config_file)]
+    command += [word for one in method.folders for word in ("--folder", str(one))]
+    if method.hosts is None or case.mode.single_process:
+        return [command]
+    ranks = case.trainers + case.servers
+    command += ["--world_size", str(ranks), "--master_addr", address(0), "--master_port", str(PORT)]
+    return [method.hosts.on(rank, [*command, "--rank", str(rank)]) for rank in range(ranks)]
 
 
 def _outcome(case: Case, method: Method, places: Sequence[Path], watch: CpuWatch) -> dict[str, Any]:

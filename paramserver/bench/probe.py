@@ -19,6 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from paramserver.bench.commands import Commands
+from paramserver.bench.network import INTERFACE, Hosts
 from paramserver.bench.predict import Speed
 from paramserver.cluster import bind_interface, loopback_interface, process_environ
 from paramserver.errors import TrainingError
@@ -26,24 +27,34 @@ from paramserver.leaving import leave
 
 SIZE_BYTES = 8 * 2**20
 SMALL, LARGE, WARM = 100, 15, 3
+_SLOW_S = 0.3  # a tensor takes no longer over a link that is slow on purpose
 TIMEOUT_S = 60.0
 GLOO, RPC = "gloo", "rpc"
 
 
-def measure_links(folder: Path, environ: Mapping[str, str], device: str = "cpu") -> dict[str, Speed]:
+def measure_links(
+    folder: Path, environ: Mapping[str, str], device: str = "cpu", hosts: Hosts | None = None
+) -> dict[str, Speed]:
     """The speed over ``GLOO`` and over ``RPC``; of gloo only where trainers compute on CPUs, and so use it.
 
     Args:
         folder: a new one, for the two processes to meet in.
         environ: theirs.
         device: the word of the key ``device.kind``.
+        hosts: the two processes run on the first two; None for this machine.
 
     Raises:
         TrainingError: it did not come to figures.
     """
     folder.mkdir(parents=True)
     command = [sys.executable, "-m", "paramserver.bench.probe", "--folder", str(folder), "--device", device]
-    with Commands([[*command, "--number", str(i)] for i in range(2)], environ, folder) as commands:
+    if hosts is not None:
+        size = min(SIZE_BYTES, max(int(hosts.bandwidth * _SLOW_S), 2**16))
+        command += ["--interface", INTERFACE, "--size", str(size)]
+    both = [[*command, "--number", str(i)] for i in range(2)]
+    if hosts is not None:
+        both = [hosts.on(i, words) for i, words in enumerate(both)]
+    with Commands(both, environ, folder) as commands:
         commands.wait(TIMEOUT_S, lambda: None)
     try:
         found = json.loads((folder / "speeds.json").read_text(encoding="utf-8"))
@@ -60,11 +71,13 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--number", type=int, choices=(0, 1), required=True)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--interface", default=loopback_interface())
+    parser.add_argument("--size", type=int, default=SIZE_BYTES)
     arguments = parser.parse_args()
-    bind_interface(process_environ(), loopback_interface())
-    speeds = {RPC: _over_rpc(arguments.folder, arguments.number)}
+    bind_interface(process_environ(), arguments.interface)
+    speeds = {RPC: _over_rpc(arguments.folder, arguments.number, arguments.size)}
     if not _uses_gpus(arguments.device):
-        speeds[GLOO] = _over_gloo(arguments.folder, arguments.number)
+        speeds[GLOO] = _over_gloo(arguments.folder, arguments.number, arguments.size)
     found = {name: vars(speed) for name, speed in speeds.items() if speed is not None}
     if arguments.number == 1:
         (arguments.folder / "speeds.json").write_text(json.dumps(found), encoding="utf-8")
@@ -77,14 +90,14 @@ def _uses_gpus(device: str) -> bool:
     return device != "cpu" and torch.cuda.is_available()
 
 
-def _over_gloo(folder: Path, number: int) -> Speed:
+def _over_gloo(folder: Path, number: int, size_bytes: int) -> Speed:
     import torch
     import torch.distributed as dist
 
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/gloo", rank=number, world_size=2, timeout=timedelta(seconds=TIMEOUT_S)
     )
-    small, large = torch.zeros(1), torch.zeros(SIZE_BYTES // 4)
+    small, large = torch.zeros(1), torch.zeros(size_bytes // 4)
 
     def exchange(tensor: torch.Tensor) -> float:
         began = time.perf_counter()
@@ -97,12 +110,12 @@ def _over_gloo(folder: Path, number: int) -> Speed:
         return time.perf_counter() - began
 
     try:
-        return _speed(lambda: exchange(small), lambda: exchange(large))
+        return _speed(lambda: exchange(small), lambda: exchange(large), size_bytes)
     finally:
         dist.destroy_process_group()
 
 
-def _over_rpc(folder: Path, number: int) -> Speed | None:
+def _over_rpc(folder: Path, number: int, size_bytes: int) -> Speed | None:
     import torch
     from torch.distributed import FileStore  # type: ignore[attr-defined]
 
@@ -120,19 +133,19 @@ def _over_rpc(folder: Path, number: int) -> Speed | None:
         with rpc_server(meeting):
             meeting.ask("done")
         return None
-    large = torch.zeros(SIZE_BYTES // 4)
+    large = torch.zeros(size_bytes // 4)
     with rpc_trainer(meeting, 0):
-        speed = _speed(lambda: empty_call_s(SERVER_NAME), lambda: call_s(SERVER_NAME, large))
+        speed = _speed(lambda: empty_call_s(SERVER_NAME), lambda: call_s(SERVER_NAME, large), size_bytes)
         meeting.tell("done", "")
     return speed
 
 
-def _speed(small: Callable[[], float], large: Callable[[], float]) -> Speed:
+def _speed(small: Callable[[], float], large: Callable[[], float], size_bytes: int) -> Speed:
     round_trip_s, large_s = (
         statistics.median([one() for _ in range(WARM + count)][WARM:])
         for one, count in ((small, SMALL), (large, LARGE))
     )
-    return Speed(SIZE_BYTES / max(large_s - round_trip_s, 1e-9), round_trip_s / 2)
+    return Speed(size_bytes / max(large_s - round_trip_s, 1e-9), round_trip_s / 2)
 
 
 def _median_s(one: Callable[[], float], count: int) -> float:

@@ -22,6 +22,10 @@ class Slow:
     factor: float
     probability: float = 1.0
 
+    def __str__(self) -> str:
+        chance = "" if self.probability == 1 else f" with probability {self.probability:g}"
+        return f"trainer {self.trainer} slowed {self.factor:g} times{chance}"
+
     def hits(self, seed: int, trainer_index: int, batch_idx: int) -> bool:
         """Whether this batch is slowed: the same answer in every case and at every time."""
         return trainer_index == self.trainer and drawn(self.probability, seed, trainer_index, batch_idx)
