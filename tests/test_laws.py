@@ -60,7 +60,8 @@ FOLDERS = {
     "cluster": "network base listener flags torchrun resolve",
     "consistency": "words together base sync free stale backup staleness factory",
     "config": "modes rules schema table values reading settings overrides world checks printing loading",
-    "report": "outcome summary results figures writing case groups causes words conditions compare document curves drawing plots tables page target runs",
+    "report": "outcome summary results figures writing case groups causes words conditions compare document curves "
+    "drawing plots tables page target runs",
     "sinks": "base jsonlines progress tensorboard",
     "sources": "base share dataset iterable factory feeder",
     "transport": "wire agent cutting ends over_rpc over_servers ring memory pages segments shelves over_memory",
