@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from paramserver.report.case import Case, families, limit_of
 from paramserver.report.figures import efficiency
-from paramserver.report.groups import Group, quoted
-from paramserver.report.writing import capital, listed, number, percent, plural, with_bounds
+from paramserver.report.groups import Group, name_of
+from paramserver.report.writing import capital, listed, number, percent, plural, quoted, with_bounds
 
 __all__ = ["communication_ms", "growth", "limits", "prediction_of", "predictions", "spent", "staleness"]
 
@@ -23,7 +23,7 @@ def limits(group: Group, cases: Sequence[Case]) -> list[str]:
         limit = limit_of(case, cases)
         share = None if limit is None else case.times(limit)
         if share is not None:
-            shares.append(f"{quoted(case)} reached {percent(share)}")
+            shares.append(f"{name_of(case)} reached {percent(share)}")
     told = f"of the speed of the same loops without communication, {listed(shares)}." if shares else ""
     return [capital(f"{group.conditions}{told}")] if told else []
 
@@ -39,7 +39,7 @@ def _spent_text(case: Case) -> str:
     largest = sorted(phases, key=lambda name: phases[name], reverse=True)[:_SHOWN]
     shares = [f"{100 * phases[name] / total:.0f} % {name}" for name in largest if phases[name] >= _LEAST_SHARE * total]
     mean = case.step_ms.get("mean")
-    return f"A step of {quoted(case)} took {number(mean)} ms: {listed(shares)}." if shares and mean is not None else ""
+    return f"A step of {name_of(case)} took {number(mean)} ms: {listed(shares)}." if shares and mean is not None else ""
 
 
 def growth(cases: Sequence[Case]) -> list[str]:
@@ -51,9 +51,10 @@ def growth(cases: Sequence[Case]) -> list[str]:
         if times is None:
             continue
         loss = ", which is slower" if times.excludes(1) and times.value < 1 else ""
+        grown = f"From {first.trainers} to {plural(last.trainers, 'trainer')}, {quoted(name)} became"
         sentences.append(
-            f"From {first.trainers} to {plural(last.trainers, 'trainer')}, `{name}` became {with_bounds(times)} times "
-            f"as fast{loss}: {percent(efficiency(times, last.trainers, first.trainers))} of the ideal."
+            f"{grown} {with_bounds(times)} times as fast{loss}: "
+            f"{percent(efficiency(times, last.trainers, first.trainers))} of the ideal."
         )
     return sentences
 
@@ -65,7 +66,7 @@ def staleness(cases: Sequence[Case]) -> list[str]:
         count = sum(case.staleness.values())
         mean = sum(value * n for value, n in case.staleness.items()) / count if count else 0.0
         if mean > 0:
-            stale.append((mean, max(case.staleness), quoted(case)))
+            stale.append((mean, max(case.staleness), name_of(case)))
     if not stale:
         return []
     stale.sort(reverse=True)
@@ -85,11 +86,11 @@ def predictions(group: Group, cases: Sequence[Case]) -> list[str]:
             difference = f"{number(abs(measured_ms))} ms {'longer' if measured_ms >= 0 else 'shorter'}"
             sentences.append(
                 f"The model of the network predicts {number(expected_ms)} ms of communication for a step of "
-                f"{quoted(case)}; the step was {difference} than without communication."
+                f"{name_of(case)}; the step was {difference} than without communication."
             )
         if isinstance(servers, int | float):
             sentences.append(
-                f"By that model, with every process on a host of its own, {quoted(case)} would be as fast as "
+                f"By that model, with every process on a host of its own, {name_of(case)} would be as fast as "
                 f"all-reduce from {plural(math.ceil(servers), 'server')} on."
             )
     return sentences

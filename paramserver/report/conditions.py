@@ -10,7 +10,7 @@ from typing import Any
 
 from paramserver.report.case import Case
 from paramserver.report.results import Result
-from paramserver.report.writing import listed, number, plural
+from paramserver.report.writing import listed, number, plural, quoted
 
 __all__ = ["conditions_of", "configs_of", "doubts", "hardware_of", "method", "rows_of"]
 
@@ -75,7 +75,7 @@ def rows_of(cases: Sequence[Case]) -> list[tuple[str, str]]:
     names = sorted({name for one in results for name in _versions(one)})
     rows += [(f"{name} version", text) for name in names for text in _distinct(_version(one, name) for one in results)]
     rows += [("commit", text) for text in _distinct(_text(one.environment.get("commit")) for one in results)]
-    rows += [("command", f"`{text}`") for text in commands_of(cases)]
+    rows += [("command", quoted(text)) for text in commands_of(cases)]
     started = sorted(one.started for one in results if one.started is not None)
     if started:
         rows.append(("measured", f"{_date(started[0])} to {_date(started[-1])} (UTC, starts)"))

@@ -29,7 +29,8 @@ __all__ = [
 
 # Okabe and Ito's palette, "Color Universal Design", 2008, without its yellow, which is faint on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*")
+# So many of each that cycles of different lengths come together late: 45 lines can be told apart without colour.
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 LINES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (7, 1.5, 1.5, 1.5, 1.5, 1.5)))
 HATCHES = ("", "////", "||||", "\\\\\\\\", "xx", "--", "++")  # of straight strokes: each dot would cost a kilobyte
 # Inches. A page on a phone shows a figure of this width at about two thirds of its size, which can still be read.

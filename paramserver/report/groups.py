@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from paramserver.report.case import Case
 from paramserver.report.figures import Estimate
-from paramserver.report.writing import plural, scenario_words, with_bounds
+from paramserver.report.writing import plural, quoted, scenario_words, with_bounds
 
-__all__ = ["Group", "doubt", "groups_of", "is_told_apart", "quoted", "speaker_of", "times_words"]
+__all__ = ["Group", "doubt", "groups_of", "is_told_apart", "name_of", "speaker_of", "times_words"]
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def is_told_apart(ratio: Estimate | None) -> bool:
 
 
 def times_words(ratio: Estimate | None, other: Case) -> str:
-    return f"ahead of {quoted(other)}" if ratio is None else f"{with_bounds(ratio)} times {quoted(other)}"
+    return f"ahead of {name_of(other)}" if ratio is None else f"{with_bounds(ratio)} times {name_of(other)}"
 
 
 def doubt(ratio: Estimate | None) -> str:
@@ -73,9 +73,9 @@ def doubt(ratio: Estimate | None) -> str:
     return ", and that interval includes 1: they cannot be told apart"
 
 
-def quoted(case: Case) -> str:
-    """The name, set apart from the sentence around it."""
-    return f"`{case.name.replace('`', chr(39))}`"
+def name_of(case: Case) -> str:
+    """Its name in a sentence or a table."""
+    return quoted(case.name)
 
 
 def speaker_of(groups: Sequence[Group]) -> Group:

@@ -25,7 +25,7 @@ from paramserver.report.tables import (
     throughput_table,
 )
 from paramserver.report.words import findings
-from paramserver.report.writing import listed
+from paramserver.report.writing import listed, quoted
 
 __all__ = ["NO_PLOTS", "blocks_of", "write_report"]
 
@@ -95,6 +95,6 @@ def _conditions(results: Results, cases: Sequence[Case]) -> Iterator[Block]:
     yield Table(("", "value"), rows_of(cases), are_numbers=False)
     yield definitions_table(cases)
     for text, names in configs_of(cases).items():
-        yield Note(f"Config of {listed([f'`{name}`' for name in names])}:")
+        yield Note(f"Config of {listed([quoted(name) for name in names])}:")
         yield Code(text)
-    yield Note(f"All records, one line for each case and repeat, are in `{results.source}`.")
+    yield Note(f"All records, one line for each case and repeat, are in {quoted(results.source)}.")

@@ -25,7 +25,8 @@ from paramserver.report.case import (
 from paramserver.report.causes import communication_ms, prediction_of
 from paramserver.report.document import Table
 from paramserver.report.figures import Estimate, efficiency
-from paramserver.report.writing import DASH, bounds, first_line, number, percent, scenario_words, with_bounds
+from paramserver.report.groups import name_of
+from paramserver.report.writing import DASH, bounds, first_line, number, percent, quoted, scenario_words, with_bounds
 
 __all__ = [
     "definitions_table",
@@ -46,10 +47,6 @@ Row = Sequence[str]
 def _by_speed(cases: Iterable[Case]) -> list[Case]:
     timed = [(case.speed.value, case) for case in cases if case.speed is not None]
     return [case for _, case in sorted(timed, key=lambda one: -one[0])]
-
-
-def _name(case: Case) -> str:
-    return f"`{case.name}`"
 
 
 def _filled(titles: Row, rows: Sequence[Row]) -> Table:
@@ -79,7 +76,7 @@ def throughput_table(cases: Sequence[Case]) -> Table:
         limit = limit_of(case, cases)
         rows.append(
             (
-                _name(case),
+                name_of(case),
                 number(case.speed.value),
                 bounds(case.speed),
                 number(case.speed.median),
@@ -105,12 +102,12 @@ def scaling_table(cases: Sequence[Case]) -> Table:
             growth = case.times(first)
             share = None if growth is None else efficiency(growth, case.trainers, first.trainers)
             cells = ("1", DASH) if case is first else (with_bounds(growth), percent(share))
-            rows.append((f"`{name}`", str(case.trainers), with_bounds(case.speed), *cells))
+            rows.append((quoted(name), str(case.trainers), with_bounds(case.speed), *cells))
     return Table(("cases", "trainers", "samples/s", "times the fewest", "efficiency"), rows)
 
 
 def steps_table(cases: Sequence[Case]) -> Table:
-    rows = [(_name(case), *(number(case.step_ms.get(name)) for name in QUANTILES)) for case in _by_speed(cases)]
+    rows = [(name_of(case), *(number(case.step_ms.get(name)) for name in QUANTILES)) for case in _by_speed(cases)]
     return _known(("case", *(f"{name} (ms)" for name in QUANTILES)), rows)
 
 
@@ -125,7 +122,7 @@ def phases_table(cases: Sequence[Case]) -> Table:
         known = case.phases_ms
         total = sum(known.get(name, 0.0) for name in PHASES) if known else None
         sums = (total, case.step_ms.get("mean") if known else None, known.get("hidden"))
-        rows.append((_name(case), *(number(value) for value in (*(known.get(name) for name in PHASES), *sums))))
+        rows.append((name_of(case), *(number(value) for value in (*(known.get(name) for name in PHASES), *sums))))
     titles = ("case", *(f"{name} (ms)" for name in PHASES), "sum (ms)", "step (ms)", "hidden, beside (ms)")
     return _known(titles, rows)
 
@@ -137,7 +134,7 @@ def learning_table(cases: Sequence[Case]) -> Table:
         has_target = any(one.target for one in case.completed) or bool(reached)
         rows.append(
             (
-                _name(case),
+                name_of(case),
                 with_bounds(case.estimate(LOSS)),
                 _last_validation(case),
                 with_bounds(case.estimate(TIME_TO_TARGET)),
@@ -162,7 +159,9 @@ def staleness_table(cases: Sequence[Case]) -> Table:
         if case.staleness:
             each = case.staleness_by_trainer()
             figures = staleness_figures(case.staleness)
-            rows.append((_name(case), *figures, " / ".join(staleness_figures(one)[0] for one in each.values()) or DASH))
+            rows.append(
+                (name_of(case), *figures, " / ".join(staleness_figures(one)[0] for one in each.values()) or DASH)
+            )
     return _filled(("case", "mean", "p95", "max", "gradients", "mean of each trainer"), rows)
 
 
@@ -186,7 +185,9 @@ def resources_table(cases: Sequence[Case]) -> Table:
         ("memory of a server (MiB)", lambda case: case.estimate(MEMORY[0]), 1.0),
         ("memory of a trainer (MiB)", lambda case: case.estimate(MEMORY[1]), 1.0),
     )
-    rows = [(_name(case), *(with_bounds(take(case), scale) for _, take, scale in columns)) for case in _by_speed(cases)]
+    rows = [
+        (name_of(case), *(with_bounds(take(case), scale) for _, take, scale in columns)) for case in _by_speed(cases)
+    ]
     return _known(("case", *(title for title, _, _ in columns)), rows)
 
 
@@ -199,7 +200,7 @@ def predictions_table(cases: Sequence[Case]) -> Table:
             bandwidth, latency = _float(said.get("bandwidth_bytes_s")), _float(said.get("latency_s"))
             rows.append(
                 (
-                    _name(case),
+                    name_of(case),
                     str(said.get("built") or DASH),
                     number(None if bandwidth is None else bandwidth / 1e6),
                     number(None if latency is None else latency * 1e6),
@@ -226,7 +227,7 @@ def _float(value: Any) -> float | None:
 
 def failures_table(cases: Sequence[Case]) -> Table:
     rows = [
-        (_name(case), str(one.repeat), first_line(one.error) or "no reason is known")
+        (name_of(case), str(one.repeat), first_line(one.error) or "no reason is known")
         for case in cases
         for one in case.failed
     ]
@@ -237,10 +238,10 @@ def definitions_table(cases: Sequence[Case]) -> Table:
     """What each case is."""
     rows = []
     for case in cases:
-        keys = ", ".join(f"`{key}={_short(value)}`" for key, value in case.first.overrides.items())
+        keys = ", ".join(quoted(f"{key}={_short(value)}") for key, value in case.first.overrides.items())
         role = case.baseline or DASH
         scenario = scenario_words(case.scenario) or DASH
-        rows.append((_name(case), case.mode, str(case.trainers), str(case.servers), keys or DASH, scenario, role))
+        rows.append((name_of(case), case.mode, str(case.trainers), str(case.servers), keys or DASH, scenario, role))
     titles = ("case", "mode", "trainers", "servers", "keys of the config", "scenario", "baseline")
     kept = [i for i in range(len(titles)) if i == 0 or any(row[i] != DASH for row in rows)]
     return Table([titles[i] for i in kept], [[row[i] for i in kept] for row in rows], are_numbers=False)

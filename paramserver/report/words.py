@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from paramserver.report.case import SAMPLES_TO_TARGET, TIME_TO_TARGET, Case, usual_key
 from paramserver.report.causes import growth, limits, predictions, spent, staleness
 from paramserver.report.figures import Estimate
-from paramserver.report.groups import Group, doubt, groups_of, is_told_apart, quoted, speaker_of, times_words
+from paramserver.report.groups import Group, doubt, groups_of, is_told_apart, name_of, speaker_of, times_words
 from paramserver.report.results import NO_COMMUNICATION
 from paramserver.report.writing import bounds, capital, first_line, listed, percent, plural, with_bounds
 
@@ -45,17 +45,17 @@ def _fastest(group: Group) -> str:
     best, others = group.best, group.cases[1:]
     reached = f"{with_bounds(best.speed)} samples/s"
     if not others:
-        return f"{group.conditions}{quoted(best)} applied {reached}."
+        return f"{group.conditions}{name_of(best)} applied {reached}."
     tied = _tied(group)
     if not tied:
         ahead = times_words(best.times(others[0]), others[0])
-        return f"{group.conditions}{quoted(best)} was the fastest: {reached}, {ahead}" + (
+        return f"{group.conditions}{name_of(best)} was the fastest: {reached}, {ahead}" + (
             ", the next." if len(others) > 1 else "."
         )
     nearest = best.times(tied[0])
-    text = f"{quoted(best)} applied {reached}, {times_words(nearest, tied[0])}{doubt(nearest)}."
+    text = f"{name_of(best)} applied {reached}, {times_words(nearest, tied[0])}{doubt(nearest)}."
     if len(tied) > 1 and nearest is not None and nearest.has_interval:
-        text += f" Nor can {listed([quoted(case) for case in tied[1:]])} be told apart from it."
+        text += f" Nor can {listed([name_of(case) for case in tied[1:]])} be told apart from it."
     behind = _first_behind(group)
     return f"{group.conditions}{text}" + (
         f" It was {times_words(best.times(behind), behind)}." if behind is not None else ""
@@ -79,7 +79,7 @@ def _between_modes(group: Group) -> list[str]:
     for other in others:
         if all(case is not other for case in said):
             ratio = best.times(other)
-            told.append(f"{quoted(best)} was {times_words(ratio, other)}, the best of {other.mode}{doubt(ratio)}")
+            told.append(f"{name_of(best)} was {times_words(ratio, other)}, the best of {other.mode}{doubt(ratio)}")
     return [capital(f"{group.conditions}{'; '.join(told)}.")] if told else []
 
 
@@ -90,7 +90,7 @@ def _failures(cases: Sequence[Case]) -> list[str]:
     told = []
     for case in broken:
         of = f" in {len(case.failed)} of {len(case.results)} repeats" if len(case.results) > 1 else ""
-        told.append(f"{quoted(case)}{of}: {first_line(case.failed[0].error) or 'no reason is known'}".rstrip("."))
+        told.append(f"{name_of(case)}{of}: {first_line(case.failed[0].error) or 'no reason is known'}".rstrip("."))
     return [f"Of {plural(len(cases), 'case')}, {len(broken)} failed. {'. '.join(told)}."]
 
 
@@ -107,7 +107,7 @@ def _kept(groups: Sequence[Group], cases: Sequence[Case]) -> list[str]:
             before = usual.get(usual_key(case)) if case.scenario else None
             share = None if before is None else case.times(before)
             if share is not None:
-                kept.append((share.value, f"{quoted(case)} keeps {percent(share)}"))
+                kept.append((share.value, f"{name_of(case)} keeps {percent(share)}"))
         if kept:
             told = listed([text for _, text in sorted(kept, reverse=True)])
             sentences.append(capital(f"{group.conditions}of its speed otherwise, {told}."))
@@ -123,19 +123,19 @@ def _targets(groups: Sequence[Group], cases: Sequence[Case]) -> list[str]:
     if not by_time:
         return [f"No case reached {what} in the time it had."] if target else []
     first, others = by_time[0], by_time[1:]
-    text = f"{capital(what)} was reached first by {quoted(first)}{_in_some(first)}, after "
+    text = f"{capital(what)} was reached first by {name_of(first)}{_in_some(first)}, after "
     text += f"{with_bounds(first.estimate(TIME_TO_TARGET))} s"
     if others:
         longer = others[0].times(first, TIME_TO_TARGET)
-        text += f"; {quoted(others[0])}{_in_some(others[0])} took {with_bounds(longer)} times as long{doubt(longer)}"
+        text += f"; {name_of(others[0])}{_in_some(others[0])} took {with_bounds(longer)} times as long{doubt(longer)}"
     sentences = [f"{text}."]
     if len(groups) == 1 and groups[0].best in others:
-        sentences.append(f"{quoted(groups[0].best)}, which applied the most samples per second, was not the first.")
+        sentences.append(f"{name_of(groups[0].best)}, which applied the most samples per second, was not the first.")
     fewest = min(by_time, key=lambda case: _value(case.estimate(SAMPLES_TO_TARGET)))
     if fewest is not first:
         samples = fewest.estimate(SAMPLES_TO_TARGET)
-        sentences.append(f"{quoted(fewest)} needed the fewest samples for it: {with_bounds(samples)}.")
-    never = [quoted(case) for case in able if not _reached(case)]
+        sentences.append(f"{name_of(fewest)} needed the fewest samples for it: {with_bounds(samples)}.")
+    never = [name_of(case) for case in able if not _reached(case)]
     return sentences + ([f"It was not reached by {listed(never)}."] if never else [])
 
 
@@ -165,7 +165,7 @@ def _precision(groups: Sequence[Group]) -> list[str]:
     wide = [(case, speed) for case, speed in known if (speed.relative_width or 0) > _WIDE]
     if wide:
         widest, speed = max(wide, key=lambda one: one[1].relative_width or 0)
-        which = quoted(widest) + (f" and {plural(len(wide) - 1, 'other')}" if len(wide) > 1 else "")
+        which = name_of(widest) + (f" and {plural(len(wide) - 1, 'other')}" if len(wide) > 1 else "")
         return [
             f"The interval of {which} is wider than {100 * _WIDE:.0f} % of the mean ({bounds(speed)} samples/s): more "
             "repeats or more seconds would tell more."

@@ -8,7 +8,18 @@ from typing import Any
 
 from paramserver.report.figures import Estimate
 
-__all__ = ["bounds", "capital", "first_line", "listed", "number", "percent", "plural", "scenario_words", "with_bounds"]
+__all__ = [
+    "bounds",
+    "capital",
+    "first_line",
+    "listed",
+    "number",
+    "percent",
+    "plural",
+    "quoted",
+    "scenario_words",
+    "with_bounds",
+]
 
 DASH = "-"
 
@@ -47,6 +58,11 @@ def percent(estimate: Estimate | None) -> str:
         return DASH
     text = f"{number(estimate.value * 100, 2)} %"
     return f"{text} ({bounds(estimate, 100, 2)})" if estimate.has_interval else text
+
+
+def quoted(name: str) -> str:
+    """A name, set apart from the sentence around it by backquotes, of which it keeps none."""
+    return f"`{name.replace('`', chr(39))}`"
 
 
 def capital(sentence: str) -> str:
