@@ -246,7 +246,8 @@ def _report(results: Results, out: Path) -> None:
 # Two results.
 
 
-def _compare(words: Sequence[str]) -> int:
+def make_compare_parser() -> argparse.ArgumentParser:
+    """The arguments of ``paramserver benchmark compare``."""
     parser = argparse.ArgumentParser(
         prog="paramserver benchmark compare",
         description="Print how each figure of each case changed from A to B, with its spread.",
@@ -255,7 +256,11 @@ def _compare(words: Sequence[str]) -> int:
     parser.add_argument("before", type=Path, metavar="A", help="a results.jsonl, or the folder that holds it")
     parser.add_argument("after", type=Path, metavar="B", help="the same, to be compared with A")
     parser.add_argument("--fail_below", metavar="RATIO", help="the least throughput of B, in times that of A")
-    arguments = parser.parse_args(words)
+    return parser
+
+
+def _compare(words: Sequence[str]) -> int:
+    arguments = make_compare_parser().parse_args(words)
     limit = None if arguments.fail_below is None else _above_zero("--fail_below", arguments.fail_below)
     found = compare(read_results(arguments.before), read_results(arguments.after))
     put_out(found.text())

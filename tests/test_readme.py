@@ -122,13 +122,15 @@ def test_python_blocks_are_python():
 def test_flags_exist(document):
     flags = {word for words in launches(document) for word in words if word.startswith("--")}
     flags |= set(re.findall(r"`(--\w+)", document.read_text()))
-    helped = make_parser().format_help() + evaluate.make_parser().format_help()
+    parsers = (make_parser, evaluate.make_parser, reporting.make_parser, benchmark.make_parser)
+    helped = "".join(make().format_help() for make in (*parsers, benchmark.make_compare_parser))
     assert flags <= set(re.findall(r"--\w+", helped))
     assert document != README or {"--config", "--rank", "--world_size", "--mode", "--set", "--resume"} <= flags
 
 
 def test_every_flag_is_in_the_contract():
-    helped = make_parser().format_help() + evaluate.make_parser().format_help()
+    parsers = (make_parser, evaluate.make_parser, reporting.make_parser, benchmark.make_parser)
+    helped = "".join(make().format_help() for make in (*parsers, benchmark.make_compare_parser))
     assert set(re.findall(r"--\w+", helped)) - {"--help"} <= set(re.findall(r"--\w+", INTERFACE.read_text()))
 
 
