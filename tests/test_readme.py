@@ -16,7 +16,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from paramserver import evaluate
+from paramserver import evaluate, reporting
 from paramserver.config import KEYS, NOT_IN_THIS_VERSION, SECTIONS, config_from_mapping, describe_keys, load_config
 from paramserver.launch import make_parser
 
@@ -122,13 +122,17 @@ def test_python_blocks_are_python():
 def test_flags_exist(document):
     flags = {word for words in launches(document) for word in words if word.startswith("--")}
     flags |= set(re.findall(r"`(--\w+)", document.read_text()))
-    helped = make_parser().format_help() + evaluate.make_parser().format_help()
+    helped = "".join(
+        parser.format_help() for parser in (make_parser(), evaluate.make_parser(), reporting.make_parser())
+    )
     assert flags <= set(re.findall(r"--\w+", helped))
     assert document != README or {"--config", "--rank", "--world_size", "--mode", "--set", "--resume"} <= flags
 
 
 def test_every_flag_is_in_the_contract():
-    helped = make_parser().format_help() + evaluate.make_parser().format_help()
+    helped = "".join(
+        parser.format_help() for parser in (make_parser(), evaluate.make_parser(), reporting.make_parser())
+    )
     assert set(re.findall(r"--\w+", helped)) - {"--help"} <= set(re.findall(r"--\w+", INTERFACE.read_text()))
 
 

@@ -270,17 +270,19 @@ def _error(run: Run) -> str:
 
 
 def _learned(run: Run) -> dict[str, Any]:
-    """Loss and validation. The records of a validation hold a step, to which the ``train`` records know the samples."""
+    """Loss and validation; the record of a validation holds a step, of which the samples are the mean of all steps."""
     train = [one for one in run.of_kind("train") if _has(one, "step", "samples", "seconds")]
-    samples = {one["step"]: one["samples"] for one in train}
-    validation = []
-    for one in run.of_kind("validation"):
-        step, seconds, values = one.get("step"), one.get("seconds"), one.get("values")
-        before = [known for known in samples if step is not None and known <= step]
-        if seconds is not None and isinstance(values, dict) and before:
-            known = max(before)
-            validation.append([samples[known] * step / known if known else 0, seconds, _numbers(values)])
-    return {"loss": [[one["samples"], one["seconds"], one.get("loss")] for one in train], "validation": validation}
+    last = {"step": run.summary.get("steps"), "samples": run.summary.get("samples")}
+    if not _has(last, "step", "samples"):
+        last = dict(train[-1]) if train else {"step": 0, "samples": 0}
+    per_step = last["samples"] / last["step"] if last["step"] else 0.0
+    validations = [one for one in run.of_kind("validation") if _has(one, "step", "seconds")]
+    return {
+        "loss": [[one["samples"], one["seconds"], one.get("loss")] for one in train],
+        "validation": [
+            [one["step"] * per_step, one["seconds"], _numbers(one.get("values") or {})] for one in validations
+        ],
+    }
 
 
 def _has(record: Mapping[str, Any], *names: str) -> bool:
