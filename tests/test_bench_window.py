@@ -174,10 +174,11 @@ def test_what_was_learned_has_the_samples_that_were_applied():
         {"kind": "validation", "step": step, "samples": 99, "seconds": step / 10, "values": {"accuracy": 0.5}}
         for step in (5, 15, 20)
     ]
-    found = learned([*train, {"kind": "note", "step": 0}, *valid])
+    found = learned([*train, {"kind": "note", "step": 0}, *valid], {"steps": 20, "samples": 1280})
     assert found["loss"] == [[640, 1.0, 1.0], [1280, 2.0, 0.5]]
     assert [point[:2] for point in found["validation"]] == [[320, 0.5], [960, 1.5], [1280, 2.0]]
-    assert learned(valid)["validation"] == []
+    assert learned([*train, *valid], {}) == found
+    assert [point[0] for point in learned(valid, {})["validation"]] == [0, 0, 0]
 
 
 def test_stamps_are_plain_json(tmp_path):

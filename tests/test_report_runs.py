@@ -73,6 +73,18 @@ def test_a_run_is_a_record_of_its_own_figures(rpc):
     assert "batch_size: 8" in one.environment["config"]
 
 
+def test_a_validation_before_the_first_record_of_training_has_its_samples(local, tmp_path):
+    def sparse(text):
+        """As with ``logging.log_every: 6``."""
+        lines = [(json.loads(line), line) for line in text.splitlines()]
+        return "".join(f"{line}\n" for one, line in lines if one["kind"] != "train" or one["step"] % 6 == 0)
+
+    for name, change in (("ended", {}), ("killed", {"summary": lambda _: {}})):
+        (one,) = results_at([copied(local, tmp_path / name, metrics=sparse, **change)]).results
+        assert [point[0] for point in one.loss] == [48, 96]
+        assert [point[0] for point in one.validation] == [32, 64, 96]
+
+
 def test_pages_of_two_runs(rpc, local, tmp_path, capsys):
     code, out, err = report(capsys, rpc.run_dir, local.run_dir, "--out", tmp_path / "out")
     assert (code, err) == (0, "")

@@ -194,7 +194,7 @@ def _outcome(case: Case, method: Method, places: Sequence[Path], watch: CpuWatch
     )
     return {
         **found,
-        **_curves(method, places[0]),
+        **_curves(method, places[0], summaries[0]),
         "cpu_s": _cpu_s(watch, places, stamps, window),
         "peak_rss_mb": _peaks(summaries),
         "staleness": summaries[0]["staleness"],
@@ -212,10 +212,10 @@ def _read_summary(place: Path) -> dict[str, Any]:
     return summary
 
 
-def _curves(method: Method, place: Path) -> dict[str, Any]:
+def _curves(method: Method, place: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
     """Of several runs of one trainer each, those of the first."""
     lines = (place / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    points = learned([json.loads(line) for line in lines])
+    points = learned([json.loads(line) for line in lines], summary)
     loss, validation = (tuple((p[0], p[1], p[2]) for p in points[name]) for name in ("loss", "validation"))
     met = None if method.target is None else when_reached(validation, method.target)
     return {

@@ -8,30 +8,31 @@ from typing import Any
 __all__ = ["has_numbers", "learned"]
 
 
-def learned(records: Sequence[Mapping[str, Any]]) -> dict[str, list[list[Any]]]:
+def learned(records: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> dict[str, list[list[Any]]]:
     """The points ``loss``, [samples, seconds, loss], and ``validation``, [samples, seconds, {name: value}].
 
-    The records of a validation hold a step, to which the ``train`` records know the samples.
+    The record of a validation holds a step, of which the samples are the mean of all steps.
 
     Args:
         records: the lines of metrics.jsonl.
+        summary: summary.json; empty where there is none.
     """
     train = [one for one in _of_kind(records, "train") if has_numbers(one, "step", "samples", "seconds")]
-    samples = {one["step"]: one["samples"] for one in train}
-    validation = []
-    for one in _of_kind(records, "validation"):
-        step, seconds, values = one.get("step"), one.get("seconds"), one.get("values")
-        nearest = _nearest(samples, step)
-        if seconds is not None and isinstance(values, dict) and nearest is not None and step is not None:
-            validation.append([samples[nearest] * step / nearest if nearest else 0, seconds, _numbers(values)])
-    return {"loss": [[one["samples"], one["seconds"], one.get("loss")] for one in train], "validation": validation}
+    validations = [one for one in _of_kind(records, "validation") if has_numbers(one, "step", "seconds")]
+    per_step = _samples_per_step(train, summary)
+    return {
+        "loss": [[one["samples"], one["seconds"], one.get("loss")] for one in train],
+        "validation": [
+            [one["step"] * per_step, one["seconds"], _numbers(one.get("values") or {})] for one in validations
+        ],
+    }
 
 
-def _nearest(samples: Mapping[int, int], step: int | None) -> int | None:
-    """The last step up to this one of which the samples are known, else the first one after it."""
-    if step is None or not samples:
-        return None
-    return max((known for known in samples if known <= step), default=min(samples))
+def _samples_per_step(train: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> float:
+    last = {"step": summary.get("steps"), "samples": summary.get("samples")}
+    if not has_numbers(last, "step", "samples"):
+        last = {**train[-1]} if train else {"step": 0, "samples": 0}
+    return float(last["samples"] / last["step"]) if last["step"] else 0.0
 
 
 def _of_kind(records: Sequence[Mapping[str, Any]], kind: str) -> list[Mapping[str, Any]]:

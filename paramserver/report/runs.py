@@ -253,7 +253,7 @@ def _result(run: Run, case: str, repeat: int, varying: set[str], baseline: str |
         "per_process": speed / (servers + trainers) if isinstance(speed, int | float) else None,
         **{name: summary.get(name) for name in ("seconds", "steps", "samples", "samples_per_second", "step_ms")},
         **{name: summary.get(name) for name in ("phases_ms", "wire_bytes_per_step", "staleness", "peak_rss_mb")},
-        **learned(run.records),
+        **learned(run.records, run.summary),
         "environment": _environment(run),
     }
     return result_of(record, str(run.folder / "summary.json"))
