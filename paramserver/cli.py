@@ -5,26 +5,30 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from paramserver import evaluate, launch, outside
+from paramserver import benchmark, evaluate, launch, outside, reporting
 from paramserver.leaving import leave, put_out
 from paramserver.version import __version__
 
 _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "benchmark": benchmark.main,
     "evaluate": evaluate.main,
     "keys": outside.keys_main,
     "launch": launch.main,
     "ping": outside.ping_main,
+    "report": reporting.main,
 }
 # Named in docs/interface.md, built later; a wrong word is told apart from one that is too early.
-_LATER = ("benchmark", "report", "chaos", "doctor")
+_LATER = ("chaos", "doctor")
 
 _USAGE = f"""usage: paramserver COMMAND [arguments]
 
 commands:
-  launch    train a task (paramserver launch --help)
-  evaluate  validate the model of a checkpoint (paramserver evaluate --help)
-  keys      make keys for the clients of an online run (paramserver keys --help)
-  ping      ask whether an online run is alive (paramserver ping --help)
+  launch     train a task (paramserver launch --help)
+  evaluate   validate the model of a checkpoint (paramserver evaluate --help)
+  benchmark  measure ways to train a task beside each other (paramserver benchmark --help)
+  report     compare runs that exist, as a page with plots (paramserver report --help)
+  keys       make keys for the clients of an online run (paramserver keys --help)
+  ping       ask whether an online run is alive (paramserver ping --help)
 
 not in this version: {", ".join(_LATER)}"""
 

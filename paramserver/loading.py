@@ -53,12 +53,21 @@ def _load_module(name: str, key: str) -> ModuleType:
         raise TaskError(f"{key}: importing {name} raised {told(error)}") from error
 
 
-def _load_file(place: str, key: str, folders: Sequence[Path]) -> ModuleType:
+def find_file(place: str, key: str, folders: Sequence[Path]) -> Path:
+    """Where the file ``place`` is, which is absolute or in one of ``folders``.
+
+    Raises:
+        TaskError: there is none.
+    """
     candidates = [Path(place)] if Path(place).is_absolute() else [folder / place for folder in folders]
     path = next((c for c in candidates if c.is_file()), None)
     if path is None:
         raise TaskError(f"{key}: there is no file {place}; looked in {', '.join(str(c.parent) for c in candidates)}")
-    path = path.resolve()
+    return path.resolve()
+
+
+def _load_file(place: str, key: str, folders: Sequence[Path]) -> ModuleType:
+    path = find_file(place, key, folders)
     loaded = sys.modules.get(path.stem)
     if loaded is not None and Path(getattr(loaded, "__file__", None) or "").resolve() == path:
         return loaded

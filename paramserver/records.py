@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -145,9 +145,14 @@ class PhaseClock:
     """Shares a trainer's time among the phases of a step: each lap goes to one phase, so that they sum to the step.
 
     Only steps that were closed count: what was waited for a step that never came is in none of the figures.
+
+    Attributes:
+        on_step: called with each step that is closed: ``time.perf_counter()`` at its end, its length in seconds, and
+            the seconds of each phase and of ``hidden``.
     """
 
     def __init__(self) -> None:
+        self.on_step: Callable[[float, float, Mapping[str, float]], None] | None = None
         self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         self.hidden_s = 0.0
         self.steps = DurationHistogram()
@@ -181,6 +186,8 @@ class PhaseClock:
         for phase, seconds in self._step.items():
             self.seconds[phase] += seconds
         self.hidden_s += self._step_hidden_s
+        if self.on_step is not None:
+            self.on_step(self._last, duration_s, {**self._step, "hidden": self._step_hidden_s})
         self._begin_step()
         return duration_s
 

@@ -215,10 +215,19 @@ def make_task(config: Config, folders: Sequence[Path], task_class: type[Task] | 
     if task_class is None:
         assert config.task is not None
         task_class = check_task_class(load_object(config.task, "task", folders), config.task)
+    return construct(task_class, config.task, config.task_args)
+
+
+def construct(task_class: type[Task], reference: str | None, task_args: Mapping[str, Any]) -> Task:
+    """Call the constructor of a task.
+
+    Raises:
+        TaskError: it raises; the message names ``reference``.
+    """
     try:
-        return task_class(**config.task_args)
+        return task_class(**task_args)
     except ParamserverError:
         raise
     except Exception as error:  # a user's constructor may raise anything
         kind = "takes other arguments" if isinstance(error, TypeError) else "raised"
-        raise TaskError(f"task ({config.task}): {task_class.__name__}(**task_args) {kind}: {told(error)}") from error
+        raise TaskError(f"task ({reference}): {task_class.__name__}(**task_args) {kind}: {told(error)}") from error

@@ -13,7 +13,6 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # the scripts are modules of the checkout, which is not always importable
 
 from tests.measure import convergence, foreign, memory, stragglers, tutorial, versus_ddp  # noqa: E402
-from tests.measure.common import interleaved  # noqa: E402
 from tests.measure.overhead import Timing  # noqa: E402
 
 SCRIPT = """\
@@ -33,10 +32,6 @@ if __name__ == "__main__":
             ])
         test_loader = use([])
 """
-
-
-def test_cases_take_turns_and_their_order_turns_round():
-    assert list(interleaved(["a", "b"], 3)) == [(0, "a"), (0, "b"), (1, "b"), (1, "a"), (2, "a"), (2, "b")]
 
 
 # Scripts of others.

@@ -16,7 +16,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from paramserver import evaluate, outside
+from paramserver import benchmark, evaluate, outside, reporting
 from paramserver.config import KEYS, NOT_IN_THIS_VERSION, SECTIONS, config_from_mapping, describe_keys, load_config
 from paramserver.launch import make_parser
 from paramserver.online.plan import Plan
@@ -120,7 +120,8 @@ def test_python_blocks_are_python():
 
 
 def all_help():
-    parsers = (make_parser, evaluate.make_parser, outside.make_keys_parser, outside.make_ping_parser)
+    parsers = [make_parser, evaluate.make_parser, outside.make_keys_parser, outside.make_ping_parser]
+    parsers += [reporting.make_parser, benchmark.make_parser, benchmark.make_compare_parser]
     return "".join(make().format_help() for make in parsers)
 
 

@@ -25,6 +25,15 @@ class Mode:
     single_process: bool
     summary: str
 
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """How the names of the keys begin that mean nothing in this mode."""
+        return (
+            *(() if self.has_servers else ("server.", "cluster.num_servers")),
+            *(() if self.has_process_group else ("ddp.",)),
+            *(("cluster.",) if self.single_process else ()),
+        )
+
 
 MODES: dict[str, Mode] = {
     mode.name: mode

@@ -19,18 +19,19 @@ def dump_yaml(config: Config) -> str:
 
 def differences(a: Config, b: Config) -> list[str]:
     """One line per key whose value differs: "training.batch_size: 32 -> 64", in the order of the keys."""
-    before, after = dict(_leaves(a.to_mapping())), dict(_leaves(b.to_mapping()))
+    before, after = dict(leaves(a.to_mapping())), dict(leaves(b.to_mapping()))
     names = [*before, *(name for name in after if name not in before)]
     pairs = ((name, before.get(name, _ABSENT), after.get(name, _ABSENT)) for name in names)
     # By repr: 1, 1.0 and true are equal and yet not the same argument; nan is the same as nan.
     return [f"{name}: {_shown(old)} -> {_shown(new)}" for name, old, new in pairs if repr(old) != repr(new)]
 
 
-def _leaves(mapping: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(mapping: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The keys of a config as a mapping, by dotted name, with their values."""
     for name, value in mapping.items():
         dotted = join(prefix, show(name))
         if isinstance(value, dict) and (value or dotted in KEYS):
-            yield from _leaves(value, dotted)
+            yield from leaves(value, dotted)
         elif value is not None or dotted not in SECTIONS:
             yield dotted, value
 

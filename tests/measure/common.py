@@ -10,7 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -203,13 +203,6 @@ def _finish(process: subprocess.Popen[str], timeout_s: float) -> str:
     if process.returncode != 0:
         raise RuntimeError(f"{process.args!r} ended with {process.returncode}:\n{output}")
     return output
-
-
-def interleaved(cases: Sequence[str], repeats: int) -> Iterator[tuple[int, str]]:
-    """Each repeat and case; the cases take turns, and their order turns round with each repeat."""
-    for repeat in range(repeats):
-        for case in cases if repeat % 2 == 0 else cases[::-1]:
-            yield repeat, case
 
 
 def measuring_parser(description: str | None, cases: Sequence[str]) -> argparse.ArgumentParser:

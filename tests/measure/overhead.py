@@ -32,12 +32,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 import paramserver
+from paramserver.bench.cases import interleaved
 from tests.measure.common import (
     BATCH_SIZE,
     MODELS,
     Measured,
     Stamp,
-    interleaved,
     loss_of,
     measured_config,
     measuring_environment,

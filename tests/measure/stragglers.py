@@ -32,13 +32,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import yaml
 from torch import Tensor, nn
 
+from paramserver.bench.cases import interleaved
+from paramserver.bench.slow import drawn
 from tests.measure.common import (
     Measured,
-    interleaved,
     loss_of,
     measured_config,
     measuring_environment,
@@ -105,7 +105,7 @@ class Delayed(Measured):
 
 def is_slow(seed: int, trainer_index: int, batch_idx: int) -> bool:
     """Whether chance slows this batch: the same answer in every case and at every time."""
-    return bool(np.random.default_rng([seed, trainer_index, batch_idx]).random() < PROBABILITY)
+    return drawn(PROBABILITY, seed, trainer_index, batch_idx)
 
 
 def config_of(case: str, scenario: Scenario, folder: Path, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:

@@ -40,12 +40,12 @@ from torch.distributed import rpc
 from torch.utils.data import DataLoader
 
 import paramserver
+from paramserver.bench.cases import interleaved
 from paramserver.cluster import process_environ
 from tests.measure.common import (
     BATCH_SIZE,
     Measured,
     Stamp,
-    interleaved,
     measured_config,
     measuring_environment,
     measuring_parser,

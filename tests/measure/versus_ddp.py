@@ -29,17 +29,15 @@ import statistics
 import sys
 import tempfile
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import FileStore  # type: ignore[attr-defined]
-
 import paramserver
+from paramserver.bench.cases import interleaved
+from paramserver.bench.task import meet
 from tests.measure.common import (
     BATCH_SIZE,
     Measured,
-    interleaved,
     measured_config,
     measuring_environment,
     measuring_parser,
@@ -53,7 +51,6 @@ from tests.measure.common import (
 from tests.measure.overhead import Timing, timing_of
 
 TRAINERS = 2
-MEETING_S = 120.0
 MODES = {"ddp": "ddp", "memory": "rpc", "wire": "rpc", "limit": "local"}
 SERVERS: dict[str, dict[str, Any]] = {"memory": {"transport": "shared_memory"}, "wire": {"transport": "rpc"}}
 REFERENCES = ("ddp", "limit")
@@ -100,14 +97,7 @@ class Paired(Measured):
             os.sched_setaffinity(0, {cores[number % len(cores)]})
         if self.lone_rank is not None:
             assert self.folder is not None
-            meet(Path(self.folder).parent / "meeting", number)
-
-
-def meet(file: Path, number: int) -> None:
-    """Return when both runs have come here."""
-    store = FileStore(str(file), TRAINERS)
-    store.set(f"here-{number}", "")
-    store.wait([f"here-{i}" for i in range(TRAINERS)], timedelta(seconds=MEETING_S))
+            meet(Path(self.folder).parent / "meeting", number, TRAINERS)
 
 
 def be_child(arguments: argparse.Namespace) -> None:

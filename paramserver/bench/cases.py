@@ -1,0 +1,267 @@
+"""What is compared: the cases that a command line asks for, by readable names, and the order in which they are run."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from paramserver.bench.slow import Slow
+from paramserver.config import KEYS, MODES, Config, Mode, load_config, mode_of, num_servers_of
+from paramserver.config.reading import read_text
+from paramserver.config.rules import nearest
+from paramserver.config.table import free_key, unknown_key
+from paramserver.errors import UnsupportedConfiguration
+
+T = TypeVar("T")
+
+LOCAL, NO_COMMUNICATION = "local", "no communication"
+_ALONE = next(mode for mode in MODES.values() if mode.single_process)
+# What has a flag of its own is not set or swept by its key; what the measurement decides is not at all.
+_FLAGS = {"mode": "--modes", "cluster.num_trainers": "--trainers", "training.max_seconds": "--seconds"}
+_OURS = (
+    *("task", "checkpoint.every", "checkpoint.best", "logging.run_dir", "logging.name", "logging.tensorboard"),
+    *("training.max_epochs", "training.max_steps", "training.max_samples", "training.patience"),
+)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command line asks for; texts as they stand there.
+
+    ``modes`` and ``trainers`` are None where the flag was not given. ``sweeps`` are texts ``key=v1,v2``, of which all
+    combinations are made.
+    """
+
+    file: Path
+    modes: str | None = None
+    trainers: str | None = None
+    overrides: Sequence[str] = ()
+    sweeps: Sequence[str] = ()
+    slow: Slow | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing that is measured, in every repeat.
+
+    Args:
+        name: of no other case.
+        config: effective, before the measurement sets limits and folders of its own.
+        trainers: how many train at once.
+        overrides: the values of this case's sweeps, by key.
+        slow: which of its trainers is slow.
+        baseline: ``LOCAL``, ``NO_COMMUNICATION`` (so many runs of one trainer each, at once) or None.
+    """
+
+    name: str
+    config: Config
+    trainers: int
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    slow: Slow | None = None
+    baseline: str | None = None
+
+    @property
+    def mode(self) -> Mode:
+        return mode_of(self.config)
+
+    @property
+    def servers(self) -> int:
+        return num_servers_of(self.config)
+
+    @property
+    def runs(self) -> int:
+        """How many commands are started side by side."""
+        return self.trainers if self.mode.single_process else 1
+
+
+# From words to values.
+
+
+def parse_modes(text: str) -> list[Mode]:
+    """Read ``ddp,rpc``.
+
+    Raises:
+        UnsupportedConfiguration: one is unknown, or there is none.
+    """
+    return [_mode(word, text) for word in _words(text, "--modes", "ddp,rpc")]
+
+
+def _mode(word: str, text: str) -> Mode:
+    if word not in MODES:
+        near = nearest(word, list(MODES))
+        cure = f"did you mean {near}?" if near else "choose among them"
+        raise UnsupportedConfiguration(f"--modes {text}: {word} must be one of {', '.join(MODES)}; {cure}")
+    return MODES[word]
+
+
+def parse_counts(text: str, flag: str) -> list[int]:
+    """Read ``1,2,4``.
+
+    Raises:
+        UnsupportedConfiguration: one is no positive whole number, or there is none.
+    """
+    return [positive(word, flag, text) for word in _words(text, flag, "1,2,4")]
+
+
+def positive(word: str, flag: str, text: str | None = None) -> int:
+    """A whole number from 1 on, or a refusal that names the flag."""
+    if not (word.isascii() and word.isdecimal() and int(word) > 0):
+        raise UnsupportedConfiguration(
+            f"{flag} {word if text is None else text}: {word} must be a whole number from 1 on; correct it"
+        )
+    return int(word)
+
+
+def _words(text: str, flag: str, example: str) -> list[str]:
+    words = [word.strip() for word in text.split(",")]
+    if not all(words):
+        raise UnsupportedConfiguration(f"{flag} {text}: must be words with commas between; write for example {example}")
+    return list(dict.fromkeys(words))
+
+
+def parse_sweep(text: str) -> tuple[str, list[str]]:
+    """Read ``key=v1,v2``; each value is YAML, in which commas between brackets or quotes do not count.
+
+    Raises:
+        UnsupportedConfiguration: the key is unknown (the nearest is named) or has a flag of its own, or a value is
+            empty.
+    """
+    key, equals, rest = (part.strip() for part in text.partition("="))
+    values = _split(rest)
+    if not equals or not key or not all(values):
+        raise UnsupportedConfiguration(
+            f"--sweep {text}: must be key=value,value; write for example --sweep training.batch_size=32,64"
+        )
+    if key not in KEYS and free_key(tuple(key.split("."))) is None:
+        raise UnsupportedConfiguration(f"--sweep {text}: {unknown_key(key)}")
+    _refuse_own(key, f"--sweep {text}")
+    return key, list(dict.fromkeys(values))
+
+
+def _split(text: str) -> list[str]:
+    parts, depth, quote = [""], 0, ""
+    for character in text:
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "\"'":
+            quote = character
+        depth += not quote and (character in "[{") - (character in "]}")
+        if character == "," and not depth and not quote:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [part.strip() for part in parts]
+
+
+def _refuse_own(key: str, said: str) -> None:
+    if key in _FLAGS:
+        raise UnsupportedConfiguration(f"{said}: {key} is what {_FLAGS[key]} is for; use that")
+    if any(key == own or key.startswith(f"{own}.") for own in _OURS):
+        raise UnsupportedConfiguration(f"{said}: {key} is decided by the benchmark; leave it out")
+
+
+# The cases.
+
+
+def make_cases(asked: Asked) -> list[Case]:
+    """Every case, the baselines first: ``local``, and per number of trainers the same loops without communication.
+
+    Where a trainer is to be slow, each but ``local`` is there twice, without and with it. With one trainer ``local`` is
+    the loop without communication already. What a key of another mode changes is no case of its own.
+
+    Raises:
+        UnsupportedConfiguration: what was asked for is wrong, or is refused as a config.
+    """
+    for override in asked.overrides:
+        _refuse_own(override.partition("=")[0].strip(), f"--set {override}")
+    modes = parse_modes(asked.modes or "ddp,rpc")
+    swept = [parse_sweep(text) for text in asked.sweeps]
+    keys = [key for key, _ in swept]
+    if len(set(keys)) < len(keys):
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise UnsupportedConfiguration(f"--sweep {twice} is given twice; give all of its values at once")
+    base = load_config(asked.file, overrides=asked.overrides)
+    counts = [base.cluster.num_trainers] if asked.trainers is None else parse_counts(asked.trainers, "--trainers")
+    if asked.slow is not None and asked.slow.trainer >= min(counts):
+        raise UnsupportedConfiguration(
+            f"--slow: trainer ({asked.slow.trainer}) must be below the number of trainers of every case "
+            f"({min(counts)}); indices count from 0"
+        )
+    return list(_cases(asked, modes, counts, _products(swept)))
+
+
+def _products(swept: Sequence[tuple[str, list[str]]]) -> list[dict[str, str]]:
+    """Every combination of the values, by key."""
+    keys = [key for key, _ in swept]
+    return [dict(zip(keys, values, strict=True)) for values in itertools.product(*(values for _, values in swept))]
+
+
+def _cases(
+    asked: Asked, modes: Sequence[Mode], counts: Sequence[int], points: Sequence[dict[str, str]]
+) -> Iterator[Case]:
+    several = [count for count in counts if count > 1]
+    slows = [None] if asked.slow is None else [None, asked.slow]
+    for point in _distinct(_relevant(point, _ALONE) for point in points):
+        yield _case(asked, _ALONE, 1, point, None, LOCAL)
+    for count, point, slow in itertools.product(
+        several, _distinct(_relevant(point, _ALONE) for point in points), slows
+    ):
+        yield _case(asked, _ALONE, count, point, slow, NO_COMMUNICATION)
+    for mode in (mode for mode in modes if not mode.single_process):
+        for count, point, slow in itertools.product(
+            counts, _distinct(_relevant(point, mode) for point in points), slows
+        ):
+            yield _case(asked, mode, count, point, slow, None)
+
+
+def _distinct(items: Iterator[T]) -> list[T]:
+    found: list[T] = []
+    for item in items:
+        if item not in found:
+            found.append(item)
+    return found
+
+
+def _relevant(point: Mapping[str, str], mode: Mode) -> dict[str, str]:
+    """The part of it that this mode looks at."""
+    return {key: value for key, value in point.items() if not key.startswith(mode.unused)}
+
+
+def _case(
+    asked: Asked, mode: Mode, trainers: int, point: Mapping[str, str], slow: Slow | None, baseline: str | None
+) -> Case:
+    swept = [f"{key}={text}" for key, text in point.items()]
+    try:
+        config = load_config(
+            asked.file,
+            overrides=[*asked.overrides, *swept],
+            flags={"mode": mode.name, "cluster.num_trainers": trainers},
+        )
+    except UnsupportedConfiguration as error:
+        message = str(error)
+        for text in swept:
+            message = message.replace(f"--set {text}", f"--sweep {text}")
+        raise UnsupportedConfiguration(message) from None
+    values = {key: read_text(text, key, numbered=False).value for key, text in point.items()}
+    return Case(_name(mode, trainers, point, slow, baseline), config, trainers, values, slow, baseline)
+
+
+def _name(mode: Mode, trainers: int, point: Mapping[str, str], slow: Slow | None, baseline: str | None) -> str:
+    of = f"{trainers} trainer" + ("s" if trainers > 1 else "")
+    first = LOCAL if baseline == LOCAL else f"{baseline or mode.name} {of}"
+    leaves = [key.rpartition(".")[2] for key in point]
+    words = [
+        f"{leaf if leaves.count(leaf) == 1 else key}={text}"
+        for (key, text), leaf in zip(point.items(), leaves, strict=True)
+    ]
+    return ", ".join([first, *words, *([] if slow is None else [str(slow)])])
+
+
+def interleaved(cases: Sequence[T], repeats: int) -> Iterator[tuple[int, T]]:
+    """Each repeat and case; the cases take turns, and their order turns round with each repeat."""
+    for repeat in range(repeats):
+        for case in cases if repeat % 2 == 0 else cases[::-1]:
+            yield repeat, case

@@ -1,0 +1,249 @@
+"""One case in one repeat: fresh processes, the steps of their trainers, and the record that follows from them."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paramserver.bench.cases import Case
+from paramserver.bench.commands import Commands
+from paramserver.bench.goal import when_reached
+from paramserver.bench.network import PORT, Hosts, address
+from paramserver.bench.predict import Speed, predicted
+from paramserver.bench.stamps import Stamps, processes_of_servers, read_stamps
+from paramserver.bench.watch import CpuWatch
+from paramserver.bench.window import Window, figures, window_of
+from paramserver.config import Config, config_from_mapping, dump_yaml
+from paramserver.errors import Interrupted, ParamserverError, TrainingError
+from paramserver.loading import find_file
+from paramserver.report.learning import learned
+from paramserver.report.results import Result
+from paramserver.report.target import Target
+
+# Beyond the training itself: imports, meeting, the last validation, on a busy machine.
+_AROUND_S = 180.0
+_TIMES_AS_LONG = 4
+
+
+@dataclass(frozen=True)
+class Method:
+    """How every case is measured.
+
+    Args:
+        out: the benchmark's folder; a run's files are kept there only where it fails.
+        folders: where the task is looked for.
+        environ: of every process.
+        seconds: of training, after ``warm_s`` seconds of it.
+        target: what a run is to reach, where somebody asked.
+        hosts: where ranks that communicate run, each on its own; None for this machine.
+        speeds: of the links between two processes, by ``Mode.name``.
+        environment: what every record tells of versions, machine and command.
+        stop: set where somebody wants no more of it.
+    """
+
+    out: Path
+    folders: Sequence[Path]
+    environ: Mapping[str, str]
+    seconds: float
+    warm_s: float
+    target: Target | None = None
+    hosts: Hosts | None = None
+    speeds: Mapping[str, Speed] = field(default_factory=dict)
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    stop: threading.Event = field(default_factory=threading.Event)
+
+
+def measure(case: Case, repeat: int, method: Method) -> Result:
+    """Run a case once, and tell what it came to; a failure is told too.
+
+    Raises:
+        Interrupted: somebody asked to stop.
+    """
+    started, began = time.time(), time.perf_counter()
+    folder = method.out / "runs" / folder_name(case, repeat)
+    found: dict[str, Any] = {"status": "completed"}
+    try:
+        found |= _run(case, repeat, method, folder)
+        shutil.rmtree(folder)
+    except Interrupted:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    except (ParamserverError, OSError) as error:
+        found = {"status": "failed", "error": f"{error}; its files are in {folder}"}
+    return Result(
+        case=case.name,
+        repeat=repeat,
+        mode=case.mode.name,
+        trainers=case.trainers,
+        servers=case.servers,
+        overrides=dict(case.overrides),
+        scenario={} if case.slow is None else {"slow": asdict(case.slow)},
+        baseline=case.baseline,
+        started=started,
+        wall_s=time.perf_counter() - began,
+        target=None if method.target is None else {method.target.name: method.target.value},
+        environment={**method.environment, "config": dump_yaml(case.config)},
+        **found,
+    )
+
+
+def folder_name(case: Case, repeat: int) -> str:
+    """A plain name for the files of a run."""
+    return f"{re.sub(r'[^A-Za-z0-9.=_-]+', '-', case.name).strip('-.')[:100]}-{repeat}"
+
+
+def run_config(case: Case, repeat: int, method: Method, folder: Path, number: int) -> Config:
+    """The config of one of a case's runs: the user's, but for limits, saving, and an observer around the task.
+
+    Nothing is validated or saved on the way, unless a target is to be seen. What limits the user's run is lifted: the
+    time ends this one, or the end of the data.
+    """
+    config = case.config.to_mapping()
+    observer = {
+        "folder": str(folder),
+        "slow": None if case.slow is None else asdict(case.slow),
+        "seed": repeat,
+        "number": number if case.runs > 1 else None,
+        "of": case.runs,
+    }
+    task = {"task": task_reference(case.config, method.folders), "task_args": config["task_args"]}
+    limits = dict.fromkeys(("max_epochs", "max_steps", "max_samples", "patience"))
+    validate_every = 0 if method.target is None else case.config.training.validate_every
+    return config_from_mapping(
+        {
+            **config,
+            "task": "paramserver.bench.task:Measured",
+            "task_args": {**task, "observer": observer},
+            "training": {
+                **config["training"],
+                **limits,
+                "max_seconds": method.warm_s + method.seconds,
+                "validate_every": validate_every,
+            },
+            "checkpoint": {**config["checkpoint"], "every": 0, "best": None},
+            "logging": {
+                **config["logging"],
+                "run_dir": str(folder),
+                "name": "run",
+                "tensorboard": False,
+                "progress": "off",
+            },
+        }
+    )
+
+
+def task_reference(config: Config, folders: Sequence[Path]) -> str:
+    """The task, with the whole path of its file: who loads it does not know the folders.
+
+    Raises:
+        TaskError: there is no such file.
+    """
+    assert config.task is not None
+    place, _, name = config.task.rpartition(":")
+    return f"{find_file(place, 'task', folders)}:{name}" if place.endswith(".py") else config.task
+
+
+def _run(case: Case, repeat: int, method: Method, folder: Path) -> dict[str, Any]:
+    """The fields that a run gives."""
+    places = [folder / str(number) for number in range(case.runs)]
+    commands = []
+    for number, place in enumerate(places):
+        place.mkdir(parents=True)
+        file = place / "config.yaml"
+        file.write_text(dump_yaml(run_config(case, repeat, method, place, number)), encoding="utf-8")
+        commands += commands_of(case, method, file)
+    watch = CpuWatch(places)
+    timeout_s = _AROUND_S + _TIMES_AS_LONG * (method.warm_s + method.seconds)
+    with Commands(commands, method.environ, folder, method.stop) as running:
+        running.wait(timeout_s, watch.look)
+    return _outcome(case, method, places, watch)
+
+
+def commands_of(case: Case, method: Method, config_file: Path) -> list[list[str]]:
+    """What starts one run: a supervisor of all its ranks, or on hosts of their own each rank by itself."""
+    command = [sys.executable, "-m", "paramserver.launch", "--config", str(config_file)]
+    command += [word for one in method.folders for word in ("--folder", str(one))]
+    if method.hosts is None or case.mode.single_process:
+        return [command]
+    ranks = case.trainers + case.servers
+    command += ["--world_size", str(ranks), "--master_addr", address(0), "--master_port", str(PORT)]
+    return [method.hosts.on(rank, [*command, "--rank", str(rank)]) for rank in range(ranks)]
+
+
+def _outcome(case: Case, method: Method, places: Sequence[Path], watch: CpuWatch) -> dict[str, Any]:
+    each = case.trainers // case.runs
+    stamps = [one for place in places for one in read_stamps(place, each)]
+    summaries = [_read_summary(place) for place in places]
+    window = window_of(stamps, method.warm_s)
+    steps = sum(len(one.steps) for one in stamps)
+    served = sum(summary["samples_served"] for summary in summaries)
+    found = figures(
+        stamps,
+        window,
+        applied=sum(summary["samples"] for summary in summaries) / served if served else 1.0,
+        updates=sum(summary["steps"] for summary in summaries) / steps,
+        processes=case.trainers + case.servers,
+    )
+    return {
+        **found,
+        **_curves(method, places[0], summaries[0]),
+        "cpu_s": _cpu_s(watch, places, stamps, window),
+        "peak_rss_mb": _peaks(summaries),
+        "staleness": summaries[0]["staleness"],
+        "predicted": _predicted(case, method, stamps[0], found["wire_bytes_per_step"]),
+        # What DistributedDataParallel sends is not told by torch.
+        "wire_bytes_per_step": None if case.mode.has_process_group else found["wire_bytes_per_step"],
+    }
+
+
+def _read_summary(place: Path) -> dict[str, Any]:
+    file = place / "run" / "summary.json"
+    if not file.is_file():
+        raise TrainingError(f"the run ended without {file}")
+    summary: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return summary
+
+
+def _curves(method: Method, place: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Of several runs of one trainer each, those of the first."""
+    lines = (place / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    points = learned([json.loads(line) for line in lines], summary)
+    loss, validation = (tuple((p[0], p[1], p[2]) for p in points[name]) for name in ("loss", "validation"))
+    met = None if method.target is None else when_reached(validation, method.target)
+    return {
+        "loss": loss,
+        "validation": validation,
+        "samples_to_target": None if met is None else met[0],
+        "time_to_target_s": None if met is None else met[1],
+    }
+
+
+def _cpu_s(
+    watch: CpuWatch, places: Sequence[Path], stamps: Sequence[Stamps], window: Window
+) -> dict[str, float | None]:
+    """CPU seconds of all servers and of all trainers in the window."""
+    servers = [pid for place in places for pid in processes_of_servers(place, stamps)]
+    groups = {"servers": servers, "trainers": [one.pid for one in stamps]}
+    return {name: watch.all_used_s(pids, window.begin, window.end) for name, pids in groups.items()}
+
+
+def _peaks(summaries: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+    """The largest of each kind."""
+    peaks = [summary["peak_rss_mb"] for summary in summaries]
+    return {kind: max((p[kind] for p in peaks if p[kind] is not None), default=None) for kind in ("server", "trainer")}
+
+
+def _predicted(case: Case, method: Method, stamps: Stamps, wire_bytes: float) -> dict[str, Any] | None:
+    speed = method.speeds.get(case.mode.name)
+    if speed is None:
+        return None
+    hook = case.config.ddp.comm_hook
+    return predicted(case.mode, speed, stamps.model_bytes, wire_bytes, case.trainers, case.servers, hook)

@@ -1,0 +1,116 @@
+"""A trainer that is slow on purpose: its batches take a multiple of the time that they take to compute."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from paramserver.errors import UnsupportedConfiguration
+
+_EXAMPLE = "write for example --slow trainer=1,factor=5,probability=0.2"
+
+
+@dataclass(frozen=True)
+class Slow:
+    """Which trainer is slow, how many times as long its batches take, and with which probability each of them does."""
+
+    trainer: int
+    factor: float
+    probability: float = 1.0
+
+    def __str__(self) -> str:
+        chance = "" if self.probability == 1 else f" with probability {self.probability:g}"
+        return f"trainer {self.trainer} slowed {self.factor:g} times{chance}"
+
+    def hits(self, seed: int, trainer_index: int, batch_idx: int) -> bool:
+        """Whether this batch is slowed: the same answer in every case and at every time."""
+        return trainer_index == self.trainer and drawn(self.probability, seed, trainer_index, batch_idx)
+
+
+def drawn(probability: float, *entropy: int) -> bool:
+    """True with this probability, by chance that depends on ``entropy`` alone."""
+    return random.Random("/".join(map(str, entropy))).random() < probability
+
+
+def parse_slow(text: str) -> Slow:
+    """Read ``trainer=1,factor=5[,probability=0.1]``.
+
+    Raises:
+        UnsupportedConfiguration: a part is missing, unknown or out of its range.
+    """
+    given: dict[str, str] = {}
+    for part in text.split(","):
+        name, equals, value = (word.strip() for word in part.partition("="))
+        if not equals or name not in _RULES or name in given:
+            raise UnsupportedConfiguration(
+                f"--slow {text}: {part.strip() or 'an empty part'} must be one of {', '.join(_RULES)}, each once, as "
+                f"name=value; {_EXAMPLE}"
+            )
+        given[name] = value
+    missing = [name for name in ("trainer", "factor") if name not in given]
+    if missing:
+        raise UnsupportedConfiguration(f"--slow {text}: {missing[0]} is missing; {_EXAMPLE}")
+    values: dict[str, Any] = {name: _checked(text, name, value) for name, value in given.items()}
+    return Slow(**values)
+
+
+def _checked(text: str, name: str, value: str) -> int | float:
+    kind, least, most, rule = _RULES[name]
+    try:
+        number = kind(value)
+    except ValueError:
+        number = None
+    if number is None or not least <= number <= most:  # nan fails too
+        raise UnsupportedConfiguration(f"--slow {text}: {name} ({value}) must be {rule}; {_EXAMPLE}")
+    return number
+
+
+_RULES: Mapping[str, tuple[type[int] | type[float], float, float, str]] = {
+    "trainer": (int, 0, 10**9, "the index of a trainer, from 0"),
+    "factor": (float, 1.0, 1e6, "a number from 1 on"),
+    "probability": (float, 0.0, 1.0, "a number from 0 to 1"),
+}
+
+
+class Brake:
+    """Makes the computation of a batch last ``factor`` times as long.
+
+    The time comes between forward and backward, so that what a trainer has to tell the others comes as late as from a
+    slow computer: ``factor - 1`` times this batch's forward and the last one's backward. A backward lasts until the
+    last gradient is there; what follows (an all-reduce) is not computation. Where the model is elsewhere
+    (``server.compute: server``) the backward is not seen, and the forward holds the server's share.
+
+    Args:
+        slow: who is slow, and how.
+        seed: of the draws; the trainer and the batch are drawn with it.
+        trainer_index: of this process.
+    """
+
+    def __init__(self, slow: Slow, seed: int, trainer_index: int) -> None:
+        self._slow, self._seed, self._trainer_index = slow, seed, trainer_index
+        self._backward_began = 0.0
+        self._backward_s = 0.0
+        self._watched: Any = None
+        self._waiting = threading.Event()  # never set: a wait on it stands for computation
+
+    def computed_forward(self, model: Any, loss: Any, forward_s: float, batch_idx: int) -> None:
+        """This batch's forward took so long; the call returns when a slow trainer would be done with the batch."""
+        if self._slow.hits(self._seed, self._trainer_index, batch_idx):
+            self._waiting.wait((self._slow.factor - 1) * (forward_s + self._backward_s))
+        if self._watched is not model and hasattr(model, "parameters"):
+            self._watched = model
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(self._got_gradient)
+        if loss.requires_grad:
+            loss.register_hook(self._begin_backward)
+
+    def _begin_backward(self, gradient: Any) -> None:
+        self._backward_began = time.perf_counter()
+
+    def _got_gradient(self, parameter: Any) -> None:
+        self._backward_s = time.perf_counter() - self._backward_began

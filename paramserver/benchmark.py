@@ -1,0 +1,274 @@
+"""Measures cases of one task beside each other: ``python -m paramserver.benchmark``, ``paramserver benchmark``."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shlex
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from paramserver.bench.cases import Asked, Case, interleaved, make_cases, positive
+from paramserver.bench.goal import goal_of
+from paramserver.bench.measured import Method, measure
+from paramserver.bench.network import Hosts, check_may_make_hosts, parse_bandwidth
+from paramserver.bench.predict import Speed
+from paramserver.bench.probe import GLOO, RPC, measure_links
+from paramserver.bench.progress import Progress
+from paramserver.bench.slow import parse_slow
+from paramserver.cluster import child_environment, process_environ
+from paramserver.errors import Interrupted, TrainingError, UnsupportedConfiguration
+from paramserver.launch import add_overrides, spelled, tell
+from paramserver.leaving import leave, put_out
+from paramserver.report.case import cases_of
+from paramserver.report.compare import compare
+from paramserver.report.drawing import has_matplotlib
+from paramserver.report.page import NO_PLOTS, write_report
+from paramserver.report.results import RESULTS_FILE, Result, Results, append_result, read_results
+from paramserver.report.words import findings
+from paramserver.rundir import environment_record, not_writable
+
+WARM_S = 1.0
+_TITLE = "Benchmark"
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The arguments of ``paramserver benchmark``."""
+    parser = argparse.ArgumentParser(
+        prog="paramserver benchmark",
+        description="Train the task of a config in several ways, in turns, and report how fast each was. A single "
+        "process and the trainers' loops without communication are measured beside them.",
+        epilog="paramserver benchmark compare A B compares two results. Exit codes: 0 done, 1 a case failed (the "
+        "report says which and why), 2 the input is wrong, 3 interrupted (the report holds what was finished).",
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", required=True, help="as for paramserver launch")
+    parser.add_argument("--modes", metavar="M,...", help="default: ddp,rpc")
+    parser.add_argument("--trainers", metavar="T,...", help="numbers of trainers (default: cluster.num_trainers)")
+    add_overrides(parser)
+    parser.add_argument(
+        "--sweep",
+        action="append",
+        default=[],
+        metavar="KEY=V1,V2",
+        help="a case for each value",
+    )
+    parser.add_argument("--repeats", default="3", metavar="N", help="runs of each case (default: 3)")
+    parser.add_argument("--seconds", default="5", metavar="S", help="of training that are measured (default: 5)")
+    parser.add_argument("--warm_up", default=f"{WARM_S:g}", metavar="S", help="of training before that (default: 1)")
+    parser.add_argument(
+        "--slow", metavar="trainer=I,factor=F[,probability=P]", help="batches of trainer I take F times as long"
+    )
+    parser.add_argument("--target", metavar="NAME=VALUE", help="the time to a validation value, as accuracy=0.95")
+    parser.add_argument(
+        "--bandwidth", metavar="RATE", help="each rank on a network interface of its own, of 100mbit or the like (root)"
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="default: <logging.run_dir>/benchmark-<time>")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    words = spelled(sys.argv[1:] if argv is None else argv)
+    try:
+        if words[:1] == ["compare"]:
+            return _compare(words[1:])
+        return _benchmark(make_parser().parse_args(words), words)
+    except KeyboardInterrupt:
+        return 1
+    except Exception as error:  # noqa: BLE001 - the last thing printed; with its traceback, unless the input is wrong
+        return tell(error)
+
+
+def _benchmark(arguments: argparse.Namespace, words: Sequence[str]) -> int:
+    cases, repeats, method = prepare(arguments, words)
+    runs = list(interleaved(cases, repeats))
+    progress = Progress(sys.stderr, [case for _, case in runs], method.warm_s + method.seconds)
+    results: list[Result] = []
+    notes: list[str] = []
+    with _stopping(method.stop), method.hosts or contextlib.nullcontext():
+        try:
+            method = replace(method, speeds=_speeds(cases, method, progress))
+            progress.begin()
+            for repeat, case in runs:
+                result = measure(case, repeat, method)
+                append_result(method.out / RESULTS_FILE, result)
+                results.append(result)
+                progress.done(result)
+        except Interrupted:
+            notes.append(f"It was interrupted: {len(results)} of {len(runs)} runs were finished.")
+            progress.say(notes[0])
+    _remove_if_empty(method.out / "runs")
+    if not results:
+        _remove_if_empty(method.out)
+        raise Interrupted("interrupted before a run was finished; there is nothing to report")
+    _report(Results(str(method.out / RESULTS_FILE), tuple(results), tuple(notes)), method.out)
+    if notes:
+        return Interrupted.exit_code
+    return int(any(not result.is_completed for result in results))
+
+
+def prepare(arguments: argparse.Namespace, words: Sequence[str]) -> tuple[list[Case], int, Method]:
+    """What is measured, how often and how.
+
+    Args:
+        arguments: parsed.
+        words: as they were given, for the records.
+
+    Raises:
+        UnsupportedConfiguration: something is wrong with them.
+    """
+    slow = None if arguments.slow is None else parse_slow(arguments.slow)
+    asked = Asked(arguments.config, arguments.modes, arguments.trainers, arguments.overrides, arguments.sweep, slow)
+    seconds, warm_s = _above_zero("--seconds", arguments.seconds), _above_zero("--warm_up", arguments.warm_up)
+    repeats = positive(arguments.repeats, "--repeats")
+    cases = make_cases(asked)
+    base = cases[0].config
+    target = None if arguments.target is None else goal_of(arguments.target, base)
+    hosts = None if arguments.bandwidth is None else _hosts(arguments.bandwidth, cases)
+    network = {} if hosts is None else {"network": f"an interface for each rank, {arguments.bandwidth} each way"}
+    folders = [Path.cwd(), arguments.config.resolve().parent]
+    threads = _threads(max(case.trainers for case in cases))
+    environ = child_environment(process_environ(), sharers=1, config_folder=folders[-1])
+    method = Method(
+        out=_new_folder(arguments.out or Path(base.logging.run_dir) / time.strftime("benchmark-%Y%m%d-%H%M%S")),
+        folders=folders,
+        environ={**environ, "OMP_NUM_THREADS": threads},
+        seconds=seconds,
+        warm_s=warm_s,
+        target=target,
+        hosts=hosts,
+        environment={**_environment(words, threads), **network},
+    )
+    return cases, repeats, method
+
+
+def _above_zero(flag: str, word: str) -> float:
+    try:
+        number = float(word)
+    except ValueError:
+        number = float("nan")
+    if not 0 < number < float("inf"):
+        raise UnsupportedConfiguration(f"{flag} ({word}) must be a number above 0; correct it")
+    return number
+
+
+def _hosts(bandwidth: str, cases: Sequence[Case]) -> Hosts:
+    """As many as the largest case needs, and two for the probe of the links; not made yet."""
+    rate = parse_bandwidth(bandwidth)
+    check_may_make_hosts()
+    return Hosts(max(2, *(case.trainers + case.servers for case in cases)), rate)
+
+
+def _threads(most_trainers: int) -> str:
+    """Threads of every process in every case, so that a trainer computes alike in all of them; the user's own stand."""
+    shared = max(1, len(os.sched_getaffinity(0)) // most_trainers)
+    return process_environ().get("OMP_NUM_THREADS", str(shared))
+
+
+def _new_folder(out: Path) -> Path:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        taken = any(out.iterdir())
+    except OSError as error:
+        raise not_writable(f"--out {out}", error) from error
+    if taken:
+        raise UnsupportedConfiguration(f"--out {out} must be a new or an empty folder, and holds files; name another")
+    return out
+
+
+def _environment(words: Sequence[str], threads: str) -> dict[str, Any]:
+    about = environment_record([])
+    kept = ("versions", "host", "platform")
+    return {
+        **{name: about[name] for name in kept},
+        "cores": len(os.sched_getaffinity(0)),
+        "threads": int(threads) if threads.isdecimal() else threads,
+        "commit": about["git_commit"],
+        "command": shlex.join(["paramserver", "benchmark", *words]),
+    }
+
+
+def _speeds(cases: Sequence[Case], method: Method, progress: Progress) -> Mapping[str, Speed]:
+    """The link of each mode that has one; where it cannot be measured, reports go without theory."""
+    modes = {case.mode.name: case.mode for case in cases if not case.mode.single_process}
+    folder = method.out / "links"
+    try:
+        found = measure_links(folder, method.environ, cases[0].config.device.kind, method.hosts) if modes else {}
+    except TrainingError as error:
+        progress.say(f"the links between processes were not measured, so nothing is predicted: {error}")
+        return {}
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    links = {name: GLOO if mode.has_process_group else RPC for name, mode in modes.items()}
+    return {name: found[link] for name, link in links.items() if link in found}
+
+
+@contextlib.contextmanager
+def _stopping(stop: threading.Event) -> Iterator[None]:
+    """A first Ctrl-C or SIGTERM sets ``stop``; a second one raises."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+
+    previous = {number: signal.signal(number, handle) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _remove_if_empty(folder: Path) -> None:
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()
+
+
+def _report(results: Results, out: Path) -> None:
+    """Write the pages; say what was found, and where they are."""
+    pages = write_report(results, out, _TITLE)
+    if not has_matplotlib():
+        print(NO_PLOTS, file=sys.stderr)
+    put_out("\n".join([*findings(cases_of(results.results)), *(f"written: {page}" for page in pages)]))
+
+
+# Two results.
+
+
+def make_compare_parser() -> argparse.ArgumentParser:
+    """The arguments of ``paramserver benchmark compare``."""
+    parser = argparse.ArgumentParser(
+        prog="paramserver benchmark compare",
+        description="Print how each figure of each case changed from A to B, with its spread.",
+        epilog="Exit codes: 0 done, 1 a throughput of B is below the limit or missing, 2 the input is wrong.",
+    )
+    parser.add_argument("before", type=Path, metavar="A", help="a results.jsonl, or the folder that holds it")
+    parser.add_argument("after", type=Path, metavar="B", help="the same, to be compared with A")
+    parser.add_argument("--fail_below", metavar="RATIO", help="the least throughput of B, in times that of A")
+    return parser
+
+
+def _compare(words: Sequence[str]) -> int:
+    arguments = make_compare_parser().parse_args(words)
+    limit = None if arguments.fail_below is None else _above_zero("--fail_below", arguments.fail_below)
+    found = compare(read_results(arguments.before), read_results(arguments.after))
+    put_out(found.text())
+    reasons = [] if limit is None else found.below(limit)
+    for reason in reasons:
+        print(f"error: {reason}", file=sys.stderr)
+    return int(bool(reasons))
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1:]))

@@ -1,0 +1,152 @@
+"""Two sets of results of the same cases: the change of every figure with its spread, and a limit for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paramserver.errors import UnsupportedConfiguration
+from paramserver.report.case import FIGURES, SPEED, Case, Figure, cases_of
+from paramserver.report.conditions import hardware_of
+from paramserver.report.figures import Estimate, ratio
+from paramserver.report.results import Results
+from paramserver.report.writing import bounds, first_line, listed, number, with_bounds
+
+__all__ = ["Change", "Comparison", "compare"]
+
+_TITLES = ("figure", "A", "B", "B / A", "95 %", "")
+
+
+@dataclass(frozen=True)
+class Change:
+    """A figure of one case in A and in B; ``times`` is B over A, None where one of them is 0."""
+
+    figure: Figure
+    before: Estimate
+    after: Estimate
+    times: Estimate | None
+
+    @property
+    def verdict(self) -> str:
+        """One word or two: what the interval of the ratio says."""
+        if self.times is None:
+            return "same" if self.before.value == self.after.value else ""
+        if not self.times.has_interval:
+            return "one repeat"
+        if not self.times.excludes(1):
+            return "no difference shown"
+        return {0: "changed", 1: "better", -1: "worse"}[self.figure.better * (1 if self.times.value > 1 else -1)]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What became of each case that both have; ``notes`` are sentences on what stands in the way of comparing."""
+
+    changes: dict[str, list[Change]]
+    broken: dict[str, str]
+    notes: tuple[str, ...]
+
+    def below(self, limit: float) -> list[str]:
+        """Why B does not pass, one sentence each: a throughput below ``limit`` times that of A, or none at all.
+
+        Raises:
+            UnsupportedConfiguration: ``limit`` is not above 0.
+        """
+        if not 0 < limit < float("inf"):
+            raise UnsupportedConfiguration(f"--fail_below ({limit:g}) must be a number above 0; give one such as 0.95")
+        found = [f"{name}: {reason}" for name, reason in self.broken.items()]
+        for name, changes in self.changes.items():
+            speed = next((change.times for change in changes if change.figure is SPEED), None)
+            if speed is not None and speed.value < limit:
+                found.append(
+                    f"{name}: throughput is {with_bounds(speed)} times that of A, below {limit:g}{_hope(speed, limit)}"
+                )
+        return found
+
+    def text(self) -> str:
+        """A table for each case, then the notes."""
+        parts = [f"{name}\n{_table(changes)}" for name, changes in self.changes.items()]
+        parts += [f"{name}: {reason}" for name, reason in self.broken.items()]
+        return "\n\n".join([*parts, *self.notes])
+
+
+def _hope(speed: Estimate, limit: float) -> str:
+    if speed.high is None:
+        return " (one repeat: it may be chance)"
+    return "" if speed.high < limit else f" (its interval reaches {number(speed.high)}: more repeats would tell)"
+
+
+def compare(before: Results, after: Results) -> Comparison:
+    """Compare B with A case by case, as independent samples: they were not measured in turns.
+
+    Raises:
+        UnsupportedConfiguration: they have no case in common.
+    """
+    old, new = ({case.name: case for case in cases_of(one.results)} for one in (before, after))
+    if not old.keys() & new.keys():
+        raise UnsupportedConfiguration(
+            f"{before.source} and {after.source} must have a case in common; "
+            f"A has {listed(list(old))}, B has {listed(list(new))}: compare benchmarks of the same cases"
+        )
+    changes: dict[str, list[Change]] = {}
+    broken: dict[str, str] = {}
+    for name, case in old.items():
+        if case.speed is None:
+            continue
+        reason = _missing(new.get(name))
+        if reason:
+            broken[name] = reason
+        else:
+            changes[name] = _changes(case, new[name])
+    notes = [*before.notes, *after.notes, *_only(old, new), *_elsewhere(list(old.values()), list(new.values()))]
+    return Comparison(changes, broken, tuple(notes))
+
+
+def _missing(case: Case | None) -> str:
+    if case is None:
+        return "B has no such case"
+    if case.speed is not None:
+        return ""
+    error = first_line(case.failed[0].error) if case.failed else ""
+    return f"B has no figures of it{': ' if error else ''}{error}"
+
+
+def _changes(old: Case, new: Case) -> list[Change]:
+    found = []
+    for figure in FIGURES:
+        before, after = old.estimate(figure), new.estimate(figure)
+        if before is not None and after is not None:
+            times = ratio(new.values(figure), old.values(figure), are_interleaved=False)
+            found.append(Change(figure, before, after, times))
+    return found
+
+
+def _only(old: dict[str, Case], new: dict[str, Case]) -> list[str]:
+    added = [name for name in new if name not in old]
+    failed = [name for name, case in old.items() if case.speed is None]
+    notes = [f"Only B has {listed(added)}."] if added else []
+    return notes + ([f"A has no figures of {listed(failed)}."] if failed else [])
+
+
+def _elsewhere(old: Sequence[Case], new: Sequence[Case]) -> list[str]:
+    a, b = hardware_of(old), hardware_of(new)
+    if a == b:
+        return []
+    return [f"A ran on {listed(a)}, B on {listed(b)}: what differs between the machines is in these figures."]
+
+
+def _table(changes: Sequence[Change]) -> str:
+    rows = [_TITLES, *(_row(change) for change in changes)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(_TITLES))]
+    lines = []
+    for name, *numbers, verdict in rows:
+        cells = [name.ljust(widths[0]), *(n.rjust(w) for n, w in zip(numbers, widths[1:], strict=False)), verdict]
+        lines.append(f"  {'  '.join(cells)}".rstrip())
+    return "\n".join(lines)
+
+
+def _row(change: Change) -> tuple[str, ...]:
+    unit = f" ({change.figure.unit})" if change.figure.unit else ""
+    times = "-" if change.times is None else number(change.times.value)
+    a, b = number(change.before.value), number(change.after.value)
+    return f"{change.figure.name}{unit}", a, b, times, bounds(change.times), change.verdict

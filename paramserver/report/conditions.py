@@ -1,0 +1,142 @@
+"""Under which conditions results came about, so that anybody can run them again."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterable, Sequence
+from datetime import datetime, timezone
+from typing import Any
+
+from paramserver.report.case import Case
+from paramserver.report.results import Result
+from paramserver.report.writing import listed, number, plural, quoted
+
+__all__ = ["conditions_of", "configs_of", "doubts", "hardware_of", "method", "rows_of"]
+
+
+def hardware_of(cases: Sequence[Case]) -> list[str]:
+    """Each machine that ran them: "green with 8 cores"."""
+    return _distinct(_machine(one) for one in _all(cases))
+
+
+def conditions_of(cases: Sequence[Case]) -> str:
+    """One sentence: how often, how long, on what."""
+    results = [one for one in _all(cases) if one.is_completed] or _all(cases)
+    counts = {len([one for one in case.results if one.is_completed]) for case in cases} - {0}
+    seconds = [one.seconds for one in results if one.seconds]
+    repeats = plural(max(counts), "repeat") if counts else "no completed repeat"
+    if len(counts) > 1:
+        repeats = f"{min(counts)} to {repeats}"
+    long = f" of {_from_to(seconds)} s" if seconds else ""
+    versions = _distinct(_version(one, "torch") for one in results)
+    return (
+        f"{plural(len(cases), 'case')}, {repeats}{long} each, on {listed(hardware_of(cases)) or 'an unknown machine'}"
+        f"{', with torch ' + listed(versions) if versions else ''}. Intervals, in brackets, hold the mean with 95 % "
+        "confidence over the repeats (Student's t)."
+    )
+
+
+def method(cases: Sequence[Case]) -> str:
+    """What the figures are, in a few sentences."""
+    has_baselines = any(case.baseline for case in cases)
+    text = (
+        "Each repeat of a case is a fresh start. Ratios compare repeat with repeat where both cases have the same "
+        "ones, so that a machine that was slow for a while was so for both. Steps of all repeats are taken together "
+        "for their quantiles; phases are means."
+    )
+    if has_baselines:
+        text += (
+            " Baselines: `local` is one process; `no communication` is the trainers' loops alone, at once on the same "
+            "machine, which no way of communicating can beat while it does the same work."
+        )
+    return text
+
+
+def doubts(cases: Sequence[Case]) -> list[str]:
+    """What makes a comparison of these doubtful: other machines, versions, commits or commands."""
+    found = []
+    for what, take in (
+        ("machines", _machine),
+        ("commits", lambda one: _text(one.environment.get("commit"))[:12]),
+        ("versions of torch", lambda one: _version(one, "torch")),
+        ("versions of Python", lambda one: _version(one, "python")),
+    ):
+        values = _distinct(take(one) for one in _all(cases))
+        if len(values) > 1:
+            found.append(f"These are results of different {what} ({listed(values)}): not only the cases differ.")
+    return found
+
+
+def rows_of(cases: Sequence[Case]) -> list[tuple[str, str]]:
+    """Name and value of each condition; a condition with several values has a row for each."""
+    results = _all(cases)
+    rows = [("machine", text) for text in hardware_of(cases)]
+    names = sorted({name for one in results for name in _versions(one)})
+    rows += [(f"{name} version", text) for name in names for text in _distinct(_version(one, name) for one in results)]
+    rows += [("commit", text) for text in _distinct(_text(one.environment.get("commit")) for one in results)]
+    rows += [("command", quoted(text)) for text in commands_of(cases)]
+    started = sorted(one.started for one in results if one.started is not None)
+    if started:
+        rows.append(("measured", f"{_date(started[0])} to {_date(started[-1])} (UTC, starts)"))
+    known = ("versions", "host", "cores", "commit", "config", "command")
+    others = sorted({name for one in results for name in one.environment} - set(known))
+    rows += [(name, text) for name in others for text in _distinct(_text(one.environment.get(name)) for one in results)]
+    return rows
+
+
+def commands_of(cases: Sequence[Case]) -> list[str]:
+    return _distinct(_command(one.environment.get("command")) for one in _all(cases))
+
+
+def configs_of(cases: Sequence[Case]) -> dict[str, list[str]]:
+    """The names of the cases by the text of their config, which is that of the first repeat."""
+    found: dict[str, list[str]] = {}
+    for case in cases:
+        found.setdefault(_text(case.first.environment.get("config")), []).append(case.name)
+    return {text: names for text, names in found.items() if text}
+
+
+def _all(cases: Iterable[Case]) -> list[Result]:
+    return [one for case in cases for one in case.results]
+
+
+def _distinct(texts: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(text for text in texts if text))
+
+
+def _machine(one: Result) -> str:
+    host, cores = _text(one.environment.get("host")), one.environment.get("cores")
+    parts = ([host] if host else []) + ([plural(cores, "core")] if isinstance(cores, int) else [])
+    return " with ".join(parts)
+
+
+def _versions(one: Result) -> dict[str, Any]:
+    versions = one.environment.get("versions")
+    return versions if isinstance(versions, dict) else {}
+
+
+def _version(one: Result, name: str) -> str:
+    return _text(_versions(one).get(name))
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+
+
+def _command(value: Any) -> str:
+    return shlex.join(map(str, value)) if isinstance(value, list | tuple) else _text(value)
+
+
+def _from_to(values: Sequence[float]) -> str:
+    low, high = number(min(values)), number(max(values))
+    return low if low == high else f"{low} to {high}"
+
+
+def _date(seconds: float) -> str:
+    try:
+        return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M")
+    except (ValueError, OverflowError, OSError):  # a clock may say anything
+        return number(seconds)

@@ -1,0 +1,305 @@
+"""results.jsonl: what each case of a benchmark came to, one record a line for each repeat."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paramserver.errors import UnsupportedConfiguration
+
+__all__ = ["FORMAT", "RESULTS_FILE", "Result", "Results", "append_result", "read_results", "result_of"]
+
+FORMAT = 1
+RESULTS_FILE = "results.jsonl"
+COMPLETED, FAILED = "completed", "failed"
+LOCAL, NO_COMMUNICATION = "local", "no communication"
+_BASELINES = (LOCAL, NO_COMMUNICATION)
+
+Numbers = Mapping[str, float | None]
+
+
+@dataclass(frozen=True)
+class Result:
+    """One case in one repeat. What is unknown is None or empty; durations are of what came after the warm-up.
+
+    Attributes:
+        case: the name that all repeats of the case share.
+        baseline: what it is beside the cases, "local" (one process) or "no communication" (the trainers' loops alone).
+        overrides: keys of the config that make the case what it is, by dotted name.
+        scenario: what was done to the trainers, such as {"slow": {"trainer": 1, "factor": 5.0, "probability": 1.0}}.
+        wall_s: of all its processes, from the start to the end; ``seconds`` is the training that was measured.
+        per_trainer: samples/s of each; ``per_process``: those of all, shared among trainers and servers.
+        step_bins: counts by bin, as ``DurationHistogram`` has them.
+        loss: points (samples, seconds, loss); ``validation``: points (samples, seconds, {name: value}).
+        target: the metric and the value that ``time_to_target_s`` and ``samples_to_target`` are about.
+        environment: versions, host, cores, commit, config (its text) and command.
+    """
+
+    case: str
+    repeat: int
+    mode: str
+    trainers: int
+    servers: int
+    status: str
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    scenario: Mapping[str, Any] = field(default_factory=dict)
+    baseline: str | None = None
+    error: str | None = None
+    started: float | None = None
+    wall_s: float | None = None
+    seconds: float | None = None
+    steps: int | None = None
+    samples: int | None = None
+    samples_per_second: float | None = None
+    per_trainer: tuple[float | None, ...] = ()
+    per_process: float | None = None
+    step_ms: Numbers = field(default_factory=dict)
+    step_bins: Mapping[int, int] = field(default_factory=dict)
+    phases_ms: Numbers = field(default_factory=dict)
+    wire_bytes_per_step: float | None = None
+    staleness: Mapping[str, Any] | None = None
+    cpu_s: Numbers = field(default_factory=dict)
+    peak_rss_mb: Numbers = field(default_factory=dict)
+    loss: tuple[tuple[float, float, float | None], ...] = ()
+    validation: tuple[tuple[float, float, Numbers], ...] = ()
+    target: Mapping[str, float] | None = None
+    time_to_target_s: float | None = None
+    samples_to_target: float | None = None
+    predicted: Mapping[str, Any] | None = None
+    environment: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_completed(self) -> bool:
+        return self.status == COMPLETED
+
+    def to_mapping(self) -> dict[str, Any]:
+        """The record as it stands in the file; a number that is not finite is not known there: null."""
+        return {"format": FORMAT, **{name: _finite(value) for name, value in asdict(self).items()}}
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+@dataclass(frozen=True)
+class Results:
+    """All records of a file, in its order; ``notes`` are sentences on what a reader should know of it."""
+
+    source: str
+    results: tuple[Result, ...]
+    notes: tuple[str, ...] = ()
+
+
+_HUGE = 1e300  # no measurement, and no sum of some, is beyond
+# What a field must be: a check, and its words.
+Rule = tuple[Callable[[Any], bool], str]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and -_HUGE < value < _HUGE
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_numbers(value: Any) -> bool:
+    return isinstance(value, dict) and all(v is None or _is_number(v) for v in value.values())
+
+
+def _are_counts(value: Any, digits: int) -> bool:
+    """Whether it is a mapping of whole numbers with so many digits at most, as text, to counts."""
+    if not isinstance(value, dict):
+        return False
+    return all(len(k) <= digits and k.isdecimal() and _is_count(v) for k, v in value.items())
+
+
+def _points_of(is_value: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    def is_points(value: Any) -> bool:
+        return isinstance(value, list) and all(
+            isinstance(p, list) and len(p) == 3 and _is_number(p[0]) and _is_number(p[1]) and is_value(p[2])
+            for p in value
+        )
+
+    return is_points
+
+
+def _is_staleness(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return False
+    parts = [value, *(part for part in value.get("trainers") or () if isinstance(part, dict))]
+    figures = all(part.get(name) is None or _is_number(part[name]) for part in parts for name in ("mean", "p95", "max"))
+    return figures and all(_are_counts(part.get("histogram") or {}, 9) for part in parts)
+
+
+_NAME: Rule = (lambda v: isinstance(v, str) and bool(v), "a name")
+_TEXT: Rule = (lambda v: isinstance(v, str), "text")
+_COUNT: Rule = (_is_count, "a whole number from 0 on")
+_NUMBER: Rule = (_is_number, "a number")
+_FIGURE: Rule = (lambda v: _is_number(v) and v >= 0, "a number from 0 on")
+_NUMBERS: Rule = (_is_numbers, "a mapping of names to numbers")
+_MAPPING: Rule = (lambda v: isinstance(v, dict), "a mapping")
+
+_REQUIRED: dict[str, Rule] = {
+    "case": _NAME,
+    "repeat": _COUNT,
+    "mode": _NAME,
+    "trainers": (lambda v: _is_count(v) and v > 0, "a whole number from 1 on"),
+    "servers": _COUNT,
+    "status": (lambda v: v in (COMPLETED, FAILED), f"{COMPLETED} or {FAILED}"),
+}
+_OPTIONAL: dict[str, Rule] = {
+    "overrides": _MAPPING,
+    "scenario": _MAPPING,
+    "baseline": (lambda v: v in _BASELINES, " or ".join(_BASELINES)),
+    "error": _TEXT,
+    "started": _NUMBER,
+    **dict.fromkeys(("wall_s", "seconds", "samples_per_second", "per_process"), _FIGURE),
+    **dict.fromkeys(("steps", "samples"), _COUNT),
+    "per_trainer": (lambda v: isinstance(v, list) and all(x is None or _is_number(x) for x in v), "a list of numbers"),
+    **dict.fromkeys(("step_ms", "phases_ms", "cpu_s", "peak_rss_mb"), _NUMBERS),
+    "step_bins": (lambda v: _are_counts(v, 4), "a mapping of bins to counts"),
+    "wire_bytes_per_step": _FIGURE,
+    "staleness": (_is_staleness, "a mapping with mean, p95, max, histogram and trainers"),
+    "loss": (_points_of(lambda v: v is None or _is_number(v)), "a list of [samples, seconds, loss]"),
+    "validation": (_points_of(_is_numbers), "a list of [samples, seconds, {name: value}]"),
+    "target": _NUMBERS,
+    **dict.fromkeys(("time_to_target_s", "samples_to_target"), _FIGURE),
+    "predicted": _MAPPING,
+    "environment": _MAPPING,
+}
+_RULES = {**_REQUIRED, **_OPTIONAL}
+_CURE = "take the line out, or benchmark again"
+
+
+def result_of(record: Any, where: str) -> Result:
+    """Check a record of ``results.jsonl``. A field that this version does not know is left out.
+
+    Args:
+        record: as parsed from JSON.
+        where: file and line, for the message.
+
+    Raises:
+        UnsupportedConfiguration: it is of another format version, or a field is missing or not what it must be.
+    """
+    if not isinstance(record, dict):
+        raise UnsupportedConfiguration(f"{where}: a line must be one record, {{...}}; {_CURE}")
+    if record.get("format") != FORMAT:
+        raise UnsupportedConfiguration(
+            f"{where}: format ({record.get('format')}) must be {FORMAT}, which this version reads; "
+            "use the version that wrote the results, or benchmark again"
+        )
+    given = {name: record[name] for name in _RULES if record.get(name) is not None}  # null: not known
+    for name in {**_REQUIRED, **given}:
+        check, words = _RULES[name]
+        if name not in given or not check(given[name]):
+            raise UnsupportedConfiguration(
+                f"{where}: {name} ({_short(given.get(name, 'missing'))}) must be {words}; {_CURE}"
+            )
+    return Result(**_frozen(given))
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _frozen(given: dict[str, Any]) -> dict[str, Any]:
+    tuples: dict[str, Any] = {name: tuple(map(tuple, given[name])) for name in ("loss", "validation") if name in given}
+    if "per_trainer" in given:
+        tuples["per_trainer"] = tuple(given["per_trainer"])
+    if "step_bins" in given:
+        tuples["step_bins"] = {int(index): count for index, count in given["step_bins"].items()}
+    return {**given, **tuples}
+
+
+def read_results(path: Path) -> Results:
+    """Read ``results.jsonl``, or the one in the folder ``path``.
+
+    A last line that has no end and is no record is left out, with a note: whoever wrote it was killed. Of two records
+    of one case and repeat the later one counts, with a note.
+
+    Raises:
+        UnsupportedConfiguration: there is no such file, it holds no record, or a line is none of this format.
+    """
+    path = path / RESULTS_FILE if path.is_dir() else path
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UnsupportedConfiguration(
+            f"{path} must be a file of results that can be read ({error.strerror or error}); "
+            f"give a {RESULTS_FILE} or the folder that holds it"
+        ) from error
+    lines = content.split(b"\n")
+    torn = lines.pop()  # what follows the last line end
+    notes = []
+    found = [_parsed(line, f"{path}:{i}") for i, line in enumerate(lines, 1) if line.strip()]
+    if torn.strip():
+        if _is_record(torn):
+            found.append(_parsed(torn, f"{path}:{len(lines) + 1}"))
+        else:
+            notes.append(f"The last line of {path} is incomplete and left out: its writer was stopped.")
+    if not found:
+        raise UnsupportedConfiguration(f"{path} must hold a record, and holds none; benchmark again")
+    latest = {(one.case, one.repeat): one for one in found}
+    if len(latest) < len(found):
+        notes.append(f"{path} holds {len(found) - len(latest)} repeats twice: the later record counts.")
+    return Results(str(path), tuple(latest.values()), tuple(notes))
+
+
+def _is_record(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _parsed(line: bytes, where: str) -> Result:
+    try:
+        # What some writers put for a number that is not finite is not known.
+        record = json.loads(line, parse_constant=lambda _: None)
+    except (ValueError, RecursionError) as error:
+        raise UnsupportedConfiguration(
+            f"{where}: a line must be a record in JSON, and this one is damaged ({error}); {_CURE}"
+        ) from None
+    return result_of(record, where)
+
+
+def append_result(path: Path, result: Result) -> None:
+    """Add a record and bring it to the disk before returning: what was finished outlives an interrupt or a crash.
+
+    What a writer left behind that was killed inside a line is cut off.
+
+    Raises:
+        UnsupportedConfiguration: the file cannot be written.
+    """
+    try:
+        with path.open("a+b") as file:
+            _end_last_line(file)
+            file.write(json.dumps(result.to_mapping(), allow_nan=False).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise UnsupportedConfiguration(
+            f"{path} must be a file that this user can write ({error.strerror or error}); choose another --out"
+        ) from error
+
+
+def _end_last_line(file: Any) -> None:
+    file.seek(0)
+    head, end, torn = file.read().rpartition(b"\n")
+    if not torn:
+        return
+    if _is_record(torn):
+        file.write(b"\n")
+    else:
+        file.truncate(len(head) + len(end))

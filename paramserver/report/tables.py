@@ -1,0 +1,251 @@
+"""The tables of a report: every figure of every case, the fastest case first."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from paramserver.records import PHASES
+from paramserver.report.case import (
+    CPU,
+    CPU_OF_SAMPLES,
+    LOSS,
+    MEMORY,
+    PER_PROCESS,
+    QUANTILES,
+    SAMPLES_TO_TARGET,
+    TIME_TO_TARGET,
+    WIRE,
+    Case,
+    families,
+    limit_of,
+)
+from paramserver.report.causes import communication_ms, prediction_of
+from paramserver.report.document import Table
+from paramserver.report.figures import Estimate, efficiency
+from paramserver.report.groups import name_of
+from paramserver.report.writing import DASH, bounds, first_line, number, percent, quoted, scenario_words, with_bounds
+
+__all__ = [
+    "definitions_table",
+    "failures_table",
+    "learning_table",
+    "phases_table",
+    "predictions_table",
+    "resources_table",
+    "scaling_table",
+    "staleness_table",
+    "steps_table",
+    "throughput_table",
+]
+
+Row = Sequence[str]
+
+
+def _by_speed(cases: Iterable[Case]) -> list[Case]:
+    timed = [(case.speed.value, case) for case in cases if case.speed is not None]
+    return [case for _, case in sorted(timed, key=lambda one: -one[0])]
+
+
+def _filled(titles: Row, rows: Sequence[Row]) -> Table:
+    """The table without the columns in which nothing is known."""
+    kept = [i for i in range(len(titles)) if i == 0 or any(row[i] != DASH for row in rows)]
+    return Table([titles[i] for i in kept], [[row[i] for i in kept] for row in rows])
+
+
+def throughput_table(cases: Sequence[Case]) -> Table:
+    titles = (
+        "case",
+        "samples/s",
+        "95 %",
+        "median",
+        "repeats",
+        "times the best",
+        "of no communication",
+        "per process",
+        "per trainer",
+    )
+    timed = _by_speed(cases)
+    best = next((case for case in timed if case.baseline is None), timed[0] if timed else None)
+    rows = []
+    for case in timed:
+        assert case.speed is not None
+        assert best is not None
+        limit = limit_of(case, cases)
+        rows.append(
+            (
+                name_of(case),
+                number(case.speed.value),
+                bounds(case.speed),
+                number(case.speed.median),
+                f"{len(case.completed)} of {len(case.results)}",
+                "1" if case is best else with_bounds(case.times(best)),
+                DASH if limit is None else percent(case.times(limit)),
+                _value(case.estimate(PER_PROCESS)),
+                " / ".join(_value(speed) for speed in case.trainer_speeds()) or DASH,
+            )
+        )
+    return _filled(titles, rows)
+
+
+def _value(estimate: Estimate | None) -> str:
+    return DASH if estimate is None else number(estimate.value)
+
+
+def scaling_table(cases: Sequence[Case]) -> Table:
+    rows = []
+    for name, members in families(cases).items():
+        first = members[0]
+        for case in members if members[-1].trainers > first.trainers else ():
+            growth = case.times(first)
+            share = None if growth is None else efficiency(growth, case.trainers, first.trainers)
+            cells = ("1", DASH) if case is first else (with_bounds(growth), percent(share))
+            rows.append((quoted(name), str(case.trainers), with_bounds(case.speed), *cells))
+    return Table(("cases", "trainers", "samples/s", "times the fewest", "efficiency"), rows)
+
+
+def steps_table(cases: Sequence[Case]) -> Table:
+    rows = [(name_of(case), *(number(case.step_ms.get(name)) for name in QUANTILES)) for case in _by_speed(cases)]
+    return _known(("case", *(f"{name} (ms)" for name in QUANTILES)), rows)
+
+
+def _known(titles: Row, rows: Sequence[Row]) -> Table:
+    """Without the cases of which nothing is known."""
+    return _filled(titles, [row for row in rows if any(cell != DASH for cell in row[1:])])
+
+
+def phases_table(cases: Sequence[Case]) -> Table:
+    rows = []
+    for case in _by_speed(cases):
+        known = case.phases_ms
+        total = sum(known.get(name, 0.0) for name in PHASES) if known else None
+        sums = (total, case.step_ms.get("mean") if known else None, known.get("hidden"))
+        rows.append((name_of(case), *(number(value) for value in (*(known.get(name) for name in PHASES), *sums))))
+    titles = ("case", *(f"{name} (ms)" for name in PHASES), "sum (ms)", "step (ms)", "hidden, beside (ms)")
+    return _known(titles, rows)
+
+
+def learning_table(cases: Sequence[Case]) -> Table:
+    rows = []
+    for case in _by_speed(cases):
+        reached = [value for value in case.values(TIME_TO_TARGET).values() if value is not None]
+        has_target = any(one.target for one in case.completed) or bool(reached)
+        rows.append(
+            (
+                name_of(case),
+                with_bounds(case.estimate(LOSS)),
+                _last_validation(case),
+                with_bounds(case.estimate(TIME_TO_TARGET)),
+                with_bounds(case.estimate(SAMPLES_TO_TARGET)),
+                f"{len(reached)} of {len(case.completed)}" if has_target else DASH,
+            )
+        )
+    titles = ("case", "last loss", "last validation", "to the target (s)", "to the target (samples)", "reached it")
+    return _known(titles, rows)
+
+
+def _last_validation(case: Case) -> str:
+    lasts = [one.validation[-1][2] for one in case.completed if one.validation]
+    names = sorted({name for last in lasts for name in last})
+    means = {name: [v for last in lasts if (v := last.get(name)) is not None] for name in names}
+    return ", ".join(f"{name} {number(sum(v) / len(v))}" for name, v in means.items() if v) or DASH
+
+
+def staleness_table(cases: Sequence[Case]) -> Table:
+    rows = []
+    for case in _by_speed(cases):
+        if case.staleness:
+            each = case.staleness_by_trainer()
+            figures = staleness_figures(case.staleness)
+            rows.append(
+                (name_of(case), *figures, " / ".join(staleness_figures(one)[0] for one in each.values()) or DASH)
+            )
+    return _filled(("case", "mean", "p95", "max", "gradients", "mean of each trainer"), rows)
+
+
+def staleness_figures(counts: Mapping[int, int]) -> tuple[str, str, str, str]:
+    """Mean, the least that 95 % do not exceed, maximum, number."""
+    total = sum(counts.values())
+    if not total:
+        return DASH, DASH, DASH, "0"
+    below = itertools.accumulate(counts.values())
+    p95 = next(value for value, count in zip(counts, below, strict=True) if 100 * count >= 95 * total)
+    return number(sum(value * n for value, n in counts.items()) / total), str(p95), str(max(counts)), str(total)
+
+
+def resources_table(cases: Sequence[Case]) -> Table:
+    kib = 1 / 1024
+    columns: tuple[tuple[str, Callable[[Case], Estimate | None], float], ...] = (
+        ("wire per step (KiB)", lambda case: case.estimate(WIRE), kib),
+        ("CPU of servers (s)", lambda case: case.estimate(CPU[0]), 1.0),
+        ("CPU of trainers (s)", lambda case: case.estimate(CPU[1]), 1.0),
+        ("CPU of 1000 samples (s)", lambda case: case.estimate(CPU_OF_SAMPLES), 1.0),
+        ("memory of a server (MiB)", lambda case: case.estimate(MEMORY[0]), 1.0),
+        ("memory of a trainer (MiB)", lambda case: case.estimate(MEMORY[1]), 1.0),
+    )
+    rows = [
+        (name_of(case), *(with_bounds(take(case), scale) for _, take, scale in columns)) for case in _by_speed(cases)
+    ]
+    return _known(("case", *(title for title, _, _ in columns)), rows)
+
+
+def predictions_table(cases: Sequence[Case]) -> Table:
+    rows = []
+    for case in _by_speed(cases):
+        said = prediction_of(case)
+        if said:
+            measured = communication_ms(case, limit_of(case, cases))
+            bandwidth, latency = _float(said.get("bandwidth_bytes_s")), _float(said.get("latency_s"))
+            rows.append(
+                (
+                    name_of(case),
+                    str(said.get("built") or DASH),
+                    number(None if bandwidth is None else bandwidth / 1e6),
+                    number(None if latency is None else latency * 1e6),
+                    number(_float(said.get("communication_ms"))),
+                    number(measured),
+                    number(_float(said.get("break_even_servers"))),
+                )
+            )
+    titles = (
+        "case",
+        "built",
+        "bandwidth (MB/s)",
+        "latency (us)",
+        "predicted (ms a step)",
+        "measured (ms a step)",
+        "servers to break even",
+    )
+    return _filled(titles, rows)
+
+
+def _float(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) else None
+
+
+def failures_table(cases: Sequence[Case]) -> Table:
+    rows = [
+        (name_of(case), str(one.repeat), first_line(one.error) or "no reason is known")
+        for case in cases
+        for one in case.failed
+    ]
+    return Table(("case", "repeat", "error"), rows, are_numbers=False)
+
+
+def definitions_table(cases: Sequence[Case]) -> Table:
+    """What each case is."""
+    rows = []
+    for case in cases:
+        keys = ", ".join(quoted(f"{key}={_short(value)}") for key, value in case.first.overrides.items())
+        role = case.baseline or DASH
+        scenario = scenario_words(case.scenario) or DASH
+        rows.append((name_of(case), case.mode, str(case.trainers), str(case.servers), keys or DASH, scenario, role))
+    titles = ("case", "mode", "trainers", "servers", "keys of the config", "scenario", "baseline")
+    kept = [i for i in range(len(titles)) if i == 0 or any(row[i] != DASH for row in rows)]
+    return Table([titles[i] for i in kept], [[row[i] for i in kept] for row in rows], are_numbers=False)
+
+
+def _short(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)

@@ -1,0 +1,62 @@
+"""When a validation metric reached a value: ``accuracy=0.95``."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paramserver.errors import UnsupportedConfiguration
+from paramserver.report.results import Numbers, Result
+
+__all__ = ["Target", "parse_target", "reached", "with_target"]
+
+# Of metrics with such a word in their name, less is better.
+_SMALLER = ("loss", "error", "perplexity", "mse", "mae")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A value that a validation metric is to reach: at least, or at most."""
+
+    name: str
+    value: float
+    at_most: bool
+
+    def is_met(self, values: Numbers) -> bool:
+        found = values.get(self.name)
+        if found is None:
+            return False
+        return found <= self.value if self.at_most else found >= self.value
+
+
+def parse_target(text: str) -> Target:
+    """Read ``name=value``: at most for a loss or an error, by its name, at least otherwise.
+
+    Raises:
+        UnsupportedConfiguration: it is none.
+    """
+    name, _, word = (part.strip() for part in text.partition("="))
+    try:
+        value = float(word)
+    except ValueError:
+        value = math.nan
+    if not name or not math.isfinite(value):
+        raise UnsupportedConfiguration(
+            f"--target ({text}) must be the name of a validation metric and a number; write for example accuracy=0.95"
+        )
+    return Target(name, value, any(part in name.lower() for part in _SMALLER))
+
+
+def reached(validation: Sequence[tuple[float, float, Numbers]], target: Target) -> tuple[float, float] | None:
+    """Samples and seconds of the first validation that meets it; None where none does."""
+    return next(((samples, seconds) for samples, seconds, values in validation if target.is_met(values)), None)
+
+
+def with_target(result: Result, target: Target) -> Result:
+    """The record with its time and samples to this target in place of another's."""
+    samples, seconds = reached(result.validation, target) or (None, None)
+    return dataclasses.replace(
+        result, target={target.name: target.value}, time_to_target_s=seconds, samples_to_target=samples
+    )

@@ -1,0 +1,190 @@
+"""What was found, in sentences that are derived from the numbers: the first lines of a report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from paramserver.report.case import SAMPLES_TO_TARGET, TIME_TO_TARGET, Case, usual_key
+from paramserver.report.causes import growth, limits, predictions, spent, staleness
+from paramserver.report.figures import Estimate
+from paramserver.report.groups import Group, doubt, groups_of, is_told_apart, name_of, speaker_of, times_words
+from paramserver.report.results import NO_COMMUNICATION
+from paramserver.report.writing import bounds, capital, first_line, listed, percent, plural, with_bounds
+
+__all__ = ["findings"]
+
+_WIDE = 0.15
+
+
+def findings(cases: Sequence[Case]) -> list[str]:
+    """One sentence or two for each thing that was found, the most important first. Names stand in backquotes."""
+    groups = groups_of(cases)
+    if not groups:
+        return ["No case was completed: there is nothing to compare.", *_failures(cases)]
+    speaker = speaker_of(groups)
+    parts: list[Iterable[str]] = [
+        [sentence for group in groups for sentence in (_fastest(group), *_between_modes(group))],
+        _failures(cases),
+        _kept(groups, cases),
+        _targets(groups, cases),
+        limits(speaker, cases),
+        spent(speaker),
+        growth(cases),
+        staleness(cases),
+        predictions(speaker, cases),
+        _precision(groups),
+        _crowded(cases),
+    ]
+    return [sentence for part in parts for sentence in part]
+
+
+# Which case was the fastest.
+
+
+def _fastest(group: Group) -> str:
+    best, others = group.best, group.cases[1:]
+    reached = f"{with_bounds(best.speed)} samples/s"
+    if not others:
+        return f"{group.conditions}{name_of(best)} applied {reached}."
+    tied = _tied(group)
+    if not tied:
+        ahead = times_words(best.times(others[0]), others[0])
+        return f"{group.conditions}{name_of(best)} was the fastest: {reached}, {ahead}" + (
+            ", the next." if len(others) > 1 else "."
+        )
+    nearest = best.times(tied[0])
+    text = f"{name_of(best)} applied {reached}, {times_words(nearest, tied[0])}{doubt(nearest)}."
+    if len(tied) > 1 and nearest is not None and nearest.has_interval:
+        text += f" Nor can {listed([name_of(case) for case in tied[1:]])} be told apart from it."
+    behind = _first_behind(group)
+    return f"{group.conditions}{text}" + (
+        f" It was {times_words(best.times(behind), behind)}." if behind is not None else ""
+    )
+
+
+def _tied(group: Group) -> list[Case]:
+    """Those that may be as fast as the best."""
+    return [case for case in group.cases[1:] if not is_told_apart(group.best.times(case))]
+
+
+def _first_behind(group: Group) -> Case | None:
+    return next((case for case in group.cases[1:] if is_told_apart(group.best.times(case))), None)
+
+
+def _between_modes(group: Group) -> list[str]:
+    """The best of every other mode beside the best of all, where that has not been said."""
+    best, *others = group.best_of_modes()
+    said = (*group.cases[1:2], _first_behind(group))
+    told = []
+    for other in others:
+        if all(case is not other for case in said):
+            ratio = best.times(other)
+            told.append(f"{name_of(best)} was {times_words(ratio, other)}, the best of {other.mode}{doubt(ratio)}")
+    return [capital(f"{group.conditions}{'; '.join(told)}.")] if told else []
+
+
+def _failures(cases: Sequence[Case]) -> list[str]:
+    broken = [case for case in cases if case.failed]
+    if not broken:
+        return []
+    told = []
+    for case in broken:
+        of = f" in {len(case.failed)} of {len(case.results)} repeats" if len(case.results) > 1 else ""
+        told.append(f"{name_of(case)}{of}: {first_line(case.failed[0].error) or 'no reason is known'}".rstrip("."))
+    return [f"Of {plural(len(cases), 'case')}, {len(broken)} failed. {'. '.join(told)}."]
+
+
+# What matters beside speed.
+
+
+def _kept(groups: Sequence[Group], cases: Sequence[Case]) -> list[str]:
+    """What each case keeps of its speed under a scenario."""
+    usual = {usual_key(case): case for case in cases if not case.scenario and case.speed is not None}
+    sentences = []
+    for group in groups:
+        kept = []
+        for case in group.cases:
+            before = usual.get(usual_key(case)) if case.scenario else None
+            share = None if before is None else case.times(before)
+            if share is not None:
+                kept.append((share.value, f"{name_of(case)} keeps {percent(share)}"))
+        if kept:
+            told = listed([text for _, text in sorted(kept, reverse=True)])
+            sentences.append(capital(f"{group.conditions}of its speed otherwise, {told}."))
+    return sentences
+
+
+def _targets(groups: Sequence[Group], cases: Sequence[Case]) -> list[str]:
+    """Who reached the target first; the loops without communication train models of their own, and are left out."""
+    able = [case for case in cases if case.completed and case.baseline != NO_COMMUNICATION]
+    target = next((one.target for case in able for one in case.results if one.target), None)
+    what = " and ".join(f"{name} {value:g}" for name, value in target.items()) if target else "the target"
+    by_time = sorted((case for case in able if _reached(case)), key=_time)
+    if not by_time:
+        return [f"No case reached {what} in the time it had."] if target else []
+    first, others = by_time[0], by_time[1:]
+    text = f"{capital(what)} was reached first by {name_of(first)}{_in_some(first)}, after "
+    text += f"{with_bounds(first.estimate(TIME_TO_TARGET))} s"
+    if others:
+        longer = others[0].times(first, TIME_TO_TARGET)
+        text += f"; {name_of(others[0])}{_in_some(others[0])} took {with_bounds(longer)} times as long{doubt(longer)}"
+    sentences = [f"{text}."]
+    if len(groups) == 1 and groups[0].best in others:
+        sentences.append(f"{name_of(groups[0].best)}, which applied the most samples per second, was not the first.")
+    fewest = min(by_time, key=lambda case: _value(case.estimate(SAMPLES_TO_TARGET)))
+    if fewest is not first:
+        samples = fewest.estimate(SAMPLES_TO_TARGET)
+        sentences.append(f"{name_of(fewest)} needed the fewest samples for it: {with_bounds(samples)}.")
+    never = [name_of(case) for case in able if not _reached(case)]
+    return sentences + ([f"It was not reached by {listed(never)}."] if never else [])
+
+
+def _reached(case: Case) -> int:
+    return sum(value is not None for value in case.values(TIME_TO_TARGET).values())
+
+
+def _time(case: Case) -> tuple[bool, float]:
+    """A case that reaches the target now and then comes after those that always do."""
+    return _reached(case) < len(case.completed), _value(case.estimate(TIME_TO_TARGET))
+
+
+def _in_some(case: Case) -> str:
+    reached, repeats = _reached(case), len(case.completed)
+    return "" if reached == repeats else f" (in {reached} of {repeats} repeats)"
+
+
+def _value(estimate: Estimate | None) -> float:
+    return float("inf") if estimate is None else estimate.value
+
+
+# What limits the rest.
+
+
+def _precision(groups: Sequence[Group]) -> list[str]:
+    known = [(case, case.speed) for group in groups for case in group.cases if case.speed is not None]
+    wide = [(case, speed) for case, speed in known if (speed.relative_width or 0) > _WIDE]
+    if wide:
+        widest, speed = max(wide, key=lambda one: one[1].relative_width or 0)
+        which = name_of(widest) + (f" and {plural(len(wide) - 1, 'other')}" if len(wide) > 1 else "")
+        return [
+            f"The interval of {which} is wider than {100 * _WIDE:.0f} % of the mean ({bounds(speed)} samples/s): more "
+            "repeats or more seconds would tell more."
+        ]
+    if all(not speed.has_interval for _, speed in known):
+        return ["Each case ran once, so nothing is known of the spread: repeat to learn what is chance."]
+    return []
+
+
+def _crowded(cases: Sequence[Case]) -> list[str]:
+    crowded = []
+    for case in cases:
+        cores = case.first.environment.get("cores")
+        if isinstance(cores, int) and case.completed and case.trainers + case.servers > cores:
+            crowded.append((case.trainers + case.servers, cores))
+    if not crowded:
+        return []
+    processes, cores = max(crowded)
+    return [
+        f"Up to {processes} trainers and servers shared {plural(cores, 'core')}: what they compete for is in these "
+        f"figures, and hosts of their own would give others."
+    ]

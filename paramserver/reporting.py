@@ -1,0 +1,61 @@
+"""Makes the pages of runs and benchmarks that exist: ``paramserver report RUN_DIR...``."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from paramserver.launch import tell
+from paramserver.leaving import leave, put_out
+from paramserver.report.case import cases_of
+from paramserver.report.drawing import has_matplotlib
+from paramserver.report.page import NO_PLOTS, write_report
+from paramserver.report.runs import results_at
+from paramserver.report.target import parse_target, with_target
+from paramserver.report.words import findings
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The arguments of ``paramserver report``."""
+    parser = argparse.ArgumentParser(
+        prog="paramserver report",
+        description="Compare runs that exist, or show a benchmark again: report.html (one file, no network needed) and "
+        "report.md. Runs that differ in seed and name alone are repeats of one case.",
+        epilog="Exit codes: 0 done, 2 the input is wrong.",
+    )
+    parser.add_argument(
+        "paths", type=Path, nargs="+", metavar="RUN_DIR", help="folders of runs, or one results.jsonl or its folder"
+    )
+    parser.add_argument("--out", type=Path, default=Path("report"), metavar="DIR", help="default: report")
+    parser.add_argument("--target", metavar="NAME=VALUE", help="tell when a validation metric got there: accuracy=0.95")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    arguments = make_parser().parse_args(argv)
+    try:
+        put_out(_report(arguments.paths, arguments.out, arguments.target))
+    except KeyboardInterrupt:
+        return 1
+    except Exception as error:  # noqa: BLE001 - the last thing printed; with its traceback, unless the input is wrong
+        return tell(error)
+    return 0
+
+
+def _report(paths: Sequence[Path], out: Path, target_text: str | None) -> str:
+    """Write the pages; what was found, and where they are."""
+    target = None if target_text is None else parse_target(target_text)
+    results = results_at(paths)
+    if target is not None:
+        results = dataclasses.replace(results, results=tuple(with_target(one, target) for one in results.results))
+    pages = write_report(results, out)
+    sentences = [*findings(cases_of(results.results)), *results.notes, *([] if has_matplotlib() else [NO_PLOTS])]
+    return "\n".join([*sentences, "", *map(str, pages)])
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1:]))

@@ -1,0 +1,160 @@
+"""Whether the benchmark's throughput is that of a clock outside: samples told by the task, time by who started it.
+
+    python -m tests.measure.outside_clock [--model mlp] [--seconds 5] [--trainers 2] [--repeats 3]
+
+The task writes how many samples each batch holds into a pipe; this process reads the pipe, and notes when each line
+comes. From ``--warm`` seconds after the first line to the last line, samples over seconds is the outside throughput.
+The record's own must be within 3 %, and the phases of a step must sum to its mean within 5 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import selectors
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+from torch import Tensor, nn
+
+from paramserver.bench.cases import Asked, Case, interleaved, make_cases
+from paramserver.bench.measured import Method, measure
+from paramserver.cluster import child_environment, process_environ
+from paramserver.records import PHASES
+from paramserver.report.results import Result
+from tests.measure.common import BATCH_SIZE, MODELS, Measured, origin, spread, verdict
+
+AGREES = 0.03
+SUMS = 0.05
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Told(Measured):
+    """Writes the samples of each batch into a pipe.
+
+    Args:
+        pipe: its name.
+        model: a name among ``MODELS``.
+    """
+
+    def __init__(self, pipe: str, model: str = "small") -> None:
+        super().__init__(model)
+        self.pipe = pipe
+
+    def on_train_start(self) -> None:
+        self.out = os.open(self.pipe, os.O_WRONLY)
+
+    def training_step(self, model: nn.Module, batch: Any, batch_idx: int) -> Tensor:
+        os.write(self.out, f"{len(batch[0])}\n".encode())
+        return super().training_step(model, batch, batch_idx)
+
+    def on_train_end(self) -> None:
+        os.close(self.out)
+        super().on_train_end()
+
+
+class Listener:
+    """Reads the pipe in a thread, and notes when samples come. A context manager.
+
+    Args:
+        pipe: made here.
+    """
+
+    def __init__(self, pipe: Path) -> None:
+        os.mkfifo(pipe)
+        # Open for writing too, so that no writer has to wait, and the last one that leaves ends nothing.
+        self._file = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._listen, name="outside-clock")
+        self.heard: list[tuple[float, int]] = []
+
+    def _listen(self) -> None:
+        rest = b""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._file, selectors.EVENT_READ)
+            while not self._ended.is_set():
+                if not selector.select(0.1):
+                    continue
+                *lines, rest = (rest + os.read(self._file, 1 << 16)).split(b"\n")
+                self.heard += [(time.perf_counter(), int(line)) for line in lines]
+
+    def __enter__(self) -> Listener:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        os.close(self._file)
+
+    def rate(self, warm_s: float) -> float:
+        """Samples per second, from ``warm_s`` after the first batch to the last."""
+        begin, end = self.heard[0][0] + warm_s, self.heard[-1][0]
+        return sum(count for moment, count in self.heard if begin < moment <= end) / (end - begin)
+
+
+def config_of(pipe: Path, model: str, trainers: int) -> dict[str, Any]:
+    return {
+        "task": "tests.measure.outside_clock:Told",
+        "task_args": {"pipe": str(pipe), "model": model},
+        "cluster": {"num_trainers": trainers},
+        "training": {"max_steps": 1, "batch_size": BATCH_SIZE},
+    }
+
+
+def method_of(folder: Path, seconds: float, warm_s: float) -> Method:
+    environ = {**child_environment(process_environ(), sharers=1, config_folder=ROOT), "OMP_NUM_THREADS": "1"}
+    return Method(out=folder, folders=[ROOT], environ=environ, seconds=seconds, warm_s=warm_s)
+
+
+def heard_and_recorded(case: Case, repeat: int, method: Method, pipe: Path) -> tuple[float, Result]:
+    """The throughput by the outside clock, and the record of the same run."""
+    pipe.unlink(missing_ok=True)
+    with Listener(pipe) as listener:
+        record = measure(case, repeat, method)
+    if not record.is_completed:
+        raise RuntimeError(record.error)
+    return listener.rate(method.warm_s), record
+
+
+def phase_share(record: Result) -> float:
+    """What the phases sum to, in mean steps."""
+    return sum(record.phases_ms[name] or 0.0 for name in PHASES) / (record.step_ms["mean"] or 1.0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="mlp")
+    parser.add_argument("--trainers", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--warm", type=float, default=1.0)
+    parser.add_argument("--repeats", type=int, default=3)
+    arguments = parser.parse_args()
+    print(origin())
+    with tempfile.TemporaryDirectory() as folder:
+        pipe, file = Path(folder) / "pipe", Path(folder) / "config.yaml"
+        file.write_text(yaml.safe_dump(config_of(pipe, arguments.model, arguments.trainers)), encoding="utf-8")
+        cases = make_cases(Asked(file))
+        method = method_of(Path(folder) / "out", arguments.seconds, arguments.warm)
+        ratios: dict[str, list[float]] = {case.name: [] for case in cases}
+        shares: dict[str, list[float]] = {case.name: [] for case in cases}
+        for repeat, case in interleaved(cases, arguments.repeats):
+            outside, record = heard_and_recorded(case, repeat, method, pipe)
+            ratios[case.name].append((record.samples_per_second or 0.0) / outside)
+            shares[case.name].append(phase_share(record))
+            print(f"  {repeat + 1}/{arguments.repeats} {case.name}: {outside:.0f} samples/s outside", file=sys.stderr)
+    print(f"\n{'':30s}{'record / outside clock':34s}phases / step")
+    for name, found in ratios.items():
+        agrees = verdict(max(abs(ratio - 1) for ratio in found) <= AGREES)
+        sums = verdict(abs(statistics.median(shares[name]) - 1) <= SUMS)
+        print(f"{name:30s}{spread(found, '.3f')} {agrees:8s} {spread(shares[name], '.3f')} {sums}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Whether the bytes that the benchmark tells of are those that the kernel counts.
+
+    python -m tests.measure.wire_bytes [--bandwidth 400mbit] [--seconds 10] [--repeats 3] [--trainers 1 2]
+
+As root. Each rank runs in a network namespace of its own, so that nothing passes but through its interface; the model
+has 1.9 million parameters. While a run trains, this process reads the counters of the trainers' interfaces, several
+times a second, and hears of each batch from the task (see ``outside_clock``). What the counters grew by per batch is
+held against the record's bytes per step. Headers of packets, agreements and heartbeats are in the kernel's figure
+alone: at most 5 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import yaml
+
+from paramserver.bench.cases import Asked, Case, make_cases
+from paramserver.bench.measured import Method, measure
+from paramserver.bench.network import Hosts, parse_bandwidth
+from paramserver.bench.watch import interpolated
+from tests.measure.common import origin, spread, verdict
+from tests.measure.outside_clock import Listener, config_of, method_of
+
+AGREES = 0.05
+LOOK_EVERY_S = 0.2
+
+
+class Counters:
+    """Reads the counters of some hosts in a thread, added up. A context manager."""
+
+    def __init__(self, hosts: Hosts, numbers: range) -> None:
+        self._hosts, self._numbers = hosts, numbers
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._read, name="counters")
+        self.samples: list[tuple[float, float]] = []
+
+    def _read(self) -> None:
+        while not self._ended.wait(LOOK_EVERY_S):
+            moved = sum(self._hosts.moved_bytes(number) for number in self._numbers)
+            self.samples.append((time.perf_counter(), float(moved)))
+
+    def __enter__(self) -> Counters:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def moved(self, begin: float, end: float) -> float:
+        """Bytes between two moments."""
+        return interpolated(self.samples, end) - interpolated(self.samples, begin)
+
+
+def bytes_per_step(counters: Counters, heard: Sequence[tuple[float, int]], trainers: int, warm_s: float) -> float:
+    """What the kernel counted for each batch that the task told of, from one after ``warm_s`` seconds to the last.
+
+    Both ends are the same moment of a step of all trainers, so that whole steps lie between.
+    """
+    moments = [moment for moment, _ in heard if moment >= heard[0][0] + warm_s]
+    steps = (len(moments) - 1) // trainers * trainers
+    return counters.moved(moments[0], moments[steps]) / steps
+
+
+def case_of(folder: Path, pipe: Path, trainers: int) -> Case:
+    file = folder / f"config-{trainers}.yaml"
+    file.write_text(yaml.safe_dump(config_of(pipe, "mlp", trainers)), encoding="utf-8")
+    return make_cases(Asked(file, modes="rpc", trainers=str(trainers)))[-1]
+
+
+def compared(case: Case, repeat: int, method: Method, pipe: Path) -> tuple[float, float]:
+    """Bytes per step and trainer: the kernel's, and the record's."""
+    assert method.hosts is not None
+    pipe.unlink(missing_ok=True)
+    trainers = range(case.servers, case.servers + case.trainers)
+    with Listener(pipe) as listener, Counters(method.hosts, trainers) as counters:
+        record = measure(case, repeat, method)
+    if not record.is_completed:
+        raise RuntimeError(record.error)
+    return bytes_per_step(counters, listener.heard, case.trainers, method.warm_s), record.wire_bytes_per_step or 0.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bandwidth", default="400mbit")
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--trainers", type=int, nargs="+", default=[1, 2])
+    arguments = parser.parse_args()
+    print(origin())
+    with tempfile.TemporaryDirectory() as name:
+        for trainers in arguments.trainers:
+            pipe = Path(name) / "pipe"
+            case = case_of(Path(name), pipe, trainers)
+            ratios = []
+            for repeat in range(arguments.repeats):
+                # New interfaces, whose counters begin at nothing.
+                with Hosts(case.trainers + case.servers, parse_bandwidth(arguments.bandwidth)) as hosts:
+                    method = replace(method_of(Path(name) / "out", arguments.seconds, 1.0), hosts=hosts)
+                    counted, told = compared(case, repeat, method, pipe)
+                ratios.append(counted / told)
+                print(
+                    f"  {repeat + 1}/{arguments.repeats} {case.name}: {counted:.0f} and {told:.0f} bytes a step",
+                    file=sys.stderr,
+                )
+            agrees = verdict(all(abs(ratio - 1) <= AGREES for ratio in ratios))
+            print(f"{case.name}: kernel / record {spread(ratios, '.3f')}, within {AGREES:.0%}: {agrees}")
+
+
+if __name__ == "__main__":
+    main()
