@@ -6,6 +6,8 @@ import os
 import stat
 import subprocess
 import sys
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -16,10 +18,12 @@ from zmq.auth import load_certificate
 from paramserver import cli, outside
 from paramserver.client import Client, ping
 from paramserver.cluster import own_address
+from paramserver.deadlines import poll_until
 from paramserver.errors import ClientError, UnsupportedConfiguration
 from paramserver.online.desk_line import DeskLine
 from paramserver.online.keys import client_file, client_security, make_keys, peer_security, server_security
 from paramserver.online.messages import Header, Kind
+from paramserver.online.postman import Postman
 
 SHORT_S = 0.5
 
@@ -85,6 +89,35 @@ def test_another_run_is_not_trusted(run, folder, tmp_path):
 
 def test_without_a_key_nobody_is_answered(run):
     assert "clients" not in refused(run, None)
+
+
+def wait_until_cut(socket):
+    """The handshake failed, and libzmq has nobody to send to any more."""
+    assert poll_until(time.monotonic() + 20, lambda: not socket.poll(0, zmq.POLLOUT) or None, threading.Event())
+
+
+def wait_for(postman):
+    while True:
+        postman.socket.poll(1000 * max(0.0, postman.touch() - time.monotonic()))
+
+
+def test_a_failed_handshake_holds_no_client_up(run):
+    context = zmq.Context()
+    line = DeskLine(context, "the run", run.address, None)
+    wait_until_cut(line.socket)
+    with pytest.raises(ClientError, match=r"gave no sign of life for 0\.5 s"):
+        line.ask(Header(Kind.HELLO), b"", answer=Kind.WELCOME, timeout_s=SHORT_S)
+    line.close()
+    who = {"header": Header(Kind.HELLO), "parameters": b"", "timeout_s": 60.0}
+    postman = Postman(context, "trainer 0", run.welcome.trainers[0], None, **who)
+    wait_until_cut(postman.socket)
+    postman.post(0, [b"", b""])
+    postman.begin_to_wait()
+    with pytest.raises(ClientError, match=r"the connection to trainer 0 at \S+ was lost"):
+        wait_for(postman)
+    postman.close()
+    context.term()
+    assert run.heard == []
 
 
 def test_clients_come_and_go_while_the_run_goes_on(run, folder):
