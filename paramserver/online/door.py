@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
-import socket
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -11,7 +9,7 @@ from paramserver.config import SimulationsConfig
 from paramserver.errors import UnsupportedConfiguration
 from paramserver.online.clerk import Message
 from paramserver.online.keys import ServerSecurity
-from paramserver.online.zeromq import zmq
+from paramserver.online.zeromq import listening_host, zmq
 
 # What a trainer tells grows with the simulations that it knows, some 20 bytes for each.
 _MOST_BYTES = 64 * 2**20
@@ -32,7 +30,7 @@ class Door:
     """
 
     def __init__(self, config: SimulationsConfig) -> None:
-        host = _numeric(config.address)
+        host = listening_host(config.address)
         self._context: zmq.Context[Any] = zmq.Context()
         self._security: ServerSecurity | None = None
         self._router = self._context.socket(zmq.ROUTER)
@@ -86,19 +84,3 @@ class Door:
         if self._security is not None:
             self._security.close()
         self._context.term()
-
-
-def _numeric(host: str) -> str:
-    """The address of a host as ZeroMQ wants it, which looks up no names where it listens."""
-    try:
-        found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise UnsupportedConfiguration(
-            f"simulations.address ({host}) must be an address of rank 0's host ({error.strerror}); correct it"
-        ) from error
-    address = str(min(found, key=lambda one: one[0] != socket.AF_INET)[4][0])
-    if ipaddress.ip_address(address.partition("%")[0]).is_unspecified:
-        raise UnsupportedConfiguration(
-            f"simulations.address ({host}) must be the one on which clients reach rank 0; give this host's own"
-        )
-    return f"[{address}]" if ":" in address else address

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import socket as system_socket
+import secrets
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -18,7 +18,7 @@ from paramserver.online.pending import Bell, Pending
 from paramserver.online.post import Post
 from paramserver.online.tally import Tally
 from paramserver.online.verdicts import Accepted, Refused, Verdict, Visitor
-from paramserver.online.zeromq import zmq
+from paramserver.online.zeromq import listening_host, zmq
 
 # Messages that are read before anything else gets its turn.
 _AT_ONCE = 64
@@ -72,6 +72,8 @@ class Ear:
             security.protect(self._clients)
             self._bind()
             self._desk = opening.enter_context(self._socket(context, zmq.DEALER))
+            # Under its own name it is known again where its connection broke; nobody else can guess it.
+            self._desk.routing_id = b"trainer" + secrets.token_bytes(16)
             peer_security(self._desk, self.post.keys)
             self._desk.connect(self.post.desk)
             self._opened = opening.pop_all()
@@ -89,7 +91,7 @@ class Ear:
         # A client that connects anew under its own name is the same client.
         self._clients.router_handover = True
         try:
-            self._clients.bind(f"tcp://{_numeric(self.post.host)}:*")
+            self._clients.bind(f"tcp://{listening_host(self.post.host)}:*")
         except zmq.ZMQError as error:
             raise UnsupportedConfiguration(
                 f"trainer {self.post.trainer_index} cannot listen on {self.post.host} ({error}); correct "
@@ -162,7 +164,8 @@ class Ear:
         now = time.monotonic()
         if now < self._report_due:
             return
-        if self._ready:
+        # With nobody at the other end a send would wait; the silence is noticed below.
+        if self._ready and self._desk.poll(0, zmq.POLLOUT):
             self._desk.send_multipart([self._to_desk(Kind.REPORT), self.tally.report().pack()])
         self._reported, self._report_due = now, now + self.interval_s
         if now - self._counted >= self.interval_s:
@@ -272,14 +275,3 @@ class Ear:
 
 
 _OVER = "the run wants no more samples"
-
-
-def _numeric(host: str) -> str:
-    """The address of a host as ZeroMQ wants it, which looks up no names where it listens."""
-    try:
-        address = system_socket.getaddrinfo(host.strip("[]"), None, type=system_socket.SOCK_STREAM)[0][4][0]
-    except OSError as error:
-        raise UnsupportedConfiguration(
-            f"simulations.address ({host}) must be an address of this machine ({error.strerror}); correct it"
-        ) from error
-    return f"[{address}]" if ":" in str(address) else str(address)

@@ -11,7 +11,6 @@ sample that is there to the last.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import tempfile
 import time
