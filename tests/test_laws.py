@@ -24,7 +24,7 @@ FLOORS = {
     0: "errors version",
     1.0: "buffers checkpoint config courier deadlines draws edge flat leaving link loading parent records roles",
     1.1: "cluster limits links rundir shards",
-    1.15: "undo",
+    1.15: "opening resuming undo",
     1.2: "attempts claim consistency slicing",
     1.3: "protocol",
     2.0: "report resharding sinks sources",
