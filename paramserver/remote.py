@@ -138,8 +138,8 @@ class RemoteServer:
             return pulled
         return tuple(flat for one in answer for flat in self._answer(one, "pull", None))
 
-    def look(self, version: int) -> Look:
-        """A version for validation."""
+    def look(self, version: int | None) -> Look:
+        """A version for validation; None = whatever is current, on each server."""
         begun = [self._begin_at(name, "look", version) for name in self._others]
         look: Look = self.call("look", self.index, version)
         others = [flat for one in begun for flat in self._answer(one, "look", self.config.cluster.timeout_s)]

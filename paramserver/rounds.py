@@ -258,10 +258,10 @@ class Rounds:
         made = self.rules.step - self._making
         return settled(None) if made >= step else self._followers.add(trainer_index, None)
 
-    def look(self, trainer_index: int, version: int) -> Look:
-        """A version that is kept, or the current one."""
+    def look(self, trainer_index: int, version: int | None) -> Look:
+        """A version that is kept, or the current one; None = whatever is current."""
         end = self.ends[trainer_index]
-        if version != self.rules.step:
+        if version not in (None, self.rules.step):
             return end.kept(*self.versions.kept(version))
         place, flats = end.look()
         return Look(place, tuple(flats), end.buffers(self.versions.snapshot_of_buffers()))

@@ -285,8 +285,8 @@ class ParameterServer(TutorialMethods):
             self._check_running()
             return self.rounds.follow(trainer_index, step)
 
-    def look(self, trainer_index: int, version: int) -> Look:
-        """A version that is kept, or the current one: for validation."""
+    def look(self, trainer_index: int, version: int | None) -> Look:
+        """A version that is kept, or the current one: for validation. None = whatever is current."""
         with self._lock:
             return self.rounds.look(trainer_index, version)
 

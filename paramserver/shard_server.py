@@ -123,10 +123,12 @@ class ShardServer:
             flats = self._outgoing.version() if current else self._outgoing.rounded(self._find(version))
         return tuple(pulled(self.portion.leaves, flats))
 
-    def look(self, version: int) -> tuple[Tensor, ...]:
-        """The same without a way back, for validation."""
+    def look(self, version: int | None) -> tuple[Tensor, ...]:
+        """The same without a way back, for validation; None = whatever is current."""
         with self._lock:
-            return tuple(self._outgoing.version() if version == self.version else self._find(version))
+            if version is None or version == self.version:
+                return tuple(self._outgoing.version())
+            return tuple(self._find(version))
 
     def take_push(self, context_id: int, trainer_index: int, version: int) -> None:
         """The gradients that a context holds are complete; they wait for the order that names them."""

@@ -38,9 +38,9 @@ def folder(tmp_path_factory):
 def started(nest, folder):
     """Starts a run of ``Paced`` under trainers that write ledgers, and waits for its end."""
 
-    def start(name, trainers, *flags, code=0, **config):
+    def start(name, trainers, *flags, code=0, servers=1, **config):
         config = {"task": f"{REPLAY}:Paced", "trainer": f"{REPLAY}:LedgerTrainer", "mode": "rpc", **config}
-        file = write_config(folder / name, cluster={"num_trainers": trainers}, **config)
+        file = write_config(folder / name, cluster={"num_trainers": trainers, "num_servers": servers}, **config)
         said, output = nest.run(["--config", file, "--set", f"logging.name={name}", *flags], folder / name)
         assert said == code, output
         return Finished(said, output, folder / name / "runs" / name)
@@ -374,6 +374,25 @@ def test_a_parameter_that_is_changed_in_place_on_a_trainer_is_refused_by_name(st
     run = started("changed", 2, code=2, server=server, task_args={"changes": 1})
     assert "(trainer 1): parameter gate was changed in place on a trainer, and belongs to the server" in run.output
     assert run.summary["status"] == "failed"
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "rpc"])
+@pytest.mark.parametrize("servers", [1, 2])
+def test_a_trainer_that_is_late_begins_at_what_is_current(started, folder, transport, servers):
+    fifo = folder / f"late-{transport}-{servers}"
+    os.mkfifo(fifo)
+    finished = started(
+        fifo.name + "-run",
+        2,
+        trainer=f"{REPLAY}:Late",
+        task_args={"fifo": str(fifo)},
+        servers=servers,
+        server={"consistency": "async", "transport": transport},
+        training={"max_steps": 40},
+    )
+    versions = [entry.version for entry in Ledger.of(finished).entries if entry.trainer == 1]
+    assert versions
+    assert versions[0] >= 9
 
 
 def test_nothing_is_left_of_a_run_that_is_killed(nest, folder):

@@ -23,7 +23,7 @@ from paramserver.membership import Member, release_lifelines
 from paramserver.modelling import build_model, load_weights, plain_weights
 from paramserver.optimizer import SharedOptimizer
 from paramserver.process import Process
-from paramserver.protocol import Round, Welcome
+from paramserver.protocol import Look, Round, Welcome
 from paramserver.records import Record, StepReport, StepResult, TrainerTotals, WeightedSums
 from paramserver.remote import RemoteServer
 from paramserver.session import rpc_trainer
@@ -118,7 +118,8 @@ class RpcTrainer(Trainer):
         self._lay_out(welcome.parameters, welcome.buffers)
         self.way = self._way(welcome)
         log.info("trainer %d: parameters and gradients travel by %s", self.trainer_index, self.way.name)
-        self.refresh()
+        # Trainers that run freely may have gone on since the welcome; each step pulls its own version.
+        self._show(self.remote.look(None))
 
     def _lay_out(self, parameters: Layout, buffers: Layout) -> None:
         """Where each tensor of the model lies in what travels; gradients leave from memory that is used again."""
@@ -277,7 +278,9 @@ class RpcTrainer(Trainer):
     # Validation, checkpoints, records.
 
     def refresh(self) -> None:
-        look = self.remote.look(self.step)
+        self._show(self.remote.look(self.step))
+
+    def _show(self, look: Look) -> None:
         if look.place is None:
             self.way.take(look.parameters)
         else:
