@@ -87,6 +87,17 @@ def test_without_a_key_nobody_is_answered(run):
     assert "clients" not in refused(run, None)
 
 
+@pytest.mark.parametrize("unknown", [False, True], ids=["without a key", "with an unknown one"])
+def test_who_asks_again_after_a_failed_handshake_is_told_and_does_not_wait(run, folder, tmp_path, unknown):
+    keys = tmp_path / "other" if unknown else None
+    if keys is not None:
+        make_keys(keys)
+        (keys / "server.key").write_bytes((folder / "server.key").read_bytes())
+    with pytest.raises(ClientError, match=r"has broken off the connection to this client: .* key; correct the address"):
+        Client(run.address, keys=keys, timeout_s=30).open(0, [1.0])
+    assert run.heard == []
+
+
 def test_clients_come_and_go_while_the_run_goes_on(run, folder):
     make_keys(folder, "laptop")
     assert ping(run.address, folder / "laptop.key_secret") == {"alive": True}

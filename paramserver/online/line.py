@@ -62,8 +62,20 @@ class Line:
         return f"{self.name} at {self.address}"
 
     def send(self, header: Header, *frames: Any) -> None:
-        """What a frame is made of may change afterwards: it is copied."""
-        self.socket.send_multipart([header.pack(), *frames])
+        """What a frame is made of may change afterwards: it is copied.
+
+        Raises:
+            ClientError: the other end has broken off the connection for good.
+        """
+        try:
+            self.socket.send_multipart([header.pack(), *frames], zmq.NOBLOCK)
+        except zmq.Again as error:
+            # Without a limit on what waits to leave, a send has to wait only where there is no connection any more:
+            # ZeroMQ does not try again after a handshake that failed.
+            raise ClientError(
+                f"{self} has broken off the connection to this client: it is no run, or it does not know this client's "
+                "key; correct the address, or the keys on both sides"
+            ) from error
 
     def receive(self) -> Iterator[Message]:
         """Every message that is there; does not wait.
