@@ -194,6 +194,7 @@ def test_simulations_that_all_fail_end_the_run_in_one_sentence(tmp_path, mode, f
     last = finished.output.rpartition("error: ")[2]
     assert says in last
     assert "logs/simulation-" in last
+    assert last.count("\n") == 1, "more than one sentence"
     assert finished.summary["status"] == "failed"
 
 
