@@ -150,6 +150,7 @@ def test_samples_from_outside(tmp_path):
     finish(ports())
     finished[0].join(60)
     assert finished[1].code == 0, finished[1].output
+    assert f"clients reach this run at {ports()}\n" in finished[1].output
     assert sorted(served(tmp_path / "ledger")) == sorted(product((3, 11, 40), range(STEPS)))
 
 
