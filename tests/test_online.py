@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runs import here, launch, resume, same_bits, together
+from runs import here, launch, main_here, resume, same_bits, together
 from simulations import SHAPE, field
 from streams import served
 
@@ -205,14 +205,30 @@ def test_a_run_that_has_enough_tells_its_simulations(tmp_path):
     assert finished.summary["steps"] == 2
 
 
-def test_dry_run_says_what_is_expected(tmp_path):
-    finished = online(tmp_path, "local")
-    from runs import main_here
+def dry_run(folder, **options):
+    (folder / "config.yaml").write_text(json.dumps({"mode": "rpc", **config(folder, **options)}))
+    return main_here("--config", folder / "config.yaml", "--dry_run")
 
-    code, said = main_here("--config", tmp_path / "config.yaml", "--mode", "rpc", "--dry_run")
+
+def test_dry_run_says_what_is_expected(tmp_path):
+    code, said = dry_run(tmp_path, buffer={"watermark": 7})
     assert code == 0
-    assert finished.code == 0
-    assert f"{len(ALL) // 2} samples, {len(ALL) // 8} batches" in said
+    assert said.count(f"{len(ALL) // 2} samples, {len(ALL) // 8} batches, the first from 7 samples on\n") == 2
+    assert f"simulations: {COUNT}, 3 at a time\n" in said
+
+
+@pytest.mark.parametrize(
+    ("section", "told", "says"),
+    [
+        ("buffer", {"watermark": 41}, "buffer.watermark (41) must be at most the 40 samples that trainer 0 of 2"),
+        ("simulations", {"sampler": "bogus"}, "simulations.sampler (bogus)"),
+        ("simulations", {"function": None, "command": "/no/such/solver {a}"}, "begins with /no/such/solver"),
+    ],
+)
+def test_dry_run_refuses_what_a_run_would_refuse(tmp_path, section, told, says):
+    code, said = dry_run(tmp_path, **{section: told})
+    assert code == 2
+    assert says in said
 
 
 def test_a_watermark_that_the_simulations_never_reach_is_refused(tmp_path):
