@@ -6,10 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paramserver.buffers import make_buffer
+from paramserver.cluster import process_environ
 from paramserver.config import Config, Role, dump_yaml, roles, world_size_of
 from paramserver.devices import place_server, place_trainer
+from paramserver.online.command import Command
 from paramserver.online.plan import Plan
+from paramserver.online.sampler import make_sampler
 from paramserver.sources import Partition, make_source
+from paramserver.sources.factory import refuse_unreachable
 from paramserver.task import Task, make_task
 
 
@@ -20,6 +24,7 @@ def plan_text(config: Config, folders: Sequence[Path]) -> str:
     trainers = sum(role.kind == "trainer" for role in ranks)
     lines = [dump_yaml(config).rstrip(), "", f"{len(ranks)} rank(s), mode {config.mode}:"]
     lines += [f"  rank {role.global_rank}: {_rank_text(role, config, task, trainers)}" for role in ranks]
+    lines += _simulations_lines(config, folders)
     lines += [f"limits: {_limits_text(config)}"]
     return "\n".join(lines)
 
@@ -31,6 +36,7 @@ def _rank_text(role: Role, config: Config, task: Task, trainers: int) -> str:
     task.devices, task.config = placement.devices, config
     partition = Partition(role.trainer_index, trainers)
     source = make_source(task.train_source(partition), partition, config)
+    watermark = config.buffer.watermark
     devices = ", ".join(str(device) for device in placement.devices)
     total = source.total
     if total is None and config.simulations is not None:
@@ -40,7 +46,23 @@ def _rank_text(role: Role, config: Config, task: Task, trainers: int) -> str:
     buffer = make_buffer(config.buffer.kind, capacity=config.buffer.capacity, pseudo_epochs=config.buffer.pseudo_epochs)
     batches = buffer.expected_batches(total, config.training.batch_size)
     buffer.close()
-    return f"{role} on {devices}, {total} samples, {'unknown' if batches is None else batches} batches"
+    refuse_unreachable(watermark, total, partition)
+    first = f", the first from {watermark} samples on" if watermark else ""
+    return f"{role} on {devices}, {total} samples, {'unknown' if batches is None else batches} batches{first}"
+
+
+def _simulations_lines(config: Config, folders: Sequence[Path]) -> list[str]:
+    """What the run would start, or wait for; checked as it is at the start."""
+    told = config.simulations
+    if told is None:
+        return []
+    plan = Plan.of(told)
+    if not plan.started_here:
+        return [f"simulations: {'any number of' if told.count is None else told.count} from outside"]
+    assert told.count is not None
+    Command(plan, folders, process_environ())
+    make_sampler(told.sampler, plan.parameters, config.seed, told.count, folders)
+    return [f"simulations: {told.count}, {told.at_once} at a time"]
 
 
 def _limits_text(config: Config) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +23,15 @@ if TYPE_CHECKING:
 _KEY = "desk"
 
 
-def make_desk(process: Process, keeper: Keeper, told: SimulationsConfig, folders: Sequence[Path]) -> Desk:
-    """The desk of this run, for ``with``. What it did before a resume it takes back from the keeper."""
+@contextmanager
+def open_desk(process: Process, keeper: Keeper, told: SimulationsConfig, folders: Sequence[Path]) -> Iterator[Desk]:
+    """The desk of this run, which tells its address to people. What it did before a resume it takes back."""
+    with _make_desk(process, keeper, told, folders) as desk:
+        keeper.note(f"clients reach this run at {desk.address}")
+        yield desk
+
+
+def _make_desk(process: Process, keeper: Keeper, told: SimulationsConfig, folders: Sequence[Path]) -> Desk:
     from paramserver.online.desk import Desk
 
     def record(event: str, details: Mapping[str, Any]) -> None:

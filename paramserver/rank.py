@@ -32,7 +32,7 @@ from paramserver.errors import (
 from paramserver.keeper import Keeper, unknown_kinds
 from paramserver.loading import load_object
 from paramserver.meeting import Meeting, meet
-from paramserver.posting import make_desk, share_post
+from paramserver.posting import open_desk, share_post
 from paramserver.process import Process, StartClock, StopRequest
 from paramserver.records import TrainerTotals, make_record
 from paramserver.roles import set_trainer_index
@@ -114,7 +114,7 @@ def run_rank(plan: RankPlan) -> dict[str, Any] | None:
             run = RunDir(Path(config.logging.run_dir) / name) if keeper is None else keeper.run
             stack.enter_context(_log_file(run, identity.global_rank))
         if (told := config.simulations) is not None:
-            desk = None if keeper is None else stack.enter_context(make_desk(process, keeper, told, plan.folders))
+            desk = None if keeper is None else stack.enter_context(open_desk(process, keeper, told, plan.folders))
             process = replace(process, post=share_post(process, desk, meeting))
         devices = ", ".join(str(device) for device in process.placement.devices)
         log.info("rank %d of %d: %s on %s, run %s", identity.global_rank, identity.world_size, role, devices, name)

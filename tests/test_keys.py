@@ -6,8 +6,6 @@ import os
 import stat
 import subprocess
 import sys
-import threading
-import time
 
 import numpy as np
 import pytest
@@ -18,12 +16,10 @@ from zmq.auth import load_certificate
 from paramserver import cli, outside
 from paramserver.client import Client, ping
 from paramserver.cluster import own_address
-from paramserver.deadlines import poll_until
 from paramserver.errors import ClientError, UnsupportedConfiguration
 from paramserver.online.desk_line import DeskLine
 from paramserver.online.keys import client_file, client_security, make_keys, peer_security, server_security
 from paramserver.online.messages import Header, Kind
-from paramserver.online.postman import Postman
 
 SHORT_S = 0.5
 
@@ -91,32 +87,14 @@ def test_without_a_key_nobody_is_answered(run):
     assert "clients" not in refused(run, None)
 
 
-def wait_until_cut(socket):
-    """The handshake failed, and libzmq has nobody to send to any more."""
-    assert poll_until(time.monotonic() + 20, lambda: not socket.poll(0, zmq.POLLOUT) or None, threading.Event())
-
-
-def wait_for(postman):
-    while True:
-        postman.socket.poll(1000 * max(0.0, postman.touch() - time.monotonic()))
-
-
-def test_a_failed_handshake_holds_no_client_up(run):
-    context = zmq.Context()
-    line = DeskLine(context, "the run", run.address, None)
-    wait_until_cut(line.socket)
-    with pytest.raises(ClientError, match=r"gave no sign of life for 0\.5 s"):
-        line.ask(Header(Kind.HELLO), b"", answer=Kind.WELCOME, timeout_s=SHORT_S)
-    line.close()
-    who = {"header": Header(Kind.HELLO), "parameters": b"", "timeout_s": 60.0}
-    postman = Postman(context, "trainer 0", run.welcome.trainers[0], None, **who)
-    wait_until_cut(postman.socket)
-    postman.post(0, [b"", b""])
-    postman.begin_to_wait()
-    with pytest.raises(ClientError, match=r"the connection to trainer 0 at \S+ was lost"):
-        wait_for(postman)
-    postman.close()
-    context.term()
+@pytest.mark.parametrize("unknown", [False, True], ids=["without a key", "with an unknown one"])
+def test_who_asks_again_after_a_failed_handshake_is_told_and_does_not_wait(run, folder, tmp_path, unknown):
+    keys = tmp_path / "other" if unknown else None
+    if keys is not None:
+        make_keys(keys)
+        (keys / "server.key").write_bytes((folder / "server.key").read_bytes())
+    with pytest.raises(ClientError, match=r"has broken off the connection to this client: .* key; correct the address"):
+        Client(run.address, keys=keys, timeout_s=30).open(0, [1.0])
     assert run.heard == []
 
 

@@ -156,6 +156,7 @@ def test_samples_from_outside(tmp_path, nest):
         assert [trainer["index"] for trainer in state["trainers"]] == [0, 1]
         finish(address)
         assert run.wait() == 0, run.output.read_text()
+        assert f"clients reach this run at {address}\n" in run.output.read_text()
     assert sorted(served(tmp_path / "ledger")) == sorted(product((3, 11, 40), range(STEPS)))
 
 
@@ -192,6 +193,7 @@ def test_simulations_that_all_fail_end_the_run_in_one_sentence(tmp_path, online,
     last = finished.output.rpartition("error: ")[2]
     assert says in last
     assert "logs/simulation-" in last
+    assert last.count("\n") == 1, "more than one sentence"
     assert finished.summary["status"] == "failed"
 
 
@@ -201,12 +203,30 @@ def test_a_run_that_has_enough_tells_its_simulations(tmp_path, online):
     assert finished.summary["steps"] == 2
 
 
-def test_dry_run_says_what_is_expected(tmp_path, online):
-    finished = online(tmp_path, "local")
-    code, said = main_here("--config", tmp_path / "config.yaml", "--mode", "rpc", "--dry_run")
+def dry_run(folder, **options):
+    (folder / "config.yaml").write_text(json.dumps({"mode": "rpc", **config(folder, **options)}))
+    return main_here("--config", folder / "config.yaml", "--dry_run")
+
+
+def test_dry_run_says_what_is_expected(tmp_path):
+    code, said = dry_run(tmp_path, buffer={"watermark": 7})
     assert code == 0
-    assert finished.code == 0
-    assert f"{len(ALL) // 2} samples, {len(ALL) // 8} batches" in said
+    assert said.count(f"{len(ALL) // 2} samples, {len(ALL) // 8} batches, the first from 7 samples on\n") == 2
+    assert f"simulations: {COUNT}, 3 at a time\n" in said
+
+
+@pytest.mark.parametrize(
+    ("section", "told", "says"),
+    [
+        ("buffer", {"watermark": 41}, "buffer.watermark (41) must be at most the 40 samples that trainer 0 of 2"),
+        ("simulations", {"sampler": "bogus"}, "simulations.sampler (bogus)"),
+        ("simulations", {"function": None, "command": "/no/such/solver {a}"}, "begins with /no/such/solver"),
+    ],
+)
+def test_dry_run_refuses_what_a_run_would_refuse(tmp_path, section, told, says):
+    code, said = dry_run(tmp_path, **{section: told})
+    assert code == 2
+    assert says in said
 
 
 def test_a_watermark_that_the_simulations_never_reach_is_refused(tmp_path, online):

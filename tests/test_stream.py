@@ -211,7 +211,7 @@ def test_what_made_the_thread_fail_reaches_the_trainer():
         with running(trainer):
             with pytest.raises(BufferClosed):
                 trainer.get()
-            with pytest.raises(SourceError, match=r"the source raised at sample 0: .*the token must be this run's"):
+            with pytest.raises(SourceError, match=r"^trainer 0 was refused .*the token must be this run's$"):
                 trainer.feeder.check()
 
 

@@ -15,6 +15,7 @@ from paramserver.consistency import Announcement, Readiness
 from paramserver.errors import BufferClosed, BufferExhausted, TaskError, UnsupportedConfiguration
 from paramserver.online.post import Post
 from paramserver.sources import Feeder, Leftover, Partition, Source, make_source
+from paramserver.sources.factory import refuse_unreachable
 from paramserver.task import Task, default_batching
 
 # How long a trainer waits for its own data before it tells the others that it is still waiting.
@@ -62,18 +63,10 @@ class DataStream:
             )
         except ValueError as error:
             raise UnsupportedConfiguration(f"buffer: {error}") from error
-        self._refuse_unreachable(config.buffer.watermark, partition)
+        refuse_unreachable(config.buffer.watermark, self.source.expected, partition)
         self.feeder = Feeder(self.source, self.buffer, partition.index)
         self.trainer_index = partition.index
         self._plain = default_batching(task)
-
-    def _refuse_unreachable(self, watermark: int, partition: Partition) -> None:
-        total = self.source.expected
-        if total is not None and watermark > total:
-            raise UnsupportedConfiguration(
-                f"buffer.watermark ({watermark}) must be at most the {total} samples that trainer {partition.index} of "
-                f"{partition.count} will ever get, or it is never reached; lower it"
-            )
 
     def __enter__(self) -> DataStream:
         return self

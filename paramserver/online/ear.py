@@ -149,16 +149,16 @@ class Ear:
             try:
                 kind = Header.unpack(frames[0]).kind
             except Malformed as error:
-                raise SourceError(f"trainer {self.post.trainer_index} cannot understand the desk: {error}") from error
+                raise _stopped(f"trainer {self.post.trainer_index} cannot understand the desk: {error}") from error
             if kind is Kind.READY and not self._ready:
                 self._ready = True
                 self._report_due = time.monotonic()
             self._finishing = self._finishing or kind is Kind.FINISH
             why = bytes(frames[-1]).decode(errors="replace")
             if kind is Kind.OVER:
-                raise SourceError(f"no more samples come: {why}")
+                raise _stopped(f"no more samples come: {why}")
             if kind is Kind.REFUSED:
-                raise SourceError(f"trainer {self.post.trainer_index} was refused by the desk of rank 0: {why}")
+                raise _stopped(f"trainer {self.post.trainer_index} was refused by the desk of rank 0: {why}")
 
     def _report(self) -> None:
         now = time.monotonic()
@@ -177,7 +177,7 @@ class Ear:
         # In reports without an answer, not in seconds: who was stopped for a while has not waited for any.
         self._unanswered += 1
         if self._unanswered * self.interval_s > self.post.timeout_s and not self._over:
-            raise SourceError(
+            raise _stopped(
                 f"trainer {self.post.trainer_index} has heard nothing of the desk at {self.post.desk} for "
                 f"{self.post.timeout_s:g} s; rank 0 is gone or cannot be reached"
             )
@@ -275,3 +275,10 @@ class Ear:
 
 
 _OVER = "the run wants no more samples"
+
+
+def _stopped(sentence: str) -> SourceError:
+    """No more samples can come; where that was noticed says nothing more."""
+    error = SourceError(sentence)
+    error.says_all = True
+    return error

@@ -25,10 +25,6 @@ class Line:
         address: of the other end: ``tcp://host:port``.
         keys: as in ``client_security``.
 
-    Attributes:
-        cut: something could not be sent, because the other end does not speak with this one: a handshake failed. To
-            libzmq there is then nobody to send to, and it would wait for somebody for ever.
-
     Raises:
         ClientError: no address, or one that others reach, without keys.
         UnsupportedConfiguration: the keys are none.
@@ -37,7 +33,6 @@ class Line:
     def __init__(self, context: zmq.Context[Any], name: str, address: str, keys: str | Path | None) -> None:
         self.name, self.address = name, address
         self.heard = time.monotonic()
-        self.cut = False
         _check_keys(address, keys)
         self.socket = context.socket(zmq.DEALER)
         try:
@@ -67,11 +62,20 @@ class Line:
         return f"{self.name} at {self.address}"
 
     def send(self, header: Header, *frames: Any) -> None:
-        """What a frame is made of may change afterwards: it is copied. Never waits; see ``cut``."""
+        """What a frame is made of may change afterwards: it is copied.
+
+        Raises:
+            ClientError: the other end has broken off the connection for good.
+        """
         try:
             self.socket.send_multipart([header.pack(), *frames], zmq.NOBLOCK)
-        except zmq.Again:
-            self.cut = True
+        except zmq.Again as error:
+            # Without a limit on what waits to leave, a send has to wait only where there is no connection any more:
+            # ZeroMQ does not try again after a handshake that failed.
+            raise ClientError(
+                f"{self} has broken off the connection to this client: it is no run, or it does not know this client's "
+                "key; correct the address, or the keys on both sides"
+            ) from error
 
     def receive(self) -> Iterator[Message]:
         """Every message that is there; does not wait.

@@ -111,7 +111,7 @@ class Postman(Line):
         return min(silent_at, self._touched + self._touch_every_s)
 
     def _is_lost(self) -> bool:
-        return self.cut or (self._monitor is not None and bool(self._monitor.poll(0)))
+        return self._monitor is not None and bool(self._monitor.poll(0))
 
     def close(self, linger_s: float = 0.0) -> None:
         """Let go of the trainer."""

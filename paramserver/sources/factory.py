@@ -62,3 +62,21 @@ def make_source(
             "max_seconds or patience"
         )
     return source
+
+
+def refuse_unreachable(watermark: int, total: int | None, partition: Partition) -> None:
+    """Refuse a watermark that a trainer's buffer never reaches.
+
+    Args:
+        watermark: of its buffer.
+        total: samples that it will ever get; None = not known.
+        partition: whose share.
+
+    Raises:
+        UnsupportedConfiguration: the watermark is beyond the total.
+    """
+    if total is not None and watermark > total:
+        raise UnsupportedConfiguration(
+            f"buffer.watermark ({watermark}) must be at most the {total} samples that trainer {partition.index} of "
+            f"{partition.count} will ever get, or it is never reached; lower it"
+        )

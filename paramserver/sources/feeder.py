@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from paramserver.buffers import Buffer
-from paramserver.errors import BufferClosed, SourceError
+from paramserver.errors import BufferClosed, SourceError, UnsupportedConfiguration
 from paramserver.sources.base import Source
 
 
@@ -52,12 +52,12 @@ class Feeder:
             self._fail(error)
 
     def _read(self, position: int) -> Iterator[Sequence[tuple[Any, Any]]]:
-        """The source's samples from ``position`` on; whatever it raises, the error names the sample."""
+        """The source's samples from ``position`` on; whatever it raises, the error names the sample or says it all."""
         try:
             for group in self.source.groups(position):
                 yield group
                 position += len(group)
-        except GeneratorExit:
+        except (GeneratorExit, SourceError, UnsupportedConfiguration):
             raise
         except BaseException as error:  # a user's source may raise anything, a ValueError as well
             raise SourceError(
