@@ -12,7 +12,7 @@ It needs no torch: numpy for the solver, pyzmq for the client.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 N, STEPS = 32, 100
 
 
-def simulate(parameters: Sequence[float], client: Client, dt: float = DT) -> None:
+def simulate(parameters: Iterable[float], client: Client, dt: float = DT) -> None:
     """Solve and send as many fields, of the size, as the run wants; waits where its buffers are full of unseen ones."""
     n, _ = client.fields["temperature"]
     for step, temperature in enumerate(solve(parameters, n, client.steps or STEPS, dt)):
