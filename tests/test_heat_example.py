@@ -28,9 +28,10 @@ def heat():
 
 
 class Recorder:
-    """In place of a client."""
+    """In place of a client, of a run that wants this."""
 
-    def __init__(self):
+    def __init__(self, n, steps=None):
+        self.fields, self.steps = {"temperature": (n, n)}, steps
         self.sent = []
 
     def send(self, step, fields):
@@ -49,8 +50,8 @@ def put(heat, folder, count=2, n=4, steps=3):
 
 
 def test_what_is_sent_is_what_is_stored(heat, tmp_path):
-    client = Recorder()
-    heat.simulate.simulate(GIVEN, client, 6, 4)
+    client = Recorder(6, 4)
+    heat.simulate.simulate(GIVEN, client)
     assert [step for step, _ in client.sent] == [0, 1, 2, 3]
     assert {tuple(fields) for _, fields in client.sent} == {("temperature",)}
     heat.simulate.simulate_to_disk(GIVEN, tmp_path / "a" / "simulation-00007.npz", 6, 4)
@@ -59,6 +60,12 @@ def test_what_is_sent_is_what_is_stored(heat, tmp_path):
         assert np.array_equal(stored[step]["temperature"], fields["temperature"])
         assert np.array_equal(stored[step]["parameters"], GIVEN)
         assert (stored[step]["simulation"], stored[step]["step"]) == (7, step)
+
+
+def test_a_run_that_does_not_say_how_many_gets_the_usual_number(heat):
+    client = Recorder(2)
+    heat.simulate.simulate(GIVEN, client)
+    assert len(client.sent) == heat.simulate.STEPS
 
 
 def test_a_program_that_starts_a_simulation_needs_no_torch(tmp_path):
@@ -201,8 +208,8 @@ def test_validation_is_the_same_everywhere_and_not_what_is_trained_on(heat):
     samples = one.validation_source(Partition(0, 2))
     assert one.validation_source(Partition(1, 2)) is samples
     assert [(s["simulation"], s["step"]) for s in samples] == [(i, s) for i in range(2) for s in range(3)]
-    client = Recorder()
-    heat.simulate.simulate(samples[0]["parameters"], client, 32, 3)
+    client = Recorder(32, 3)
+    heat.simulate.simulate(samples[0]["parameters"], client)
     assert [s["temperature"].tolist() for s in samples[:3]] == [f["temperature"].tolist() for _, f in client.sent]
     for mine, theirs in zip(samples, other.validation_source(Partition(0, 2)), strict=True):
         assert np.array_equal(mine["temperature"], theirs["temperature"])
@@ -260,7 +267,8 @@ def test_a_run_is_read_from_its_records(heat, tmp_path):
         {"kind": "train", "step": 5, "samples": 100},
         {"kind": "train", "step": 10, "samples": 200},
         validation(10, 1.5, 0.4),
-        {"kind": "buffer", "step": 10},
+        *({"kind": "buffer", "step": step, "rank": 1, "unseen": step} for step in (10, 14)),
+        {"kind": "buffer", "step": 14, "rank": 2, "unseen": 3},
         validation(14, 2.0, 0.3),
         validation(14, 2.1, 0.2),
     ]
@@ -269,7 +277,7 @@ def test_a_run_is_read_from_its_records(heat, tmp_path):
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     read = heat.curves.read_run(tmp_path, "fifo", 3, stored_s=4.0)
     assert [(p.step, p.samples, p.seconds, p.loss) for p in read.points] == [(10, 200, 5.5, 0.4), (14, 270, 6.1, 0.2)]
-    assert (read.different, read.seconds, read.last.kelvin) == (260, 2.5, pytest.approx(1.8))
+    assert (read.different, read.seconds, read.last.kelvin) == (260 - 14 - 3, 2.5, pytest.approx(1.8))
     assert read.rate == pytest.approx(270 / 6.5)
     assert heat.curves.read_run(tmp_path, "offline", 3, different=7).different == 7
 
@@ -299,30 +307,53 @@ def test_a_plot_is_drawn(heat, curves, tmp_path):
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
+def sized(heat, folder, *words):
+    return heat.compare.Comparison(folder, heat.compare.parsed([str(folder), *words]))
+
+
 def test_every_case_makes_as_many_batches_as_fifo_can(heat, tmp_path, monkeypatch):
-    asked = []
+    started = []
 
     def run(task, config, *, overrides):
-        asked.append(load_config(config, overrides=overrides))
+        started.append(load_config(config, overrides=overrides))
         return SimpleNamespace(run_dir=tmp_path)
 
     monkeypatch.setattr(heat.compare.paramserver, "run", run)
     monkeypatch.setattr(heat.compare, "read_run", lambda *arguments: arguments)
     monkeypatch.setattr(heat.compare, "store", lambda folder, config: config.simulations.count)
-    arguments = heat.compare.parsed(["x", "--count", "30", "--n", "16", "--steps", "50"])
-    comparison = heat.compare.Comparison(tmp_path, arguments)
-    told = {case: comparison.run(case, 1) for case in heat.compare.CASES}
-    fifo = asked[0]
-    assert Plan.of(fifo.simulations).expected_samples == 1500
-    assert {config.training.max_steps for config in asked} == {75}
-    assert {(config.seed, config.training.batch_size, config.cluster.num_trainers) for config in asked} == {(1, 10, 2)}
-    assert [config.buffer.kind for config in asked[:3]] == ["fifo", "firo", "reservoir"]
-    assert {config.task_args["n"] for config in asked[3:]} == {16}
-    assert len({config.logging.name for config in asked}) == len(asked)
-    assert told["offline"][3:] == (30, 1500)
-    assert told["offline, a tenth"][3:] == (3, 150)
+    comparison = sized(heat, tmp_path, "--count", "30", "--n", "16", "--steps", "50")
+    told = {case: comparison.run(case, 1)[3:] for case in heat.compare.CASES}
+    asked = dict(zip(heat.compare.CASES, started, strict=True))
+    assert {(c.training.max_steps, c.training.batch_size, c.cluster.num_trainers, c.seed) for c in started} == {
+        (75, 10, 2, 1)
+    }
+    assert len({config.logging.name for config in started}) == len(started)
+    served = {  # by how many simulations, and how often each of their samples
+        case: (config.simulations.count, config.buffer.pseudo_epochs, config.buffer.min_new_per_batch)
+        for case, config in asked.items()
+        if not case.startswith("offline")
+    }
+    assert served == {"fifo": (30, 1, 0), "firo": (30, 1, 0), "fifo, half": (15, 2, 0), "reservoir, half": (15, 1, 5)}
+    assert {case: config.buffer.kind for case, config in asked.items() if case in served} == {
+        case: case.partition(",")[0] for case in served
+    }
+    assert Plan.of(asked["fifo"].simulations).expected_samples == 1500
+    assert {case: (asked[case].task_args["n"], *told[case]) for case in asked if case not in served} == {
+        "offline": (16, 30, 1500),
+        "offline, half": (16, 15, 750),
+        "offline, a tenth": (16, 3, 150),
+    }
+
+
+def test_a_comparison_that_would_not_validate_is_refused(heat, tmp_path):
     with pytest.raises(SystemExit, match=r"--validate_every \(25\) must be at most the 10 batches of a run"):
-        heat.compare.Comparison(tmp_path, heat.compare.parsed(["x", "--count", "2"]))
+        sized(heat, tmp_path, "--count", "2")
+
+
+def test_a_run_that_made_fewer_batches_than_the_others_is_told(heat, tmp_path):
+    comparison = sized(heat, tmp_path, "--count", "4", "--validate_every", "10")
+    assert comparison.warning(curve(heat, "fifo", 0, [0.8, 0.5])) == ""
+    assert "fifo made 10 batches and not 20 as the others" in comparison.warning(curve(heat, "fifo", 0, [0.8]))
 
 
 def test_cases_take_turns(heat):
@@ -330,6 +361,45 @@ def test_cases_take_turns(heat):
 
 
 # Runs.
+
+
+def launched(folder, *words, **values):
+    values |= {"logging.run_dir": folder / "runs", "logging.name": "run", "logging.tensorboard": False}
+    flags = [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
+    done = subprocess.run(
+        command(*words, *flags),
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=90,
+        env=environment(),
+        check=False,
+    )
+    return Finished(done.returncode, done.stdout + done.stderr, folder / "runs" / "run")
+
+
+def falls(finished, to=0.5):
+    losses = [record["values"]["loss"] for record in finished.of_kind("validation")]
+    return losses[-1] < to * losses[0]
+
+
+PROGRAM = {"simulations.function": "null", "simulations.command": f"{sys.executable} {HERE / 'simulate.py'}"}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("mode", "simulations"), [("rpc", {}), ("ddp", PROGRAM)])
+def test_training_while_simulations_run_lowers_the_error(tmp_path, mode, simulations):
+    sizes = {"count": 8, "steps": 25, "fields.temperature": "[8, 8]"}
+    values = {f"simulations.{name}": value for name, value in sizes.items()} | simulations
+    values |= {"buffer.watermark": 10, "buffer.min_new_per_batch": 2, "training.batch_size": 4}
+    values |= {"training.validate_every": 5, "task_args.lr": 0.003}
+    finished = launched(tmp_path, "--config", HERE / "config.yaml", "--mode", mode, **values)
+    assert finished.code == 0, finished.output
+    assert [trainer["stream"]["received"] for trainer in finished.summary["trainers"]] == [100, 100]
+    assert finished.summary["simulations"]["complete"] == 8
+    assert finished.summary["samples"] >= 200
+    assert finished.load("model")["layers.4.bias"].shape == (64,)
+    assert falls(finished, to=0.7)
 
 
 @pytest.mark.processes
@@ -345,36 +415,27 @@ def test_training_on_stored_simulations_lowers_the_error(tmp_path):
     assert made.returncode == 0, made.stderr
     assert made.stdout.startswith("data/heat: 1 MB, ")
     values = {"task_args.steps": 20, "training.max_epochs": 3, "training.validate_every": 6}
-    values |= {"logging.run_dir": tmp_path / "runs", "logging.name": "run", "logging.tensorboard": False}
-    flags = [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
-    done = subprocess.run(
-        command("--config", HERE / "offline.yaml", *flags),
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=90,
-        env=environment(),
-        check=False,
-    )
-    finished = Finished(done.returncode, done.stdout + done.stderr, tmp_path / "runs" / "run")
+    finished = launched(tmp_path, "--config", HERE / "offline.yaml", **values)
     assert finished.code == 0, finished.output
     assert (finished.summary["samples"], finished.summary["steps"]) == (720, 36)
-    losses = [record["values"]["loss"] for record in finished.of_kind("validation")]
-    assert losses[-1] < 0.5 * losses[0]
+    assert falls(finished)
 
 
+@pytest.mark.processes
 def test_the_comparison_leaves_results_a_table_and_a_plot(heat, tmp_path, capsys, own_environ):
     folder = tmp_path / "results"
-    words = [str(folder), "--mode", "local", "--quick", "--cases", "offline", "offline, a tenth"]
+    words = [str(folder), "--mode", "local", "--quick"]
     heat.compare.main(words)
     printed = capsys.readouterr().out
     assert (folder / "table.md").read_text() in printed
     assert (folder / "plot.png").stat().st_size > 10000
-    held = heat.curves.read_lines(folder / "results.jsonl")
-    assert [(c.case, c.last.step, c.last.samples, c.different) for c in held] == [
-        ("offline", 40, 400, 400),
-        ("offline, a tenth", 40, 400, 100),
-    ]
+    held = {curve.case: curve for curve in heat.curves.read_lines(folder / "results.jsonl")}
+    assert list(held) == list(heat.compare.CASES)
+    paced = held.pop("reservoir, half")
+    assert paced.last.samples == 10 * paced.last.step  # how many depends on timing
+    assert 0 < paced.different <= 80
+    assert {(c.last.step, c.last.samples) for c in held.values()} == {(16, 160)}
+    assert [curve.different for curve in held.values()] == [160, 160, 160, 80, 80, 20]
     (folder / "table.md").unlink()
     heat.compare.main([*words, "--draw"])
     assert capsys.readouterr().out == printed

@@ -1,13 +1,15 @@
 """The buffers online, and training on stored simulations, on the same simulations of the heat equation.
 
-    python examples/heat/compare.py runs/heat [--seeds 0 1 2] [--count 100] [--mode rpc] [--quick]
+    python examples/heat/compare.py runs/heat [--seeds 0 1 2] [--count 60] [--mode rpc] [--quick]
 
-Every case makes the same number of batches with the same learning rate: as many as FIFO can, which serves each sample
-once. The cases take turns, for each seed:
+Every run makes the same number of batches with the same learning rate: as many as FIFO can of ``--count`` simulations,
+when it serves each sample once. The cases take turns, for each seed:
 
-- ``fifo``, ``firo``, ``reservoir``: the trainers receive what the simulations send, by this buffer;
-- ``offline``: the same simulations are stored first, then read in random order, in one pass;
-- ``offline, a tenth``: only the first tenth of them is stored, and read in ten passes, as where the disk is the limit.
+- ``fifo``, ``firo``: the trainers receive what the simulations send, by this buffer;
+- ``fifo, half``, ``reservoir, half``: only the first half of the simulations are run, and their samples are served
+  twice: exactly (FIFO, by pseudo_epochs), or in the mean (the reservoir, by min_new_per_batch of half a batch);
+- ``offline``, ``offline, half``: the simulations are stored first, then read in random order, in one or two passes;
+- ``offline, a tenth``: ten passes over few simulations, as where the disk is the limit.
 
 In the folder are then results.jsonl (a run a line), table.md, plot.png and the runs. ``--draw`` makes table and plot
 anew from results.jsonl alone.
@@ -18,7 +20,6 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
@@ -41,19 +42,27 @@ class Case:
 
     Attributes:
         buffer: the kind, online; None offline.
-        part: of the simulations, which are used.
+        uses: how often a sample is trained on, exactly or in the mean; as many times fewer simulations are used.
     """
 
     buffer: str | None = None
-    part: float = 1.0
+    uses: int = 1
+
+    def serving(self, batch_size: int) -> list[str]:
+        """The settings of the buffer by which it uses a sample so often."""
+        if self.buffer == "reservoir":
+            return [f"min_new_per_batch={max(1, batch_size // self.uses)}"]
+        return [f"pseudo_epochs={self.uses}"]
 
 
 CASES = {
     "fifo": Case("fifo"),
     "firo": Case("firo"),
-    "reservoir": Case("reservoir"),
     "offline": Case(),
-    "offline, a tenth": Case(part=0.1),
+    "fifo, half": Case("fifo", uses=2),
+    "reservoir, half": Case("reservoir", uses=2),
+    "offline, half": Case(uses=2),
+    "offline, a tenth": Case(uses=10),
 }
 
 
@@ -78,15 +87,24 @@ class Comparison:
     def run(self, name: str, seed: int) -> Curve:
         """Train once, from the first simulation on."""
         case = CASES[name]
-        count = max(1, round(case.part * self.sizes.count))
+        count = -(-self.sizes.count // case.uses)
         place = self.folder / "runs" / f"{name.replace(', ', '-').replace(' ', '-')}-{seed}"
         if case.buffer is not None:
-            made = self._train("config.yaml", place, seed, self._online(count, case.buffer))
+            made = self._train("config.yaml", place, seed, self._online(count, case))
             return read_run(made, name, seed)
         stored = self.folder / "data" / place.name
         stored_s = store(stored, load_config(HERE / "config.yaml", overrides=[f"seed={seed}", *self._ensemble(count)]))
         made = self._train("offline.yaml", place, seed, self._offline(stored))
         return read_run(made, name, seed, stored_s, count * self.sizes.steps)
+
+    def warning(self, curve: Curve) -> str:
+        """Of a run that does not compare with the others."""
+        if curve.last.step == self.steps:
+            return ""
+        return (
+            f"\nwarning: {curve.case} made {curve.last.step} batches and not {self.steps} as the others: its "
+            "simulations were over too early; lower --at_once, or raise --capacity"
+        )
 
     def _train(self, config: str, place: Path, seed: int, own: Sequence[str]) -> Path:
         every = self.sizes.validate_every
@@ -117,15 +135,12 @@ class Comparison:
             f"simulations.fields.temperature={{shape: [{sizes.n}, {sizes.n}], finite: true}}",
         ]
 
-    def _online(self, count: int, kind: str) -> list[str]:
+    def _online(self, count: int, case: Case) -> list[str]:
         sizes = self.sizes
-        program = shlex.join([sys.executable, str(HERE / "simulate.py"), f"--n={sizes.n}", f"--steps={sizes.steps}"])
-        buffer = [f"kind={kind}", f"capacity={sizes.capacity}", f"watermark={sizes.watermark}"]
+        buffer = [f"kind={case.buffer}", f"capacity={sizes.capacity}", f"watermark={sizes.watermark}"]
         return [
             *self._ensemble(count),
-            "simulations.function=null",
-            f"simulations.command={program}",
-            *(f"buffer.{setting}" for setting in buffer),
+            *(f"buffer.{setting}" for setting in [*buffer, *case.serving(sizes.batch_size)]),
         ]
 
     def _offline(self, stored: Path) -> list[str]:
@@ -156,7 +171,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE", help=", ".join(CASES))
     parser.add_argument("--mode", choices=("rpc", "ddp", "local"), default="rpc")
     parser.add_argument("--trainers", type=int, default=2)
-    parser.add_argument("--count", type=int, default=100, help="simulations")
+    parser.add_argument("--count", type=int, default=60, help="simulations")
     parser.add_argument("--at_once", type=int, default=4)
     parser.add_argument("--steps", type=int, default=100, help="samples of each simulation")
     parser.add_argument("--n", type=int, default=32, help="points of a field in each direction")
@@ -165,7 +180,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--capacity", type=int, default=1000, help="of each trainer's buffer")
     parser.add_argument("--watermark", type=int, default=100)
     parser.add_argument("--validate_every", type=int, default=25)
-    parser.add_argument("--quick", action="store_true", help="four simulations and one seed, to see that it works")
+    parser.add_argument("--quick", action="store_true", help="small sizes and one seed, to see that it works")
     parser.add_argument("--draw", action="store_true", help="table and plot from results.jsonl; no run")
     return parser
 
@@ -173,7 +188,7 @@ def make_parser() -> argparse.ArgumentParser:
 def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
     arguments = make_parser().parse_args(argv)
     if arguments.quick:
-        quick = {"seeds": [0], "count": 4, "capacity": 100, "watermark": 20, "validate_every": 5}
+        quick = {"seeds": [0], "count": 8, "steps": 20, "n": 8, "capacity": 100, "watermark": 10, "validate_every": 4}
         vars(arguments).update(quick)
     if arguments.mode == "local":
         arguments.trainers = 1
@@ -191,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for case, seed in interleaved(arguments.cases, arguments.seeds):
             curve = comparison.run(case, seed)
             write_lines(results, [curve])
-            print(f"{case}, seed {seed}: {curve.last}", file=sys.stderr, flush=True)
+            print(f"{case}, seed {seed}: {curve.last}{comparison.warning(curve)}", file=sys.stderr, flush=True)
     draw(folder, arguments.cases)
 
 

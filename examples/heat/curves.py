@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-_COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")  # Okabe and Ito: told apart by everybody
+# Okabe and Ito: told apart by everybody.
+_COLORS = ("#0072B2", "#E69F00", "#999999", "#56B4E9", "#009E73", "#CC79A7", "#D55E00")
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def read_run(run_dir: Path, case: str, seed: int, stored_s: float = 0.0, differe
         case: its name in the comparison.
         seed: of the run.
         stored_s: seconds for simulating and storing before it.
-        different: samples that there were; None: as many as came into the buffers.
+        different: samples that it was trained on; None: those of the buffers that were served.
     """
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
@@ -86,7 +87,8 @@ def read_run(run_dir: Path, case: str, seed: int, stored_s: float = 0.0, differe
         if record["kind"] == "validation"
     }
     if different is None:
-        different = summary["buffer"]["puts"]
+        unseen = {record["rank"]: record["unseen"] for record in records if record["kind"] == "buffer"}
+        different = summary["buffer"]["puts"] - sum(unseen.values())
     return Curve(case, seed, stored_s, summary["seconds"], different, tuple(points.values()))
 
 
@@ -124,7 +126,7 @@ def _row(case: str, curves: Sequence[Curve], base: float | None) -> list[str]:
         case,
         f"{mean(c.last.step for c in curves):.0f}",
         f"{mean(c.different for c in curves):.0f}",
-        f"{mean(losses):.4g} ({min(losses):.4g} to {max(losses):.4g})",
+        f"{mean(losses):.3g} ({min(losses):.3g} to {max(losses):.3g})",
         f"{mean(c.last.kelvin for c in curves):.2f}",
         "" if base is None else f"{100 * (mean(losses) / base - 1):+.0f} %",
         f"{mean(c.stored_s for c in curves):.1f}" if any(c.stored_s for c in curves) else "-",
@@ -160,7 +162,7 @@ def plot(curves: Sequence[Curve], file: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(13, 4.2), layout="constrained")
+    figure = Figure(figsize=(12, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     by_samples, by_time, rates = figure.subplots(1, 3, width_ratios=(5, 5, 3))
     cases = by_case(curves)
@@ -171,10 +173,10 @@ def plot(curves: Sequence[Curve], file: Path) -> None:
             axes.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
     for axes, words in ((by_samples, "samples applied"), (by_time, "seconds, simulating included")):
         axes.set(xlabel=words, yscale="log")
-        axes.grid(alpha=0.3, which="both")
+        axes.grid(alpha=0.3)
     by_samples.set_ylabel("validation error (normalised, squared)")
-    by_samples.legend(frameon=False)
+    figure.legend(*by_samples.get_legend_handles_labels(), loc="outside upper center", ncols=len(cases), frameon=False)
     rates.barh(list(cases), [mean(c.rate for c in own) for own in cases.values()], color=_COLORS[: len(cases)])
     rates.invert_yaxis()
     rates.set_xlabel("samples/s, simulating included")
-    figure.savefig(file, dpi=110)
+    figure.savefig(file, dpi=80)

@@ -2,9 +2,9 @@
 
 As ``simulations.function`` of a config, or as a program: ``simulations.command``, or started by anybody::
 
-    python simulate.py --n 100 --steps 100                                      a run started it, which says the rest
+    python simulate.py                                                          a run started it, which says the rest
     python simulate.py --address tcp://127.0.0.1:5555 --simulation 3 --parameters 300 100 200 300 400
-    python simulate.py --file data/heat/simulation-00003.npz --parameters 300 100 200 300 400
+    python simulate.py --file data/heat/simulation-00003.npz --parameters 300 100 200 300 400 --n 100
 
 It needs no torch: numpy for the solver, pyzmq for the client.
 """
@@ -12,7 +12,7 @@ It needs no torch: numpy for the solver, pyzmq for the client.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 N, STEPS = 32, 100
 
 
-def simulate(parameters: Sequence[float], client: Client, n: int = N, steps: int = STEPS, dt: float = DT) -> None:
-    """Solve and send; waits where the trainers' buffers are full of what they have not seen."""
-    for step, temperature in enumerate(solve(parameters, n, steps, dt)):
+def simulate(parameters: Iterable[float], client: Client, dt: float = DT) -> None:
+    """Solve and send as many fields, of the size, as the run wants; waits where its buffers are full of unseen ones."""
+    n, _ = client.fields["temperature"]
+    for step, temperature in enumerate(solve(parameters, n, client.steps or STEPS, dt)):
         client.send(step, {"temperature": temperature})
 
 
@@ -38,9 +39,9 @@ def simulate_to_disk(parameters: Sequence[float], file: Path, n: int = N, steps:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--n", type=int, default=N, help="inner points in each direction (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=STEPS, help="samples (default: %(default)s)")
-    parser.add_argument("--dt", type=float, default=DT, help="length of a step (default: %(default)s)")
+    parser.add_argument("--n", type=int, default=N, help="--file: inner points in each direction (%(default)s)")
+    parser.add_argument("--steps", type=int, default=STEPS, help="--file: samples (%(default)s)")
+    parser.add_argument("--dt", type=float, default=DT, help="length of a step (%(default)s)")
     parser.add_argument("--parameters", type=float, nargs=len(PARAMETERS), metavar=tuple(n.upper() for n in PARAMETERS))
     parser.add_argument("--simulation", type=int, help="its number, where no run started it")
     parser.add_argument("--address", help="of the run, where no run started it")
@@ -52,17 +53,15 @@ def make_parser() -> argparse.ArgumentParser:
 def main() -> None:
     parser = make_parser()
     arguments = parser.parse_args()
-    sizes = {"n": arguments.n, "steps": arguments.steps, "dt": arguments.dt}
     if arguments.file is not None:
         if arguments.parameters is None:
             parser.error("--file needs --parameters")
-        simulate_to_disk(arguments.parameters, arguments.file, **sizes)
+        simulate_to_disk(arguments.parameters, arguments.file, arguments.n, arguments.steps, arguments.dt)
         return
     from paramserver.client import Client
 
-    opened = Client(arguments.address, keys=arguments.keys).open(arguments.simulation, arguments.parameters)
-    with opened as client:
-        simulate(client.parameters, client, **sizes)
+    with Client(arguments.address, keys=arguments.keys).open(arguments.simulation, arguments.parameters) as client:
+        simulate(client.parameters, client, arguments.dt)
 
 
 if __name__ == "__main__":

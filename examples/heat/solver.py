@@ -10,7 +10,7 @@ tensor product methods", Numerische Mathematik 6, 1964), where a factorisation o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -68,7 +68,7 @@ def _beside(n: int, sides: Sequence[float]) -> Grid:
     return added
 
 
-def solve(parameters: Sequence[float], n: int, steps: int, dt: float = DT) -> Iterator[Field]:
+def solve(parameters: Iterable[float], n: int, steps: int, dt: float = DT) -> Iterator[Field]:
     """The field after each step, from the first on.
 
     Args:
