@@ -5,12 +5,15 @@ import signal
 import socket
 import struct
 import sys
+import time
 from pathlib import Path
+from threading import Event
 
 import pytest
 from ends import Ends, serve
 
 from paramserver.config import SimulationsConfig
+from paramserver.deadlines import poll_until
 from paramserver.errors import TaskError, TrainingError, UnsupportedConfiguration
 from paramserver.online.desk import Desk
 from paramserver.online.keys import make_keys
@@ -172,6 +175,23 @@ def test_a_report_is_answered_and_must_be_one(ends, desk_of):
     trainer.until(Kind.READY)
     trainer.say(Header(Kind.REPORT), b'{"received": {"a": 1}}')
     assert "no report of a trainer" in refusal(trainer)
+
+
+def test_a_trainer_that_leaves_ends_the_welcome_and_the_starts(ends, desk_of, program):
+    """The run is over then: what ends is not started again, and nothing waits its turn any more."""
+    events = []
+    desk = desk_of(command=program("hang"), count=4, at_once=1, steps=6, events=events, timeout_s=1.0)
+    stranger = ends.caller(desk.address)
+    (trainer,) = joined(ends, desk)
+    stranger.say(Header(Kind.OVER))
+    assert "did not join from here" in refusal(stranger)
+    assert poll_until(time.monotonic() + 20, lambda: "started" in [kind for kind, _ in events] or None, Event())
+    trainer.say(Header(Kind.OVER))
+    asked(stranger)
+    assert ends.client(desk.address, 1).hello().heard()[0] == Kind.OVER
+    before = list(events)
+    assert poll_until(time.monotonic() + 3, lambda: events != before or None, Event()) is None
+    assert desk.failure is None
 
 
 def asked(caller):

@@ -220,6 +220,7 @@ def test_dry_run_says_what_is_expected(tmp_path):
     [
         ("buffer", {"watermark": 41}, "buffer.watermark (41) must be at most the 40 samples that trainer 0 of 2"),
         ("simulations", {"sampler": "bogus"}, "simulations.sampler (bogus)"),
+        ("simulations", {"function": f"{SIMULATIONS}:nothing"}, "simulations.function"),
         ("simulations", {"function": None, "command": "/no/such/solver {a}"}, "begins with /no/such/solver"),
     ],
 )

@@ -91,6 +91,7 @@ class Clerk:
             Kind.LAST: self._last,
             Kind.JOIN: self._join,
             Kind.REPORT: self._report,
+            Kind.OVER: self._enough,
         }
 
     @property
@@ -206,11 +207,20 @@ class Clerk:
             self._held.clear()
         return answers
 
-    def _report(self, peer: bytes, header: Header, body: list[bytes], now: float) -> list[Message]:
-        index = header.simulation
+    def _known(self, peer: bytes, index: int) -> Trainer:
         trainer = self._trainers[index] if index < len(self._trainers) else None
         if trainer is None or trainer.peer != peer:
             raise Refused("stranger", f"trainer {index} did not join from here")
+        return trainer
+
+    def _enough(self, peer: bytes, header: Header, body: list[bytes], now: float) -> list[Message]:
+        """A trainer leaves, and so the run is over: nothing is started or judged any more."""
+        self._known(peer, header.simulation)
+        return self.dismiss_all()
+
+    def _report(self, peer: bytes, header: Header, body: list[bytes], now: float) -> list[Message]:
+        index = header.simulation
+        trainer = self._known(peer, index)
         report = Report.unpack(_only(body, "REPORT"))
         trainer.heard_s, trainer.figures = now, report.figures
         self.study.reported(index, report.received, report.heard, now)

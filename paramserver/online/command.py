@@ -11,6 +11,7 @@ from pathlib import Path
 
 from paramserver.cluster.slurm import in_allocation
 from paramserver.errors import UnsupportedConfiguration
+from paramserver.loading import load_object
 from paramserver.online.plan import Plan
 from paramserver.online.simulation import Start
 
@@ -34,7 +35,8 @@ class Command:
         by_srun: whether one srun starts all processes of a simulation.
 
     Raises:
-        UnsupportedConfiguration: it cannot be split, has an unknown placeholder, or begins with no program.
+        UnsupportedConfiguration: there is no such function; or the command cannot be split, has an unknown placeholder,
+            or begins with no program.
     """
 
     def __init__(self, plan: Plan, folders: Sequence[Path], environ: Mapping[str, str]) -> None:
@@ -43,6 +45,7 @@ class Command:
         self.by_srun = launcher == "srun" or (launcher == "auto" and in_allocation(environ))
         search = environ.get("PATH")
         if plan.config.function is not None:
+            load_object(plan.config.function, "simulations.function", folders)  # refused here and not by each process
             passed = [word for folder in folders for word in ("--folder", str(folder))]
             self._words = [sys.executable, "-m", "paramserver.worker", plan.config.function, *passed]
             self._filled = False

@@ -173,7 +173,7 @@ class Desk:
                 now = time.monotonic()
                 for simulation, attempt, code in self._runner.ended() if self._runner else ():
                     self._study.exited(simulation, attempt, code, now)
-                actions = self._study.tick(now)
+                actions = [] if self._clerk.over else self._study.tick(now)
                 finish = self._clerk.finish() if self._study.done and not self._finished else []
             for action in actions:
                 self._act(door, action)

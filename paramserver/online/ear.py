@@ -132,6 +132,8 @@ class Ear:
                 self._report_due = 0.0  # the figures of the end, for the summary
                 self.pending.end()
         self._say_over()
+        if self._desk.poll(0, zmq.POLLOUT):
+            self._desk.send_multipart([self._to_desk(Kind.OVER)])
 
     # The desk.
 

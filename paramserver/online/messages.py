@@ -18,6 +18,7 @@ A message is a list of frames. The first is a ``Header``; what follows depends o
                          OVER    a sentence
     trainer -> desk      JOIN    token, JSON, see ``Joined``     a trainer is ready to receive
                          REPORT  JSON, see ``Report``            what it has taken so far, every second
+                         OVER    -                               it leaves: the run wants no more samples
     desk -> trainer      READY   -                               it was told
                          FINISH  -                               the last simulation has ended: drain
                          OVER    a sentence                      simulations failed for good
