@@ -79,7 +79,9 @@ def test_every_sample_is_served_exactly_once(tmp_path, online, mode, kind):
     assert finished.code == 0, finished.output
     assert sorted(served(tmp_path / "ledger")) == ALL
     assert finished.summary["samples"] == len(ALL)
-    assert received(finished) == len(ALL)
+    assert received(finished) == received(finished, "expected") == len(ALL)
+    assert received(finished, "expected_batches") == len(ALL) / 4
+    assert f"{len(ALL)} received of {len(ALL)} expected" in finished.output
     assert finished.summary["simulations"]["complete"] == COUNT
     assert len(list((finished.run_dir / "logs").glob("simulation-*.log"))) == COUNT
 

@@ -156,7 +156,13 @@ class DataStream:
         stream = self.source.figures()
         seen = {str(times): samples for times, samples in info.seen_histogram.items()}
         figures = {name: getattr(info, name) for name in _FIGURES}
-        return {**figures, "seen_histogram": seen, **({"stream": stream} if stream else {})}
+        return {**figures, "seen_histogram": seen, **({"stream": {**stream, **self._expected()}} if stream else {})}
+
+    def _expected(self) -> dict[str, int | None]:
+        """What simulations are going to send, and the batches of it; None where that is not known beforehand."""
+        samples = self.source.expected
+        batches = None if samples is None else self.buffer.expected_batches(samples, self.training.batch_size)
+        return {"expected": samples, "expected_batches": batches, "watermark": self.buffer.watermark}
 
     def state_dict(self, memory: CopyMemory | None = None) -> dict[str, Any]:
         """What a checkpoint needs to go on with the next batch; keys in place of samples that can be read again.

@@ -103,7 +103,9 @@ def _received(summary: Summary) -> str:
     if not streams:
         return ""
     counts = {name: sum(_count(stream.get(name)) for stream in streams) for name in _RECEIVED}
-    return ", ".join(f"{count} {name}" for name, count in counts.items() if count or name == "received")
+    told = ", ".join(f"{count} {name}" for name, count in counts.items() if count or name == "received")
+    expected = [stream.get("expected") for stream in streams]
+    return told if None in expected else told.replace(" received", f" received of {sum(expected)} expected", 1)
 
 
 def _count(told: Any) -> int:
