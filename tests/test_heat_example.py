@@ -333,7 +333,13 @@ def test_every_case_makes_as_many_batches_as_fifo_can(heat, tmp_path, monkeypatc
         for case, config in asked.items()
         if not case.startswith("offline")
     }
-    assert served == {"fifo": (30, 1, 0), "firo": (30, 1, 0), "fifo, half": (15, 2, 0), "reservoir, half": (15, 1, 5)}
+    assert served == {
+        "fifo": (30, 1, 0),
+        "firo": (30, 1, 0),
+        "fifo, half": (15, 2, 0),
+        "firo, half": (15, 2, 0),
+        "reservoir, half": (15, 1, 5),
+    }
     assert {case: config.buffer.kind for case, config in asked.items() if case in served} == {
         case: case.partition(",")[0] for case in served
     }
@@ -435,7 +441,7 @@ def test_the_comparison_leaves_results_a_table_and_a_plot(heat, tmp_path, capsys
     assert paced.last.samples == 10 * paced.last.step  # how many depends on timing
     assert 0 < paced.different <= 80
     assert {(c.last.step, c.last.samples) for c in held.values()} == {(16, 160)}
-    assert [curve.different for curve in held.values()] == [160, 160, 160, 80, 80, 20]
+    assert [curve.different for curve in held.values()] == [160, 160, 160, 80, 80, 80, 20]
     (folder / "table.md").unlink()
     heat.compare.main([*words, "--draw"])
     assert capsys.readouterr().out == printed

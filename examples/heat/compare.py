@@ -6,8 +6,8 @@ Every run makes the same number of batches with the same learning rate: as many 
 when it serves each sample once. The cases take turns, for each seed:
 
 - ``fifo``, ``firo``: the trainers receive what the simulations send, by this buffer;
-- ``fifo, half``, ``reservoir, half``: only the first half of the simulations are run, and their samples are served
-  twice: exactly (FIFO, by pseudo_epochs), or in the mean (the reservoir, by min_new_per_batch of half a batch);
+- ``fifo, half``, ``firo, half``, ``reservoir, half``: only the first half of the simulations are run, and their samples
+  are served twice: exactly (by pseudo_epochs), or in the mean (a reservoir, by min_new_per_batch of half a batch);
 - ``offline``, ``offline, half``: the simulations are stored first, then read in random order, in one or two passes;
 - ``offline, a tenth``: ten passes over few simulations, as where the disk is the limit.
 
@@ -60,6 +60,7 @@ CASES = {
     "firo": Case("firo"),
     "offline": Case(),
     "fifo, half": Case("fifo", uses=2),
+    "firo, half": Case("firo", uses=2),
     "reservoir, half": Case("reservoir", uses=2),
     "offline, half": Case(uses=2),
     "offline, a tenth": Case(uses=10),

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 # Okabe and Ito: told apart by everybody.
-_COLORS = ("#0072B2", "#E69F00", "#999999", "#56B4E9", "#009E73", "#CC79A7", "#D55E00")
+_COLORS = ("#0072B2", "#E69F00", "#999999", "#56B4E9", "#F0E442", "#009E73", "#CC79A7", "#D55E00")
 
 
 @dataclass(frozen=True)
