@@ -56,6 +56,7 @@ class Desk:
         self.reports = []
         self.counts = {}
         self.heard = set()
+        self.left = set()
         self._changed = threading.Condition()
         self._said = []
 
@@ -107,6 +108,8 @@ class Desk:
             if header.kind is Kind.JOIN:
                 self.tokens.append(frames[1])
                 self.joined[header.simulation] = Joined.unpack(frames[2])
+            elif header.kind is Kind.OVER:
+                self.left.add(header.simulation)
             else:
                 report = Report.unpack(frames[1])
                 self.reports.append(report)

@@ -290,6 +290,7 @@ def test_closing_wakes_who_takes_and_tells_all_clients(clients):
         thread.join(PATIENCE_S)
         assert found == [None]
         assert sender.hear() == (Kind.OVER, "the run wants no more samples")
+        hearing.desk.wait(lambda: hearing.desk.left == {0})
         hearing.reception.close()  # again: nothing
 
 
