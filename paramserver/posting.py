@@ -74,5 +74,4 @@ def share_post(process: Process, desk: Desk | None, meeting: Meeting | None) -> 
         trainers=process.trainers,
         host=own_address(told.address),
         timeout_s=process.config.cluster.timeout_s,
-        seed=process.config.seed,
     )

@@ -141,10 +141,7 @@ def _over_rpc(folder: Path, number: int, size_bytes: int) -> Speed | None:
 
 
 def _speed(small: Callable[[], float], large: Callable[[], float], size_bytes: int) -> Speed:
-    round_trip_s, large_s = (
-        statistics.median([one() for _ in range(WARM + count)][WARM:])
-        for one, count in ((small, SMALL), (large, LARGE))
-    )
+    round_trip_s, large_s = _median_s(small, SMALL), _median_s(large, LARGE)
     return Speed(size_bytes / max(large_s - round_trip_s, 1e-9), round_trip_s / 2)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from paramserver.online.messages import (
+    ENOUGH,
     Header,
     Joined,
     Kind,
@@ -26,7 +27,6 @@ from paramserver.online.study import Study
 Message = tuple[bytes, list[bytes]]
 """To or from whom, and the frames."""
 
-_OVER = "the run wants no more samples"
 
 _log = logging.getLogger("paramserver.desk")
 
@@ -134,7 +134,7 @@ class Clerk:
 
     def _hello(self, peer: bytes, header: Header, body: list[bytes], now: float) -> list[Message]:
         if self.over or self.study.done:
-            return [_to(peer, header.answer(Kind.OVER), _OVER.encode())]
+            return [_to(peer, header.answer(Kind.OVER), ENOUGH.encode())]
         if not self.all_joined:
             self._held[peer] = [header.pack(), *body]
             return []
@@ -239,7 +239,7 @@ class Clerk:
     def dismiss(self, simulation: int) -> list[Message]:
         """To the clients of one simulation that are still open."""
         mine = [key for key in self._clients if key[0] == simulation]
-        return [_to(peer, header.answer(Kind.OVER), _OVER.encode()) for peer, header in map(self._clients.pop, mine)]
+        return [_to(peer, header.answer(Kind.OVER), ENOUGH.encode()) for peer, header in map(self._clients.pop, mine)]
 
     def dismiss_all(self) -> list[Message]:
         """To every client that is open or waits to be."""
@@ -248,7 +248,7 @@ class Clerk:
         found += [(peer, Header.unpack(frames[0])) for peer, frames in self._held.items()]
         self._clients.clear()
         self._held.clear()
-        return [_to(peer, header.answer(Kind.OVER), _OVER.encode()) for peer, header in found]
+        return [_to(peer, header.answer(Kind.OVER), ENOUGH.encode()) for peer, header in found]
 
 
 def _to(peer: bytes, header: Header, *body: bytes) -> Message:

@@ -12,7 +12,7 @@ from paramserver.errors import SourceError, UnsupportedConfiguration
 from paramserver.online.identities import Identities
 from paramserver.online.inspector import Inspector
 from paramserver.online.keys import peer_security, server_security
-from paramserver.online.messages import Header, Joined, Kind, Malformed
+from paramserver.online.messages import ENOUGH, Header, Joined, Kind, Malformed
 from paramserver.online.moments import FieldMoments
 from paramserver.online.pending import Bell, Pending
 from paramserver.online.post import Post
@@ -213,7 +213,7 @@ class Ear:
             header = Header.unpack(frame)
         except Malformed:
             return
-        self._send(peer, header.answer(Kind.OVER), _OVER)
+        self._send(peer, header.answer(Kind.OVER), ENOUGH)
 
     def _judge(self, peer: bytes, frames: Sequence[Any], accepted: list[Accepted], now: float) -> None:
         verdict: Verdict = self.inspector.judge(peer, frames)
@@ -257,7 +257,7 @@ class Ear:
 
     def _say_over(self) -> None:
         for visitor in self.inspector.visitors():
-            self._send(visitor.peer, visitor.header.answer(Kind.OVER), _OVER)
+            self._send(visitor.peer, visitor.header.answer(Kind.OVER), ENOUGH)
 
     def _send(self, peer: bytes, header: Header, *sentence: str) -> None:
         """What cannot be delivered is dropped: a router never waits."""
@@ -274,9 +274,6 @@ class Ear:
             frame = readable.recv(copy=False)
             frames.append(frame)
         return frames
-
-
-_OVER = "the run wants no more samples"
 
 
 def _stopped(sentence: str) -> SourceError:

@@ -10,7 +10,7 @@ from typing import Any
 from paramserver.cluster.network import is_loopback
 from paramserver.errors import ClientError, RunOver
 from paramserver.online.keys import client_security
-from paramserver.online.messages import Header, Kind, Malformed
+from paramserver.online.messages import ENOUGH, Header, Kind, Malformed
 from paramserver.online.zeromq import zmq
 
 Message = tuple[Header, list[bytes]]
@@ -95,7 +95,7 @@ class Line:
             except Malformed as error:
                 raise ClientError(f"{self} answered what cannot be understood: {error}") from error
             if header.kind is Kind.OVER:
-                raise RunOver(sentence(frames[1:]) or "the run wants no more samples")
+                raise RunOver(sentence(frames[1:]) or ENOUGH)
             yield header, frames[1:]
 
     def close(self, linger_s: float = 0.0) -> None:

@@ -41,6 +41,9 @@ import numpy.typing as npt
 VERSION = 1
 """Of this protocol: clients and runs of another version refuse each other by name."""
 
+ENOUGH = "the run wants no more samples"
+"""What OVER says where the run ends well."""
+
 Frames = Sequence[bytes]
 
 _MAGIC = b"ps"

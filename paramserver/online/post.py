@@ -19,7 +19,6 @@ class Post:
         trainers: how many there are.
         host: the address of this machine on which clients reach the trainer.
         timeout_s: how long the desk may be silent.
-        seed: of the run.
     """
 
     desk: str
@@ -29,7 +28,6 @@ class Post:
     trainers: int
     host: str = "127.0.0.1"
     timeout_s: float = 60.0
-    seed: int = 0
 
     @property
     def keys(self) -> str | None:
