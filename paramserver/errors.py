@@ -108,3 +108,9 @@ class BufferExhausted(BufferError):  # noqa: N818
 
 class BufferClosed(BufferError):  # noqa: N818
     pass
+
+
+def failed_elsewhere(error: ParamserverError) -> ParamserverError:
+    """What the others are told of it."""
+    kind = PeerRefused if isinstance(error, PeerRefused) else PeerFailed
+    return kind(f"the run failed elsewhere: {error}")

@@ -1,7 +1,8 @@
-"""Parameters as a few flat tensors, one per dtype, with the model's own tensors as views of them."""
+"""Parameters as a few flat tensors, with the model's own tensors as views of them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -27,27 +28,34 @@ class Slot:
 
 @dataclass(frozen=True)
 class Layout:
-    """How named tensors lie in flat tensors: ``dtypes[g]`` and ``sizes[g]`` (elements) of each, a slot per tensor."""
+    """How named tensors lie in flat tensors: ``dtypes[g]`` and ``sizes[g]`` (elements) of each, a slot per tensor.
+
+    Each flat tensor is of one dtype; of one dtype there are several where they are to travel one by one.
+    """
 
     dtypes: tuple[torch.dtype, ...]
     sizes: tuple[int, ...]
     slots: tuple[Slot, ...]
 
     @classmethod
-    def of(cls, tensors: Iterable[tuple[str, Tensor]]) -> Layout:
+    def of(cls, tensors: Iterable[tuple[str, Tensor]], flat_bytes: float = math.inf) -> Layout:
+        """The layout of ``tensors`` in their order; one flat tensor exceeds ``flat_bytes`` only by a single tensor."""
         dtypes: list[torch.dtype] = []
         sizes: list[int] = []
         slots: list[Slot] = []
+        filling: dict[torch.dtype, int] = {}
         for name, tensor in tensors:
             if tensor.is_sparse or tensor.layout is not torch.strided:
                 raise UnsupportedConfiguration(f"{name} is a sparse tensor; parameters and buffers must be dense")
-            if tensor.dtype not in dtypes:
+            step = max(ALIGNMENT_BYTES // tensor.element_size(), 1)
+            size = -(-tensor.numel() // step) * step
+            group = filling.get(tensor.dtype)
+            if group is None or (sizes[group] and (sizes[group] + size) * tensor.element_size() > flat_bytes):
+                group = filling[tensor.dtype] = len(sizes)
                 dtypes.append(tensor.dtype)
                 sizes.append(0)
-            group = dtypes.index(tensor.dtype)
-            step = max(ALIGNMENT_BYTES // tensor.element_size(), 1)
             slots.append(Slot(name, group, sizes[group], tuple(tensor.shape), _dense_stride(tensor)))
-            sizes[group] += -(-tensor.numel() // step) * step
+            sizes[group] += size
         return cls(tuple(dtypes), tuple(sizes), tuple(slots))
 
     @property
@@ -59,9 +67,10 @@ class Layout:
         narrow = tuple(dtype if dtype.itemsize < own.itemsize else own for own in self.dtypes)
         return replace(self, dtypes=narrow)
 
-    def allocate(self, device: torch.device | str = "cpu") -> list[Tensor]:
-        """Fresh flat tensors of zeros."""
-        return [torch.zeros(n, dtype=t, device=device) for n, t in zip(self.sizes, self.dtypes, strict=True)]
+    def allocate(self, device: torch.device | str = "cpu", *, pinned: bool = False) -> list[Tensor]:
+        """Fresh flat tensors of zeros; ``pinned`` in memory that a GPU copies from and to without a detour."""
+        shapes = zip(self.sizes, self.dtypes, strict=True)
+        return [torch.zeros(n, dtype=dtype, device=device, pin_memory=pinned) for n, dtype in shapes]
 
     def views(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
         """Each named tensor as a view of ``flats``, which may be views themselves."""
@@ -91,11 +100,17 @@ class FlatTensors:
     Args:
         tensors: by name.
         allocate: makes the flat tensors, where they are not to be this process's own memory.
+        flat_bytes: see ``Layout.of``.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], allocate: Callable[[Layout], list[Tensor]] | None = None) -> None:
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        allocate: Callable[[Layout], list[Tensor]] | None = None,
+        flat_bytes: float = math.inf,
+    ) -> None:
         _refuse_shared_memory(tensors)
-        self.layout = Layout.of(tensors.items())
+        self.layout = Layout.of(tensors.items(), flat_bytes)
         self.tensors = dict(tensors)
         device = next((t.device for t in tensors.values()), torch.device("cpu"))
         self.flats = self.layout.allocate(device) if allocate is None else allocate(self.layout)

@@ -18,6 +18,7 @@ from paramserver.membership import Heartbeat, watch
 from paramserver.protocol import Look
 from paramserver.records import StepReport
 from paramserver.session import SERVER_NAME, server_name
+from paramserver.transport.ends import Early
 from paramserver.transport.wire import Failure
 
 
@@ -158,6 +159,15 @@ class RemoteServer:
             who = "a server" if self._others else self._called
             reason = str(error).splitlines()[0]
             raise PeerLost(f"{who} is lost: the gradients did not reach it ({reason})") from error
+
+    def begin_early(self, version: int, early: Early, gradient: Tensor) -> torch.futures.Future[Any]:
+        """Send a part of a push to its server. Like the push it takes as long as the network needs."""
+        name = server_name(early.server)
+        return hosting.send(name, "take_early", self.index, version, early.number, gradient, timeout_s=0)
+
+    def end_early(self, begun: torch.futures.Future[Any]) -> None:
+        """It has arrived."""
+        self._answer(begun, "take_early", None)
 
     def _begin_at(self, name: str, method: str, *args: Any) -> torch.futures.Future[Any]:
         return hosting.send(name, method, *args, timeout_s=self.config.cluster.timeout_s)

@@ -133,6 +133,16 @@ class Rounds:
 
     # Pushes.
 
+    def take_early(self, trainer_index: int, version: int, number: int, gradient: Tensor) -> None:
+        """A part of a push that comes before it.
+
+        Raises:
+            TrainingError: the trainer was not offered that version.
+        """
+        if self._offered.get(trainer_index) != version:
+            raise TrainingError(f"trainer {trainer_index} has no part in version {version} and sent a gradient for it")
+        self.ends[trainer_index].take_early(number, gradient)
+
     def push(
         self,
         held: Mapping[Tensor, Tensor],

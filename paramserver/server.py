@@ -19,7 +19,7 @@ from paramserver.conductor import Conductor, Gathered
 from paramserver.config import Config, server_computes
 from paramserver.consistency import Announcement, Decision, make_consistency
 from paramserver.deposits import Deposits
-from paramserver.errors import ParamserverError, PeerFailed, PeerLost, PeerRefused
+from paramserver.errors import ParamserverError, PeerLost, failed_elsewhere
 from paramserver.forwards import Forwards, ServedEnd
 from paramserver.keeper import Keeper, Stateful
 from paramserver.membership import Member, Members, watch
@@ -99,12 +99,8 @@ class ParameterServer(TutorialMethods):
         self._deposits = Deposits(keeper, trainers)
 
     def _make_conductor(self, stop: StopRequest) -> Conductor:
-        def memory() -> tuple[str | None, str]:
-            return self._sharing.address, self._sharing.parameters_key
-
-        return Conductor(
-            self.config, self.versions, self._lock, stop, self.keeper.step, memory, self.fail, self._check_arrivals
-        )
+        where, begun = self._sharing.where, self._check_arrivals
+        return Conductor(self.config, self.versions, self._lock, stop, self.keeper.step, where, self.fail, begun)
 
     def _make_end(self) -> ServerEnd:
         if self._forwards is not None:
@@ -223,21 +219,16 @@ class ParameterServer(TutorialMethods):
                 self.error = error
             if self.conductor is not None:
                 self.conductor.end()
-            failure = Failure.of(self._failed_elsewhere(self.error))
+            failure = Failure.of(failed_elsewhere(self.error))
             gatherings = [self._arrivals, self._cuts, *self._validations.values()]
             waiting = [f for g in gatherings for f in g.take()[1].values()] + self.rounds.take_waiting()
         for future in waiting:
             future.set_result(failure)
         self.finished.set()
 
-    @staticmethod
-    def _failed_elsewhere(error: ParamserverError) -> ParamserverError:
-        kind = PeerRefused if isinstance(error, PeerRefused) else PeerFailed
-        return kind(f"the run failed elsewhere: {error}")
-
     def _check_running(self) -> None:
         if self.error is not None:
-            raise self._failed_elsewhere(self.error)
+            raise failed_elsewhere(self.error)
 
     # A step: see ``Rounds``.
 
@@ -252,6 +243,12 @@ class ParameterServer(TutorialMethods):
         with self._lock:
             self._check_running()
             return self.rounds.pull(trainer_index)
+
+    def take_early(self, trainer_index: int, version: int, number: int, gradient: Tensor) -> None:
+        """A part of the gradients of a trainer's push, sent while its backward goes on."""
+        with self._lock:
+            self._check_running()
+            self.rounds.take_early(trainer_index, version, number, gradient)
 
     def step(
         self, context_id: int, report: StepReport, buffers: Sequence[Tensor], announcement: Announcement | None = None

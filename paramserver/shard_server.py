@@ -12,7 +12,6 @@ from torch import Tensor
 from paramserver.config import Config
 from paramserver.consistency import Decision
 from paramserver.devices import CPU
-from paramserver.edge import pulled
 from paramserver.errors import TrainingError, UnsupportedConfiguration
 from paramserver.flat import Layout, trainable
 from paramserver.modelling import build_model
@@ -20,7 +19,7 @@ from paramserver.portion import Portion
 from paramserver.protocol import Enrollment, Future, Order
 from paramserver.slicing import States
 from paramserver.task import Task
-from paramserver.transport.over_rpc import Outgoing
+from paramserver.transport.over_rpc import Arrivals, Outgoing
 from paramserver.transport.segments import attach, reachable
 from paramserver.transport.shelves import gradients_key
 from paramserver.transport.wire import Failure
@@ -54,6 +53,7 @@ class ShardServer:
         self._segments_key = enrollment.segments_key
         self._shared: dict[int, list[Tensor]] = {}
         self._pushes: dict[int, tuple[int, list[Tensor]]] = {}
+        self._arrivals: dict[int, tuple[int, Arrivals]] = {}
         self._kept: dict[int, list[Tensor]] = {}
         self._snapshot: list[Tensor] | None = None
         self._order: Order | None = None
@@ -82,7 +82,7 @@ class ShardServer:
         """The model and the optimizer, with the memory of what is owned and without that of all else."""
         model = build_model(task, self.config.seed, CPU)
         parameters = trainable(model)
-        if Layout.of(parameters.items()) != self._whole:
+        if Layout.of(parameters.items(), self.config.server.bucket_bytes) != self._whole:
             raise TrainingError(
                 f"server {self.server_index} built another model than server 0; build_model must give the same one in "
                 "every process"
@@ -121,7 +121,7 @@ class ShardServer:
         with self._lock:
             current = version == self.version
             flats = self._outgoing.version() if current else self._outgoing.rounded(self._find(version))
-        return tuple(pulled(self.portion.leaves, flats))
+        return Arrivals(self.portion.leaves).edge(flats)
 
     def look(self, version: int | None) -> tuple[Tensor, ...]:
         """The same without a way back, for validation; None = whatever is current."""
@@ -130,13 +130,27 @@ class ShardServer:
                 return tuple(self._outgoing.version())
             return tuple(self._find(version))
 
+    def take_early(self, trainer_index: int, version: int, number: int, gradient: Tensor) -> None:
+        """The gradient of flat tensor ``number``, which comes beside the context, before it."""
+        with self._lock:
+            self._arrivals_of(trainer_index, version).take(number, gradient)
+
+    def _arrivals_of(self, trainer_index: int, version: int) -> Arrivals:
+        """Those of a push; what came for an earlier one of this trainer is let go."""
+        known = self._arrivals.get(trainer_index)
+        if known is None or known[0] != version:
+            known = self._arrivals[trainer_index] = version, Arrivals(self.portion.leaves)
+        return known[1]
+
     def take_push(self, context_id: int, trainer_index: int, version: int) -> None:
         """The gradients that a context holds are complete; they wait for the order that names them."""
         held = dist_autograd.get_gradients(context_id)  # type: ignore[attr-defined]
-        if not all(leaf in held for leaf in self.portion.leaves):
-            raise TrainingError(f"trainer {trainer_index} stepped a context without gradients; call backward first")
         with self._lock:
-            self._pushes[trainer_index] = version, [held[leaf] for leaf in self.portion.leaves]
+            gradients = self._arrivals_of(trainer_index, version).complete(held)
+            if gradients is None:
+                raise TrainingError(f"trainer {trainer_index} stepped a context without gradients; call backward first")
+            del self._arrivals[trainer_index]
+            self._pushes[trainer_index] = version, gradients
             self._go_on()
 
     def _current(self) -> list[Tensor]:

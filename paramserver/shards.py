@@ -46,6 +46,10 @@ class Shard:
         """The same in memory of their own: of a view, all that lies around it may travel too."""
         return [part.detach().clone() for part in self.ranges_of(flats)]
 
+    def slots_in(self, number: int) -> list[int]:
+        """The slots of all tensors of which a piece is in range ``number``."""
+        return [p.slot for p, own in zip(self.pieces, self.layout.slots, strict=True) if own.group == number]
+
     def is_whole(self, piece: Piece, whole: Layout) -> bool:
         """Whether the piece is all of its tensor."""
         return piece.length == size_of(whole.slots[piece.slot])

@@ -48,6 +48,10 @@ class Sharing:
         """Where others find the memory; None where none is shared (any more)."""
         return None if self._host is None else self._host.address
 
+    def where(self) -> tuple[str | None, str]:
+        """Address and key of the parameters themselves."""
+        return self.address, self.parameters_key
+
     def stop(self) -> None:
         """From now on all goes over RPC."""
         self._host = None

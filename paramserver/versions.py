@@ -35,7 +35,7 @@ class Versions:
 
     def __init__(self, task: Task, config: Config, allocate: Callable[[Layout], list[Tensor]] | None = None) -> None:
         self.model = build_model(task, config.seed, CPU)
-        self.parameters = FlatTensors(trainable(self.model), allocate)
+        self.parameters = FlatTensors(trainable(self.model), allocate, config.server.bucket_bytes)
         self.buffers = FlatTensors(module_buffers(self.model))
         self.updater = Updater(task, self.model, config.training)
         if isinstance(self.updater.optimizer, torch.optim.SparseAdam):

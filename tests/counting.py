@@ -84,3 +84,29 @@ class TutorialTrainer(RpcTrainer):
 def identity_of(server):
     """Runs on the server: which object the reference stands for."""
     return id(server.local_value())
+
+
+class EarlyTrainer(RpcTrainer):
+    """Counts the gradients that leave while backward goes on, and those that leave after it."""
+
+    going_back = False
+
+    def on_after_setup_optimizers(self):
+        self.left = {"early": 0, "late": 0}
+        begin = self.remote.begin_early
+
+        def counted(*message):
+            self.left["early" if self.going_back else "late"] += 1
+            return begin(*message)
+
+        self.remote.begin_early = counted
+
+    def _backward(self, loss, batches):
+        self.going_back = True
+        super()._backward(loss, batches)
+        self.going_back = False
+
+    def leave(self, totals, decision):
+        for when, count in self.left.items():
+            self.log(when, count / totals.steps.count / len(self.way.early))
+        super().leave(totals, decision)

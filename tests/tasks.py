@@ -110,6 +110,15 @@ class Truth(Task):
         return {"loss": F.cross_entropy(output, labels), "accuracy": (output.argmax(1) == labels).float().mean()}
 
 
+class Clamps(Truth):
+    """Changes gradients after backward, in the way of old."""
+
+    def on_batch_end(self, batch_idx):
+        for parameter in self.trainer.unwrapped_model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.data.clamp_(-0.01, 0.01)
+
+
 class Uneven(Truth):
     """An iterable whose length depends on the trainer: 40 samples more for each index."""
 

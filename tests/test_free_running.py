@@ -62,6 +62,8 @@ def resumed(nest):
 
 # Every gradient of eight trainers.
 
+SMALL_MB = 0.0005  # most parameters travel in a message of their own, while backward goes on
+
 ASYNC = {
     "shared_memory": {
         "task_args": {"pace_ms": 4.0, "slow": 3, "slow_ms": 200.0, "samples": 400},
@@ -74,7 +76,7 @@ ASYNC = {
             **{"pace_ms": 4.0, "samples": 400, "optimizer": "adamw", "groups": True, "schedule": "step"},
             **{"unused": True, "alternate": True},
         },
-        "server": {"consistency": "async", "transport": "rpc"},
+        "server": {"consistency": "async", "transport": "rpc", "bucket_mb": SMALL_MB},
         "training": {"max_steps": 90, "batch_size": 4, "accumulate_batches": 2, "clip_grad_norm": 0.5},
     },
 }
@@ -169,7 +171,7 @@ STOPPED = {
     },
     "backup": {
         "task_args": {**SLOWEST, "stops": [[1, 7]], "optimizer": "adam"},
-        "server": {"consistency": "sync", "backup_trainers": 1, "transport": "rpc", "stale_scaling": "none"},
+        "server": {"consistency": "sync", "backup_trainers": 1, "transport": "rpc", "bucket_mb": SMALL_MB},
         "training": ONE_PASS,
     },
     "async": {
@@ -371,7 +373,8 @@ def test_both_transports_are_the_same_in_sync_bit_for_bit(started):
 
 def test_a_parameter_that_is_changed_in_place_on_a_trainer_is_refused_by_name(started):
     server = {"consistency": "async", "transport": "shared_memory"}
-    run = started("changed", 2, code=2, server=server, task_args={"changes": 1})
+    training = {"max_steps": 20000}  # so that trainer 1 comes to its fourth batch, however fast the other one is
+    run = started("changed", 2, code=2, server=server, task_args={"changes": 1}, training=training)
     assert "(trainer 1): parameter gate was changed in place on a trainer, and belongs to the server" in run.output
     assert run.summary["status"] == "failed"
 

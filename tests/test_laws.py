@@ -43,7 +43,7 @@ FLOORS = {
     5.4: "remote",
     5.5: "serving",
     6: "optimizer",
-    7.0: "trainers.agreement trainers.counters trainers.data trainers.hooks trainers.validation",
+    7.0: "trainers.agreement trainers.counters trainers.data trainers.departures trainers.hooks trainers.validation",
     7.1: "trainers.collection trainers.overridable trainers.remote_model",
     7.2: "trainers.standing",
     7.3: "trainers.base",

@@ -105,7 +105,7 @@ class Dies(Truth):
 
 def of(servers, folder, trainers=2, transport="auto", **config):
     """A run with so many servers that must end well."""
-    server = {"transport": transport, **config.pop("server", {})}
+    server = {"transport": transport, "bucket_mb": 0.0005, **config.pop("server", {})}  # many messages of gradients
     folder = folder / f"{servers}-{transport}-{server.get('consistency', 'sync')}"
     finished = trained(folder, "rpc", trainers, server=server, cluster={"num_servers": servers}, **config)
     assert finished.summary["num_servers"] == servers

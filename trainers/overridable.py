@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -67,3 +68,8 @@ class Overridable(ABC):
     def data_available(self) -> Announcement:
         """How far this trainer is with its data: enough for a step, waiting, or drained."""
         return self.data.available()
+
+
+def overrides(owner: object, method: Callable[..., Any]) -> bool:
+    """Whether the class of ``owner`` has another ``method`` than the class that ``method`` was taken from."""
+    return getattr(type(owner), method.__name__) is not method

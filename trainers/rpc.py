@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from typing import Any
 
 import torch
@@ -28,13 +28,15 @@ from paramserver.records import Record, StepReport, StepResult, TrainerTotals, W
 from paramserver.remote import RemoteServer
 from paramserver.session import rpc_trainer
 from paramserver.task import Task
-from paramserver.transport.ends import TrainerEnd
+from paramserver.transport.ends import Early, TrainerEnd
 from paramserver.transport.over_memory import MemoryTrainerEnd
 from paramserver.transport.over_rpc import RpcTrainerEnd
 from paramserver.transport.over_servers import SpreadTrainerEnd
 from paramserver.transport.segments import reachable
 from paramserver.transport.wire import Failure, tensor_bytes
 from trainers.base import Trainer
+from trainers.departures import Departures
+from trainers.overridable import overrides
 
 log = logging.getLogger("paramserver")
 
@@ -75,6 +77,9 @@ class RpcTrainer(Trainer):
         self._context_id = 0
         self._next: Round | None = None
         self._sent = time.monotonic()
+        self._leaving: dict[Early, Beside] = {}
+        # What is changed through ``grad.data`` after backward cannot be noticed, so nothing leaves before those hooks.
+        self._sends_early = not overrides(task, Task.on_batch_end) and not overrides(self, Trainer.on_after_backward)
 
     # The connection.
 
@@ -117,6 +122,7 @@ class RpcTrainer(Trainer):
         load_weights(self.model, {**plain_weights(self.model), **welcome.model}, "the server")
         self._lay_out(welcome.parameters, welcome.buffers)
         self.way = self._way(welcome)
+        self._departures = self.open(closing(Departures(self.way, self._parameters, self._send_early)))
         log.info("trainer %d: parameters and gradients travel by %s", self.trainer_index, self.way.name)
         # Trainers that run freely may have gone on since the welcome; each step pulls its own version.
         self._show(self.remote.look(None))
@@ -206,8 +212,23 @@ class RpcTrainer(Trainer):
         for own, value in zip(self._buffers, self._buffer_layout.views(buffers).values(), strict=True):
             own.copy_(value)
 
+    def on_loss_known(self, loss: float, samples: int) -> None:
+        if self._sends_early:
+            self._departures.begin()
+
+    def _send_early(self, early: Early) -> None:
+        if early in self._leaving:
+            self._await_early(early)  # the server may take two messages in any order
+        assert self._round.decision is not None
+        future = self.remote.begin_early(self._round.decision.step, early, self.way.departing(early))
+        self._leaving[early] = Beside(future)
+
+    def _await_early(self, early: Early) -> None:
+        self.remote.end_early(self._leaving.pop(early).future)
+
     def update(self, report: StepReport) -> StepResult:
-        used = self._pack_gradients()
+        self._check_gradients()
+        used = self._departures.finish()
         if self.way.in_place:
             self._pulled = self._end_pull()
         seal = self.way.seal(self._pulled)
@@ -217,7 +238,11 @@ class RpcTrainer(Trainer):
         words = report, buffers, self.following(report.version + 1)
         if self.way.in_place:
             self.optimizer.request(self._context_id, *words)
+        if self._leaving:
+            self.clock.hide(max(leaving.beside_s() for leaving in self._leaving.values()))
         self.remote.backward(self._context_id, seal)
+        for early in list(self._leaving):
+            self._await_early(early)
         return self.conclude(self.optimizer.step(self._context_id, *words))
 
     def conclude(self, answer: Round) -> StepResult:
@@ -241,20 +266,6 @@ class RpcTrainer(Trainer):
         """Wait for the version that the others make, which may be validated or saved next."""
         self.remote.call_later("follow", self.trainer_index, decision.step + 1)
         self.clock.lap("wait")
-
-    @torch.no_grad()
-    def _pack_gradients(self) -> tuple[bool, ...] | None:
-        """Move all gradients into the outgoing tensors; which parameters have one, None for all."""
-        self._check_gradients()
-        used = tuple(p.grad is not None for p in self._parameters)
-        if all(used):
-            torch._foreach_copy_(
-                list(self.way.gradient_views), [p.grad for p in self._parameters if p.grad is not None]
-            )
-            return None
-        for parameter, view in zip(self._parameters, self.way.gradient_views, strict=True):
-            view.zero_() if parameter.grad is None else view.copy_(parameter.grad)
-        return used
 
     def _check_gradients(self) -> None:
         """Refuse what would be lost on the way, by name."""

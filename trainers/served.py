@@ -35,6 +35,9 @@ class ServedTrainer(RpcTrainer):
     def hold(self, welcome: Welcome) -> None:
         """Nothing of the model is held here."""
 
+    def on_loss_known(self, loss: float, samples: int) -> None:
+        """Gradients are on the server; none leaves early."""
+
     def _call(self, call: ModelCall) -> ModelAnswer:
         answer: ModelAnswer = self.remote.call_through("compute", self.trainer_index, call)
         there_and_back = 2 if call.wants_grad else 1

@@ -74,9 +74,14 @@ class ServerConfig:
     compute: str = key("trainer", choice("trainer", "server"), "where the forward runs")
     transport: str = key("auto", choice("auto", "rpc", "shared_memory"), "how tensors travel")
     wire_dtype: str = key("float32", choice("float32", "bfloat16", "float16"), "type of what travels over rpc")
+    bucket_mb: float = key(4.0, positive(), "gradients leave over rpc in groups of so many MB, while backward goes on")
     heartbeat_s: float = key(1.0, positive(), "seconds between the signs of life of a trainer")
     lost_after_s: float = key(5.0, positive(), "seconds of silence after which a trainer is lost")
     on_loss: str = key("fail", choice("continue", "rollback", "fail"), "rpc: what follows when a trainer is lost")
+
+    @property
+    def bucket_bytes(self) -> float:
+        return self.bucket_mb * 2**20
 
     @property
     def shares_memory(self) -> bool:

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from paramserver.protocol import Look
 from paramserver.records import StepReport
+
+
+@dataclass(frozen=True)
+class Early:
+    """Flat tensor ``number`` of those that server ``server`` owns."""
+
+    server: int
+    number: int
 
 
 class ServerEnd(ABC):
@@ -30,6 +39,10 @@ class ServerEnd(ABC):
     @abstractmethod
     def look(self) -> tuple[int | None, Sequence[Tensor]]:
         """The current version without a way back, for validation: its place, or itself. Good until the next offer."""
+
+    def take_early(self, number: int, gradient: Tensor) -> None:
+        """The gradient of flat tensor ``number``, which comes before the context does; see ``TrainerEnd.early``."""
+        raise AssertionError("no gradient comes early")
 
     @abstractmethod
     def gradients(self, held: Mapping[Tensor, Tensor]) -> list[Tensor] | None:
@@ -62,11 +75,18 @@ class TrainerEnd(ABC):
     ``name`` is the word of the key server.transport; ``in_place`` says that a version is found by its place, so that
     the answer to a pull is needed no sooner than the gradients. ``gradient_views`` are where the gradients of a step
     are put, one for each trained parameter in the order of the layout; they stay valid, with what the last step left.
+    ``early`` are the messages that leave by themselves before ``seal``, each with the numbers of the parameters whose
+    gradients it carries: it may leave once those are there, while backward goes on.
     """
 
     name: str
     in_place: bool
     gradient_views: Sequence[Tensor]
+    early: Mapping[Early, Sequence[int]] = {}
+
+    def departing(self, early: Early) -> Tensor:
+        """What such a message carries, from ``gradient_views``. It is not changed before the step has its answer."""
+        raise AssertionError("no gradient leaves early")
 
     @abstractmethod
     def find(self, place: int) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from paramserver.edge import pulled, sealed
 from paramserver.errors import NotFinite
 from paramserver.flat import Layout
-from paramserver.transport.ends import ServerEnd, TrainerEnd
+from paramserver.transport.ends import Early, ServerEnd, TrainerEnd
 from paramserver.transport.wire import tensor_bytes
 
 
@@ -46,8 +46,44 @@ class Outgoing:
         return rounded
 
 
+class Arrivals:
+    """A push as it arrives: the gradient of the first flat tensor inside the context, those of the others before it.
+
+    Distributed autograd sends gradients only when a trainer's backward is done. So the first flat tensor, whose
+    gradient is the last to be ready, carries the context, and the others travel while backward goes on.
+
+    Args:
+        leaves: the flat leaves that gradients are for.
+    """
+
+    def __init__(self, leaves: Sequence[Tensor]) -> None:
+        self._leaves = leaves
+        self._early: dict[int, Tensor] = {}
+
+    def edge(self, flats: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """What is sent of a version."""
+        return *pulled(self._leaves[:1], flats[:1]), *flats[1:]
+
+    def take(self, number: int, gradient: Tensor) -> None:
+        self._early[number] = gradient
+
+    def complete(self, held: Mapping[Tensor, Tensor]) -> list[Tensor] | None:
+        """All gradients, in the parameters' own type; None where one is missing.
+
+        Args:
+            held: the gradients of the context, by leaf.
+        """
+        first, *others = self._leaves
+        if first not in held or any(number not in self._early for number in range(1, len(self._leaves))):
+            return None
+        return [held[first], *(self._early[n].to(leaf.dtype) for n, leaf in enumerate(others, start=1))]
+
+    def clear(self) -> None:
+        self._early.clear()
+
+
 class RpcServerEnd(ServerEnd):
-    """Sends a version and gets a gradient for each of its flat tensors, which arrives in the parameters' own type.
+    """Sends a version and gets a gradient for each of its flat tensors.
 
     Args:
         leaves: the flat leaves that gradients arrive at.
@@ -55,25 +91,30 @@ class RpcServerEnd(ServerEnd):
     """
 
     def __init__(self, leaves: Sequence[Tensor], outgoing: Outgoing) -> None:
-        self._leaves = leaves
         self._outgoing = outgoing
         self._offered: list[Tensor] = []
+        self._arrivals = Arrivals(leaves)
 
     def offer(self) -> int:
+        self.release()
         self._offered = self._outgoing.version()
         return 0
 
     def pull(self) -> tuple[Tensor, ...]:
-        return tuple(pulled(self._leaves, self._offered))
+        return self._arrivals.edge(self._offered)
 
     def look(self) -> tuple[None, Sequence[Tensor]]:
         return None, self._outgoing.version()
 
     def gradients(self, held: Mapping[Tensor, Tensor]) -> list[Tensor] | None:
-        return [held[leaf] for leaf in self._leaves] if all(leaf in held for leaf in self._leaves) else None
+        return self._arrivals.complete(held)
+
+    def take_early(self, number: int, gradient: Tensor) -> None:
+        self._arrivals.take(number, gradient)
 
     def release(self) -> None:
         self._offered = []
+        self._arrivals.clear()
 
 
 class RpcTrainerEnd(TrainerEnd):
@@ -92,8 +133,13 @@ class RpcTrainerEnd(TrainerEnd):
         self._layout = layout
         self._narrows = wire != layout
         self._parameters = list(parameters)
-        self._outgoing = wire.allocate()
+        self._outgoing = wire.allocate(pinned=on_gpu(parameters))
+        self._by_context = [0]
         self.gradient_views = list(layout.views(self._outgoing).values())
+        self.early = {
+            Early(0, number): [n for n, slot in enumerate(layout.slots) if slot.group == number]
+            for number in range(1, len(layout.sizes))
+        }
 
     def find(self, place: int) -> None:
         raise AssertionError("versions come with the answer to a pull")
@@ -102,20 +148,35 @@ class RpcTrainerEnd(TrainerEnd):
     def take(self, flats: Sequence[Tensor]) -> None:
         torch._foreach_copy_(self._parameters, list(self._layout.views(flats).values()))
 
+    def departing(self, early: Early) -> Tensor:
+        return self._checked(early.number)
+
     def seal(self, pulled: Sequence[Tensor]) -> Tensor:
-        if self._narrows:
+        return sealed([self._checked(place) for place in self._by_context], [pulled[p] for p in self._by_context])
+
+    def _checked(self, place: int) -> Tensor:
+        """One of the tensors that leave.
+
+        Raises:
+            NotFinite: a gradient became infinite when it was rounded.
+        """
+        flat = self._outgoing[place]
+        if self._narrows and not bool(flat.isfinite().all()):
             self._check_gradients_fit()
-        return sealed(self._outgoing, pulled)
+        return flat
 
     def _check_gradients_fit(self) -> None:
-        if all(bool(flat.isfinite().all()) for flat in self._outgoing):
-            return
         for slot, view, parameter in zip(self._layout.slots, self.gradient_views, self._parameters, strict=True):
             if parameter.grad is not None:
                 _check_one(slot.name, parameter.grad, view, "the gradient of parameter")
 
     def bytes_of(self, pulled: Sequence[Tensor]) -> int:
         return tensor_bytes(pulled) + tensor_bytes(self._outgoing)
+
+
+def on_gpu(parameters: Sequence[Tensor]) -> bool:
+    """Whether gradients leave from a GPU."""
+    return any(parameter.is_cuda for parameter in parameters)
 
 
 def check_fits(layout: Layout, exact: Sequence[Tensor], rounded: Sequence[Tensor], what: str) -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from paramserver.edge import sealed
 from paramserver.flat import Layout
 from paramserver.protocol import Look
 from paramserver.shards import Shard, size_of
-from paramserver.transport.over_rpc import Outgoing, RpcServerEnd, RpcTrainerEnd
+from paramserver.transport.ends import Early
+from paramserver.transport.over_rpc import Outgoing, RpcServerEnd, RpcTrainerEnd, on_gpu
 
 
 class ShardServerEnd(RpcServerEnd):
@@ -51,10 +52,17 @@ class SpreadTrainerEnd(RpcTrainerEnd):
         self._narrows = wires != [shard.layout for shard in shards]
         self._parameters = list(parameters)
         self._make_dense()
-        parts = [wire.allocate() for wire in wires]
+        parts = [wire.allocate(pinned=on_gpu(parameters)) for wire in wires]
         self._outgoing = [flat for flats in parts for flat in flats]
-        self._split: list[tuple[Tensor, Tensor]] = []
+        self._first = list(accumulate((len(flats) for flats in parts[:-1]), initial=0))
+        self._by_context = self._first
+        self._split: dict[int, list[tuple[Tensor, Tensor]]] = {}
         self._lay_out(layout.narrowed(wire_dtype), parts)
+        self.early = {
+            Early(server, number): shard.slots_in(number)
+            for server, shard in enumerate(shards)
+            for number in range(1, len(shard.ranges))
+        }
 
     def _make_dense(self) -> None:
         """Make the memory of each parameter that of its slot, so that a part of it is a part of that."""
@@ -66,7 +74,7 @@ class SpreadTrainerEnd(RpcTrainerEnd):
     def _lay_out(self, wire: Layout, parts: Sequence[Sequence[Tensor]]) -> None:
         """Where gradients are put: in what leaves, or beside it where that is in several parts."""
         found: dict[int, Tensor] = {}
-        for shard, flats in zip(self._shards, parts, strict=True):
+        for first, shard, flats in zip(self._first, self._shards, parts, strict=True):
             views = shard.layout.views(flats)
             for piece, own in zip(shard.pieces, shard.layout.slots, strict=True):
                 if shard.is_whole(piece, self._layout):
@@ -75,7 +83,8 @@ class SpreadTrainerEnd(RpcTrainerEnd):
                 slot = wire.slots[piece.slot]
                 if piece.slot not in found:
                     found[piece.slot] = torch.empty_strided(slot.shape, slot.stride, dtype=wire.dtypes[slot.group])
-                self._split.append((views[own.name], _part(found[piece.slot], piece.start, piece.length)))
+                parted = views[own.name], _part(found[piece.slot], piece.start, piece.length)
+                self._split.setdefault(first + own.group, []).append(parted)
         self.gradient_views = [
             found.get(number, torch.empty(slot.shape, dtype=wire.dtypes[slot.group]))
             for number, slot in enumerate(wire.slots)
@@ -93,14 +102,15 @@ class SpreadTrainerEnd(RpcTrainerEnd):
             ]
         torch._foreach_copy_(targets, sources)
 
-    @torch.no_grad()
-    def seal(self, pulled: Sequence[Tensor]) -> Tensor:
-        if self._split:
-            torch._foreach_copy_([own for own, _ in self._split], [part for _, part in self._split])
-        if self._narrows:
-            self._check_gradients_fit()
-        with torch.enable_grad():
-            return sealed(self._outgoing, pulled)
+    def departing(self, early: Early) -> Tensor:
+        return self._checked(self._first[early.server] + early.number)
+
+    def _checked(self, place: int) -> Tensor:
+        if place in self._split:
+            owned, parts = zip(*self._split[place], strict=True)
+            with torch.no_grad():
+                torch._foreach_copy_(owned, parts)
+        return super()._checked(place)
 
 
 def _part(dense: Tensor, start: int, length: int) -> Tensor:
