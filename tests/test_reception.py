@@ -419,11 +419,12 @@ def test_what_is_not_finite_is_counted_and_left_out():
 
 def test_one_sample_in_seven_is_looked_at_from_one_reading_to_the_next():
     fields = FieldMoments(["u"])
-    for value in range(15):
-        fields.see({"u": np.full(2, value)})
+    samples = [{"u": np.full(2, value)} for value in range(15)]
+    for first, last in ((0, 1), (1, 1), (1, 6), (6, 9), (9, 15)):
+        fields.see(samples[first:last])
     assert fields.read() == {"u": {"mean": 7.0, "deviation": np.std([0, 7, 14]), "count": 6, "not_finite": 0}}
     assert fields.read() == {"u": {"mean": 0.0, "deviation": 0.0, "count": 0, "not_finite": 0}}
-    fields.see({"u": np.full(2, 3.0)})
+    fields.see([{"u": np.full(2, 3.0)}])
     assert fields.read()["u"]["mean"] == 3.0
 
 

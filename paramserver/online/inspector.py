@@ -216,7 +216,7 @@ class Inspector:
         fits = shaped.shape == field.shape if self.assembly.members == 1 else _is_part(shaped.shape, field.shape)
         if not fits:
             raise Refusal("shape", f"{field.name} ({list(shaped.shape)}) must have the shape {list(field.shape)}")
-        return _Slot(field, frame, shaped.shape, shaped.bytes)
+        return _Slot(field, frame, shaped.shape, np.dtype(shaped.dtype), shaped.bytes)
 
 
 @dataclass(frozen=True)
@@ -226,16 +226,17 @@ class _Slot:
     field: Field
     frame: int
     shape: tuple[int, ...]
+    dtype: np.dtype[Any]
     size: int
 
     def array(self, frame: bytes) -> npt.NDArray[Any]:
         """A view of the frame."""
         if len(frame) != self.size:
             raise Refusal("size", f"{self.field.name} ({len(frame)} bytes) must have {self.size}, as its shape says")
-        array: npt.NDArray[Any] = np.frombuffer(frame, self.field.dtype).reshape(self.shape)
+        array: npt.NDArray[Any] = np.ndarray(self.shape, self.dtype, frame)
         if self.field.finite and not np.isfinite(array).all():
             raise Refusal("values", f"{self.field.name} must be finite, it holds a NaN or an infinity")
-        if self.field.dtype == "|b1" and array.view(np.uint8).max(initial=0) > 1:
+        if self.dtype == np.bool_ and array.view(np.uint8).max(initial=0) > 1:
             raise Refusal("values", f"{self.field.name} must hold booleans, a byte of it is neither 0 nor 1")
         return array
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paramserver.errors import ClientError
-from paramserver.online.messages import Shaped, describe, raw
+from paramserver.online.messages import Shaped, describe
 
 
 class Parcels:
@@ -23,6 +23,7 @@ class Parcels:
 
     def __init__(self, declared: Sequence[Shaped], members: int) -> None:
         self._declared = {field.name: field for field in declared}
+        self._dtypes = {field.name: np.dtype(field.dtype) for field in declared}
         self._members = members
         self._described: dict[tuple[tuple[int, ...], ...], bytes] = {}
 
@@ -44,7 +45,8 @@ class Parcels:
         shapes = tuple(array.shape for array in arrays.values())
         if shapes not in self._described:
             self._described = {shapes: describe(arrays)}
-        return [self._described[shapes], *(raw(array) for array in arrays.values())]
+        # Of the dtypes that are declared, which are all little-endian: what lies in C order lies as it travels.
+        return [self._described[shapes], *(np.ascontiguousarray(array).data for array in arrays.values())]
 
     def _fitted(self, field: Shaped, value: Any) -> npt.NDArray[Any]:
         try:
@@ -52,7 +54,7 @@ class Parcels:
         except (TypeError, ValueError, RuntimeError) as error:
             raise ClientError(f"field {field.name} must be an array of numbers ({error}); convert it") from error
         self._check_shape(field, array.shape)
-        wanted = np.dtype(field.dtype)
+        wanted = self._dtypes[field.name]
         return array if array.dtype == wanted else _cast(field.name, array, wanted)
 
     def _check_shape(self, field: Shaped, shape: tuple[int, ...]) -> None:
