@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 # Of how many samples one is looked at. A prime: simulations that take turns would else be looked at in a part only.
-_EVERY = 7
+_EVERY = 13
 
 
 class Moments:
@@ -62,7 +62,7 @@ def _mean(values: npt.NDArray[np.float64]) -> float:
 
 
 class FieldMoments:
-    """The moments of every field, of one sample in seven, from one reading to the next. For any thread.
+    """The moments of every field, of one sample in thirteen, from one reading to the next. For any thread.
 
     Args:
         names: of the fields.

@@ -33,20 +33,23 @@ class Parcels:
         Raises:
             ClientError: a field is missing or unknown, or has another shape, or a dtype or value that does not fit.
         """
+        if fields.keys() != self._declared.keys():
+            self._refuse_names(fields)
+        arrays = [self._fitted(field, fields[name]) for name, field in self._declared.items()]
+        shapes = tuple([array.shape for array in arrays])
+        if shapes not in self._described:
+            self._described = {shapes: describe(dict(zip(self._declared, arrays, strict=True)))}
+        # The dtypes that are declared are all little-endian, so what lies in C order lies as it travels.
+        return [self._described[shapes], *[np.ascontiguousarray(array).data for array in arrays]]
+
+    def _refuse_names(self, fields: Mapping[str, Any]) -> None:
         unknown = [name for name in fields if name not in self._declared]
-        missing = [name for name in self._declared if name not in fields]
         if unknown:
             raise ClientError(
                 f"field ({unknown[0]}) must be one of {', '.join(self._declared)}; rename or leave it out"
             )
-        if missing:
-            raise ClientError(f"field ({missing[0]}) must be in every sample, it is missing; send it too")
-        arrays = {name: self._fitted(field, fields[name]) for name, field in self._declared.items()}
-        shapes = tuple(array.shape for array in arrays.values())
-        if shapes not in self._described:
-            self._described = {shapes: describe(arrays)}
-        # Of the dtypes that are declared, which are all little-endian: what lies in C order lies as it travels.
-        return [self._described[shapes], *(np.ascontiguousarray(array).data for array in arrays.values())]
+        missing = [name for name in self._declared if name not in fields]
+        raise ClientError(f"field ({missing[0]}) must be in every sample, it is missing; send it too")
 
     def _fitted(self, field: Shaped, value: Any) -> npt.NDArray[Any]:
         try:
