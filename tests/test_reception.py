@@ -418,15 +418,23 @@ def test_what_is_not_finite_is_counted_and_left_out():
     assert moments.row() == {"mean": 2.0, "deviation": 1.0, "count": 2, "not_finite": 5}
 
 
-def test_one_sample_in_thirteen_is_looked_at_from_one_reading_to_the_next():
+def test_one_sample_in_seven_is_looked_at_from_one_reading_to_the_next():
     fields = FieldMoments(["u"])
-    samples = [{"u": np.full(2, value)} for value in range(27)]
-    for first, last in ((0, 1), (1, 1), (1, 9), (9, 14), (14, 27)):
-        fields.see(samples[first:last])
-    assert fields.read() == {"u": {"mean": 13.0, "deviation": np.std([0, 13, 26]), "count": 6, "not_finite": 0}}
+    for value in range(15):
+        fields.see([{"u": np.full(2, value)}])
+    assert fields.read() == {"u": {"mean": 7.0, "deviation": np.std([0, 7, 14]), "count": 6, "not_finite": 0}}
     assert fields.read() == {"u": {"mean": 0.0, "deviation": 0.0, "count": 0, "not_finite": 0}}
     fields.see([{"u": np.full(2, 3.0)}])
     assert fields.read()["u"]["mean"] == 3.0
+
+
+def test_of_samples_that_came_together_one_is_looked_at():
+    fields = FieldMoments(["u"])
+    samples = [{"u": np.full(1, value)} for value in range(40)]
+    for first, last in ((0, 1), (1, 4), (4, 7), (7, 9), (9, 40)):  # 0; too few since; too few; 8; 39
+        fields.see(samples[first:last])
+    assert fields.read()["u"]["mean"] == np.mean([0, 8, 39])
+    assert fields.read()["u"]["count"] == 0
 
 
 def test_fields_of_what_arrives_are_measured(clients):

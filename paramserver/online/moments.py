@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 # Of how many samples one is looked at. A prime: simulations that take turns would else be looked at in a part only.
-_EVERY = 13
+_EVERY = 7
 
 
 class Moments:
@@ -62,7 +62,9 @@ def _mean(values: npt.NDArray[np.float64]) -> float:
 
 
 class FieldMoments:
-    """The moments of every field, of one sample in thirteen, from one reading to the next. For any thread.
+    """The moments of every field from one reading to the next. For any thread.
+
+    One sample in seven is looked at, and of those that came together no more than one.
 
     Args:
         names: of the fields.
@@ -74,16 +76,17 @@ class FieldMoments:
         self._begin()
 
     def _begin(self) -> None:
-        self._passed = 0
+        self._passed_over = _EVERY
         self._moments = {name: Moments() for name in self._names}
 
     def see(self, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Samples in the order in which they came."""
+        """Samples that came together."""
         with self._lock:
-            for sample in samples[-self._passed % _EVERY :: _EVERY]:
+            self._passed_over += len(samples)
+            if self._passed_over >= _EVERY:
                 for name, moments in self._moments.items():
-                    moments.add(sample[name])
-            self._passed += len(samples)
+                    moments.add(samples[-1][name])
+                self._passed_over = 0
 
     def read(self) -> dict[str, dict[str, float]]:
         """``{field: {mean, deviation, count, not_finite}}`` of what was looked at since it was read last."""
