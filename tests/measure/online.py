@@ -167,7 +167,8 @@ def main() -> None:
         for mode, kind in product(told.modes, told.kinds):
             good &= account(case, mode, kind, told.simulations, told.steps)
     if "held" in told.cases:
-        held(told.repeats, max(told.simulations // 2, 1), told.steps, told.busy)
+        # Few and long ones: what a process takes to start is no part of reception.
+        held(told.repeats, max(told.simulations // 20, 1), 10 * told.steps, told.busy)
     if not good:
         raise SystemExit(1)
 
