@@ -2,7 +2,6 @@
 
 import threading
 from collections import Counter, defaultdict
-from dataclasses import replace
 
 import zmq
 
@@ -174,7 +173,7 @@ class FakeRun:
 
     def _at_trainer(self, who, peer, header, frames):
         if header.kind is Kind.OPEN:
-            self.opened.append((who, replace(header, kind=Kind.OPEN), read_parameters(frames[0])))
+            self.opened.append((who, header._replace(kind=Kind.OPEN), read_parameters(frames[0])))
         elif header.kind is Kind.SAMPLE:
             described = read_descriptor(frames[0])
             arrays = {f.name: array_of(f, frame) for f, frame in zip(described, frames[1:], strict=True)}

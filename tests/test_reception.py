@@ -189,12 +189,13 @@ def test_refusals_are_answered_counted_and_logged_once_per_kind_and_source(clien
             for _ in range(3):
                 one.sample(0, 9).send([message(0, 0)[0], b"{}", b""]).send([b"noise"])
             other.sample(1, 9)
-            one.hear_until(lambda: len(one.said) >= 9 + 1)
+            one.hear_until(lambda: one.taken == 6)
+            one.hear_until(lambda: sum(kind is Kind.REFUSED for kind, _ in one.said) == 9)
             other.hear_taken(1)
     told = [record.message for record in caplog.records]
     assert len(told) == 4
     assert sum("step (9) must be below simulations.steps (5)" in text for text in told) == 2
-    assert "trainer 0 refused a message of simulation 0 (attempt 0)" in told[0]
+    assert sum("trainer 0 refused a message of simulation 0 (attempt 0)" in text for text in told) == 2
     assert sum("client " in text for text in told) == 1
     assert hearing.reception.figures()["refusals"] == {"step": 4, "malformed": 6}
     assert hearing.reception.figures()["refused"] == 10
@@ -420,11 +421,20 @@ def test_what_is_not_finite_is_counted_and_left_out():
 def test_one_sample_in_seven_is_looked_at_from_one_reading_to_the_next():
     fields = FieldMoments(["u"])
     for value in range(15):
-        fields.see({"u": np.full(2, value)})
+        fields.see([{"u": np.full(2, value)}])
     assert fields.read() == {"u": {"mean": 7.0, "deviation": np.std([0, 7, 14]), "count": 6, "not_finite": 0}}
     assert fields.read() == {"u": {"mean": 0.0, "deviation": 0.0, "count": 0, "not_finite": 0}}
-    fields.see({"u": np.full(2, 3.0)})
+    fields.see([{"u": np.full(2, 3.0)}])
     assert fields.read()["u"]["mean"] == 3.0
+
+
+def test_of_samples_that_came_together_one_is_looked_at():
+    fields = FieldMoments(["u"])
+    samples = [{"u": np.full(1, value)} for value in range(40)]
+    for first, last in ((0, 1), (1, 4), (4, 7), (7, 9), (9, 40)):  # 0; too few since; too few; 8; 39
+        fields.see(samples[first:last])
+    assert fields.read()["u"]["mean"] == np.mean([0, 8, 39])
+    assert fields.read()["u"]["count"] == 0
 
 
 def test_fields_of_what_arrives_are_measured(clients):

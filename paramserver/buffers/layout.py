@@ -119,12 +119,14 @@ class Nest(Layout):
     def flatten(self, sample: Any, leaves: list[Any]) -> bool:
         if type(sample) is not self.kind or len(sample) != len(self.children):
             return False
-        values: Iterable[Any] = sample
-        if self.names is not None:
-            if not all(name in sample for name in self.names):
+        try:
+            values: Iterable[Any] = sample if self.names is None else [sample[name] for name in self.names]
+        except KeyError:
+            return False
+        for child, value in zip(self.children, values, strict=True):  # noqa: SIM110 - all() would take twice as long
+            if not child.flatten(value, leaves):
                 return False
-            values = [sample[name] for name in self.names]
-        return all(child.flatten(value, leaves) for child, value in zip(self.children, values, strict=True))
+        return True
 
     def leaves(self) -> list[Leaf]:
         return [leaf for child in self.children for leaf in child.leaves()]

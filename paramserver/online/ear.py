@@ -195,16 +195,17 @@ class Ear:
         now = time.monotonic()
         emptied = False
         for _ in range(_AT_ONCE):
-            frames = self._next(self._clients)
-            if frames is None:
+            message = self._next(self._clients)
+            if message is None:
                 emptied = True
                 break
-            peer = bytes(frames[0])
+            peer, *frames = message
             if self._over:
-                self._refuse_late(peer, frames[1])
+                self._refuse_late(bytes(peer), frames[0])
             else:
-                self._judge(peer, frames[1:], accepted, now)
+                self._judge(bytes(peer), frames, accepted, now)
         if accepted:
+            self.moments.see([one.sample for one in accepted])
             self.pending.put(accepted)
         return emptied
 
@@ -222,8 +223,6 @@ class Ear:
         if visitor is not None:
             visitor.heard = now
         if isinstance(verdict, Accepted):
-            assert verdict.sample is not None
-            self.moments.see(verdict.sample)
             accepted.append(verdict)
         elif isinstance(verdict, Refused):
             header = Header(Kind.REFUSED) if visitor is None else visitor.header.answer(Kind.REFUSED)
@@ -233,14 +232,13 @@ class Ear:
 
     def _settle(self) -> None:
         """Count what the buffer has got."""
-        due = False
-        for accepted in self.pending.settled():
-            simulation = accepted.key[0]
-            self.tally.settle(accepted)
-            due = due or self.tally.counts[simulation] == self._steps_of(simulation)
+        settled = self.pending.settled()
+        for accepted in settled:
             for giver in accepted.givers:
                 giver.dealt += 1
                 self._told[giver] = None
+        changed = self.tally.settle(settled)
+        due = any(self.tally.counts[simulation] == self._steps_of(simulation) for simulation in changed)
         # The desk waits for nothing that it could know: of a simulation that is complete, or of the last for now.
         if due or (self._told and self.pending.is_empty()):
             self._report_due = min(self._report_due, self._reported + _REPORT_AGAIN_S)

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paramserver.online.assembly import Arrays, Assembly, Fate, Part, joined
-from paramserver.online.fields import Field
+from paramserver.online.fields import RESERVED, Field
 from paramserver.online.identities import Identities
 from paramserver.online.messages import Frames, Header, Kind, Malformed, Shaped, read_descriptor, read_parameters
 from paramserver.online.plan import Plan
@@ -47,6 +47,7 @@ class Inspector:
     def __init__(self, plan: Plan, identities: Identities) -> None:
         self.plan = plan
         self.identities = identities
+        self._names = (*RESERVED, *(field.name for field in plan.fields))
         self.assembly = Assembly(plan.config.group_size, plan.config.window * plan.config.group_size)
         self._visitors: OrderedDict[tuple[bytes, int], Visitor] = OrderedDict()
         self._parameters: OrderedDict[int, npt.NDArray[np.float64]] = OrderedDict()
@@ -192,8 +193,7 @@ class Inspector:
 
     def _accept(self, visitor: Visitor, key: tuple[int, int], arrays: Arrays, givers: tuple[Visitor, ...]) -> Accepted:
         self.identities.see(*key)
-        fields = {field.name: array for field, array in zip(self.plan.fields, arrays, strict=True)}
-        sample = {"simulation": key[0], "step": key[1], "parameters": visitor.parameters, **fields}
+        sample = dict(zip(self._names, (*key, visitor.parameters, *arrays), strict=True))
         return Accepted(visitor, (), key, sample, givers)
 
     def _arrays(self, frames: Frames) -> Arrays:
@@ -201,7 +201,7 @@ class Inspector:
         _check_frames(frames, 2 + len(self.plan.fields), least=2)
         slots = self._slots(bytes(frames[1]))
         _check_frames(frames, 2 + len(slots))
-        return tuple(slot.array(frames[slot.frame]) for slot in slots)
+        return tuple([slot.array(frames[slot.frame]) for slot in slots])
 
     def _read_slots(self, descriptor: bytes) -> tuple[_Slot, ...]:
         described = {shaped.name: (2 + i, shaped) for i, shaped in enumerate(read_descriptor(descriptor))}
@@ -216,7 +216,7 @@ class Inspector:
         fits = shaped.shape == field.shape if self.assembly.members == 1 else _is_part(shaped.shape, field.shape)
         if not fits:
             raise Refusal("shape", f"{field.name} ({list(shaped.shape)}) must have the shape {list(field.shape)}")
-        return _Slot(field, frame, shaped.shape, shaped.bytes)
+        return _Slot(field, frame, shaped.shape, np.dtype(shaped.dtype), shaped.bytes)
 
 
 @dataclass(frozen=True)
@@ -226,16 +226,17 @@ class _Slot:
     field: Field
     frame: int
     shape: tuple[int, ...]
+    dtype: np.dtype[Any]
     size: int
 
     def array(self, frame: bytes) -> npt.NDArray[Any]:
         """A view of the frame."""
         if len(frame) != self.size:
             raise Refusal("size", f"{self.field.name} ({len(frame)} bytes) must have {self.size}, as its shape says")
-        array: npt.NDArray[Any] = np.frombuffer(frame, self.field.dtype).reshape(self.shape)
+        array: npt.NDArray[Any] = np.ndarray(self.shape, self.dtype, frame)
         if self.field.finite and not np.isfinite(array).all():
             raise Refusal("values", f"{self.field.name} must be finite, it holds a NaN or an infinity")
-        if self.field.dtype == "|b1" and array.view(np.uint8).max(initial=0) > 1:
+        if self.dtype == np.bool_ and array.view(np.uint8).max(initial=0) > 1:
             raise Refusal("values", f"{self.field.name} must hold booleans, a byte of it is neither 0 nor 1")
         return array
 

@@ -31,9 +31,9 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -74,13 +74,15 @@ class Kind(IntEnum):
     FINISH = 68
 
 
+_KINDS = {int(kind): kind for kind in Kind}
+
+
 class Malformed(ValueError):  # noqa: N818 - a state of a message, said in one sentence
     """These frames are no message of this protocol."""
 
 
-@dataclass(frozen=True)
-class Header:
-    """The first frame.
+class Header(NamedTuple):
+    """The first frame. A tuple, because one is made for each sample that is sent or received.
 
     Attributes:
         kind: what is said.
@@ -113,26 +115,25 @@ class Header:
         """
         if len(frame) != _HEADER.size:
             raise Malformed(f"a header must have {_HEADER.size} bytes, this one has {len(frame)}")
-        magic, version, number, *rest = _HEADER.unpack(frame)
+        magic, version, number, simulation, step, member, members, attempt = _HEADER.unpack(frame)
         if magic != _MAGIC:
             raise Malformed("these bytes do not begin as a message of paramserver does")
         if version != VERSION:
             raise Malformed(
                 f"protocol version ({version}) must be {VERSION}; install the same paramserver on both sides"
             )
-        try:
-            header = cls(Kind(number), *rest)
-        except ValueError as error:
-            raise Malformed(f"kind ({number}) must be one of {', '.join(str(int(kind)) for kind in Kind)}") from error
-        if header.simulation < 0 or header.step < 0:
-            raise Malformed(f"simulation ({header.simulation}) and step ({header.step}) must be at least 0")
-        if header.member >= header.members:
-            raise Malformed(f"member ({header.member}) must be below the size of its group ({header.members})")
-        return header
+        kind = _KINDS.get(number)
+        if kind is None:
+            raise Malformed(f"kind ({number}) must be one of {', '.join(str(known) for known in _KINDS)}")
+        if simulation < 0 or step < 0:
+            raise Malformed(f"simulation ({simulation}) and step ({step}) must be at least 0")
+        if member >= members:
+            raise Malformed(f"member ({member}) must be below the size of its group ({members})")
+        return cls(kind, simulation, step, member, members, attempt)
 
     def answer(self, kind: Kind, step: int = 0) -> Header:
         """The header of an answer about the same simulation."""
-        return replace(self, kind=kind, step=step)
+        return Header(kind, self.simulation, step, self.member, self.members, self.attempt)
 
 
 # Fields of samples.

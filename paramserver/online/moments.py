@@ -30,12 +30,12 @@ class Moments:
     def add(self, array: npt.NDArray[Any]) -> None:
         values = array.astype(np.float64).ravel()
         with np.errstate(all="ignore"):
-            mean = float(values.mean()) if values.size else 0.0
+            mean = _mean(values)
             if not math.isfinite(mean):
                 finite = values[np.isfinite(values)]
                 self.not_finite += values.size - finite.size
-                values, mean = finite, float(finite.mean()) if finite.size else 0.0
-            values = values - mean
+                values, mean = finite, _mean(finite)
+            values -= mean
             squares = float(values.dot(values))
         self._merge(values.size, mean, squares)
 
@@ -57,8 +57,14 @@ class Moments:
         return {"mean": self.mean, "deviation": self.deviation, "count": self.count, "not_finite": self.not_finite}
 
 
+def _mean(values: npt.NDArray[np.float64]) -> float:
+    return float(np.add.reduce(values)) / values.size if values.size else 0.0
+
+
 class FieldMoments:
-    """The moments of every field, of one sample in seven, from one reading to the next. For any thread.
+    """The moments of every field from one reading to the next. For any thread.
+
+    One sample in seven is looked at, and of those that came together no more than one.
 
     Args:
         names: of the fields.
@@ -70,15 +76,17 @@ class FieldMoments:
         self._begin()
 
     def _begin(self) -> None:
-        self._passed = 0
+        self._passed_over = _EVERY
         self._moments = {name: Moments() for name in self._names}
 
-    def see(self, sample: Mapping[str, Any]) -> None:
+    def see(self, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Samples that came together."""
         with self._lock:
-            if self._passed % _EVERY == 0:
+            self._passed_over += len(samples)
+            if self._passed_over >= _EVERY:
                 for name, moments in self._moments.items():
-                    moments.add(sample[name])
-            self._passed += 1
+                    moments.add(samples[-1][name])
+                self._passed_over = 0
 
     def read(self) -> dict[str, dict[str, float]]:
         """``{field: {mean, deviation, count, not_finite}}`` of what was looked at since it was read last."""

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paramserver.errors import ClientError
-from paramserver.online.messages import Shaped, describe, raw
+from paramserver.online.messages import Shaped, describe
 
 
 class Parcels:
@@ -23,6 +23,7 @@ class Parcels:
 
     def __init__(self, declared: Sequence[Shaped], members: int) -> None:
         self._declared = {field.name: field for field in declared}
+        self._dtypes = {field.name: np.dtype(field.dtype) for field in declared}
         self._members = members
         self._described: dict[tuple[tuple[int, ...], ...], bytes] = {}
 
@@ -32,19 +33,23 @@ class Parcels:
         Raises:
             ClientError: a field is missing or unknown, or has another shape, or a dtype or value that does not fit.
         """
+        if fields.keys() != self._declared.keys():
+            self._refuse_names(fields)
+        arrays = [self._fitted(field, fields[name]) for name, field in self._declared.items()]
+        shapes = tuple([array.shape for array in arrays])
+        if shapes not in self._described:
+            self._described = {shapes: describe(dict(zip(self._declared, arrays, strict=True)))}
+        # The dtypes that are declared are all little-endian, so what lies in C order lies as it travels.
+        return [self._described[shapes], *[np.ascontiguousarray(array).data for array in arrays]]
+
+    def _refuse_names(self, fields: Mapping[str, Any]) -> None:
         unknown = [name for name in fields if name not in self._declared]
-        missing = [name for name in self._declared if name not in fields]
         if unknown:
             raise ClientError(
                 f"field ({unknown[0]}) must be one of {', '.join(self._declared)}; rename or leave it out"
             )
-        if missing:
-            raise ClientError(f"field ({missing[0]}) must be in every sample, it is missing; send it too")
-        arrays = {name: self._fitted(field, fields[name]) for name, field in self._declared.items()}
-        shapes = tuple(array.shape for array in arrays.values())
-        if shapes not in self._described:
-            self._described = {shapes: describe(arrays)}
-        return [self._described[shapes], *(raw(array) for array in arrays.values())]
+        missing = [name for name in self._declared if name not in fields]
+        raise ClientError(f"field ({missing[0]}) must be in every sample, it is missing; send it too")
 
     def _fitted(self, field: Shaped, value: Any) -> npt.NDArray[Any]:
         try:
@@ -52,7 +57,7 @@ class Parcels:
         except (TypeError, ValueError, RuntimeError) as error:
             raise ClientError(f"field {field.name} must be an array of numbers ({error}); convert it") from error
         self._check_shape(field, array.shape)
-        wanted = np.dtype(field.dtype)
+        wanted = self._dtypes[field.name]
         return array if array.dtype == wanted else _cast(field.name, array, wanted)
 
     def _check_shape(self, field: Shaped, shape: tuple[int, ...]) -> None:

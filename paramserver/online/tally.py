@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paramserver.online.messages import Report
@@ -59,12 +59,13 @@ class Tally:
             verdict.reason,
         )
 
-    def settle(self, accepted: Accepted) -> None:
-        """The buffer has got this sample."""
-        simulation = accepted.key[0]
-        self.counts[simulation] += 1
-        self.received += 1
-        self._changed.add(simulation)
+    def settle(self, accepted: Sequence[Accepted]) -> set[int]:
+        """The buffer has got these samples; of which simulations they are."""
+        simulations = [one.key[0] for one in accepted]
+        self.counts.update(simulations)
+        self.received += len(simulations)
+        self._changed.update(simulations)
+        return set(simulations)
 
     def figures(self) -> dict[str, Any]:
         """Samples that the buffer has got since the start of the run, and their bytes; messages since it was resumed.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
@@ -40,7 +40,7 @@ class Refusal(Exception):  # noqa: N818 - what a check says of a message, in one
         self.reason: Reason = reason
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Visitor:
     """One member of one simulation, as one peer sends it.
 
@@ -66,9 +66,9 @@ class Visitor:
         return f"simulation {head.simulation} (attempt {head.attempt}{part})"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Verdict:
-    """What a message was.
+    """What a message was. Nobody changes it; to have that forbidden would double the time that one takes to be made.
 
     Attributes:
         visitor: who sent it; None where that cannot be told.
@@ -95,7 +95,7 @@ class Duplicate(Verdict):
     """It had come before, and was dropped."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Accepted(Verdict):
     """A whole sample.
 
@@ -106,11 +106,11 @@ class Accepted(Verdict):
     """
 
     key: Key = (0, 0)
-    sample: dict[str, Any] | None = None
+    sample: dict[str, Any] = field(default_factory=dict)
     givers: tuple[Visitor, ...] = ()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Refused(Verdict):
     """It was not taken."""
 

@@ -14,6 +14,7 @@ import argparse
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from subprocess import Popen
 
@@ -77,11 +78,10 @@ def receive(samples: int, window: int, kind: str) -> float:
             with started("paramserver", desk.address, samples):
                 buffer.wait_ready(1, 60.0)
                 since = time.perf_counter()
-                try:
+                with suppress(BufferExhausted):
                     while True:
                         buffer.get_batch(BATCH, 60.0)
-                except BufferExhausted:
-                    seconds = time.perf_counter() - since
+                        seconds = time.perf_counter() - since
         finally:
             feeder.close()
         assert buffer.info().puts == samples
