@@ -2,9 +2,11 @@
 
 import json
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
+from threading import Event
 
 import numpy as np
 import pytest
@@ -13,7 +15,8 @@ from runs import Finished, environment, here, main_here, same_bits, write_config
 from simulations import SHAPE, field
 from streams import served
 
-from paramserver.client import Client, finish, ping
+from paramserver.client import Client, RunOver, finish, ping
+from paramserver.deadlines import poll_until
 
 pytestmark = pytest.mark.processes
 
@@ -199,10 +202,36 @@ def test_simulations_that_all_fail_end_the_run_in_one_sentence(tmp_path, online,
     assert finished.summary["status"] == "failed"
 
 
-def test_a_run_that_has_enough_tells_its_simulations(tmp_path, online):
-    finished = online(tmp_path, "rpc", training={"max_steps": 2}, simulations={"count": 1000})
-    assert finished.code == 0, finished.output
-    assert finished.summary["steps"] == 2
+@pytest.mark.parametrize("mode", ["rpc", "ddp"])
+def test_a_run_that_has_enough_says_so_before_its_last_validation(tmp_path, nest, mode):
+    """Its simulations end, late clients are told, and it says that it is alive, all while it validates."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    told = {"function": f"{SIMULATIONS}:simulate_watched", "count": 1000, "at_once": 8, "port": port}
+    task = {"task_args": {"held": str(tmp_path)}, "training": {"max_steps": 1}}
+    file = write_config(tmp_path, mode=mode, **config(tmp_path, simulations=told, **task))
+    address = f"tcp://127.0.0.1:{port}"
+    with nest.start(["--config", file, "--set", "logging.name=run"], tmp_path) as run:
+        wait_for(lambda: (tmp_path / "validating").exists())
+        wait_for(lambda: not any(map(is_there, tmp_path.glob("pid-*"))))
+        assert ping(address)["alive"] is True
+        with pytest.raises(RunOver):
+            Client(address, timeout_s=20).open(2000)
+        (tmp_path / "go").touch()
+        assert run.wait() == 0, run.output.read_text()
+    summary = Finished(0, "", tmp_path / "runs" / "run").summary
+    assert (summary["steps"], summary["simulations"]["restarted"]) == (1, 0)
+    assert len(list(tmp_path.glob("pid-*"))) == 8
+
+
+def wait_for(condition):
+    assert poll_until(time.monotonic() + 20, lambda: condition() or None, Event())
+
+
+def is_there(file):
+    """Whether the process that left this file lives."""
+    status = Path(f"/proc/{file.name.removeprefix('pid-')}/status")
+    return status.exists() and "\nState:\tZ" not in status.read_text()
 
 
 def dry_run(folder, **options):

@@ -78,6 +78,10 @@ class DataStream:
         """Begin to read the source."""
         self.feeder.start()
 
+    def enough(self) -> None:
+        """The last batch was taken: whoever makes samples for this trainer may stop."""
+        self.feeder.enough()
+
     @property
     def epoch_samples(self) -> int | None:
         """What one pass over the source serves to all trainers; None where that is unknown."""

@@ -214,7 +214,7 @@ class Clerk:
         return trainer
 
     def _enough(self, peer: bytes, header: Header, body: list[bytes], now: float) -> list[Message]:
-        """A trainer leaves, and so the run is over: nothing is started or judged any more."""
+        """A trainer needs no more samples, and so nobody does: nothing is started or judged any more."""
         self._known(peer, header.simulation)
         return self.dismiss_all()
 

@@ -177,6 +177,8 @@ class Desk:
                 finish = self._clerk.finish() if self._study.done and not self._finished else []
             for action in actions:
                 self._act(door, action)
+            if self._clerk.over:
+                self._end_unfinished()
             if self._study.failure is not None:
                 raise TrainingError(self._study.failure)
             if finish:
@@ -220,6 +222,12 @@ class Desk:
             door.wait(self._runner.pipes, _TICK_S)
             self._listen(door)
             self._runner.ended()
+
+    def _end_unfinished(self) -> None:
+        """What they would still send is not wanted; those that are complete may end by themselves."""
+        for number in self._runner.numbers if self._runner else ():
+            if not self._study.simulations[number].ended:
+                self._runner.kill(number)
 
 
 def _make_study(plan: Plan, trainers: int, seed: int, logs: Path, folders: Sequence[Path], timeout_s: float) -> Study:

@@ -84,6 +84,9 @@ class Source(ABC):
     def connect(self, post: Post) -> None:
         """Learn of the online run, before anything is read; for sources whose samples come over the network."""
 
+    def enough(self) -> None:
+        """No more samples are wanted: whoever makes them is told, and ``groups`` ends. ``close`` comes later."""
+
     def close(self) -> None:
         """Stop, and have ``groups`` end in the thread that reads it, also where it waits; called once by its owner."""
 

@@ -95,9 +95,14 @@ class Stream(Source):
             self._reception.start()
             return self._reception
 
-    def close(self) -> None:
+    def enough(self) -> None:
         with self._lock:
             self._closed = True
+        if self._reception is not None:
+            self._reception.leave()
+
+    def close(self) -> None:
+        self.enough()
         if self._reception is not None:
             self._reception.close()
 
