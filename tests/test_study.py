@@ -283,7 +283,41 @@ def test_a_crash_after_goodbye_waits_for_the_last_reports():
     study.exited(0, 0, 139, 1.0)
     assert notes(study, 1.0) == []
     report(study, {0: 10}, 1.5)
-    assert notes(study, 1.5) == [("complete", 0)]
+    assert notes(study, 1.5) == [("complete", 0), ("exited", 0)]
+
+
+@pytest.mark.parametrize("order", ["received first", "ended first"])
+def test_a_crash_after_the_last_sample_is_told_and_not_started_again(order):
+    study = started(count=2)
+    begun = study.tick(0.0)
+    hello(study, 0)
+    if order == "received first":
+        report(study, {0: 10}, 1.0)
+        assert notes(study, 1.0) == [("complete", 0)]
+        study.exited(0, 0, 7, 2.0)
+    else:
+        report(study, {0: 4}, 1.0)
+        study.exited(0, 0, 7, 2.0)
+        begun = study.tick(2.0)
+        assert not of(Note, begun)
+        report(study, {0: 10}, 3.0)
+    actions = study.tick(3.0)
+    assert of(Note, actions)[-1].text == (
+        "of simulation 0 all samples had arrived before it ended with exit code 7; it counts as complete"
+    )
+    assert [one.simulation for one in of(Start, [*begun, *actions])][-1] == 1
+    assert (study.restarts, study.complete) == (0, 1)
+
+
+def test_a_crash_that_lacks_samples_is_told_by_its_exit_code():
+    study = started()
+    study.tick(0.0)
+    hello(study, 0)
+    study.exited(0, 0, 7, 1.0)
+    for now in (1.5, 2.5):
+        report(study, {0: 9}, now)
+    (note,) = of(Note, study.tick(2.5))
+    assert note.text == "simulation 0, attempt 0: it ended with exit code 7; it is started again"
 
 
 def test_samples_that_are_counted_late_spare_a_restart():

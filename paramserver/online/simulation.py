@@ -35,6 +35,7 @@ class Simulation:
         byes: member -> the samples that it said it sent.
         silent: whether its silence was told, and not broken since.
         killed: why its process was asked to end; None where it was not.
+        failed: how its process ended by itself, where it did not end well.
         settled_at: of each trainer the report from which on the samples are all counted.
     """
 
@@ -51,6 +52,7 @@ class Simulation:
     byes: dict[int, int] = field(default_factory=dict)
     silent: bool = False
     killed: str | None = None
+    failed: str | None = None
     settled_at: list[int] = field(default_factory=list)
 
     @property
@@ -67,7 +69,7 @@ class Simulation:
     def begin(self, now: float) -> None:
         """This attempt begins."""
         self.enter(State.RUNNING, now)
-        self.killed = None
+        self.killed = self.failed = None
         self.byes.clear()
         self.heard_s.clear()
 
@@ -124,7 +126,7 @@ class Kill:
 
 @dataclass(frozen=True)
 class Note:
-    """Something to record; ``kind`` is one of complete, restarted, given_up, silent, short."""
+    """Something to record; ``kind`` is one of complete, restarted, given_up, silent, exited."""
 
     kind: str
     simulation: int
