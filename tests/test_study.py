@@ -521,7 +521,7 @@ def test_outside_nobody_is_started_or_ended_and_silence_is_noted_once():
     assert notes(study, 165.1) == [("silent", 0)]
     assert study.failure == (
         "nothing came for 60 s, and simulations 0, 1 are not complete; "
-        "start what is missing and resume, or set simulations.timeout_s"
+        "start what is missing and resume, or raise simulations.timeout_s"
     )
 
 
@@ -530,7 +530,10 @@ def test_outside_the_first_may_take_longer():
     study.tick(100.0)
     assert study.failure is None
     study.tick(100.1)
-    assert study.failure.startswith("no simulation came for 100 s; start clients with the address of this run, or")
+    assert study.failure == (
+        "no simulation came for 100 s; start clients with the address of this run, or start what is missing and "
+        "resume, or raise cluster.timeout_s"
+    )
     patient = outside(first_s=1.0)
     patient.tick(60.0)
     assert patient.failure is None
@@ -541,6 +544,8 @@ def test_outside_the_wait_for_another_ends_too():
     hello(study, 0, 1.0)
     report(study, {0: 5}, 2.0)
     study.tick(2.0)
+    patient.tick(60.1)
+    assert patient.failure.endswith("or raise simulations.timeout_s")
     study.tick(62.5)
     assert study.failure.startswith("no simulation came for 60 s after 1 of 3 were complete, and nobody said")
 
