@@ -509,6 +509,13 @@ def test_outside_it_is_done_when_the_last_was_said_and_all_that_came_are_complet
     assert study.done
 
 
+def test_outside_the_parameters_of_a_simulation_outlive_a_resume():
+    study = outside()
+    hello(study, 4, parameters=[1.5])
+    again = outside(state=study.state_dict())
+    assert (again.told_parameters(4), again.told_parameters(5)) == ([1.5], None)
+
+
 def test_outside_nobody_is_started_or_ended_and_silence_is_noted_once():
     study = outside(count=3, steps=5)
     hello(study, 0, 0.0)
@@ -537,6 +544,8 @@ def test_outside_the_first_may_take_longer():
     patient = outside(first_s=1.0)
     patient.tick(60.0)
     assert patient.failure is None
+    patient.tick(60.1)
+    assert patient.failure.endswith("or raise simulations.timeout_s")
 
 
 def test_outside_the_wait_for_another_ends_too():
@@ -544,8 +553,6 @@ def test_outside_the_wait_for_another_ends_too():
     hello(study, 0, 1.0)
     report(study, {0: 5}, 2.0)
     study.tick(2.0)
-    patient.tick(60.1)
-    assert patient.failure.endswith("or raise simulations.timeout_s")
     study.tick(62.5)
     assert study.failure.startswith("no simulation came for 60 s after 1 of 3 were complete, and nobody said")
 

@@ -141,6 +141,7 @@ class Clerk:
         parameters = self._parameters(body)
         if (why := self.study.refusal(header)) is not None:
             raise Refused("simulation", why)
+        self._check_known(header.simulation, parameters)
         self.study.hello(header, parameters, now)
         self._clients[header.simulation, header.member] = (peer, header)
         config = self.plan.config
@@ -163,6 +164,16 @@ class Clerk:
         if not np.isfinite(vector).all():
             raise Refused("parameters", f"parameters ({vector.tolist()}) must be finite")
         return list(vector.tolist())
+
+    def _check_known(self, simulation: int, parameters: list[float]) -> None:
+        """All who send one simulation must mean the same one."""
+        known = self.study.told_parameters(simulation)
+        if known is not None and known != parameters:
+            raise Refused(
+                "parameters",
+                f"parameters ({parameters}) of simulation {simulation} must be those with which it was opened before, "
+                f"{known}; give other parameters another simulation id",
+            )
 
     def _bye(self, peer: bytes, header: Header, body: list[bytes], now: float) -> list[Message]:
         if self._clients.pop((header.simulation, header.member), None) is None:

@@ -54,7 +54,8 @@ class Outside(Study):
     def hello(self, header: Header, parameters: Sequence[float], now: float) -> None:
         simulation = self._known(header.simulation)
         self._sign_s, self._anybody = now, True
-        simulation.parameters = list(parameters)
+        super().hello(header, parameters, now)
+        simulation.parameters = simulation.told
         if simulation.ended:
             return  # somebody sends it again: duplicates
         if header.attempt > simulation.attempt or simulation.state is State.WAITING:
@@ -147,3 +148,4 @@ class Outside(Study):
         self._last_said = state["last_said"]
         for simulation in self.simulations.values():
             simulation.attempt = 0  # counted by whoever starts it
+            simulation.told = simulation.parameters

@@ -27,6 +27,7 @@ class Simulation:
         failures: how often it failed since it was first started.
         state: see ``State``.
         parameters: drawn or told; None before.
+        told: those that its clients say; None before the first does.
         total: its samples, once they are known.
         trainer: the one that gets all of its samples, where they are dealt by simulation.
         alive: whether its process runs; it may go on when all is received.
@@ -44,6 +45,7 @@ class Simulation:
     failures: int = 0
     state: State = State.WAITING
     parameters: list[float] | None = None
+    told: list[float] | None = None
     total: int | None = None
     trainer: int | None = None
     alive: bool = False

@@ -67,6 +67,7 @@ class Started(Study):
         return super().refusal(header)
 
     def hello(self, header: Header, parameters: Sequence[float], now: float) -> None:
+        super().hello(header, parameters, now)
         self.simulations[header.simulation].hear(header.member, now)
 
     def exited(self, number: int, attempt: int, code: int, now: float) -> None:
