@@ -187,9 +187,9 @@ class Desk:
                 door.send(finish)
 
     def _listen(self, door: Door) -> None:
-        for peer, frames in door.messages(_MESSAGES_AT_ONCE):
+        for (peer, frames), host in door.messages(_MESSAGES_AT_ONCE):
             with self._lock:
-                answers = self._clerk.hear(peer, frames, time.monotonic())
+                answers = self._clerk.hear(peer, frames, time.monotonic(), host)
             door.send(answers)
 
     def _act(self, door: Door, action: Action) -> None:
@@ -225,7 +225,9 @@ class Desk:
 
     def _end_unfinished(self) -> None:
         """What they would still send is not wanted; those that are complete may end by themselves."""
-        for number in self._runner.numbers if self._runner else ():
+        if self._runner is None:
+            return
+        for number in self._runner.numbers:
             if not self._study.simulations[number].ended:
                 self._runner.kill(number)
 
