@@ -14,7 +14,6 @@ import torch.distributed as dist
 from paramserver.consistency import Announcement, Readiness, Stop
 from paramserver.errors import PeerLost
 
-
 # After a time-out gloo closes what it had, and who uses it next hears no more than the second.
 _OF_GLOO = ("gloo", "caused pair closure")
 
