@@ -144,6 +144,11 @@ def test_a_run_that_is_stopped_goes_on_with_what_is_not_complete(tmp_path, nest,
     second = Finished(said, output, first.run_dir)
     assert sorted(served(tmp_path / "ledger")) == ALL
     assert second.summary["samples"] == len(ALL)
+    assert received(second) == received(second, "expected") == len(ALL)
+    if trainers == 2:
+        assert received(second, "inherited") == 0
+    else:
+        assert len(before) <= received(second, "inherited") < len(ALL)
 
 
 def test_samples_from_outside(tmp_path, nest):

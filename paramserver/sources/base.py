@@ -91,7 +91,7 @@ class Source(ABC):
         """Stop, and have ``groups`` end in the thread that reads it, also where it waits; called once by its owner."""
 
     def figures(self) -> dict[str, Any]:
-        """Counts for a record, of what was received and what was not taken; from any thread."""
+        """Counts for a record, of what was received, expected and not taken in the whole run; from any thread."""
         return {}
 
     def statistics(self) -> dict[str, dict[str, float]]:
