@@ -47,7 +47,9 @@ class Client:
         keys: folder of keys (``paramserver keys``) with server.key and one client's secret key, or that key's file;
             needed beyond this machine.
         timeout_s: how long the run, or a trainer that is waited for, may give no sign of life; None = 60 s for the
-            run's answer, then what the run says (``simulations.timeout_s``).
+            run's answer, then what the run says (``simulations.timeout_s``). A client may come before its run; so one
+            that comes when the run is gone waits for as long too. Only one that the run started, or that had been
+            connected, knows better: it waits 5 s.
         member: which process of the simulation's group this is, from 0.
         members: how many there are, each of which sends its part of every sample.
         attempt: how often this simulation was started before.
@@ -119,7 +121,8 @@ class Client:
         simulation, vector = self._identity(simulation_id, parameters)
         assert self._address is not None
         header = Header(Kind.HELLO, simulation, 0, self.member, self.members, self.attempt)
-        self._delivery = Delivery(self._address, self._keys, header, pack_parameters(vector), self._timeout_s)
+        started = self._address == self._told.address
+        self._delivery = Delivery(self._address, self._keys, header, pack_parameters(vector), self._timeout_s, started)
         self._simulation, self._parameters, self._welcome = simulation, vector, self._delivery.welcome
         self._parcels = Parcels(self._delivery.welcome.fields, self.members)
         return self

@@ -71,11 +71,11 @@ class NotFinite(TrainingError):  # noqa: N818
 
 
 class PeerLost(TrainingError):  # noqa: N818
-    pass
+    says_all = True
 
 
 class PeerFailed(PeerLost):
-    says_all = True
+    pass
 
 
 class DeadlineExceeded(TrainingError):  # noqa: N818

@@ -5,7 +5,8 @@ import sys
 
 import pytest
 from helpers.hygiene import Snapshot
-from runs import Finished, write_config
+from nest import Nest
+from runs import Finished, environment, write_config
 
 
 @pytest.fixture(autouse=True)
@@ -16,6 +17,13 @@ def nothing_left_behind():
     before.restore_environ()
     if left:
         pytest.fail(f"this test left behind: {'; '.join(left)}", pytrace=False)
+
+
+@pytest.fixture(scope="session")
+def nest():
+    """Where runs are forked from."""
+    with Nest(environment()) as nest:
+        yield nest
 
 
 @pytest.fixture

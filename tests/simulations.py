@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -39,6 +40,13 @@ def simulate_killed_once(parameters, client):
 def simulate_hopeless(parameters, client):
     """Fails at its first step."""
     raise RuntimeError("the solver diverged on purpose")
+
+
+def simulate_watched(parameters, client):
+    """Leaves its pid in the folder of the run, sends one sample and computes for ever."""
+    Path(f"pid-{os.getpid()}").touch()
+    client.send(0, {"u": field(client.simulation, 0, parameters)})
+    signal.pause()
 
 
 def simulate_silent(parameters, client):

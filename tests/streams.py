@@ -5,12 +5,14 @@ import os
 import signal
 import time
 from pathlib import Path
+from threading import Event
 
 import torch
 from simulations import SHAPE
 from torch import nn
 
 from paramserver import Task
+from paramserver.deadlines import poll_until
 from paramserver.sources import Simulations, Stream
 
 
@@ -21,15 +23,15 @@ class Fed(Task):
         ledger: a folder; each trainer appends to its own file.
         outside: samples come from clients outside.
         pace_s: what a batch takes longer, by trainer.
-        validate_s: how long a validation batch takes.
+        held: validations wait in this folder, where they leave ``validating``, until ``go`` is there.
         stop: trainer 0 sends its process SIGTERM at this batch.
     """
 
-    def __init__(self, ledger, outside=False, pace_s=(0.0,), validate_s=0.0, stop=None):
+    def __init__(self, ledger, outside=False, pace_s=(0.0,), held=None, stop=None):
         self.ledger = Path(ledger)
         self.outside = outside
         self.pace_s = pace_s
-        self.validate_s = validate_s
+        self.held = None if held is None else Path(held)
         self.stop = stop
 
     def build_model(self):
@@ -43,7 +45,7 @@ class Fed(Task):
         return Stream() if self.outside else Simulations()
 
     def validation_source(self, partition):
-        return torch.ones(2, *SHAPE) if self.validate_s else None
+        return torch.ones(2, *SHAPE) if self.held else None
 
     def training_step(self, model, batch, batch_idx):
         index = self.trainer.trainer_index
@@ -55,7 +57,8 @@ class Fed(Task):
         return nn.functional.mse_loss(model(batch["u"].flatten(1)), target)
 
     def validation_step(self, model, batch, valid_batch_idx, batch_idx):
-        time.sleep(self.validate_s)
+        (self.held / "validating").touch()
+        assert poll_until(time.monotonic() + 30, lambda: (self.held / "go").exists() or None, Event()), "held too long"
         return {"loss": model(batch.flatten(1)).mean()}
 
     def on_batch_start(self, batch_idx):

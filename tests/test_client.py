@@ -5,6 +5,8 @@ import logging
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -15,6 +17,7 @@ from fake_run import FIELDS, FakeRun
 from paramserver.client import Client, finish, ping
 from paramserver.cluster.producer import Producer
 from paramserver.errors import ClientError, RunOver, UnsupportedConfiguration
+from paramserver.online import desk_line
 from paramserver.online import postman as postman_module
 from paramserver.online.messages import VERSION, Header, Kind, Shaped, Welcome
 
@@ -387,6 +390,46 @@ def test_nobody_there(free_port):
     ):
         Client(f"tcp://127.0.0.1:{free_port}", timeout_s=0.3).open(0)
     assert time.monotonic() - began < 5
+
+
+def test_a_simulation_that_the_run_started_does_not_wait_for_another_run(free_port, monkeypatch):
+    monkeypatch.setattr(desk_line, "_GONE_S", 0.2)
+    monkeypatch.setenv("PARAMSERVER_ADDRESS", f"tcp://127.0.0.1:{free_port}")
+    with pytest.raises(ClientError, match=rf"^the run at tcp://127.0.0.1:{free_port} is gone, nobody has listened"):
+        Client(timeout_s=60).open(0)
+
+
+def test_a_run_that_goes_before_it_answers_is_not_waited_for(free_port, monkeypatch):
+    monkeypatch.setattr(desk_line, "_GONE_S", 0.2)
+    with ThreadPoolExecutor(1) as pool:
+        client = asks_one_that_leaves(pool, free_port)
+        with pytest.raises(ClientError, match="is gone, nobody has listened there for"):
+            client.result(20)
+
+
+def test_a_run_that_comes_back_at_once_is_asked_again(free_port, run_of):
+    with ThreadPoolExecutor(1) as pool:
+        client = asks_one_that_leaves(pool, free_port)
+        run_of(1, port=free_port)
+        client.result(20).close()
+
+
+def asks_one_that_leaves(pool, port):
+    with listening(port) as silent:
+        client = pool.submit(Client(f"tcp://127.0.0.1:{port}", timeout_s=30).open, 0)
+        assert silent.poll(10_000), "HELLO did not come"
+    return client
+
+
+@contextmanager
+def listening(port):
+    context = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    try:
+        router.bind(f"tcp://127.0.0.1:{port}")
+        yield router
+    finally:
+        context.destroy(0)
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """The desk with real sockets and real simulations: who is welcome, who is told what, and how it ends."""
 
 import json
+import re
 import signal
 import socket
 import struct
@@ -125,6 +126,22 @@ def test_a_client_that_does_not_fit_is_refused_with_a_sentence(ends, desk_of, op
     assert sum(desk.summary()["simulations"]["refused"].values()) == 1
 
 
+@pytest.mark.parametrize("options", [{"command": "sleep 60", "count": 1}, {}])
+def test_other_parameters_of_a_simulation_that_is_open_are_refused_and_the_run_goes_on(ends, desk_of, options):
+    desk = desk_of(group_size=2, parameters={"a": [0, 1], "b": [0, 1]}, **options)
+    joined(ends, desk)
+    first, same, other, member = (ends.client(desk.address, members=2, member=m) for m in (0, 0, 0, 1))
+    first.hello([0.5, 0.25]).until(Kind.WELCOME)
+    same.hello([0.5, 0.25]).until(Kind.WELCOME)
+    member.hello([0.5, 0.25]).until(Kind.WELCOME)
+    assert refusal(other.hello([0.5, 0.75])) == (
+        "parameters ([0.5, 0.75]) of simulation 0 must be those with which it was opened before, [0.5, 0.25]; give "
+        "other parameters another simulation id"
+    )
+    other.hello([0.5, 0.25]).until(Kind.WELCOME)
+    assert desk.failure is None
+
+
 def another_version(header):
     return header[:2] + struct.pack("!B", 9) + header[3:]
 
@@ -153,8 +170,9 @@ def test_what_is_no_message_for_the_desk_is_answered_counted_and_logged_once(end
         caller.socket.send_multipart(frames)
         assert refusal(caller).startswith(sentence)
     assert list(desk.summary()["simulations"]["refused"].values()) == [3]
-    assert len(caplog.records) == 1
-    assert sentence in caplog.text
+    (told,) = [record.message for record in caplog.records]
+    assert f" from 127.0.0.1: {sentence}" in told
+    assert not re.search(r"\b00[0-9a-f]{8}\b", told), "an identity that means nothing to people"
     ends.client(desk.address).hello().until(Kind.WELCOME)  # and it goes on
 
 

@@ -10,6 +10,9 @@ import psutil
 import pytest
 from runs import Finished, command, environment, here, launch, together, write_config
 
+from paramserver.errors import PeerLost
+from trainers.agreement import peers_may_be_lost
+
 pytestmark = pytest.mark.processes
 
 QUICK = {"server": {"heartbeat_s": 0.3, "lost_after_s": 2.0}, "checkpoint": {"every": 3, "background": False}}
@@ -85,7 +88,22 @@ def test_a_process_that_is_frozen_is_noticed(tmp_path):
     assert "no heartbeat for server.lost_after_s (2 s)" in trainer.output
     assert trainer.summary["status"] == "failed"
     assert "the server is lost: it did not answer" in server.output
+    for said in (trainer.output, server.output):
+        assert "Traceback" not in said
+        assert last_error(Finished(1, said, tmp_path)).startswith("rank ")
     assert server.summary["checkpoint"] == "step-00000003"
+
+
+@pytest.mark.parametrize(
+    ("says", "told"),
+    [
+        ("[/a/gloo/tcp/buffer.cc:78] Timed out waiting 6000ms for recv\nmore", "Timed out waiting 6000ms for recv"),
+        ("Application timeout caused pair closure", "Application timeout caused pair closure"),
+    ],
+)
+def test_what_gloo_says_of_a_lost_peer_is_one_sentence(says, told):
+    with pytest.raises(PeerLost, match=f"^another rank of the process group is lost: {told}$"), peers_may_be_lost():
+        raise RuntimeError(says)
 
 
 @pytest.mark.parametrize(("mode", "trainer"), [("rpc", 1), ("ddp", 0), ("local", 0)])

@@ -65,7 +65,7 @@ FOLDERS = {
     "cluster": "network producer base listener flags torchrun resolve slurm",
     "consistency": "words together base sync free stale backup staleness factory",
     "config": "modes rules schema table values reading settings overrides world checks printing loading",
-    "online": "zeromq messages fields plan keys numbering line desk_line postman parcel delivery "
+    "online": "zeromq messages fields plan keys numbering line presence desk_line postman parcel delivery "
     "sampler simulation study started outside leash command runner clerk door desk "
     "identities assembly verdicts inspector moments pending post tally ear reception",
     "report": "outcome summary results learning figures writing case groups causes words conditions compare document "

@@ -1,19 +1,27 @@
 """Online training as a whole: simulations, trainers and rank 0 as real processes, every sample accounted for."""
 
 import json
+import os
+import shutil
+import signal
 import socket
+import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import product
 from pathlib import Path
+from threading import Event
 
 import numpy as np
+import psutil
 import pytest
-from nest import Nest
-from runs import Finished, environment, here, main_here, same_bits, write_config
+from runs import Finished, here, main_here, same_bits, together, write_config
 from simulations import SHAPE, field
 from streams import served
 
-from paramserver.client import Client, finish, ping
+from paramserver.client import Client, RunOver, finish, ping
+from paramserver.deadlines import poll_until
 
 pytestmark = pytest.mark.processes
 
@@ -48,12 +56,6 @@ def config(folder, simulations=None, task_args=None, **sections):
     }
 
 
-@pytest.fixture(scope="module")
-def nest():
-    with Nest(environment()) as nest:
-        yield nest
-
-
 @pytest.fixture
 def online(nest):
     """Starts a run in this mode and waits for its end."""
@@ -72,43 +74,54 @@ def received(finished, name="received"):
     return sum(trainer["stream"][name] for trainer in finished.summary["trainers"])
 
 
-@pytest.mark.parametrize("mode", ["local", "ddp", "rpc"])
-@pytest.mark.parametrize("kind", ["fifo", "firo"])
-def test_every_sample_is_served_exactly_once(tmp_path, online, mode, kind):
-    finished = online(tmp_path, mode, buffer={"kind": kind, "watermark": 6, "capacity": 12})
+@pytest.mark.parametrize(
+    ("mode", "kind", "function"),
+    [("local", "firo", "simulate"), ("ddp", "firo", "simulate_killed_once"), ("rpc", "fifo", "simulate_killed_once")],
+)
+def test_every_sample_is_served_exactly_once(tmp_path, online, mode, kind, function):
+    """Also of a simulation that is killed in its middle and starts again."""
+    told = {"function": f"{SIMULATIONS}:{function}", "window": 1}  # what was sent before the last was taken
+    finished = online(tmp_path, mode, simulations=told, buffer={"kind": kind, "watermark": 6, "capacity": 12})
     assert finished.code == 0, finished.output
     assert sorted(served(tmp_path / "ledger")) == ALL
     assert finished.summary["samples"] == len(ALL)
     assert received(finished) == received(finished, "expected") == len(ALL)
     assert received(finished, "expected_batches") == len(ALL) / 4
     assert f"{len(ALL)} received of {len(ALL)} expected" in finished.output
-    assert finished.summary["simulations"]["complete"] == COUNT
     assert len(list((finished.run_dir / "logs").glob("simulation-*.log"))) == COUNT
+    simulations = finished.summary["simulations"]
+    assert simulations["complete"] == COUNT
+    if function == "simulate":
+        assert (simulations["restarted"], received(finished, "duplicated")) == (0, 0)
+    else:
+        assert simulations["restarted"] == 1
+        assert received(finished, "duplicated") > 0
+        assert "SIGKILL" in json.dumps(finished.of_kind("simulation"))
 
 
 @pytest.mark.parametrize("mode", ["ddp", "rpc"])
 def test_a_reservoir_serves_every_sample_at_least_once(tmp_path, online, mode):
-    finished = online(tmp_path, mode, buffer={"kind": "reservoir", "watermark": 6, "capacity": 12})
+    paced = {"kind": "reservoir", "watermark": 6, "capacity": 12, "min_new_per_batch": 2}
+    finished = online(tmp_path, mode, buffer=paced)
     assert finished.code == 0, finished.output
-    assert sorted(set(served(tmp_path / "ledger"))) == ALL
-    assert received(finished) == len(ALL)
+    assert set(served(tmp_path / "ledger")) == set(ALL)
+    assert finished.summary["samples"] > received(finished) == len(ALL)
 
 
-@pytest.mark.parametrize("mode", ["ddp", "rpc"])
-def test_a_simulation_that_is_killed_starts_again_and_nothing_comes_twice(tmp_path, online, mode):
-    told = {"function": f"{SIMULATIONS}:simulate_killed_once", "window": 1}  # what was sent before the last was taken
-    finished = online(tmp_path, mode, simulations=told)
+def test_passes_over_each_sample_and_a_limit_of_bytes_hold_for_streams(tmp_path, online):
+    one = 4 * SHAPE[0] * SHAPE[1]
+    limits = {"kind": "fifo", "capacity": 64, "pseudo_epochs": 2, "max_bytes": 8 * one}
+    finished = online(tmp_path, "local", buffer=limits, simulations={"window": 2}, task_args={"pace_s": [0.02]})
     assert finished.code == 0, finished.output
-    assert sorted(served(tmp_path / "ledger")) == ALL
-    assert finished.summary["simulations"]["restarted"] == 1
-    assert received(finished, "duplicated") > 0
-    assert "SIGKILL" in json.dumps(finished.of_kind("simulation"))
+    assert Counter(served(tmp_path / "ledger")) == dict.fromkeys(ALL, 2)
+    assert max(record["population"] for record in finished.of_kind("buffer")) <= 8
+    assert finished.summary["buffer"]["put_wait_s"] > 0
 
 
-@pytest.mark.parametrize("consistency", ["sync", "async"])
-def test_a_slow_trainer_loses_nothing(tmp_path, online, consistency):
-    pace = {"task_args": {"pace_s": [0.0, 0.3]}, "server": {"consistency": consistency}}
-    finished = online(tmp_path, "rpc", buffer={"capacity": 8}, simulations={"window": 2}, **pace)
+@pytest.mark.parametrize(("mode", "consistency"), [("ddp", "sync"), ("rpc", "bounded"), ("rpc", "async")])
+def test_a_slow_trainer_loses_nothing(tmp_path, online, mode, consistency):
+    pace = {"task_args": {"pace_s": [0.0, 0.1]}, "server": {"consistency": consistency}}
+    finished = online(tmp_path, mode, buffer={"capacity": 8}, simulations={"window": 2}, **pace)
     assert finished.code == 0, finished.output
     assert sorted(served(tmp_path / "ledger")) == ALL
     assert finished.summary["buffer"]["put_wait_s"] > 0, "nobody was held up by the slow one"
@@ -123,24 +136,50 @@ def test_parts_of_a_group_are_put_together(tmp_path, online):
 
 def test_rpc_and_ddp_learn_the_same_of_the_same_stream(tmp_path, online):
     """In a fixed order: one producer after the other, first in first out."""
-    rpc, ddp = (online(tmp_path / mode, mode, simulations={"at_once": 1}) for mode in ("rpc", "ddp"))
+    rpc, ddp = together(
+        *(partial(online, tmp_path / mode, mode, simulations={"at_once": 1, "count": 4}) for mode in ("rpc", "ddp"))
+    )
     assert rpc.code == ddp.code == 0, rpc.output + ddp.output
     assert same_bits(rpc.load("model"), ddp.load("model")) == []
 
 
-@pytest.mark.parametrize("mode", ["ddp", "rpc"])
-@pytest.mark.parametrize("trainers", [1, 2, 3])
-def test_a_run_that_is_stopped_goes_on_with_what_is_not_complete(tmp_path, nest, online, mode, trainers):
-    first = online(tmp_path, mode, task_args={"stop": 3}, buffer={"capacity": 8})
-    assert first.code == 3, first.output
-    before = served(tmp_path / "ledger")
-    assert len(before) < len(ALL)
-    flags = ["--set", "task_args.stop=null", "--set", f"cluster.num_trainers={trainers}", "--set", "buffer.capacity=64"]
-    said, output = nest.run(["--resume", first.run_dir, *flags], tmp_path, timeout_s=90)
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory, nest):
+    """A copy of a run in this mode that a signal ended in its middle, what it served, and its folder."""
+    made = {}
+
+    def copied(folder, mode):
+        if mode not in made:
+            made[mode] = tmp_path_factory.mktemp(mode)
+            file = write_config(
+                made[mode], mode=mode, **config(made[mode], task_args={"stop": 3}, buffer={"capacity": 8})
+            )
+            said, output = nest.run(["--config", file, "--set", "logging.name=run"], made[mode], timeout_s=90)
+            assert said == 3, output
+        shutil.copytree(made[mode], folder, dirs_exist_ok=True)
+        return folder / "runs" / "run"
+
+    return copied
+
+
+@pytest.mark.parametrize(("mode", "trainers"), [("ddp", 1), ("ddp", 2), ("rpc", 2), ("rpc", 3)])
+def test_a_run_that_is_stopped_goes_on_with_what_is_not_complete(tmp_path, nest, stopped, mode, trainers):
+    run_dir, ledger = stopped(tmp_path, mode), tmp_path / "ledger"
+    before = served(ledger)
+    assert 0 < len(before) < len(ALL)
+    told = {"task_args.stop": "null", "task_args.ledger": ledger, "logging.run_dir": run_dir.parent}
+    told |= {"cluster.num_trainers": trainers, "buffer.capacity": 64}
+    flags = [word for key, value in told.items() for word in ("--set", f"{key}={value}")]
+    said, output = nest.run(["--resume", run_dir, *flags], tmp_path, timeout_s=90)
     assert said == 0, output
-    second = Finished(said, output, first.run_dir)
-    assert sorted(served(tmp_path / "ledger")) == ALL
+    second = Finished(said, output, run_dir)
+    assert sorted(served(ledger)) == ALL
     assert second.summary["samples"] == len(ALL)
+    assert received(second) == received(second, "expected") == len(ALL)
+    if trainers == 2:
+        assert received(second, "inherited") == 0
+    else:
+        assert len(before) <= received(second, "inherited") < len(ALL)
 
 
 def test_samples_from_outside(tmp_path, nest):
@@ -186,8 +225,9 @@ def test_a_wrong_sample_is_refused_counted_and_told(tmp_path, online):
     assert finished.summary["simulations"]["given_up"] == 1
 
 
-@pytest.mark.parametrize("mode", ["rpc", "ddp"])
-@pytest.mark.parametrize(("function", "says"), [("simulate_hopeless", "exit code 1"), ("simulate_silent", "silent")])
+@pytest.mark.parametrize(
+    ("mode", "function", "says"), [("rpc", "simulate_hopeless", "exit code 1"), ("ddp", "simulate_silent", "silent")]
+)
 def test_simulations_that_all_fail_end_the_run_in_one_sentence(tmp_path, online, mode, function, says):
     told = {"function": f"{SIMULATIONS}:{function}", "max_restarts": 0, "timeout_s": 1.0}
     finished = online(tmp_path, mode, simulations=told)
@@ -199,10 +239,55 @@ def test_simulations_that_all_fail_end_the_run_in_one_sentence(tmp_path, online,
     assert finished.summary["status"] == "failed"
 
 
-def test_a_run_that_has_enough_tells_its_simulations(tmp_path, online):
-    finished = online(tmp_path, "rpc", training={"max_steps": 2}, simulations={"count": 1000})
-    assert finished.code == 0, finished.output
-    assert finished.summary["steps"] == 2
+@pytest.mark.parametrize("mode", ["rpc", "ddp"])
+def test_a_run_that_has_enough_says_so_before_its_last_validation(tmp_path, nest, mode):
+    """Its simulations end, late clients are told, and it says that it is alive, all while it validates."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    told = {"function": f"{SIMULATIONS}:simulate_watched", "count": 1000, "at_once": 8, "port": port}
+    task = {"task_args": {"held": str(tmp_path)}, "training": {"max_steps": 1}}
+    file = write_config(tmp_path, mode=mode, **config(tmp_path, simulations=told, **task))
+    address = f"tcp://127.0.0.1:{port}"
+    with nest.start(["--config", file, "--set", "logging.name=run"], tmp_path) as run:
+        wait_for(lambda: (tmp_path / "validating").exists())
+        wait_for(lambda: not any(map(is_there, tmp_path.glob("pid-*"))))
+        assert ping(address)["alive"] is True
+        with pytest.raises(RunOver):
+            Client(address, timeout_s=20).open(2000)
+        (tmp_path / "go").touch()
+        assert run.wait() == 0, run.output.read_text()
+    summary = Finished(0, "", tmp_path / "runs" / "run").summary
+    assert (summary["steps"], summary["simulations"]["restarted"]) == (1, 0)
+    assert len(list(tmp_path.glob("pid-*"))) == 8
+
+
+@pytest.mark.parametrize("mode", ["local", "ddp"])
+def test_nothing_outlives_a_supervisor_that_is_killed(tmp_path, nest, mode):
+    told = {"function": f"{SIMULATIONS}:simulate_watched", "count": 1000, "at_once": 3}
+    file = write_config(tmp_path, mode=mode, **config(tmp_path, simulations=told))
+    with nest.start(["--config", file], tmp_path) as run:
+        wait_for(lambda: len(list(tmp_path.glob("pid-*"))) == 3)
+        processes = psutil.Process(run.pid).children(recursive=True)
+        assert len(processes) >= 3 * 2 + (2 if mode == "ddp" else 0), "each simulation has one that holds it"
+        os.kill(run.pid, signal.SIGKILL)
+        wait_for(lambda: not any(map(lives, processes)))
+
+
+def lives(process):
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_for(condition):
+    assert poll_until(time.monotonic() + 20, lambda: condition() or None, Event())
+
+
+def is_there(file):
+    """Whether the process that left this file lives."""
+    pid = int(file.name.removeprefix("pid-"))
+    return psutil.pid_exists(pid) and lives(psutil.Process(pid))
 
 
 def dry_run(folder, **options):

@@ -195,8 +195,8 @@ def test_refusals_are_answered_counted_and_logged_once_per_kind_and_source(clien
     told = [record.message for record in caplog.records]
     assert len(told) == 4
     assert sum("step (9) must be below simulations.steps (5)" in text for text in told) == 2
-    assert sum("trainer 0 refused a message of simulation 0 (attempt 0)" in text for text in told) == 2
-    assert sum("client " in text for text in told) == 1
+    assert sum("trainer 0 refused a message of simulation 0 (attempt 0): " in text for text in told) == 2
+    assert sum("a client on 127.0.0.1: " in text for text in told) == 1
     assert hearing.reception.figures()["refusals"] == {"step": 4, "malformed": 6}
     assert hearing.reception.figures()["refused"] == 10
     assert one.taken == 6

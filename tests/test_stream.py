@@ -283,11 +283,13 @@ def test_another_number_of_trainers_goes_on(before, after, kind):
             for one in trainers:
                 one.drain()
         duplicated = sum(one.source.figures()["duplicated"] for one in trainers)
-        received = sum(one.source.figures()["received"] for one in trainers)
+        received, inherited = (
+            sum(one.source.figures()[name] for one in trainers) for name in ("received", "inherited")
+        )
         state = trainers[0].state()
     served += [key for one in trainers for key in one.served]
     assert set(served) == ALL
-    assert (duplicated, received) == (len(keys) // 2, len(keys) - len(keys) // 2)
+    assert (duplicated, inherited, received) == (len(keys) // 2, len(keys) // 2, len(keys))
     assert kind == "reservoir" or len(served) == len(ALL)
     # And once more, back to one: all is known.
     again = Stream()

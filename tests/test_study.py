@@ -283,7 +283,41 @@ def test_a_crash_after_goodbye_waits_for_the_last_reports():
     study.exited(0, 0, 139, 1.0)
     assert notes(study, 1.0) == []
     report(study, {0: 10}, 1.5)
-    assert notes(study, 1.5) == [("complete", 0)]
+    assert notes(study, 1.5) == [("complete", 0), ("exited", 0)]
+
+
+@pytest.mark.parametrize("order", ["received first", "ended first"])
+def test_a_crash_after_the_last_sample_is_told_and_not_started_again(order):
+    study = started(count=2)
+    begun = study.tick(0.0)
+    hello(study, 0)
+    if order == "received first":
+        report(study, {0: 10}, 1.0)
+        assert notes(study, 1.0) == [("complete", 0)]
+        study.exited(0, 0, 7, 2.0)
+    else:
+        report(study, {0: 4}, 1.0)
+        study.exited(0, 0, 7, 2.0)
+        begun = study.tick(2.0)
+        assert not of(Note, begun)
+        report(study, {0: 10}, 3.0)
+    actions = study.tick(3.0)
+    assert of(Note, actions)[-1].text == (
+        "of simulation 0 all samples had arrived before it ended with exit code 7; it counts as complete"
+    )
+    assert [one.simulation for one in of(Start, [*begun, *actions])][-1] == 1
+    assert (study.restarts, study.complete) == (0, 1)
+
+
+def test_a_crash_that_lacks_samples_is_told_by_its_exit_code():
+    study = started()
+    study.tick(0.0)
+    hello(study, 0)
+    study.exited(0, 0, 7, 1.0)
+    for now in (1.5, 2.5):
+        report(study, {0: 9}, now)
+    (note,) = of(Note, study.tick(2.5))
+    assert note.text == "simulation 0, attempt 0: it ended with exit code 7; it is started again"
 
 
 def test_samples_that_are_counted_late_spare_a_restart():
@@ -475,6 +509,13 @@ def test_outside_it_is_done_when_the_last_was_said_and_all_that_came_are_complet
     assert study.done
 
 
+def test_outside_the_parameters_of_a_simulation_outlive_a_resume():
+    study = outside()
+    hello(study, 4, parameters=[1.5])
+    again = outside(state=study.state_dict())
+    assert (again.told_parameters(4), again.told_parameters(5)) == ([1.5], None)
+
+
 def test_outside_nobody_is_started_or_ended_and_silence_is_noted_once():
     study = outside(count=3, steps=5)
     hello(study, 0, 0.0)
@@ -487,7 +528,7 @@ def test_outside_nobody_is_started_or_ended_and_silence_is_noted_once():
     assert notes(study, 165.1) == [("silent", 0)]
     assert study.failure == (
         "nothing came for 60 s, and simulations 0, 1 are not complete; "
-        "start what is missing and resume, or set simulations.timeout_s"
+        "start what is missing and resume, or raise simulations.timeout_s"
     )
 
 
@@ -496,10 +537,15 @@ def test_outside_the_first_may_take_longer():
     study.tick(100.0)
     assert study.failure is None
     study.tick(100.1)
-    assert study.failure.startswith("no simulation came for 100 s; start clients with the address of this run, or")
+    assert study.failure == (
+        "no simulation came for 100 s; start clients with the address of this run, or start what is missing and "
+        "resume, or raise cluster.timeout_s"
+    )
     patient = outside(first_s=1.0)
     patient.tick(60.0)
     assert patient.failure is None
+    patient.tick(60.1)
+    assert patient.failure.endswith("or raise simulations.timeout_s")
 
 
 def test_outside_the_wait_for_another_ends_too():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,9 @@ import torch.distributed as dist
 
 from paramserver.consistency import Announcement, Readiness, Stop
 from paramserver.errors import PeerLost
+
+# After a time-out gloo closes what it had, and who uses it next hears no more than the second.
+_OF_GLOO = ("gloo", "caused pair closure")
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,11 @@ def peers_may_be_lost() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, dist.DistError) or "gloo" in str(error):
-            raise PeerLost(f"another rank of the process group is lost: {str(error).splitlines()[0]}") from error
+        if isinstance(error, dist.DistError) or any(word in str(error) for word in _OF_GLOO):
+            raise PeerLost(f"another rank of the process group is lost: {_told(error)}") from error
         raise
+
+
+def _told(error: RuntimeError) -> str:
+    """What it says to people: its first line, without the place in gloo's source."""
+    return re.sub(r"^\[\S+\.(cc|h):\d+\] ", "", str(error).splitlines()[0])

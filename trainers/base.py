@@ -100,6 +100,7 @@ class Trainer(Standing):
             self.task.on_train_start()
             self.data.start()
             decision = self._fit()
+            self.data.enough()  # before the last validation and checkpoint, which may take long
             self._end(decision)
         except BaseException as error:
             self.give_up(error)

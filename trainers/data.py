@@ -78,6 +78,10 @@ class DataStream:
         """Begin to read the source."""
         self.feeder.start()
 
+    def enough(self) -> None:
+        """The last batch was taken: whoever makes samples for this trainer may stop."""
+        self.feeder.enough()
+
     @property
     def epoch_samples(self) -> int | None:
         """What one pass over the source serves to all trainers; None where that is unknown."""
@@ -156,10 +160,10 @@ class DataStream:
         stream = self.source.figures()
         seen = {str(times): samples for times, samples in info.seen_histogram.items()}
         figures = {name: getattr(info, name) for name in _FIGURES}
-        return {**figures, "seen_histogram": seen, **({"stream": {**stream, **self._expected()}} if stream else {})}
+        return {**figures, "seen_histogram": seen, **({"stream": {**self._expected(), **stream}} if stream else {})}
 
     def _expected(self) -> dict[str, int | None]:
-        """What simulations are going to send, and the batches of it; None where that is not known beforehand."""
+        """What this buffer is going to get, and the batches of it; None where that is not known beforehand."""
         samples = self.source.expected
         batches = None if samples is None else self.buffer.expected_batches(samples, self.training.batch_size)
         return {"expected": samples, "expected_batches": batches, "watermark": self.buffer.watermark}

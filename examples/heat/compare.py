@@ -189,7 +189,7 @@ def make_parser() -> argparse.ArgumentParser:
 def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
     arguments = make_parser().parse_args(argv)
     if arguments.quick:
-        quick = {"seeds": [0], "count": 8, "steps": 20, "n": 8, "capacity": 100, "watermark": 10, "validate_every": 4}
+        quick = {"seeds": [0], "count": 4, "steps": 40, "n": 8, "capacity": 100, "watermark": 10, "validate_every": 4}
         vars(arguments).update(quick)
     if arguments.mode == "local":
         arguments.trainers = 1

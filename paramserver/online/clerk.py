@@ -103,9 +103,9 @@ class Clerk:
     def all_joined(self) -> bool:
         return None not in self._trainers
 
-    def hear(self, peer: bytes, frames: Sequence[bytes], now: float) -> list[Message]:
-        """The answers to one message."""
-        header = Header(Kind.REFUSED)
+    def hear(self, peer: bytes, frames: Sequence[bytes], now: float, host: str = "one that waited") -> list[Message]:
+        """The answers to one message, which came from ``host``."""
+        header: Header | None = None
         try:
             try:
                 header = Header.unpack(frames[0] if frames else b"")
@@ -115,16 +115,16 @@ class Clerk:
             except Malformed as error:
                 raise Refused("malformed", str(error)) from error
         except Refused as refusal:
-            self._count(refusal, peer, header)
-            return [_to(peer, header.answer(Kind.REFUSED), str(refusal).encode())]
+            self._count(refusal, "a message" if header is None else _named(header), host)
+            answer = Header(Kind.REFUSED) if header is None else header.answer(Kind.REFUSED)
+            return [_to(peer, answer, str(refusal).encode())]
 
-    def _count(self, refusal: Refused, peer: bytes, header: Header) -> None:
+    def _count(self, refusal: Refused, what: str, host: str) -> None:
         if not self.refused[refusal.kind]:
             _log.warning(
-                "the desk refused %s of %s (simulation %d): %s; more of this kind (%s) are counted and not told",
-                header.kind.name,
-                peer.hex(),
-                header.simulation,
+                "the desk refused %s from %s: %s; more of this kind (%s) are counted and not told",
+                what,
+                host,
                 refusal,
                 refusal.kind,
             )
@@ -141,6 +141,7 @@ class Clerk:
         parameters = self._parameters(body)
         if (why := self.study.refusal(header)) is not None:
             raise Refused("simulation", why)
+        self._check_known(header.simulation, parameters)
         self.study.hello(header, parameters, now)
         self._clients[header.simulation, header.member] = (peer, header)
         config = self.plan.config
@@ -163,6 +164,16 @@ class Clerk:
         if not np.isfinite(vector).all():
             raise Refused("parameters", f"parameters ({vector.tolist()}) must be finite")
         return list(vector.tolist())
+
+    def _check_known(self, simulation: int, parameters: list[float]) -> None:
+        """All who send one simulation must mean the same one."""
+        known = self.study.told_parameters(simulation)
+        if known is not None and known != parameters:
+            raise Refused(
+                "parameters",
+                f"parameters ({parameters}) of simulation {simulation} must be those with which it was opened before, "
+                f"{known}; give other parameters another simulation id",
+            )
 
     def _bye(self, peer: bytes, header: Header, body: list[bytes], now: float) -> list[Message]:
         if self._clients.pop((header.simulation, header.member), None) is None:
@@ -214,7 +225,7 @@ class Clerk:
         return trainer
 
     def _enough(self, peer: bytes, header: Header, body: list[bytes], now: float) -> list[Message]:
-        """A trainer leaves, and so the run is over: nothing is started or judged any more."""
+        """A trainer needs no more samples, and so nobody does: nothing is started or judged any more."""
         self._known(peer, header.simulation)
         return self.dismiss_all()
 
@@ -249,6 +260,13 @@ class Clerk:
         self._clients.clear()
         self._held.clear()
         return [_to(peer, header.answer(Kind.OVER), ENOUGH.encode()) for peer, header in found]
+
+
+def _named(header: Header) -> str:
+    """What was said, and by whom, for people."""
+    if header.kind in (Kind.JOIN, Kind.REPORT):
+        return f"{header.kind.name} of trainer {header.simulation}"
+    return f"{header.kind.name} of simulation {header.simulation}"
 
 
 def _to(peer: bytes, header: Header, *body: bytes) -> Message:

@@ -36,14 +36,21 @@ class Delivery:
         parameters: of the simulation, packed.
         timeout_s: how long the desk and each trainer may be silent while they are waited for; None = what the run
             tells, and 60 s until then.
+        was_there: whether this run has begun, see ``DeskLine``.
 
     Raises:
-        ClientError: the desk refused, or was silent.
+        ClientError: the desk refused, was silent, or is gone.
         RunOver: the run wants no more samples.
     """
 
     def __init__(
-        self, address: str, keys: str | Path | None, header: Header, parameters: bytes, timeout_s: float | None
+        self,
+        address: str,
+        keys: str | Path | None,
+        header: Header,
+        parameters: bytes,
+        timeout_s: float | None,
+        was_there: bool = False,
     ) -> None:
         self._keys, self._header, self._parameters = keys, header, parameters
         self._postmen: dict[int, Postman] = {}
@@ -53,7 +60,7 @@ class Delivery:
         with ExitStack() as stack:
             self._context: zmq.Context[Any] = zmq.Context()
             stack.callback(self._context.term)
-            self._desk = DeskLine(self._context, DESK, address, keys)
+            self._desk = DeskLine(self._context, DESK, address, keys, was_there)
             stack.callback(self._desk.close)
             self.welcome = self._greet(timeout_s or _GREETING_S)
             stack.pop_all()

@@ -177,6 +177,8 @@ class Desk:
                 finish = self._clerk.finish() if self._study.done and not self._finished else []
             for action in actions:
                 self._act(door, action)
+            if self._clerk.over:
+                self._end_unfinished()
             if self._study.failure is not None:
                 raise TrainingError(self._study.failure)
             if finish:
@@ -185,9 +187,9 @@ class Desk:
                 door.send(finish)
 
     def _listen(self, door: Door) -> None:
-        for peer, frames in door.messages(_MESSAGES_AT_ONCE):
+        for (peer, frames), host in door.messages(_MESSAGES_AT_ONCE):
             with self._lock:
-                answers = self._clerk.hear(peer, frames, time.monotonic())
+                answers = self._clerk.hear(peer, frames, time.monotonic(), host)
             door.send(answers)
 
     def _act(self, door: Door, action: Action) -> None:
@@ -220,6 +222,14 @@ class Desk:
             door.wait(self._runner.pipes, _TICK_S)
             self._listen(door)
             self._runner.ended()
+
+    def _end_unfinished(self) -> None:
+        """What they would still send is not wanted; those that are complete may end by themselves."""
+        if self._runner is None:
+            return
+        for number in self._runner.numbers:
+            if not self._study.simulations[number].ended:
+                self._runner.kill(number)
 
 
 def _make_study(plan: Plan, trainers: int, seed: int, logs: Path, folders: Sequence[Path], timeout_s: float) -> Study:

@@ -9,7 +9,7 @@ from paramserver.config import SimulationsConfig
 from paramserver.errors import UnsupportedConfiguration
 from paramserver.online.clerk import Message
 from paramserver.online.keys import ServerSecurity
-from paramserver.online.zeromq import listening_host, zmq
+from paramserver.online.zeromq import host_of, listening_host, zmq
 
 # What a trainer tells grows with the simulations that it knows, some 20 bytes for each.
 _MOST_BYTES = 64 * 2**20
@@ -64,14 +64,15 @@ class Door:
         ready = zmq.zmq_poll([(one, zmq.POLLIN) for one in watched], round(1000 * timeout_s))
         return {one for one, _ in ready if one is not self._router}
 
-    def messages(self, most: int) -> Iterable[Message]:
-        """Those that are there, up to so many; does not wait."""
+    def messages(self, most: int) -> Iterable[tuple[Message, str]]:
+        """Those that are there, up to so many, and from which host each came; does not wait."""
         for _ in range(most):
             try:
-                peer, *frames = self._router.recv_multipart(zmq.NOBLOCK)
+                frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            yield peer, frames
+            peer, *rest = (frame.bytes for frame in frames)
+            yield (peer, rest), host_of(frames)
 
     def send(self, messages: Sequence[Message]) -> None:
         """What cannot be delivered is dropped: a router never waits."""

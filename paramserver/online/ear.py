@@ -18,7 +18,7 @@ from paramserver.online.pending import Bell, Pending
 from paramserver.online.post import Post
 from paramserver.online.tally import Tally
 from paramserver.online.verdicts import Accepted, Refused, Verdict, Visitor
-from paramserver.online.zeromq import listening_host, zmq
+from paramserver.online.zeromq import host_of, listening_host, zmq
 
 # Messages that are read before anything else gets its turn.
 _AT_ONCE = 64
@@ -218,7 +218,7 @@ class Ear:
 
     def _judge(self, peer: bytes, frames: Sequence[Any], accepted: list[Accepted], now: float) -> None:
         verdict: Verdict = self.inspector.judge(peer, frames)
-        self.tally.note(verdict, peer)
+        self.tally.note(verdict, host_of(frames) if isinstance(verdict, Refused) else "")
         visitor = verdict.visitor
         if visitor is not None:
             visitor.heard = now

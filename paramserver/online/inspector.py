@@ -62,6 +62,7 @@ class Inspector:
             frames: the message, as bytes or what shares its memory as they do; the arrays of a sample are views of it.
         """
         visitor: Visitor | None = None
+        header: Header | None = None
         counted = False
         try:
             header = Header.unpack(frames[0] if frames else b"")
@@ -75,9 +76,9 @@ class Inspector:
                 return self._open(peer, header, frames)
             return self._touch(visitor, header, frames)
         except Malformed as error:
-            return _refused(visitor, counted, "malformed", str(error))
+            return _refused(visitor, counted, "malformed", str(error), header=header)
         except Refusal as refusal:
-            return _refused(visitor, counted, refusal.reason, str(refusal))
+            return _refused(visitor, counted, refusal.reason, str(refusal), header=header)
 
     def is_current(self, visitor: Visitor) -> bool:
         """Whether this is what its peer opened last for this simulation, so that its counts are the client's."""
@@ -262,12 +263,17 @@ def _unopened(header: Header) -> Refusal:
 
 
 def _refused(
-    visitor: Visitor | None, counted: bool, reason: Reason, sentence: str, told: tuple[Visitor, ...] = ()
+    visitor: Visitor | None,
+    counted: bool,
+    reason: Reason,
+    sentence: str,
+    told: tuple[Visitor, ...] = (),
+    header: Header | None = None,
 ) -> Refused:
     if visitor is not None and counted:
         visitor.dealt += 1
         told = (*told, visitor)
-    return Refused(visitor, told, reason, _printable(sentence))
+    return Refused(visitor, told, reason, _printable(sentence), header)
 
 
 def _printable(sentence: str) -> str:

@@ -21,12 +21,12 @@ class Outside(Study):
     Args:
         config: ``simulations``.
         trainers: how many.
-        first_s: how long nobody need come at the start, in seconds.
+        first_s: how long nobody need come at the start, in seconds: ``cluster.timeout_s``.
     """
 
     def __init__(self, config: SimulationsConfig, trainers: int, first_s: float) -> None:
         super().__init__(config, trainers)
-        self._first_s = max(first_s, config.timeout_s)
+        self._first_s = first_s
         self._open: dict[int, Simulation] = {}
         self._last_said = False
         self._anybody = False
@@ -54,7 +54,8 @@ class Outside(Study):
     def hello(self, header: Header, parameters: Sequence[float], now: float) -> None:
         simulation = self._known(header.simulation)
         self._sign_s, self._anybody = now, True
-        simulation.parameters = list(parameters)
+        super().hello(header, parameters, now)
+        simulation.parameters = simulation.told
         if simulation.ended:
             return  # somebody sends it again: duplicates
         if header.attempt > simulation.attempt or simulation.state is State.WAITING:
@@ -92,9 +93,8 @@ class Outside(Study):
                 actions.append(self._fell_silent(simulation))
         enough = self.config.count is not None and self.complete >= self.config.count
         self.done = enough or (self._last_said and not self._open)
-        patience_s = self.config.timeout_s if self._anybody else self._first_s
-        if not self.done and now - self._sign_s > patience_s:
-            self.failure = self._missing(patience_s)
+        if not self.done and now - self._sign_s > self._patience[0]:
+            self.failure = self._missing(*self._patience)
         return actions
 
     def _complete(self, simulation: Simulation, now: float) -> Note:
@@ -117,9 +117,16 @@ class Outside(Study):
             "it is waited for",
         )
 
-    def _missing(self, patience_s: float) -> str:
+    @property
+    def _patience(self) -> tuple[float, str]:
+        """How long nobody need give a sign of life, and the key that says so."""
+        if self._anybody or self._first_s <= self.config.timeout_s:
+            return self.config.timeout_s, "simulations.timeout_s"
+        return self._first_s, "cluster.timeout_s"
+
+    def _missing(self, patience_s: float, key: str) -> str:
         """Who did not come, in one sentence with the cure."""
-        cure = "start what is missing and resume, or set simulations.timeout_s"
+        cure = f"start what is missing and resume, or raise {key}"
         if self._open:
             verb = "is" if len(self._open) == 1 else "are"
             return f"nothing came for {patience_s:g} s, and {listed([*self._open])} {verb} not complete; {cure}"
@@ -141,3 +148,4 @@ class Outside(Study):
         self._last_said = state["last_said"]
         for simulation in self.simulations.values():
             simulation.attempt = 0  # counted by whoever starts it
+            simulation.told = simulation.parameters

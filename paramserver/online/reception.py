@@ -77,13 +77,17 @@ class Reception:
         """Mean and deviation of each field since they were read last, see ``FieldMoments.read``."""
         return self._moments.read()
 
+    def leave(self) -> None:
+        """Begin to close: all clients, and the desk, are told that the run is over. Wakes who takes."""
+        self._pending.close()
+
     def close(self, timeout_s: float = 5.0) -> None:
-        """Tell all clients that the run is over, and end. Wakes who takes. Again: no effect.
+        """The same, and wait for the end. Again: no effect.
 
         Raises:
             SourceError: the thread has not ended in time.
         """
-        self._pending.close()
+        self.leave()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
             if self._thread.is_alive():

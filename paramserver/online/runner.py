@@ -175,6 +175,11 @@ class Runner:
             self.kill(simulation)
 
     @property
+    def numbers(self) -> list[int]:
+        """Simulations of which some process is there."""
+        return list(self._running)
+
+    @property
     def any_left(self) -> bool:
         return bool(self._running)
 

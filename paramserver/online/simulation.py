@@ -27,6 +27,7 @@ class Simulation:
         failures: how often it failed since it was first started.
         state: see ``State``.
         parameters: drawn or told; None before.
+        told: those that its clients say; None before the first does.
         total: its samples, once they are known.
         trainer: the one that gets all of its samples, where they are dealt by simulation.
         alive: whether its process runs; it may go on when all is received.
@@ -35,6 +36,7 @@ class Simulation:
         byes: member -> the samples that it said it sent.
         silent: whether its silence was told, and not broken since.
         killed: why its process was asked to end; None where it was not.
+        failed: how its process ended by itself, where it did not end well.
         settled_at: of each trainer the report from which on the samples are all counted.
     """
 
@@ -43,6 +45,7 @@ class Simulation:
     failures: int = 0
     state: State = State.WAITING
     parameters: list[float] | None = None
+    told: list[float] | None = None
     total: int | None = None
     trainer: int | None = None
     alive: bool = False
@@ -51,6 +54,7 @@ class Simulation:
     byes: dict[int, int] = field(default_factory=dict)
     silent: bool = False
     killed: str | None = None
+    failed: str | None = None
     settled_at: list[int] = field(default_factory=list)
 
     @property
@@ -67,7 +71,7 @@ class Simulation:
     def begin(self, now: float) -> None:
         """This attempt begins."""
         self.enter(State.RUNNING, now)
-        self.killed = None
+        self.killed = self.failed = None
         self.byes.clear()
         self.heard_s.clear()
 
@@ -124,7 +128,7 @@ class Kill:
 
 @dataclass(frozen=True)
 class Note:
-    """Something to record; ``kind`` is one of complete, restarted, given_up, silent, short."""
+    """Something to record; ``kind`` is one of complete, restarted, given_up, silent, exited."""
 
     kind: str
     simulation: int

@@ -67,6 +67,7 @@ class Started(Study):
         return super().refusal(header)
 
     def hello(self, header: Header, parameters: Sequence[float], now: float) -> None:
+        super().hello(header, parameters, now)
         self.simulations[header.simulation].hear(header.member, now)
 
     def exited(self, number: int, attempt: int, code: int, now: float) -> None:
@@ -74,13 +75,18 @@ class Started(Study):
         if not simulation.alive or attempt != simulation.attempt:
             return
         simulation.alive = False
-        if simulation.ended or simulation.killed is not None:
+        if simulation.killed is not None:
             return
-        if code == 0 or simulation.all_said_bye(self.config.group_size):
+        simulation.failed = None if code == 0 else how_it_ended(code)
+        if not simulation.ended and (code == 0 or self._may_have_sent_all(simulation)):
             simulation.enter(State.SETTLING, now)
             simulation.settled_at = [reports + _REPORTS_TO_SETTLE for reports in self._reports]
-        if code != 0:
-            simulation.killed = how_it_ended(code)
+
+    def _may_have_sent_all(self, simulation: Simulation) -> bool:
+        """Of one that did not end well: where ``steps`` is known, nothing but the samples says."""
+        if self.config.steps is None:
+            return simulation.all_said_bye(self.config.group_size)
+        return bool(simulation.heard_s)
 
     # What follows.
 
@@ -104,10 +110,10 @@ class Started(Study):
             return self._watch(simulation, now)
         if simulation.ended:
             del self._started[simulation.id]
-            return []
+            return [] if simulation.failed is None else [_ended_late(simulation.id, simulation.failed)]
         if simulation.state is State.SETTLING and not self._is_settled(simulation, now - simulation.since_s):
             return []
-        return self._failed(simulation, simulation.killed or self._too_few(simulation))
+        return self._failed(simulation, simulation.killed or simulation.failed or self._too_few(simulation))
 
     def _watch(self, simulation: Simulation, now: float) -> list[Action]:
         """Of a process that runs: silence, or life beyond its last sample."""
@@ -205,6 +211,11 @@ class Started(Study):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self._fill_up()  # more may be wanted than before
+
+
+def _ended_late(number: int, how: str) -> Note:
+    told = f"of simulation {number} all samples had arrived before {how}; it counts as complete"
+    return Note("exited", number, told)
 
 
 def how_it_ended(code: int) -> str:

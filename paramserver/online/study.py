@@ -70,9 +70,9 @@ class Study(ABC):
             )
         return None
 
-    @abstractmethod
     def hello(self, header: Header, parameters: Sequence[float], now: float) -> None:
         """A member of a simulation that is not refused opened it."""
+        self.simulations[header.simulation].told = list(parameters)
 
     def bye(self, header: Header, now: float) -> None:
         """A member said that all of its ``header.step`` samples were dealt with."""
@@ -108,6 +108,11 @@ class Study(ABC):
     def received(self, number: int) -> int:
         """Samples of a simulation that some buffer has got, in this run and those before."""
         return self._inherited.get(number, 0) + sum(one.get(number, 0) for one in self._received)
+
+    def told_parameters(self, number: int) -> list[float] | None:
+        """With which a simulation was opened first; None where it was not."""
+        simulation = self.simulations.get(number)
+        return None if simulation is None else simulation.told
 
     def counts(self) -> dict[str, int]:
         """How many simulations are waiting, running, complete and given up."""

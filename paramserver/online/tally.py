@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paramserver.online.messages import Report
-from paramserver.online.verdicts import REASONS, Accepted, Duplicate, Reason, Refused, Verdict, Visitor
+from paramserver.online.verdicts import REASONS, Accepted, Duplicate, Reason, Refused, Verdict, named
 
 _log = logging.getLogger("paramserver")
 
@@ -36,18 +36,18 @@ class Tally:
         self._changed: set[int] = set()
         self._heard: set[tuple[int, int]] = set()
 
-    def note(self, verdict: Verdict, peer: bytes) -> None:
-        """Count one message; a refusal goes to the log the first time that its kind comes from its source."""
+    def note(self, verdict: Verdict, host: str) -> None:
+        """Count one message; of a refused one the first of its kind and source, with its host, goes to the log."""
         if isinstance(verdict, Refused):
-            self._note_refused(verdict, peer)
+            self._note_refused(verdict, host)
         elif verdict.visitor is not None:
             header = verdict.visitor.header
             self._heard.add((header.simulation, header.member))
             self.duplicated += isinstance(verdict, Duplicate)
 
-    def _note_refused(self, verdict: Refused, peer: bytes) -> None:
+    def _note_refused(self, verdict: Refused, host: str) -> None:
         self.refused[verdict.reason] += 1
-        source = _source(verdict.visitor, peer)
+        source = _source(verdict, host)
         if (verdict.reason, source) in self._told or len(self._told) >= _MOST_TOLD:
             return
         self._told.add((verdict.reason, source))
@@ -89,5 +89,6 @@ class Tally:
         return report
 
 
-def _source(visitor: Visitor | None, peer: bytes) -> str:
-    return f"client {peer.hex()}" if visitor is None else str(visitor)
+def _source(verdict: Refused, host: str) -> str:
+    header = verdict.header if verdict.visitor is None else verdict.visitor.header
+    return f"a client on {host}" if header is None else named(header)

@@ -40,6 +40,12 @@ class Refusal(Exception):  # noqa: N818 - what a check says of a message, in one
         self.reason: Reason = reason
 
 
+def named(header: Header) -> str:
+    """Whose message it is, for people."""
+    part = f", member {header.member}" if header.members > 1 else ""
+    return f"simulation {header.simulation} (attempt {header.attempt}{part})"
+
+
 @dataclass(eq=False, slots=True)
 class Visitor:
     """One member of one simulation, as one peer sends it.
@@ -61,9 +67,7 @@ class Visitor:
     heard: float = 0.0
 
     def __str__(self) -> str:
-        head = self.header
-        part = f", member {head.member}" if head.members > 1 else ""
-        return f"simulation {head.simulation} (attempt {head.attempt}{part})"
+        return named(self.header)
 
 
 @dataclass(eq=False)
@@ -112,7 +116,8 @@ class Accepted(Verdict):
 
 @dataclass(eq=False)
 class Refused(Verdict):
-    """It was not taken."""
+    """It was not taken; ``header`` is of whom it named, where that can be read."""
 
     reason: Reason = "malformed"
     sentence: str = ""
+    header: Header | None = None

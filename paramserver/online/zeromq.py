@@ -2,6 +2,8 @@
 
 import ipaddress
 import socket
+from collections.abc import Sequence
+from typing import Any
 
 from paramserver.errors import UnsupportedConfiguration
 
@@ -29,3 +31,11 @@ def listening_host(host: str) -> str:
             f"simulations.address ({host}) must be the one on which clients reach rank 0; give this host's own"
         )
     return f"[{address}]" if ":" in address else address
+
+
+def host_of(frames: Sequence[Any]) -> str:
+    """From which host a message came, for people."""
+    try:
+        return str(frames[0].get("Peer-Address"))
+    except (IndexError, AttributeError, zmq.ZMQError):
+        return "an unknown host"

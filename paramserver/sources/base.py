@@ -84,11 +84,14 @@ class Source(ABC):
     def connect(self, post: Post) -> None:
         """Learn of the online run, before anything is read; for sources whose samples come over the network."""
 
+    def enough(self) -> None:
+        """No more samples are wanted: whoever makes them is told, and ``groups`` ends. ``close`` comes later."""
+
     def close(self) -> None:
         """Stop, and have ``groups`` end in the thread that reads it, also where it waits; called once by its owner."""
 
     def figures(self) -> dict[str, Any]:
-        """Counts for a record, of what was received and what was not taken; from any thread."""
+        """Counts for a record, of what was received, expected and not taken in the whole run; from any thread."""
         return {}
 
     def statistics(self) -> dict[str, dict[str, float]]:

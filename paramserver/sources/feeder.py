@@ -26,6 +26,7 @@ class Feeder:
         self.buffer = buffer
         self.trainer_index = trainer_index
         self._error: BaseException | None = None
+        self._enough = False
         self._thread = threading.Thread(target=self._run, name=f"feeder-{trainer_index}", daemon=True)
 
     def start(self) -> None:
@@ -39,7 +40,8 @@ class Feeder:
                 position += len(group)
                 keys, samples = zip(*group, strict=True)
                 self.buffer.put_many(samples, keys, last=position == total, mark=self.source.mark())
-            self.buffer.finish()
+            if not self._enough:  # else more would have come
+                self.buffer.finish()
         except BufferClosed:
             if self.buffer.closed:
                 return  # the trainer wants no more
@@ -73,6 +75,11 @@ class Feeder:
         """Raise what the source raised."""
         if self._error is not None:
             raise self._error
+
+    def enough(self) -> None:
+        """No more samples are wanted; what the buffer holds stays for a last look, and a checkpoint."""
+        self._enough = True
+        self.source.enough()
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Stop reading. A source that does not return within the deadline is left to its daemon thread."""

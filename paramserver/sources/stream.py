@@ -35,6 +35,7 @@ class Stream(Source):
         self._post: Post | None = None
         self._reception: Reception | None = None
         self._closed = False
+        self._inherited = 0
 
     @classmethod
     def check(cls, config: SimulationsConfig | None) -> None:
@@ -91,13 +92,19 @@ class Stream(Source):
             if self._closed:
                 return None
             self.identities.truncate(position)
+            self._inherited = self.identities.inherited_for(self._post.trainer_index, self._post.trainers)
             self._reception = Reception(self._post, self.identities)
             self._reception.start()
             return self._reception
 
-    def close(self) -> None:
+    def enough(self) -> None:
         with self._lock:
             self._closed = True
+        if self._reception is not None:
+            self._reception.leave()
+
+    def close(self) -> None:
+        self.enough()
         if self._reception is not None:
             self._reception.close()
 
@@ -112,7 +119,20 @@ class Stream(Source):
         return planned - self.identities.inherited_for(index, trainers) + self.identities.held
 
     def figures(self) -> dict[str, Any]:
-        return {} if self._reception is None else self._reception.figures()
+        """As of ``Reception``; with this trainer's share of what other trainers had got before, which is ``inherited``.
+
+        So the figures of all trainers add up to those of the whole run.
+        """
+        if self._reception is None or self._post is None:
+            return {}
+        figures, plan = self._reception.figures(), self._post.plan
+        return {
+            **figures,
+            "received": figures["received"] + self._inherited,
+            "bytes": figures["bytes"] + self._inherited * plan.sample_bytes,
+            "inherited": self._inherited,
+            "expected": plan.expected_for(self._post.trainer_index, self._post.trainers),
+        }
 
     def statistics(self) -> dict[str, dict[str, float]]:
         return {} if self._reception is None else self._reception.statistics()
