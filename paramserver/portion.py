@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from paramserver.crew import Crew
 from paramserver.flat import Layout
 from paramserver.shards import Shard
 from paramserver.slicing import States, hyperparameters, numbers_of, set_hyperparameters
@@ -38,6 +40,7 @@ class Portion:
         self.shard = shard
         self.ranges = list(ranges)
         self.optimizer = optimizer
+        self._crew: Crew | None = None
         self.numbers = numbers_of(optimizer, parameters)
         self.leaves = [flat.detach().requires_grad_() for flat in self.ranges]
         views = shard.layout.views(self.ranges)
@@ -52,6 +55,10 @@ class Portion:
         for group in optimizer.param_groups if split else ():
             group["params"] = [split.get(id(p), p) for p in group["params"]]
 
+    def work_with(self, crew: Crew) -> None:
+        """Sums are made by all of the crew from now on."""
+        self._crew = crew
+
     # An update.
 
     def average(self, gradients: Sequence[Sequence[Tensor]], factors: Sequence[float]) -> list[Tensor]:
@@ -59,15 +66,12 @@ class Portion:
 
         So the result does not depend on who came first.
         """
-        for scaled, factor in zip(gradients, factors, strict=True):
-            if factor != 1.0:
-                torch._foreach_mul_(list(scaled), factor)
-        total = list(gradients[0])
-        for others in gradients[1:]:
-            torch._foreach_add_(total, list(others))
-        if len(gradients) > 1:
-            torch._foreach_div_(total, float(len(gradients)))
-        return total
+        if self._crew is None:
+            _average(gradients, factors)
+        else:
+            parts = [[_cut(flats, cuts) for flats in gradients] for cuts in self._crew.cuts(self.ranges)]
+            self._crew.do([partial(_average, part, factors) for part in parts])
+        return list(gradients[0])
 
     def hand_out(self, mean: Sequence[Tensor], used: tuple[bool, ...] | None) -> None:
         """Give each parameter its gradient, or none where no trainer had one: torch.optim then leaves it as it is."""
@@ -132,3 +136,19 @@ class Portion:
         self.optimizer.state.clear()
         for number, state in states.items():
             self.optimizer.state[parameters[number]] = dict(state)
+
+
+def _average(gradients: Sequence[Sequence[Tensor]], factors: Sequence[float]) -> None:
+    """The mean of the scaled gradients, into the first."""
+    for scaled, factor in zip(gradients, factors, strict=True):
+        if factor != 1.0:
+            torch._foreach_mul_(list(scaled), factor)
+    total = list(gradients[0])
+    for others in gradients[1:]:
+        torch._foreach_add_(total, list(others))
+    if len(gradients) > 1:
+        torch._foreach_div_(total, float(len(gradients)))
+
+
+def _cut(flats: Sequence[Tensor], cuts: Sequence[slice]) -> list[Tensor]:
+    return [flat[cut] for flat, cut in zip(flats, cuts, strict=True)]

@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from paramserver.attempts import new_attempt
 from paramserver.checkpoint import Checkpoint, clean, find_checkpoint, load_chosen, read_checkpoint
 from paramserver.checkpoint.layout import LATEST
 from paramserver.claim import claim_run
-from paramserver.cluster import Identity, bind_interface, interface_towards, process_environ
+from paramserver.cluster import Identity, bind_interface, cores_here, interface_towards, process_environ
 from paramserver.config import Config, Role, dump_yaml, mode_of, roles, server_computes, trainer_of
 from paramserver.consistency import Decision
 from paramserver.devices import Placement, place_server, place_trainer
@@ -276,6 +276,7 @@ def _close(keeper: Keeper, totals: Sequence[TrainerTotals], work: Callable[[], s
 
 
 def _serve(process: Process, task: Task, keeper: Keeper, meeting: Meeting) -> dict[str, Any]:
+    from paramserver.crew import Crew, spare_helpers
     from paramserver.hosting import host
     from paramserver.membership import release_lifelines
     from paramserver.server import ParameterServer
@@ -291,6 +292,8 @@ def _serve(process: Process, task: Task, keeper: Keeper, meeting: Meeting) -> di
             server = ParameterServer(task, process.config, process.trainers, keeper, process.stop, segments)
             host(server)
             stack.callback(host, None)
+            if server.is_whole and server.rounds.rules.lockstep and (helpers := spare_helpers(cores_here())):
+                server.versions.work_with(stack.enter_context(closing(Crew(helpers))))
             with rpc_server(meeting, process.trainers * server_computes(process.config)):
                 try:
                     _watch_over(server, process, meeting)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from paramserver.config import TrainingConfig
+from paramserver.crew import Crew, PartedStep
 from paramserver.errors import CheckpointError, NotFinite, TaskError
 from paramserver.finite import check_norm
 from paramserver.limits import due
@@ -35,6 +36,7 @@ class Updater:
     def __init__(self, task: Task, model: nn.Module, training: TrainingConfig) -> None:
         self.optimizer = build_optimizer(task, model)
         self.scheduler, self.every, self.metric = _scheduler_of(task.build_scheduler(self.optimizer))
+        self._parted: PartedStep | None = None
         self.clip_grad_norm = training.clip_grad_norm
         self.validate_every = training.validate_every
         self.parameters = [p for p in model.parameters() if p.requires_grad]
@@ -47,8 +49,16 @@ class Updater:
         """
         if self.clip_grad_norm is not None:
             check_norm(float(nn.utils.clip_grad_norm_(self.parameters, self.clip_grad_norm)), step)
-        self.optimizer.step()
+        if self._parted is None:
+            self.optimizer.step()
+        else:
+            self._parted()
         self.stepped()
+
+    def work_with(self, crew: Crew) -> None:
+        """Parameters are stepped by all of the crew from now on, where the optimizer allows it."""
+        if PartedStep.can_part(self.optimizer):
+            self._parted = PartedStep(self.optimizer, crew)
 
     def stepped(self) -> None:
         """The optimizer has made a step, here or on several servers."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from paramserver.config import Config
 from paramserver.consistency import Update, scale
+from paramserver.crew import WORTHWHILE_BYTES, Crew
 from paramserver.devices import CPU
 from paramserver.errors import TaskError
 from paramserver.flat import FlatTensors, Layout, module_buffers, trainable
@@ -54,6 +55,12 @@ class Versions:
         self.shard = shard
         self.portion = Portion(self.parameters.layout, shard, ranges, parameters, self.updater.optimizer)
         self.leaves = self.portion.leaves
+
+    def work_with(self, crew: Crew) -> None:
+        """Updates of large models are made by all of the crew from now on."""
+        if self.parameters.layout.bytes >= WORTHWHILE_BYTES:
+            self.portion.work_with(crew)
+            self.updater.work_with(crew)
 
     # What others read.
 

@@ -26,6 +26,7 @@ FLOORS = {
     1.1: "cluster finite limits links rundir shards",
     1.15: "opening resuming undo",
     1.2: "attempts claim consistency coupling slicing",
+    1.25: "crew",
     1.3: "online protocol",
     1.4: "client",
     1.5: "worker",

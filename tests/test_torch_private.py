@@ -53,7 +53,7 @@ USED = {
         "torch.utils._pytree.tree_map",
         "torch.utils._pytree.tree_unflatten",
     },
-    "trainers.rpc": {"torch._foreach_copy_"},
+    "trainers.departures": {"torch._foreach_copy_"},
     "trainers.served": {"torch.utils._pytree.tree_leaves"},
 }
 

@@ -58,6 +58,11 @@ def bind_interface(environ: MutableMapping[str, str], name: str) -> None:
         environ[variable] = name
 
 
+def cores_here() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
 def child_environment(
     environ: Mapping[str, str],
     *,
@@ -78,7 +83,7 @@ def child_environment(
         current_folder: None = this process's.
         cores: cores to share out; None = those that this process may use.
     """
-    available = len(os.sched_getaffinity(0)) if cores is None else cores
+    available = cores_here() if cores is None else cores
     threads = max(1, available // sharers)
     defaults = {**_ALLOCATOR, **_LOG_LEVEL, "OMP_NUM_THREADS": str(threads)}
     folders = [Path.cwd() if current_folder is None else current_folder]

@@ -1,0 +1,117 @@
+"""Threads that do one piece of work together, and an optimizer whose parameters they step at the same time.
+
+While a server makes an update, its trainers wait, and so do the cores of those that are on its host. torch's own
+threads would round the ends of their parts of a tensor otherwise than one thread does. Here each parameter is stepped
+by one thread, and sums are cut where no kernel notices, so every bit stays as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+
+import torch
+from torch import Tensor
+
+from paramserver.coupling import ELEMENTWISE, PER_PARAMETER
+
+# Of less than this, one thread is done before another one has begun.
+WORTHWHILE_BYTES = 1 << 20
+# More wait for memory.
+_LARGEST = 8
+# What any kernel takes in whole strides, in elements.
+_STRIDE = 4096
+
+
+def spare_helpers(cores: int) -> int:
+    """How many helpers find a core of so many, each with as many of torch's threads as the one that asks."""
+    return max(min(cores // torch.get_num_threads(), _LARGEST) - 1, 0)
+
+
+class Crew:
+    """The thread that asks, and so many helpers. Used by one thread at a time.
+
+    Args:
+        helpers: at least 1.
+    """
+
+    def __init__(self, helpers: int) -> None:
+        self.size = helpers + 1
+        self._pool = ThreadPoolExecutor(helpers, thread_name_prefix="crew")
+
+    def do(self, parts: Sequence[Callable[[], object]]) -> None:
+        """Do all parts, the first one here; back when all are done.
+
+        Raises:
+            BaseException: what the first of the parts that failed has raised.
+        """
+        others = [self._pool.submit(part) for part in parts[1:]]
+        try:
+            if parts:
+                parts[0]()
+        finally:
+            wait(others)
+        for other in others:
+            other.result()
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+    def cuts(self, flats: Sequence[Tensor]) -> list[list[slice]]:
+        """For each member a range of each flat tensor, together all of it; the last ones may be empty."""
+        shares = [-(-flat.numel() // (self.size * _STRIDE)) * _STRIDE for flat in flats]
+        return [[slice(k * share, (k + 1) * share) for share in shares] for k in range(self.size)]
+
+
+class PartedStep:
+    """``optimizer.step()``, with the parameters dealt to a crew.
+
+    The members step copies of the optimizer that have some of its parameters and its own state, so its groups and its
+    state are what they would be.
+
+    Args:
+        optimizer: one that ``can_part``.
+        crew: does it.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, crew: Crew) -> None:
+        self._optimizer = optimizer
+        self._crew = crew
+
+    @staticmethod
+    def can_part(optimizer: torch.optim.Optimizer) -> bool:
+        """Whether parameters are known to be stepped by themselves: it is torch's, without hooks."""
+        hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+        return type(optimizer) in (*ELEMENTWISE, *PER_PARAMETER) and not hooks
+
+    def __call__(self) -> None:
+        if not self.can_part(self._optimizer):  # a hook came later
+            self._optimizer.step()
+            return
+        self._crew.do([part.step for part in self._parts()])
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # what a schedule asks after
+
+    def _parts(self) -> list[torch.optim.Optimizer]:
+        stepped = [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
+        return [self._part(ids) for ids in _dealt(stepped, self._crew.size)]
+
+    def _part(self, ids: set[int]) -> torch.optim.Optimizer:
+        part = copy.copy(self._optimizer)
+        part.__dict__.pop("step", None)  # what a schedule has put around the step of the whole
+        groups = [
+            {**group, "params": [p for p in group["params"] if id(p) in ids]} for group in self._optimizer.param_groups
+        ]
+        part.param_groups = [group for group in groups if group["params"]]
+        return part
+
+
+def _dealt(parameters: Sequence[Tensor], members: int) -> list[set[int]]:
+    """The ids of each member's parameters: the largest first, to whom has least."""
+    loads = [0] * members
+    dealt: list[set[int]] = [set() for _ in range(members)]
+    for parameter in sorted(parameters, key=Tensor.numel, reverse=True):
+        member = loads.index(min(loads))
+        loads[member] += parameter.numel()
+        dealt[member].add(id(parameter))
+    return [ids for ids in dealt if ids]
