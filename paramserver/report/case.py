@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -145,13 +146,16 @@ class Case:
         if merged.count:
             below = {f"p{q}": merged.quantile_s(q / 100) * 1e3 for q in (5, 25, 75)}
             return {**merged.milliseconds(), **below}
-        found = {name: self.estimate(figure) for name, figure in zip(QUANTILES, STEPS, strict=True)}
-        return {name: one.value for name, one in found.items() if one is not None}
+        return self._means(zip(QUANTILES, STEPS, strict=True))
 
     @cached_property
     def phases_ms(self) -> dict[str, float]:
-        found = {name: self.estimate(figure) for name, figure in zip((*PHASES, "hidden"), PARTS, strict=True)}
-        return {name: one.value for name, one in found.items() if one is not None}
+        """Arithmetic means, which sum to the mean step as the phases of each repeat do."""
+        return self._means(zip((*PHASES, "hidden"), PARTS, strict=True))
+
+    def _means(self, figures: Iterable[tuple[str, Figure]]) -> dict[str, float]:
+        each = {name: [v for v in self.values(figure).values() if v is not None] for name, figure in figures}
+        return {name: statistics.fmean(values) for name, values in each.items() if values}
 
     @cached_property
     def staleness(self) -> dict[int, int]:

@@ -97,7 +97,7 @@ def _throughput(cases: Sequence[Case]) -> Iterator[Picture]:
     yield _picture(
         figure,
         "throughput",
-        "Applied samples per second: mean, 95 % interval and each repeat (dots). Hatched: baselines.",
+        "Applied samples per second: geometric mean, 95 % interval and each repeat (dots). Hatched: baselines.",
     )
 
 
