@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+PATH = list(sys.path)
 sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "peers")]
 
 import compare as peers  # noqa: E402
 import work  # noqa: E402
 
-del sys.path[0:2]
+sys.path[:] = PATH
 MODEL, TRAINERS, STEPS = "small", 2, 5
 # Lightning and Ray take part where they are installed.
 HERE = [name for name in peers.CASES if name not in peers.missing(list(peers.CASES))]

@@ -116,7 +116,7 @@ def _steps(cases: Sequence[Case]) -> Iterator[Picture]:
             if ms.get(key) is not None:
                 axes.plot(ms[key], y, marker, color="black", markersize=5, markerfacecolor="white", zorder=5)
     if max(case.step_ms.get("max", 0.0) for case in known) > _TALL * min(case.step_ms["p50"] for case in known):
-        axes.set_xscale("log")
+        _logarithmic(axes)
     else:
         axes.set_xlim(left=0)
     axes.set_xlabel("milliseconds per step")
@@ -128,6 +128,17 @@ def _steps(cases: Sequence[Case]) -> Iterator[Picture]:
         f"Duration of a step. Box: {boxed} of all steps, thick mark: median, line: {lined}; diamond: mean, tick: 99 %, "
         "cross: the longest.",
     )
+
+
+def _logarithmic(axes: Axes) -> None:
+    """Ticks at 1, 2, 5, 10, ... (at 1, 10, ... of a wide range), in plain numbers: powers are set as formulas."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axes.set_xscale("log")
+    low, high = axes.get_xlim()
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 1000 * low else (1,)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
 
 
 def _phases(cases: Sequence[Case]) -> Iterator[Picture]:
@@ -208,8 +219,8 @@ def _lines(
     target: float | None = None,
 ) -> Iterator[Picture]:
     bands = [(case, found) for case in cases if (found := band(get(one) for one in case.completed)) is not None]
-    if not bands:
-        return
+    if all(len(found.x) < 2 for _, found in bands):
+        return  # one validation at the end makes no curve; the table has it
     figure, (axes,) = new_figure(3.4)
     for i, (case, found) in enumerate(bands):
         axes.plot(found.x, found.mean, label=wrapped(case.name, 58), **_look(i, len(found.x)))
