@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -150,12 +149,17 @@ class Case:
 
     @cached_property
     def phases_ms(self) -> dict[str, float]:
-        """Arithmetic means, which sum to the mean step as the phases of each repeat do."""
+        """Arithmetic means over all steps of all repeats, which sum to the mean of these steps."""
         return self._means(zip((*PHASES, "hidden"), PARTS, strict=True))
 
     def _means(self, figures: Iterable[tuple[str, Figure]]) -> dict[str, float]:
-        each = {name: [v for v in self.values(figure).values() if v is not None] for name, figure in figures}
-        return {name: statistics.fmean(values) for name, values in each.items() if values}
+        """Of figures that are means over the steps of a repeat: over the steps of all."""
+        found = {}
+        for name, figure in figures:
+            known = [(value, one.steps or 1) for one in self.completed if (value := figure.of(one)) is not None]
+            if known:
+                found[name] = sum(value * steps for value, steps in known) / sum(steps for _, steps in known)
+        return found
 
     @cached_property
     def staleness(self) -> dict[int, int]:

@@ -45,7 +45,7 @@ def method(cases: Sequence[Case]) -> str:
         "their intervals are those of the logarithm, so that no bound is below 0; where a figure is 0 in some repeat, "
         "as staleness may be, they are of the values themselves. Ratios compare repeat with repeat where both cases "
         "have the same ones, so that a machine that was slow for a while was so for both. Steps of all repeats are "
-        "taken together for their quantiles; phases are arithmetic means, so that they sum to the step."
+        "taken together for their means and quantiles and for the means of phases, which sum to the step."
     )
     if has_baselines:
         text += (
