@@ -18,7 +18,7 @@ from paramserver.report.case import cases_of
 from paramserver.report.document import Code, Note, Picture, Sentences, Table, as_html, as_markdown
 from paramserver.report.page import NO_PLOTS, write_report
 from paramserver.report.results import Results
-from paramserver.report.tables import throughput_table
+from paramserver.report.tables import resources_table, throughput_table
 from paramserver.report.words import findings
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the script that looks is a module of the checkout
@@ -166,6 +166,15 @@ def test_tables_are_sorted_by_speed():
     assert speeds == sorted(speeds, reverse=True)
     assert len(speeds) == len([case for case in cases_of(many()) if case.speed])
     assert all(len(row) == len(table.titles) for row in table.rows)
+
+
+def test_bytes_that_nobody_counted_say_how_they_are_known():
+    computed = {"wire_bytes_source": "computed, ring all-reduce"}
+    rows = resources_table(cases_of([*repeats("ddp", near(100, 1), **computed), *repeats("rpc", near(90, 2))])).rows
+    assert [row[1].partition(" (")[2] for row in rows] == [
+        "4688 to 4688) (computed, ring all-reduce)",
+        "4688 to 4688)",
+    ]
 
 
 def test_names_and_errors_are_text_whatever_they_hold(tmp_path):
