@@ -371,6 +371,15 @@ def test_the_ideal_line_is_as_many_times_one_process(of_two, of_many):
     assert "scaling" not in of_two
 
 
+def test_an_interval_that_says_nothing_leaves_the_bars_to_be_seen():
+    wide = repeats("rpc, 2 trainers", [100.0, 300.0]) + repeats("ddp, 2 trainers", [200.0, 210.0], mode="ddp")
+    assert cases_of(wide)[0].speed.high > 1e4
+    (axes,) = draw(wide)["throughput"].axes
+    assert axes.get_xlim()[1] < 600
+    figure = draw([*wide, *repeats("rpc, 4 trainers", [400.0, 900.0], trainers=4)])["scaling"]
+    assert figure.axes[0].get_ylim()[1] < 2000
+
+
 def test_the_share_of_each_staleness():
     (axes,) = draw(repeats("rpc", [1.0], staleness=stale({0: 1, 2: 2, 90: 1})))["staleness"].axes
     shares = [bar.get_height() for bar in axes.patches]
