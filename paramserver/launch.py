@@ -34,6 +34,7 @@ from paramserver.config import (
 )
 from paramserver.errors import ParamserverError, PeerLost, UnsupportedConfiguration
 from paramserver.leaving import leave, put_out
+from paramserver.loading import importing_torch
 from paramserver.opening import open_run
 from paramserver.resuming import changes, config_file_of
 from paramserver.rundir import RunDir, newest_run
@@ -269,7 +270,8 @@ def _alone(
     task_class: type[Task] | None,
 ) -> dict[str, Any]:
     """A run of one process, which is this one."""
-    from paramserver.rank import RankPlan, run_rank
+    with importing_torch():
+        from paramserver.rank import RankPlan, run_rank
 
     identity = Identity(
         global_rank=0,
@@ -304,7 +306,9 @@ def _be_rank(
 ) -> Result | None:
     """This process is one rank of a run whose others were started elsewhere."""
     from paramserver.console import Console
-    from paramserver.rank import RankPlan, run_rank
+
+    with importing_torch():
+        from paramserver.rank import RankPlan, run_rank
 
     told = () if run is None or identity.global_rank else changes(run, config)
     shown = () if identity.global_rank else (Console(config, sys.stderr, told),)
@@ -321,7 +325,8 @@ def _supervised(arguments: argparse.Namespace) -> int:
     channel = Channel(arguments.supervised)
     try:
         die_with_parent()
-        from paramserver.rank import RankPlan, run_rank
+        with importing_torch():
+            from paramserver.rank import RankPlan, run_rank
 
         config, run, folders = settle(arguments)
         identity = _identity(arguments, config)

@@ -2,11 +2,24 @@
 
 import signal
 import sys
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 from helpers.hygiene import Snapshot
 from nest import Nest
 from runs import Finished, environment, write_config
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the measuring scripts are modules of the checkout
+
+from tests.measure.look_at_report import NOT_THERE, find_chromium
+
+
+def pytest_report_header():
+    """What is not collected on this machine, and why."""
+    left_out = [] if find_chromium() else [f"{NOT_THERE}: the report is not looked at in a browser."]
+    absent = [name for name in ("lightning", "ray") if find_spec(name) is None]
+    return left_out + ([f"{' and '.join(absent)} (extra peers) not installed: not compared."] if absent else [])
 
 
 @pytest.fixture(autouse=True)

@@ -1,13 +1,15 @@
 """Hosts of one machine: who may make them, how fast they are, and that nothing of them is left."""
 
+import select
 import subprocess
 import sys
-from contextlib import ExitStack
+import time
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from runs import write_config
+from runs import environment, write_config
 
 from paramserver.bench import network
 from paramserver.bench.cases import Asked, make_cases
@@ -45,15 +47,30 @@ def test_who_may_not_make_hosts_is_told_why(monkeypatch):
 
 
 class Namespaces:
-    """Stands for ``ip`` and ``tc``: remembers what was asked, and may fail at one."""
+    """Stands for the namespaces: remembers what was asked in each, and may fail at one."""
 
     def __init__(self, fails_at=None):
-        self.asked, self.fails_at = [], fails_at
+        self.asked, self.made, self.closed, self.fails_at = [], 0, 0, fails_at
 
-    def __call__(self, words, **options):
-        self.asked.append(" ".join(words))
-        failed = self.fails_at is not None and self.fails_at in self.asked[-1]
-        return subprocess.CompletedProcess(words, int(failed), "", "not allowed\n" if failed else "")
+    def __call__(self):
+        self.made += 1
+        return Pretended(self, 1000 + self.made)
+
+
+class Pretended:
+    def __init__(self, made, pid):
+        self.made, self.pid = made, pid
+
+    def words(self, *command):
+        return ["in", str(self.pid), *command]
+
+    def run(self, *command):
+        self.made.asked.append(" ".join(self.words(*command)))
+        if self.made.fails_at is not None and self.made.fails_at in self.made.asked[-1]:
+            raise UnsupportedConfiguration("--bandwidth: not allowed")
+
+    def close(self):
+        self.made.closed += 1
 
 
 @pytest.fixture
@@ -61,7 +78,7 @@ def pretended(monkeypatch):
     def pretend(**options):
         made = Namespaces(**options)
         monkeypatch.setattr(network, "check_may_make_hosts", lambda: None)
-        monkeypatch.setattr(network.subprocess, "run", made)
+        monkeypatch.setattr(network, "Namespace", made)
         return made
 
     return pretend
@@ -74,45 +91,98 @@ def test_both_ends_of_each_interface_have_the_bandwidth(pretended):
         assert len(limits) == 6
         assert all("rate 100000000bit" in line for line in limits)
         assert sum("dev eth0" in line for line in limits) == 3
+    assert made.made == made.closed == 4
 
 
-def test_a_tool_that_fails_is_told_in_one_sentence(pretended):
-    pretended(fails_at="tc qdisc")
-    with pytest.raises(UnsupportedConfiguration, match=r"^--bandwidth: .* failed \(not allowed\); leave it out"):
-        Hosts(1, 1e6).__enter__()
+def test_hosts_that_could_not_be_made_are_let_go(pretended):
+    made = pretended(fails_at="tc qdisc")
+    with pytest.raises(UnsupportedConfiguration, match=r"^--bandwidth: not allowed"):
+        Hosts(2, 1e6).__enter__()
+    assert made.made == made.closed == 2
 
 
-def test_ranks_that_communicate_have_a_host_each_and_others_none(tmp_path):
+def test_a_tool_that_fails_is_told_in_one_sentence(monkeypatch):
+    with pytest.raises(UnsupportedConfiguration, match=r"^--bandwidth: sh .* failed \(not allowed\); leave it out"):
+        network._run(["sh", "-c", "echo more; echo not allowed >&2; exit 1"])
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(FileNotFoundError):
+        network._run(["ip"])  # who may make hosts was checked before
+
+
+def test_ranks_that_communicate_have_a_host_each_and_others_none(tmp_path, pretended):
     cases = {case.name: case for case in make_cases(Asked(write_config(tmp_path)))}
     method = Method(tmp_path, [tmp_path], {}, 1.0, 1.0)
     alone = commands_of(cases["rpc 2 trainers"], method, tmp_path / "c.yaml")
     assert len(alone) == 1
     assert "--rank" not in alone[0]
-    with_hosts = replace(method, hosts=Hosts(3, 1e6))
+    pretended()
+    hosts = Hosts(3, 1e6)
+    hosts.__enter__()
+    with_hosts = replace(method, hosts=hosts)
     ranks = commands_of(cases["rpc 2 trainers"], with_hosts, tmp_path / "c.yaml")
     assert [words[words.index("--rank") + 1] for words in ranks] == ["0", "1", "2"]
-    assert len({tuple(words[:4]) for words in ranks}) == 3
+    assert len({tuple(words[:3]) for words in ranks}) == 3
     assert all(words[words.index("--master_addr") + 1] == address(0) for words in ranks)
     assert commands_of(cases["local"], with_hosts, tmp_path / "c.yaml")[0][:3] != ranks[0][:3]
 
 
-def names():
-    return {path.name for path in Path("/run/netns").glob("bench*")}
+def namespaces():
+    """Those of all processes that can be looked at."""
+    found = set()
+    for link in Path("/proc").glob("[0-9]*/ns/net"):
+        with suppress(OSError):  # it has ended, or is somebody else's
+            found.add(str(link.readlink()))
+    return found
+
+
+def wait_until_gone(held):
+    deadline = time.monotonic() + 30
+    while namespaces() & held:
+        assert time.monotonic() < deadline, "namespaces are left"
+        select.select([], [], [], 0.05)
+
+
+def own(hosts):
+    return {str(Path(f"/proc/{one.pid}/ns/net").readlink()) for one in (*hosts._hosts, hosts._switch)}
 
 
 @pytest.mark.processes
 def test_hosts_reach_each_other_and_are_gone_at_the_end_or_are_refused():
-    before, refused = names(), ""
+    refused, held = "", set()
     with ExitStack() as stack:
         try:
             hosts = stack.enter_context(Hosts(2, 12.5e6))
         except UnsupportedConfiguration as error:  # no root, no iproute2, or a container that allows none
             refused = str(error)
         else:
-            assert len(names() - before) == 3
+            held = own(hosts)
+            assert len(held) == 3
+            assert held <= namespaces()
             check_traffic(hosts)
-    assert names() == before
+    wait_until_gone(held)
     assert not refused or refused.startswith("--bandwidth")
+
+
+KILLED = """
+import os, signal, sys
+from paramserver.bench.network import Hosts
+from paramserver.errors import UnsupportedConfiguration
+hosts = Hosts(2, 12.5e6)
+try:
+    hosts.__enter__()
+except UnsupportedConfiguration:
+    sys.exit(0)
+print(*[os.readlink(f"/proc/{one.pid}/ns/net") for one in (*hosts._hosts, hosts._switch)], flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.processes
+def test_nothing_is_left_of_the_hosts_of_a_process_that_was_killed():
+    done = subprocess.run([sys.executable, "-c", KILLED], env=environment(), capture_output=True, text=True, timeout=60)
+    assert (done.returncode, len(done.stdout.split())) in ((-9, 3), (0, 0)), done.stderr
+    wait_until_gone(set(done.stdout.split()))
+    assert not list(Path("/run/netns").glob("bench*"))
 
 
 def check_traffic(hosts):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from paramserver.bench.predict import Speed, break_even_servers, communication_s, predicted
+from paramserver.bench.predict import Speed, break_even_servers, communication_s, predicted, ring_bytes
 from paramserver.config import MODES
 
 DDP, RPC, LOCAL = MODES["ddp"], MODES["rpc"], MODES["local"]
@@ -75,3 +75,12 @@ def test_all_reduce_is_predicted_from_the_model_and_its_compression():
     assert predicted(RPC, speed, int(M), 2 * M, 4, 1, "none")["break_even_servers"] == 6
     assert predicted(DDP, speed, int(M), 0.0, 2, 0, "powersgd") is None
     assert predicted(LOCAL, speed, int(M), 0.0, 1, 0, "none") is None
+
+
+def test_bytes_of_a_ring_are_those_of_both_directions():
+    assert ring_bytes(int(M), 1, "none") == 0
+    assert ring_bytes(int(M), 2, "none") == pytest.approx(
+        2 * M
+    )  # half to the other, the other half back, and the same in
+    assert ring_bytes(int(M), 4, "bf16") == pytest.approx(2 * 1.5 * M / 2)
+    assert ring_bytes(int(M), 2, "powersgd") is None

@@ -4,10 +4,13 @@ import itertools
 import json
 
 import pytest
+from runs import write_config
 
+from paramserver.bench.cases import Asked, make_cases
 from paramserver.bench.goal import goal_of, when_reached
+from paramserver.bench.measured import _wire_bytes
 from paramserver.bench.stamps import COLUMNS, Stamps, Step, processes_of_servers, read_stamps
-from paramserver.bench.watch import CpuWatch, interpolated
+from paramserver.bench.watch import CpuWatch, WireWatch, interpolated
 from paramserver.bench.window import Window, figures, window_of
 from paramserver.config import config_from_mapping
 from paramserver.errors import TrainingError, UnsupportedConfiguration
@@ -184,3 +187,27 @@ def test_what_was_learned_has_the_samples_that_were_applied():
 def test_stamps_are_plain_json(tmp_path):
     trainer(itertools.repeat(0.1, 3)).write(tmp_path)
     assert len(json.loads((tmp_path / "steps-0.json").read_text())["steps"]) == 3
+
+
+class Counted:
+    """Stands for hosts, whose interfaces moved so much at each look."""
+
+    def __init__(self, *each):
+        self.left = [iter(moved) for moved in each]
+
+    def moved_bytes(self, number):
+        return next(self.left[number])
+
+
+def test_bytes_of_a_group_are_the_kernels_or_computed_and_say_so(tmp_path, monkeypatch):
+    ddp = next(c for c in make_cases(Asked(write_config(tmp_path), modes="ddp", trainers="2")) if c.mode.name == "ddp")
+    trainers = [trainer([1.0] * 5, index=i) for i in range(2)]
+    computed = _wire_bytes(ddp, trainers, Window(1.0, 4.0), None)
+    assert computed == {"wire_bytes_per_step": 2 * 400, "wire_bytes_source": "computed, ring all-reduce"}
+    moments = iter([0.5, 4.5])
+    monkeypatch.setattr("paramserver.bench.watch.time.perf_counter", lambda: next(moments))
+    wire = WireWatch(Counted([0, 4000], [100, 4100]), 2)
+    wire.look()
+    wire.look()
+    counted = _wire_bytes(ddp, trainers, Window(1.0, 4.0), wire)  # 2 x 3 steps in 3 of 4 seconds
+    assert counted == {"wire_bytes_per_step": pytest.approx(1000), "wire_bytes_source": "counted by the kernel"}

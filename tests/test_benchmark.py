@@ -105,6 +105,7 @@ def test_a_server_has_figures_of_its_own(benched):
         assert one.predicted["communication_ms"] > 0
         assert one.predicted["bandwidth_bytes_s"] > 1e6
         assert one.wire_bytes_per_step > 0
+        assert one.wire_bytes_source is None  # counted by the trainers
     for one in alone:
         assert (one.cpu_s["servers"], one.peak_rss_mb["server"], one.staleness, one.predicted) == (None,) * 4
 

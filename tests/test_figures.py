@@ -23,12 +23,28 @@ def test_an_interval_is_that_of_scipy(count):
     draws = random.Random(count)
     values = [draws.gauss(1000, 20) for _ in range(count)]
     found = estimate(values)
-    low, high = stats.t.interval(0.95, count - 1, statistics.fmean(values), stats.sem(values))
+    logs = [math.log(value) for value in values]
+    low, high = map(math.exp, stats.t.interval(0.95, count - 1, statistics.fmean(logs), stats.sem(logs)))
     assert (found.low, found.high) == pytest.approx((low, high))
-    assert found.value == pytest.approx(statistics.fmean(values))
+    assert found.value == pytest.approx(statistics.geometric_mean(values))
     assert found.median == statistics.median(values)
     assert found.repeats == count
     assert found.relative_width == pytest.approx((high - low) / found.value)
+
+
+def test_no_bound_of_what_is_above_0_is_below_it():
+    """Student's t of two repeats reaches 12.7 standard errors: a bound of the values themselves was -1304."""
+    found = estimate([5398.0, 4420.0])
+    assert 0 < found.low < 4420 < found.value < 5398 < found.high
+    assert found.high / found.value == pytest.approx(found.value / found.low)
+    other = estimate([2505.0, 2988.0])
+    assert ratio({0: 5398.0, 1: 4420.0}, {0: 2505.0, 1: 2988.0}).value == pytest.approx(found.value / other.value)
+
+
+def test_of_what_may_be_0_the_interval_is_of_the_values():
+    found = estimate([0.0, 1.0, 5.0])
+    low, high = stats.t.interval(0.95, 2, 2.0, stats.sem([0.0, 1.0, 5.0]))
+    assert (found.value, found.low, found.high) == pytest.approx((2.0, low, high))
 
 
 def test_what_is_unknown_is_left_out_and_one_value_has_no_interval():

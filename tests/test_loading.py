@@ -1,12 +1,14 @@
 """A user's class by its name: which file or module is meant, and what is said where there is none."""
 
+import gc
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from paramserver.errors import TaskError, UnsupportedConfiguration
-from paramserver.loading import load_object, reference_to
+from paramserver.loading import importing_torch, load_object, reference_to
 
 CLASS = "class Digits:\n    where = {where!r}\n"
 
@@ -156,3 +158,33 @@ def test_a_class_of_the_script_is_found_by_its_file(tmp_path, monkeypatch):
     monkeypatch.delattr(sys.modules["__main__"], "__file__")
     with pytest.raises(TaskError, match=r"Digits was defined at a prompt .* or use mode: local"):
         reference_to(typed)
+
+
+@pytest.mark.parametrize("error", [None, ValueError("while it was imported")])
+def test_torch_is_imported_without_collecting_garbage(monkeypatch, error):
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    frozen = gc.get_freeze_count()
+    try:
+        with pytest.raises(ValueError) if error else nullcontext(), importing_torch():
+            assert not gc.isenabled()
+            if error:
+                raise error
+        assert gc.isenabled()
+        assert gc.get_freeze_count() > frozen
+    finally:
+        gc.unfreeze()
+
+
+def test_where_torch_is_there_or_the_user_collects_nothing_it_is_left_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", sys)
+    with importing_torch():
+        assert gc.isenabled()
+    monkeypatch.delitem(sys.modules, "torch")
+    gc.disable()
+    try:
+        with importing_torch():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+        assert gc.get_freeze_count() == 0
+    finally:
+        gc.enable()

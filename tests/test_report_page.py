@@ -6,6 +6,7 @@ import random
 import re
 import sys
 from html.parser import HTMLParser
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -17,9 +18,14 @@ from paramserver.report.case import cases_of
 from paramserver.report.document import Code, Note, Picture, Sentences, Table, as_html, as_markdown
 from paramserver.report.page import NO_PLOTS, write_report
 from paramserver.report.results import Results
-from paramserver.report.tables import throughput_table
+from paramserver.report.tables import resources_table, throughput_table
 from paramserver.report.words import findings
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the script that looks is a module of the checkout
+
+from tests.measure import look_at_report
+
+BROWSER = look_at_report.find_chromium()
 HOSTILE = "a|b <script>alert(1)</script> & `x` -- $y$ --> \"q\" 'z'"
 LATE = {"slow": {"trainer": 1, "factor": 5.0, "probability": 1.0}}
 LONG = "server.consistency=async, server.transport=shared_memory, training.batch_size=32"
@@ -162,6 +168,15 @@ def test_tables_are_sorted_by_speed():
     assert all(len(row) == len(table.titles) for row in table.rows)
 
 
+def test_bytes_that_nobody_counted_say_how_they_are_known():
+    computed = {"wire_bytes_source": "computed, ring all-reduce"}
+    rows = resources_table(cases_of([*repeats("ddp", near(100, 1), **computed), *repeats("rpc", near(90, 2))])).rows
+    assert [row[1].partition(" (")[2] for row in rows] == [
+        "4688 to 4688) (computed, ring all-reduce)",
+        "4688 to 4688)",
+    ]
+
+
 def test_names_and_errors_are_text_whatever_they_hold(tmp_path):
     records = repeats(HOSTILE, near(100, 1), target={HOSTILE: 1.0}, staleness=stale({0: 1, 1: 1}))
     records = [*records, failed(f"other {HOSTILE}", error=f"Error: {HOSTILE}")]
@@ -204,6 +219,35 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UnsupportedConfiguration, match="--out"):
         write_report(results(two()), tmp_path / "file" / "out")
+
+
+# In a browser.
+
+
+if BROWSER is not None:  # conftest.py says in one sentence where it is not
+
+    @pytest.mark.parametrize("screen", look_at_report.SCREENS)
+    def test_a_browser_shows_every_picture_and_no_label_over_another(page, screen):
+        size = look_at_report.SCREENS[screen]
+        assert look_at_report.complaints(BROWSER, page / "report.html", size, "--dump-dom") == []
+        told = look_at_report.account(BROWSER, page / "report.html", size)
+        assert len(told["pictures"]) == 9
+        assert sum(len(picture["labels"]) for picture in told["pictures"]) > 100
+        assert look_at_report.faults(told) == []
+
+    def test_a_browser_tells_of_errors_and_labels_that_overlap(tmp_path):
+        """The test above can fail."""
+        label = '<g id="a-text_{}"><!-- {} --><path d="M{} 5h9v9z"/></g>'
+        inner = label.format(1, "one", 10) + label.format(2, "two", 15) + label.format(3, "far", 195)
+        (tmp_path / "bad.html").write_text(
+            "<html><body><script>throw new Error('mine')</script><div style='width:3000px'>wide</div>"
+            f"<figure><svg width='200' height='50'>{inner}</svg><svg width='0' height='0'></svg></figure></body></html>"
+        )
+        size = look_at_report.SCREENS["desk"]
+        assert "mine" in "".join(look_at_report.complaints(BROWSER, tmp_path / "bad.html", size, "--dump-dom"))
+        found = look_at_report.faults(look_at_report.account(BROWSER, tmp_path / "bad.html", size))
+        for said in ("wider than the screen", "'one' and 'two' overlap", "'far' leaves", "0 by 0 pixels"):
+            assert sum(said in one for one in found) == 1
 
 
 # Blocks.
@@ -325,6 +369,15 @@ def test_the_ideal_line_is_as_many_times_one_process(of_two, of_many):
     local = next(case for case in cases_of(many()) if case.name == "local")
     assert list(line.get_ydata()) == pytest.approx([local.speed.value * t for t in (1, 2, 4)])
     assert "scaling" not in of_two
+
+
+def test_an_interval_that_says_nothing_leaves_the_bars_to_be_seen():
+    wide = repeats("rpc, 2 trainers", [100.0, 300.0]) + repeats("ddp, 2 trainers", [200.0, 210.0], mode="ddp")
+    assert cases_of(wide)[0].speed.high > 1e4
+    (axes,) = draw(wide)["throughput"].axes
+    assert axes.get_xlim()[1] < 600
+    figure = draw([*wide, *repeats("rpc, 4 trainers", [400.0, 900.0], trainers=4)])["scaling"]
+    assert figure.axes[0].get_ylim()[1] < 2000
 
 
 def test_the_share_of_each_staleness():

@@ -142,7 +142,7 @@ def test_what_a_slow_trainer_costs():
 
 def test_the_first_at_the_target_need_not_be_the_fastest():
     text = said(with_target(rpc(FAST), [4.0, 4.1, 3.9]), with_target(ddp(NEAR), [3.0, 3.1, 2.9]))
-    assert "Accuracy 0.95 was reached first by `ddp`, after 3 (" in text
+    assert "Accuracy 0.95 was reached first by `ddp`, after 3.00 (" in text
     assert "`rpc`, which applied the most samples per second, was not the first." in text
     other = said(with_target(rpc(FAST), [3.0, 3.1, 2.9]), with_target(ddp(NEAR), [4.0, 4.1, 3.9]))
     assert "reached first by `rpc`" in other

@@ -17,15 +17,15 @@ from paramserver.bench.cases import Case
 from paramserver.bench.commands import Commands
 from paramserver.bench.goal import when_reached
 from paramserver.bench.network import PORT, Hosts, address
-from paramserver.bench.predict import Speed, predicted
+from paramserver.bench.predict import Speed, predicted, ring_bytes
 from paramserver.bench.stamps import Stamps, processes_of_servers, read_stamps
-from paramserver.bench.watch import CpuWatch
+from paramserver.bench.watch import CpuWatch, WireWatch
 from paramserver.bench.window import Window, figures, window_of
 from paramserver.config import Config, config_from_mapping, dump_yaml
 from paramserver.errors import Interrupted, ParamserverError, TrainingError
 from paramserver.loading import find_file
 from paramserver.report.learning import learned
-from paramserver.report.results import Result
+from paramserver.report.results import BY_THE_KERNEL, COMPUTED, Result
 from paramserver.report.target import Target
 
 # Beyond the training itself: imports, meeting, the last validation, on a busy machine.
@@ -161,10 +161,18 @@ def _run(case: Case, repeat: int, method: Method, folder: Path) -> dict[str, Any
         file.write_text(dump_yaml(run_config(case, repeat, method, place, number)), encoding="utf-8")
         commands += commands_of(case, method, file)
     watch = CpuWatch(places)
+    # torch tells nobody what DistributedDataParallel sends.
+    wire = WireWatch(method.hosts, case.trainers) if method.hosts and case.mode.has_process_group else None
+
+    def look() -> None:
+        watch.look()
+        if wire is not None:
+            wire.look()
+
     timeout_s = _AROUND_S + _TIMES_AS_LONG * (method.warm_s + method.seconds)
     with Commands(commands, method.environ, folder, method.stop) as running:
-        running.wait(timeout_s, watch.look)
-    return _outcome(case, method, places, watch)
+        running.wait(timeout_s, look)
+    return _outcome(case, method, places, watch, wire)
 
 
 def commands_of(case: Case, method: Method, config_file: Path) -> list[list[str]]:
@@ -178,7 +186,9 @@ def commands_of(case: Case, method: Method, config_file: Path) -> list[list[str]
     return [method.hosts.on(rank, [*command, "--rank", str(rank)]) for rank in range(ranks)]
 
 
-def _outcome(case: Case, method: Method, places: Sequence[Path], watch: CpuWatch) -> dict[str, Any]:
+def _outcome(
+    case: Case, method: Method, places: Sequence[Path], watch: CpuWatch, wire: WireWatch | None
+) -> dict[str, Any]:
     each = case.trainers // case.runs
     stamps = [one for place in places for one in read_stamps(place, each)]
     summaries = [_read_summary(place) for place in places]
@@ -199,9 +209,20 @@ def _outcome(case: Case, method: Method, places: Sequence[Path], watch: CpuWatch
         "peak_rss_mb": _peaks(summaries),
         "staleness": summaries[0]["staleness"],
         "predicted": _predicted(case, method, stamps[0], found["wire_bytes_per_step"]),
-        # What DistributedDataParallel sends is not told by torch.
-        "wire_bytes_per_step": None if case.mode.has_process_group else found["wire_bytes_per_step"],
+        **(_wire_bytes(case, stamps, window, wire) if case.mode.has_process_group else {}),
     }
+
+
+def _wire_bytes(
+    case: Case, stamps: Sequence[Stamps], window: Window, wire: WireWatch | None
+) -> dict[str, float | str | None]:
+    """Of a step of a trainer in a process group: as the kernel counted it, or as it should be."""
+    if wire is None:
+        computed = ring_bytes(stamps[0].model_bytes, case.trainers, case.config.ddp.comm_hook)
+        return {"wire_bytes_per_step": computed, "wire_bytes_source": None if computed is None else COMPUTED}
+    moved = wire.moved(window.begin, window.end)
+    steps = sum(window.begin < step.end <= window.end for one in stamps for step in one.steps)
+    return {"wire_bytes_per_step": moved / steps, "wire_bytes_source": BY_THE_KERNEL}
 
 
 def _read_summary(place: Path) -> dict[str, Any]:

@@ -1,14 +1,18 @@
 """Hosts of one machine: network namespaces with an interface each, of a bandwidth that somebody chose.
 
-Everything is made in namespaces of its own, and ends with them: nothing of the machine's network is touched. A switch
-in the middle joins the hosts; what a host sends is limited at its own end, what it gets at the switch's, so that both
-ways have the bandwidth at the same time, as on a real interface.
+Everything is made in namespaces of its own, and ends with them: nothing of the machine's network is touched. They have
+no names. A process holds each, and ends when its input does, which is at the end of this process at the latest, also
+when that is killed; a namespace is gone when nobody is in it any more (network_namespaces(7)).
+
+A switch in the middle joins the hosts; what a host sends is limited at its own end, what it gets at the switch's, so
+that both ways have the bandwidth at the same time, as on a real interface.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import select
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -24,6 +28,7 @@ _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 # as much as comes between two ticks of a kernel timer, or a fast link would be slower than it says (tc-tbf(8)).
 _BURST_S, _LEAST_BURST_BYTES = 0.004, 16 * 2**10
 _QUEUE = "100ms"
+_TOOLS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux", "unshare": "util-linux"}
 
 
 def parse_bandwidth(text: str) -> float:
@@ -53,55 +58,92 @@ class Hosts:
 
     def __init__(self, count: int, bandwidth: float) -> None:
         self.bandwidth = bandwidth
-        self._switch = f"bench{os.getpid()}-switch"
-        self._names = [f"bench{os.getpid()}-{i}" for i in range(count)]
+        self._count = count
+        self._switch: Namespace | None = None
+        self._hosts: list[Namespace] = []
 
     def __enter__(self) -> Hosts:
         check_may_make_hosts()
         try:
-            _ip("netns", "add", self._switch)
-            _in(self._switch, "ip", "link", "add", "bridge", "type", "bridge")
-            _in(self._switch, "ip", "link", "set", "bridge", "up")
-            for i, name in enumerate(self._names):
-                self._add(i, name)
+            self._switch = Namespace()
+            self._switch.run("ip", "link", "add", "bridge", "type", "bridge")
+            self._switch.run("ip", "link", "set", "bridge", "up")
+            for number in range(self._count):
+                self._hosts.append(Namespace())
+                self._join(number, self._hosts[number], self._switch)
         except BaseException:
             self.close()
             raise
         return self
 
-    def _add(self, number: int, name: str) -> None:
+    def _join(self, number: int, host: Namespace, switch: Namespace) -> None:
         port = f"port{number}"
-        _ip("netns", "add", name)
-        _in(self._switch, "ip", "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", name)
-        _in(self._switch, "ip", "link", "set", port, "master", "bridge", "up")
-        _in(name, "ip", "address", "add", f"{address(number)}/16", "dev", INTERFACE)
-        _in(name, "ip", "link", "set", INTERFACE, "up")
-        _in(name, "ip", "link", "set", "lo", "up")
+        switch.run("ip", "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", str(host.pid))
+        switch.run("ip", "link", "set", port, "master", "bridge", "up")
+        host.run("ip", "address", "add", f"{address(number)}/16", "dev", INTERFACE)
+        host.run("ip", "link", "set", INTERFACE, "up")
+        host.run("ip", "link", "set", "lo", "up")
         burst = max(round(self.bandwidth * _BURST_S), _LEAST_BURST_BYTES)
         rate = f"{round(self.bandwidth * 8)}bit"
-        for namespace, device in ((name, INTERFACE), (self._switch, port)):
+        for namespace, device in ((host, INTERFACE), (switch, port)):
             words = f"tc qdisc add dev {device} root tbf rate {rate} burst {burst}b latency {_QUEUE}"
-            _in(namespace, *words.split())
+            namespace.run(*words.split())
 
     def __exit__(self, *exception: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Remove them; what runs in one keeps running, without a name for its namespace."""
-        there = {path.name for path in Path("/run/netns").glob("*")}
-        for name in [*self._names, self._switch]:
-            if name in there:
-                _ip("netns", "delete", name)
+        """Let go of them; what runs in one keeps running, and keeps it."""
+        for namespace in (*self._hosts, *([] if self._switch is None else [self._switch])):
+            namespace.close()
+        self._hosts, self._switch = [], None
 
     def on(self, number: int, command: Sequence[str]) -> list[str]:
         """The words that run a command on host ``number``; the process is the same one."""
-        return ["ip", "netns", "exec", self._names[number], *command]
+        return self._hosts[number].words(*command)
 
     def moved_bytes(self, number: int) -> int:
         """What the kernel counted on the interface of a host: sent and received."""
-        names = ("tx_bytes", "rx_bytes")
-        counters = [f"/sys/class/net/{INTERFACE}/statistics/{name}" for name in names]
-        return sum(map(int, _in(self._names[number], "cat", *counters).split()))
+        return self._hosts[number].moved_bytes(INTERFACE)
+
+
+class Namespace:
+    """A network namespace, and the process that holds it.
+
+    Raises:
+        UnsupportedConfiguration: it could not be made.
+    """
+
+    def __init__(self) -> None:
+        command = ["unshare", "--net", "sh", "-c", "echo; exec cat"]
+        pipe = subprocess.PIPE
+        # In a session of its own: a Ctrl-C is for who started it.
+        self._holder = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
+        self.pid = self._holder.pid
+        assert self._holder.stdout is not None
+        there = select.select([self._holder.stdout], [], [], _TIMEOUT_S)[0]
+        if not there or not self._holder.stdout.read(1):
+            self._holder.kill()
+            said = self._holder.communicate(timeout=_TIMEOUT_S)[1].decode(errors="replace")
+            raise _refusal(command, said or "no answer")
+
+    def words(self, *command: str) -> list[str]:
+        """The words that run a command in it; the process is the same one."""
+        return ["nsenter", f"--net=/proc/{self.pid}/ns/net", *command]
+
+    def run(self, *command: str) -> str:
+        return _run(self.words(*command))
+
+    def moved_bytes(self, interface: str) -> int:
+        """Bytes sent and received, by the kernel's account of the interface (proc(5), net/dev)."""
+        lines = Path(f"/proc/{self.pid}/net/dev").read_text(encoding="ascii").splitlines()
+        counters = next(line.partition(":")[2].split() for line in lines if line.strip().startswith(f"{interface}:"))
+        return int(counters[0]) + int(counters[8])
+
+    def close(self) -> None:
+        """Let go of it."""
+        self._holder.kill()
+        self._holder.communicate(timeout=_TIMEOUT_S)
 
 
 def address(number: int) -> str:
@@ -115,29 +157,24 @@ def check_may_make_hosts() -> None:
     Raises:
         UnsupportedConfiguration: with the reason and the cure.
     """
-    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
     if os.geteuid() != 0 or missing:
-        reason = f"{missing[0]} of iproute2 is missing" if missing else "this user is not root"
+        reason = f"{missing[0]} of {_TOOLS[missing[0]]} is missing" if missing else "this user is not root"
         raise UnsupportedConfiguration(
-            f"--bandwidth makes network namespaces, for which it needs root and the tools ip and tc ({reason}); run it "
-            "as root, or leave it out"
+            f"--bandwidth makes network namespaces, for which it needs root and the tools {', '.join(_TOOLS)} "
+            f"({reason}); run it as root, or leave it out"
         )
-
-
-def _ip(*words: str) -> str:
-    return _run(["ip", *words])
-
-
-def _in(namespace: str, *words: str) -> str:
-    return _run(["ip", "netns", "exec", namespace, *words])
 
 
 def _run(words: Sequence[str]) -> str:
     done = subprocess.run(words, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     if done.returncode:
-        said = done.stderr.strip().splitlines()
-        raise UnsupportedConfiguration(
-            f"--bandwidth: {' '.join(words)} failed ({said[-1] if said else done.returncode}); leave it out where "
-            "network namespaces are not allowed"
-        )
+        raise _refusal(words, done.stderr or str(done.returncode))
     return done.stdout
+
+
+def _refusal(words: Sequence[str], said: str) -> UnsupportedConfiguration:
+    return UnsupportedConfiguration(
+        f"--bandwidth: {' '.join(words)} failed ({said.strip().splitlines()[-1]}); leave it out where network "
+        "namespaces are not allowed"
+    )

@@ -68,6 +68,16 @@ def break_even_servers(trainers: int, overlap: bool = False) -> int | None:
 _OF_HOOK = {"none": 1.0, "fp16": 0.5, "bf16": 0.5}
 
 
+def ring_bytes(model_bytes: int, trainers: int, comm_hook: str) -> float | None:
+    """What each of the trainers sends and receives per step in a ring all-reduce: 2(n-1)/n of M, each way.
+
+    Returns:
+        None where the compression ``comm_hook`` has no factor of its own.
+    """
+    share = _OF_HOOK.get(comm_hook)
+    return None if share is None else 2 * 2 * (trainers - 1) / trainers * model_bytes * share
+
+
 def predicted(
     mode: Mode, speed: Speed, model_bytes: int, wire_bytes: float, trainers: int, servers: int, comm_hook: str
 ) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""How much CPU time each process of a run has used, asked of the kernel while the run goes on."""
+"""What the kernel counts while a run goes on: CPU time of its processes, bytes on the interfaces of its hosts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from paramserver.bench.network import Hosts
 from paramserver.bench.stamps import signed_in
 
 
@@ -49,6 +50,28 @@ class CpuWatch:
         each = [self.used_s(pid, begin, end) for pid in pids]
         known = [seconds for seconds in each if seconds is not None]
         return sum(known) if known and len(known) == len(each) else None
+
+
+class WireWatch:
+    """Samples the counters of some hosts' interfaces, added up.
+
+    Args:
+        hosts: made already.
+        count: of the first so many.
+    """
+
+    def __init__(self, hosts: Hosts, count: int) -> None:
+        self._hosts, self._count = hosts, count
+        self._samples: list[tuple[float, float]] = []
+
+    def look(self) -> None:
+        """Take one sample."""
+        moved = sum(self._hosts.moved_bytes(number) for number in range(self._count))
+        self._samples.append((time.perf_counter(), float(moved)))
+
+    def moved(self, begin: float, end: float) -> float:
+        """Bytes sent and received between two moments of ``time.perf_counter``."""
+        return interpolated(self._samples, end) - interpolated(self._samples, begin)
 
 
 def interpolated(samples: Sequence[tuple[float, float]], moment: float) -> float:

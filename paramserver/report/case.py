@@ -145,13 +145,21 @@ class Case:
         if merged.count:
             below = {f"p{q}": merged.quantile_s(q / 100) * 1e3 for q in (5, 25, 75)}
             return {**merged.milliseconds(), **below}
-        found = {name: self.estimate(figure) for name, figure in zip(QUANTILES, STEPS, strict=True)}
-        return {name: one.value for name, one in found.items() if one is not None}
+        return self._means(zip(QUANTILES, STEPS, strict=True))
 
     @cached_property
     def phases_ms(self) -> dict[str, float]:
-        found = {name: self.estimate(figure) for name, figure in zip((*PHASES, "hidden"), PARTS, strict=True)}
-        return {name: one.value for name, one in found.items() if one is not None}
+        """Arithmetic means over all steps of all repeats, which sum to the mean of these steps."""
+        return self._means(zip((*PHASES, "hidden"), PARTS, strict=True))
+
+    def _means(self, figures: Iterable[tuple[str, Figure]]) -> dict[str, float]:
+        """Of figures that are means over the steps of a repeat: over the steps of all."""
+        found = {}
+        for name, figure in figures:
+            known = [(value, one.steps or 1) for one in self.completed if (value := figure.of(one)) is not None]
+            if known:
+                found[name] = sum(value * steps for value, steps in known) / sum(steps for _, steps in known)
+        return found
 
     @cached_property
     def staleness(self) -> dict[int, int]:

@@ -32,8 +32,8 @@ def conditions_of(cases: Sequence[Case]) -> str:
     versions = _distinct(_version(one, "torch") for one in results)
     return (
         f"{plural(len(cases), 'case')}, {repeats}{long} each, on {listed(hardware_of(cases)) or 'an unknown machine'}"
-        f"{', with torch ' + listed(versions) if versions else ''}. Intervals, in brackets, hold the mean with 95 % "
-        "confidence over the repeats (Student's t)."
+        f"{', with torch ' + listed(versions) if versions else ''}. Intervals, in brackets, hold the geometric "
+        "mean with 95 % confidence over the repeats (Student's t, of the logarithm)."
     )
 
 
@@ -41,9 +41,11 @@ def method(cases: Sequence[Case]) -> str:
     """What the figures are, in a few sentences."""
     has_baselines = any(case.baseline for case in cases)
     text = (
-        "Each repeat of a case is a fresh start. Ratios compare repeat with repeat where both cases have the same "
-        "ones, so that a machine that was slow for a while was so for both. Steps of all repeats are taken together "
-        "for their quantiles; phases are means."
+        "Each repeat of a case is a fresh start. Speeds, durations and sizes are geometric means over the repeats, and "
+        "their intervals are those of the logarithm, so that no bound is below 0; where a figure is 0 in some repeat, "
+        "as staleness may be, they are of the values themselves. Ratios compare repeat with repeat where both cases "
+        "have the same ones, so that a machine that was slow for a while was so for both. Steps of all repeats are "
+        "taken together for their means and quantiles and for the means of phases, which sum to the step."
     )
     if has_baselines:
         text += (

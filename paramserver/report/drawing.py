@@ -122,6 +122,7 @@ def named_rows(names: Sequence[str], thickness: float = 0.26) -> tuple[Figure, A
             ha="left",
             va="bottom",
             linespacing=1.15,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},  # no line of the grid runs through it
         )
         bottom += height
     axes.set_ylim(bottom + 0.06, 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from paramserver.records import DurationHistogram
@@ -83,11 +83,20 @@ def _cosine_integral(angle: float, power: float) -> float:
 
 
 def estimate(values: Iterable[float | None]) -> Estimate | None:
-    """The mean of what is known, with its t-interval; None where nothing is."""
+    """The mean of what is known, with its interval; None where nothing is.
+
+    Where every value is above 0, as speeds and durations are, it is the geometric mean with the t-interval of the
+    logarithm: no bound is below 0, however few and far apart the repeats, and the quotient of two such means is what
+    ``ratio`` gives. Otherwise it is the arithmetic mean with the t-interval of the values.
+    """
     known = [float(value) for value in values if value is not None]
     if not known:
         return None
-    return _around(statistics.fmean(known), known)
+    if min(known) <= 0:
+        return _around(statistics.fmean(known), known)
+    unit = known[0]  # whose logarithm is 0, so that equal values come out as they are
+    logs = _around_mean([math.log(value / unit) for value in known])
+    return replace(_of_logarithms(logs, unit), median=statistics.median(known))
 
 
 def _around(mean: float, values: Sequence[float]) -> Estimate:
@@ -119,8 +128,12 @@ def ratio(
         logs = _around_mean([a[repeat] - b[repeat] for repeat in a])
     else:
         logs = _welch(list(a.values()), list(b.values()))
-    low, high = (None if bound is None else math.exp(bound) for bound in (logs.low, logs.high))
-    return Estimate(math.exp(logs.value), low, high, logs.repeats, math.exp(logs.median))
+    return _of_logarithms(logs)
+
+
+def _of_logarithms(logs: Estimate, unit: float = 1.0) -> Estimate:
+    low, high = (None if bound is None else unit * math.exp(bound) for bound in (logs.low, logs.high))
+    return Estimate(unit * math.exp(logs.value), low, high, logs.repeats, unit * math.exp(logs.median))
 
 
 def _logarithms(values: Mapping[int, float | None]) -> dict[int, float]:

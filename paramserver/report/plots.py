@@ -33,6 +33,7 @@ _LEGEND_LINE = 0.21
 _LATE = 40  # a staleness from which on gradients are counted together
 _TALL = 20.0  # times the median: from there on durations are drawn on a logarithmic axis
 _METRICS = 3
+_BEYOND = 1.5  # times the fastest repeat: an interval that goes further, as of two repeats far apart, is cut off there
 
 
 def draw(cases: Sequence[Case]) -> dict[str, list[Picture]]:
@@ -71,7 +72,7 @@ def _throughput(cases: Sequence[Case]) -> Iterator[Picture]:
     if not cases:
         return
     figure, axes, rows = named_rows([case.name for case in cases])
-    largest = max(_value(case) for case in cases)
+    largest, most = 0.0, _most(cases)
     for case, y in zip(cases, rows, strict=True):
         speed = case.speed
         assert speed is not None
@@ -86,10 +87,12 @@ def _throughput(cases: Sequence[Case]) -> Iterator[Picture]:
         )
         repeats = [value for value in case.values(SPEED).values() if value is not None]
         axes.plot(repeats, [y] * len(repeats), "o", markersize=3, color="white", markeredgecolor="black", zorder=4)
-        end = max([speed.high or speed.value, *repeats])
+        end = min(max([speed.high or speed.value, *repeats]), most)
         if speed.low is not None and speed.high is not None:
-            ends = [[speed.value - speed.low], [speed.high - speed.value]]
+            ends = [[speed.value - speed.low], [min(speed.high, most) - speed.value]]
             axes.errorbar(speed.value, y, xerr=ends, color="black", capsize=3, linewidth=1.4, zorder=3)
+            if speed.high > most:
+                axes.plot(most, y, ">", color="black", markersize=6, zorder=4)
         axes.annotate(number(speed.value), (end, y), (5, 0), textcoords="offset points", va="center")
         largest = max(largest, end)
     axes.set_xlim(0, largest * 1.16 or 1)
@@ -97,8 +100,14 @@ def _throughput(cases: Sequence[Case]) -> Iterator[Picture]:
     yield _picture(
         figure,
         "throughput",
-        "Applied samples per second: mean, 95 % interval and each repeat (dots). Hatched: baselines.",
+        "Applied samples per second: geometric mean, 95 % interval (an arrow: it goes on) and each repeat (dots). "
+        "Hatched: baselines.",
     )
+
+
+def _most(cases: Sequence[Case]) -> float:
+    """The end of what is drawn of speeds."""
+    return _BEYOND * max(value for case in cases for value in case.values(SPEED).values() if value is not None)
 
 
 def _steps(cases: Sequence[Case]) -> Iterator[Picture]:
@@ -116,7 +125,7 @@ def _steps(cases: Sequence[Case]) -> Iterator[Picture]:
             if ms.get(key) is not None:
                 axes.plot(ms[key], y, marker, color="black", markersize=5, markerfacecolor="white", zorder=5)
     if max(case.step_ms.get("max", 0.0) for case in known) > _TALL * min(case.step_ms["p50"] for case in known):
-        axes.set_xscale("log")
+        _logarithmic(axes)
     else:
         axes.set_xlim(left=0)
     axes.set_xlabel("milliseconds per step")
@@ -128,6 +137,17 @@ def _steps(cases: Sequence[Case]) -> Iterator[Picture]:
         f"Duration of a step. Box: {boxed} of all steps, thick mark: median, line: {lined}; diamond: mean, tick: 99 %, "
         "cross: the longest.",
     )
+
+
+def _logarithmic(axes: Axes) -> None:
+    """Ticks at 1, 2, 5, 10, ... (at 1, 10, ... of a wide range), in plain numbers: powers are set as formulas."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axes.set_xscale("log")
+    low, high = axes.get_xlim()
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 1000 * low else (1,)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
 
 
 def _phases(cases: Sequence[Case]) -> Iterator[Picture]:
@@ -208,8 +228,8 @@ def _lines(
     target: float | None = None,
 ) -> Iterator[Picture]:
     bands = [(case, found) for case in cases if (found := band(get(one) for one in case.completed)) is not None]
-    if not bands:
-        return
+    if all(len(found.x) < 2 for _, found in bands):
+        return  # one validation at the end makes no curve; the table has it
     figure, (axes,) = new_figure(3.4)
     for i, (case, found) in enumerate(bands):
         axes.plot(found.x, found.mean, label=wrapped(case.name, 58), **_look(i, len(found.x)))
@@ -251,7 +271,7 @@ def _scaling(cases: Sequence[Case]) -> Iterator[Picture]:
     counts = sorted({case.trainers for members in grown.values() for case in members})
     axes.plot(counts, [one * count for count in counts], color="#888888", linewidth=1, label=f"ideal: {base}")
     axes.set_xticks(counts, [str(count) for count in counts])
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, min(axes.get_ylim()[1], max(_most(cases), one * counts[-1] * 1.05)))
     axes.set_xlabel("trainers")
     axes.set_ylabel("samples per second")
     axes.grid()

@@ -16,6 +16,7 @@ __all__ = ["FORMAT", "RESULTS_FILE", "Result", "Results", "append_result", "read
 
 FORMAT = 1
 RESULTS_FILE = "results.jsonl"
+BY_THE_KERNEL, COMPUTED = "counted by the kernel", "computed, ring all-reduce"
 COMPLETED, FAILED = "completed", "failed"
 LOCAL, NO_COMMUNICATION = "local", "no communication"
 _BASELINES = (LOCAL, NO_COMMUNICATION)
@@ -34,6 +35,7 @@ class Result:
         scenario: what was done to the trainers, such as {"slow": {"trainer": 1, "factor": 5.0, "probability": 1.0}}.
         wall_s: of all its processes, from the start to the end; ``seconds`` is the training that was measured.
         per_trainer: samples/s of each; ``per_process``: those of all, shared among trainers and servers.
+        wire_bytes_source: how ``wire_bytes_per_step`` is known, where the trainers did not count it.
         step_bins: counts by bin, as ``DurationHistogram`` has them.
         loss: points (samples, seconds, loss); ``validation``: points (samples, seconds, {name: value}).
         target: the metric and the value that ``time_to_target_s`` and ``samples_to_target`` are about.
@@ -62,6 +64,7 @@ class Result:
     step_bins: Mapping[int, int] = field(default_factory=dict)
     phases_ms: Numbers = field(default_factory=dict)
     wire_bytes_per_step: float | None = None
+    wire_bytes_source: str | None = None
     staleness: Mapping[str, Any] | None = None
     cpu_s: Numbers = field(default_factory=dict)
     peak_rss_mb: Numbers = field(default_factory=dict)
@@ -169,6 +172,7 @@ _OPTIONAL: dict[str, Rule] = {
     **dict.fromkeys(("step_ms", "phases_ms", "cpu_s", "peak_rss_mb"), _NUMBERS),
     "step_bins": (lambda v: _are_counts(v, 4), "a mapping of bins to counts"),
     "wire_bytes_per_step": _FIGURE,
+    "wire_bytes_source": _TEXT,
     "staleness": (_is_staleness, "a mapping with mean, p95, max, histogram and trainers"),
     "loss": (_points_of(lambda v: v is None or _is_number(v)), "a list of [samples, seconds, loss]"),
     "validation": (_points_of(_is_numbers), "a list of [samples, seconds, {name: value}]"),

@@ -176,19 +176,23 @@ def staleness_figures(counts: Mapping[int, int]) -> tuple[str, str, str, str]:
 
 
 def resources_table(cases: Sequence[Case]) -> Table:
-    kib = 1 / 1024
-    columns: tuple[tuple[str, Callable[[Case], Estimate | None], float], ...] = (
-        ("wire per step (KiB)", lambda case: case.estimate(WIRE), kib),
-        ("CPU of servers (s)", lambda case: case.estimate(CPU[0]), 1.0),
-        ("CPU of trainers (s)", lambda case: case.estimate(CPU[1]), 1.0),
-        ("CPU of 1000 samples (s)", lambda case: case.estimate(CPU_OF_SAMPLES), 1.0),
-        ("memory of a server (MiB)", lambda case: case.estimate(MEMORY[0]), 1.0),
-        ("memory of a trainer (MiB)", lambda case: case.estimate(MEMORY[1]), 1.0),
+    columns: tuple[tuple[str, Callable[[Case], Estimate | None]], ...] = (
+        ("CPU of servers (s)", lambda case: case.estimate(CPU[0])),
+        ("CPU of trainers (s)", lambda case: case.estimate(CPU[1])),
+        ("CPU of 1000 samples (s)", lambda case: case.estimate(CPU_OF_SAMPLES)),
+        ("memory of a server (MiB)", lambda case: case.estimate(MEMORY[0])),
+        ("memory of a trainer (MiB)", lambda case: case.estimate(MEMORY[1])),
     )
     rows = [
-        (name_of(case), *(with_bounds(take(case), scale) for _, take, scale in columns)) for case in _by_speed(cases)
+        (name_of(case), _wire(case), *(with_bounds(take(case)) for _, take in columns)) for case in _by_speed(cases)
     ]
-    return _known(("case", *(title for title, _, _ in columns)), rows)
+    return _known(("case", "wire per step (KiB)", *(title for title, _ in columns)), rows)
+
+
+def _wire(case: Case) -> str:
+    """Bytes on the wire, and how they are known where no trainer counted them."""
+    sources = {one.wire_bytes_source for one in case.completed if one.wire_bytes_source}
+    return " ".join([with_bounds(case.estimate(WIRE), 1 / 1024), *(f"({source})" for source in sorted(sources))])
 
 
 def predictions_table(cases: Sequence[Case]) -> Table:

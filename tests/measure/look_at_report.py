@@ -2,65 +2,98 @@
 
     python -m tests.measure.look_at_report REPORT.html [--out DIR]
 
-Checks in the browser's own account of the page that every picture has a size, that nothing but tables and code is
-wider than the screen, and that nothing was fetched or refused. A person looks at the pictures.
+Checks in the browser's own account of the page that every picture has a size, that no two labels of a picture overlap,
+that nothing but tables and code is wider than the screen, and that nothing was fetched or refused. A person looks at
+the pictures; tests/test_report_page.py makes the same checks.
 """
 
 from __future__ import annotations
 
 import argparse
+import html
+import json
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 SCREENS = {"desk": (1280, 5000), "phone": (500, 8000)}  # a window of Chromium is 500 wide at least
 DEADLINE_S = 120.0
 # Chromium says these of itself, whatever it shows.
 OF_ITS_OWN = re.compile(r"dbus|gpu|vaapi|vulkan|sandbox|zygote|font|ALSA|google_apis|task_policy", re.IGNORECASE)
-SIZES = """<script>document.title = JSON.stringify({
-  pictures: [...document.querySelectorAll('figure svg')].map(p => [p.clientWidth, p.clientHeight]),
+FLAGS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--enable-logging=stderr"),
+)
+NOT_THERE = "chromium must be on PATH, and is not; install it (Debian: apt-get install chromium)"
+# A label is a group of paths, whose text stands in a comment. Edges may touch, by less than a pixel.
+ACCOUNT = """<script>
+const labels = picture => [...picture.querySelectorAll('g[id*="-text_"]')].map(label => {
+  const {left, right, top, bottom} = label.getBoundingClientRect();
+  const said = [...label.childNodes].find(node => node.nodeType === Node.COMMENT_NODE);
+  return {text: said ? said.data.trim() : label.id, left, right, top, bottom};
+});
+const overlaps = found => found.flatMap((a, i) => found.slice(i + 1).filter(b =>
+  Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1 && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 1
+).map(b => [a.text, b.text]));
+const outside = (found, box) => found.filter(l =>
+  l.left < box.left - 1 || l.right > box.right + 1 || l.top < box.top - 1 || l.bottom > box.bottom + 1
+).map(l => l.text);
+document.title = JSON.stringify({
+  pictures: [...document.querySelectorAll('figure svg')].map(picture => {
+    const found = labels(picture), box = picture.getBoundingClientRect();
+    return {name: picture.getAttribute('aria-label'), width: box.width, height: box.height,
+            labels: found.map(label => label.text), overlaps: overlaps(found), outside: outside(found, box)};
+  }),
+  screen: document.documentElement.clientWidth,
   over: document.documentElement.scrollWidth - document.documentElement.clientWidth})</script>"""
 
 
-def chromium() -> str:
-    """Where it is.
-
-    Raises:
-        SystemExit: it is not there; says how to get it.
-    """
-    found = next((path for name in NAMES if (path := shutil.which(name))), None)
-    if found is None:
-        sys.exit("error: chromium must be on PATH, and is not; install it (Debian: apt-get install chromium)")
-    return found
+def find_chromium() -> str | None:
+    """Where it is."""
+    return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
 def run(program: str, page: Path, size: tuple[int, int], *flags: str) -> subprocess.CompletedProcess[str]:
-    with tempfile.TemporaryDirectory() as profile:
-        words = [
-            program,
-            "--headless=new",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--hide-scrollbars",
-            "--enable-logging=stderr",
-        ]
-        words += [f"--user-data-dir={profile}", f"--window-size={size[0]},{size[1]}", *flags, page.resolve().as_uri()]
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+        words = [program, *FLAGS, f"--user-data-dir={profile}", f"--window-size={size[0]},{size[1]}"]
+        words += [*flags, page.resolve().as_uri()]
         return subprocess.run(words, capture_output=True, text=True, timeout=DEADLINE_S, check=True)
 
 
-def measured(program: str, page: Path, size: tuple[int, int]) -> str:
-    """What the page's sizes are: a copy that may run one script says so in its title."""
+def account(program: str, page: Path, size: tuple[int, int]) -> dict[str, Any]:
+    """The pictures of the page with their sizes and labels, as a copy that may run one script says in its title."""
     text = re.sub(r"<meta http-equiv=[^>]*>", "", page.read_text(encoding="utf-8"))
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "copy.html"
-        copy.write_text(text.replace("</body>", SIZES + "</body>"), encoding="utf-8")
+        copy.write_text(text.replace("</body>", ACCOUNT + "</body>"), encoding="utf-8")
         shown = run(program, copy, size, "--dump-dom").stdout
-    title = re.search(r"<title>(.*?)</title>", shown)
-    return title.group(1) if title else "nothing"
+    title = re.search(r"<title>(.*?)</title>", shown, flags=re.DOTALL)
+    found: dict[str, Any] = json.loads(html.unescape(title.group(1))) if title else {}
+    return found
+
+
+def faults(told: dict[str, Any]) -> list[str]:
+    """What is wrong with a page, by its account; a sentence each."""
+    found = ["there is no picture"] if not told["pictures"] else []
+    if told["over"] > 0:
+        found.append(f"the page is {told['over']} pixels wider than the screen")
+    for one in told["pictures"]:
+        if not (0 < one["width"] <= told["screen"] and one["height"] > 0 and one["labels"]):
+            found.append(f"{one['name']}: {one['width']} by {one['height']} pixels, {len(one['labels'])} labels")
+        found += [f"{one['name']}: {a!r} and {b!r} overlap" for a, b in one["overlaps"]]
+        found += [f"{one['name']}: {text!r} leaves the picture" for text in one["outside"]]
+    return found
+
+
+def complaints(program: str, page: Path, size: tuple[int, int], *flags: str) -> list[str]:
+    """Open the page; what the browser says of it: errors of scripts, what it refused or could not fetch."""
+    lines = run(program, page, size, *flags).stderr.splitlines()
+    return [line for line in lines if ("CONSOLE" in line or "ERROR" in line) and not OF_ITS_OWN.search(line)]
 
 
 def main() -> None:
@@ -68,19 +101,21 @@ def main() -> None:
     parser.add_argument("page", type=Path, metavar="REPORT.html")
     parser.add_argument("--out", type=Path, default=Path())
     arguments = parser.parse_args()
-    program = chromium()
+    program = find_chromium()
+    if program is None:
+        sys.exit(f"error: {NOT_THERE}")
     arguments.out.mkdir(parents=True, exist_ok=True)
     is_good = True
     for name, size in SCREENS.items():
         picture = (arguments.out / f"{arguments.page.stem}-{name}.png").resolve()
-        done = run(program, arguments.page, size, f"--screenshot={picture}")
-        said = [line for line in done.stderr.splitlines() if "CONSOLE" in line or "ERROR" in line]
-        said = [line for line in said if not OF_ITS_OWN.search(line)]
-        sizes = measured(program, arguments.page, size)
-        fits = '"over":0}' in sizes and "[0," not in sizes and ",0]" not in sizes
-        is_good = is_good and fits and not said
-        print(f"{picture}: {sizes}: {'good' if fits else 'TOO WIDE, OR A PICTURE WITHOUT SIZE'}")
-        print("\n".join(said) or "  the browser complains of nothing")
+        said = complaints(program, arguments.page, size, f"--screenshot={picture}")
+        told = account(program, arguments.page, size)
+        wrong = faults(told)
+        is_good = is_good and not wrong and not said
+        print(f"{picture}: {len(told['pictures'])} pictures, {sum(len(p['labels']) for p in told['pictures'])} labels")
+        print(
+            "\n".join(f"  {one}" for one in [*wrong, *said]) or "  nothing is wrong, the browser complains of nothing"
+        )
     sys.exit(0 if is_good else 1)
 
 
