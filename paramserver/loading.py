@@ -23,7 +23,7 @@ def importing_torch() -> Iterator[None]:
     """Inside, torch is imported, and nothing is looked through for garbage; if it is there already, nothing is done.
 
     It makes objects by the hundred thousand, all of which stay: they are left out of later collections too. That is a
-    seventh of the time until a rank trains.
+    tenth of the CPU time until a rank trains.
     """
     if "torch" in sys.modules or not gc.isenabled():
         yield
