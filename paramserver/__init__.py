@@ -1,8 +1,8 @@
 """A parameter-server trainer on torch.distributed.rpc. Names load on first use, so that importing costs nothing."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from paramserver.first_use import on_first_use
 from paramserver.version import __version__
 
 if TYPE_CHECKING:
@@ -37,8 +37,4 @@ __all__ = [
     "run",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__ = on_first_use(__name__, _HOMES)

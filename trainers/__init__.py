@@ -1,7 +1,8 @@
 """How a step is done in each mode. Made to be subclassed; named in the config as ``trainer: module:Class``."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from paramserver.first_use import on_first_use
 
 if TYPE_CHECKING:
     from trainers.base import Trainer
@@ -20,8 +21,4 @@ _HOMES = {
     "ServedTrainer": "served",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__ = on_first_use(__name__, _HOMES)

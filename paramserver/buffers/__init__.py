@@ -1,7 +1,8 @@
 """The three buffers between the thread that reads samples and the trainer. Names load on first use."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from paramserver.first_use import on_first_use
 
 if TYPE_CHECKING:
     from paramserver.buffers.base import Buffer
@@ -23,8 +24,4 @@ _HOMES = {
 
 __all__ = ["Batch", "Buffer", "BufferInfo", "Fifo", "Firo", "Reservoir", "make_buffer"]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__ = on_first_use(__name__, _HOMES)

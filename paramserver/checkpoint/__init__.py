@@ -1,7 +1,8 @@
 """Atomic checkpoints: what is in one, how it is written, found, checked and thrown away. Names load on first use."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from paramserver.first_use import on_first_use
 
 if TYPE_CHECKING:
     from paramserver.checkpoint.archive import send_archive
@@ -73,8 +74,4 @@ __all__ = [
     "write_checkpoint",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__ = on_first_use(__name__, _HOMES)

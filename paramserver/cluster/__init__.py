@@ -1,7 +1,8 @@
 """Which process am I, and what the processes that this one starts must know. Pure; nothing here imports torch."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from paramserver.first_use import on_first_use
 
 if TYPE_CHECKING:
     from paramserver.cluster.base import Environment, Identity, process_environ
@@ -67,9 +68,4 @@ _HOMES = {
     "torchrun": ("HandSet", "Torchrun"),
 }
 
-
-def __getattr__(name: str) -> Any:
-    for module, names in _HOMES.items():
-        if name in names:
-            return getattr(import_module(f"{__name__}.{module}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = on_first_use(__name__, {name: module for module, names in _HOMES.items() for name in names})

@@ -1,7 +1,8 @@
 """The config of a run: keys, reading, checks, and what a mode is. Pure; nothing here imports torch."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from paramserver.first_use import on_first_use
 
 if TYPE_CHECKING:
     from paramserver.config.checks import NOT_IN_THIS_VERSION, value_of
@@ -89,9 +90,5 @@ _HOMES = {
     ),
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = next((module for module, names in _HOMES.items() if name in names), "schema")
-    return getattr(import_module(f"{__name__}.{home}"), name)
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+__getattr__ = on_first_use(__name__, {name: _HOME_OF.get(name, "schema") for name in __all__})

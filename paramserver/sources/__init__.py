@@ -1,7 +1,8 @@
 """Where samples come from: a data set, an iterable, simulations, other programs. Names load on first use."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from paramserver.first_use import on_first_use
 
 if TYPE_CHECKING:
     from paramserver.sources.base import Leftover, Partition, Source
@@ -40,8 +41,4 @@ __all__ = [
     "make_source",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__ = on_first_use(__name__, _HOMES)
