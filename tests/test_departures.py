@@ -52,6 +52,10 @@ def layers(*sizes):
     return nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(sizes)))
 
 
+def halved_unseen(parameter):
+    parameter.grad.data.mul_(0.5)
+
+
 @pytest.fixture
 def sent():
     torch.manual_seed(1)
@@ -116,6 +120,22 @@ def test_a_second_backward_of_the_same_step_counts(sent):
     sent.backward(loss_of(sent, 2))
     sent.departures.finish()
     sent.check()
+
+
+def test_a_hook_that_comes_later_may_change_gradients_unseen(sent):
+    """Through ``grad.data``; the messages of other parameters leave early all the same."""
+    parameter = sent.parameters["2.weight"]
+    hook = parameter.register_post_accumulate_grad_hook(halved_unseen)
+    sent.departures.begin()
+    sent.backward(loss_of(sent))
+    assert len(sent.during) == len(sent.way.early) - 1
+    sent.departures.finish()
+    sent.check()
+    hook.remove()
+    sent.departures.begin()
+    sent.during.clear()
+    sent.backward(loss_of(sent))
+    assert len(sent.during) == len(sent.way.early)
 
 
 def test_a_parameter_without_a_gradient_holds_up_only_its_own_message(sent):
