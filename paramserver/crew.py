@@ -81,9 +81,9 @@ class PartedStep:
 
     @staticmethod
     def can_part(optimizer: torch.optim.Optimizer) -> bool:
-        """Whether parameters are known to be stepped by themselves: it is torch's, without hooks."""
+        """Whether parameters are known to be stepped by themselves: it is torch's, without hooks and with its step."""
         hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-        return type(optimizer) in (*ELEMENTWISE, *PER_PARAMETER) and not hooks
+        return type(optimizer) in (*ELEMENTWISE, *PER_PARAMETER) and not hooks and _steps_itself(optimizer)
 
     def __call__(self) -> None:
         if not self.can_part(self._optimizer):  # a hook came later
@@ -104,6 +104,12 @@ class PartedStep:
         ]
         part.param_groups = [group for group in groups if group["params"]]
         return part
+
+
+def _steps_itself(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``step`` is that of its class, which a schedule may have wrapped, and nobody has put another in place."""
+    own = vars(optimizer).get("step")
+    return own is None or getattr(own, "__wrapped__", None) is type(optimizer).step
 
 
 def _dealt(parameters: Sequence[Tensor], members: int) -> list[set[int]]:
