@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch import nn
 
+from paramserver import Task
 from paramserver.flat import Layout, trainable
 from paramserver.transport.ends import Early
 from paramserver.transport.over_rpc import RpcTrainerEnd
 from trainers.departures import Departures
+from trainers.overridable import overrides
 
 SMALL = 600  # bytes: most parameters of the models here travel alone
 
@@ -191,3 +193,13 @@ def test_any_steps_of_any_model(seed):
         made.departures.finish()
         made.check()
     made.departures.close()
+
+
+def test_a_hook_is_seen_wherever_it_is_written():
+    class Derived(Task):
+        def on_batch_end(self, batch_idx):
+            pass
+
+    plain, own, derived = object.__new__(Task), object.__new__(Task), object.__new__(Derived)
+    own.on_batch_end = print
+    assert [overrides(task, Task.on_batch_end) for task in (plain, own, derived)] == [False, True, True]
