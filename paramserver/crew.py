@@ -89,12 +89,18 @@ class PartedStep:
         if not self.can_part(self._optimizer):  # a hook came later
             self._optimizer.step()
             return
-        self._crew.do([part.step for part in self._parts()])
+        stepped = [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
+        fresh = [p for p in stepped if p not in self._optimizer.state]
+        self._crew.do([self._part(ids).step for ids in _dealt(stepped, self._crew.size)])
+        self._put_in_order(fresh)
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # what a schedule asks after
 
-    def _parts(self) -> list[torch.optim.Optimizer]:
-        stepped = [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
-        return [self._part(ids) for ids in _dealt(stepped, self._crew.size)]
+    def _put_in_order(self, fresh: Sequence[Tensor]) -> None:
+        """New states follow one another as the parameters do, and not as threads came to them."""
+        state = self._optimizer.state
+        for parameter in fresh:
+            if parameter in state:
+                state[parameter] = state.pop(parameter)
 
     def _part(self, ids: set[int]) -> torch.optim.Optimizer:
         part = copy.copy(self._optimizer)

@@ -64,7 +64,7 @@ def test_every_optimizer_makes_the_same_step(crew, kind):
     assert all(torch.equal(a, b) for a, b in zip(one, many, strict=True))
     mine, theirs = alone.state_dict(), together.state_dict()
     assert mine["param_groups"] == theirs["param_groups"]
-    assert mine["state"].keys() == theirs["state"].keys()
+    assert list(mine["state"]) == list(theirs["state"])
     for number, state in mine["state"].items():
         for name, value in state.items():
             assert torch.equal(torch.as_tensor(value), torch.as_tensor(theirs["state"][number][name])), (number, name)
