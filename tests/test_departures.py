@@ -1,6 +1,7 @@
 """Gradients on their way out: what arrives is what the parameters hold at the end, whatever left before."""
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from paramserver.transport.ends import Early
 from paramserver.transport.over_rpc import RpcTrainerEnd
 from trainers.departures import Departures
 from trainers.overridable import overrides
+from trainers.rpc import RpcTrainer
 
 SMALL = 600  # bytes: most parameters of the models here travel alone
 
@@ -203,3 +205,14 @@ def test_a_hook_is_seen_wherever_it_is_written():
     plain, own, derived = object.__new__(Task), object.__new__(Task), object.__new__(Derived)
     own.on_batch_end = print
     assert [overrides(task, Task.on_batch_end) for task in (plain, own, derived)] == [False, True, True]
+
+
+def test_bytes_that_go_again_are_counted_again():
+    trainer, none = object.__new__(RpcTrainer), lambda *_: torch.futures.Future()
+    trainer.wire_bytes, trainer._leaving = 0, {}
+    trainer._round = SimpleNamespace(decision=SimpleNamespace(step=3))
+    trainer.remote = SimpleNamespace(begin_early=none, end_early=none)
+    trainer.way = SimpleNamespace(departing=lambda _: torch.zeros(10))
+    for early, counted in ((Early(0, 1), 0), (Early(0, 2), 0), (Early(0, 1), 40), (Early(0, 1), 80)):
+        trainer._send_early(early)
+        assert trainer.wire_bytes == counted
