@@ -81,20 +81,26 @@ class PartedStep:
 
     @staticmethod
     def can_part(optimizer: torch.optim.Optimizer) -> bool:
-        """Whether parameters are known to be stepped by themselves: it is torch's, without hooks."""
+        """Whether parameters are known to be stepped by themselves: it is torch's, without hooks and with its step."""
         hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-        return type(optimizer) in (*ELEMENTWISE, *PER_PARAMETER) and not hooks
+        return type(optimizer) in (*ELEMENTWISE, *PER_PARAMETER) and not hooks and _steps_itself(optimizer)
 
     def __call__(self) -> None:
         if not self.can_part(self._optimizer):  # a hook came later
             self._optimizer.step()
             return
-        self._crew.do([part.step for part in self._parts()])
+        stepped = [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
+        fresh = [p for p in stepped if p not in self._optimizer.state]
+        self._crew.do([self._part(ids).step for ids in _dealt(stepped, self._crew.size)])
+        self._put_in_order(fresh)
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # what a schedule asks after
 
-    def _parts(self) -> list[torch.optim.Optimizer]:
-        stepped = [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
-        return [self._part(ids) for ids in _dealt(stepped, self._crew.size)]
+    def _put_in_order(self, fresh: Sequence[Tensor]) -> None:
+        """New states follow one another as the parameters do, and not as threads came to them."""
+        state = self._optimizer.state
+        for parameter in fresh:
+            if parameter in state:
+                state[parameter] = state.pop(parameter)
 
     def _part(self, ids: set[int]) -> torch.optim.Optimizer:
         part = copy.copy(self._optimizer)
@@ -104,6 +110,12 @@ class PartedStep:
         ]
         part.param_groups = [group for group in groups if group["params"]]
         return part
+
+
+def _steps_itself(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``step`` is that of its class, which a schedule may have wrapped, and nobody has put another in place."""
+    own = vars(optimizer).get("step")
+    return own is None or getattr(own, "__wrapped__", None) is type(optimizer).step
 
 
 def _dealt(parameters: Sequence[Tensor], members: int) -> list[set[int]]:

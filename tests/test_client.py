@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import socket
 import threading
 import time
 import weakref
@@ -20,6 +21,7 @@ from paramserver.errors import ClientError, RunOver, UnsupportedConfiguration
 from paramserver.online import desk_line
 from paramserver.online import postman as postman_module
 from paramserver.online.messages import VERSION, Header, Kind, Shaped, Welcome
+from paramserver.online.presence import Presence
 
 ZEROS = np.zeros((2, 3), np.float32)
 
@@ -737,3 +739,28 @@ def test_a_welcome_travels():
     welcome = Welcome(("tcp://a:1", "tcp://b:2"), None, 4, 20.0, None, FIELDS)
     assert Welcome.unpack(welcome.pack()) == welcome
     assert [replace(welcome, only=1).trainer_of(5, step) for step in range(3)] == [1, 1, 1]
+
+
+def test_a_client_that_computes_for_long_keeps_its_other_lines():
+    """A run that is gone is tried again and again; nobody reads what ZeroMQ tells of that, and nothing waits for it."""
+    context = zmq.Context()
+    context.rcvhwm = 1  # as every one that is made here, so that it is soon reached
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{nobody.getsockname()[1]}"
+        lines = [context.socket(zmq.DEALER) for _ in range(2)]
+        presence, told = Presence(lines[0]), lines[1].get_monitor_socket(zmq.EVENT_CONNECT_RETRIED)
+        for line in lines:
+            line.linger, line.reconnect_ivl = 0, 1
+            line.connect(address)
+        retried = 0
+        while retried < 1500 and told.poll(3000):
+            told.recv_multipart()
+            retried += 1
+        presence.absent_s()  # where somebody waits, it goes on
+        presence.close()
+        lines[1].disable_monitor()
+        for one in (told, *lines):
+            one.close(0)
+        context.term()
+    assert retried == 1500

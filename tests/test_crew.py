@@ -1,7 +1,9 @@
 """Work that several threads do together gives the bits that one thread gives."""
 
 import copy
+import functools
 import threading
+import types
 
 import pytest
 import torch
@@ -62,7 +64,7 @@ def test_every_optimizer_makes_the_same_step(crew, kind):
     assert all(torch.equal(a, b) for a, b in zip(one, many, strict=True))
     mine, theirs = alone.state_dict(), together.state_dict()
     assert mine["param_groups"] == theirs["param_groups"]
-    assert mine["state"].keys() == theirs["state"].keys()
+    assert list(mine["state"]) == list(theirs["state"])
     for number, state in mine["state"].items():
         for name, value in state.items():
             assert torch.equal(torch.as_tensor(value), torch.as_tensor(theirs["state"][number][name])), (number, name)
@@ -80,6 +82,25 @@ def test_a_hook_sees_all_parameters_at_once(crew):
         parameter.grad = torch.ones_like(parameter)
     parted()
     assert seen == [len(own)]
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_a_step_that_somebody_put_in_place_is_the_one_that_is_made(crew, scheduled):
+    own = parameters(torch.optim.SGD, 1)
+    optimizer = optimizer_of(torch.optim.SGD, own)
+    step, seen = optimizer.step, []
+
+    @functools.wraps(step)
+    def counted(self):
+        seen.append(len(self.param_groups))
+        return step()
+
+    optimizer.step = types.MethodType(counted, optimizer)
+    if scheduled:
+        torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+    assert not PartedStep.can_part(optimizer)
+    PartedStep(optimizer, crew)()
+    assert seen == [2]
 
 
 def test_what_may_look_at_several_parameters_is_left_alone():

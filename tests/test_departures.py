@@ -1,15 +1,19 @@
 """Gradients on their way out: what arrives is what the parameters hold at the end, whatever left before."""
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from paramserver import Task
 from paramserver.flat import Layout, trainable
 from paramserver.transport.ends import Early
 from paramserver.transport.over_rpc import RpcTrainerEnd
 from trainers.departures import Departures
+from trainers.overridable import overrides
+from trainers.rpc import RpcTrainer
 
 SMALL = 600  # bytes: most parameters of the models here travel alone
 
@@ -50,6 +54,10 @@ class Sent:
 
 def layers(*sizes):
     return nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(sizes)))
+
+
+def halved_unseen(parameter):
+    parameter.grad.data.mul_(0.5)
 
 
 @pytest.fixture
@@ -118,6 +126,22 @@ def test_a_second_backward_of_the_same_step_counts(sent):
     sent.check()
 
 
+def test_a_hook_that_comes_later_may_change_gradients_unseen(sent):
+    """Through ``grad.data``; the messages of other parameters leave early all the same."""
+    parameter = sent.parameters["2.weight"]
+    hook = parameter.register_post_accumulate_grad_hook(halved_unseen)
+    sent.departures.begin()
+    sent.backward(loss_of(sent))
+    assert len(sent.during) == len(sent.way.early) - 1
+    sent.departures.finish()
+    sent.check()
+    hook.remove()
+    sent.departures.begin()
+    sent.during.clear()
+    sent.backward(loss_of(sent))
+    assert len(sent.during) == len(sent.way.early)
+
+
 def test_a_parameter_without_a_gradient_holds_up_only_its_own_message(sent):
     sent.departures.begin()
     names = ["2.weight", "3.weight", "3.bias"]
@@ -171,3 +195,24 @@ def test_any_steps_of_any_model(seed):
         made.departures.finish()
         made.check()
     made.departures.close()
+
+
+def test_a_hook_is_seen_wherever_it_is_written():
+    class Derived(Task):
+        def on_batch_end(self, batch_idx):
+            pass
+
+    plain, own, derived = object.__new__(Task), object.__new__(Task), object.__new__(Derived)
+    own.on_batch_end = print
+    assert [overrides(task, Task.on_batch_end) for task in (plain, own, derived)] == [False, True, True]
+
+
+def test_bytes_that_go_again_are_counted_again():
+    trainer, none = object.__new__(RpcTrainer), lambda *_: torch.futures.Future()
+    trainer.wire_bytes, trainer._leaving = 0, {}
+    trainer._round = SimpleNamespace(decision=SimpleNamespace(step=3))
+    trainer.remote = SimpleNamespace(begin_early=none, end_early=none)
+    trainer.way = SimpleNamespace(departing=lambda _: torch.zeros(10))
+    for early, counted in ((Early(0, 1), 0), (Early(0, 2), 0), (Early(0, 1), 40), (Early(0, 1), 80)):
+        trainer._send_early(early)
+        assert trainer.wire_bytes == counted

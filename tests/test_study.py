@@ -320,6 +320,19 @@ def test_a_crash_that_lacks_samples_is_told_by_its_exit_code():
     assert note.text == "simulation 0, attempt 0: it ended with exit code 7; it is started again"
 
 
+def test_a_crash_is_not_judged_while_its_last_samples_wait_for_room():
+    """However long the buffer is full."""
+    study = started(count=1)
+    study.tick(0.0)
+    hello(study, 0)
+    study.exited(0, 0, 7, 1.0)
+    for now in range(2, 200):
+        study.reported(0, {0: 4}, (), float(now), [0])
+        assert notes(study, float(now)) == []
+    report(study, {0: 10}, 200.0)
+    assert notes(study, 200.0) == [("complete", 0), ("exited", 0)]
+
+
 def test_samples_that_are_counted_late_spare_a_restart():
     study = started(count=2)
     study.tick(0.0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -37,11 +37,13 @@ class Departures:
         for early, numbers in way.early.items():
             for number in set(numbers):
                 self._messages[number].append(early)
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._hook(number))  # type: ignore[no-untyped-call]
+        hooks = {
+            number: parameter.register_post_accumulate_grad_hook(self._hook(number))  # type: ignore[no-untyped-call]
             for number, parameter in enumerate(parameters)
             if self._messages[number]
-        ]
+        }
+        self._hooks = list(hooks.values())
+        self._ids = {number: hook.id for number, hook in hooks.items()}
 
     def close(self) -> None:
         """Leave the parameters as they were."""
@@ -55,7 +57,7 @@ class Departures:
 
     def _hook(self, number: int) -> Callable[[Tensor], None]:
         def accumulated(parameter: Tensor) -> None:
-            if self._awaited and number not in self._packed and _is_here(parameter):
+            if self._awaited and number not in self._packed and _is_here(parameter) and self._is_last(number):
                 self._pack(number)
                 for early in self._messages[number]:
                     self._missing[early] -= 1
@@ -63,6 +65,11 @@ class Departures:
                         self._send(early)
 
         return accumulated
+
+    def _is_last(self, number: int) -> bool:
+        """Whether no hook follows this one, which could change the gradient unseen (``grad.data``)."""
+        hooks: Mapping[int, object] = self._parameters[number]._post_accumulate_grad_hooks
+        return bool(next(reversed(hooks)) == self._ids[number])
 
     def _pack(self, number: int) -> None:
         gradient = self._parameters[number].grad

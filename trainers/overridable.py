@@ -71,5 +71,5 @@ class Overridable(ABC):
 
 
 def overrides(owner: object, method: Callable[..., Any]) -> bool:
-    """Whether the class of ``owner`` has another ``method`` than the class that ``method`` was taken from."""
-    return getattr(type(owner), method.__name__) is not method
+    """Whether ``owner``, or its class, has another ``method`` than the class that ``method`` was taken from."""
+    return getattr(getattr(owner, method.__name__), "__func__", None) is not method

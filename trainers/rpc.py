@@ -217,10 +217,13 @@ class RpcTrainer(Trainer):
             self._departures.begin()
 
     def _send_early(self, early: Early) -> None:
-        if early in self._leaving:
-            self._await_early(early)  # the server may take two messages in any order
         assert self._round.decision is not None
-        future = self.remote.begin_early(self._round.decision.step, early, self.way.departing(early))
+        again = early in self._leaving
+        if again:
+            self._await_early(early)  # the server may take two messages in any order
+        gradient = self.way.departing(early)
+        self.wire_bytes += again * tensor_bytes([gradient])  # ``bytes_of`` counts it once
+        future = self.remote.begin_early(self._round.decision.step, early, gradient)
         self._leaving[early] = Beside(future)
 
     def _await_early(self, early: Early) -> None:

@@ -234,7 +234,7 @@ class Clerk:
         trainer = self._known(peer, index)
         report = Report.unpack(_only(body, "REPORT"))
         trainer.heard_s, trainer.figures = now, report.figures
-        self.study.reported(index, report.received, report.heard, now)
+        self.study.reported(index, report.received, report.heard, now, report.waiting)
         return [_to(peer, Header(Kind.READY))]  # a trainer whose reports nobody answers is without its run
 
     def finish(self) -> list[Message]:

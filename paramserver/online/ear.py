@@ -168,7 +168,8 @@ class Ear:
             return
         # With nobody at the other end a send would wait; the silence is noticed below.
         if self._ready and self._desk.poll(0, zmq.POLLOUT):
-            self._desk.send_multipart([self._to_desk(Kind.REPORT), self.tally.report().pack()])
+            report = self.tally.report(self.pending.simulations())
+            self._desk.send_multipart([self._to_desk(Kind.REPORT), report.pack()])
         self._reported, self._report_due = now, now + self.interval_s
         if now - self._counted >= self.interval_s:
             self._counted = now

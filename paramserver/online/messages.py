@@ -312,11 +312,13 @@ class Report:
             are as they were.
         heard: (simulation, member) of all from which anything came since the last report.
         figures: totals so far, for people and summaries: received, duplicated, refused and the like.
+        waiting: simulations of which samples have arrived that the buffer has not got yet.
     """
 
     received: Mapping[int, int]
     heard: Sequence[tuple[int, int]] = ()
     figures: Mapping[str, Any] = field(default_factory=dict)
+    waiting: Sequence[int] = ()
 
     def pack(self) -> bytes:
         return pack_json(asdict(self))
@@ -328,7 +330,7 @@ class Report:
         try:
             received = {int(key): int(n) for key, n in body["received"].items()}
             heard = tuple((int(simulation), int(member)) for simulation, member in body["heard"])
-            return cls(received, heard, dict(body["figures"]))
+            return cls(received, heard, dict(body["figures"]), tuple(int(number) for number in body["waiting"]))
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise Malformed(f"this is no report of a trainer ({error})") from error
 

@@ -69,12 +69,19 @@ class Outside(Study):
         self._sign_s = now
         super().bye(header, now)
 
-    def reported(self, trainer: int, received: Mapping[int, int], heard: Sequence[tuple[int, int]], now: float) -> None:
+    def reported(
+        self,
+        trainer: int,
+        received: Mapping[int, int],
+        heard: Sequence[tuple[int, int]],
+        now: float,
+        waiting: Sequence[int] = (),
+    ) -> None:
         if any(count != self._received[trainer].get(number, 0) for number, count in received.items()):
             self._sign_s = now
         if any(number in self._open for number, _ in heard):
             self._sign_s = now
-        super().reported(trainer, received, heard, now)
+        super().reported(trainer, received, heard, now, waiting)
 
     def last(self, now: float) -> str | None:
         self._last_said, self._sign_s = True, now

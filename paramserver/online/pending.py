@@ -72,6 +72,11 @@ class Pending:
         with self._changed:
             return not (self._waiting or self._handed or self._settled)
 
+    def simulations(self) -> list[int]:
+        """Those of which the buffer has not got everything, or not all of that was ``settled``."""
+        with self._changed:
+            return sorted({one.key[0] for one in (*self._waiting, *self._handed, *self._settled)})
+
     def end(self) -> None:
         """No more will come: ``take`` gives what waits, and then None."""
         with self._changed:

@@ -25,7 +25,14 @@ class Presence:
         self.connections = 0
         self._absent_since: float | None = None
         self._socket = socket
-        self._monitor: zmq.Socket[Any] | None = socket.get_monitor_socket(_EVENTS)
+        address = f"inproc://presence-{socket.underlying}"
+        socket.monitor(address, _EVENTS)
+        monitor = socket.context.socket(zmq.PAIR)
+        # Where these messages had a limit, the thread that writes them, which serves every socket of the context, would
+        # wait for a program that computes and reads none.
+        monitor.rcvhwm = 0
+        monitor.connect(address)
+        self._monitor: zmq.Socket[Any] | None = monitor
 
     def absent_s(self) -> float:
         """For how long nobody has listened there, or who did has left; 0 where somebody may."""

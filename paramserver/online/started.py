@@ -70,6 +70,21 @@ class Started(Study):
         super().hello(header, parameters, now)
         self.simulations[header.simulation].hear(header.member, now)
 
+    def reported(
+        self,
+        trainer: int,
+        received: Mapping[int, int],
+        heard: Sequence[tuple[int, int]],
+        now: float,
+        waiting: Sequence[int] = (),
+    ) -> None:
+        super().reported(trainer, received, heard, now, waiting)
+        for number in waiting:
+            simulation = self._started.get(number)
+            if simulation is not None and simulation.state is State.SETTLING:
+                simulation.since_s = now
+                simulation.settled_at[trainer] = self._reports[trainer] + 1
+
     def exited(self, number: int, attempt: int, code: int, now: float) -> None:
         simulation = self.simulations[number]
         if not simulation.alive or attempt != simulation.attempt:

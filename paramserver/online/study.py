@@ -84,8 +84,18 @@ class Study(ABC):
         if self.config.steps is None and simulation.all_said_bye(header.members):
             simulation.total = sum(simulation.byes.values()) // header.members
 
-    def reported(self, trainer: int, received: Mapping[int, int], heard: Sequence[tuple[int, int]], now: float) -> None:
-        """A trainer told what its buffer has got in all, and of which (simulation, member) it heard lately."""
+    def reported(
+        self,
+        trainer: int,
+        received: Mapping[int, int],
+        heard: Sequence[tuple[int, int]],
+        now: float,
+        waiting: Sequence[int] = (),
+    ) -> None:
+        """A trainer told what its buffer has got in all, whom it heard lately, and whose samples wait for room there.
+
+        Those whom it heard are (simulation, member); the others are simulations.
+        """
         self._received[trainer].update(received)
         self._reports[trainer] += 1
         for number, member in heard:

@@ -81,10 +81,10 @@ class Tally:
             "refusals": refusals,
         }
 
-    def report(self) -> Report:
-        """What is new for the desk since the last report, and the figures."""
+    def report(self, waiting: Sequence[int]) -> Report:
+        """What is new for the desk since the last report, the figures, and what is ``waiting``."""
         received = {simulation: self.counts[simulation] for simulation in sorted(self._changed)}
-        report = Report(received, sorted(self._heard), self.figures())
+        report = Report(received, sorted(self._heard), self.figures(), waiting)
         self._changed, self._heard = set(), set()
         return report
 
