@@ -48,3 +48,7 @@ def main() -> None:
         print(f"error: paramserver {words[0]}: {early}; see paramserver --help", file=sys.stderr)
         sys.exit(2)
     leave(command(words[1:]))
+
+
+if __name__ == "__main__":
+    main()

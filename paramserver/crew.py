@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from paramserver.coupling import ELEMENTWISE, PER_PARAMETER
 
@@ -82,7 +83,8 @@ class PartedStep:
     @staticmethod
     def can_part(optimizer: torch.optim.Optimizer) -> bool:
         """Whether parameters are known to be stepped by themselves: it is torch's, without hooks and with its step."""
-        hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+        own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+        hooks = own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks
         return type(optimizer) in (*ELEMENTWISE, *PER_PARAMETER) and not hooks and _steps_itself(optimizer)
 
     def __call__(self) -> None:

@@ -8,6 +8,7 @@ import types
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from paramserver.coupling import ELEMENTWISE, PER_PARAMETER
 from paramserver.crew import Crew, PartedStep, spare_helpers
@@ -81,6 +82,21 @@ def test_a_hook_sees_all_parameters_at_once(crew):
     for parameter in own:
         parameter.grad = torch.ones_like(parameter)
     parted()
+    assert seen == [len(own)]
+
+
+@pytest.mark.parametrize("register", [register_optimizer_step_pre_hook, register_optimizer_step_post_hook])
+def test_so_does_a_hook_of_all_optimizers(crew, register):
+    own = parameters(torch.optim.SGD, 1)
+    parted = PartedStep(optimizer_of(torch.optim.SGD, own), crew)
+    for parameter in own:
+        parameter.grad = torch.ones_like(parameter)
+    seen = []
+    hook = register(lambda optimizer, *_: seen.append(sum(len(g["params"]) for g in optimizer.param_groups)))
+    try:
+        parted()
+    finally:
+        hook.remove()
     assert seen == [len(own)]
 
 

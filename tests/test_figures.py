@@ -18,6 +18,14 @@ def test_quantiles_are_those_of_scipy(probability, degrees):
     assert t_quantile(probability, degrees) == pytest.approx(stats.t.ppf(probability, degrees), rel=1e-6)
 
 
+@pytest.mark.parametrize("values", [[1e-45, 10.0], [1e300, 1e-300], [5e-324, 5e-324, 1.0]])
+def test_an_interval_beyond_all_floats_has_an_end(values):
+    found = estimate(values)
+    assert 0 <= found.low <= found.value <= found.high < math.inf
+    apart = ratio(dict(enumerate(values)), dict(enumerate(reversed(values))))
+    assert 0 <= apart.low <= apart.value <= apart.high < math.inf
+
+
 @pytest.mark.parametrize("count", [2, 3, 5, 12])
 def test_an_interval_is_that_of_scipy(count):
     draws = random.Random(count)

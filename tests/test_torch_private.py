@@ -22,6 +22,10 @@ from paramserver.transport.wire import WORKER_THREADS, agent_options
 
 # Module -> what it uses. A new line here needs a test below.
 USED = {
+    "paramserver.crew": {
+        "torch.optim.optimizer._global_optimizer_post_hooks",
+        "torch.optim.optimizer._global_optimizer_pre_hooks",
+    },
     "paramserver.draws": {"torch.utils._python_dispatch.TorchDispatchMode"},
     "paramserver.forwards": {"torch.utils._pytree.tree_flatten", "torch.utils._pytree.tree_unflatten"},
     "paramserver.meeting": {

@@ -14,6 +14,8 @@ from paramserver.report.results import Result
 __all__ = ["Estimate", "efficiency", "estimate", "merged_counts", "merged_steps", "ratio", "t_quantile"]
 
 CONFIDENCE = 0.95
+# Of two repeats that are worlds apart the upper bound is beyond what a float holds; this says as much.
+_LARGEST_LOG = 600.0
 _PANELS = 400  # of Simpson's rule; even
 _HALVINGS = 60
 
@@ -132,8 +134,11 @@ def ratio(
 
 
 def _of_logarithms(logs: Estimate, unit: float = 1.0) -> Estimate:
-    low, high = (None if bound is None else unit * math.exp(bound) for bound in (logs.low, logs.high))
-    return Estimate(unit * math.exp(logs.value), low, high, logs.repeats, unit * math.exp(logs.median))
+    def value_of(log: float) -> float:
+        return unit * math.exp(log) if log < _LARGEST_LOG else math.exp(_LARGEST_LOG)
+
+    low, high = (None if bound is None else value_of(bound) for bound in (logs.low, logs.high))
+    return Estimate(value_of(logs.value), low, high, logs.repeats, value_of(logs.median))
 
 
 def _logarithms(values: Mapping[int, float | None]) -> dict[int, float]:
