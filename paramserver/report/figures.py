@@ -97,7 +97,7 @@ def estimate(values: Iterable[float | None]) -> Estimate | None:
     if min(known) <= 0:
         return _around(statistics.fmean(known), known)
     unit = known[0]  # whose logarithm is 0, so that equal values come out as they are
-    logs = _around_mean([math.log(value / unit) for value in known])
+    logs = _around_mean([math.log(value) - math.log(unit) for value in known])
     return replace(_of_logarithms(logs, unit), median=statistics.median(known))
 
 
