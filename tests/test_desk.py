@@ -60,11 +60,21 @@ def desk_of(tmp_path, monkeypatch):
         desk.close()
 
 
-def joined(ends, desk, count=1, **received):
+def joined(ends, desk, count=1, starts=True, **received):
     trainers = [ends.trainer(desk, index).join(**received) for index in range(count)]
     for trainer in trainers:
         trainer.until(Kind.READY)
+    if starts and desk.plan.started_here:
+        await_start(desk)
     return trainers
+
+
+def await_start(desk):
+    """Nobody speaks for a simulation before the run has started it."""
+    deadline = time.monotonic() + 20
+    while not desk.failure and not any(desk.summary()["simulations"][w] for w in ("running", "complete", "given_up")):
+        assert time.monotonic() < deadline, "no simulation was started"
+        time.sleep(0.005)
 
 
 def refusal(caller):
@@ -566,7 +576,7 @@ with Desk(Plan.of(config), 1, 0, Path({str(tmp_path)!r})) as desk:
             pass
 
         Told.address, Told.token = address.decode(), token
-        joined(ends, Told)
+        joined(ends, Told, starts=False)
         log = tmp_path / "simulation-0.log"
         while not (log.exists() and len(log.read_text().split("\n")) > 2):
             signal.sigtimedwait([signal.SIGUSR2], 0.02)
