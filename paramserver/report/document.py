@@ -98,7 +98,7 @@ def _cell(text: str) -> str:
 
 _STYLE = """
 :root { color-scheme: light; }
-body { margin: 0 auto; padding: 1rem; max-width: 54rem; background: #fff; color: #1a1a1a;
+body { margin: 0 auto; padding: 1rem; max-width: 60rem; background: #fff; color: #1a1a1a;
   font: 16px/1.5 system-ui, sans-serif; overflow-wrap: break-word; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; border-bottom: 1px solid #bbb; }
 code, pre { font-family: ui-monospace, monospace; font-size: .88em; background: #f2f2f2; }
@@ -109,8 +109,7 @@ table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabul
 th, td { padding: .3rem .6rem; border-bottom: 1px solid #ccc; text-align: left; vertical-align: top; }
 th { border-bottom: 2px solid #555; }
 td:first-child, .words td { min-width: 8rem; overflow-wrap: anywhere; }
-.numbers th:not(:first-child), .numbers td:not(:first-child) { text-align: right; white-space: nowrap; }
-.numbers th:not(:first-child) { white-space: normal; }
+.numbers th:not(:first-child), .numbers td:not(:first-child) { text-align: right; }
 figure { margin: 1.2rem 0; } figcaption { font-size: .9rem; color: #444; }
 figure svg { display: block; width: 100%; max-width: 46rem; height: auto; }
 li { margin: .35rem 0; }
@@ -154,9 +153,16 @@ def _with_names(text: str) -> str:
 
 def _html_table(table: Table) -> str:
     head = "".join(f"<th>{html.escape(title)}</th>" for title in table.titles)
-    rows = "\n".join("<tr>" + "".join(f"<td>{_with_names(cell)}</td>" for cell in row) + "</tr>" for row in table.rows)
+    rows = "\n".join(
+        "<tr>" + "".join(f"<td>{_whole(_with_names(cell))}</td>" for cell in row) + "</tr>" for row in table.rows
+    )
     style = "wide numbers" if table.are_numbers else "wide words"
     return (
         f'<div class="{style}" tabindex="0"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n'
         "</table></div>"
     )
+
+
+def _whole(cell: str) -> str:
+    """A cell whose lines do not break inside an interval."""
+    return cell.replace(" to ", "&nbsp;to&nbsp;")
