@@ -69,7 +69,8 @@ def test_stop_and_resume_is_not_stopping_bit_for_bit(tmp_path, request, mode, tr
 
 
 def test_resume_goes_back_to_the_newest_checkpoint_and_supersedes_what_came_after(tmp_path):
-    first = trained(tmp_path, "local", 1, **config_with(11))
+    each = {**CONFIG["checkpoint"], "background": False}  # none gives way to a later one
+    first = trained(tmp_path, "local", 1, **config_with(11, checkpoint=each))
     folder = first.run_dir / "checkpoints"
     shutil.rmtree(folder / "step-00000011")
     (folder / "latest").write_text("step-00000008")

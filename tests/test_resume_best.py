@@ -15,7 +15,7 @@ def config_of(stops=(), scores=SCORES, every=2, patience=3, **training):
         "task": f"{STOPPING}:Stops",
         "task_args": {"stops": stops, "scores": scores, "samples": 32, "validation": 5},
         "training": {"batch_size": 4, "validate_every": every, "max_steps": 50, **training},
-        "checkpoint": {"every": 4, "keep": 1, "best": {"metric": "score", "mode": "max"}},
+        "checkpoint": {"every": 4, "keep": 1, "background": False, "best": {"metric": "score", "mode": "max"}},
     }
 
 

@@ -12,7 +12,7 @@ from paramserver.undo import Undo
 
 STEPS = {
     "training": {"max_steps": 12, "validate_every": 4},
-    "checkpoint": {"every": 4, "keep": 9, "best": {"metric": "loss", "mode": "min"}},
+    "checkpoint": {"every": 4, "keep": 9, "background": False, "best": {"metric": "loss", "mode": "min"}},
 }
 WORDS = ("python", "-m", "paramserver.launch", "--resume")
 TENSORBOARD = {"logging": {"tensorboard": True}}
