@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from paramserver.config import SimulationsConfig
-from paramserver.online.messages import Header, Joined, Kind
+from paramserver.online.messages import Header, Joined, Kind, Report
 from paramserver.online.outside import Outside
 from paramserver.online.simulation import Kill, Note, Start, State, listed
 from paramserver.online.started import Started, how_it_ended
@@ -48,7 +48,7 @@ def bye(study, simulation, samples, now=0.0, **fields):
 
 
 def report(study, received, now, heard=(), trainer=0):
-    study.reported(trainer, received, [(simulation, 0) for simulation in heard], now)
+    study.reported(trainer, Report(received, [(simulation, 0) for simulation in heard]), now)
 
 
 def of(kind, actions):
@@ -201,7 +201,7 @@ def test_any_sign_is_life(sign):
         "bye": lambda: bye(study, 0, 5, 50.0, members=2),
         "sample or touch": lambda: report(study, {}, 50.0, heard=[0]),
     }
-    study.reported(0, {}, [(0, 1)], 55.0)
+    study.reported(0, Report({}, [(0, 1)]), 55.0)
     report(study, {0: 3}, 58.0)  # what was on its way says nothing of who sent it
     signs[sign]()
     assert study.tick(109.0) == []
@@ -214,7 +214,7 @@ def test_one_silent_member_is_silence_though_the_others_wait_for_it_and_say_so()
     study = started(group_size=3)
     study.tick(0.0)
     for now in range(1, 62):
-        study.reported(0, {}, [(0, 0), (0, 2)], float(now))
+        study.reported(0, Report({}, [(0, 0), (0, 2)]), float(now))
         assert bool(of(Kill, study.tick(float(now)))) == (now == 61)
 
 
@@ -327,7 +327,7 @@ def test_a_crash_is_not_judged_while_its_last_samples_wait_for_room():
     hello(study, 0)
     study.exited(0, 0, 7, 1.0)
     for now in range(2, 200):
-        study.reported(0, {0: 4}, (), float(now), [0])
+        study.reported(0, Report({0: 4}, waiting=[0]), float(now))
         assert notes(study, float(now)) == []
     report(study, {0: 10}, 200.0)
     assert notes(study, 200.0) == [("complete", 0), ("exited", 0)]
@@ -631,7 +631,7 @@ class World:
             self.move(number, process)
         for trainer, counts in enumerate(self.counts):
             if self.random.random() < 0.7:
-                self.study.reported(trainer, dict(counts), [], self.now)
+                self.study.reported(trainer, Report(dict(counts)), self.now)
         self.obey(self.study.tick(self.now))
 
     def move(self, number, process):

@@ -210,7 +210,7 @@ class Clerk:
         self._trainers[index] = Trainer(peer, Joined.unpack(body[1]), now)
         answers = [_to(peer, Header(Kind.READY))]
         if began:  # it came anew
-            self.study.reported(index, self.trainers[index].joined.received, (), now)
+            self.study.reported(index, Report(self.trainers[index].joined.received), now)
             return answers + self.finish() if self.study.done else answers
         if self.all_joined:
             self.study.begin([trainer.joined for trainer in self.trainers], now)
@@ -234,7 +234,7 @@ class Clerk:
         trainer = self._known(peer, index)
         report = Report.unpack(_only(body, "REPORT"))
         trainer.heard_s, trainer.figures = now, report.figures
-        self.study.reported(index, report.received, report.heard, now, report.waiting)
+        self.study.reported(index, report, now)
         return [_to(peer, Header(Kind.READY))]  # a trainer whose reports nobody answers is without its run
 
     def finish(self) -> list[Message]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paramserver.config import SimulationsConfig
-from paramserver.online.messages import Header, Joined
+from paramserver.online.messages import Header, Joined, Report
 from paramserver.online.simulation import Action, Note, Simulation, State, listed
 from paramserver.online.study import Study
 
@@ -69,19 +69,12 @@ class Outside(Study):
         self._sign_s = now
         super().bye(header, now)
 
-    def reported(
-        self,
-        trainer: int,
-        received: Mapping[int, int],
-        heard: Sequence[tuple[int, int]],
-        now: float,
-        waiting: Sequence[int] = (),
-    ) -> None:
-        if any(count != self._received[trainer].get(number, 0) for number, count in received.items()):
+    def reported(self, trainer: int, report: Report, now: float) -> None:
+        if any(count != self._received[trainer].get(number, 0) for number, count in report.received.items()):
             self._sign_s = now
-        if any(number in self._open for number, _ in heard):
+        if any(number in self._open for number, _ in report.heard):
             self._sign_s = now
-        super().reported(trainer, received, heard, now, waiting)
+        super().reported(trainer, report, now)
 
     def last(self, now: float) -> str | None:
         self._last_said, self._sign_s = True, now

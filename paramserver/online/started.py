@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paramserver.config import SimulationsConfig
-from paramserver.online.messages import Header, Joined
+from paramserver.online.messages import Header, Joined, Report
 from paramserver.online.simulation import Action, Kill, Note, Simulation, Start, State, listed, log_file
 from paramserver.online.study import Study
 
@@ -70,16 +70,9 @@ class Started(Study):
         super().hello(header, parameters, now)
         self.simulations[header.simulation].hear(header.member, now)
 
-    def reported(
-        self,
-        trainer: int,
-        received: Mapping[int, int],
-        heard: Sequence[tuple[int, int]],
-        now: float,
-        waiting: Sequence[int] = (),
-    ) -> None:
-        super().reported(trainer, received, heard, now, waiting)
-        for number in waiting:
+    def reported(self, trainer: int, report: Report, now: float) -> None:
+        super().reported(trainer, report, now)
+        for number in report.waiting:
             simulation = self._started.get(number)
             if simulation is not None and simulation.state is State.SETTLING:
                 simulation.since_s = now

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paramserver.config import SimulationsConfig
-from paramserver.online.messages import Header, Joined
+from paramserver.online.messages import Header, Joined, Report
 from paramserver.online.simulation import Action, Note, Simulation, State
 
 
@@ -84,21 +84,11 @@ class Study(ABC):
         if self.config.steps is None and simulation.all_said_bye(header.members):
             simulation.total = sum(simulation.byes.values()) // header.members
 
-    def reported(
-        self,
-        trainer: int,
-        received: Mapping[int, int],
-        heard: Sequence[tuple[int, int]],
-        now: float,
-        waiting: Sequence[int] = (),
-    ) -> None:
-        """A trainer told what its buffer has got in all, whom it heard lately, and whose samples wait for room there.
-
-        Those whom it heard are (simulation, member); the others are simulations.
-        """
-        self._received[trainer].update(received)
+    def reported(self, trainer: int, report: Report, now: float) -> None:
+        """A trainer told how far it is."""
+        self._received[trainer].update(report.received)
         self._reports[trainer] += 1
-        for number, member in heard:
+        for number, member in report.heard:
             if number in self.simulations:
                 self.simulations[number].hear(member, now)
 
