@@ -2,39 +2,32 @@
 
 from typing import TYPE_CHECKING
 
-from paramserver.first_use import on_first_use
-from paramserver.version import __version__
+from paramserver._lazy import attach
+from paramserver.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from paramserver.api import run
-    from paramserver.errors import TrainingError, UnsupportedConfiguration
-    from paramserver.launch import Result
-    from paramserver.roles import rank_zero_only
-    from paramserver.server import ParameterServer
-    from paramserver.sources.base import Partition
-    from paramserver.task import Task
-
-_HOMES = {
-    "ParameterServer": "server",
-    "Partition": "sources.base",
-    "Result": "launch",
-    "Task": "task",
-    "TrainingError": "errors",
-    "UnsupportedConfiguration": "errors",
-    "rank_zero_only": "roles",
-    "run": "api",
-}
-
-__all__ = [
-    "ParameterServer",
-    "Partition",
-    "Result",
-    "Task",
-    "TrainingError",
-    "UnsupportedConfiguration",
-    "__version__",
-    "rank_zero_only",
-    "run",
-]
-
-__getattr__ = on_first_use(__name__, _HOMES)
+    from paramserver.api import (
+        run as run,
+    )
+    from paramserver.context import (
+        rank_zero_only as rank_zero_only,
+    )
+    from paramserver.errors import (
+        TrainingError as TrainingError,
+        UnsupportedConfiguration as UnsupportedConfiguration,
+    )
+    from paramserver.launch import (
+        Result as Result,
+    )
+    from paramserver.server.parameter_server import (
+        ParameterServer as ParameterServer,
+    )
+    from paramserver.sources.base import (
+        Partition as Partition,
+    )
+    from paramserver.task import (
+        Task as Task,
+    )
+else:
+    __getattr__, __dir__, __all__ = attach(__name__, __file__)
+    __all__ = sorted([*__all__, "__version__"])

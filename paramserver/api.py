@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from paramserver.attempts import settle_attempt
 from paramserver.cluster import is_supervised, process_environ
 from paramserver.config import MODES, Config, load_config
 from paramserver.errors import UnsupportedConfiguration
 from paramserver.launch import Result, start_here
-from paramserver.opening import open_run
-from paramserver.resuming import config_file_of
-from paramserver.rundir import read_mapping
+from paramserver.runs.attempt import settle_attempt
+from paramserver.runs.resume import config_file_of, open_run
+from paramserver.runs.rundir import read_mapping
 
 if TYPE_CHECKING:
     from paramserver.task import Task
@@ -42,7 +41,7 @@ def run(
     Raises:
         ParamserverError: as the command line would end.
     """
-    from paramserver.loading import reference_to
+    from paramserver.importing import reference_to
     from paramserver.task import Task, check_task_class
 
     if is_supervised(process_environ()):

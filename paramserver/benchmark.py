@@ -1,4 +1,7 @@
-"""Measures cases of one task beside each other: ``python -m paramserver.benchmark``, ``paramserver benchmark``."""
+"""Measures cases of one task beside each other: ``python -m paramserver.benchmark``, ``paramserver benchmark``.
+
+How far a benchmark is, in lines, with the time that is left.
+"""
 
 from __future__ import annotations
 
@@ -8,34 +11,92 @@ import os
 import shlex
 import shutil
 import signal
+import statistics
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TextIO
 
-from paramserver.bench.cases import Asked, Case, interleaved, make_cases, positive
-from paramserver.bench.goal import goal_of
-from paramserver.bench.measured import Method, measure
+from paramserver.bench.cases import Asked, Case, goal_of, interleaved, make_cases, positive
+from paramserver.bench.cost_model import Speed
+from paramserver.bench.link_probe import GLOO, RPC, measure_links
+from paramserver.bench.measure import Method, measure
 from paramserver.bench.network import Hosts, check_may_make_hosts, parse_bandwidth
-from paramserver.bench.predict import Speed
-from paramserver.bench.probe import GLOO, RPC, measure_links
-from paramserver.bench.progress import Progress
-from paramserver.bench.slow import parse_slow
+from paramserver.bench.slowdown import parse_slow
 from paramserver.cluster import child_environment, process_environ
 from paramserver.errors import Interrupted, TrainingError, UnsupportedConfiguration
 from paramserver.launch import add_overrides, spelled, tell
-from paramserver.leaving import leave, put_out
-from paramserver.report.case import cases_of
+from paramserver.process_utils import leave, put_out
+from paramserver.report.cases import cases_of
 from paramserver.report.compare import compare
-from paramserver.report.drawing import has_matplotlib
+from paramserver.report.findings import findings
 from paramserver.report.page import NO_PLOTS, write_report
 from paramserver.report.results import RESULTS_FILE, Result, Results, append_result, read_results
-from paramserver.report.words import findings
-from paramserver.rundir import environment_record, not_writable
+from paramserver.report.svg import has_matplotlib
+from paramserver.runs.rundir import environment_record, not_writable
+
+# Of a run whose like was not seen yet, beside its training: imports, meeting, the end.
+START_S = 6.0
+
+
+class Progress:
+    """Says what was measured, and how long the rest takes.
+
+    Args:
+        stream: for the lines.
+        runs: the case of each run, in order.
+        training_s: what each run trains.
+    """
+
+    def __init__(self, stream: TextIO, runs: Sequence[Case], training_s: float) -> None:
+        self._stream = stream
+        self._runs = [case.name for case in runs]
+        self._guess_s = training_s + START_S
+        self._took_s: dict[str, list[float]] = {}
+        self._done = 0
+
+    def begin(self) -> None:
+        cases = len(set(self._runs))
+        self.say(f"{len(self._runs)} runs of {cases} cases, about {told_s(self.left_s())}")
+
+    def done(self, result: Result) -> None:
+        """One more is over."""
+        self._done += 1
+        self._took_s.setdefault(result.case, []).append(result.wall_s or 0.0)
+        rate = result.samples_per_second
+        what = f"failed: {result.error}" if rate is None else f"{rate:.0f} samples/s"
+        left = "" if self._done == len(self._runs) else f"; about {told_s(self.left_s())} left"
+        self.say(f"{self._done}/{len(self._runs)} {result.case}, repeat {result.repeat + 1}: {what}{left}")
+
+    def left_s(self) -> float:
+        return remaining_s(self._runs[self._done :], self._took_s, self._guess_s)
+
+    def say(self, text: str) -> None:
+        print(text, file=self._stream, flush=True)
+
+
+def remaining_s(names: Sequence[str], took_s: Mapping[str, Sequence[float]], guess_s: float) -> float:
+    """How long runs of these cases take: as long as before; a case not seen before as long as the others did.
+
+    Args:
+        names: a case for each run that is left.
+        took_s: what runs took, by case.
+        guess_s: of a run, where none was seen.
+    """
+    every = [seconds for taken in took_s.values() for seconds in taken]
+    usual_s = statistics.fmean(every) if every else guess_s
+    return sum(statistics.fmean(took_s[name]) if name in took_s else usual_s for name in names)
+
+
+def told_s(seconds: float) -> str:
+    """A duration as 0:02:05."""
+    return str(timedelta(seconds=round(seconds)))
+
 
 WARM_S = 1.0
 _TITLE = "Benchmark"

@@ -20,16 +20,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paramserver.cluster.producer import ADDRESS, SIMULATION, Producer
+from paramserver.cluster.simulation import ADDRESS, SIMULATION, Producer
 from paramserver.errors import ClientError, RunOver
-from paramserver.online.delivery import DESK, Delivery
-from paramserver.online.desk_line import DeskLine
-from paramserver.online.messages import Header, Kind, Malformed, Welcome, pack_parameters, read_json
-from paramserver.online.numbering import Steps, whole
-from paramserver.online.parcel import Parcels
-from paramserver.online.zeromq import zmq
-
-__all__ = ["Client", "ClientError", "RunOver", "finish", "ping"]
+from paramserver.online.coordinator_client import DeskLine
+from paramserver.online.encoder import Parcels, Steps, whole
+from paramserver.online.protocol import Header, Kind, Malformed, Welcome, pack_parameters, read_json
+from paramserver.online.sender import DESK, Delivery
+from paramserver.online.zmq_import import zmq
 
 # How long the last word to the run may take to leave.
 _LINGER_S = 5.0

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from paramserver.checkpoint import Checkpoint, load_chosen
-from paramserver.checkpoint.layout import LATEST, step_of
+from paramserver.checkpoint.format import LATEST, step_of
 from paramserver.config import Config, load_config
 from paramserver.errors import TaskError
 from paramserver.launch import add_overrides, tell
-from paramserver.leaving import leave, put_out
-from paramserver.opening import open_run
-from paramserver.resuming import config_file_of
-from paramserver.rundir import RunDir
+from paramserver.process_utils import leave, put_out
+from paramserver.runs.resume import config_file_of, open_run
+from paramserver.runs.rundir import RunDir
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ def _evaluate(
     run: RunDir, config: Config, checkpoint: Checkpoint, weights: Mapping[str, Any], part: Mapping[str, Any]
 ) -> Evaluation:
     from paramserver.devices import place_trainer
-    from paramserver.modelling import build_model, load_weights
+    from paramserver.parameters.model import build_model, load_weights
     from paramserver.sources import Partition
     from paramserver.task import make_task
     from trainers.validation import evaluate, input_on, validation_batches

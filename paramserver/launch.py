@@ -19,9 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paramserver.attempts import new_attempt, resumed_attempt, settle_attempt
-from paramserver.channel import Channel, describe, first_error
-from paramserver.claim import claim_run
 from paramserver.cluster import RankFlags, process_environ, quiet_agent, resolve_identity
 from paramserver.cluster.base import Identity
 from paramserver.config import (
@@ -33,12 +30,13 @@ from paramserver.config import (
     world_size_of,
 )
 from paramserver.errors import ParamserverError, PeerLost, UnsupportedConfiguration
-from paramserver.leaving import leave, put_out
-from paramserver.loading import importing_torch
-from paramserver.opening import open_run
-from paramserver.resuming import changes, config_file_of
-from paramserver.rundir import RunDir, newest_run
-from paramserver.sinks import Sink
+from paramserver.importing import importing_torch
+from paramserver.metrics import Sink
+from paramserver.process_utils import leave, put_out
+from paramserver.runs.attempt import claim_run, new_attempt, resumed_attempt, settle_attempt
+from paramserver.runs.resume import changes, config_file_of, open_run
+from paramserver.runs.rundir import RunDir, newest_run
+from paramserver.runtime.supervisor import Channel, describe, first_error
 
 if TYPE_CHECKING:
     from paramserver.task import Task
@@ -165,7 +163,7 @@ def _launch(arguments: argparse.Namespace, began: float) -> Result | None:
     config = with_world_size(config, world_size or world_size_of(config))
     command = [sys.executable, "-m", "paramserver.launch", *sys.argv[1:]]
     if arguments.dry_run:
-        from paramserver.dry_run import plan_text
+        from paramserver.runtime.dry_run import plan_text
 
         for line in () if run is None else changes(run, config):
             print(line, file=sys.stderr)
@@ -241,7 +239,7 @@ def start_here(
     Raises:
         ParamserverError: what ended the run.
     """
-    from paramserver.console import Console
+    from paramserver.metrics.console import Console
 
     began = time.time() if began is None else began
     resume = run is not None
@@ -253,7 +251,7 @@ def start_here(
         if mode_of(config).single_process:
             summary = _alone(config, run, folders, console, resume, began, command, task_class)
         else:
-            from paramserver.supervisor import Supervisor
+            from paramserver.runtime.supervisor import Supervisor
 
             summary = Supervisor(config, run, folders, console, resume, began, command).supervise()
     return Result(run.path, summary)
@@ -271,7 +269,7 @@ def _alone(
 ) -> dict[str, Any]:
     """A run of one process, which is this one."""
     with importing_torch():
-        from paramserver.rank import RankPlan, run_rank
+        from paramserver.runtime.rank import RankPlan, run_rank
 
     identity = Identity(
         global_rank=0,
@@ -305,10 +303,10 @@ def _be_rank(
     command: Sequence[str],
 ) -> Result | None:
     """This process is one rank of a run whose others were started elsewhere."""
-    from paramserver.console import Console
+    from paramserver.metrics.console import Console
 
     with importing_torch():
-        from paramserver.rank import RankPlan, run_rank
+        from paramserver.runtime.rank import RankPlan, run_rank
 
     told = () if run is None or identity.global_rank else changes(run, config)
     shown = () if identity.global_rank else (Console(config, sys.stderr, told),)
@@ -320,13 +318,13 @@ def _be_rank(
 
 def _supervised(arguments: argparse.Namespace) -> int:
     """A rank under a supervisor on this machine."""
-    from paramserver.parent import die_with_parent
+    from paramserver.process_utils import die_with_parent
 
     channel = Channel(arguments.supervised)
     try:
         die_with_parent()
         with importing_torch():
-            from paramserver.rank import RankPlan, run_rank
+            from paramserver.runtime.rank import RankPlan, run_rank
 
         config, run, folders = settle(arguments)
         identity = _identity(arguments, config)

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paramserver.launch import tell
-from paramserver.leaving import leave, put_out
-from paramserver.report.case import cases_of
-from paramserver.report.drawing import has_matplotlib
+from paramserver.process_utils import leave, put_out
+from paramserver.report.cases import cases_of
+from paramserver.report.findings import findings
+from paramserver.report.from_runs import results_at
 from paramserver.report.page import NO_PLOTS, write_report
-from paramserver.report.runs import results_at
+from paramserver.report.svg import has_matplotlib
 from paramserver.report.target import parse_target, with_target
-from paramserver.report.words import findings
 
 
 def make_parser() -> argparse.ArgumentParser:

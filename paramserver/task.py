@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from paramserver.errors import ParamserverError, TaskError
-from paramserver.loading import load_object, told
+from paramserver.importing import load_object, told
 from paramserver.sources.base import Partition
 
 if TYPE_CHECKING:

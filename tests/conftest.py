@@ -3,14 +3,11 @@
 import signal
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
-from helpers.hygiene import Snapshot
-from nest import Nest
-from runs import Finished, environment, write_config
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the measuring scripts are modules of the checkout
+from forkserver import Nest
+from launching import Finished, environment, write_config
+from leaks import Snapshot
 
 from tests.measure.look_at_report import NOT_THERE, find_chromium
 

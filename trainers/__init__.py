@@ -2,23 +2,23 @@
 
 from typing import TYPE_CHECKING
 
-from paramserver.first_use import on_first_use
+from paramserver._lazy import attach
 
 if TYPE_CHECKING:
-    from trainers.base import Trainer
-    from trainers.ddp import DdpTrainer
-    from trainers.local import LocalTrainer
-    from trainers.rpc import RpcTrainer
-    from trainers.served import ServedTrainer
-
-__all__ = ["DdpTrainer", "LocalTrainer", "RpcTrainer", "ServedTrainer", "Trainer"]
-
-_HOMES = {
-    "Trainer": "base",
-    "DdpTrainer": "ddp",
-    "LocalTrainer": "local",
-    "RpcTrainer": "rpc",
-    "ServedTrainer": "served",
-}
-
-__getattr__ = on_first_use(__name__, _HOMES)
+    from trainers.base import (
+        Trainer as Trainer,
+    )
+    from trainers.ddp import (
+        DdpTrainer as DdpTrainer,
+    )
+    from trainers.local import (
+        LocalTrainer as LocalTrainer,
+    )
+    from trainers.rpc import (
+        RpcTrainer as RpcTrainer,
+    )
+    from trainers.server_forward import (
+        ServedTrainer as ServedTrainer,
+    )
+else:
+    __getattr__, __dir__, __all__ = attach(__name__, __file__)

@@ -13,7 +13,7 @@ from paramserver.checkpoint import CopyMemory, private_copy
 from paramserver.config import Config
 from paramserver.consistency import Announcement, Readiness
 from paramserver.errors import BufferClosed, BufferExhausted, TaskError, UnsupportedConfiguration
-from paramserver.online.post import Post
+from paramserver.online.spec import Post
 from paramserver.sources import Feeder, Leftover, Partition, Source, make_source
 from paramserver.sources.factory import refuse_unreachable
 from paramserver.task import Task, default_batching

@@ -1,4 +1,7 @@
-"""The same task through DistributedDataParallel: gradients are averaged by all-reduce while backward runs."""
+"""The same task through DistributedDataParallel: gradients are averaged by all-reduce while backward runs.
+
+Communication hooks of DDP that compress gradients, by the names of ``ddp.comm_hook``.
+"""
 
 from __future__ import annotations
 
@@ -11,27 +14,57 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from paramserver.checkpoint.sender import Courier
 from paramserver.consistency import Announcement, Decision, Readiness, Verdict, buffer_source, decide
-from paramserver.courier import Courier
+from paramserver.context import Process
+from paramserver.distributed.abort_sockets import Connections
+from paramserver.distributed.control_channel import Links, star
+from paramserver.distributed.rendezvous import Meeting
+from paramserver.distributed.session import exchange, process_group
 from paramserver.errors import PeerLost
-from paramserver.keeper import Cut, Keeper
 from paramserver.limits import Limits
-from paramserver.links import Links
-from paramserver.meeting import Meeting
-from paramserver.modelling import build_model
-from paramserver.process import Process
-from paramserver.records import Record, StepReport, StepResult, TrainerTotals, WeightedSums, merge_all
-from paramserver.session import exchange, process_group
-from paramserver.star import star
+from paramserver.metrics.records import Record, StepReport, StepResult, TrainerTotals, WeightedSums, merge_all
+from paramserver.optim.updater import Updater
+from paramserver.parameters.model import build_model
+from paramserver.runs.checkpoint_manager import Cut, Keeper
 from paramserver.task import Task
-from paramserver.transport.cutting import Connections
-from paramserver.updater import Updater
-from trainers.agreement import Agreed, Agreement, Done, peers_may_be_lost
 from trainers.base import Trainer
-from trainers.collection import Collection
-from trainers.hooks import register_comm_hook
+from trainers.ddp_control import Agreed, Agreement, Collection, Done, peers_may_be_lost
+
+
+def _none(model: DistributedDataParallel) -> None:
+    """DDP's own all-reduce."""
+
+
+def _fp16(model: DistributedDataParallel) -> None:
+    model.register_comm_hook(None, fp16_compress_hook)
+
+
+def _bf16(model: DistributedDataParallel) -> None:
+    model.register_comm_hook(None, bf16_compress_hook)
+
+
+def _powersgd(model: DistributedDataParallel) -> None:
+    # Vogels et al., "PowerSGD", NeurIPS 2019. The first steps, in which DDP rebuilds its buckets, go uncompressed.
+    state = PowerSGDState(process_group=None, matrix_approximation_rank=2, start_powerSGD_iter=10)
+    model.register_comm_hook(state, powerSGD_hook)
+
+
+_HOOKS: dict[str, Callable[[DistributedDataParallel], None]] = {
+    "none": _none,
+    "fp16": _fp16,
+    "bf16": _bf16,
+    "powersgd": _powersgd,
+}
+
+
+def register_comm_hook(model: DistributedDataParallel, name: str) -> None:
+    _HOOKS[name](model)
+
 
 # Rank 0 asks for the others' records about so often; it costs one gather.
 _COLLECT_EVERY_S = 1.0

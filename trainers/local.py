@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paramserver.consistency import Announcement, Decision, decide
-from paramserver.keeper import Keeper
+from paramserver.context import Process
+from paramserver.distributed.rendezvous import Meeting
 from paramserver.limits import Limits
-from paramserver.meeting import Meeting
-from paramserver.modelling import build_model
-from paramserver.process import Process
-from paramserver.records import Record, StepReport, StepResult, TrainerTotals, WeightedSums
+from paramserver.metrics.records import Record, StepReport, StepResult, TrainerTotals, WeightedSums
+from paramserver.optim.updater import Updater
+from paramserver.parameters.model import build_model
+from paramserver.runs.checkpoint_manager import Keeper
 from paramserver.task import Task
-from paramserver.updater import Updater
 from trainers.base import Trainer
 
 

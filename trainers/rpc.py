@@ -13,30 +13,28 @@ import torch.distributed.autograd as dist_autograd
 from torch import Tensor
 
 from paramserver.checkpoint import send_archive
+from paramserver.checkpoint.sender import Courier
 from paramserver.consistency import Announcement, Decision, Verdict
-from paramserver.courier import Courier
+from paramserver.context import Process
+from paramserver.distributed.membership import Member, release_lifelines
+from paramserver.distributed.rendezvous import Meeting
+from paramserver.distributed.rpc_calls import Failure, tensor_bytes
+from paramserver.distributed.session import rpc_trainer
 from paramserver.errors import PeerLost, PeerRefused, TaskError, UnsupportedConfiguration
-from paramserver.flat import Layout, module_buffers, trainable
-from paramserver.keeper import Keeper
-from paramserver.meeting import Meeting
-from paramserver.membership import Member, release_lifelines
-from paramserver.modelling import build_model, load_weights, plain_weights
-from paramserver.optimizer import SharedOptimizer
-from paramserver.process import Process
-from paramserver.protocol import Look, Round, Welcome
-from paramserver.records import Record, StepReport, StepResult, TrainerTotals, WeightedSums
-from paramserver.remote import RemoteServer
-from paramserver.session import rpc_trainer
+from paramserver.metrics.records import Record, StepReport, StepResult, TrainerTotals, WeightedSums
+from paramserver.optim.distributed_optimizer import SharedOptimizer
+from paramserver.parameters.flat import Layout, module_buffers, trainable
+from paramserver.parameters.model import build_model, load_weights, plain_weights
+from paramserver.runs.checkpoint_manager import Keeper
+from paramserver.server.client import RemoteServer
 from paramserver.task import Task
-from paramserver.transport.ends import Early, TrainerEnd
-from paramserver.transport.over_memory import MemoryTrainerEnd
-from paramserver.transport.over_rpc import RpcTrainerEnd
-from paramserver.transport.over_servers import SpreadTrainerEnd
+from paramserver.transport.base import Early, TrainerEnd
+from paramserver.transport.messages import Look, Round, Welcome
+from paramserver.transport.rpc import RpcTrainerEnd, SpreadTrainerEnd
 from paramserver.transport.segments import reachable
-from paramserver.transport.wire import Failure, tensor_bytes
-from trainers.base import Trainer
-from trainers.departures import Departures
-from trainers.overridable import overrides
+from paramserver.transport.shared_memory import MemoryTrainerEnd
+from trainers.base import Trainer, overrides
+from trainers.gradient_buckets import Departures
 
 log = logging.getLogger("paramserver")
 

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 from paramserver.config import Config
 from paramserver.devices import Placement, move
 from paramserver.errors import TaskError
-from paramserver.modelling import autocast
-from paramserver.records import WeightedSums
+from paramserver.metrics.records import WeightedSums
+from paramserver.parameters.model import autocast
 from paramserver.sources.base import Partition
 from paramserver.sources.factory import is_map_style
 from paramserver.task import Task

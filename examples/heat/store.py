@@ -21,8 +21,8 @@ from solver import DT
 from stored import file_of, read_parameters
 
 from paramserver.config import Config, load_config
-from paramserver.online.plan import Plan
 from paramserver.online.sampler import make_sampler
+from paramserver.online.spec import Plan
 
 HERE = Path(__file__).resolve().parent
 TIMEOUT_S = 600.0  # of one simulation

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from paramserver import Task
 from paramserver.errors import TaskError
-from paramserver.online.fields import read_fields
+from paramserver.online.spec import read_fields
 
 LOW, HIGH = 100.0, 500.0  # of all temperatures, as the config has them
 MEAN, SPREAD = (LOW + HIGH) / 2, (HIGH - LOW) / 12**0.5

@@ -27,8 +27,8 @@ from pathlib import Path
 from work import BATCH_SIZE, HERE, NAMES, ROOT, read_rows
 
 from paramserver.bench.cases import interleaved
-from paramserver.report.figures import estimate, ratio
-from paramserver.report.writing import listed, with_bounds
+from paramserver.report.formatting import listed, with_bounds
+from paramserver.report.statistics import estimate, ratio
 from tests.measure import tutorial
 from tests.measure.common import measuring_environment, origin
 from tests.measure.foreign import run_until_error

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from work import LOOPBACK, TIMEOUT_S, Clock, batches_of, make_parser, network_of, task_of
 
-from paramserver.leaving import leave
+from paramserver.process_utils import leave
 
 
 def main() -> None:

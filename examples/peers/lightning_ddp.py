@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from work import LOOPBACK, TIMEOUT_S, Clock, batches_of, make_parser, network_of, task_of
 
-from paramserver.leaving import leave
+from paramserver.process_utils import leave
 
 
 class Module(LightningModule):

@@ -1,19 +1,24 @@
-"""What is compared: the cases that a command line asks for, by readable names, and the order in which they are run."""
+"""What is compared: the cases that a command line asks for, by readable names, and the order in which they are run.
+
+The validation value that the runs of a benchmark are to reach: what the config and the task must have for it.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from paramserver.bench.slow import Slow
+from paramserver.bench.slowdown import Slow
 from paramserver.config import KEYS, MODES, Config, Mode, load_config, mode_of, num_servers_of
-from paramserver.config.reading import read_text
-from paramserver.config.rules import nearest
-from paramserver.config.table import free_key, unknown_key
-from paramserver.errors import UnsupportedConfiguration
+from paramserver.config.layers import free_key, unknown_key
+from paramserver.config.parsing import read_text
+from paramserver.config.schema import nearest
+from paramserver.errors import TrainingError, UnsupportedConfiguration
+from paramserver.report.results import Numbers
+from paramserver.report.target import Target, parse_target, reached
 
 T = TypeVar("T")
 
@@ -265,3 +270,34 @@ def interleaved(cases: Sequence[T], repeats: int) -> Iterator[tuple[int, T]]:
     for repeat in range(repeats):
         for case in cases if repeat % 2 == 0 else cases[::-1]:
             yield repeat, case
+
+
+def goal_of(text: str, config: Config) -> Target:
+    """Read ``accuracy=0.95``. Where ``checkpoint.best`` is of that metric, it says whether less is better.
+
+    Raises:
+        UnsupportedConfiguration: it is not name=number, or nothing is validated on the way.
+    """
+    target = parse_target(text)
+    if not config.training.validate_every:
+        raise UnsupportedConfiguration(
+            f"--target {text}: training.validate_every (0) must be above 0, so that the target can be seen; set it"
+        )
+    best = config.checkpoint.best
+    if best is None or best.metric != target.name:
+        return target
+    return replace(target, at_most=best.mode == "min")
+
+
+def when_reached(validation: Sequence[tuple[float, float, Numbers]], goal: Target) -> tuple[float, float] | None:
+    """Samples and seconds of the first validation that meets it; None where none does.
+
+    Raises:
+        TrainingError: no validation has that value.
+    """
+    known = sorted({name for _, _, values in validation for name in values})
+    if goal.name not in known:
+        raise TrainingError(
+            f"--target {goal.name}: validation_step gives {', '.join(known) or 'nothing'}; name one of them"
+        )
+    return reached(validation, goal)

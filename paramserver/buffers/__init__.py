@@ -2,26 +2,27 @@
 
 from typing import TYPE_CHECKING
 
-from paramserver.first_use import on_first_use
+from paramserver._lazy import attach
 
 if TYPE_CHECKING:
-    from paramserver.buffers.base import Buffer
-    from paramserver.buffers.batch import Batch, BufferInfo
-    from paramserver.buffers.factory import make_buffer
-    from paramserver.buffers.fifo import Fifo
-    from paramserver.buffers.firo import Firo
-    from paramserver.buffers.reservoir import Reservoir
-
-_HOMES = {
-    "Batch": "batch",
-    "Buffer": "base",
-    "BufferInfo": "batch",
-    "Fifo": "fifo",
-    "Firo": "firo",
-    "Reservoir": "reservoir",
-    "make_buffer": "factory",
-}
-
-__all__ = ["Batch", "Buffer", "BufferInfo", "Fifo", "Firo", "Reservoir", "make_buffer"]
-
-__getattr__ = on_first_use(__name__, _HOMES)
+    from paramserver.buffers.base import (
+        Buffer as Buffer,
+    )
+    from paramserver.buffers.batch import (
+        Batch as Batch,
+        BufferInfo as BufferInfo,
+    )
+    from paramserver.buffers.factory import (
+        make_buffer as make_buffer,
+    )
+    from paramserver.buffers.fifo import (
+        Fifo as Fifo,
+    )
+    from paramserver.buffers.firo import (
+        Firo as Firo,
+    )
+    from paramserver.buffers.reservoir import (
+        Reservoir as Reservoir,
+    )
+else:
+    __getattr__, __dir__, __all__ = attach(__name__, __file__)

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from paramserver.buffers.batch import Batch
-from paramserver.buffers.codec import encode_key
-from paramserver.buffers.order import FreeSlots, Slots
+from paramserver.buffers.sample_tree import encode_key
+from paramserver.buffers.slots import FreeSlots, Slots
 from paramserver.buffers.storage import ObjectStorage, Storage, Take, storage_for, storage_from_state
 from paramserver.errors import CheckpointError, UnsupportedConfiguration
 

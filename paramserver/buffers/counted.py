@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paramserver.buffers.base import Buffer
-from paramserver.buffers.checks import check_at_least
-from paramserver.buffers.order import Slots
+from paramserver.buffers.base import Buffer, check_at_least
+from paramserver.buffers.slots import Slots
 from paramserver.errors import CheckpointError
 
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from paramserver.buffers.base import Buffer
-from paramserver.buffers.checks import check_at_least
+from paramserver.buffers.base import Buffer, check_at_least
 from paramserver.buffers.fifo import Fifo
 from paramserver.buffers.firo import Firo
 from paramserver.buffers.reservoir import Reservoir

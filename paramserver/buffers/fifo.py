@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from paramserver.buffers.counted import CountedBuffer
-from paramserver.buffers.order import Ring, Slots
+from paramserver.buffers.slots import Ring, Slots
 
 
 class Fifo(CountedBuffer):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from paramserver.buffers.counted import CountedBuffer
-from paramserver.buffers.order import Bag, Slots
+from paramserver.buffers.slots import Bag, Slots
 
 
 class Firo(CountedBuffer):

@@ -11,9 +11,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from paramserver.buffers.base import Buffer
-from paramserver.buffers.checks import check_min_new
-from paramserver.buffers.order import Slots, SplitBag
+from paramserver.buffers.base import Buffer, check_min_new
+from paramserver.buffers.slots import Slots, SplitBag
 
 
 class Reservoir(Buffer):

@@ -13,9 +13,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from paramserver.buffers.codec import decode, encode, size_of
-from paramserver.buffers.layout import Layout, Leaf, TensorLeaf, layout_of
-from paramserver.buffers.order import Slots
+from paramserver.buffers.sample_tree import Layout, Leaf, TensorLeaf, decode, encode, layout_of, size_of
+from paramserver.buffers.slots import Slots
 
 # Rows that wait to be written together.
 _AT_ONCE = 64

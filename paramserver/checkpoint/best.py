@@ -6,8 +6,6 @@ from typing import Any
 
 from paramserver.errors import UnsupportedConfiguration
 
-__all__ = ["Best"]
-
 
 class Best:
     """The best value of one metric, its step, and the scheduled validations since then (for ``training.patience``).

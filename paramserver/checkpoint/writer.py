@@ -10,12 +10,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from paramserver.checkpoint.manifest import read_manifest
-from paramserver.checkpoint.retention import mark_best, retain
-from paramserver.checkpoint.store import write_checkpoint
+from paramserver.checkpoint.format import read_manifest
+from paramserver.checkpoint.save import mark_best, retain, write_checkpoint
 from paramserver.errors import DeadlineExceeded, ParamserverError, UnsupportedConfiguration
-
-__all__ = ["CheckpointWriter", "Written"]
 
 _log = logging.getLogger(__name__)
 _WAKE_S = 5.0

@@ -4,8 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from paramserver.config.rules import at, show
-from paramserver.config.schema import Config
+from paramserver.config.schema import Config, at, show
 from paramserver.config.world import mode_of, num_trainers_of, server_computes
 from paramserver.errors import UnsupportedConfiguration
 

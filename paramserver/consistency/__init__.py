@@ -2,56 +2,37 @@
 
 from typing import TYPE_CHECKING
 
-from paramserver.first_use import on_first_use
+from paramserver._lazy import attach
 
 if TYPE_CHECKING:
-    from paramserver.consistency.backup import BackupSync
-    from paramserver.consistency.base import Consistency, Terms, Update
-    from paramserver.consistency.factory import make_consistency
-    from paramserver.consistency.stale import Async, Bounded
-    from paramserver.consistency.staleness import Staleness, scale
-    from paramserver.consistency.sync import Sync
-    from paramserver.consistency.together import buffer_source, decide
-    from paramserver.consistency.words import Announcement, Decision, Readiness, Stop, Verdict
-
-_HOMES = {
-    "Announcement": "words",
-    "Async": "stale",
-    "BackupSync": "backup",
-    "Bounded": "stale",
-    "Consistency": "base",
-    "Decision": "words",
-    "Readiness": "words",
-    "Staleness": "staleness",
-    "Stop": "words",
-    "Sync": "sync",
-    "Terms": "base",
-    "Update": "base",
-    "Verdict": "words",
-    "buffer_source": "together",
-    "decide": "together",
-    "make_consistency": "factory",
-    "scale": "staleness",
-}
-
-__all__ = [
-    "Announcement",
-    "Async",
-    "BackupSync",
-    "Bounded",
-    "Consistency",
-    "Decision",
-    "Readiness",
-    "Staleness",
-    "Stop",
-    "Sync",
-    "Terms",
-    "Update",
-    "Verdict",
-    "buffer_source",
-    "decide",
-    "make_consistency",
-    "scale",
-]
-
-__getattr__ = on_first_use(__name__, _HOMES)
+    from paramserver.consistency.asynchronous import (
+        Async as Async,
+        Bounded as Bounded,
+    )
+    from paramserver.consistency.backup import (
+        BackupSync as BackupSync,
+    )
+    from paramserver.consistency.base import (
+        Announcement as Announcement,
+        Consistency as Consistency,
+        Decision as Decision,
+        Readiness as Readiness,
+        Stop as Stop,
+        Terms as Terms,
+        Update as Update,
+        Verdict as Verdict,
+    )
+    from paramserver.consistency.factory import (
+        make_consistency as make_consistency,
+    )
+    from paramserver.consistency.lockstep import (
+        Sync as Sync,
+        buffer_source as buffer_source,
+        decide as decide,
+    )
+    from paramserver.consistency.staleness import (
+        Staleness as Staleness,
+        scale as scale,
+    )
+else:
+    __getattr__, __dir__, __all__ = attach(__name__, __file__)

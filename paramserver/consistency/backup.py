@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from paramserver.consistency.base import Terms, Update
-from paramserver.consistency.free import FreeRunning
-from paramserver.consistency.words import Readiness
+from paramserver.consistency.base import Readiness, Terms, Update
+from paramserver.consistency.free_running import FreeRunning
 
 
 class BackupSync(FreeRunning):

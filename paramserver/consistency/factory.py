@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from paramserver.config import Config
+from paramserver.consistency.asynchronous import Async, Bounded
 from paramserver.consistency.backup import BackupSync
 from paramserver.consistency.base import Consistency, Terms
-from paramserver.consistency.stale import Async, Bounded
-from paramserver.consistency.sync import Sync
+from paramserver.consistency.lockstep import Sync
 from paramserver.limits import Limits
 
 

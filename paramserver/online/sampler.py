@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paramserver.errors import TaskError, UnsupportedConfiguration
-from paramserver.loading import load_object, told
+from paramserver.importing import load_object, told
 
 Ranges = Sequence[tuple[str, float, float]]
 """(name, low, high) of each parameter."""

@@ -6,13 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paramserver.errors import UnsupportedConfiguration
-from paramserver.report.case import FIGURES, SPEED, Case, Figure, cases_of
+from paramserver.report.cases import FIGURES, SPEED, Case, Figure, cases_of
 from paramserver.report.conditions import hardware_of
-from paramserver.report.figures import Estimate, ratio
+from paramserver.report.formatting import bounds, first_line, listed, number, with_bounds
 from paramserver.report.results import Results
-from paramserver.report.writing import bounds, first_line, listed, number, with_bounds
-
-__all__ = ["Change", "Comparison", "compare"]
+from paramserver.report.statistics import Estimate, ratio
 
 _TITLES = ("figure", "A", "B", "B / A", "95 %", "")
 

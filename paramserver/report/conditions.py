@@ -8,11 +8,9 @@ from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
-from paramserver.report.case import Case
+from paramserver.report.cases import Case
+from paramserver.report.formatting import listed, number, plural, quoted
 from paramserver.report.results import Result
-from paramserver.report.writing import listed, number, plural, quoted
-
-__all__ = ["conditions_of", "configs_of", "doubts", "hardware_of", "method", "rows_of"]
 
 
 def hardware_of(cases: Sequence[Case]) -> list[str]:

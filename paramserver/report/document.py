@@ -8,8 +8,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-__all__ = ["Block", "Code", "Heading", "Note", "Picture", "Sentences", "Table", "as_html", "as_markdown"]
-
 
 @dataclass(frozen=True)
 class Heading:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from paramserver.checkpoint.disk import replace_text
 from paramserver.errors import UnsupportedConfiguration
-from paramserver.report.case import Case, cases_of
+from paramserver.fileio import replace_text
+from paramserver.report.cases import Case, cases_of
 from paramserver.report.conditions import conditions_of, configs_of, doubts, method, rows_of
 from paramserver.report.document import Block, Code, Heading, Note, Picture, Sentences, Table, as_html, as_markdown
-from paramserver.report.drawing import has_matplotlib
+from paramserver.report.findings import findings
+from paramserver.report.formatting import listed, quoted
 from paramserver.report.results import Results
+from paramserver.report.svg import has_matplotlib
 from paramserver.report.tables import (
     definitions_table,
     failures_table,
@@ -24,10 +26,6 @@ from paramserver.report.tables import (
     steps_table,
     throughput_table,
 )
-from paramserver.report.words import findings
-from paramserver.report.writing import listed, quoted
-
-__all__ = ["NO_PLOTS", "blocks_of", "write_report"]
 
 NO_PLOTS = "The plots are left out, because matplotlib is not installed: python -m pip install 'paramserver[report]'."
 _TITLE = "What was measured"

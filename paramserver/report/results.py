@@ -12,8 +12,6 @@ from typing import Any
 
 from paramserver.errors import UnsupportedConfiguration
 
-__all__ = ["FORMAT", "RESULTS_FILE", "Result", "Results", "append_result", "read_results", "result_of"]
-
 FORMAT = 1
 RESULTS_FILE = "results.jsonl"
 BY_THE_KERNEL, COMPUTED = "counted by the kernel", "computed, ring all-reduce"

@@ -7,8 +7,8 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from paramserver.records import PHASES
-from paramserver.report.case import (
+from paramserver.metrics.records import PHASES
+from paramserver.report.cases import (
     CPU,
     CPU_OF_SAMPLES,
     LOSS,
@@ -21,25 +21,12 @@ from paramserver.report.case import (
     Case,
     families,
     limit_of,
+    name_of,
 )
-from paramserver.report.causes import communication_ms, prediction_of
 from paramserver.report.document import Table
-from paramserver.report.figures import Estimate, efficiency
-from paramserver.report.groups import name_of
-from paramserver.report.writing import DASH, bounds, first_line, number, percent, quoted, scenario_words, with_bounds
-
-__all__ = [
-    "definitions_table",
-    "failures_table",
-    "learning_table",
-    "phases_table",
-    "predictions_table",
-    "resources_table",
-    "scaling_table",
-    "staleness_table",
-    "steps_table",
-    "throughput_table",
-]
+from paramserver.report.findings import communication_ms, prediction_of
+from paramserver.report.formatting import DASH, bounds, first_line, number, percent, quoted, scenario_words, with_bounds
+from paramserver.report.statistics import Estimate, efficiency
 
 Row = Sequence[str]
 

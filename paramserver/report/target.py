@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from paramserver.errors import UnsupportedConfiguration
 from paramserver.report.results import Numbers, Result
 
-__all__ = ["Target", "parse_target", "reached", "with_target"]
-
 # Of metrics with such a word in their name, less is better.
 _SMALLER = ("loss", "error", "perplexity", "mse", "mae")
 

@@ -2,43 +2,31 @@
 
 from typing import TYPE_CHECKING
 
-from paramserver.first_use import on_first_use
+from paramserver._lazy import attach
 
 if TYPE_CHECKING:
-    from paramserver.sources.base import Leftover, Partition, Source
-    from paramserver.sources.dataset import DatasetSource
-    from paramserver.sources.factory import make_source
-    from paramserver.sources.feeder import Feeder
-    from paramserver.sources.iterable import IterableSource
-    from paramserver.sources.share import Share, deal
-    from paramserver.sources.stream import Simulations, Stream
-
-_HOMES = {
-    "DatasetSource": "dataset",
-    "Feeder": "feeder",
-    "IterableSource": "iterable",
-    "Leftover": "base",
-    "Partition": "base",
-    "Share": "share",
-    "Simulations": "stream",
-    "Source": "base",
-    "Stream": "stream",
-    "deal": "share",
-    "make_source": "factory",
-}
-
-__all__ = [
-    "DatasetSource",
-    "Feeder",
-    "IterableSource",
-    "Leftover",
-    "Partition",
-    "Share",
-    "Simulations",
-    "Source",
-    "Stream",
-    "deal",
-    "make_source",
-]
-
-__getattr__ = on_first_use(__name__, _HOMES)
+    from paramserver.sources.base import (
+        Leftover as Leftover,
+        Partition as Partition,
+        Source as Source,
+    )
+    from paramserver.sources.dataset import (
+        DatasetSource as DatasetSource,
+        Share as Share,
+        deal as deal,
+    )
+    from paramserver.sources.factory import (
+        make_source as make_source,
+    )
+    from paramserver.sources.feeder import (
+        Feeder as Feeder,
+    )
+    from paramserver.sources.iterable import (
+        IterableSource as IterableSource,
+    )
+    from paramserver.sources.stream import (
+        Simulations as Simulations,
+        Stream as Stream,
+    )
+else:
+    __getattr__, __dir__, __all__ = attach(__name__, __file__)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paramserver.errors import CheckpointError
-from paramserver.online.post import Post
+from paramserver.online.spec import Post
 
 
 @dataclass(frozen=True)

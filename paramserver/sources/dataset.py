@@ -1,18 +1,134 @@
-"""A map-style data set, dealt to the trainers and shuffled for each pass."""
+"""Which indices of a data set a trainer serves, and in which order.
+
+A map-style data set, dealt to the trainers and shuffled for each pass.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
+from itertools import chain, islice, zip_longest
 from typing import Any
 
 import torch
 
 from paramserver.errors import CheckpointError, TaskError, UnsupportedConfiguration
 from paramserver.sources.base import Leftover, Partition, Source
-from paramserver.sources.share import Share
+
+
+def deal(
+    length: int,
+    partition: Partition,
+    *,
+    seed: int,
+    epoch: int,
+    shuffle: bool = True,
+    drop_last: bool = False,
+    pad: bool = False,
+) -> list[int]:
+    """The indices of one trainer's share of one pass.
+
+    The order is that of ``torch.utils.data.DistributedSampler``: a permutation seeded with ``seed + epoch``, of which
+    trainer i takes every ``count``-th index from the i-th on. The tail is neither padded nor dropped, so that every
+    sample is dealt exactly once; ``pad`` repeats indices from the front and ``drop_last`` cuts the tail, as there.
+    """
+    if shuffle:
+        generator = torch.Generator().manual_seed(seed + epoch)
+        order = torch.randperm(length, generator=generator).tolist()
+    else:
+        order = list(range(length))
+    if drop_last:
+        order = order[: length - length % partition.count]
+    elif pad and length % partition.count:
+        missing = partition.count - length % partition.count
+        order += (order * (missing // max(length, 1) + 1))[:missing]
+    return order[partition.index :: partition.count]
+
+
+@dataclass(frozen=True)
+class Share:
+    """One trainer's sequence of indices; position n is its n-th index.
+
+    Args:
+        length: of the data set.
+        partition: whose share.
+        options: of ``deal``: seed, shuffle, drop_last, pad.
+        rest: what comes before the first pass: a trainer's part of what an earlier number of trainers had begun.
+        epoch: the first whole pass.
+    """
+
+    length: int
+    partition: Partition
+    options: Mapping[str, Any]
+    rest: Sequence[int] = ()
+    epoch: int = 0
+
+    @cached_property
+    def per_pass(self) -> int:
+        """How many indices of one pass are this trainer's."""
+        return len(deal(self.length, self.partition, epoch=0, **{**self.options, "shuffle": False}))
+
+    def total(self, passes: int) -> int:
+        """How many indices there are until ``passes`` passes over the data set are done."""
+        return len(self.rest) + max(passes - self.epoch, 0) * self.per_pass
+
+    def blocks(self, position: int, passes: int | None) -> Iterator[list[int]]:
+        """The sequence from ``position`` on, in blocks of one pass; endless where ``passes`` is None."""
+        if position < len(self.rest):
+            yield list(self.rest[position:])
+        epoch, offset = divmod(max(position - len(self.rest), 0), self.per_pass)
+        epoch += self.epoch
+        while passes is None or epoch < passes:
+            yield deal(self.length, self.partition, epoch=epoch, **self.options)[offset:]
+            epoch, offset = epoch + 1, 0
+
+    def first_untouched(self, position: int) -> int:
+        """The first pass of which nothing lies before ``position``."""
+        return self.epoch + -(-max(position - len(self.rest), 0) // self.per_pass)
+
+    def rewound(self, position: int, unserved: Sequence[int]) -> tuple[int, list[int]]:
+        """The position before the last indices that are all among ``unserved``, and those of them that lie earlier.
+
+        A buffer reads ahead as fast as it can. What it did not serve is as if it had never been read, so that how far
+        it had come does not matter: entirely so for a FIFO, which serves in order.
+        """
+        known = Counter(unserved)
+        start = max(position - len(unserved), 0)
+        ahead = islice(chain.from_iterable(self.blocks(start, None)), position - start)
+        for index in reversed(list(ahead)):
+            if not known[index]:
+                break
+            known[index] -= 1
+            position -= 1
+        earlier = []
+        for index in unserved:
+            if known[index]:
+                known[index] -= 1
+                earlier.append(index)
+        return position, earlier
+
+    def taking_over(self, leftovers: Sequence[Leftover], held: Sequence[int]) -> Share:
+        """This trainer's share, where ``leftovers`` tell what another number of trainers had come to.
+
+        What those had begun is dealt anew, in turn from each of them: the samples that they held and had not served,
+        and the indices up to the end of the last pass of which one of them had served something. So each pass still
+        serves each sample once.
+
+        Args:
+            leftovers: one for each of the earlier trainers, in their order.
+            held: the keys that this trainer's buffer begins with; its positions count them.
+        """
+        begun = []
+        for i, one in enumerate(leftovers):
+            partition = Partition(i, len(leftovers))
+            share = Share(self.length, partition, self.options, one.state["rest"].tolist(), one.state["epoch"])
+            begun.append((share, *share.rewound(one.position, one.unserved)))
+        epoch = max(share.first_untouched(position) for share, position, _ in begun)
+        left = [[*earlier, *chain.from_iterable(share.blocks(at, epoch))] for share, at, earlier in begun]
+        in_turn = [index for turn in zip_longest(*left) for index in turn if index is not None]
+        return replace(self, rest=[*held, *in_turn[self.partition.index :: self.partition.count]], epoch=epoch)
 
 
 class DatasetSource(Source):

@@ -11,12 +11,12 @@ import torch
 
 from paramserver.config import SimulationsConfig
 from paramserver.errors import UnsupportedConfiguration
-from paramserver.online.identities import Identities
-from paramserver.online.post import Post
+from paramserver.online.received_log import Identities
+from paramserver.online.spec import Post
 from paramserver.sources.base import Leftover, Source
 
 if TYPE_CHECKING:
-    from paramserver.online.reception import Reception
+    from paramserver.online.receiver import Reception
 
 
 class Stream(Source):
@@ -64,7 +64,7 @@ class Stream(Source):
     def connect(self, post: Post) -> None:
         self.check(post.plan.config)
         # Here, and not when it is read: where pyzmq is missing, this says so.
-        import paramserver.online.reception  # noqa: F401
+        import paramserver.online.receiver  # noqa: F401
 
         self._post = post
 
@@ -82,7 +82,7 @@ class Stream(Source):
 
     def _receive(self, position: int) -> Reception | None:
         """Begin, once; None where it was closed already."""
-        from paramserver.online.reception import Reception
+        from paramserver.online.receiver import Reception
 
         with self._lock:
             if self._post is None:

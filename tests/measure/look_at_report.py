@@ -4,7 +4,7 @@
 
 Checks in the browser's own account of the page that every picture has a size, that no two labels of a picture overlap,
 that nothing but tables and code is wider than the screen, and that nothing was fetched or refused. A person looks at
-the pictures; tests/test_report_page.py makes the same checks.
+the pictures; tests/unit/report/test_page.py makes the same checks.
 """
 
 from __future__ import annotations

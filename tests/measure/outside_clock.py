@@ -24,9 +24,9 @@ import yaml
 from torch import Tensor, nn
 
 from paramserver.bench.cases import Asked, Case, interleaved, make_cases
-from paramserver.bench.measured import Method, measure
+from paramserver.bench.measure import Method, measure
 from paramserver.cluster import child_environment, process_environ
-from paramserver.records import PHASES
+from paramserver.metrics.records import PHASES
 from paramserver.report.results import Result
 from tests.measure.common import BATCH_SIZE, MODELS, Measured, origin, spread, verdict
 

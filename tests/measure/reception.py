@@ -25,9 +25,8 @@ from paramserver.buffers import make_buffer
 from paramserver.client import Client
 from paramserver.config import SimulationsConfig
 from paramserver.errors import BufferExhausted
-from paramserver.online.desk import Desk
-from paramserver.online.plan import Plan
-from paramserver.online.post import Post
+from paramserver.online.coordinator import Desk
+from paramserver.online.spec import Plan, Post
 from paramserver.sources import Feeder, Stream
 from tests.measure.common import measuring_environment, origin, spread, verdict
 

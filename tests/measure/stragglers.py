@@ -36,7 +36,7 @@ import yaml
 from torch import Tensor, nn
 
 from paramserver.bench.cases import interleaved
-from paramserver.bench.slow import drawn
+from paramserver.bench.slowdown import drawn
 from tests.measure.common import (
     Measured,
     loss_of,

@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paramserver.report.case import SPEED, Case, cases_of
-from paramserver.report.figures import ratio
+from paramserver.report.cases import SPEED, Case, cases_of
 from paramserver.report.results import read_results
+from paramserver.report.statistics import ratio
 from tests.measure.common import origin, spread, verdict
 
 ASKED = 0.9

@@ -34,7 +34,7 @@ from typing import Any
 
 import paramserver
 from paramserver.bench.cases import interleaved
-from paramserver.bench.task import meet
+from paramserver.bench.instrumentation import meet
 from tests.measure.common import (
     BATCH_SIZE,
     Measured,

@@ -23,9 +23,8 @@ from pathlib import Path
 import yaml
 
 from paramserver.bench.cases import Asked, Case, make_cases
-from paramserver.bench.measured import Method, measure
+from paramserver.bench.measure import Method, interpolated, measure
 from paramserver.bench.network import Hosts, parse_bandwidth
-from paramserver.bench.watch import interpolated
 from tests.measure.common import origin, spread, verdict
 from tests.measure.outside_clock import Listener, config_of, method_of
 

@@ -1,0 +1,132 @@
+"""The user's task with an observer beside it: what a benchmark trains in place of the task itself."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+from paramserver.bench.slowdown import Brake, Slow
+from paramserver.bench.step_stamps import Stamps, sign_in
+from paramserver.importing import load_object
+from paramserver.sources.base import Partition
+from paramserver.task import Task, check_task_class, construct
+
+MEETING_S = 120.0
+
+
+def meet(file: Path, number: int, count: int) -> None:
+    """Return when ``count`` processes have come here, each with a number of its own.
+
+    Args:
+        file: through which they meet; nobody else's.
+        number: from 0 to ``count - 1``.
+        count: how many.
+    """
+    store = FileStore(str(file), count)
+    store.set(f"here-{number}", "")
+    store.wait([f"here-{i}" for i in range(count)], timedelta(seconds=MEETING_S))
+
+
+class Observer:
+    """Notes the steps of the trainer in this process.
+
+    Args:
+        folder: of one run; where the notes are left.
+        slow: which trainer is slow; None for none.
+        seed: of the slow batches.
+        number: this run's among ``of`` runs of one trainer each, which begin together; None where the run has them all.
+        of: see ``number``.
+    """
+
+    def __init__(
+        self, folder: Path, slow: Mapping[str, Any] | None, seed: int, number: int | None = None, of: int = 1
+    ) -> None:
+        self._folder, self._seed, self._number, self._of = folder, seed, number, of
+        self._slow = None if slow is None else Slow(**slow)
+        self.model_bytes = 0
+        self.brake: Brake | None = None
+        sign_in(folder)
+
+    def begin(self, trainer: Any) -> None:
+        """The trainer is connected, and takes its first step next."""
+        index = trainer.trainer_index if self._number is None else self._number
+        if self._slow is not None:
+            self.brake = Brake(self._slow, self._seed, index)
+        self._trainer = trainer
+        self._stamps = Stamps(trainer.trainer_index, os.getpid(), self.model_bytes)
+        self._samples, self._wire_bytes = trainer.counters.samples_served, trainer.wire_bytes
+        trainer.clock.on_step = self._stepped
+        if self._number is not None:
+            meet(self._folder.parent / "meeting", self._number, self._of)
+
+    def _stepped(self, end: float, seconds: float, phases: Mapping[str, float]) -> None:
+        samples, wire_bytes = self._trainer.counters.samples_served, self._trainer.wire_bytes
+        self._stamps.add(end, seconds, samples - self._samples, wire_bytes - self._wire_bytes, phases)
+        self._samples, self._wire_bytes = samples, wire_bytes
+
+    def end(self) -> None:
+        self._trainer.clock.on_step = None
+        self._stamps.write(self._folder)
+
+
+class Observed(Task):
+    """Comes before the user's class, and calls it in all that it does."""
+
+    _observer: Observer
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        if isinstance(model, nn.Module):  # else it is refused by who called
+            trained = [p for p in model.parameters() if p.requires_grad]
+            self._observer.model_bytes = sum(p.numel() * p.element_size() for p in trained)
+        return model
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._observer.begin(self.trainer)
+
+    def training_step(self, model: nn.Module, batch: Any, batch_idx: int) -> Tensor:
+        brake = self._observer.brake
+        if brake is None:
+            return super().training_step(model, batch, batch_idx)
+        began = time.perf_counter()
+        loss = super().training_step(model, batch, batch_idx)
+        brake.computed_forward(model, loss, time.perf_counter() - began, batch_idx)
+        return loss
+
+    def on_train_end(self) -> None:
+        self._observer.end()
+        super().on_train_end()
+
+
+class Measured(Observed):
+    """Makes an instance of the user's class, or rather of one that is derived from ``Observed`` and from it.
+
+    Args:
+        task: the user's, as the key ``task`` has it; a file by its whole path.
+        task_args: for the user's class.
+        observer: arguments of ``Observer``.
+    """
+
+    def __new__(cls, task: str, task_args: Mapping[str, Any], observer: Mapping[str, Any]) -> Any:
+        user_class = check_task_class(load_object(task, "task"), task)
+        names = {"__module__": user_class.__module__, "__doc__": user_class.__doc__}
+        made = construct(type(user_class.__name__, (Observed, user_class), names), task, task_args)
+        assert isinstance(made, Observed)
+        made._observer = Observer(**{**observer, "folder": Path(observer["folder"])})
+        return made  # no Measured: Python calls no second constructor
+
+    # Never called; whoever loads a task looks whether they are written.
+
+    def build_optimizer(self, model: nn.Module) -> Any:
+        raise NotImplementedError
+
+    def train_source(self, partition: Partition) -> Any:
+        raise NotImplementedError

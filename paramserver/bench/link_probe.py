@@ -1,0 +1,153 @@
+"""How fast two processes of this machine talk to each other, over gloo and over RPC, each as a run uses it.
+
+    python -m paramserver.bench.link_probe --folder FOLDER --number 0|1
+
+Process 1 sends to process 0 and waits for an answer: a number (half of it is the latency of one message), and a tensor
+of ``SIZE_BYTES`` (the rest of the time is its bytes over the bandwidth). The median of several counts.
+``measure_links`` starts both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+
+from paramserver.bench.cost_model import Speed
+from paramserver.bench.network import INTERFACE, Hosts
+from paramserver.bench.processes import Commands
+from paramserver.cluster import bind_interface, loopback_interface, process_environ
+from paramserver.errors import TrainingError
+from paramserver.process_utils import leave
+
+SIZE_BYTES = 8 * 2**20
+SMALL, LARGE, WARM = 100, 15, 3
+_SLOW_S = 0.3  # a tensor takes no longer over a link that is slow on purpose
+TIMEOUT_S = 60.0
+GLOO, RPC = "gloo", "rpc"
+
+
+def measure_links(
+    folder: Path, environ: Mapping[str, str], device: str = "cpu", hosts: Hosts | None = None
+) -> dict[str, Speed]:
+    """The speed over ``GLOO`` and over ``RPC``; of gloo only where trainers compute on CPUs, and so use it.
+
+    Args:
+        folder: a new one, for the two processes to meet in.
+        environ: theirs.
+        device: the word of the key ``device.kind``.
+        hosts: the two processes run on the first two; None for this machine.
+
+    Raises:
+        TrainingError: it did not come to figures.
+    """
+    folder.mkdir(parents=True)
+    command = [sys.executable, "-m", "paramserver.bench.link_probe", "--folder", str(folder), "--device", device]
+    if hosts is not None:
+        size = min(SIZE_BYTES, max(int(hosts.bandwidth * _SLOW_S), 2**16))
+        command += ["--interface", INTERFACE, "--size", str(size)]
+    both = [[*command, "--number", str(i)] for i in range(2)]
+    if hosts is not None:
+        both = [hosts.on(i, words) for i, words in enumerate(both)]
+    with Commands(both, environ, folder) as commands:
+        commands.wait(TIMEOUT_S, lambda: None)
+    try:
+        found = json.loads((folder / "speeds.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise TrainingError("the probe of the links ended without figures") from None
+    return {name: Speed(**speed) for name, speed in found.items()}
+
+
+# In the two processes.
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--number", type=int, choices=(0, 1), required=True)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--interface", default=loopback_interface())
+    parser.add_argument("--size", type=int, default=SIZE_BYTES)
+    arguments = parser.parse_args()
+    bind_interface(process_environ(), arguments.interface)
+    speeds = {RPC: _over_rpc(arguments.folder, arguments.number, arguments.size)}
+    if not _uses_gpus(arguments.device):
+        speeds[GLOO] = _over_gloo(arguments.folder, arguments.number, arguments.size)
+    found = {name: vars(speed) for name, speed in speeds.items() if speed is not None}
+    if arguments.number == 1:
+        (arguments.folder / "speeds.json").write_text(json.dumps(found), encoding="utf-8")
+    return 0
+
+
+def _uses_gpus(device: str) -> bool:
+    import torch
+
+    return device != "cpu" and torch.cuda.is_available()
+
+
+def _over_gloo(folder: Path, number: int, size_bytes: int) -> Speed:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/gloo", rank=number, world_size=2, timeout=timedelta(seconds=TIMEOUT_S)
+    )
+    small, large = torch.zeros(1), torch.zeros(size_bytes // 4)
+
+    def exchange(tensor: torch.Tensor) -> float:
+        began = time.perf_counter()
+        if number == 1:
+            dist.send(tensor, 0)
+            dist.recv(small, 0)
+        else:
+            dist.recv(tensor, 1)
+            dist.send(small, 1)
+        return time.perf_counter() - began
+
+    try:
+        return _speed(lambda: exchange(small), lambda: exchange(large), size_bytes)
+    finally:
+        dist.destroy_process_group()
+
+
+def _over_rpc(folder: Path, number: int, size_bytes: int) -> Speed | None:
+    import torch
+    from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+    from paramserver.cluster import Identity
+    from paramserver.distributed.rendezvous import Meeting
+    from paramserver.distributed.rpc_calls import host_identity
+    from paramserver.distributed.rpc_latency import call_s, empty_call_s
+    from paramserver.distributed.session import SERVER_NAME, rpc_server, rpc_trainer
+
+    store = FileStore(str(folder / "rpc"), 2)
+    store.set_timeout(timedelta(seconds=TIMEOUT_S))
+    identity = Identity(number, 2, number, 2, 0, "127.0.0.1", 0, False, "probe", "flags")
+    meeting = Meeting(store, identity, TIMEOUT_S, host_identity())
+    if number == 0:
+        with rpc_server(meeting):
+            meeting.ask("done")
+        return None
+    large = torch.zeros(size_bytes // 4)
+    with rpc_trainer(meeting, 0):
+        speed = _speed(lambda: empty_call_s(SERVER_NAME), lambda: call_s(SERVER_NAME, large), size_bytes)
+        meeting.tell("done", "")
+    return speed
+
+
+def _speed(small: Callable[[], float], large: Callable[[], float], size_bytes: int) -> Speed:
+    round_trip_s, large_s = _median_s(small, SMALL), _median_s(large, LARGE)
+    return Speed(size_bytes / max(large_s - round_trip_s, 1e-9), round_trip_s / 2)
+
+
+def _median_s(one: Callable[[], float], count: int) -> float:
+    return statistics.median([one() for _ in range(WARM + count)][WARM:])
+
+
+if __name__ == "__main__":
+    leave(main())

@@ -1,0 +1,441 @@
+"""One case in one repeat: fresh processes, the steps of their trainers, and the record that follows from them.
+
+From the steps of all trainers to the figures of a case: what came after the warm-up, while all of them trained.
+
+What the kernel counts while a run goes on: CPU time of its processes, bytes on the interfaces of its hosts.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+import os
+import re
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paramserver.bench.cases import Case, when_reached
+from paramserver.bench.cost_model import Speed, predicted, ring_bytes
+from paramserver.bench.network import PORT, Hosts, address
+from paramserver.bench.processes import Commands
+from paramserver.bench.step_stamps import COLUMNS, Stamps, Step, processes_of_servers, read_stamps, signed_in
+from paramserver.config import Config, config_from_mapping, dump_yaml
+from paramserver.errors import Interrupted, ParamserverError, TrainingError
+from paramserver.importing import find_file
+from paramserver.metrics.records import PHASES, DurationHistogram
+from paramserver.report.from_runs import learned
+from paramserver.report.results import BY_THE_KERNEL, COMPUTED, Result
+from paramserver.report.target import Target
+
+# The first steps make what later ones use again: buffers, buckets, caches.
+WARM_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Window:
+    """From when to when is measured."""
+
+    begin: float
+    end: float
+
+
+def window_of(trainers: Sequence[Stamps], warm_s: float) -> Window:
+    """From when the last trainer is warm until the first one has made its last step.
+
+    A trainer is warm at the end of the step by which it has trained ``warm_s`` seconds, but not before the third.
+
+    Raises:
+        TrainingError: no trainer, or not every one, made a step in between.
+    """
+    warm = [_warm_at(one, warm_s) for one in trainers]
+    begin = max((moment for moment in warm if moment is not None), default=0.0)
+    end = min((one.steps[-1].end for one in trainers if one.steps), default=0.0)
+    window = Window(begin, end)
+    if None in warm or not all(_inside(one, window) for one in trainers):
+        counts = ", ".join(str(len(one.steps)) for one in trainers)
+        raise TrainingError(
+            f"after a warm-up of {warm_s:g} s and {WARM_STEPS} steps no trainer may be without a step, and they made "
+            f"{counts} in all; raise --seconds, or give data that lasts longer"
+        )
+    return window
+
+
+def _warm_at(one: Stamps, warm_s: float) -> float | None:
+    trained_s = 0.0
+    for count, step in enumerate(one.steps, start=1):
+        trained_s += step.seconds
+        if trained_s >= warm_s and count >= WARM_STEPS:
+            return step.end
+    return None
+
+
+def _inside(one: Stamps, window: Window) -> list[Step]:
+    """The steps that ended in the window."""
+    return [step for step in one.steps if window.begin < step.end <= window.end]
+
+
+def _share(step: Step, window: Window) -> float:
+    """How much of a step lies in the window; a trainer of its own pace is in the middle of one where it begins."""
+    inside_s = min(step.end, window.end) - max(step.begin, window.begin)
+    return min(max(inside_s / step.seconds, 0.0), 1.0) if step.seconds else 0.0
+
+
+def figures(
+    trainers: Sequence[Stamps], window: Window, applied: float = 1.0, updates: float = 1.0, processes: int = 1
+) -> dict[str, Any]:
+    """The fields of a record that follow from steps.
+
+    Args:
+        trainers: of one case.
+        window: what is measured.
+        applied: which share of the samples that trainers drew became part of an update.
+        updates: how many updates there are to a step of a trainer: 1 / T where T trainers make one together.
+        processes: trainers and servers.
+    """
+    shares = [[(step, _share(step, window)) for step in one.steps] for one in trainers]
+    seconds = [sum(step.seconds * share for step, share in own) for own in shares]
+    samples = [applied * sum(step.samples * share for step, share in own) for own in shares]
+    mean_s = sum(seconds) / len(seconds)
+    rate = sum(samples) / mean_s
+    whole = [step for one in trainers for step in _inside(one, window)]
+    durations = DurationHistogram()
+    for step in whole:
+        durations.add(step.seconds)
+    return {
+        "seconds": mean_s,
+        "steps": round(len(whole) * updates),
+        "samples": round(sum(samples)),
+        "samples_per_second": rate,
+        "per_trainer": tuple(n / s for n, s in zip(samples, seconds, strict=True)),
+        "per_process": rate / processes,
+        "step_ms": durations.milliseconds(),
+        "step_bins": dict(sorted(durations.bins.items())),
+        "phases_ms": _phases_ms(whole),
+        "wire_bytes_per_step": sum(step.wire_bytes for step in whole) / len(whole),
+    }
+
+
+def _phases_ms(steps: Sequence[Step]) -> dict[str, float]:
+    """Mean milliseconds per step and trainer. All but ``hidden``, which goes on beside them, make up the step."""
+    assert COLUMNS[: len(PHASES)] == PHASES
+    sums = [sum(values) for values in zip(*(step.phases for step in steps), strict=True)]
+    return {name: total / len(steps) * 1e3 for name, total in zip(COLUMNS, sums, strict=True)}
+
+
+class CpuWatch:
+    """Samples the processes that signed in to some folders.
+
+    Args:
+        folders: where they do.
+    """
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self._folders = folders
+        self._samples: dict[int, list[tuple[float, float]]] = {}
+        self._ticks = os.sysconf("SC_CLK_TCK")
+
+    def look(self) -> None:
+        """Take one sample of each that is alive."""
+        for pid in (pid for folder in self._folders for pid in signed_in(folder)):
+            used_s = self._used_s(pid)
+            if used_s is not None:
+                self._samples.setdefault(pid, []).append((time.perf_counter(), used_s))
+
+    def _used_s(self, pid: int) -> float | None:
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rsplit(")", 1)[1].split()
+        except (FileNotFoundError, ProcessLookupError):
+            return None
+        return (int(fields[11]) + int(fields[12])) / self._ticks  # user and system time (proc(5))
+
+    def used_s(self, pid: int, begin: float, end: float) -> float | None:
+        """Seconds between two moments of ``time.perf_counter``; None where the process was not seen twice."""
+        samples = self._samples.get(pid, ())
+        if len(samples) < 2:
+            return None
+        return interpolated(samples, end) - interpolated(samples, begin)
+
+    def all_used_s(self, pids: Sequence[int], begin: float, end: float) -> float | None:
+        """Of several processes together; None where one is not known, or there is none."""
+        each = [self.used_s(pid, begin, end) for pid in pids]
+        known = [seconds for seconds in each if seconds is not None]
+        return sum(known) if known and len(known) == len(each) else None
+
+
+class WireWatch:
+    """Samples the counters of some hosts' interfaces, added up.
+
+    Args:
+        hosts: made already.
+        count: of the first so many.
+    """
+
+    def __init__(self, hosts: Hosts, count: int) -> None:
+        self._hosts, self._count = hosts, count
+        self._samples: list[tuple[float, float]] = []
+
+    def look(self) -> None:
+        """Take one sample."""
+        moved = sum(self._hosts.moved_bytes(number) for number in range(self._count))
+        self._samples.append((time.perf_counter(), float(moved)))
+
+    def moved(self, begin: float, end: float) -> float:
+        """Bytes sent and received between two moments of ``time.perf_counter``."""
+        return interpolated(self._samples, end) - interpolated(self._samples, begin)
+
+
+def interpolated(samples: Sequence[tuple[float, float]], moment: float) -> float:
+    """The value at a moment, on the line between its neighbours; beyond the ends, the end's."""
+    place = bisect.bisect_left(samples, (moment, 0.0))
+    if place == 0 or place == len(samples):
+        return samples[min(place, len(samples) - 1)][1]
+    (t0, v0), (t1, v1) = samples[place - 1 : place + 1]
+    return v0 + (v1 - v0) * (moment - t0) / (t1 - t0)
+
+
+# Beyond the training itself: imports, meeting, the last validation, on a busy machine.
+_AROUND_S = 180.0
+_TIMES_AS_LONG = 4
+
+
+@dataclass(frozen=True)
+class Method:
+    """How every case is measured.
+
+    Args:
+        out: the benchmark's folder; a run's files are kept there only where it fails.
+        folders: where the task is looked for.
+        environ: of every process.
+        seconds: of training, after ``warm_s`` seconds of it.
+        target: what a run is to reach, where somebody asked.
+        hosts: where ranks that communicate run, each on its own; None for this machine.
+        speeds: of the links between two processes, by ``Mode.name``.
+        environment: what every record tells of versions, machine and command.
+        stop: set where somebody wants no more of it.
+    """
+
+    out: Path
+    folders: Sequence[Path]
+    environ: Mapping[str, str]
+    seconds: float
+    warm_s: float
+    target: Target | None = None
+    hosts: Hosts | None = None
+    speeds: Mapping[str, Speed] = field(default_factory=dict)
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    stop: threading.Event = field(default_factory=threading.Event)
+
+
+def measure(case: Case, repeat: int, method: Method) -> Result:
+    """Run a case once, and tell what it came to; a failure is told too.
+
+    Raises:
+        Interrupted: somebody asked to stop.
+    """
+    started, began = time.time(), time.perf_counter()
+    folder = method.out / "runs" / folder_name(case, repeat)
+    found: dict[str, Any] = {"status": "completed"}
+    try:
+        found |= _run(case, repeat, method, folder)
+        shutil.rmtree(folder)
+    except Interrupted:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    except (ParamserverError, OSError) as error:
+        found = {"status": "failed", "error": f"{error}; its files are in {folder}"}
+    return Result(
+        case=case.name,
+        repeat=repeat,
+        mode=case.mode.name,
+        trainers=case.trainers,
+        servers=case.servers,
+        overrides=dict(case.overrides),
+        scenario={} if case.slow is None else {"slow": asdict(case.slow)},
+        baseline=case.baseline,
+        started=started,
+        wall_s=time.perf_counter() - began,
+        target=None if method.target is None else {method.target.name: method.target.value},
+        environment={**method.environment, "config": dump_yaml(case.config)},
+        **found,
+    )
+
+
+def folder_name(case: Case, repeat: int) -> str:
+    """A plain name for the files of a run."""
+    return f"{re.sub(r'[^A-Za-z0-9.=_-]+', '-', case.name).strip('-.')[:100]}-{repeat}"
+
+
+def run_config(case: Case, repeat: int, method: Method, folder: Path, number: int) -> Config:
+    """The config of one of a case's runs: the user's, but for limits, saving, and an observer around the task.
+
+    Nothing is validated or saved on the way, unless a target is to be seen. What limits the user's run is lifted: the
+    time ends this one, or the end of the data.
+    """
+    config = case.config.to_mapping()
+    observer = {
+        "folder": str(folder),
+        "slow": None if case.slow is None else asdict(case.slow),
+        "seed": repeat,
+        "number": number if case.runs > 1 else None,
+        "of": case.runs,
+    }
+    task = {"task": task_reference(case.config, method.folders), "task_args": config["task_args"]}
+    limits = dict.fromkeys(("max_epochs", "max_steps", "max_samples", "patience"))
+    validate_every = 0 if method.target is None else case.config.training.validate_every
+    return config_from_mapping(
+        {
+            **config,
+            "task": "paramserver.bench.instrumentation:Measured",
+            "task_args": {**task, "observer": observer},
+            "training": {
+                **config["training"],
+                **limits,
+                "max_seconds": method.warm_s + method.seconds,
+                "validate_every": validate_every,
+            },
+            "checkpoint": {**config["checkpoint"], "every": 0, "best": None},
+            "logging": {
+                **config["logging"],
+                "run_dir": str(folder),
+                "name": "run",
+                "tensorboard": False,
+                "progress": "off",
+            },
+        }
+    )
+
+
+def task_reference(config: Config, folders: Sequence[Path]) -> str:
+    """The task, with the whole path of its file: who loads it does not know the folders.
+
+    Raises:
+        TaskError: there is no such file.
+    """
+    assert config.task is not None
+    place, _, name = config.task.rpartition(":")
+    return f"{find_file(place, 'task', folders)}:{name}" if place.endswith(".py") else config.task
+
+
+def _run(case: Case, repeat: int, method: Method, folder: Path) -> dict[str, Any]:
+    """The fields that a run gives."""
+    places = [folder / str(number) for number in range(case.runs)]
+    commands = []
+    for number, place in enumerate(places):
+        place.mkdir(parents=True)
+        file = place / "config.yaml"
+        file.write_text(dump_yaml(run_config(case, repeat, method, place, number)), encoding="utf-8")
+        commands += commands_of(case, method, file)
+    watch = CpuWatch(places)
+    # torch tells nobody what DistributedDataParallel sends.
+    wire = WireWatch(method.hosts, case.trainers) if method.hosts and case.mode.has_process_group else None
+
+    def look() -> None:
+        watch.look()
+        if wire is not None:
+            wire.look()
+
+    timeout_s = _AROUND_S + _TIMES_AS_LONG * (method.warm_s + method.seconds)
+    with Commands(commands, method.environ, folder, method.stop) as running:
+        running.wait(timeout_s, look)
+    return _outcome(case, method, places, watch, wire)
+
+
+def commands_of(case: Case, method: Method, config_file: Path) -> list[list[str]]:
+    """What starts one run: a supervisor of all its ranks, or on hosts of their own each rank by itself."""
+    command = [sys.executable, "-m", "paramserver.launch", "--config", str(config_file)]
+    command += [word for one in method.folders for word in ("--folder", str(one))]
+    if method.hosts is None or case.mode.single_process:
+        return [command]
+    ranks = case.trainers + case.servers
+    command += ["--world_size", str(ranks), "--master_addr", address(0), "--master_port", str(PORT)]
+    return [method.hosts.on(rank, [*command, "--rank", str(rank)]) for rank in range(ranks)]
+
+
+def _outcome(
+    case: Case, method: Method, places: Sequence[Path], watch: CpuWatch, wire: WireWatch | None
+) -> dict[str, Any]:
+    each = case.trainers // case.runs
+    stamps = [one for place in places for one in read_stamps(place, each)]
+    summaries = [_read_summary(place) for place in places]
+    window = window_of(stamps, method.warm_s)
+    steps = sum(len(one.steps) for one in stamps)
+    served = sum(summary["samples_served"] for summary in summaries)
+    found = figures(
+        stamps,
+        window,
+        applied=sum(summary["samples"] for summary in summaries) / served if served else 1.0,
+        updates=sum(summary["steps"] for summary in summaries) / steps,
+        processes=case.trainers + case.servers,
+    )
+    return {
+        **found,
+        **_curves(method, places[0], summaries[0]),
+        "cpu_s": _cpu_s(watch, places, stamps, window),
+        "peak_rss_mb": _peaks(summaries),
+        "staleness": summaries[0]["staleness"],
+        "predicted": _predicted(case, method, stamps[0], found["wire_bytes_per_step"]),
+        **(_wire_bytes(case, stamps, window, wire) if case.mode.has_process_group else {}),
+    }
+
+
+def _wire_bytes(
+    case: Case, stamps: Sequence[Stamps], window: Window, wire: WireWatch | None
+) -> dict[str, float | str | None]:
+    """Of a step of a trainer in a process group: as the kernel counted it, or as it should be."""
+    if wire is None:
+        computed = ring_bytes(stamps[0].model_bytes, case.trainers, case.config.ddp.comm_hook)
+        return {"wire_bytes_per_step": computed, "wire_bytes_source": None if computed is None else COMPUTED}
+    moved = wire.moved(window.begin, window.end)
+    steps = sum(window.begin < step.end <= window.end for one in stamps for step in one.steps)
+    return {"wire_bytes_per_step": moved / steps, "wire_bytes_source": BY_THE_KERNEL}
+
+
+def _read_summary(place: Path) -> dict[str, Any]:
+    file = place / "run" / "summary.json"
+    if not file.is_file():
+        raise TrainingError(f"the run ended without {file}")
+    summary: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return summary
+
+
+def _curves(method: Method, place: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Of several runs of one trainer each, those of the first."""
+    lines = (place / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    points = learned([json.loads(line) for line in lines], summary)
+    loss, validation = (tuple((p[0], p[1], p[2]) for p in points[name]) for name in ("loss", "validation"))
+    met = None if method.target is None else when_reached(validation, method.target)
+    return {
+        "loss": loss,
+        "validation": validation,
+        "samples_to_target": None if met is None else met[0],
+        "time_to_target_s": None if met is None else met[1],
+    }
+
+
+def _cpu_s(
+    watch: CpuWatch, places: Sequence[Path], stamps: Sequence[Stamps], window: Window
+) -> dict[str, float | None]:
+    """CPU seconds of all servers and of all trainers in the window."""
+    servers = [pid for place in places for pid in processes_of_servers(place, stamps)]
+    groups = {"servers": servers, "trainers": [one.pid for one in stamps]}
+    return {name: watch.all_used_s(pids, window.begin, window.end) for name, pids in groups.items()}
+
+
+def _peaks(summaries: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+    """The largest of each kind."""
+    peaks = [summary["peak_rss_mb"] for summary in summaries]
+    return {kind: max((p[kind] for p in peaks if p[kind] is not None), default=None) for kind in ("server", "trainer")}
+
+
+def _predicted(case: Case, method: Method, stamps: Stamps, wire_bytes: float) -> dict[str, Any] | None:
+    speed = method.speeds.get(case.mode.name)
+    if speed is None:
+        return None
+    hook = case.config.ddp.comm_hook
+    return predicted(case.mode, speed, stamps.model_bytes, wire_bytes, case.trainers, case.servers, hook)

@@ -1,0 +1,87 @@
+"""The steps of one trainer, each with the moment at which it ended: written by the trainer, read by who measures."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from paramserver.errors import TrainingError
+from paramserver.metrics.records import PHASES
+
+COLUMNS = (*PHASES, "hidden")
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step that a trainer took.
+
+    Args:
+        end: the kernel's monotonic clock, which all processes of a host share (``time.perf_counter``).
+        seconds: how long it took.
+        samples: what the trainer drew for it.
+        wire_bytes: what the trainer sent and received.
+        phases: seconds of each of ``COLUMNS``.
+    """
+
+    end: float
+    seconds: float
+    samples: int
+    wire_bytes: int
+    phases: tuple[float, ...]
+
+    @property
+    def begin(self) -> float:
+        return self.end - self.seconds
+
+
+@dataclass
+class Stamps:
+    """What one trainer notes of itself. ``model_bytes`` are those of the parameters that it trains."""
+
+    trainer_index: int
+    pid: int
+    model_bytes: int = 0
+    steps: list[Step] = field(default_factory=list)
+
+    def add(self, end: float, seconds: float, samples: int, wire_bytes: int, phases: Mapping[str, float]) -> None:
+        self.steps.append(Step(end, seconds, samples, wire_bytes, tuple(phases[name] for name in COLUMNS)))
+
+    def write(self, folder: Path) -> None:
+        rows = [[s.end, s.seconds, s.samples, s.wire_bytes, *s.phases] for s in self.steps]
+        about = {"trainer": self.trainer_index, "pid": self.pid, "model_bytes": self.model_bytes, "steps": rows}
+        (folder / f"steps-{self.trainer_index}.json").write_text(json.dumps(about), encoding="utf-8")
+
+
+def sign_in(folder: Path) -> None:
+    """Tell that this process belongs to what is measured in ``folder``."""
+    (folder / f"process-{os.getpid()}").touch()
+
+
+def signed_in(folder: Path) -> list[int]:
+    """The processes that did."""
+    return [int(path.name.partition("-")[2]) for path in folder.glob("process-*")]
+
+
+def read_stamps(folder: Path, trainers: int) -> list[Stamps]:
+    """What the trainers of a run left in ``folder``.
+
+    Raises:
+        TrainingError: one left nothing.
+    """
+    return [_read(folder / f"steps-{i}.json", i) for i in range(trainers)]
+
+
+def _read(path: Path, trainer_index: int) -> Stamps:
+    try:
+        about = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise TrainingError(f"trainer {trainer_index} left no record of its steps, though its run ended well") from None
+    steps = [Step(row[0], row[1], row[2], row[3], tuple(row[4:])) for row in about["steps"]]
+    return Stamps(about["trainer"], about["pid"], about["model_bytes"], steps)
+
+
+def processes_of_servers(folder: Path, trainers: Sequence[Stamps]) -> list[int]:
+    return sorted(set(signed_in(folder)) - {one.pid for one in trainers})

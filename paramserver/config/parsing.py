@@ -1,0 +1,327 @@
+"""YAML text to plain values, with the line of every key. Nothing but plain values is ever constructed.
+
+One value against its rule: accepted and converted, or refused in one sentence.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import re
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePath
+from typing import Any
+
+import yaml
+
+from paramserver.config.schema import NOUNS, KeyPath, Kind, Rule, at, nearest, show
+from paramserver.errors import UnsupportedConfiguration
+
+# What YAML 1.1 takes for text although everybody means a number: 1e-3, 1E6, 2.5e4.
+EXPONENT_NUMBER = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+")
+
+
+class _BrokenRuleError(ValueError):
+    """A value breaks its rule; the text is what it must be. The cure is the rule's own unless one is given."""
+
+    def __init__(self, must: str, cure: str | None = None) -> None:
+        super().__init__(must)
+        self.cure = cure
+
+
+def check_value(name: str, rule: Rule, value: Any, origin: str = "") -> Any:
+    """Return ``value`` in the type of its rule.
+
+    Raises:
+        UnsupportedConfiguration: origin, name, value, rule and cure in one sentence.
+    """
+    if value is None and rule.nullable:
+        return None
+    try:
+        converted = _CONVERTERS[rule.kind](value, rule)
+        _check_bounds(converted, rule)
+    except _BrokenRuleError as broken:
+        cure = broken.cure or f"give {rule.wanted()}"
+        raise UnsupportedConfiguration(f"{at(origin)}{name} ({show(value, 60)}) must {broken}; {cure}") from None
+    return converted
+
+
+def _check_bounds(value: Any, rule: Rule) -> None:
+    if rule.minimum is not None and value < rule.minimum:
+        raise _BrokenRuleError(f"be at least {show(rule.minimum)}")
+    if rule.above is not None and value <= rule.above:
+        raise _BrokenRuleError(f"be above {show(rule.above)}")
+    if rule.maximum is not None and value > rule.maximum:
+        raise _BrokenRuleError(f"be at most {show(rule.maximum)}")
+
+
+def _whole(value: Any, rule: Rule) -> int:
+    value = _meant(value)
+    # The abstract types, so that scalars of numpy from a script are welcome; bool is one of them and is not.
+    if not isinstance(value, bool) and isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    raise _BrokenRuleError("be a whole number")
+
+
+def _number(value: Any, rule: Rule) -> float:
+    value = _meant(value)
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise _BrokenRuleError("be a number")
+    try:
+        converted = float(value)  # a whole number may be too large for it
+    except OverflowError:
+        converted = math.inf
+    if not math.isfinite(converted):
+        raise _BrokenRuleError("be a finite number")
+    return converted
+
+
+def _meant(value: Any) -> Any:
+    return float(value) if isinstance(value, str) and EXPONENT_NUMBER.fullmatch(value) else value
+
+
+def _switch(value: Any, rule: Rule) -> bool:
+    if not isinstance(value, bool):
+        raise _BrokenRuleError("be true or false", "write it without quotes")
+    return value
+
+
+def _text(value: Any, rule: Rule) -> str:
+    # YAML 1.1 reads the words on and off as booleans; where they are choices, the words were meant.
+    if isinstance(value, bool) and {"on", "off"} <= set(rule.choices):
+        value = "on" if value else "off"
+    if isinstance(value, PurePath):
+        value = str(value)
+    if rule.choices and value not in rule.choices:
+        meant = nearest(show(value), rule.choices)
+        raise _BrokenRuleError(
+            f"be one of {', '.join(rule.choices)}", f"did you mean {meant}?" if meant else "choose one of them"
+        )
+    if not isinstance(value, str):
+        raise _BrokenRuleError("be text", "put it in quotes")
+    if not value.strip():
+        raise _BrokenRuleError("not be empty")
+    if rule.pattern and not re.fullmatch(rule.pattern, value):
+        raise _BrokenRuleError(f"be {rule.form}", f"write it like {rule.example}")
+    return value
+
+
+def _mapping(value: Any, rule: Rule) -> dict[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise _BrokenRuleError(f"be {NOUNS['mapping']}", "write lines like name: value below it")
+    for name in value:
+        if not isinstance(name, str):
+            raise _BrokenRuleError(f"have names that are text, not {show(name, 40)}", "put the name in quotes")
+    return {name: _plain(item, (id(value),)) for name, item in value.items()}
+
+
+def _plain(value: Any, inside: tuple[int, ...]) -> Any:
+    """Copy a value in types that YAML can store and give back; a tuple becomes a list."""
+    # The exact types: a subclass (an enum, a scalar of numpy) would come back from a file as something else.
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if id(value) in inside:
+        raise _BrokenRuleError("not contain itself", "write the inner value out")
+    inside = (*inside, id(value))
+    if isinstance(value, Mapping):
+        return {_plain(name, inside): _plain(item, inside) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, inside) for item in value]
+    raise _BrokenRuleError(
+        f"hold plain values only, not {type(value).__name__}",
+        "use text, numbers, true, false, null, lists and mappings",
+    )
+
+
+_CONVERTERS: dict[Kind, Callable[[Any, Rule], Any]] = {
+    "int": _whole,
+    "float": _number,
+    "bool": _switch,
+    "str": _text,
+    "mapping": _mapping,
+}
+
+
+_TAG = "tag:yaml.org,2002:"
+_MERGE = f"{_TAG}merge"
+_PLAIN_TAGS = {f"{_TAG}{name}" for name in ("null", "bool", "int", "float", "str", "seq", "map")}
+# Plain 2024-01-01 and = are text here: no key is a date, and names of runs often look like one.
+_NOT_RESOLVED = {f"{_TAG}timestamp", f"{_TAG}value"}
+
+
+class _Loader(yaml.SafeLoader):
+    """`yaml.SafeLoader`, but 1e-3 is a number, and a date is text."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 - the name and form of PyYAML
+        first: [(tag, pattern) for tag, pattern in resolvers if tag not in _NOT_RESOLVED]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+class _Dumper(yaml.SafeDumper):
+    """Puts in quotes what `_Loader`, or any reader of YAML 1.1, would not take for text."""
+
+    # A value used twice is written twice: aliases are hard to read in a file that people edit.
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        # PyYAML folds these line breaks to a space unless they are escaped, which only double quotes do.
+        style = '"' if any(character in data for character in "\x85\u2028\u2029") else None
+        return self.represent_scalar(f"{_TAG}str", data, style=style)
+
+
+_EXPONENT = re.compile(f"^(?:{EXPONENT_NUMBER.pattern})$")
+_Dumper.add_representer(str, _Dumper.represent_str)
+_Loader.add_implicit_resolver(f"{_TAG}float", _EXPONENT, list("-+.0123456789"))
+_Dumper.add_implicit_resolver(f"{_TAG}float", _EXPONENT, list("-+.0123456789"))
+
+
+@dataclass(frozen=True)
+class Document:
+    """Plain values and, for each path of keys to one of them, its line (from 1)."""
+
+    value: Any
+    lines: dict[KeyPath, int] = field(default_factory=dict)
+
+
+def read_file(file: Path) -> Document:
+    """Read the mapping in ``file``.
+
+    Raises:
+        UnsupportedConfiguration: unreadable, not UTF-8, empty, malformed, not a mapping, a key twice, a foreign tag.
+    """
+    document = read_text(_text_of(file), str(file))
+    if document.value is None:
+        raise UnsupportedConfiguration(f"{file} is empty; give at least task: module:Class")
+    if not isinstance(document.value, dict):
+        raise UnsupportedConfiguration(
+            f"{file} ({show(document.value, 40)}) must be a mapping of keys to values; write lines like mode: rpc"
+        )
+    return document
+
+
+def _text_of(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise UnsupportedConfiguration(f"{file} does not exist; give the path of a YAML file") from None
+    except IsADirectoryError:
+        raise UnsupportedConfiguration(f"{file} is a folder; give the path of a YAML file") from None
+    except UnicodeDecodeError as error:
+        raise UnsupportedConfiguration(f"{file} is not UTF-8 text (byte {error.start}); save it as UTF-8") from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        raise UnsupportedConfiguration(f"{file} cannot be read ({error}); give the path of a YAML file") from None
+
+
+def read_text(text: str, name: str, *, numbered: bool = True) -> Document:
+    """One YAML document. Messages begin with ``name:line``, or with ``name`` where lines mean nothing."""
+    try:
+        loader = _Loader(text)
+        try:
+            return _Reader(loader, name, numbered).read()
+        finally:
+            loader.dispose()
+    except yaml.reader.ReaderError as error:
+        line = f":{text[: error.position].count(chr(10)) + 1}" if numbered else ""
+        raise UnsupportedConfiguration(
+            f"{name}{line}: not valid YAML: {error.reason} (at character {error.position}); remove it"
+        ) from None
+    except RecursionError:
+        raise UnsupportedConfiguration(f"{name}: nested too deeply; a config has three levels") from None
+
+
+def dump(value: Any) -> str:
+    """Plain values as YAML that `read_text` gives back unchanged."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+class _Reader:
+    def __init__(self, loader: _Loader, name: str, numbered: bool) -> None:
+        self._loader = loader
+        self._name = name
+        self._numbered = numbered
+        self._lines: dict[KeyPath, int] = {}
+        self._open: set[int] = set()
+
+    def read(self) -> Document:
+        try:
+            node = self._loader.get_single_node()
+        except yaml.MarkedYAMLError as error:
+            raise self._malformed(error) from None
+        return Document(None if node is None else self._convert(node, ()), self._lines)
+
+    def _malformed(self, error: yaml.MarkedYAMLError) -> UnsupportedConfiguration:
+        mark = error.problem_mark or error.context_mark
+        said = ", ".join(part for part in (error.context, error.problem) if part).replace("\n", " ")
+        line = mark.line + 1 if mark else None
+        place = "this line or the one above it" if self._numbered else "the value, or put it in quotes"
+        return self._error(line, f"not valid YAML: {said}; correct {place}")
+
+    def _error(self, line: int | None, message: str) -> UnsupportedConfiguration:
+        origin = f"{self._name}:{line}" if self._numbered and line else self._name
+        return UnsupportedConfiguration(at(origin) + message)
+
+    def _convert(self, node: yaml.Node, path: KeyPath) -> Any:
+        line = node.start_mark.line + 1
+        if node.tag not in _PLAIN_TAGS:
+            tag = node.tag.replace(_TAG, "!!")
+            raise self._error(line, f"the tag {tag} is not for a config; use plain text, numbers, lists and mappings")
+        # Aliases make a graph of the nodes; only a circle in it is wrong.
+        if id(node) in self._open:
+            raise self._error(line, "a value contains itself through an alias (*name); write it out")
+        if isinstance(node, yaml.ScalarNode):
+            return self._scalar(node)
+        self._open.add(id(node))
+        try:
+            if isinstance(node, yaml.MappingNode):
+                return self._mapping(node, path)
+            return [self._convert(child, (*path, i)) for i, child in enumerate(node.value)]
+        finally:
+            self._open.discard(id(node))
+
+    def _scalar(self, node: yaml.ScalarNode) -> Any:
+        try:
+            return self._loader.construct_object(node)
+        # With an explicit tag PyYAML lets out what its own conversion raises: !!int x, !!bool x, !!float "".
+        except (yaml.YAMLError, ValueError, KeyError, IndexError):
+            kind = node.tag.replace(_TAG, "")
+            message = f"{show(node.value, 40)} cannot be read as {kind}; correct it, or put it in quotes"
+            raise self._error(node.start_mark.line + 1, message) from None
+
+    def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[Any, Any]:
+        merged: dict[Any, Any] = {}
+        own: dict[Any, Any] = {}
+        # Merged keys (<<) first, so that the lines of the mapping's own keys stand.
+        for key_node, value_node in sorted(node.value, key=lambda pair: bool(pair[0].tag != _MERGE)):
+            line = key_node.start_mark.line + 1
+            if key_node.tag == _MERGE:
+                merged = {**self._merged(value_node, path), **merged}
+                continue
+            key = self._convert(key_node, ())
+            if not isinstance(key, Hashable):
+                raise self._error(line, f"a key ({show(key, 40)}) must be text; write lines like mode: rpc")
+            here = (*path, key)
+            if key in own:
+                first = self._lines[here]
+                raise self._error(line, f"{show(key)} is given twice, first in line {first}; remove one of the two")
+            self._lines[here] = line
+            own[key] = self._convert(value_node, here)
+        return {**merged, **own}
+
+    def _merged(self, node: yaml.Node, path: KeyPath) -> dict[Any, Any]:
+        nodes = node.value if isinstance(node, yaml.SequenceNode) else [node]
+        merged: dict[Any, Any] = {}
+        for child in reversed(nodes):
+            value = self._convert(child, path)
+            if not isinstance(value, dict):
+                raise self._error(
+                    child.start_mark.line + 1, "<< must name a mapping; write <<: *name of an &name above"
+                )
+            merged.update(value)
+        return merged

@@ -1,0 +1,98 @@
+"""Synchronous consistency: the mean over all trainers, as in data-parallel SGD.
+
+What trainers do that take every step together, as ranks of a process group or under a server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from paramserver.consistency.base import Announcement, Consistency, Decision, Readiness, Stop, Terms, Update, Verdict
+from paramserver.limits import Limits
+
+
+def decide(
+    announced: Mapping[int, Announcement], step: int, samples: int, limits: Limits, uneven_inputs: str
+) -> Decision:
+    """What all trainers do next, from what each of them announced and from what was applied so far.
+
+    It depends on its arguments alone, so that ranks which reduced the same values take the same decision.
+    """
+    active = tuple(i for i in sorted(announced) if announced[i].readiness is Readiness.READY)
+    drained = tuple(i for i in sorted(announced) if announced[i].readiness is Readiness.DRAINED)
+
+    def end(reason: str, interrupted: bool = False) -> Decision:
+        return Decision(Verdict.END, (), step, samples, reason, interrupted)
+
+    stop = max((a.stop for a in announced.values()), default=Stop.NO)
+    if (limit := limits.reached(step, samples)) is not None:
+        return end(limit)
+    if stop is not Stop.NO:
+        reason = next((a.reason for _, a in sorted(announced.items()) if a.stop is stop and a.reason), "")
+        return end(reason, interrupted=stop is Stop.SIGNAL)
+    if len(drained) == len(announced):
+        return end("all data was served")
+    if drained and uneven_inputs == "stop":
+        return end(f"trainer {drained[0]} has no more data (training.uneven_inputs: stop)")
+    if len(active) + len(drained) < len(announced):
+        return Decision(Verdict.WAIT, (), step, samples)
+    return Decision(Verdict.GO, active, step, samples, batches=min(announced[i].batches for i in active))
+
+
+def buffer_source(active: tuple[int, ...], uneven_inputs: str) -> int:
+    """The trainer whose module buffers (BatchNorm) a step keeps: the first, as in DDP; in DDP's join the last."""
+    return active[-1] if uneven_inputs == "join" else active[0]
+
+
+class Sync(Consistency):
+    """An update is the mean over all trainers that take part; nobody goes on before it is made.
+
+    Bulk-synchronous parallelism with a server: Valiant, "A bridging model for parallel computation", CACM 33(8), 1990;
+    the mean over trainers is what DistributedDataParallel computes (Li et al., "PyTorch Distributed", VLDB 2020).
+    """
+
+    lockstep = True
+
+    def __init__(self, terms: Terms, step: int = 0, samples: int = 0) -> None:
+        super().__init__(terms, step, samples)
+        self._active: tuple[int, ...] = ()
+        self._pushed: dict[int, int] = {}
+
+    def answers(self) -> dict[int, Decision]:
+        if len(self._announced) < self.terms.trainers:
+            return {}
+        decision = decide(self._announced, self.step, self.samples, self.terms.limits, self.terms.uneven_inputs)
+        if decision.verdict is Verdict.GO:
+            self._active, self._pushed = decision.active, {}
+        answered = dict.fromkeys(sorted(self._announced), decision)
+        self._announced.clear()
+        return answered
+
+    def refusal(self, trainer_index: int, version: int) -> str | None:
+        if trainer_index not in self._active:
+            return f"trainer {trainer_index} pushed outside a step that it takes part in (step {self.step})"
+        if trainer_index in self._pushed:
+            return f"trainer {trainer_index} pushed twice in step {self.step}"
+        if version != self.step:
+            return f"trainer {trainer_index} pushed a gradient of version {version} to version {self.step}"
+        return None
+
+    def push(self, trainer_index: int, version: int, samples: int) -> bool:
+        self._pushed[trainer_index] = samples
+        return True
+
+    def due(self) -> Update | None:
+        if not self._active or len(self._pushed) < len(self._active):
+            return None
+        update = Update(self._active, (0,) * len(self._active), self._buffer_source)
+        self._active = ()
+        self.step += 1
+        self.samples += sum(self._pushed.values())
+        return update
+
+    def keeps_buffers_of(self, trainer_index: int) -> bool:
+        return bool(self._active) and trainer_index == self._buffer_source
+
+    @property
+    def _buffer_source(self) -> int:
+        return buffer_source(self._active, self.terms.uneven_inputs)

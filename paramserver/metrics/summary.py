@@ -1,0 +1,275 @@
+"""What a person reads when a run has ended, from the fields of ``summary.json``.
+
+summary.json: what a run came to, from the accounts of its keeper and its trainers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from paramserver.config import Config, mode_of, num_servers_of, num_trainers_of
+from paramserver.metrics.records import PHASES, DurationHistogram, TrainerTotals, peak_rss_mb
+
+
+class Counts(Protocol):
+    """How stale gradients were."""
+
+    def figures(self) -> dict[str, Any]: ...
+
+    def by_trainer(self) -> list[dict[str, Any]]: ...
+
+
+class Account(Protocol):
+    """What rank 0 counted while the run went on."""
+
+    config: Config
+    step: int
+    samples: int
+    first_samples: int
+    seconds: float
+    loss: float | None
+    validation: dict[str, float]
+    checkpoint_pauses_s: list[float]
+
+    @property
+    def staleness(self) -> Counts: ...
+
+    dropped: int
+
+    @property
+    def last_checkpoint(self) -> str | None: ...
+
+
+def summarize(
+    account: Account, status: str, totals: Sequence[TrainerTotals], reason: str, error: str | None
+) -> dict[str, Any]:
+    """The fields of summary.json (docs/interface.md, section 5). What is unknown is null."""
+    config = account.config
+    steps = DurationHistogram()
+    for one in totals:
+        steps.merge(one.steps)
+    seconds = max((t.seconds for t in totals), default=account.seconds)
+    applied = account.samples - account.first_samples
+    has_servers = mode_of(config).has_servers
+    return {
+        "status": status,
+        "reason": reason,
+        "mode": config.mode,
+        "consistency": config.server.consistency if has_servers else None,
+        "num_servers": num_servers_of(config),
+        "num_trainers": num_trainers_of(config),
+        "steps": account.step,
+        "samples": account.samples,
+        "samples_served": sum(t.samples for t in totals),
+        "samples_left": _sum_known([t.samples_left for t in totals]),
+        "seconds": seconds,
+        "samples_per_second": applied / seconds if seconds else None,
+        "train_loss": account.loss,
+        "validation": account.validation,
+        "step_ms": steps.milliseconds(),
+        "phases_ms": _phases_ms(totals, steps.count),
+        "wire_bytes_per_step": sum(t.wire_bytes for t in totals) / steps.count if steps.count else 0,
+        "staleness": {
+            **account.staleness.figures(),
+            "dropped": account.dropped,
+            "trainers": account.staleness.by_trainer(),
+        }
+        if has_servers
+        else None,
+        "buffer": _buffer(totals),
+        "trainers": [_trainer(t) for t in totals],
+        "faults": [],
+        "restarts": 0,
+        "peak_rss_mb": {
+            "server": round(peak_rss_mb(), 1) if has_servers else None,
+            "trainer": round(max((t.peak_rss_mb for t in totals), default=0.0), 1) or None,
+        },
+        "checkpoint": account.last_checkpoint,
+        "checkpoint_pause_ms": [round(pause_s * 1e3, 3) for pause_s in account.checkpoint_pauses_s],
+        "error": error,
+    }
+
+
+def _sum_known(numbers: Sequence[int | None]) -> int | None:
+    known = [n for n in numbers if n is not None]
+    return sum(known) if len(known) == len(numbers) and known else None
+
+
+def _phases_ms(totals: Sequence[TrainerTotals], steps: int) -> dict[str, float]:
+    """Mean milliseconds per step and trainer of each phase; together they are the step. ``hidden`` went on beside."""
+    if not steps:
+        return {}
+    return {
+        name: round(sum(t.phases_s.get(name, 0.0) for t in totals) / steps * 1e3, 4) for name in (*PHASES, "hidden")
+    }
+
+
+def _trainer(t: TrainerTotals) -> dict[str, Any]:
+    """One trainer's own figures, with those of what it received where its samples came from simulations."""
+    waited_s = t.buffer.get("get_wait_s", 0.0)
+    return {
+        "trainer": t.trainer_index,
+        "samples": t.samples,
+        "samples_per_second": t.samples / t.seconds if t.seconds else None,
+        "data_wait_share": round(min(waited_s / t.seconds, 1.0), 4) if t.seconds else None,
+        **({"stream": t.buffer["stream"]} if "stream" in t.buffer else {}),
+        "peak_rss_mb": round(t.peak_rss_mb, 1),
+    }
+
+
+def _buffer(totals: Sequence[TrainerTotals]) -> dict[str, float]:
+    names = ("puts", "gets", "put_wait_s", "get_wait_s")
+    return {name: round(sum(t.buffer.get(name, 0) for t in totals), 4) for name in names}
+
+
+Summary = Mapping[str, Any]
+
+_OWN_PATH = ("data", "pull", "forward", "backward", "push", "apply", "wait")
+_BESIDE = ("hidden",)
+_STARVED = 0.1
+_RECEIVED = ("received", "duplicated", "refused")
+_STUDY = ("complete", "running", "waiting", "restarted", "given_up")
+
+
+def summary_text(summary: Summary, run_dir: Path | str) -> str:
+    """Return aligned lines ``name  value``; a field that is missing or None has no line, or a dash in its line."""
+    lines = [(name, line(summary)) for name, line in _LINES]
+    tensorboard = Path(run_dir) / "tensorboard"
+    lines.append(("tensorboard", f"tensorboard --logdir {tensorboard}" if tensorboard.is_dir() else ""))
+    lines.append(("folder", str(run_dir)))
+    width = max(len(name) for name, _ in lines)
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in lines if text) + "\n"
+
+
+def _number(value: Any, unit: str = "") -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, int) or (isinstance(value, float) and value.is_integer() and abs(value) >= 1000):
+        return f"{int(value)}{unit}"
+    return f"{value:.4g}{unit}" if isinstance(value, float) else f"{value}{unit}"
+
+
+def _mode(summary: Summary) -> str:
+    parts = [str(summary.get("mode") or "-")]
+    if summary.get("consistency"):
+        parts.append(str(summary["consistency"]))
+    for key, noun in (("num_servers", "server"), ("num_trainers", "trainer")):
+        count = summary.get(key)
+        if count:
+            parts.append(f"{count} {noun}" + ("s" if count != 1 else ""))
+    return ", ".join(parts)
+
+
+def _samples(summary: Summary) -> str:
+    text = f"{_number(summary.get('samples'))} applied"
+    for key, word in (("samples_served", "served"), ("samples_left", "left")):
+        if summary.get(key) is not None:
+            text += f", {_number(summary[key])} {word}"
+    return text
+
+
+def _speed(summary: Summary) -> str:
+    rate = summary.get("samples_per_second")
+    return "" if rate is None else f"{rate:.0f} samples/s"
+
+
+def _validation(summary: Summary) -> str:
+    values = summary.get("validation") or {}
+    return ", ".join(f"{name} {_number(value)}" for name, value in values.items())
+
+
+def _step_ms(summary: Summary) -> str:
+    return _statistics(summary.get("step_ms"), ("mean", "p50", "p95", "max"), " ms")
+
+
+def _staleness(summary: Summary) -> str:
+    staleness = summary.get("staleness") or {}
+    dropped = f", {_number(staleness['dropped'])} dropped" if staleness.get("dropped") else ""
+    return _statistics(staleness, ("mean", "p95", "max"), "") + dropped
+
+
+def _statistics(values: Mapping[str, Any] | None, keys: tuple[str, ...], unit: str) -> str:
+    known = [(key, (values or {}).get(key)) for key in keys]
+    return ", ".join(f"{key} {_number(value, unit)}" for key, value in known if value is not None)
+
+
+def _phases(names: tuple[str, ...]) -> Callable[[Summary], str]:
+    def line(summary: Summary) -> str:
+        phases = summary.get("phases_ms") or {}
+        step_ms = (summary.get("step_ms") or {}).get("mean")
+        known = [(name, phases[name]) for name in names if phases.get(name)]
+        return ", ".join(f"{name} {value:.3g} ms{_share(value, step_ms)}" for name, value in known)
+
+    return line
+
+
+def _share(part_ms: float, step_ms: float | None) -> str:
+    return f" ({100 * part_ms / step_ms:.0f} %)" if step_ms else ""
+
+
+def _starved(summary: Summary) -> str:
+    """Who spent a tenth of its time or more on waiting for samples."""
+    waits = [(one["trainer"], one.get("data_wait_share") or 0.0) for one in summary.get("trainers") or ()]
+    starved = [(index, share) for index, share in waits if share >= _STARVED]
+    return "; ".join(f"trainer {index} waited {100 * share:.0f} % of the time for data" for index, share in starved)
+
+
+def _received(summary: Summary) -> str:
+    streams = [one["stream"] for one in summary.get("trainers") or () if one.get("stream")]
+    if not streams:
+        return ""
+    counts = {name: sum(_count(stream.get(name)) for stream in streams) for name in _RECEIVED}
+    told = ", ".join(f"{count} {name}" for name, count in counts.items() if count or name == "received")
+    expected = [stream.get("expected") for stream in streams]
+    return told if None in expected else told.replace(" received", f" received of {sum(expected)} expected", 1)
+
+
+def _count(told: Any) -> int:
+    """A number, or the sum of the numbers of several kinds."""
+    return sum(told.values()) if isinstance(told, Mapping) else told or 0
+
+
+def _simulations(summary: Summary) -> str:
+    counts = summary.get("simulations") or {}
+    known = [(name, counts[name]) for name in _STUDY if counts.get(name)]
+    return ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in known)
+
+
+def _faults(summary: Summary) -> str:
+    faults, restarts = len(summary.get("faults") or ()), summary.get("restarts") or 0
+    return f"{faults}, {restarts} restarts" if faults or restarts else ""
+
+
+def _checkpoint(summary: Summary) -> str:
+    path = summary.get("checkpoint")
+    return "none was written" if path is None else str(path)
+
+
+def _time(summary: Summary) -> str:
+    seconds = summary.get("seconds")
+    return "-" if seconds is None else f"{seconds:.1f} s"
+
+
+_LINES: tuple[tuple[str, Callable[[Summary], str]], ...] = (
+    ("status", lambda summary: str(summary.get("status") or "-")),
+    ("error", lambda summary: str(summary.get("error") or "").split("\n")[0]),
+    ("reason", lambda summary: str(summary.get("reason") or "")),
+    ("mode", _mode),
+    ("steps", lambda summary: _number(summary.get("steps"))),
+    ("samples", _samples),
+    ("time", _time),
+    ("speed", _speed),
+    ("loss", lambda summary: _number(summary.get("train_loss"))),
+    ("validation", _validation),
+    ("step", _step_ms),
+    ("phases", _phases(_OWN_PATH)),
+    ("beside", _phases(_BESIDE)),
+    ("staleness", _staleness),
+    ("simulations", _simulations),
+    ("received", _received),
+    ("data", _starved),
+    ("faults", _faults),
+    ("checkpoint", _checkpoint),
+)

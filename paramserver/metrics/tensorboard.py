@@ -1,0 +1,142 @@
+"""Records as TensorBoard's scalars."""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paramserver.metrics.sinks import Record, Sink
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+Scalar = tuple[str, float]
+
+_TRAIN = {
+    "loss": "Loss/train",
+    "samples_per_second": "samples_per_second",
+    "step_ms": "step_ms",
+}
+_STALENESS = {"mean": "server/staleness", "p95": "server/staleness_p95", "max": "server/staleness_max"}
+_BUFFER = ("population", "unseen", "put_wait_s", "get_wait_s")
+_STREAM = ("received", "refused", "duplicated", "partial", "clients")
+_FIELD = ("mean", "deviation")
+_CHECKPOINT = ("seconds", "pause_ms")
+
+
+def _train(record: Record) -> Iterator[Scalar]:
+    yield from _named(record, _TRAIN)
+    rates = record.get("lr") or []
+    for index, rate in enumerate(rates):
+        yield "lr" if len(rates) == 1 else f"lr/{index}", rate
+
+
+def _validation(record: Record) -> Iterator[Scalar]:
+    for name, value in record["values"].items():
+        yield "Loss/valid" if name == "loss" else f"valid/{name}", value
+
+
+def _buffer(record: Record) -> Iterator[Scalar]:
+    place = f"trainer-{record['trainer']}"
+    yield from _named(record, {key: f"buffer/{place}/{key}" for key in _BUFFER})
+    stream = record.get("stream") or {}
+    yield from _named(stream, {key: f"stream/{place}/{key}" for key in _STREAM})
+    for name, statistics in (stream.get("fields") or {}).items():
+        yield from _named(statistics, {key: f"fields/{name}/{place}/{key}" for key in _FIELD})
+
+
+def _checkpoint(record: Record) -> Iterator[Scalar]:
+    yield from _named(record, {key: f"checkpoint/{key}" for key in _CHECKPOINT})
+
+
+def _logged(record: Record) -> Iterator[Scalar]:
+    yield record["name"], record["value"]
+
+
+def _staleness(record: Record) -> Iterator[Scalar]:
+    yield from _named(record, _STALENESS)
+    for one in record.get("trainers", ()):
+        yield f"server/staleness/trainer-{one['trainer']}", one["mean"]
+
+
+def _named(record: Record, tags: dict[str, str]) -> Iterator[Scalar]:
+    for key, tag in tags.items():
+        if record.get(key) is not None:
+            yield tag, record[key]
+
+
+_KINDS: dict[str, Callable[[Record], Iterator[Scalar]]] = {
+    "train": _train,
+    "validation": _validation,
+    "buffer": _buffer,
+    "checkpoint": _checkpoint,
+    "log": _logged,
+    "staleness": _staleness,
+}
+
+
+def scalars(record: Record) -> list[Scalar]:
+    """Return what TensorBoard shows of ``record``: tags and values; nothing for a kind that has no curve."""
+    kind = _KINDS.get(record["kind"])
+    return list(kind(record)) if kind else []
+
+
+def _add_histogram(writer: "SummaryWriter", tag: str, record: Record, histogram: Mapping[str, int]) -> None:
+    """Whole numbers and how often each came: a bucket for each, from the smallest to the largest."""
+    counts = {int(value): count for value, count in histogram.items()}
+    values = range(min(counts), max(counts) + 1)
+    writer.add_histogram_raw(
+        tag,
+        min=values[0],
+        max=values[-1],
+        num=sum(counts.values()),
+        sum=sum(value * count for value, count in counts.items()),
+        sum_squares=sum(value * value * count for value, count in counts.items()),
+        bucket_limits=[value + 0.5 for value in values],
+        bucket_counts=[counts.get(value, 0) for value in values],
+        global_step=record.get("step"),
+        walltime=record["time"],
+    )
+
+
+class TensorBoard(Sink):
+    """Writes event files into ``folder``. TensorBoard is imported at the first record, a start or a curve's point.
+
+    Args:
+        folder: the run's ``tensorboard`` folder.
+        purge_step: on resuming, the first step whose earlier events no longer hold (the step resumed from, plus one).
+    """
+
+    def __init__(self, folder: Path, purge_step: int | None = None) -> None:
+        self.folder = folder
+        self.purge_step = purge_step
+        self._writer: SummaryWriter | None = None
+
+    def write(self, record: Record) -> None:
+        if record["kind"] == "start":
+            self._opened()  # its import takes a tenth of a second, which no step should have to wait for
+            return
+        points = scalars(record)
+        if not points:
+            return
+        writer = self._opened()
+        for tag, value in points:
+            writer.add_scalar(tag, value, record.get("step"), walltime=record["time"])
+        if record["kind"] == "buffer" and record.get("seen_histogram"):
+            _add_histogram(writer, f"buffer/trainer-{record['trainer']}/seen", record, record["seen_histogram"])
+        if record["kind"] == "staleness":
+            _add_histogram(writer, "server/staleness_histogram", record, record["histogram"])
+            for one in record["trainers"]:
+                _add_histogram(writer, f"server/staleness_histogram/trainer-{one['trainer']}", record, one["histogram"])
+
+    def _opened(self) -> "SummaryWriter":
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(self.folder), purge_step=self.purge_step)
+        return self._writer
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None

@@ -1,0 +1,282 @@
+"""The samples of one member on their way to all trainers, a window of them at once to each.
+
+The way from a client to one trainer: how many samples are on it, and whether there is somebody at its end.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from paramserver.errors import ClientError
+from paramserver.online.connection import Line, Message, sentence
+from paramserver.online.coordinator_client import DeskLine
+from paramserver.online.protocol import Header, Kind, Malformed, Welcome
+from paramserver.online.zmq_import import zmq
+
+_TOUCH_EVERY_S = 1.0
+# A trainer whose connection ends may have been told that the run is over, as the desk is about to tell.
+_FAREWELL_S = 2.0
+
+
+class Postman(Line):
+    """Sends samples of one member to one trainer.
+
+    A connection that was lost is not made anew: nobody knows what was on it, and a simulation that is started again
+    sends all of it, of which the trainer takes what it lacks.
+
+    Args:
+        context, name, address, keys: as for ``Line``.
+        header: of the member, as in HELLO.
+        parameters: of the simulation, packed.
+        timeout_s: how long the trainer may be silent while it is waited for.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        name: str,
+        address: str,
+        keys: str | Path | None,
+        *,
+        header: Header,
+        parameters: bytes,
+        timeout_s: float,
+    ) -> None:
+        self.sent = self.taken = 0
+        self._header, self._timeout_s = header, timeout_s
+        self._touch_every_s = min(_TOUCH_EVERY_S, timeout_s / 4)
+        self._waits_since = self._touched = 0.0
+        self._lost_at: float | None = None
+        self._monitor: zmq.Socket[Any] | None = None
+        super().__init__(context, name, address, keys)
+        self.send(header.answer(Kind.OPEN), parameters)
+
+    def _connect(self) -> None:
+        self._monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        super()._connect()
+
+    @property
+    def sockets(self) -> list[zmq.Socket[Any]]:
+        monitors = [] if self._monitor is None or self._lost_at is not None else [self._monitor]
+        return [self.socket, *monitors]
+
+    @property
+    def outstanding(self) -> int:
+        """Samples on their way: the trainer has not said yet that it dealt with them."""
+        return self.sent - self.taken
+
+    def post(self, step: int, frames: list[Any]) -> None:
+        self.send(self._header.answer(Kind.SAMPLE, step), *frames)
+        self.sent += 1
+
+    def hear(self) -> list[Message]:
+        """Take note of what was taken; gives what else was said.
+
+        Raises:
+            ClientError, RunOver: as ``receive``.
+        """
+        others = []
+        for header, body in self.receive():
+            if header.kind is not Kind.TAKEN:
+                others.append((header, body))
+            elif header.simulation == self._header.simulation and header.step <= self.sent:
+                self.taken = max(self.taken, header.step)
+        return others
+
+    # Waiting.
+
+    def begin_to_wait(self) -> None:
+        """From now on the trainer may not be silent for too long."""
+        self._waits_since = self._touched = time.monotonic()
+
+    def touch(self) -> float:
+        """Tell that this client lives, when it is time; until when it may be waited before the next call.
+
+        Raises:
+            ClientError: the trainer is gone.
+        """
+        now = time.monotonic()
+        if self._lost_at is None and self._is_lost():
+            self._lost_at = now
+        if self._lost_at is not None:
+            if now >= self._lost_at + _FAREWELL_S:
+                raise ClientError(f"the connection to {self} was lost; that trainer is gone, see the log of the run")
+            return self._lost_at + _FAREWELL_S
+        silent_at = max(self.heard, self._waits_since) + self._timeout_s
+        if now >= silent_at:
+            raise ClientError(
+                f"{self} gave no sign of life for {self._timeout_s:g} s; that trainer is gone, see the log of the run"
+            )
+        if now >= self._touched + self._touch_every_s:
+            self._touched = now
+            self.send(self._header.answer(Kind.TOUCH))
+        return min(silent_at, self._touched + self._touch_every_s)
+
+    def _is_lost(self) -> bool:
+        return self._monitor is not None and bool(self._monitor.poll(0))
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Let go of the trainer."""
+        if self._monitor is not None:
+            self.socket.disable_monitor()
+            self._monitor.close(linger=0)
+            self._monitor = None
+        super().close(linger_s)
+
+
+DESK = "the run"
+_GREETING_S = 60.0
+_MOST_SENTENCES = 20
+# A sender that has room listens so often, because to listen costs more than to send a small sample.
+_LISTEN_EVERY_S = 0.1
+
+_logger = logging.getLogger("paramserver.client")
+
+
+class Delivery:
+    """Owns a client's sockets. For one thread; ``close`` also after an error.
+
+    Args:
+        address: of the desk.
+        keys: as in ``client_security``.
+        header: who sends: simulation, member, members and attempt.
+        parameters: of the simulation, packed.
+        timeout_s: how long the desk and each trainer may be silent while they are waited for; None = what the run
+            tells, and 60 s until then.
+        was_there: whether this run has begun, see ``DeskLine``.
+
+    Raises:
+        ClientError: the desk refused, was silent, or is gone.
+        RunOver: the run wants no more samples.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        keys: str | Path | None,
+        header: Header,
+        parameters: bytes,
+        timeout_s: float | None,
+        was_there: bool = False,
+    ) -> None:
+        self._keys, self._header, self._parameters = keys, header, parameters
+        self._postmen: dict[int, Postman] = {}
+        self._logged: set[str] = set()
+        self.refused = 0
+        self.waited_s = self._listen_at = 0.0
+        with ExitStack() as stack:
+            self._context: zmq.Context[Any] = zmq.Context()
+            stack.callback(self._context.term)
+            self._desk = DeskLine(self._context, DESK, address, keys, was_there)
+            stack.callback(self._desk.close)
+            self.welcome = self._greet(timeout_s or _GREETING_S)
+            stack.pop_all()
+        # A context that is collected together with its sockets waits for them for ever (pyzmq closes what it finds by
+        # weak references, which are gone by then); this holds both until a client that nobody closed is collected.
+        self._let_go = weakref.finalize(self, _let_go, self._context, self._desk, self._postmen)
+        self._timeout_s = timeout_s or self.welcome.timeout_s
+
+    def _greet(self, timeout_s: float) -> Welcome:
+        hello = self._header.answer(Kind.HELLO)
+        answer = self._desk.ask(hello, self._parameters, answer=Kind.WELCOME, timeout_s=timeout_s)
+        try:
+            return Welcome.unpack(b"".join(answer))
+        except Malformed as error:
+            raise ClientError(f"{self._desk} answered what cannot be understood: {error}") from error
+
+    @property
+    def sent(self) -> int:
+        return sum(postman.sent for postman in self._postmen.values())
+
+    def send(self, step: int, frames: list[Any]) -> None:
+        """Send a sample to its trainer, once there is room on the way.
+
+        Raises:
+            ClientError: that trainer is gone.
+            RunOver: the run wants no more samples.
+        """
+        postman = self._postman(self.welcome.trainer_of(self._header.simulation, step))
+        now = time.monotonic()
+        if now >= self._listen_at:
+            self._listen_at = now + _LISTEN_EVERY_S
+            self._hear(list(self._postmen.values()))
+        if postman.outstanding >= self.welcome.window:
+            self._hear([postman])
+        if postman.outstanding >= self.welcome.window:
+            self._wait_for_room(postman)
+        postman.post(step, frames)
+
+    def _wait_for_room(self, postman: Postman) -> None:
+        began = time.monotonic()
+        try:
+            self._wait([postman], self.welcome.window - 1)
+        finally:
+            self.waited_s += time.monotonic() - began
+
+    def settle(self) -> None:
+        """Wait until everything that was sent was dealt with; raises as ``send``."""
+        self._wait(list(self._postmen.values()), 0)
+
+    def say_bye(self) -> None:
+        """Tell the desk that this member is done."""
+        self._desk.send(self._header.answer(Kind.BYE, self.sent))
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Let go of everybody; what was said to the desk has ``linger_s`` to leave."""
+        self._desk.close(linger_s)
+        self._let_go()
+
+    def _postman(self, index: int) -> Postman:
+        if index not in self._postmen:
+            self._postmen[index] = Postman(
+                self._context,
+                f"trainer {index}",
+                self.welcome.trainers[index],
+                self._keys,
+                header=self._header,
+                parameters=self._parameters,
+                timeout_s=self._timeout_s,
+            )
+        return self._postmen[index]
+
+    def _wait(self, postmen: Sequence[Postman], at_most: int) -> None:
+        """Until no more than ``at_most`` samples are on the way to each of these."""
+        for postman in postmen:
+            postman.begin_to_wait()
+        while waited_for := [postman for postman in postmen if postman.outstanding > at_most]:
+            until = min([postman.touch() for postman in waited_for])
+            self._poll(waited_for, until)
+            self._hear(waited_for)
+
+    def _poll(self, postmen: Sequence[Postman], until: float) -> None:
+        poller = zmq.Poller()
+        for socket in [socket for line in (self._desk, *postmen) for socket in line.sockets]:
+            poller.register(socket, zmq.POLLIN)
+        poller.poll(max(0, round(1000 * (until - time.monotonic())) + 1))
+
+    def _hear(self, postmen: Sequence[Postman]) -> None:
+        for postman in postmen:
+            self._note(postman, postman.hear())
+        self._note(self._desk, self._desk.receive())
+
+    def _note(self, who: Line, messages: Iterable[Message]) -> None:
+        """Refusals are counted, and logged once for each sentence."""
+        for header, body in messages:
+            if header.kind is Kind.REFUSED:
+                self.refused += 1
+                told = f"{who} refused a message: {sentence(body)}"
+                if told not in self._logged and len(self._logged) < _MOST_SENTENCES:
+                    self._logged.add(told)
+                    _logger.warning("%s", told)
+
+
+def _let_go(context: zmq.Context[Any], desk: DeskLine, postmen: dict[int, Postman]) -> None:
+    for line in (desk, *postmen.values()):
+        line.close()
+    context.term()

@@ -1,0 +1,1 @@
+"""Optimizer steps: on the server, on one shard, and the DistributedOptimizer that trainers step."""

@@ -1,0 +1,214 @@
+"""One optimizer with its clipping and its schedule: how gradients become the next version, in every mode."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from paramserver.config import TrainingConfig
+from paramserver.errors import CheckpointError, NotFinite, TaskError
+from paramserver.limits import due
+from paramserver.optim.parallel_step import Crew, PartedStep
+from paramserver.parameters.numerics import check_norm
+from paramserver.task import Task
+
+_EVERY = ("step", "epoch", "validation")
+
+
+class Updater:
+    """Clips, steps and schedules. The same object serves a trainer (local, ddp) and a server (rpc).
+
+    Gradients are read from ``parameter.grad``; a parameter without one is not stepped, as in torch.optim.
+
+    Args:
+        task: gives the optimizer and the scheduler.
+        model: whose parameters are optimized.
+        training: the largest norm of all gradients, and how often is validated.
+
+    Raises:
+        TaskError: the optimizer needs a closure, or the scheduler is not one that can be stepped.
+    """
+
+    def __init__(self, task: Task, model: nn.Module, training: TrainingConfig) -> None:
+        self.optimizer = build_optimizer(task, model)
+        self.scheduler, self.every, self.metric = _scheduler_of(task.build_scheduler(self.optimizer))
+        self._parted: PartedStep | None = None
+        self.clip_grad_norm = training.clip_grad_norm
+        self.validate_every = training.validate_every
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+
+    def update(self, step: int) -> None:
+        """Make step number ``step``: apply the gradients that ``.grad`` holds.
+
+        Raises:
+            NotFinite: they are clipped, and their norm is NaN or infinite; nothing was applied.
+        """
+        if self.clip_grad_norm is not None:
+            check_norm(float(nn.utils.clip_grad_norm_(self.parameters, self.clip_grad_norm)), step)
+        if self._parted is None:
+            self.optimizer.step()
+        else:
+            self._parted()
+        self.stepped()
+
+    def work_with(self, crew: Crew) -> None:
+        """Parameters are stepped by all of the crew from now on, where the optimizer allows it."""
+        if PartedStep.can_part(self.optimizer):
+            self._parted = PartedStep(self.optimizer, crew)
+
+    def stepped(self) -> None:
+        """The optimizer has made a step, here or on several servers."""
+        if self.every == "step":
+            self._advance()
+
+    def epoch_ended(self) -> None:
+        if self.every == "epoch":
+            self._advance()
+
+    def validated(self, step: int, values: Mapping[str, float]) -> None:
+        """Step a schedule that follows validations; ReduceLROnPlateau gets its metric.
+
+        One that comes only because the run ends is left out, so that a run that goes on later is as if it never ended.
+        """
+        if self.every != "validation" or not due(step, self.validate_every):
+            return
+        if self.metric is not None and self.metric not in values:
+            raise TaskError(
+                f"the scheduler follows metric ({self.metric}), which validation_step does not return; "
+                f"it returns {', '.join(sorted(values)) or 'nothing'}"
+            )
+        self._advance(None if self.metric is None else values[self.metric])
+
+    def _advance(self, metric: float | None = None) -> None:
+        if self.scheduler is None:
+            return
+        if metric is None:
+            self.scheduler.step()
+        else:
+            self.scheduler.step(metric)
+
+    @property
+    def lr(self) -> tuple[float, ...]:
+        """Learning rate of each parameter group."""
+        return tuple(float(group["lr"]) for group in self.optimizer.param_groups if "lr" in group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """``optimizer`` in the standard form of torch.optim, ``scheduler`` or None."""
+        scheduler = None if self.scheduler is None else self.scheduler.state_dict()
+        return {"optimizer": self.optimizer.state_dict(), "scheduler": scheduler}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back ``state_dict()``.
+
+        Raises:
+            CheckpointError: it is of another optimizer or scheduler.
+        """
+        _load(self.optimizer, state["optimizer"])
+        if self.scheduler is not None and state.get("scheduler") is not None:
+            _load(self.scheduler, state["scheduler"])
+            # The steps before the stop count: a schedule that comes first now would else warn that there were none.
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def _load(owner: Any, state: dict[str, Any]) -> None:
+    """``owner.load_state_dict(state)``; a state of another kind is refused, which torch notices late or not at all."""
+    cause: Exception | None = None
+    try:
+        owner.load_state_dict(state)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        cause = error
+    defaults = set(getattr(owner, "defaults", ()))
+    # Where torch took it, the groups are those of the owner by now, and what another version lacked is filled in.
+    groups = owner.param_groups if cause is None and defaults else state.get("param_groups", ())
+    lacking = sorted({name for group in groups for name in defaults - set(group)})
+    if lacking or cause is not None:
+        said = f"its groups lack {', '.join(lacking)}" if lacking else f"{type(cause).__name__}: {cause}"
+        raise CheckpointError(
+            f"the stored state is not one of this {type(owner).__name__} ({said}); resume with the task and the "
+            "task_args that it was stored with"
+        ) from cause
+
+
+def build_optimizer(task: Task, model: nn.Module) -> torch.optim.Optimizer:
+    """The task's optimizer.
+
+    Raises:
+        TaskError: it needs a closure, or is none of this model.
+    """
+    optimizer = task.build_optimizer(model)
+    _check_optimizer(optimizer, model, type(task).__name__)
+    return optimizer
+
+
+def _check_optimizer(optimizer: object, model: nn.Module, task_name: str) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TaskError(
+            f"{task_name}.build_optimizer returned {type(optimizer).__name__}; it must return a torch.optim.Optimizer"
+        )
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise TaskError(
+            f"{type(optimizer).__name__} needs a closure, which evaluates the loss again inside a step; "
+            "use an optimizer whose step() takes none"
+        )
+    known = {id(p) for p in model.parameters()}
+    strangers = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
+    if strangers:
+        raise TaskError(
+            f"{task_name}.build_optimizer optimizes {strangers} tensor(s) that are not parameters of the model it was "
+            "given; take them from model.parameters()"
+        )
+
+
+def _scheduler_of(built: Any) -> tuple[Any, str, str | None]:
+    """Scheduler, when it is stepped, and the metric it gets, from what ``build_scheduler`` returned."""
+    if built is None:
+        return None, "step", None
+    spec = built if isinstance(built, dict) else {"scheduler": built}
+    unknown = set(spec) - {"scheduler", "every", "metric"}
+    scheduler, every, metric = spec.get("scheduler"), spec.get("every", "step"), spec.get("metric")
+    if unknown or not callable(getattr(scheduler, "step", None)):
+        raise TaskError(
+            'build_scheduler must return None, a scheduler, or {"scheduler": ..., "every": ..., "metric": ...}; '
+            f"got {built!r}"
+        )
+    if every not in _EVERY:
+        raise TaskError(f"build_scheduler: every ({every!r}) must be one of {', '.join(_EVERY)}")
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) and metric is None:
+        raise TaskError(
+            'ReduceLROnPlateau needs a metric; return {"scheduler": s, "every": "validation", "metric": "loss"}'
+        )
+    if metric is not None and every != "validation":
+        raise TaskError(f'build_scheduler: metric ({metric!r}) needs every="validation"')
+    return scheduler, every, metric
+
+
+def check_loss(loss: object, trainer_index: int, batch_idx: int) -> float:
+    """The loss as a number.
+
+    Raises:
+        TaskError: it is not a scalar tensor that takes part in a graph.
+        NotFinite: it is NaN or infinite; nothing of this batch was applied.
+    """
+    where = f"training_step, trainer {trainer_index}, batch {batch_idx}"
+    if not isinstance(loss, torch.Tensor):
+        raise TaskError(f"{where}: returned {type(loss).__name__}; it must return the loss as a scalar tensor")
+    if loss.numel() != 1:
+        raise TaskError(
+            f"{where}: returned a tensor of shape {tuple(loss.shape)}; the loss must be one number: take .mean()"
+        )
+    if not loss.requires_grad:
+        raise TaskError(
+            f"{where}: the loss does not depend on a trained parameter; compute it from model(...) with gradients on"
+        )
+    value = float(loss.detach())
+    if value != value or value in (float("inf"), float("-inf")):
+        raise NotFinite(
+            f"{where}: the loss is {value}; nothing of this batch was applied. "
+            "Lower the learning rate, set training.clip_grad_norm, or look at the batch"
+        )
+    return value

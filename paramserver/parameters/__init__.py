@@ -1,0 +1,1 @@
+"""Parameters as views of flat tensors, their shards, and the model that they belong to."""

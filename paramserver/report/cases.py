@@ -1,0 +1,318 @@
+"""A case: all its repeats, their figures, and the cases that it is measured against.
+
+Cases that may be compared with each other, and how a comparison is put into words.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from paramserver.metrics.records import PHASES
+from paramserver.report.formatting import plural, quoted, scenario_words, with_bounds
+from paramserver.report.results import LOCAL, NO_COMMUNICATION, Result
+from paramserver.report.statistics import Estimate, estimate, merged_counts, merged_steps, ratio
+
+Getter = Callable[[Result], float | None]
+QUANTILES = ("mean", "p50", "p90", "p95", "p99", "max")
+_NUMBER_OF_TRAINERS = re.compile(r"[ ,]*\b\d+ trainers?\b")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number that each record has.
+
+    Args:
+        of: takes it from a record; None where it is not known.
+        better: 1 where more is better, -1 where less is, 0 where neither is.
+    """
+
+    name: str
+    unit: str
+    of: Getter
+    better: int
+
+
+def _inside(field: str, name: str) -> Getter:
+    def get(result: Result) -> float | None:
+        value = (getattr(result, field) or {}).get(name)
+        return None if value is None else float(value)
+
+    return get
+
+
+def _last_loss(result: Result) -> float | None:
+    return result.loss[-1][2] if result.loss else None
+
+
+def _cpu_of_samples(result: Result) -> float | None:
+    used = [value for value in result.cpu_s.values() if value is not None]
+    return sum(used) / result.samples * 1000 if used and result.samples else None
+
+
+SPEED = Figure("throughput", "samples/s", lambda r: r.samples_per_second, 1)
+PER_PROCESS = Figure("throughput per process", "samples/s", lambda r: r.per_process, 1)
+WIRE = Figure("on the wire per step", "bytes", lambda r: r.wire_bytes_per_step, -1)
+STEPS = tuple(Figure(f"step {name}", "ms", _inside("step_ms", name), -1) for name in QUANTILES)
+PARTS = tuple(Figure(f"phase {name}", "ms", _inside("phases_ms", name), -1) for name in (*PHASES, "hidden"))
+CPU = tuple(Figure(f"CPU time of {who}", "s", _inside("cpu_s", who), -1) for who in ("servers", "trainers"))
+MEMORY = tuple(
+    Figure(f"peak memory of a {who}", "MiB", _inside("peak_rss_mb", who), -1) for who in ("server", "trainer")
+)
+CPU_OF_SAMPLES = Figure("CPU time of 1000 samples", "s", _cpu_of_samples, -1)
+STALENESS = tuple(
+    Figure(f"staleness {name}", "versions", _inside("staleness", name), -1) for name in ("mean", "p95", "max")
+)
+LOSS = Figure("last loss", "", _last_loss, -1)
+TIME_TO_TARGET = Figure("time to the target", "s", lambda r: r.time_to_target_s, -1)
+SAMPLES_TO_TARGET = Figure("samples to the target", "", lambda r: r.samples_to_target, -1)
+FIGURES = (
+    SPEED,
+    PER_PROCESS,
+    *STEPS,
+    *PARTS,
+    WIRE,
+    *STALENESS,
+    *CPU,
+    CPU_OF_SAMPLES,
+    *MEMORY,
+    LOSS,
+    TIME_TO_TARGET,
+    SAMPLES_TO_TARGET,
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """All records of one name, in the order of their repeats. Its figures are over the completed ones."""
+
+    name: str
+    results: tuple[Result, ...]
+
+    @property
+    def first(self) -> Result:
+        return self.results[0]
+
+    @property
+    def mode(self) -> str:
+        return self.first.mode
+
+    @property
+    def trainers(self) -> int:
+        return self.first.trainers
+
+    @property
+    def servers(self) -> int:
+        return self.first.servers
+
+    @property
+    def baseline(self) -> str | None:
+        return self.first.baseline
+
+    @property
+    def scenario(self) -> Mapping[str, Any]:
+        return self.first.scenario
+
+    @property
+    def completed(self) -> tuple[Result, ...]:
+        return tuple(one for one in self.results if one.is_completed)
+
+    @property
+    def failed(self) -> tuple[Result, ...]:
+        return tuple(one for one in self.results if not one.is_completed)
+
+    @cached_property
+    def speed(self) -> Estimate | None:
+        return self.estimate(SPEED)
+
+    def values(self, figure: Figure) -> dict[int, float | None]:
+        """The figure of each completed repeat."""
+        return {one.repeat: figure.of(one) for one in self.completed}
+
+    def estimate(self, figure: Figure) -> Estimate | None:
+        return estimate(self.values(figure).values())
+
+    def times(self, other: Case, figure: Figure = SPEED) -> Estimate | None:
+        """How many times the figure of ``other`` this one's is; both took turns."""
+        return ratio(self.values(figure), other.values(figure))
+
+    @cached_property
+    def step_ms(self) -> dict[str, float]:
+        """Mean, quantiles and maximum of all steps of all repeats; without bins, the means of the repeats' figures."""
+        merged = merged_steps(self.completed)
+        if merged.count:
+            below = {f"p{q}": merged.quantile_s(q / 100) * 1e3 for q in (5, 25, 75)}
+            return {**merged.milliseconds(), **below}
+        return self._means(zip(QUANTILES, STEPS, strict=True))
+
+    @cached_property
+    def phases_ms(self) -> dict[str, float]:
+        """Arithmetic means over all steps of all repeats, which sum to the mean of these steps."""
+        return self._means(zip((*PHASES, "hidden"), PARTS, strict=True))
+
+    def _means(self, figures: Iterable[tuple[str, Figure]]) -> dict[str, float]:
+        """Of figures that are means over the steps of a repeat: over the steps of all."""
+        found = {}
+        for name, figure in figures:
+            known = [(value, one.steps or 1) for one in self.completed if (value := figure.of(one)) is not None]
+            if known:
+                found[name] = sum(value * steps for value, steps in known) / sum(steps for _, steps in known)
+        return found
+
+    @cached_property
+    def staleness(self) -> dict[int, int]:
+        """Gradients by staleness; empty where it was not counted."""
+        return merged_counts((one.staleness or {}).get("histogram") or {} for one in self.completed)
+
+    def staleness_by_trainer(self) -> dict[int, dict[int, int]]:
+        parts: dict[int, list[Mapping[str, int]]] = {}
+        for one in self.completed:
+            for index, part in enumerate((one.staleness or {}).get("trainers") or ()):
+                parts.setdefault(int(part.get("trainer", index)), []).append(part.get("histogram") or {})
+        return {index: merged_counts(histograms) for index, histograms in sorted(parts.items())}
+
+    def trainer_speeds(self) -> list[Estimate | None]:
+        """Samples/s of each trainer."""
+        rows = [one.per_trainer for one in self.completed]
+        count = max((len(row) for row in rows), default=0)
+        return [estimate(row[i] for row in rows if i < len(row)) for i in range(count)]
+
+
+def cases_of(results: Iterable[Result]) -> list[Case]:
+    """The records by name, in the order in which the names first appear."""
+    named: dict[str, list[Result]] = {}
+    for one in results:
+        named.setdefault(one.case, []).append(one)
+    return [Case(name, tuple(sorted(found, key=lambda r: r.repeat))) for name, found in named.items()]
+
+
+def limit_of(case: Case, cases: Sequence[Case]) -> Case | None:
+    """The loops without communication that ``case`` is measured against: one process alone where it has one trainer."""
+    fitting = [*_baselines(case, cases, NO_COMMUNICATION), *_baselines(case, cases, LOCAL)]
+    alike = (one for one in fitting if one.trainers == case.trainers and one.scenario == case.scenario)
+    return next(alike, None)
+
+
+def local_of(case: Case, cases: Sequence[Case]) -> Case | None:
+    """The single process that ``case`` is measured against."""
+    return next(iter(_baselines(case, cases, LOCAL)), None)
+
+
+def _baselines(case: Case, cases: Sequence[Case], baseline: str) -> list[Case]:
+    """Those whose overrides are all among the case's too, the nearest first."""
+    own = case.first.overrides
+    fitting = [
+        one
+        for one in cases
+        if one.baseline == baseline
+        and one.speed is not None
+        and one is not case
+        and all(own.get(key) == value for key, value in one.first.overrides.items())
+    ]
+    return sorted(fitting, key=lambda one: -len(one.first.overrides))
+
+
+def families(cases: Iterable[Case]) -> dict[str, list[Case]]:
+    """Completed cases that differ in their number of trainers alone, by the name they share, least trainers first."""
+    found: dict[str, list[Case]] = {}
+    for case in cases:
+        if case.speed is not None:
+            found.setdefault(_family_key(case), []).append(case)
+    named: dict[str, list[Case]] = {}
+    for members in found.values():
+        members.sort(key=lambda case: case.trainers)
+        named[_family_name(members, named)] = members
+    return named
+
+
+def _family_key(case: Case) -> str:
+    one = case.first
+    overrides = {key: value for key, value in one.overrides.items() if key != "cluster.num_trainers"}
+    return json.dumps([one.mode, one.servers, one.baseline, overrides, one.scenario], sort_keys=True, default=str)
+
+
+def usual_key(case: Case) -> str:
+    """What ``case`` shares with the case that is like it but for the scenario."""
+    one = case.first
+    return json.dumps([one.mode, one.trainers, one.servers, one.baseline, one.overrides], sort_keys=True, default=str)
+
+
+def _family_name(members: Sequence[Case], taken: Iterable[str]) -> str:
+    stripped = {_NUMBER_OF_TRAINERS.sub("", case.name).strip(" ,") for case in members}
+    name = stripped.pop() if len(stripped) == 1 else ""
+    return name if name and name not in taken else members[0].name
+
+
+@dataclass(frozen=True)
+class Group:
+    """Cases that do the same work under the same conditions, the fastest first."""
+
+    cases: tuple[Case, ...]
+    conditions: str
+
+    @property
+    def best(self) -> Case:
+        return self.cases[0]
+
+    def best_of_modes(self) -> list[Case]:
+        """The fastest of each mode."""
+        best: dict[str, Case] = {}
+        for case in self.cases:
+            best.setdefault(case.mode, case)
+        return list(best.values())
+
+
+def groups_of(cases: Sequence[Case]) -> list[Group]:
+    """Completed cases by number of trainers and scenario. Baselines are in none, unless there is nothing else."""
+    timed = [case for case in cases if case.speed is not None]
+    chosen = [case for case in timed if case.baseline is None] or timed
+    found: dict[str, list[Case]] = {}
+    for case in chosen:
+        found.setdefault(json.dumps([case.trainers, case.scenario], sort_keys=True, default=str), []).append(case)
+    is_alone = len(found) == 1
+    return [
+        Group(tuple(sorted(members, key=_speed, reverse=True)), _conditions(members[0], is_alone))
+        for members in found.values()
+    ]
+
+
+def _conditions(case: Case, is_alone: bool) -> str:
+    scenario = scenario_words(case.scenario)
+    parts = ([] if is_alone else [plural(case.trainers, "trainer")]) + ([scenario] if scenario else [])
+    return f"With {', '.join(parts)}: " if parts else ""
+
+
+def _speed(case: Case) -> float:
+    return case.speed.value if case.speed is not None else 0.0
+
+
+def is_told_apart(ratio: Estimate | None) -> bool:
+    return ratio is not None and ratio.excludes(1.0)
+
+
+def times_words(ratio: Estimate | None, other: Case) -> str:
+    return f"ahead of {name_of(other)}" if ratio is None else f"{with_bounds(ratio)} times {name_of(other)}"
+
+
+def doubt(ratio: Estimate | None) -> str:
+    """What follows a ratio that may be chance."""
+    if is_told_apart(ratio):
+        return ""
+    if ratio is None or not ratio.has_interval:
+        return ", but one repeat cannot tell whether that is chance"
+    return ", and that interval includes 1: they cannot be told apart"
+
+
+def name_of(case: Case) -> str:
+    """Its name in a sentence or a table."""
+    return quoted(case.name)
+
+
+def speaker_of(groups: Sequence[Group]) -> Group:
+    """The group that speaks for all of them: no scenario, the most trainers."""
+    usual = [group for group in groups if not group.best.scenario] or list(groups)
+    return max(usual, key=lambda group: group.best.trainers)

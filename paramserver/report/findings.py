@@ -1,0 +1,311 @@
+"""What was found, in sentences that are derived from the numbers: the first lines of a report.
+
+Where the time of a step goes, and what more trainers bring, in sentences.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from paramserver.report.cases import (
+    SAMPLES_TO_TARGET,
+    TIME_TO_TARGET,
+    Case,
+    Group,
+    doubt,
+    families,
+    groups_of,
+    is_told_apart,
+    limit_of,
+    name_of,
+    speaker_of,
+    times_words,
+    usual_key,
+)
+from paramserver.report.formatting import (
+    bounds,
+    capital,
+    first_line,
+    listed,
+    number,
+    percent,
+    plural,
+    quoted,
+    with_bounds,
+)
+from paramserver.report.results import NO_COMMUNICATION
+from paramserver.report.statistics import Estimate, efficiency
+
+_SHOWN = 3
+_LEAST_SHARE = 0.05
+
+
+def limits(group: Group, cases: Sequence[Case]) -> list[str]:
+    """What share of the speed without communication the best of each mode reached."""
+    shares = []
+    for case in group.best_of_modes():
+        limit = limit_of(case, cases)
+        share = None if limit is None else case.times(limit)
+        if share is not None:
+            shares.append(f"{name_of(case)} reached {percent(share)}")
+    told = f"of the speed of the same loops without communication, {listed(shares)}." if shares else ""
+    return [capital(f"{group.conditions}{told}")] if told else []
+
+
+def spent(group: Group) -> list[str]:
+    """What fills a step of the best of each mode."""
+    return [text for case in group.best_of_modes() if (text := _spent_text(case))]
+
+
+def _spent_text(case: Case) -> str:
+    phases = {name: value for name, value in case.phases_ms.items() if name != "hidden" and value > 0}
+    total = sum(phases.values())
+    largest = sorted(phases, key=lambda name: phases[name], reverse=True)[:_SHOWN]
+    shares = [f"{100 * phases[name] / total:.0f} % {name}" for name in largest if phases[name] >= _LEAST_SHARE * total]
+    mean = case.step_ms.get("mean")
+    return f"A step of {name_of(case)} took {number(mean)} ms: {listed(shares)}." if shares and mean is not None else ""
+
+
+def growth(cases: Sequence[Case]) -> list[str]:
+    """What the largest number of trainers brings over the smallest."""
+    sentences = []
+    for name, members in families(case for case in cases if case.baseline is None).items():
+        first, last = members[0], members[-1]
+        times = last.times(first) if last.trainers > first.trainers else None
+        if times is None:
+            continue
+        loss = ", which is slower" if times.excludes(1) and times.value < 1 else ""
+        grown = f"From {first.trainers} to {plural(last.trainers, 'trainer')}, {quoted(name)} became"
+        sentences.append(
+            f"{grown} {with_bounds(times)} times as fast{loss}: "
+            f"{percent(efficiency(times, last.trainers, first.trainers))} of the ideal."
+        )
+    return sentences
+
+
+def staleness(cases: Sequence[Case]) -> list[str]:
+    """How stale gradients were where they were stale at all, the most stale first."""
+    stale = []
+    for case in cases:
+        count = sum(case.staleness.values())
+        mean = sum(value * n for value, n in case.staleness.items()) / count if count else 0.0
+        if mean > 0:
+            stale.append((mean, max(case.staleness), name_of(case)))
+    if not stale:
+        return []
+    stale.sort(reverse=True)
+    told = [f"{name} {number(mean)} versions on average, {largest} at most" for mean, largest, name in stale[:_SHOWN]]
+    more = f"; less in {plural(len(stale) - _SHOWN, 'other case')}" if len(stale) > _SHOWN else ""
+    return [f"Gradients were stale when they were applied: {'; '.join(told)}{more}."]
+
+
+def predictions(group: Group, cases: Sequence[Case]) -> list[str]:
+    """What the model of the network says, beside what was measured."""
+    sentences = []
+    for case in group.best_of_modes():
+        predicted = prediction_of(case)
+        expected_ms, servers = predicted.get("communication_ms"), predicted.get("break_even_servers")
+        measured_ms = communication_ms(case, limit_of(case, cases))
+        if isinstance(expected_ms, int | float) and measured_ms is not None:
+            difference = f"{number(abs(measured_ms))} ms {'longer' if measured_ms >= 0 else 'shorter'}"
+            sentences.append(
+                f"The model of the network predicts {number(expected_ms)} ms of communication for a step of "
+                f"{name_of(case)}; the step was {difference} than without communication."
+            )
+        if isinstance(servers, int | float):
+            sentences.append(
+                f"By that model, with every process on a host of its own, {name_of(case)} would be as fast as "
+                f"all-reduce from {plural(math.ceil(servers), 'server')} on."
+            )
+    return sentences
+
+
+def prediction_of(case: Case) -> Mapping[str, object]:
+    """What was predicted for it; empty where nothing was."""
+    return next((one.predicted for one in case.completed if one.predicted), {})
+
+
+def communication_ms(case: Case, limit: Case | None) -> float | None:
+    """How much longer a step takes than one of the loops without communication."""
+    if limit is None:
+        return None
+    with_it, without = case.step_ms.get("mean"), limit.step_ms.get("mean")
+    return None if with_it is None or without is None else with_it - without
+
+
+_WIDE = 0.15
+
+
+def findings(cases: Sequence[Case]) -> list[str]:
+    """One sentence or two for each thing that was found, the most important first. Names stand in backquotes."""
+    groups = groups_of(cases)
+    if not groups:
+        return ["No case was completed: there is nothing to compare.", *_failures(cases)]
+    speaker = speaker_of(groups)
+    parts: list[Iterable[str]] = [
+        [sentence for group in groups for sentence in (_fastest(group), *_between_modes(group))],
+        _failures(cases),
+        _kept(groups, cases),
+        _targets(groups, cases),
+        limits(speaker, cases),
+        spent(speaker),
+        growth(cases),
+        staleness(cases),
+        predictions(speaker, cases),
+        _precision(groups),
+        _crowded(cases),
+    ]
+    return [sentence for part in parts for sentence in part]
+
+
+# Which case was the fastest.
+
+
+def _fastest(group: Group) -> str:
+    best, others = group.best, group.cases[1:]
+    reached = f"{with_bounds(best.speed)} samples/s"
+    if not others:
+        return f"{group.conditions}{name_of(best)} applied {reached}."
+    tied = _tied(group)
+    if not tied:
+        ahead = times_words(best.times(others[0]), others[0])
+        return f"{group.conditions}{name_of(best)} was the fastest: {reached}, {ahead}" + (
+            ", the next." if len(others) > 1 else "."
+        )
+    nearest = best.times(tied[0])
+    text = f"{name_of(best)} applied {reached}, {times_words(nearest, tied[0])}{doubt(nearest)}."
+    if len(tied) > 1 and nearest is not None and nearest.has_interval:
+        text += f" Nor can {listed([name_of(case) for case in tied[1:]])} be told apart from it."
+    behind = _first_behind(group)
+    return f"{group.conditions}{text}" + (
+        f" It was {times_words(best.times(behind), behind)}." if behind is not None else ""
+    )
+
+
+def _tied(group: Group) -> list[Case]:
+    """Those that may be as fast as the best."""
+    return [case for case in group.cases[1:] if not is_told_apart(group.best.times(case))]
+
+
+def _first_behind(group: Group) -> Case | None:
+    return next((case for case in group.cases[1:] if is_told_apart(group.best.times(case))), None)
+
+
+def _between_modes(group: Group) -> list[str]:
+    """The best of every other mode beside the best of all, where that has not been said."""
+    best, *others = group.best_of_modes()
+    said = (*group.cases[1:2], _first_behind(group))
+    told = []
+    for other in others:
+        if all(case is not other for case in said):
+            ratio = best.times(other)
+            told.append(f"{name_of(best)} was {times_words(ratio, other)}, the best of {other.mode}{doubt(ratio)}")
+    return [capital(f"{group.conditions}{'; '.join(told)}.")] if told else []
+
+
+def _failures(cases: Sequence[Case]) -> list[str]:
+    broken = [case for case in cases if case.failed]
+    if not broken:
+        return []
+    told = []
+    for case in broken:
+        of = f" in {len(case.failed)} of {len(case.results)} repeats" if len(case.results) > 1 else ""
+        told.append(f"{name_of(case)}{of}: {first_line(case.failed[0].error) or 'no reason is known'}".rstrip("."))
+    return [f"Of {plural(len(cases), 'case')}, {len(broken)} failed. {'. '.join(told)}."]
+
+
+# What matters beside speed.
+
+
+def _kept(groups: Sequence[Group], cases: Sequence[Case]) -> list[str]:
+    """What each case keeps of its speed under a scenario."""
+    usual = {usual_key(case): case for case in cases if not case.scenario and case.speed is not None}
+    sentences = []
+    for group in groups:
+        kept = []
+        for case in group.cases:
+            before = usual.get(usual_key(case)) if case.scenario else None
+            share = None if before is None else case.times(before)
+            if share is not None:
+                kept.append((share.value, f"{name_of(case)} keeps {percent(share)}"))
+        if kept:
+            told = listed([text for _, text in sorted(kept, reverse=True)])
+            sentences.append(capital(f"{group.conditions}of its speed otherwise, {told}."))
+    return sentences
+
+
+def _targets(groups: Sequence[Group], cases: Sequence[Case]) -> list[str]:
+    """Who reached the target first; the loops without communication train models of their own, and are left out."""
+    able = [case for case in cases if case.completed and case.baseline != NO_COMMUNICATION]
+    target = next((one.target for case in able for one in case.results if one.target), None)
+    what = " and ".join(f"{name} {value:g}" for name, value in target.items()) if target else "the target"
+    by_time = sorted((case for case in able if _reached(case)), key=_time)
+    if not by_time:
+        return [f"No case reached {what} in the time it had."] if target else []
+    first, others = by_time[0], by_time[1:]
+    text = f"{capital(what)} was reached first by {name_of(first)}{_in_some(first)}, after "
+    text += f"{with_bounds(first.estimate(TIME_TO_TARGET))} s"
+    if others:
+        longer = others[0].times(first, TIME_TO_TARGET)
+        text += f"; {name_of(others[0])}{_in_some(others[0])} took {with_bounds(longer)} times as long{doubt(longer)}"
+    sentences = [f"{text}."]
+    if len(groups) == 1 and groups[0].best in others:
+        sentences.append(f"{name_of(groups[0].best)}, which applied the most samples per second, was not the first.")
+    fewest = min(by_time, key=lambda case: _value(case.estimate(SAMPLES_TO_TARGET)))
+    if fewest is not first:
+        samples = fewest.estimate(SAMPLES_TO_TARGET)
+        sentences.append(f"{name_of(fewest)} needed the fewest samples for it: {with_bounds(samples)}.")
+    never = [name_of(case) for case in able if not _reached(case)]
+    return sentences + ([f"It was not reached by {listed(never)}."] if never else [])
+
+
+def _reached(case: Case) -> int:
+    return sum(value is not None for value in case.values(TIME_TO_TARGET).values())
+
+
+def _time(case: Case) -> tuple[bool, float]:
+    """A case that reaches the target now and then comes after those that always do."""
+    return _reached(case) < len(case.completed), _value(case.estimate(TIME_TO_TARGET))
+
+
+def _in_some(case: Case) -> str:
+    reached, repeats = _reached(case), len(case.completed)
+    return "" if reached == repeats else f" (in {reached} of {repeats} repeats)"
+
+
+def _value(estimate: Estimate | None) -> float:
+    return float("inf") if estimate is None else estimate.value
+
+
+# What limits the rest.
+
+
+def _precision(groups: Sequence[Group]) -> list[str]:
+    known = [(case, case.speed) for group in groups for case in group.cases if case.speed is not None]
+    wide = [(case, speed) for case, speed in known if (speed.relative_width or 0) > _WIDE]
+    if wide:
+        widest, speed = max(wide, key=lambda one: one[1].relative_width or 0)
+        which = name_of(widest) + (f" and {plural(len(wide) - 1, 'other')}" if len(wide) > 1 else "")
+        return [
+            f"The interval of {which} is wider than {100 * _WIDE:.0f} % of the mean ({bounds(speed)} samples/s): more "
+            "repeats or more seconds would tell more."
+        ]
+    if all(not speed.has_interval for _, speed in known):
+        return ["Each case ran once, so nothing is known of the spread: repeat to learn what is chance."]
+    return []
+
+
+def _crowded(cases: Sequence[Case]) -> list[str]:
+    crowded = []
+    for case in cases:
+        cores = case.first.environment.get("cores")
+        if isinstance(cores, int) and case.completed and case.trainers + case.servers > cores:
+            crowded.append((case.trainers + case.servers, cores))
+    if not crowded:
+        return []
+    processes, cores = max(crowded)
+    return [
+        f"Up to {processes} trainers and servers shared {plural(cores, 'core')}: what they compete for is in these "
+        f"figures, and hosts of their own would give others."
+    ]

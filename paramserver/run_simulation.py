@@ -1,0 +1,37 @@
+"""Runs one simulation: ``python -m paramserver.run_simulation module:function [--folder F ...]``.
+
+The function is called with the vector of its parameters and an open client, which is closed when it returns. Where the
+run wants no more samples, that is a good end; what the function raises is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from paramserver.client import Client
+from paramserver.errors import RunOver, UnsupportedConfiguration
+from paramserver.importing import load_object
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="paramserver.run_simulation")
+    parser.add_argument("function")
+    parser.add_argument("--folder", action="append", default=[], type=Path)
+    told = parser.parse_args(arguments)
+    try:
+        function = load_object(told.function, "simulations.function", told.folder)
+        with Client().open() as client:
+            function(client.parameters, client)
+    except RunOver as over:
+        print(f"ended early: {over}", flush=True)
+    except UnsupportedConfiguration as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,307 @@
+"""A run's folder: where everything of one run lies, who may write there, and which run is the newest."""
+
+import json
+import os
+import platform
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import yaml
+from filelock import FileLock, Timeout
+
+from paramserver.checkpoint.save import disk_errors_told
+from paramserver.errors import CheckpointError, UnsupportedConfiguration
+from paramserver.fileio import json_text, replace_text
+from paramserver.version import __version__
+
+_GIT_TIMEOUT_S = 5.0
+# Who has just taken a lock writes who it is within this time, or has let go of it.
+_SIGNING_S = 0.5
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """The folder ``path`` of one run, and the places in it; ``chosen`` is the checkpoint that a user resumes from."""
+
+    path: Path
+    chosen: Path | None = None
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def environment_file(self) -> Path:
+        return self.path / "environment.json"
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def superseded_file(self) -> Path:
+        return self.path / "metrics.superseded.jsonl"
+
+    @property
+    def tensorboard_dir(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def checkpoints_dir(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def logs_dir(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def summary_file(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def resume_command(self) -> str:
+        """What somebody types, in the folder where the run was started, to go on with it."""
+        return f"python -m paramserver.launch --resume {shlex.quote(str(self.path))}"
+
+    def log_file(self, global_rank: int) -> Path:
+        return self.logs_dir / f"rank-{global_rank}.log"
+
+    def task_folders(self) -> list[Path]:
+        """Where the run looked for its task when it began."""
+        folders = read_mapping(self.environment_file, json.loads).get("folders")
+        known = folders if isinstance(folders, list) else []
+        return [Path(folder) for folder in known if isinstance(folder, str) and "\0" not in folder]
+
+    @contextmanager
+    def lock(self, resuming: bool = False) -> Iterator[None]:
+        """Hold the folder as its only writer; ``resuming`` is for the cure in the message.
+
+        Raises:
+            UnsupportedConfiguration: another process holds it; names that process and its host. Or nobody may write
+                there.
+        """
+        with _held(self.path, ".lock", resuming):
+            yield
+
+    @contextmanager
+    def claim(self, resuming: bool = False) -> Iterator[None]:
+        """Hold the folder from before an attempt to start or resume its run until that attempt is over.
+
+        Rank 0 locks the folder later, and may be another process. In between, nobody else may take it. The kernel lets
+        go of the claim of a process that is killed.
+
+        Raises:
+            UnsupportedConfiguration: as ``lock``.
+        """
+        with _held(self.path, ".claim", resuming):
+            try:
+                yield
+            finally:
+                (self.path / ".claim").unlink(missing_ok=True)
+
+
+@contextmanager
+def _held(folder: Path, name: str, resuming: bool) -> Iterator[None]:
+    holder_file = folder / f"{name}.json"
+    file_lock = FileLock(str(folder / name), timeout=0, thread_local=False)
+    try:
+        _acquire(file_lock, holder_file)
+    except Timeout:
+        holder = _holder(holder_file) or "a process that has not written its id yet"
+        cure = "wait until it has ended, or stop it" if resuming else "stop that one, or choose another logging.name"
+        raise UnsupportedConfiguration(f"run folder {folder} is in use by another run ({holder}); {cure}") from None
+    except OSError as error:
+        raise not_writable(f"run folder {folder}", error) from error
+    try:
+        _sign(folder, holder_file)
+        try:
+            yield
+        finally:
+            holder_file.unlink(missing_ok=True)
+    finally:
+        file_lock.release()
+
+
+def _acquire(file_lock: FileLock, holder_file: Path) -> None:
+    try:
+        file_lock.acquire()
+    except Timeout:
+        if _holder(holder_file) is not None:
+            raise
+        file_lock.acquire(timeout=_SIGNING_S)
+
+
+def _sign(folder: Path, holder_file: Path) -> None:
+    try:
+        replace_text(holder_file, json_text({"pid": os.getpid(), "host": socket.gethostname()}))
+    except OSError as error:
+        raise not_writable(f"run folder {folder}", error) from error
+
+
+def _holder(holder_file: Path) -> str | None:
+    try:
+        holder = json.loads(holder_file.read_text())
+        return f"process {holder['pid']} on host {holder['host']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def not_writable(what: str, error: OSError) -> UnsupportedConfiguration:
+    return UnsupportedConfiguration(
+        f"{what} must be a folder that this user can write to ({error.strerror or error}); make it so, or choose "
+        "another logging.run_dir"
+    )
+
+
+def newest_run(base: Path, name: str | None = None, task: str | None = None) -> Path:
+    """Return the run in ``base`` that started last, of this ``logging.name`` or of this ``task`` where one is given.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    base = Path(base)
+    runs = [RunDir(path) for path in base.iterdir() if path.is_dir()] if base.is_dir() else []
+    wanted = [run for run in runs if run.config_file.is_file() and _is_of(run, name, task)]
+    if not wanted:
+        which = f"of logging.name {name}" if name is not None else f"of task {task}" if task is not None else "at all"
+        raise CheckpointError(
+            f"{base} must hold a run {which}, and holds none ({len(runs)} folders were looked at); "
+            "give --resume the folder of a run, or start without it"
+        )
+    return max(wanted, key=_started_s).path
+
+
+def _is_of(run: RunDir, name: str | None, task: str | None) -> bool:
+    if name is None and task is None:
+        return True
+    config = read_mapping(run.config_file, yaml.safe_load)
+    if name is not None:
+        logging = config.get("logging")
+        return run.name == name or (isinstance(logging, dict) and logging.get("name") == name)
+    return bool(config.get("task") == task)
+
+
+def _started_s(run: RunDir) -> float:
+    started = read_mapping(run.environment_file, json.loads).get("started")
+    try:
+        return datetime.fromisoformat(str(started)).timestamp()
+    except ValueError:
+        return run.path.stat().st_mtime
+
+
+def read_mapping(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
+    """Parse a file of a run, of which one that crashed may have any part: what cannot be read says nothing."""
+    if not path.is_file():
+        return {}
+    try:
+        content = parse(path.read_text())
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def write_json(path: Path, obj: Any) -> None:
+    """Replace ``path`` by ``obj`` as JSON, atomically; numbers that are not finite become null (see ``json_text``)."""
+    write_text(path, json_text(obj, indent=2) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace ``path`` by ``text``, atomically.
+
+    Raises:
+        TrainingError: the disk refused; ``path`` is as it was.
+    """
+    with disk_errors_told(path, "file"):
+        replace_text(path, text)
+
+
+def supersede_metrics(metrics_file: Path, step: int, kinds: Collection[str] = ()) -> int:
+    """Move the records after ``step`` to ``metrics.superseded.jsonl``, and with them any line that a crash tore.
+
+    Args:
+        metrics_file: of the run.
+        step: of the checkpoint that the run goes back to.
+        kinds: records of these kinds are moved at ``step`` itself too: they came after that checkpoint. So did those
+            of any kind that say ``end``: one that the run made only because it ended.
+
+    Returns:
+        The number of lines moved. Repeating it after a crash in its middle moves nothing twice.
+    """
+    if not metrics_file.exists():
+        return 0
+    lines = metrics_file.read_text(errors="replace").removesuffix("\n").split("\n")
+    moved = [line for line in lines if not _holds_at(line, step, kinds)]
+    if not moved:
+        return 0
+    superseded_file = metrics_file.with_name(f"{metrics_file.stem}.superseded{metrics_file.suffix}")
+    before = superseded_file.read_text(errors="replace") if superseded_file.exists() else ""
+    block = _joined(moved)
+    if not before.endswith(block):  # else: an earlier call got so far and no further
+        replace_text(superseded_file, before + block)
+    replace_text(metrics_file, _joined([line for line in lines if _holds_at(line, step, kinds)]))
+    return len(moved)
+
+
+def _joined(lines: Sequence[str]) -> str:
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _holds_at(line: str, step: int, kinds: Collection[str]) -> bool:
+    """Tell whether the record in ``line`` still holds when the run goes back to ``step``; a torn line never does."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return False
+    if not isinstance(record, Mapping):
+        return False
+    of_step = record.get("step")
+    came_after = record.get("kind") in kinds or record.get("end") is True
+    return of_step is None or of_step < step or (of_step == step and not came_after)
+
+
+def environment_record(command: Sequence[str]) -> dict[str, Any]:
+    """Describe where and with what a run started, for ``environment.json``. Imports nothing heavy to find out."""
+    return {
+        "started": datetime.now(timezone.utc).isoformat(),
+        "command": list(command),
+        "versions": {
+            "python": platform.python_version(),
+            "paramserver": __version__,
+            **{package: _version(package) for package in ("torch", "numpy")},
+        },
+        "executable": sys.executable,
+        "host": socket.gethostname(),
+        "platform": platform.platform(),
+        "cpu_count": os.cpu_count(),
+        "git_commit": _git_commit(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _git_commit() -> str | None:
+    try:
+        answer = subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return answer.stdout.strip() if answer.returncode == 0 else None

@@ -1,0 +1,1 @@
+"""Processes of a run: the supervisor and the ranks that it starts."""

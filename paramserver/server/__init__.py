@@ -1,0 +1,10 @@
+"""The parameter server: handlers, aggregation of gradients, versions of the parameters, and the client's side."""
+
+from typing import TYPE_CHECKING
+
+from paramserver._lazy import attach
+
+if TYPE_CHECKING:
+    from paramserver.server.parameter_server import ParameterServer as ParameterServer
+else:
+    __getattr__, __dir__, __all__ = attach(__name__, __file__)

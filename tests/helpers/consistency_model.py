@@ -1,0 +1,320 @@
+"""Trainers that run freely, as small state machines, and everything that must hold whatever they do."""
+
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+from random import Random
+
+from paramserver.consistency import (
+    Announcement,
+    Async,
+    BackupSync,
+    Bounded,
+    Decision,
+    Readiness,
+    Stop,
+    Terms,
+    Update,
+    Verdict,
+)
+from paramserver.consistency.free_running import KEPT_VERSIONS
+from paramserver.limits import Limits
+
+KINDS = ("async", "bounded", "backup")
+EVENTS = 20_000
+BATCH_SIZE = 4
+
+
+@dataclass
+class Trainer:
+    """One trainer: at a ``boundary`` it announces, ``busy`` it pushes; ``asked`` and ``held`` it waits."""
+
+    batches: list[int]  # samples of each that is left
+    speed: float
+    state: str = "boundary"
+    word: Announcement | None = None
+    version: int = 0
+    clock: int = 0
+    drained: bool = False
+    validated: list[int] = field(default_factory=list)
+    validating: bool = False  # the last of them, until it announces itself
+
+
+class Fleet:
+    """A run of one kind under random circumstances; each event is checked against counts of its own."""
+
+    def __init__(self, random: Random, kind: str) -> None:
+        self.random, self.kind = random, kind
+        number = random.randint(1, 6)
+        longest = random.choice((5, 20, 100))
+        self.trainers = [self._trainer(longest) for _ in range(number)]
+        self.bound = random.randint(0, 3)
+        self.backups = random.randint(0, number - 1)
+        self.uneven = random.choice(("stop", "join", "join"))
+        self.limits = Limits(
+            max_steps=random.choice((None, None, random.randint(1, 80))),
+            max_samples=random.choice((None, None, random.randint(1, 300))),
+        )
+        self.stand_every = random.choice(((), (0,), (random.randint(1, 9),), (random.randint(1, 9), 6)))
+        self.validate_every = random.choice((0, 1, 3, random.randint(1, 12)))
+        self.waits = random.choice((0.0, 0.2, 0.6))
+        self.patient = random.random() < 0.5  # does not announce itself while its push is held
+        self._draw_stop()
+        self.step = self.samples = self.start = 0
+        self.rules = self._rules()
+        self.stands: list[int] = []
+        self.staleness: list[int] = []
+        self.distance = -1
+        self.most_kept = 0
+        self._begin()
+
+    def _trainer(self, longest: int) -> Trainer:
+        full = self.random.randint(0, longest)
+        sizes = [BATCH_SIZE] * full + [self.random.randint(1, BATCH_SIZE)] * (full > 0)
+        return Trainer(sizes, speed=self.random.choice((0.05, 1.0, 1.0, 3.0)))
+
+    def _draw_stop(self) -> None:
+        """Some are asked to stop at some moment, with or without a source that goes silent then."""
+        everybody = range(len(self.trainers))
+        self.stop = self.random.choice((Stop.NO, Stop.NO, Stop.LIMIT, Stop.SIGNAL))
+        self.stop_at = self.random.randint(0, 300)
+        self.stopped = set(self.random.sample(everybody, self.random.randint(1, len(everybody))))
+        self.silent: set[int] = set()
+        if self.stop is not Stop.NO and self.random.random() < 0.5:
+            self.stopped = set(everybody)
+            self.silent = {i for i in everybody if self.random.random() < 0.7}
+
+    def _rules(self):
+        number, every = len(self.trainers), (self.stand_every, self.validate_every)
+        terms = Terms(number, self.limits, self.uneven, BATCH_SIZE, *every)
+        if self.kind == "async":
+            return Async(terms, self.step, self.samples)
+        if self.kind == "bounded":
+            return Bounded(terms, self.bound, self.step, self.samples)
+        return BackupSync(terms, self.backups, self.step, self.samples)
+
+    def _begin(self) -> None:
+        self.events = self.served = self.lost = 0
+        self.start, self.samples_before = self.step, self.samples
+        self.arrived: list[tuple[int, int, int]] = []
+        self.dropped: Counter[int] = Counter()
+        self.dropped_of: Counter[int] = Counter()
+        self.asked = Stop.NO
+        self.end: Decision | None = None
+
+    def resume(self) -> None:
+        """Go on where a signal ended it, from what a checkpoint keeps; nobody stops it again."""
+        assert self.end.interrupted
+        state = json.loads(json.dumps(self.rules.state_dict()))
+        self.rules = self._rules()
+        self.rules.load_state_dict(state)
+        self.stop, self.silent, self.stands = Stop.NO, set(), []
+        for trainer in self.trainers:
+            trainer.state, trainer.drained, trainer.validated, trainer.validating = "boundary", False, [], False
+        self._begin()
+
+    # Events.
+
+    def run(self) -> "Fleet":
+        while self.end is None:
+            assert self.events < EVENTS, f"it never ends: {self.trainers}"
+            self._act()
+        self._check_end()
+        return self
+
+    def _act(self) -> None:
+        able = [i for i, t in enumerate(self.trainers) if t.state in ("boundary", "busy")]
+        assert able, f"all wait for one another: {self.trainers}"
+        self.events += 1
+        index = self.random.choices(able, [self.trainers[i].speed for i in able])[0]
+        if self.trainers[index].state == "boundary":
+            self._announce(index)
+        else:
+            self._push(index)
+        while (update := self.rules.due()) is not None:
+            self._apply(update)
+        answers = self.rules.answers()
+        self._check_together(answers)
+        for i, decision in answers.items():
+            self._answered(i, decision)
+        assert self.rules.answers() == {}
+        self.most_kept = max(self.most_kept, self.kept)
+        assert self.kept <= KEPT_VERSIONS or self.kind == "backup"
+        self._check_waiting()
+
+    def _announce(self, index: int) -> None:
+        trainer = self.trainers[index]
+        trainer.validating = False
+        due = self.events > self.stop_at
+        stop = self.stop if due and index in self.stopped else Stop.NO
+        if not trainer.batches:
+            readiness, trainer.drained = Readiness.DRAINED, True
+        elif (due and index in self.silent) or self.random.random() < self.waits:
+            readiness = Readiness.WAITING
+        else:
+            readiness = Readiness.READY
+        batches = self.random.randint(1, max(1, min(2, len(trainer.batches))))
+        trainer.word = Announcement(readiness, batches, stop, f"{stop.name} asked")
+        trainer.state, self.asked = "asked", max(self.asked, stop)
+        self.rules.announce(index, trainer.word)
+
+    def _push(self, index: int) -> None:
+        trainer = self.trainers[index]
+        taken, trainer.batches = trainer.batches[: trainer.word.batches], trainer.batches[trainer.word.batches :]
+        assert self.rules.refusal(index, trainer.version) is None
+        assert self.rules.refusal(index, trainer.version + self.random.choice((-1, 1))) is not None
+        late = self.kind == "backup" and trainer.version < self.step
+        assert self.rules.push(index, trainer.version, sum(taken)) is not late
+        assert self.rules.refusal(index, trainer.version) is not None  # once is enough
+        trainer.clock += 1
+        self.served += sum(taken)
+        trainer.state = "boundary"
+        if late:
+            self.lost += sum(taken)
+            self.dropped[index] += 1
+            self.dropped_of[trainer.version] += 1
+        else:
+            self.arrived.append((index, trainer.version, sum(taken)))
+            trainer.state = "held" if self.kind == "backup" and self.patient else "boundary"
+
+    def _apply(self, update: Update) -> None:
+        assert self.end is None
+        assert self.limit is None, "a step after the limit"
+        assert not self.stand_is_due, "a step where all should have stood"
+        if self.kind == "backup":
+            assert len(self.arrived) == self.needed  # neither earlier nor later: the first that came, and no more
+            taken, self.arrived = sorted(self.arrived), []
+        else:
+            taken = [self.arrived.pop(0)]
+        assert update.trainers == tuple(index for index, _, _ in taken)
+        assert update.staleness == tuple(self.step - version for _, version, _ in taken)
+        assert update.buffers_from == update.trainers[0]
+        self.staleness += update.staleness
+        self.step += 1
+        self.samples += sum(samples for _, _, samples in taken)
+        assert (self.rules.step, self.rules.samples) == (self.step, self.samples)
+        for index in update.trainers:
+            if self.trainers[index].state == "held":
+                self.trainers[index].state = "boundary"
+
+    def _answered(self, index: int, decision: Decision) -> None:
+        trainer = self.trainers[index]
+        assert trainer.state == "asked"
+        assert decision.samples == self.samples
+        trainer.state = "boundary"
+        if decision.verdict is Verdict.WAIT:
+            assert trainer.word.readiness is Readiness.WAITING
+        elif decision.verdict is Verdict.VALIDATE:
+            trainer.validated.append(decision.step)
+            trainer.validating = True
+        elif decision.verdict is Verdict.GO:
+            self._check_start(index, decision)
+            trainer.state, trainer.version = "busy", self.step
+
+    # What must hold.
+
+    @property
+    def limit(self) -> str | None:
+        return self.limits.reached(self.step, self.samples)
+
+    @property
+    def stand_is_due(self) -> bool:
+        return self.step in self._multiples(*self.stand_every) and self.step not in self.stands
+
+    def _multiples(self, *every: int) -> list[int]:
+        return [n for n in range(self.start + 1, self.step + 1) if any(e and n % e == 0 for e in every)]
+
+    @property
+    def kept(self) -> int:
+        """Versions that somebody has still to validate, or is validating."""
+        every = self._multiples(self.validate_every)
+        return max(len(every) - len(t.validated) + t.validating for t in self.trainers)
+
+    @property
+    def ending(self) -> bool:
+        drained = [t.drained for t in self.trainers]
+        return self.asked is not Stop.NO or all(drained) or (self.uneven == "stop" and any(drained))
+
+    @property
+    def needed(self) -> int:
+        """Gradients that make an update: of all but the backups, of those who can still give one."""
+        giving = {index for index, _, _ in self.arrived}
+        absent = [i for i, t in enumerate(self.trainers) if i not in giving and self._gives_none(t)]
+        return max(1, len(self.trainers) - len(absent) - self.backups)
+
+    def _gives_none(self, trainer: Trainer) -> bool:
+        waits = self.ending and trainer.state == "asked" and trainer.word.readiness is Readiness.WAITING
+        return trainer.drained or waits
+
+    def distance_of(self, index: int) -> int:
+        clocks = [t.clock for t in self.trainers if not t.drained]
+        return self.trainers[index].clock - min(clocks)
+
+    def _check_start(self, index: int, decision: Decision) -> None:
+        word = self.trainers[index].word
+        assert word.readiness is Readiness.READY
+        assert decision == Decision(Verdict.GO, (index,), self.step, self.samples, batches=word.batches)
+        assert self.limit is None
+        assert not self.stand_is_due
+        assert not self.ending or self.arrived, "nobody starts when all shall end, but to complete an update"
+        if self.kind == "bounded":
+            self.distance = max(self.distance, self.distance_of(index))
+            assert self.distance <= self.bound
+        if self.kind == "backup":
+            assert index not in {i for i, _, _ in self.arrived}, "two gradients of one version"
+
+    def _check_together(self, answers: dict[int, Decision]) -> None:
+        """All stand or end at once, with one answer, and nothing is under way."""
+        verdicts = {d.verdict for d in answers.values()}
+        if not verdicts & {Verdict.STAND, Verdict.END}:
+            return
+        assert set(answers) == set(range(len(self.trainers)))
+        assert len(set(answers.values())) == 1
+        assert all(t.state == "asked" for t in self.trainers)
+        assert self.arrived == []
+        decision = answers[0]
+        assert (decision.active, decision.step) == ((), self.step)
+        if decision.verdict is Verdict.STAND:
+            assert self.stand_is_due
+            self.stands.append(self.step)
+        else:
+            self.end = decision
+
+    def _check_waiting(self) -> None:
+        """Whoever is not answered has a reason to wait; a validation that is owed is none, nor is one without data."""
+        if self.ending or self.limit is not None:
+            return
+        asked = {i: t for i, t in enumerate(self.trainers) if t.state == "asked"}
+        assert all(t.validated == self._multiples(self.validate_every) for t in asked.values())
+        if self.kind == "backup":
+            assert not self.arrived or len(self.arrived) < self.needed
+        last = [self.step - self.step % every + every for every in self.stand_every if every]
+        last += [self.limits.max_steps] if self.limits.max_steps else []
+        busy = [t for t in self.trainers if t.state == "busy"]
+        full = self.kind != "backup" and any(self.step + len(busy) >= n for n in last)
+        following = range(self.step + 1, self.step + len(busy) + 2) if self.validate_every else ()
+        crowded = self.kept + sum(n % self.validate_every == 0 for n in following) > KEPT_VERSIONS
+        full = full or (self.kind != "backup" and crowded)
+        if self.stand_is_due or full or (self.limits.max_samples and busy and self.kind != "backup"):
+            return
+        for index, trainer in asked.items():
+            held = index in {i for i, _, _ in self.arrived}
+            ahead = self.kind == "bounded" and self.distance_of(index) > self.bound
+            assert trainer.drained or held or ahead, f"trainer {index} waits for nothing"
+
+    def _check_end(self) -> None:
+        end = self.end
+        assert self.limit or self.ending
+        assert end.interrupted == (self.asked is Stop.SIGNAL and self.limit is None)
+        assert end.reason == (self.limit or end.reason)
+        if end.interrupted:
+            assert end.reason == "SIGNAL asked"
+        stands, validations = self._multiples(*self.stand_every), self._multiples(self.validate_every)
+        assert self.stands == stands
+        assert all(trainer.validated == validations for trainer in self.trainers)
+        assert self.served - self.lost == self.samples - self.samples_before
+        assert self.rules.dropped == {i: self.dropped[i] for i in range(len(self.trainers))}
+        assert all(count <= self.backups for count in self.dropped_of.values())
+        if self.limit is None and self.asked is Stop.NO and self.uneven == "join":
+            assert not any(t.batches for t in self.trainers), "not all data was served"
+        assert all(self.rules.refusal(i, self.step) for i in range(len(self.trainers)))

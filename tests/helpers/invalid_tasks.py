@@ -1,0 +1,108 @@
+"""Tasks with something wrong in them, for tests/integration/test_bad_input.py."""
+
+import resource
+
+import torch
+from tasks import Truth
+from torch import nn
+
+from paramserver import Task
+
+
+class Unmakeable(Truth):
+    def __init__(self):
+        raise RuntimeError("there are no labels")
+
+
+class Unfinished(Task):
+    def build_model(self):
+        return nn.Linear(2, 2)
+
+
+class Breaks(Truth):
+    """Does ``what`` when batch ``at`` is computed."""
+
+    def __init__(self, what, at=5, **options):
+        super().__init__(**options)
+        self.what, self.at = what, at
+
+    def training_step(self, model, batch, batch_idx):
+        loss = super().training_step(model, batch, batch_idx)
+        return getattr(self, self.what)(loss) if batch_idx == self.at else loss
+
+    def nan(self, loss):
+        return loss * float("nan")
+
+    def gradient(self, loss):
+        """The same loss, with a gradient of 0 times infinity."""
+        return loss + (0 * loss).sqrt()
+
+    def huge(self, loss):
+        return loss * 1e9
+
+    def leave(self, loss):
+        raise SystemExit(0)
+
+    def vector(self, loss):
+        return loss.repeat(3)
+
+    def number(self, loss):
+        return loss.item()
+
+    def refuse_writes(self, loss):
+        """From here on the disk takes no byte more in any file, as one that is full."""
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        return loss
+
+
+class Leaps(Truth):
+    """Its parameters grow beyond all measure."""
+
+    def build_optimizer(self, model):
+        return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e7)
+
+
+class Changes(Truth):
+    """Sample ``at`` has another shape than the others."""
+
+    def __init__(self, at=20, **options):
+        super().__init__(**options)
+        self.at = at
+
+    def train_source(self, partition):
+        data = self._data(64, 1)
+        return ((image[:, :3] if i == self.at else image, label) for i, (image, label) in enumerate(data))
+
+
+class ChangesInValidation(Truth):
+    def validation_source(self, partition):
+        return [(torch.zeros(1, 6, 6 + i // 3), 0) for i in range(5)]
+
+
+class Grows(Truth):
+    """Stores more in each checkpoint."""
+
+    saved = 0
+
+    def on_checkpoint(self, state):
+        self.saved += 1
+        state["ballast"] = torch.zeros(self.saved * 2**16, dtype=torch.uint8)
+
+    def on_resume(self, state):
+        self.saved = 0
+
+
+class Wide(Truth):
+    """A model whose width is an argument; at one batch the loss may be three numbers."""
+
+    def __init__(self, width=8, extra=False, vector_at=None, **options):
+        super().__init__(**options)
+        self.width, self.extra, self.vector_at = width, extra, vector_at
+
+    def training_step(self, model, batch, batch_idx):
+        loss = super().training_step(model, batch, batch_idx)
+        return loss.repeat(3) if batch_idx == self.vector_at else loss
+
+    def build_model(self):
+        layers = [nn.Flatten(), nn.Linear(36, self.width), nn.Linear(self.width, 5)]
+        return nn.Sequential(*layers, *[nn.LayerNorm(5)] * self.extra)

@@ -1,0 +1,219 @@
+"""Runs of the command line as a user starts them, and what they leave behind."""
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import yaml
+
+from paramserver.launch import main as launch_main
+
+TASKS = Path(__file__).with_name("tasks.py")
+COUNTING = Path(__file__).with_name("witness_trainers.py")
+STOPPING = Path(__file__).with_name("signal_tasks.py")
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A command that ended."""
+
+    code: int
+    output: str
+    run_dir: Path
+
+    @property
+    def summary(self):
+        return json.loads((self.run_dir / "summary.json").read_text())
+
+    @property
+    def records(self):
+        return [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
+
+    def of_kind(self, kind):
+        return [record for record in self.records if record["kind"] == kind]
+
+    @property
+    def checkpoints(self):
+        return sorted(path.name for path in (self.run_dir / "checkpoints").glob("step-*"))
+
+    @property
+    def best(self):
+        """The name of the best checkpoint; None where there is none."""
+        file = self.run_dir / "checkpoints" / "best"
+        return file.read_text().strip() if file.exists() else None
+
+    def load(self, name, step=None):
+        folder = self.run_dir / "checkpoints"
+        folder /= (folder / "latest").read_text().strip() if step is None else f"step-{step:08d}"
+        return torch.load(folder / f"{name}.pt", weights_only=True)
+
+    def log(self, rank):
+        return (self.run_dir / "logs" / f"rank-{rank}.log").read_text()
+
+
+def environment(**extra):
+    """One thread per process: another number of threads rounds differently."""
+    path = os.pathsep.join(filter(None, (str(TASKS.parent), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **extra}
+
+
+def write_config(folder, *, task="Truth", mode="local", task_args=None, **sections):
+    """A config file in ``folder`` for a task of tests/helpers/tasks.py; sections are merged over quick defaults."""
+    config = {
+        "task": f"{TASKS}:{task}" if task and ":" not in task else task,
+        "task_args": task_args or {},
+        "mode": mode,
+        "training": {"max_steps": 12, "batch_size": 8, "validate_every": 0},
+        "checkpoint": {"every": 0},
+        "logging": {"run_dir": str(folder / "runs"), "tensorboard": False, "log_every": 1},
+        "cluster": {"timeout_s": 30},
+    }
+    for section, values in sections.items():
+        if isinstance(values, dict):
+            config[section] = {**config.get(section, {}), **values}
+        else:
+            config[section] = values
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "config.yaml"
+    file.write_text(yaml.safe_dump(config))
+    return file
+
+
+def command(*arguments):
+    return [sys.executable, "-m", "paramserver.launch", *map(str, arguments)]
+
+
+def launch(folder, *flags, timeout_s=90, env=None, **config):
+    """Start all ranks on this machine and wait; ``config`` as for ``write_config``."""
+    name = config.pop("name", "run")
+    file = write_config(folder, **config)
+    done = subprocess.run(
+        command("--config", file, "--set", f"logging.name={name}", *flags),
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env=environment(**(env or {})),
+        cwd=folder,
+        check=False,
+    )
+    return Finished(done.returncode, done.stdout + done.stderr, folder / "runs" / name)
+
+
+def resume(finished, *flags, timeout_s=90):
+    """Go on with a run."""
+    done = subprocess.run(
+        command("--resume", finished.run_dir, *flags),
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env=environment(),
+        cwd=finished.run_dir.parent,
+        check=False,
+    )
+    return Finished(done.returncode, done.stdout + done.stderr, finished.run_dir)
+
+
+def here(folder, *flags, name="run", **config):
+    """A run in mode local inside this process, which costs no start of an interpreter."""
+    file = write_config(folder, **config)
+    code, said = main_here("--config", file, "--set", f"logging.name={name}", *flags)
+    return Finished(code, said, folder / "runs" / name)
+
+
+def resume_here(finished, *flags):
+    """Go on with a run in mode local inside this process."""
+    code, said = main_here("--resume", finished.run_dir, *flags)
+    return Finished(code, said, finished.run_dir)
+
+
+def main_here(*arguments):
+    """The command line inside this process: its exit code, and what it said. It leaves the process as it was."""
+    said, threads, environ, path = io.StringIO(), torch.get_num_threads(), dict(os.environ), list(sys.path)
+    torch.set_num_threads(1)  # as in a process of its own: see environment()
+    try:
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+            code = launch_main([str(argument) for argument in arguments])
+    finally:
+        torch.set_num_threads(threads)
+        os.environ.clear()
+        os.environ.update(environ)
+        sys.path[:] = path
+    return code, said.getvalue()
+
+
+def trained(folder, mode, trainers, **config):
+    """A run that must end well; in mode local inside this process."""
+    cluster = {"num_trainers": trainers, "timeout_s": 30, **config.pop("cluster", {})}
+    start = here if mode == "local" else launch
+    finished = start(folder / f"{mode}-{trainers}", mode=mode, cluster=cluster, **config)
+    assert finished.code == 0, finished.output
+    return finished
+
+
+def together(*calls):
+    """Make these calls at once, for runs that mostly wait; their results in order."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [made.result() for made in [pool.submit(call) for call in calls]]
+
+
+def tensors_of(state, prefix=""):
+    """All tensors of a nested state, by path."""
+    if isinstance(state, torch.Tensor):
+        return {prefix: state}
+    items = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, (list, tuple)) else ()
+    return {name: tensor for key, value in items for name, tensor in tensors_of(value, f"{prefix}/{key}").items()}
+
+
+def difference(one, other):
+    """Relative L2 norm of the difference of all floating-point tensors; infinite where they do not match."""
+    a, b = tensors_of(one), tensors_of(other)
+    if a.keys() != b.keys():
+        return float("inf")
+    names = [n for n in a if a[n].is_floating_point()]
+    total = sum((a[n].double() - b[n].double()).pow(2).sum() for n in names)
+    norm = sum(a[n].double().pow(2).sum() for n in names)
+    return float((total / norm).sqrt())
+
+
+def same_bits(one, other):
+    """Names of tensors that differ in any bit."""
+    a, b = tensors_of(one), tensors_of(other)
+    return sorted(a.keys() ^ b.keys()) + [n for n in a if n in b and not torch.equal(a[n], b[n])]
+
+
+def buffer_records(finished):
+    """Of which steps and trainers there are records of buffers, as often as they are there."""
+    return sorted((r["step"], r["trainer"]) for r in finished.of_kind("buffer"))
+
+
+def compare(whole, other, trainers=1, buffers=False):
+    """Assert that two runs ended the same: parameters, optimizer, draws, counts, records, the best checkpoint.
+
+    Also what the buffers hold, where that does not depend on how far ahead the feeder is: nothing more is to come.
+    """
+    assert whole.summary["steps"] == other.summary["steps"]
+    assert whole.summary["samples"] == other.summary["samples"]
+    assert whole.summary["reason"] == other.summary["reason"]
+    assert same_bits(whole.load("model"), other.load("model")) == []
+    assert same_bits(whole.load("optimizer"), other.load("optimizer")) == []
+    for trainer in range(trainers):
+        one, two = (run.load(f"trainer-{trainer}") for run in (whole, other))
+        if buffers:
+            assert same_bits(one["buffer"], two["buffer"]) == []
+            assert one["buffer"]["keys"] == two["buffer"]["keys"]
+        assert one["buffer"]["counters"]["gets"] == two["buffer"]["counters"]["gets"]
+        assert same_bits(one["random"], two["random"]) == []
+        assert one["counters"] | {"seconds": 0} == two["counters"] | {"seconds": 0}
+    for kind, fields in (("train", ("step", "loss", "lr", "epoch")), ("validation", ("step", "values", "best"))):
+        assert [[r[f] for f in fields] for r in whole.of_kind(kind)] == [
+            [r[f] for f in fields] for r in other.of_kind(kind)
+        ]
+    assert buffer_records(whole) == buffer_records(other)
+    assert whole.best == other.best

@@ -1,0 +1,134 @@
+"""What a test may not leave behind: threads, processes, variables, signal handlers, open ports, groups and agents."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# Daemon threads, which would else pass for those of a library.
+OUR_THREADS = (
+    "feeder",
+    "desk",
+    "reception",
+    "heartbeat",
+    "checkpoint-writer",
+    "checkpoint-courier",
+    "links",
+    "peer-",
+    "watch-",
+    "segment-host",
+    "gatekeeper",
+)
+# Set by pytest for each phase, and by scikit-learn and torch's compiler while they are imported.
+_NOT_OURS = frozenset(
+    {"PYTEST_CURRENT_TEST", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
+)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_PATIENCE_S = 2.0
+_LISTEN = "0A"
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """This process between two tests."""
+
+    threads: frozenset[threading.Thread]
+    children: frozenset[int]
+    environ: dict[str, str]
+    handlers: dict[int, Any]
+    ports: frozenset[str]
+    states: frozenset[str]
+
+    @classmethod
+    def take(cls) -> Snapshot:
+        return cls(
+            frozenset(threading.enumerate()),
+            frozenset(_children()),
+            {name: value for name, value in os.environ.items() if name not in _NOT_OURS},
+            {int(number): signal.getsignal(number) for number in _SIGNALS},
+            frozenset(_listening()),
+            frozenset(_states()),
+        )
+
+    def leaks(self) -> list[str]:
+        """What is here now and was not at the snapshot, in words; what only ends slowly is waited for."""
+        for thread in _ours(set(threading.enumerate()) - self.threads):
+            thread.join(_PATIENCE_S)
+        now = Snapshot.take()
+        if now.ports - self.ports or now.states - self.states:
+            gc.collect()  # a store or agent may hang on a caught error's traceback
+            now = Snapshot.take()
+        found = [f"thread {thread.name}" for thread in _ours(now.threads - self.threads)]
+        found += [f"child process {pid} ({_command(pid)})" for pid in now.children - self.children]
+        names = sorted(now.environ.keys() | self.environ.keys())
+        found += [f"variable {n}" for n in names if now.environ.get(n) != self.environ.get(n)]
+        found += [f"handler of {signal.Signals(n).name}" for n in now.handlers if now.handlers[n] != self.handlers[n]]
+        found += [f"listening socket {port}" for port in sorted(now.ports - self.ports)]
+        return found + sorted(now.states - self.states)
+
+    def restore_environ(self) -> None:
+        """Put the variables back, so that one test alone is blamed."""
+        for name in [n for n in os.environ if n not in self.environ and n not in _NOT_OURS]:
+            del os.environ[name]
+        os.environ.update(self.environ)
+
+
+def _ours(threads: set[threading.Thread] | frozenset[threading.Thread]) -> list[threading.Thread]:
+    alive = [t for t in threads if t.is_alive() and (not t.daemon or t.name.startswith(OUR_THREADS))]
+    return sorted(alive, key=lambda t: t.name)
+
+
+def _children() -> list[int]:
+    """Children of any thread, ended but not waited for included; multiprocessing's own helper stays on purpose."""
+    lists = []
+    for file in Path("/proc/self/task").glob("*/children"):
+        try:
+            lists.append(file.read_text())
+        except OSError:
+            continue  # that thread has just ended
+    pids = [int(pid) for text in lists for pid in text.split()]
+    return [pid for pid in pids if "resource_tracker" not in _command(pid)]
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
+    except OSError:
+        return "gone"
+
+
+def _listening() -> set[str]:
+    """Inodes of the TCP sockets of this process on which somebody may knock."""
+    own = set()
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            target = str(link.readlink())
+        except OSError:
+            continue  # the descriptor of this very listing
+        if target.startswith("socket:["):
+            own.add(target[8:-1])
+    if not own:
+        return set()
+    lines = [line.split() for name in ("tcp", "tcp6") for line in _lines(Path("/proc/self/net") / name)[1:]]
+    return own & {fields[9] for fields in lines if fields[3] == _LISTEN}
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else ["no such protocol"]
+
+
+def _states() -> list[str]:
+    """What a process has one of; a module that nobody imported has none."""
+    asked = {
+        "an initialised process group": ("torch.distributed", lambda m: m.is_initialized()),
+        "an RPC agent": ("torch.distributed.rpc", lambda m: m.api._is_current_rpc_agent_set()),
+        "a hosted parameter server": ("paramserver.distributed.rpc_calls", lambda m: m._server is not None),
+        "a trainer index": ("paramserver.context", lambda m: m._trainer_index is not None),
+    }
+    return [what for what, (name, is_there) in asked.items() if name in sys.modules and is_there(sys.modules[name])]

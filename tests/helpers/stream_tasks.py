@@ -1,0 +1,72 @@
+"""A task that is fed by simulations, and a ledger of every sample that was served."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from threading import Event
+
+import torch
+from simulations import SHAPE
+from torch import nn
+
+from paramserver import Task
+from paramserver.distributed.timeouts import poll_until
+from paramserver.sources import Simulations, Stream
+
+
+class Fed(Task):
+    """Learns a field's mean; writes down what it is served, one line a sample.
+
+    Args:
+        ledger: a folder; each trainer appends to its own file.
+        outside: samples come from clients outside.
+        pace_s: what a batch takes longer, by trainer.
+        held: validations wait in this folder, where they leave ``validating``, until ``go`` is there.
+        stop: trainer 0 sends its process SIGTERM at this batch.
+    """
+
+    def __init__(self, ledger, outside=False, pace_s=(0.0,), held=None, stop=None):
+        self.ledger = Path(ledger)
+        self.outside = outside
+        self.pace_s = pace_s
+        self.held = None if held is None else Path(held)
+        self.stop = stop
+
+    def build_model(self):
+        torch.manual_seed(5)
+        return nn.Linear(SHAPE[0] * SHAPE[1], 1)
+
+    def build_optimizer(self, model):
+        return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+    def train_source(self, partition):
+        return Stream() if self.outside else Simulations()
+
+    def validation_source(self, partition):
+        return torch.ones(2, *SHAPE) if self.held else None
+
+    def training_step(self, model, batch, batch_idx):
+        index = self.trainer.trainer_index
+        time.sleep(self.pace_s[index % len(self.pace_s)])
+        with (self.ledger / f"trainer-{index}").open("a") as file:
+            for simulation, step in zip(batch["simulation"].tolist(), batch["step"].tolist(), strict=True):
+                file.write(json.dumps([simulation, step]) + "\n")
+        target = batch["parameters"].float().sum(dim=1, keepdim=True)
+        return nn.functional.mse_loss(model(batch["u"].flatten(1)), target)
+
+    def validation_step(self, model, batch, valid_batch_idx, batch_idx):
+        (self.held / "validating").touch()
+        assert poll_until(time.monotonic() + 30, lambda: (self.held / "go").exists() or None, Event()), "held too long"
+        return {"loss": model(batch.flatten(1)).mean()}
+
+    def on_batch_start(self, batch_idx):
+        if self.stop is not None and batch_idx == self.stop and self.trainer.trainer_index == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def served(ledger):
+    """Every sample that was served, by all trainers."""
+    lines = [line for file in sorted(Path(ledger).iterdir()) for line in file.read_text().splitlines()]
+    return [tuple(json.loads(line)) for line in lines]

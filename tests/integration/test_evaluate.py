@@ -1,0 +1,133 @@
+"""A stored model is validated as the run validated it, and nothing of the run changes."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+from launching import environment, launch, trained
+
+from paramserver import evaluate
+
+CONFIG = {
+    "training": {"max_steps": 6, "batch_size": 8, "validate_every": 2, "validation_batch_size": 7},
+    "checkpoint": {"every": 2, "keep": 5, "background": False, "best": {"metric": "loss", "mode": "max"}},
+    "logging": {"tensorboard": False},
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return trained(tmp_path_factory.mktemp("evaluate"), "local", 1, **CONFIG)
+
+
+def entries(folder):
+    """All that is in a folder, with when it was changed, and the folder itself."""
+    paths = [folder, *sorted(folder.rglob("*"))]
+    return {p: (p.lstat().st_mtime_ns, p.read_bytes() if p.is_file() else None) for p in paths}
+
+
+@pytest.mark.processes
+def test_each_checkpoint_gives_what_the_run_recorded(run, capsys):
+    before = entries(run.run_dir)
+    for record in run.of_kind("validation"):
+        assert evaluate.main([str(run.run_dir), "--checkpoint", str(record["step"]), "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["values"] == pytest.approx(record["values"], rel=1e-6)
+        assert (found["step"], found["samples"]) == (record["step"], record["samples"])
+    assert entries(run.run_dir) == before
+
+
+def test_a_folder_that_nobody_may_write_to_is_evaluated_and_left_as_it_is(run, tmp_path):
+    """Also one that has no logs, as where only the checkpoints of a run were kept. (Root may write anywhere.)"""
+    kept = tmp_path / "kept"
+    shutil.copytree(run.run_dir, kept, ignore=shutil.ignore_patterns("logs", "metrics.jsonl", "latest"))
+    folders = [kept, *(path for path in kept.rglob("*") if path.is_dir())]
+    for folder in folders:
+        folder.chmod(0o555)
+    before = entries(kept)
+    try:
+        assert evaluate.evaluate_run(kept).step == 6
+    finally:
+        for folder in folders:
+            folder.chmod(0o755)
+    assert entries(kept) == before
+
+
+@pytest.mark.processes
+def test_best_and_latest_and_another_batch_size(run, capsys):
+    worst = max(run.of_kind("validation"), key=lambda record: record["values"]["loss"])
+    best = evaluate.evaluate_run(run.run_dir, "best")
+    assert best.step == worst["step"]  # best is the largest loss here
+    latest = evaluate.evaluate_run(run.run_dir, overrides=["training.validation_batch_size=1"])
+    assert latest.step == 6
+    assert latest.values == pytest.approx(run.of_kind("validation")[-1]["values"], rel=1e-5)
+    assert evaluate.main([str(run.run_dir)]) == 0
+    rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert rows["checkpoint"] == "step-00000006"
+    assert float(rows["loss"]) == pytest.approx(latest.values["loss"], rel=1e-4)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--checkpoint", "5"], "there are latest and the steps 6, 4, 2"),
+        (["--checkpoint", "last"], "checkpoint last of"),
+        (["--set", "task_args.validation=0"], "nothing to validate"),
+        (["--set", "task_args.optimizer_name=x"], "takes other arguments"),
+        (["--set", "training.batch=1"], "batch_size"),
+    ],
+)
+def test_what_cannot_be_validated_is_said_in_one_sentence(run, capsys, arguments, told):
+    assert evaluate.main([str(run.run_dir), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert told in error
+
+
+def test_a_folder_that_is_no_run(tmp_path, capsys):
+    assert evaluate.main([str(tmp_path)]) == 2
+    assert str(tmp_path) in capsys.readouterr().err
+
+
+@pytest.mark.processes
+def test_a_task_that_logs_and_counts_finds_what_it_expects(tmp_path):
+    """In a process of its own, from elsewhere, with a task that has stored something and logs while it validates."""
+    (tmp_path / "own.py").write_text(
+        """
+from tasks import Truth
+
+class Own(Truth):
+    seen = 0
+
+    def on_checkpoint(self, state):
+        state["seen"] = 41
+
+    def on_resume(self, state):
+        self.seen = state["seen"]
+
+    def validation_step(self, model, batch, valid_batch_idx, batch_idx):
+        assert not model.training
+        self.log("seen", self.seen + self.trainer.trainer_index)
+        return {**super().validation_step(model, batch, valid_batch_idx, batch_idx), "batch_idx": float(batch_idx)}
+"""
+    )
+    tests = str(next(p for p in sys.path if p.endswith("tests")))
+    env = environment(PYTHONPATH=tests + ":" + environment().get("PYTHONPATH", ""))
+    run = launch(tmp_path, task=f"{tmp_path}/own.py:Own", env=env, **CONFIG)
+    assert run.code == 0, run.output
+    done = subprocess.run(
+        [sys.executable, "-m", "paramserver.evaluate", str(run.run_dir), "--json"],
+        capture_output=True,
+        text=True,
+        env=env,
+        cwd=tmp_path,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["logged"] == {"seen": 41.0}
+    assert found["values"]["batch_idx"] == 6.0

@@ -1,0 +1,212 @@
+"""What happens when something goes wrong: who says what, how soon, and what is left. Each fault leaves a mark."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+
+import psutil
+import pytest
+from launching import Finished, command, environment, here, launch, together, write_config
+
+from paramserver.errors import PeerLost
+from trainers.ddp_control import peers_may_be_lost
+
+pytestmark = pytest.mark.processes
+
+QUICK = {"server": {"heartbeat_s": 0.3, "lost_after_s": 2.0}, "checkpoint": {"every": 3, "background": False}}
+
+
+def faulty(tmp_path, mode, what, trainer=1, **config):
+    mark = tmp_path / "mark"
+    started = time.monotonic()
+    start = here if mode == "local" else launch
+    finished = start(
+        tmp_path,
+        mode=mode,
+        task="Faulty",
+        task_args={"what": what, "mark": str(mark), "trainer": trainer},
+        cluster={"num_trainers": 2, "timeout_s": 6 if mode == "ddp" else 30},
+        training={"max_steps": 2000},
+        **QUICK,
+        **config,
+    )
+    fired = json.loads(mark.read_text())
+    assert fired["what"] == what
+    assert mode == "local" or not psutil.pid_exists(fired["pid"])
+    return finished, time.monotonic() - started
+
+
+def last_error(finished):
+    """What is printed last, which the last words of a rank that died may follow, from its log and indented."""
+    _, error, told = finished.output.rpartition("error: ")
+    assert error
+    first, *words = told.rstrip().splitlines()
+    assert all(line.startswith("    ") for line in words)
+    return first
+
+
+def frozen(folder, task, **task_args):
+    """A run of which one process is stopped; its others notice, and the supervisor ends it."""
+    mark = folder / "mark"
+    finished = launch(
+        folder,
+        mode="rpc",
+        task=task,
+        task_args={"mark": str(mark), **task_args},
+        cluster={"num_trainers": 2, "timeout_s": 30},
+        training={"max_steps": 2000},
+        server=QUICK["server"],
+        checkpoint={"every": 3, "background": False},  # a server that is stopped writes nothing more
+    )
+    assert mark.exists()
+    assert finished.code == 1, finished.output
+    return finished
+
+
+@pytest.mark.parametrize("mode", ["rpc", "ddp"])
+def test_a_trainer_that_is_killed_ends_the_run_within_seconds(tmp_path, mode):
+    finished, elapsed_s = faulty(tmp_path, mode, "kill")
+    rank = 2 if mode == "rpc" else 1
+    assert finished.code == 1
+    assert f"rank {rank} (trainer 1): killed by SIGKILL" in last_error(finished)
+    assert finished.summary["status"] == "failed"
+    assert finished.checkpoints == ["step-00000003"]
+    assert elapsed_s < 25
+
+
+def test_a_process_that_is_frozen_is_noticed(tmp_path):
+    """A trainer by its heartbeat; the server, stopped by its schedule, by the trainers, who say so."""
+    trainer, server = together(
+        lambda: frozen(tmp_path / "trainer", "Faulty", what="freeze", trainer=1),
+        lambda: frozen(tmp_path / "server", "KillsItsServer", number=int(signal.SIGSTOP)),
+    )
+    fired = json.loads((tmp_path / "trainer" / "mark").read_text())
+    assert not psutil.pid_exists(fired["pid"])
+    assert "trainer 1" in trainer.output
+    assert "no heartbeat for server.lost_after_s (2 s)" in trainer.output
+    assert trainer.summary["status"] == "failed"
+    assert "the server is lost: it did not answer" in server.output
+    for said in (trainer.output, server.output):
+        assert "Traceback" not in said
+        assert last_error(Finished(1, said, tmp_path)).startswith("rank ")
+    assert server.summary["checkpoint"] == "step-00000003"
+
+
+@pytest.mark.parametrize(
+    ("says", "told"),
+    [
+        ("[/a/gloo/tcp/buffer.cc:78] Timed out waiting 6000ms for recv\nmore", "Timed out waiting 6000ms for recv"),
+        ("Application timeout caused pair closure", "Application timeout caused pair closure"),
+    ],
+)
+def test_what_gloo_says_of_a_lost_peer_is_one_sentence(says, told):
+    with pytest.raises(PeerLost, match=f"^another rank of the process group is lost: {told}$"), peers_may_be_lost():
+        raise RuntimeError(says)
+
+
+@pytest.mark.parametrize(("mode", "trainer"), [("rpc", 1), ("ddp", 0), ("local", 0)])
+def test_an_error_in_the_task_is_the_last_thing_printed(tmp_path, mode, trainer):
+    finished, _ = faulty(tmp_path, mode, "error", trainer=trainer)
+    assert finished.code == 1
+    assert "Traceback (most recent call last)" in finished.output
+    assert finished.output.rstrip().splitlines()[-1] == "RuntimeError: the task raised on purpose"
+    if mode != "local":
+        rank = trainer + (mode == "rpc")
+        assert f"error: rank {rank} (trainer {trainer}): RuntimeError: the task raised on purpose" in finished.output
+    assert "the task raised on purpose" in finished.summary["error"] or mode == "ddp"
+
+
+@pytest.mark.parametrize(("mode", "trainer"), [("rpc", 1), ("ddp", 1), ("local", 0)])
+def test_a_loss_that_is_nan_stops_before_it_is_applied(tmp_path, mode, trainer):
+    finished, _ = faulty(tmp_path, mode, "nan", trainer=trainer)
+    assert finished.code == 1
+    assert f"training_step, trainer {trainer}, batch 5: the loss is nan" in finished.output
+    assert finished.checkpoints == ["step-00000003"]
+    assert all(tensor.isfinite().all() for tensor in finished.load("model").values())
+
+
+@pytest.mark.parametrize("mode", ["rpc", "ddp"])
+def test_a_source_that_raises_is_named_with_its_sample(tmp_path, mode):
+    finished = launch(
+        tmp_path,
+        mode=mode,
+        task="BadSource",
+        cluster={"num_trainers": 2, "timeout_s": 8},
+        training={"max_steps": None},
+        **QUICK,
+    )
+    assert finished.code == 1
+    assert "the source raised at sample 50: OSError('the disk is gone')" in finished.output
+    assert "Traceback" in finished.output
+
+
+def test_a_server_that_is_killed_ends_its_trainers(tmp_path):
+    """The task's build_optimizer runs on the server: its scheduler kills it after five steps."""
+    finished = launch(
+        tmp_path,
+        mode="rpc",
+        task="KillsItsServer",
+        task_args={"mark": str(tmp_path / "mark")},
+        cluster={"num_trainers": 2, "timeout_s": 30},
+        training={"max_steps": 2000},
+        **QUICK,
+    )
+    assert (tmp_path / "mark").exists()
+    assert finished.code == 1
+    assert "rank 0 (server 0): killed by SIGKILL" in last_error(finished)
+    assert finished.summary["status"] == "failed"
+    assert "the server is lost" in finished.log(1)
+
+
+def started(folder, **config):
+    """A run in a process group of its own, as a shell starts it."""
+    file = write_config(folder, mode="rpc", logging={"name": "run"}, training={"max_steps": 100000}, **config)
+    run = subprocess.Popen(
+        command("--config", file), stderr=subprocess.PIPE, text=True, env=environment(), cwd=folder, process_group=0
+    )
+    return run, Finished(0, "", folder / "runs" / "run")
+
+
+def await_file(path):
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} did not come"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("later_s", [0.0, 1.0])
+def test_an_interrupt_while_ranks_start_is_an_interruption(tmp_path, later_s):
+    run, finished = started(tmp_path)
+    await_file(finished.run_dir / "logs" / "rank-2.log")
+    time.sleep(later_s)  # when the signal comes is what is tested
+    os.killpg(run.pid, signal.SIGINT)
+    _, output = run.communicate(timeout=60)
+    assert run.returncode == 3, output
+    assert "interrupted" in output.splitlines()[-1]
+    assert finished.summary["status"] == "interrupted"
+
+
+def test_a_second_interrupt_leaves_at_once(tmp_path):
+    run, finished = started(tmp_path, task="Slow", checkpoint={"every": 1})
+    await_file(finished.run_dir / "checkpoints" / "latest")
+    for _ in range(2):
+        os.killpg(run.pid, signal.SIGINT)
+        time.sleep(0.3)
+    _, output = run.communicate(timeout=30)
+    assert run.returncode == 1, output
+    assert "interrupted twice (SIGINT)" in output.splitlines()[-1]
+    assert "resume with: python -m paramserver.launch --resume" in output.splitlines()[-1]
+
+
+def test_parameters_thawed_in_a_hook_are_refused_in_rpc(tmp_path):
+    finished = launch(tmp_path, mode="rpc", task="Thaws", cluster={"num_trainers": 1})
+    assert finished.code == 2
+    assert "parameter frozen.weight was frozen when the run began" in finished.output
+
+
+def test_what_cannot_be_loaded_again_is_refused_when_it_is_stored(tmp_path):
+    finished = here(tmp_path, mode="local", task="StoresTooMuch", checkpoint={"every": 3})
+    assert finished.code == 2
+    assert "StoresTooMuch.on_checkpoint stored what cannot be loaded again" in finished.output

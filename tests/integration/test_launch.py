@@ -1,0 +1,354 @@
+"""The command line as a user meets it: ways to start, what is printed, what is refused."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import yaml
+from launching import (
+    TASKS,
+    Finished,
+    command,
+    environment,
+    here,
+    launch,
+    same_bits,
+    trained,
+    write_config,
+)
+
+pytestmark = pytest.mark.processes
+
+
+def start(folder, *arguments, **env):
+    return subprocess.Popen(
+        command(*arguments),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment(**env),
+        cwd=folder,
+    )
+
+
+def free_port():
+    """A port that was free a moment ago, from a range that the kernel does not hand out by itself."""
+    import random
+    import socket
+
+    for port in random.SystemRandom().sample(range(20000, 30000), 50):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) != 0:
+                return port
+    raise AssertionError("no free port among 50")
+
+
+@pytest.fixture(scope="module")
+def supervised(tmp_path_factory):
+    """Twelve steps of two trainers in rpc, with everything that a run writes; validation changes no training."""
+    config = {"logging": {"tensorboard": True}, "training": {"validate_every": 6}}
+    return trained(tmp_path_factory.mktemp("supervised"), "rpc", 2, **config)
+
+
+@pytest.mark.parametrize(("mode", "order"), [("rpc", (2, 1, 0)), ("ddp", (1, 0))])
+def test_one_rank_per_terminal_in_any_order_is_the_same_run(tmp_path, supervised, mode, order):
+    """In ddp too: with two trainers it is the same bit for bit."""
+    config = write_config(tmp_path, mode=mode, logging={"name": "by-hand"})
+    port = free_port()
+    ranks = {
+        rank: start(tmp_path, "--config", config, "--rank", rank, "--world-size", len(order), "--master-port", port)
+        for rank in order
+    }
+    outputs = {rank: process.communicate(timeout=90)[0] for rank, process in ranks.items()}
+    assert [process.returncode for process in ranks.values()] == [0] * len(order), outputs
+    by_hand = Finished(0, "", tmp_path / "runs" / "by-hand")
+    assert "completed" in outputs[0]
+    assert by_hand.summary["steps"] == 12
+    assert sorted(path.name for path in (by_hand.run_dir / "logs").iterdir()) == [
+        f"rank-{r}.log" for r in sorted(order)
+    ]
+    assert same_bits(by_hand.load("model"), supervised.load("model")) == []
+    for output in outputs.values():
+        assert "arning" not in output
+
+
+def test_torchrun_starts_the_ranks(tmp_path):
+    config = write_config(tmp_path, mode="rpc", logging={"name": "torchrun"})
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=3", "--master-port", str(free_port())),
+            *("-m", "paramserver.launch", "--config", str(config)),
+        ],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        cwd=tmp_path,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert Finished(0, "", tmp_path / "runs" / "torchrun").summary["num_trainers"] == 2
+
+
+def test_a_run_leaves_the_folder_of_the_contract(supervised):
+    finished = supervised
+    names = {path.name for path in finished.run_dir.iterdir() if not path.name.startswith(".")}
+    assert names == {
+        "config.yaml",
+        "environment.json",
+        "logs",
+        "metrics.jsonl",
+        "tensorboard",
+        "checkpoints",
+        "summary.json",
+    }
+    assert not [path for path in finished.run_dir.iterdir() if path.name.startswith(".launch")]
+    stored = yaml.safe_load((finished.run_dir / "config.yaml").read_text())
+    assert stored["cluster"]["num_trainers"] == 2
+    about = json.loads((finished.run_dir / "environment.json").read_text())
+    assert "paramserver.launch" in " ".join(about["command"])
+    assert {r["kind"] for r in finished.records} >= {
+        "start",
+        "train",
+        "validation",
+        "checkpoint",
+        "buffer",
+        "phase",
+        "end",
+    }
+    assert set(finished.summary) >= {
+        *("status", "mode", "consistency", "num_servers", "num_trainers", "steps", "samples", "samples_served"),
+        *("samples_left", "seconds", "samples_per_second", "train_loss", "validation", "step_ms", "phases_ms"),
+        *("wire_bytes_per_step", "staleness", "buffer", "trainers", "faults", "restarts", "peak_rss_mb"),
+        *("checkpoint", "error"),
+    }
+    assert finished.summary["wire_bytes_per_step"] > 0
+    for rank in range(3):
+        assert "arning" not in finished.log(rank)
+        assert "[W" not in finished.log(rank)
+
+
+def test_world_size_without_a_rank_starts_so_many(tmp_path):
+    finished = launch(tmp_path, "--world_size", "2", mode="rpc")
+    assert finished.code == 0, finished.output
+    assert finished.summary["num_trainers"] == 1  # where the config says 2
+
+
+def test_flags_go_over_set_over_the_file(tmp_path):
+    finished = here(
+        tmp_path,
+        *("--mode", "local", "--set", "mode=ddp", "--set", "training.max_steps=2"),
+        mode="rpc",
+        training={"max_steps": 5},
+    )
+    assert finished.code == 0, finished.output
+    assert (finished.summary["mode"], finished.summary["steps"]) == ("local", 2)
+
+
+def test_dry_run_says_what_would_be_done_and_starts_nothing(tmp_path):
+    finished = here(
+        tmp_path, "--dry_run", mode="rpc", task_args={"samples": 100}, training={"max_steps": None, "max_epochs": 2}
+    )
+    assert finished.code == 0, finished.output
+    assert "rank 0: server 0 on cpu" in finished.output
+    assert "rank 2: trainer 1 on cpu, 100 samples, 13 batches" in finished.output
+    assert "batch_size: 8" in finished.output
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_python_interface_gives_the_same_run(tmp_path, supervised):
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(f"""
+        import sys
+        sys.path.insert(0, {str(TASKS.parent)!r})
+        import paramserver
+        from tasks import Truth
+
+        class Mine(Truth):
+            pass
+
+        if __name__ == "__main__":
+            config = {{
+                "mode": sys.argv[1],
+                "training": {{"max_steps": 12, "batch_size": 8, "validate_every": 0}},
+                "logging": {{"run_dir": "runs", "name": sys.argv[1], "tensorboard": False, "progress": "off"}},
+            }}
+            result = paramserver.run(Mine(samples=256), config)
+            print(result.status, result.run_dir, result.validation["loss"])
+        """)
+    )
+    for mode in ("local", "rpc"):
+        done = subprocess.run(
+            [sys.executable, str(script), mode],
+            capture_output=True,
+            text=True,
+            env=environment(PYTHONPATH=str(TASKS.parent)),
+            cwd=tmp_path,
+            timeout=90,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith(f"completed runs/{mode}"), done.stdout
+    run = Finished(0, "", tmp_path / "runs" / "rpc")
+    assert same_bits(run.load("model"), supervised.load("model")) == []
+
+
+# What is refused: one message, no traceback, exit code 2, nothing left behind.
+
+REFUSALS = {
+    "unknown key": ({"training": {"batch_sise": 3}}, "training.batch_sise"),
+    "later": ({"mode": "rpc", "server": {"on_loss": "continue"}}, "not in this version: server.on_loss"),
+    "no task": ({"task": None}, "task"),
+    "no module": ({"task": "nowhere.at_all:Task"}, "there is no module nowhere"),
+    "no file": ({"task": "nowhere.py:Task"}, "there is no file nowhere.py"),
+    "no class": ({"task": f"{TASKS}:Missing"}, "has no Missing"),
+    "no task class": ({"task": f"{TASKS}:Everything"}, "must be a class derived from paramserver.Task"),
+    "bad argument": ({"task_args": {"colour": "red"}}, "unexpected keyword argument 'colour'"),
+    "endless": ({"training": {"max_steps": None}}, "the run has no end"),
+    "batch too large": ({"training": {"batch_size": 64}, "buffer": {"capacity": 32}}, "buffer.capacity"),
+    "no gpu": ({"device": {"kind": "cuda"}}, "needs"),
+    "rank outside": (None, "--rank (5) must be below --world_size (3)"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_wrong_input_gets_one_sentence_and_exit_2(tmp_path, name):
+    config, said = REFUSALS[name]
+    flags = ("--rank", "5", "--world_size", "3") if config is None else ()
+    finished = here(tmp_path, *flags, **(config or {"mode": "rpc"}))
+    assert finished.code == 2, finished.output
+    assert said in finished.output
+    assert "Traceback" not in finished.output
+
+
+def test_a_wrong_task_in_a_rank_is_told_once_by_the_supervisor(tmp_path):
+    finished = launch(tmp_path, mode="rpc", task_args={"colour": "red"})
+    assert finished.code == 2
+    assert finished.output.count("unexpected keyword argument 'colour'") == 1
+    assert "Traceback" not in finished.output
+    assert not finished.run_dir.exists()  # the name is free for the next try
+
+
+def test_a_run_folder_is_never_taken_over(tmp_path):
+    first = trained(tmp_path, "local", 1)
+    again = here(tmp_path / "local-1", mode="local")
+    assert again.code == 2
+    assert "exists already" in again.output
+    assert first.summary["status"] == "completed"
+
+
+def test_a_world_that_never_fills_is_given_up_in_time(tmp_path):
+    config = write_config(tmp_path, mode="rpc", cluster={"timeout_s": 3})
+    rank = start(tmp_path, "--config", config, "--rank", 0, "--world_size", 3, "--master_port", free_port())
+    output, _ = rank.communicate(timeout=30)
+    assert rank.returncode == 1
+    assert "missing: rank 1, 2" in output
+
+
+def test_rank_0_that_is_nowhere_is_named(tmp_path):
+    config = write_config(tmp_path, mode="rpc", cluster={"timeout_s": 2})
+    port = free_port()
+    rank = start(tmp_path, "--config", config, "--rank", 1, "--world_size", 3, "--master_port", port)
+    output, _ = rank.communicate(timeout=30)
+    assert rank.returncode == 1
+    assert f"found no rank 0 at 127.0.0.1:{port}" in output
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_ranks_that_were_started_by_hand_say_last_who_is_lost(tmp_path, lost):
+    """Not how a collective noticed it, which comes before."""
+    task_args = {"what": "kill", "mark": str(tmp_path / "mark"), "trainer": lost}
+    config = write_config(tmp_path, mode="ddp", task="Faulty", task_args=task_args, logging={"name": "run"})
+    common = ("--config", config, "--world_size", 2, "--master_port", free_port())
+    ranks = [start(tmp_path, *common, "--rank", rank) for rank in (0, 1)]
+    said = [rank.communicate(timeout=60)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == ([-9, 1] if lost == 0 else [1, -9]), said
+    above, last = said[1 - lost].rstrip().rsplit("\n", 1)
+    assert re.fullmatch(
+        rf"error: rank {lost} is lost: its connection was closed( \(.+\))?; look for its own error", last
+    )
+    assert "Traceback" not in above
+    if lost == 1:
+        assert json.loads((tmp_path / "runs/run/summary.json").read_text())["error"] == f"PeerLost: {last[7:]}"
+
+
+def test_two_processes_with_one_rank_and_other_configs_are_refused(tmp_path):
+    config = write_config(tmp_path, mode="rpc", cluster={"timeout_s": 25})
+    port = free_port()
+    common = ("--config", config, "--world_size", 3, "--master_port", port)
+    zero, one = (start(tmp_path, *common, "--rank", rank) for rank in (0, 1))
+    other = start(tmp_path, *common, "--rank", 2, "--set", "training.batch_size=9")
+    output, _ = other.communicate(timeout=30)
+    assert other.returncode == 2
+    assert "training.batch_size: 8 -> 9" in output
+    twin = start(tmp_path, *common, "--rank", 1)
+    output, _ = twin.communicate(timeout=30)
+    assert twin.returncode == 2
+    assert "rank 1 is taken by" in output
+    for process in (zero, one):
+        process.terminate()
+        output, _ = process.communicate(timeout=30)
+        assert process.returncode in (1, 3), output
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["--help"], 0, "launch"),
+        ([], 2, "usage"),
+        (["chaos"], 2, "not in this version"),
+        (["lunch"], 2, "there is no such command"),
+        (["launch", "--dry-run"], 2, "--config FILE is missing"),
+    ],
+)
+def test_the_console_script(words, code, said):
+    program = [sys.executable, "-c", "from paramserver.cli import main; main()", *words]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=30, env=environment(), check=False)
+    assert done.returncode == code
+    assert said in done.stdout + done.stderr
+
+
+def test_a_script_that_runs_at_its_top_level_does_not_start_runs_in_its_ranks(tmp_path):
+    """Each rank imports the script to find its task; without a guard it would start a run of its own, and so on."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import paramserver\n"
+        "from tasks import Truth\n"
+        "class Mine(Truth):\n    pass\n"
+        "paramserver.run(Mine, {'mode': 'rpc', 'training': {'max_steps': 2}, 'logging': {'name': 'run'}})\n"
+    )
+    env = environment(PYTHONPATH=str(TASKS.parent))
+    program = [sys.executable, str(script)]
+    done = subprocess.run(program, capture_output=True, text=True, env=env, cwd=tmp_path, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "put the call under if __name__" in done.stderr
+
+
+def test_what_one_rank_by_hand_finds_wrong_all_others_say_too(tmp_path):
+    """A data set that one trainer refuses, in a world by hand: every rank ends with 2, and the run never began."""
+    task = """
+from paramserver.errors import TaskError
+from tasks import Truth
+
+class Refuses(Truth):
+    def train_source(self, partition):
+        if partition.index == 1:
+            raise TaskError("there is nothing to train with; copy the files to data")
+        return super().train_source(partition)
+"""
+    (tmp_path / "refuses.py").write_text(task)
+    config = write_config(tmp_path, task=f"{tmp_path}/refuses.py:Refuses", mode="rpc", logging={"name": "refused"})
+    port, path = free_port(), f"{TASKS.parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    common = ("--config", config, "--world_size", 3, "--master_port", port)
+    ranks = [start(tmp_path, *common, "--rank", rank, PYTHONPATH=path) for rank in range(3)]
+    outputs = [rank.communicate(timeout=60)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [2, 2, 2], outputs
+    for output in outputs:
+        assert "there is nothing to train with; copy the files to data" in output
+        assert "Traceback" not in output
+    assert not (tmp_path / "runs" / "refused").exists()

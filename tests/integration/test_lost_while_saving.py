@@ -1,0 +1,84 @@
+"""A rank of ddp that dies or freezes while a part of a checkpoint is on its way: who notices, and how soon."""
+
+import json
+import time
+
+import psutil
+import pytest
+from launching import TASKS, launch, together
+
+from paramserver.checkpoint import read_checkpoint
+
+pytestmark = pytest.mark.processes
+
+CARRIERS = TASKS.with_name("faulty_senders.py")
+# A collective alone would notice the frozen only after so long.
+TIMEOUT_S = 60
+LOST_AFTER_S = 2.0
+
+
+def faulted(folder, carrier, trainers, background=True):
+    """The run, what its fault left, and the seconds from the fault to the end of all processes."""
+    finished = launch(
+        folder,
+        mode="ddp",
+        trainer=f"{CARRIERS}:{carrier}",
+        cluster={"num_trainers": trainers, "timeout_s": TIMEOUT_S},
+        server={"heartbeat_s": 0.3, "lost_after_s": LOST_AFTER_S},
+        training={"max_steps": 100_000},
+        checkpoint={"every": 3, "keep": 9, "background": background},
+    )
+    ended = time.time()
+    died = json.loads((folder / "runs" / "died").read_text())
+    return finished, died, ended - died["time"]
+
+
+def check(finished, died):
+    """The fault fired in the window, nothing is left of its process, and the checkpoint before is whole."""
+    assert finished.code == 1, finished.output
+    assert died["step"] >= 6
+    assert not psutil.pid_exists(died["pid"])
+    left = sorted(path.name for path in (finished.run_dir / "checkpoints").iterdir())
+    assert left == ["latest", "step-00000003"]
+    before = read_checkpoint(finished.run_dir / "checkpoints" / "step-00000003")
+    assert before.file("trainer-1").stat().st_size > 512 * (died["pieces"] + 2)  # two pieces are not all
+    assert finished.summary["status"] == "failed"
+    assert finished.summary["checkpoint"] == "step-00000003"
+
+
+def test_a_rank_that_dies_on_the_way_is_noticed_at_once(tmp_path):
+    (sender, died, sender_s), (receiver, zero_died, receiver_s) = together(
+        lambda: faulted(tmp_path / "sender", "KilledSender", 2),
+        lambda: faulted(tmp_path / "receiver", "KilledReceiver", 2),
+    )
+    check(sender, died)
+    check(receiver, zero_died)
+    assert "error: rank 1 (trainer 1): killed by SIGKILL" in sender.output
+    assert sender.summary["error"].startswith("PeerLost: rank 1 is lost: its connection was closed")
+    assert "error: rank 0 (trainer 0): killed by SIGKILL" in receiver.output
+    assert "PeerLost: rank 0 is lost: its connection was closed" in receiver.log(1)
+    assert max(sender_s, receiver_s) < 15
+
+
+def check_frozen(faulted, lost, survivors):
+    finished, died, elapsed_s = faulted
+    check(finished, died)
+    told = f"rank {lost} is lost: it gave no sign of life for server.lost_after_s (2 s); look for its own error"
+    assert told in finished.output
+    for survivor in survivors:
+        assert f"PeerLost: {told}" in finished.log(survivor)
+    assert elapsed_s < TIMEOUT_S / 2
+
+
+def test_a_rank_that_freezes_on_the_way_is_noticed_by_its_silence(tmp_path):
+    """The others train meanwhile, so their loops wait for the frozen rank too; rank 2 hears of it from rank 0."""
+    check_frozen(faulted(tmp_path, "FrozenSender", 3), 1, survivors=(0, 2))
+
+
+def test_a_rank_zero_that_freezes_and_a_rank_that_freezes_a_waiting_loop_are_noticed(tmp_path):
+    zero, waiting = together(
+        lambda: faulted(tmp_path / "zero", "FrozenReceiver", 2),
+        lambda: faulted(tmp_path / "waiting", "FrozenSender", 2, background=False),
+    )
+    check_frozen(zero, 0, survivors=(1,))
+    check_frozen(waiting, 1, survivors=(0,))

@@ -1,0 +1,91 @@
+"""The spine: the same task gives the same parameters in every mode (docs/interface.md, section 6)."""
+
+import pytest
+from launching import difference, same_bits, trained
+
+pytestmark = pytest.mark.processes
+
+EVERYTHING = {
+    "task_args": {"groups": True, "schedule": "step"},
+    "training": {
+        "max_steps": 24,
+        "batch_size": 8,
+        "accumulate_batches": 2,
+        "clip_grad_norm": 0.5,
+        "validate_every": 10,
+    },
+}
+
+
+def with_optimizer(name, **options):
+    return {**EVERYTHING, "task_args": {**EVERYTHING["task_args"], "optimizer": name, **options}}
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
+def test_one_trainer_is_the_same_in_every_mode_bit_for_bit(tmp_path, optimizer):
+    """With adamw also: a parameter without a gradient is not stepped, though weight decay alone would change it."""
+    unused = optimizer == "adamw"
+    config = {**with_optimizer(optimizer, unused=unused), "ddp": {"find_unused_parameters": unused}}
+    local, ddp, rpc = (trained(tmp_path, mode, 1, **config) for mode in ("local", "ddp", "rpc"))
+    for other in (ddp, rpc):
+        assert same_bits(local.load("model"), other.load("model")) == []
+        assert same_bits(local.load("optimizer"), other.load("optimizer")) == []
+        assert [r["loss"] for r in local.of_kind("train")] == [r["loss"] for r in other.of_kind("train")]
+        assert [r["lr"] for r in local.of_kind("train")] == [r["lr"] for r in other.of_kind("train")]
+        assert local.summary["validation"] == other.summary["validation"]
+    assert not unused or local.load("model")["unused"].tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(("optimizer", "schedule"), [("sgd", "epoch"), ("adam", "step"), ("adamw", "validation")])
+def test_two_trainers_are_the_same_in_ddp_and_rpc_bit_for_bit(tmp_path, optimizer, schedule):
+    """An epoch is four steps, and a validation comes every five."""
+    config = with_optimizer(optimizer, schedule=schedule, samples=128)
+    config["training"] = {**config["training"], "validate_every": 5}
+    ddp, rpc = (trained(tmp_path, mode, 2, **config) for mode in ("ddp", "rpc"))
+    assert same_bits(ddp.load("model"), rpc.load("model")) == []
+    assert same_bits(ddp.load("optimizer"), rpc.load("optimizer")) == []
+    assert ddp.summary["validation"] == rpc.summary["validation"]
+    values = [r["values"] for r in ddp.of_kind("validation")]
+    assert values == [r["values"] for r in rpc.of_kind("validation")]
+    # The mean is over all 37 samples, whatever the share of each trainer.
+    assert [value["accuracy"] * 37 for value in values] == pytest.approx(
+        [round(value["accuracy"] * 37) for value in values], abs=1e-4
+    )
+    rates = [r["lr"] for r in rpc.of_kind("train")]
+    assert len({tuple(rate) for rate in rates}) > 2
+    assert rates == [r["lr"] for r in ddp.of_kind("train")]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "optimizer", "batch_norm", "most"), [("float64", "adamw", True, 1e-9), ("float32", "sgd", False, 1e-6)]
+)
+def test_four_trainers_differ_by_rounding_only(tmp_path, dtype, optimizer, batch_norm, most):
+    config = with_optimizer(optimizer, dtype=dtype, batch_norm=batch_norm)
+    config["training"] = {**config["training"], "max_steps": 50}
+    ddp, rpc = (trained(tmp_path, mode, 4, **config) for mode in ("ddp", "rpc"))
+    apart = difference(ddp.load("model"), rpc.load("model"))
+    print(f"four trainers, {dtype}, {optimizer}: {apart:.2e}")
+    assert apart <= most
+
+
+def test_bfloat16_autocast_is_the_same(tmp_path):
+    config = {"training": {"max_steps": 12, "batch_size": 8, "precision": "bfloat16", "validate_every": 0}}
+    local, rpc = (trained(tmp_path, mode, 1, **config) for mode in ("local", "rpc"))
+    assert same_bits(local.load("model"), rpc.load("model")) == []
+    plain = trained(tmp_path / "plain", "local", 1)
+    assert same_bits(local.load("model"), plain.load("model")) != []
+
+
+def test_a_random_buffer_draws_the_same_in_every_mode(tmp_path):
+    """The source is fully put before the first get, so that draws do not depend on timing.
+
+    With a reservoir, whose drain too is random; test_resume_stops.py holds firo in both modes against each other.
+    """
+    config = {
+        "task_args": {"samples": 128},
+        "training": {"batch_size": 8, "max_epochs": 1, "validate_every": 0},
+        "buffer": {"kind": "reservoir", "capacity": 64, "watermark": 64},
+    }
+    ddp, rpc = (trained(tmp_path, mode, 2, **config) for mode in ("ddp", "rpc"))
+    assert same_bits(ddp.load("model"), rpc.load("model")) == []
+    assert rpc.summary["samples"] == 128

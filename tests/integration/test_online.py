@@ -1,0 +1,322 @@
+"""Online training as a whole: simulations, trainers and rank 0 as real processes, every sample accounted for."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import product
+from threading import Event
+
+import numpy as np
+import psutil
+import pytest
+from launching import TASKS, Finished, here, main_here, same_bits, together, write_config
+from simulations import SHAPE, field
+from stream_tasks import served
+
+from paramserver.client import Client, RunOver, finish, ping
+from paramserver.distributed.timeouts import poll_until
+
+pytestmark = pytest.mark.processes
+
+STREAMS = TASKS.with_name("stream_tasks.py")
+SIMULATIONS = STREAMS.with_name("simulations.py")
+COUNT, STEPS = 8, 10
+ALL = sorted(product(range(COUNT), range(STEPS)))
+
+
+def config(folder, simulations=None, task_args=None, **sections):
+    """Of a run whose samples are served exactly as they came."""
+    ledger = folder / "ledger"
+    ledger.mkdir(parents=True, exist_ok=True)
+    told = {
+        "function": f"{SIMULATIONS}:simulate",
+        "count": COUNT,
+        "at_once": 3,
+        "steps": STEPS,
+        "fields": {"u": {"shape": list(SHAPE), "finite": True}},
+        "parameters": {"a": [0.0, 1.0], "b": [2.0, 3.0]},
+        "timeout_s": 20.0,
+        **(simulations or {}),
+    }
+    training = {"max_steps": None, "batch_size": 4, "uneven_inputs": "join", **sections.pop("training", {})}
+    return {
+        "task": f"{STREAMS}:Fed",
+        "task_args": {"ledger": str(ledger), **(task_args or {})},
+        "simulations": told,
+        "training": training,
+        "cluster": {"num_trainers": 2, "timeout_s": 30},
+        **sections,
+    }
+
+
+@pytest.fixture
+def online(nest):
+    """Starts a run in this mode and waits for its end."""
+
+    def start(folder, mode, **options):
+        if mode == "local":
+            return here(folder, mode=mode, **config(folder, **options))
+        file = write_config(folder, mode=mode, **config(folder, **options))
+        said, output = nest.run(["--config", file, "--set", "logging.name=run"], folder, timeout_s=90)
+        return Finished(said, output, folder / "runs" / "run")
+
+    return start
+
+
+def received(finished, name="received"):
+    return sum(trainer["stream"][name] for trainer in finished.summary["trainers"])
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind", "function"),
+    [("local", "firo", "simulate"), ("ddp", "firo", "simulate_killed_once"), ("rpc", "fifo", "simulate_killed_once")],
+)
+def test_every_sample_is_served_exactly_once(tmp_path, online, mode, kind, function):
+    """Also of a simulation that is killed in its middle and starts again."""
+    told = {"function": f"{SIMULATIONS}:{function}", "window": 1}  # what was sent before the last was taken
+    finished = online(tmp_path, mode, simulations=told, buffer={"kind": kind, "watermark": 6, "capacity": 12})
+    assert finished.code == 0, finished.output
+    assert sorted(served(tmp_path / "ledger")) == ALL
+    assert finished.summary["samples"] == len(ALL)
+    assert received(finished) == received(finished, "expected") == len(ALL)
+    assert received(finished, "expected_batches") == len(ALL) / 4
+    assert f"{len(ALL)} received of {len(ALL)} expected" in finished.output
+    assert len(list((finished.run_dir / "logs").glob("simulation-*.log"))) == COUNT
+    simulations = finished.summary["simulations"]
+    assert simulations["complete"] == COUNT
+    if function == "simulate":
+        assert (simulations["restarted"], received(finished, "duplicated")) == (0, 0)
+    else:
+        assert simulations["restarted"] == 1
+        assert received(finished, "duplicated") > 0
+        assert "SIGKILL" in json.dumps(finished.of_kind("simulation"))
+
+
+@pytest.mark.parametrize("mode", ["ddp", "rpc"])
+def test_a_reservoir_serves_every_sample_at_least_once(tmp_path, online, mode):
+    paced = {"kind": "reservoir", "watermark": 6, "capacity": 12, "min_new_per_batch": 2}
+    finished = online(tmp_path, mode, buffer=paced)
+    assert finished.code == 0, finished.output
+    assert set(served(tmp_path / "ledger")) == set(ALL)
+    assert finished.summary["samples"] > received(finished) == len(ALL)
+
+
+def test_passes_over_each_sample_and_a_limit_of_bytes_hold_for_streams(tmp_path, online):
+    one = 4 * SHAPE[0] * SHAPE[1]
+    limits = {"kind": "fifo", "capacity": 64, "pseudo_epochs": 2, "max_bytes": 8 * one}
+    finished = online(tmp_path, "local", buffer=limits, simulations={"window": 2}, task_args={"pace_s": [0.02]})
+    assert finished.code == 0, finished.output
+    assert Counter(served(tmp_path / "ledger")) == dict.fromkeys(ALL, 2)
+    assert max(record["population"] for record in finished.of_kind("buffer")) <= 8
+    assert finished.summary["buffer"]["put_wait_s"] > 0
+
+
+@pytest.mark.parametrize(("mode", "consistency"), [("ddp", "sync"), ("rpc", "bounded"), ("rpc", "async")])
+def test_a_slow_trainer_loses_nothing(tmp_path, online, mode, consistency):
+    pace = {"task_args": {"pace_s": [0.0, 0.1]}, "server": {"consistency": consistency}}
+    finished = online(tmp_path, mode, buffer={"capacity": 8}, simulations={"window": 2}, **pace)
+    assert finished.code == 0, finished.output
+    assert sorted(served(tmp_path / "ledger")) == ALL
+    assert finished.summary["buffer"]["put_wait_s"] > 0, "nobody was held up by the slow one"
+
+
+def test_parts_of_a_group_are_put_together(tmp_path, online):
+    group = {"function": f"{SIMULATIONS}:simulate_group", "group_size": 2, "count": 3}
+    finished = online(tmp_path, "rpc", simulations=group)
+    assert finished.code == 0, finished.output
+    assert sorted(served(tmp_path / "ledger")) == sorted(product(range(3), range(STEPS)))
+
+
+def test_rpc_and_ddp_learn_the_same_of_the_same_stream(tmp_path, online):
+    """In a fixed order: one producer after the other, first in first out."""
+    rpc, ddp = together(
+        *(partial(online, tmp_path / mode, mode, simulations={"at_once": 1, "count": 4}) for mode in ("rpc", "ddp"))
+    )
+    assert rpc.code == ddp.code == 0, rpc.output + ddp.output
+    assert same_bits(rpc.load("model"), ddp.load("model")) == []
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory, nest):
+    """A copy of a run in this mode that a signal ended in its middle, what it served, and its folder."""
+    made = {}
+
+    def copied(folder, mode):
+        if mode not in made:
+            made[mode] = tmp_path_factory.mktemp(mode)
+            file = write_config(
+                made[mode], mode=mode, **config(made[mode], task_args={"stop": 3}, buffer={"capacity": 8})
+            )
+            said, output = nest.run(["--config", file, "--set", "logging.name=run"], made[mode], timeout_s=90)
+            assert said == 3, output
+        shutil.copytree(made[mode], folder, dirs_exist_ok=True)
+        return folder / "runs" / "run"
+
+    return copied
+
+
+@pytest.mark.parametrize(("mode", "trainers"), [("ddp", 1), ("ddp", 2), ("rpc", 2), ("rpc", 3)])
+def test_a_run_that_is_stopped_goes_on_with_what_is_not_complete(tmp_path, nest, stopped, mode, trainers):
+    run_dir, ledger = stopped(tmp_path, mode), tmp_path / "ledger"
+    before = served(ledger)
+    assert 0 < len(before) < len(ALL)
+    told = {"task_args.stop": "null", "task_args.ledger": ledger, "logging.run_dir": run_dir.parent}
+    told |= {"cluster.num_trainers": trainers, "buffer.capacity": 64}
+    flags = [word for key, value in told.items() for word in ("--set", f"{key}={value}")]
+    said, output = nest.run(["--resume", run_dir, *flags], tmp_path, timeout_s=90)
+    assert said == 0, output
+    second = Finished(said, output, run_dir)
+    assert sorted(served(ledger)) == ALL
+    assert second.summary["samples"] == len(ALL)
+    assert received(second) == received(second, "expected") == len(ALL)
+    if trainers == 2:
+        assert received(second, "inherited") == 0
+    else:
+        assert len(before) <= received(second, "inherited") < len(ALL)
+
+
+def test_samples_from_outside(tmp_path, nest):
+    """Simulations that somebody else runs, and who says that these were the last ones; it is asked how it goes."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    outside = {"function": None, "count": None, "port": port}
+    file = write_config(tmp_path, mode="rpc", **config(tmp_path, simulations=outside, task_args={"outside": True}))
+    address = f"tcp://127.0.0.1:{port}"
+    with nest.start(["--config", file, "--set", "logging.name=run"], tmp_path) as run:
+        with ThreadPoolExecutor(3) as pool:
+            assert list(pool.map(lambda number: produce(address, number), (3, 11, 40))) == [STEPS] * 3
+        state = ping(address)
+        assert state["alive"] is True
+        assert [trainer["index"] for trainer in state["trainers"]] == [0, 1]
+        finish(address)
+        assert run.wait() == 0, run.output.read_text()
+        assert f"clients reach this run at {address}\n" in run.output.read_text()
+    assert sorted(served(tmp_path / "ledger")) == sorted(product((3, 11, 40), range(STEPS)))
+
+
+def produce(address, simulation):
+    """All samples of one simulation; how many were sent."""
+    parameters = [float(simulation), 1.0]
+    with Client(address, timeout_s=30).open(simulation, parameters) as client:
+        for step in range(STEPS):
+            client.send(step, {"u": field(simulation, step, np.array(parameters))})
+        return client.sent
+
+
+def test_a_wrong_sample_is_refused_counted_and_told(tmp_path, online):
+    """With a NaN where finite numbers are asked the simulation never becomes complete: it is given up in the end."""
+    wrong = {"function": f"{SIMULATIONS}:simulate_wrong", "count": 1, "max_restarts": 0}
+    finished = online(tmp_path, "ddp", simulations=wrong)
+    assert finished.code == 0, finished.output
+    assert sorted(served(tmp_path / "ledger")) == sorted(
+        [(0, step) for step in range(STEPS) if step != 2] + [(1, step) for step in range(STEPS)]
+    )
+    assert received(finished, "refused") >= 1
+    logs = "".join(file.read_text() for file in (finished.run_dir / "logs").glob("rank-*.log"))
+    assert "u" in logs
+    assert "finite" in logs
+    assert finished.summary["simulations"]["given_up"] == 1
+
+
+@pytest.mark.parametrize(
+    ("mode", "function", "says"), [("rpc", "simulate_hopeless", "exit code 1"), ("ddp", "simulate_silent", "silent")]
+)
+def test_simulations_that_all_fail_end_the_run_in_one_sentence(tmp_path, online, mode, function, says):
+    told = {"function": f"{SIMULATIONS}:{function}", "max_restarts": 0, "timeout_s": 1.0}
+    finished = online(tmp_path, mode, simulations=told)
+    assert finished.code == 1, finished.output
+    last = finished.output.rpartition("error: ")[2]
+    assert says in last
+    assert "logs/simulation-" in last
+    assert last.count("\n") == 1, "more than one sentence"
+    assert finished.summary["status"] == "failed"
+
+
+@pytest.mark.parametrize("mode", ["rpc", "ddp"])
+def test_a_run_that_has_enough_says_so_before_its_last_validation(tmp_path, nest, mode):
+    """Its simulations end, late clients are told, and it says that it is alive, all while it validates."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    told = {"function": f"{SIMULATIONS}:simulate_watched", "count": 1000, "at_once": 8, "port": port}
+    task = {"task_args": {"held": str(tmp_path)}, "training": {"max_steps": 1}}
+    file = write_config(tmp_path, mode=mode, **config(tmp_path, simulations=told, **task))
+    address = f"tcp://127.0.0.1:{port}"
+    with nest.start(["--config", file, "--set", "logging.name=run"], tmp_path) as run:
+        wait_for(lambda: (tmp_path / "validating").exists())
+        wait_for(lambda: not any(map(is_there, tmp_path.glob("pid-*"))))
+        assert ping(address)["alive"] is True
+        with pytest.raises(RunOver):
+            Client(address, timeout_s=20).open(2000)
+        (tmp_path / "go").touch()
+        assert run.wait() == 0, run.output.read_text()
+    summary = Finished(0, "", tmp_path / "runs" / "run").summary
+    assert (summary["steps"], summary["simulations"]["restarted"]) == (1, 0)
+    assert len(list(tmp_path.glob("pid-*"))) == 8
+
+
+@pytest.mark.parametrize("mode", ["local", "ddp"])
+def test_nothing_outlives_a_supervisor_that_is_killed(tmp_path, nest, mode):
+    told = {"function": f"{SIMULATIONS}:simulate_watched", "count": 1000, "at_once": 3}
+    file = write_config(tmp_path, mode=mode, **config(tmp_path, simulations=told))
+    with nest.start(["--config", file], tmp_path) as run:
+        wait_for(lambda: len(list(tmp_path.glob("pid-*"))) == 3)
+        processes = psutil.Process(run.pid).children(recursive=True)
+        assert len(processes) >= 3 * 2 + (2 if mode == "ddp" else 0), "each simulation has one that holds it"
+        os.kill(run.pid, signal.SIGKILL)
+        wait_for(lambda: not any(map(lives, processes)))
+
+
+def lives(process):
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_for(condition):
+    assert poll_until(time.monotonic() + 20, lambda: condition() or None, Event())
+
+
+def is_there(file):
+    """Whether the process that left this file lives."""
+    pid = int(file.name.removeprefix("pid-"))
+    return psutil.pid_exists(pid) and lives(psutil.Process(pid))
+
+
+def dry_run(folder, **options):
+    (folder / "config.yaml").write_text(json.dumps({"mode": "rpc", **config(folder, **options)}))
+    return main_here("--config", folder / "config.yaml", "--dry_run")
+
+
+def test_dry_run_says_what_is_expected(tmp_path):
+    code, said = dry_run(tmp_path, buffer={"watermark": 7})
+    assert code == 0
+    assert said.count(f"{len(ALL) // 2} samples, {len(ALL) // 8} batches, the first from 7 samples on\n") == 2
+    assert f"simulations: {COUNT}, 3 at a time\n" in said
+
+
+@pytest.mark.parametrize(
+    ("section", "told", "says"),
+    [
+        ("buffer", {"watermark": 41}, "buffer.watermark (41) must be at most the 40 samples that trainer 0 of 2"),
+        ("simulations", {"sampler": "bogus"}, "simulations.sampler (bogus)"),
+        ("simulations", {"function": f"{SIMULATIONS}:nothing"}, "simulations.function"),
+        ("simulations", {"function": None, "command": "/no/such/solver {a}"}, "begins with /no/such/solver"),
+    ],
+)
+def test_dry_run_refuses_what_a_run_would_refuse(tmp_path, section, told, says):
+    code, said = dry_run(tmp_path, **{section: told})
+    assert code == 2
+    assert says in said
+
+
+def test_a_watermark_that_the_simulations_never_reach_is_refused(tmp_path, online):
+    finished = online(tmp_path, "local", buffer={"watermark": 100, "capacity": 200})
+    assert finished.code == 2
+    assert "buffer.watermark (100) must be at most the 80 samples" in finished.output

@@ -1,0 +1,136 @@
+"""A run that signals stop at steps of their own choosing, and that goes on each time, is the run that never stopped."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launching import STOPPING, Finished, compare, environment, here, resume_here, write_config
+
+TASK = f"{STOPPING}:Stops"
+
+
+def config_of(kind, source, samples=80):
+    """Batches of four, two to a step, with dropout, a schedule, groups and clipping.
+
+    One without a reservoir ends by patience, at step 9, one with it by its data, at step 10. The random buffers hold a
+    trainer's whole pass before the first get, and know that it is whole: an iterable, which does not say how long it
+    is, has ended only where the watermark lies above its length.
+    """
+    watermark = 0 if kind == "fifo" else samples + (source == "iterable")
+    return {
+        "task": TASK,
+        "task_args": {
+            **{"source": source, "accumulate": 2, "optimizer": "adam", "groups": True},
+            **{"schedule": "step", "validation": 11, "scores": [0, 0, 3, 0, 0, 2, 0, 0, 1]},
+        },
+        "training": {
+            **{"batch_size": 4, "accumulate_batches": 2, "clip_grad_norm": 1.0, "validate_every": 3, "max_steps": None},
+            "max_epochs": 1 if source == "map" else None,
+            "patience": None if kind == "reservoir" else 2,
+        },
+        "buffer": {
+            **{"kind": kind, "capacity": samples + 1, "watermark": watermark},
+            "pseudo_epochs": 2 if kind == "firo" else 1,
+        },
+        "checkpoint": {"every": 4, "keep": 10, "best": {"metric": "score"}},
+    }
+
+
+def said(finished):
+    """The command that an interrupted run says last, for a shell."""
+    assert finished.code == 3, finished.output
+    last = finished.output.rstrip().splitlines()[-1]
+    words = r"error: interrupted \(.+\) after step (\d+); its checkpoint is written. Resume with: (.+)"
+    found = re.fullmatch(words, last)
+    assert found, last
+    summary = finished.summary
+    assert (summary["status"], summary["steps"]) == ("interrupted", int(found[1]))
+    assert summary["checkpoint"] == finished.checkpoints[-1] == f"step-{summary['steps']:08d}"
+    return found[2]
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "signals"),
+    [
+        ("fifo", "map", ("SIGTERM", "SIGTERM")),
+        ("fifo", "iterable", ("SIGUSR1", "SIGINT")),
+        ("firo", "map", ("SIGINT", "SIGTERM")),
+        ("firo", "iterable", ("SIGTERM", "SIGUSR1")),
+        ("reservoir", "map", ("SIGUSR1", "SIGTERM")),
+        ("reservoir", "iterable", ("SIGTERM", "SIGINT")),
+    ],
+)
+def test_alone(tmp_path, kind, source, signals):
+    """Stopped twice. That nothing survives in the process rather than in the checkpoint is for the tests below."""
+    stops = [[batch, 0, name, "self"] for batch, name in zip((5, 13), signals, strict=True)]
+    config = config_of(kind, source)
+    config["task_args"]["samples"] = 80
+    whole = here(tmp_path, name="whole", **config)
+    assert whole.code == 0, whole.output
+    config["task_args"]["stops"] = stops
+    run = here(tmp_path, **config)
+    steps = []
+    for name in signals:
+        said(run)
+        assert f"interrupted (signal {name})" in run.output
+        steps.append(run.summary["steps"])
+        run = resume_here(run)
+    assert run.code == 0, run.output
+    assert 0 < steps[0] < steps[1] < run.summary["steps"] == (10 if kind == "reservoir" else 9)
+    assert ("training.patience (2)" in run.summary["reason"]) == (kind != "reservoir")
+    compare(whole, run, buffers=kind != "fifo")
+
+
+# With several processes, as a shell sees them.
+
+PYTHON = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+
+
+def shell(folder, line):
+    """What somebody types in ``folder``, where a run's path is a relative one with a space."""
+    done = subprocess.run(
+        line, shell=True, cwd=folder, env=environment(**PYTHON), capture_output=True, text=True, timeout=90, check=False
+    )
+    return Finished(done.returncode, done.stdout + done.stderr, folder / "my runs" / "run")
+
+
+def begun(folder, mode, config, stops=()):
+    folder = folder / f"{mode}-{len(stops)}"
+    config = {**config, "task_args": {**config["task_args"], "stops": stops}}
+    write_config(
+        folder,
+        mode=mode,
+        cluster={"num_trainers": 2},
+        logging={"run_dir": "my runs", "name": "run"},
+        **config,
+    )
+    return folder, shell(folder, "python -m paramserver.launch --config config.yaml")
+
+
+SUPERVISOR, TRAINER = [[13, 1, "SIGTERM", "parent"]], [[5, 0, "SIGTERM", "self"], [13, 1, "SIGTERM", "self"]]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("kind", "source", "stopped"),
+    [
+        ("fifo", "map", {"ddp": SUPERVISOR, "rpc": TRAINER}),
+        ("firo", "iterable", {"rpc": SUPERVISOR}),
+        ("reservoir", "map", {"ddp": TRAINER}),
+    ],
+)
+def test_several_trainers(tmp_path, kind, source, stopped):
+    """The run that never stops is one of ddp, which equals that of rpc with two trainers."""
+    config = config_of(kind, source)
+    config["task_args"]["samples"] = 160
+    folder, whole = begun(tmp_path, "ddp", config)
+    assert whole.code == 0, whole.output
+    for mode, stops in stopped.items():
+        folder, run = begun(tmp_path, mode, config, stops)
+        for _ in stops:
+            run = shell(folder, said(run))
+        assert run.code == 0, run.output
+        compare(whole, run, trainers=2, buffers=kind != "fifo")

@@ -1,0 +1,383 @@
+"""Saving costs a copy: what is in it is of one moment, and the rest happens while training goes on."""
+
+import io
+import json
+import logging
+import threading
+import time
+import weakref
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from launching import TASKS, launch, same_bits, trained
+from tasks import Truth
+
+import paramserver
+from paramserver.checkpoint import (
+    CopyMemory,
+    Pieces,
+    private_copy,
+    read_checkpoint,
+    send_archive,
+    write_checkpoint,
+    writer,
+)
+from paramserver.checkpoint.sender import Courier
+from paramserver.checkpoint.serialization import PIECE_BYTES
+from paramserver.errors import DeadlineExceeded, ParamserverError, TrainingError
+from paramserver.runs.checkpoint_manager import Cut
+from paramserver.server.parameter_server import Deposits
+
+WAIT_S = 20.0
+CARRIERS = TASKS.with_name("faulty_senders.py")
+MB = 2**20
+
+
+# The courier.
+
+
+def test_a_courier_works_in_its_own_thread_one_job_at_a_time():
+    gate, done = threading.Event(), []
+    with Courier(True, "a part") as courier:
+        courier.carry(lambda: (gate.wait(WAIT_S), done.append(threading.current_thread().name)))
+        assert done == []
+        with pytest.raises(DeadlineExceeded, match=r"a part must be with rank 0 within 0.01 s"):
+            courier.carry(lambda: done.append("too early"), 0.01)
+        gate.set()
+        courier.carry(lambda: done.append("second"), WAIT_S)
+        courier.finish(WAIT_S)
+        assert done == ["checkpoint-courier", "second"]
+    assert "checkpoint-courier" not in [thread.name for thread in threading.enumerate()]
+    with pytest.raises(ParamserverError, match="it is closed"):
+        courier.carry(lambda: None)
+
+
+def test_without_background_the_caller_carries():
+    done = []
+    with Courier(False, "a part") as courier:
+        courier.carry(lambda: done.append(threading.current_thread()))
+        assert done == [threading.main_thread()]
+        with pytest.raises(KeyError):
+            courier.carry(lambda: {}["missing"])
+
+
+def test_a_courier_lets_go_of_what_it_carried():
+    class Load:
+        pass
+
+    load, gone = Load(), threading.Event()
+    with Courier(True, "a part") as courier:
+        weakref.finalize(load, gone.set)
+        courier.carry(lambda kept=load: None)
+        del load
+        assert gone.wait(WAIT_S)
+
+
+def test_what_moves_is_waited_for_and_what_stands_still_is_not():
+    gate, heard = threading.Event(), [0.0]
+    with Courier(True, "a part", lambda: heard[0]) as courier:
+        courier.carry(lambda: gate.wait(WAIT_S))
+        began = heard[0] = time.monotonic() + 0.5
+        with pytest.raises(DeadlineExceeded, match=r"a part must be with rank 0 within 0.1 s"):
+            courier.finish(0.1)
+        assert time.monotonic() >= began + 0.1
+        heard[0] += WAIT_S
+        with pytest.raises(DeadlineExceeded):
+            courier.close(0.1)  # who closes has failed already, and waits a moment only
+        assert time.monotonic() < heard[0]
+        gate.set()
+
+
+@pytest.mark.parametrize("then", ["finish", "carry", "close"])
+def test_a_failed_job_is_told_by_the_next_call(then, caplog):
+    calls = {
+        "finish": lambda c: c.finish(WAIT_S),
+        "carry": lambda c: c.carry(lambda: None),
+        "close": lambda c: c.close(WAIT_S),
+    }
+    with caplog.at_level(logging.WARNING), Courier(True, "a part") as courier:
+        courier.carry(lambda: {}["missing"])
+        with pytest.raises(KeyError, match="missing"):
+            calls[then](courier)
+    assert "a part did not arrive: 'missing'" in caplog.text
+
+
+# Pieces.
+
+
+def state_of(megabytes):
+    return {"w": torch.rand(megabytes * MB // 4), "n": torch.arange(5), "name": "x", "empty": torch.empty(0)}
+
+
+def test_an_archive_in_pieces_is_the_file_that_torch_saves(tmp_path):
+    state, pieces, lengths = state_of(20), Pieces(), []
+
+    def send(piece):
+        lengths.append(len(piece))
+        pieces.append(piece.copy())
+
+    send_archive(state, send)
+    file = io.BytesIO()
+    torch.save(state, file)
+    assert b"".join(pieces) == file.getvalue()
+    assert lengths[:-1] == [PIECE_BYTES] * 2
+    checkpoint = read_checkpoint(write_checkpoint(tmp_path, 1, {"trainer-0.pt": pieces, "same": state}, {}))
+    assert same_bits(checkpoint.load("trainer-0"), state) == same_bits(checkpoint.load("same"), state) == []
+
+
+def test_the_first_failure_to_send_is_the_one_that_is_told():
+    sent = []
+
+    def send(piece):
+        sent.append(len(piece))
+        raise ConnectionError(f"piece {len(sent)}")
+
+    with pytest.raises(ConnectionError, match="piece 1"):
+        send_archive(state_of(20), send)
+    assert len(sent) == 1
+
+
+class Accounts:
+    """What a keeper is to the deposits."""
+
+    def __init__(self):
+        self.written = []
+
+    def write(self, cut, parts, pause_s):
+        self.written.append((cut.step, {i: b"".join(p) for i, p in parts.items()}, pause_s))
+
+
+def cut_of(step):
+    return Cut(step, {}, False, "periodic", 0.0)
+
+
+def piece_of(text):
+    return torch.tensor(list(text), dtype=torch.uint8)
+
+
+def test_a_checkpoint_is_complete_with_the_parts_of_all_trainers_of_its_step():
+    accounts = Accounts()
+    deposits = Deposits(accounts, 2)
+    deposits.begin(cut_of(3))
+    for trainer, text in ((1, b"b"), (0, b"a"), (1, b"B")):
+        deposits.add(trainer, 3, piece_of(text))
+    deposits.complete(1, 3, 0.5)
+    assert accounts.written == []
+    for wrong in (lambda: deposits.add(0, 4, piece_of(b"x")), lambda: deposits.complete(1, 3, 0.1)):
+        with pytest.raises(TrainingError, match="must follow a cut of that step"):
+            wrong()
+    deposits.complete(0, 3, 0.25)
+    assert accounts.written == [(3, {0: b"a", 1: b"bB"}, 0.5)]
+    deposits.begin(cut_of(6))
+    deposits.complete(0, 6, 0.1)
+    assert len(accounts.written) == 1
+
+
+# Memory.
+
+
+def test_memory_is_used_again_once_nobody_refers_to_it():
+    memory = CopyMemory()
+    source = torch.rand(2 * MB)
+    first = private_copy({"w": source}, memory)
+    place, view = first["w"].data_ptr(), first["w"].view(2, -1)[1]
+    second = private_copy([source[: MB + 7]], memory)
+    assert place <= first["w"].data_ptr() < second[0].data_ptr() or second[0].data_ptr() < place
+    del first
+    third = private_copy(source, memory)
+    assert third.data_ptr() != place  # a view of it is alive
+    assert torch.equal(view, source[MB:])
+    del view
+    fourth = private_copy(source[: MB + 1], memory)
+    assert fourth.data_ptr() == place
+    assert fourth.untyped_storage().nbytes() == 4 * (MB + 1)  # what is saved is what was copied
+    assert torch.equal(fourth, source[: MB + 1])
+    before = memory.bytes
+    memory.trim()
+    assert memory.bytes == before
+    del second, third, fourth
+    memory.trim()
+    assert memory.bytes == 0
+
+
+def test_memory_is_not_wasted_on_small_copies():
+    memory = CopyMemory()
+    large = memory.take(8 * MB)
+    place = large.ctypes.data
+    del large
+    small = memory.take(3 * MB)
+    assert small.ctypes.data != place
+    assert memory.take(8 * MB).ctypes.data == place
+    assert memory.take(100).nbytes == 100
+    assert memory.bytes == 11 * MB
+
+
+def test_a_private_copy_holds_sets_and_bytearrays_of_its_own():
+    state = {"seen": {1, 2}, "raw": bytearray(b"ab"), "array": np.zeros(2)}
+    copied = private_copy(state)
+    state["seen"].add(3)
+    state["raw"][0] = 0
+    assert copied["seen"] == {1, 2}
+    assert copied["raw"] == b"ab"
+
+
+# A run: what is written late is what was there at the cut.
+
+
+class Changing(Truth):
+    """All that a checkpoint holds changes with every batch: weights, buffer, random numbers, the task's own state."""
+
+    gate = threading.Event()
+
+    def __init__(self):
+        super().__init__(optimizer="adam")
+        self.own, self.seen = torch.zeros(300_000), set()
+
+    def train_source(self, partition):
+        data = self._data(64, 1)
+        return (data[i] for i in range(64))
+
+    def on_batch_start(self, batch_idx):
+        self.own += 1
+        self.seen.add(batch_idx)
+        if batch_idx == 8:
+            self.gate.set()
+
+    def on_checkpoint(self, state):
+        state.update(own=self.own, seen=self.seen)
+
+
+def changing_run(folder, background):
+    config = {
+        "mode": "local",
+        "training": {"max_steps": 10, "batch_size": 8, "validate_every": 0},
+        "buffer": {"kind": "firo", "capacity": 64, "watermark": 64, "pseudo_epochs": 4},
+        "checkpoint": {"every": 4, "background": background, "keep": 9},
+        "logging": {"run_dir": str(folder), "name": str(background), "tensorboard": False, "progress": "off"},
+    }
+    Changing.gate.clear()
+    paramserver.run(Changing(), config)
+    return read_checkpoint(folder / str(background) / "checkpoints" / "step-00000004")
+
+
+def test_what_is_written_later_is_what_was_there_at_the_cut(tmp_path, monkeypatch):
+    at_once = changing_run(tmp_path, background=False)
+    write = writer.write_checkpoint
+
+    def write_late(folder, step, objects, about):
+        assert Changing.gate.wait(WAIT_S), "training must go on while a checkpoint waits to be written"
+        return write(folder, step, objects, about)
+
+    monkeypatch.setattr(writer, "write_checkpoint", write_late)
+    later = changing_run(tmp_path, background=True)
+    for name in ("model", "optimizer", "trainer-0"):
+        assert same_bits(at_once.load(name), later.load(name)) == [], name
+    one, other = at_once.load("trainer-0"), later.load("trainer-0")
+    assert one["task"]["seen"] == other["task"]["seen"] == set(range(4))
+    assert one["task"]["own"][0] == 4
+    assert one["buffer"]["samples"] is not None
+    for part in (one, other):
+        part["counters"].pop("seconds")
+        part["buffer"]["counters"] = {k: v for k, v in part["buffer"]["counters"].items() if not k.endswith("_s")}
+    assert one["counters"] == other["counters"]
+    assert {**one["buffer"], "samples": 0, "served": 0} == {**other["buffer"], "samples": 0, "served": 0}
+
+
+# All samples are there before the first is served: what the buffer holds at a step does not depend on timing.
+STREAM = {
+    "task_args": {"samples": 96},
+    "training": {"max_steps": 12, "batch_size": 8, "validate_every": 0, "max_epochs": 1},
+    "buffer": {"kind": "firo", "capacity": 48, "watermark": 48, "pseudo_epochs": 2},
+}
+
+
+@pytest.mark.processes
+def test_parts_travel_while_the_trainers_train_in_rpc(tmp_path):
+    """Each part is held back until three steps later, so a trainer that waited for it would never end."""
+    held = trained(
+        tmp_path / "held", "rpc", 2, trainer=f"{CARRIERS}:HeldRpc", checkpoint={"every": 4, "keep": 9}, **STREAM
+    )
+    at_once = trained(tmp_path / "once", "rpc", 2, checkpoint={"every": 4, "keep": 9, "background": False}, **STREAM)
+    assert held.checkpoints == at_once.checkpoints == [f"step-{step:08d}" for step in (4, 8, 12)]
+    for step in (4, 8, 12):
+        for name in ("model", "optimizer", "trainer-0", "trainer-1"):
+            assert same_bits(held.load(name, step), at_once.load(name, step)) == []
+    pauses_ms = held.summary["checkpoint_pause_ms"]
+    assert len(pauses_ms) == 3
+    assert [r["pause_ms"] for r in held.of_kind("checkpoint")] == pytest.approx(pauses_ms, abs=0.01)
+    assert pauses_ms[0] < 200 + min(at_once.summary["checkpoint_pause_ms"])
+    assert all(r["pause_ms"] >= r["seconds"] * 1e3 for r in at_once.of_kind("checkpoint"))
+
+
+@pytest.mark.processes
+def test_an_interrupted_run_has_its_last_checkpoint_however_slowly_it_travels_in_ddp(tmp_path):
+    mark = tmp_path / "mark"
+    finished = launch(
+        tmp_path,
+        mode="ddp",
+        task="Faulty",
+        task_args={"what": "terminate", "mark": str(mark), "batch": 9},
+        trainer=f"{CARRIERS}:HeldDdp",
+        cluster={"num_trainers": 2, "timeout_s": 10},
+        training={"max_steps": 2000},
+        checkpoint={"every": 4, "keep": 9},
+    )
+    assert finished.code == 3, finished.output
+    assert mark.exists()
+    steps = finished.summary["steps"]
+    assert finished.checkpoints == ["step-00000004", "step-00000008", f"step-{steps:08d}"]
+    assert finished.load("trainer-1")["counters"]["batch_idx"] == steps
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("mode", "carrier"), [("rpc", "LateRpc"), ("ddp", "LateDdp")])
+def test_a_run_that_fails_still_has_the_parts_that_were_on_their_way(tmp_path, mode, carrier):
+    """The error comes in the step after the checkpoint, while no part has left its trainer."""
+    finished = launch(
+        tmp_path,
+        mode=mode,
+        task="Faulty",
+        task_args={"what": "error", "mark": str(tmp_path / "mark"), "trainer": 1, "batch": 4},
+        trainer=f"{CARRIERS}:{carrier}",
+        cluster={"num_trainers": 2, "timeout_s": 10},
+        checkpoint={"every": 4},
+    )
+    assert finished.code == 1
+    assert finished.output.rstrip().endswith("RuntimeError: the task raised on purpose")
+    assert finished.checkpoints == ["step-00000004"]
+    assert finished.load("trainer-1", 4)["counters"]["batch_idx"] == 4
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("mode", "carrier"), [("rpc", "DyingRpc"), ("ddp", "KilledSender")])
+def test_a_trainer_that_dies_while_its_part_travels_leaves_the_checkpoint_before(tmp_path, mode, carrier):
+    began = time.monotonic()
+    finished = launch(
+        tmp_path,
+        mode=mode,
+        task="Truth",
+        trainer=f"{CARRIERS}:{carrier}",
+        cluster={"num_trainers": 2, "timeout_s": 10},
+        training={"max_steps": 100_000},
+        checkpoint={"every": 3, "keep": 9},
+    )
+    died = tmp_path / "runs" / "died"
+    assert not psutil.pid_exists(json.loads(died.read_text())["pid"])
+    assert finished.code == 1
+    assert "trainer 1): killed by SIGKILL" in finished.output
+    assert finished.summary["status"] == "failed"
+    assert finished.summary["checkpoint"] == "step-00000003"
+    left = sorted(path.name for path in (finished.run_dir / "checkpoints").iterdir())
+    assert left == ["latest", "step-00000003"]
+    assert time.monotonic() - began < 40
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0), ()])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bfloat16, torch.complex64])
+def test_a_copy_into_lent_memory_takes_every_shape(shape, dtype):
+    tensor = torch.ones(shape, dtype=dtype)
+    copied = private_copy({"t": tensor}, CopyMemory())["t"]
+    assert (copied.shape, copied.dtype) == (tensor.shape, dtype)
+    assert torch.equal(copied, tensor)

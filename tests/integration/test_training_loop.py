@@ -1,0 +1,200 @@
+"""The order of a run, its limits, and what is counted, in every mode."""
+
+import threading
+import time
+
+import pytest
+from launching import COUNTING, difference, launch, same_bits, together, trained
+
+pytestmark = pytest.mark.processes
+
+MODES = [("local", 1), ("ddp", 2), ("rpc", 2)]
+
+
+def hooks_of(folder, trainer):
+    return (folder / f"trainer-{trainer}").read_text().splitlines()
+
+
+@pytest.mark.parametrize(("mode", "trainers"), MODES)
+def test_the_order_of_a_run(tmp_path, mode, trainers):
+    """16 samples for each trainer are one epoch of two batches of eight, one step; validation comes every two steps."""
+    folder = tmp_path / "hooks"
+    finished = trained(
+        tmp_path,
+        mode,
+        trainers,
+        task="Recorder",
+        task_args={"folder": str(folder), "samples": 16 * trainers, "validation": 9 * trainers},
+        training={"max_steps": 3, "batch_size": 8, "accumulate_batches": 2, "validate_every": 2},
+        checkpoint={"every": 2},
+    )
+
+    def step(n):
+        return [f"{word} {i}" for i in (2 * n, 2 * n + 1) for word in ("batch_start", "training_step", "batch_end")]
+
+    def validation(n):
+        return [
+            f"validation_start {n}",
+            "validation_step eval 8",
+            "validation_step eval 1",
+            f"validation_end {n}",
+            "checkpoint",
+        ]
+
+    expected = [
+        "train_start",
+        "epoch_start 0",
+        *step(0),
+        "epoch_end 0",
+        "epoch_start 1",
+        *step(1),
+        *validation(4),
+        "epoch_end 1",
+        "epoch_start 2",
+        *step(2),
+        "epoch_end 2",
+        *validation(6),
+        "train_end",
+    ]
+    for trainer in range(trainers):
+        assert hooks_of(folder, trainer) == expected
+    logged = [(r["trainer"], r["step"], r["value"]) for r in finished.of_kind("log")]
+    assert sorted(logged) == sorted((t, i // 2 + 1, 2.0 * i) for t in range(trainers) for i in range(6))
+    summary = finished.summary
+    assert (summary["status"], summary["steps"], summary["samples"]) == ("completed", 3, 48 * trainers)
+    assert [r["step"] for r in finished.of_kind("validation")] == [2, 3]
+    assert {r["samples"] for r in finished.of_kind("validation")} == {9 * trainers}
+    phases = dict(summary["phases_ms"])
+    assert phases.pop("hidden") >= 0  # beside the others
+    assert sum(phases.values()) == pytest.approx(summary["step_ms"]["mean"], rel=0.05)
+
+
+@pytest.mark.parametrize(("mode", "trainers"), [MODES[0], MODES[2]])
+def test_the_first_limit_that_is_reached_ends_the_run(tmp_path, mode, trainers):
+    finished = trained(
+        tmp_path, mode, trainers, training={"max_steps": 100, "max_samples": 50 * trainers, "batch_size": 8}
+    )
+    summary = finished.summary
+    assert summary["steps"] == 7  # the first step at which 50 samples of each trainer are reached
+    assert summary["samples"] == 56 * trainers
+    assert "max_samples" in summary["reason"]
+
+
+@pytest.mark.parametrize(("mode", "trainers"), MODES[:2])
+def test_max_epochs_serves_every_sample_so_often(tmp_path, mode, trainers):
+    finished = trained(
+        tmp_path,
+        mode,
+        trainers,
+        task_args={"samples": 50 * trainers},
+        training={"max_steps": None, "max_epochs": 3, "batch_size": 8},
+    )
+    assert finished.summary["samples"] == 150 * trainers
+    assert finished.summary["samples_left"] == 0
+    assert finished.summary["steps"] == 19  # 150 samples in batches of 8, the last one smaller
+
+
+def test_max_seconds_ends_a_run(tmp_path):
+    finished = trained(tmp_path, "rpc", 2, training={"max_steps": None, "max_seconds": 0.5})
+    assert "max_seconds" in finished.summary["reason"]
+    assert 0.4 < finished.summary["seconds"] < 5
+
+
+@pytest.mark.parametrize("mode", ["ddp", "rpc"])
+def test_stop_ends_all_trainers_with_the_first_and_one_may_hold_all_validation_data(tmp_path, mode):
+    """Trainer 0 has 40 samples, trainer 1 has 80: all stop after five batches of eight.
+
+    The validation data are an iterator, which the task is asked for anew each time.
+    """
+    finished = trained(
+        tmp_path, mode, 2, task="ValidatesOnOne", training={"max_steps": None, "batch_size": 8, "validate_every": 2}
+    )
+    summary = finished.summary
+    assert summary["steps"] == 5
+    assert summary["samples"] == 80
+    assert "uneven_inputs" in summary["reason"]
+    assert [(r["step"], r["samples"]) for r in finished.of_kind("validation")] == [(2, 20), (4, 20), (5, 20)]
+
+
+def test_join_drains_every_trainer_the_same_in_both_modes(tmp_path):
+    """40, 80 and 120 samples: five steps of three trainers, five of two, five of one."""
+    config = {
+        "task": "Uneven",
+        "task_args": {"schedule": "step"},
+        "training": {"max_steps": None, "batch_size": 8, "uneven_inputs": "join", "validate_every": 4},
+        "checkpoint": {"every": 7},
+    }
+    ddp, rpc = (trained(tmp_path, mode, 3, **config) for mode in ("ddp", "rpc"))
+    for finished in (ddp, rpc):
+        assert finished.summary["steps"] == 15
+        assert finished.summary["samples"] == 240
+        assert [t["samples"] for t in finished.summary["trainers"]] == [40, 80, 120]
+        assert [r["step"] for r in finished.of_kind("validation")] == [4, 8, 12, 15]
+        assert {r["samples"] for r in finished.of_kind("validation")} == {37}
+    assert difference(ddp.load("model"), rpc.load("model")) < 1e-6
+    for one, other in zip(ddp.of_kind("validation"), rpc.of_kind("validation"), strict=True):
+        assert one["values"] == pytest.approx(other["values"], rel=1e-5)
+    for step in (7, 14):
+        assert difference(ddp.load("model", step), rpc.load("model", step)) < 1e-6
+        assert difference(ddp.load("optimizer", step), rpc.load("optimizer", step)) < 1e-5
+
+
+def test_join_with_accumulation_and_two_trainers_is_the_same_bit_for_bit(tmp_path):
+    config = {
+        "task": "Uneven",
+        "training": {"max_steps": None, "batch_size": 8, "accumulate_batches": 3, "uneven_inputs": "join"},
+    }
+    ddp, rpc = (trained(tmp_path, mode, 2, **config) for mode in ("ddp", "rpc"))
+    assert ddp.summary["samples"] == rpc.summary["samples"] == 120
+    assert same_bits(ddp.load("model"), rpc.load("model")) == []
+    assert same_bits(ddp.load("optimizer"), rpc.load("optimizer")) == []
+
+
+def opened_late(folder, mode, **config):
+    """A run of ``Starved`` whose stream is silent for five seconds from when it is first waited for."""
+    gate = folder / f"gate-{mode}"
+    opener = threading.Thread(target=open_late, args=(gate, 5.0))
+    opener.start()
+    try:
+        return launch(
+            folder / mode,
+            mode=mode,
+            task="Starved",
+            task_args={"gate": str(gate)},
+            training={"max_steps": None, "batch_size": 8},
+            cluster={"num_trainers": 2, "timeout_s": 4},
+            **config,
+        )
+    finally:
+        opener.join()
+
+
+def open_late(gate, after_s):
+    deadline = time.monotonic() + 60
+    while not gate.with_suffix(".awaited").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(after_s)  # how long is what is tested
+    gate.touch()
+
+
+def test_a_trainer_that_waits_for_data_holds_the_others_without_failing(tmp_path):
+    """The stream is silent for longer than every timeout; the run goes on when it speaks."""
+    server = {"heartbeat_s": 0.3, "lost_after_s": 2.0}
+    runs = together(lambda: opened_late(tmp_path, "ddp"), lambda: opened_late(tmp_path, "rpc", server=server))
+    for finished in runs:
+        assert finished.code == 0, finished.output
+        assert finished.summary["samples"] == 128
+        assert finished.summary["buffer"]["get_wait_s"] > 4
+
+
+def test_no_sync_skips_the_collectives(tmp_path):
+    """Four micro-batches a step cost the gradients, which are one bucket, one all-reduce."""
+    finished = trained(
+        tmp_path,
+        "ddp",
+        2,
+        trainer=f"{COUNTING}:CountingTrainer",
+        training={"max_steps": 6, "batch_size": 4, "accumulate_batches": 4},
+    )
+    counts = [r["value"] for r in finished.of_kind("log") if r["name"] == "gradient_all_reduces"]
+    assert counts == [6.0, 6.0]

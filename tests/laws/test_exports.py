@@ -1,0 +1,74 @@
+"""The public names: a literal list, all of which load."""
+
+from importlib import import_module
+
+import pytest
+from source_tree import modules
+
+PUBLIC = {
+    "paramserver": [
+        "ParameterServer",
+        "Partition",
+        "Result",
+        "Task",
+        "TrainingError",
+        "UnsupportedConfiguration",
+        "__version__",
+        "rank_zero_only",
+        "run",
+    ],
+    "trainers": ["DdpTrainer", "LocalTrainer", "RpcTrainer", "ServedTrainer", "Trainer"],
+    "paramserver.buffers": ["Batch", "Buffer", "BufferInfo", "Fifo", "Firo", "Reservoir", "make_buffer"],
+    "paramserver.sources": [
+        "DatasetSource",
+        "Feeder",
+        "IterableSource",
+        "Leftover",
+        "Partition",
+        "Share",
+        "Simulations",
+        "Source",
+        "Stream",
+        "deal",
+        "make_source",
+    ],
+}
+FOLDERS = [module.name for module in modules() if module.is_init]
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_the_public_names_are_these(name):
+    assert import_module(name).__all__ == PUBLIC[name]
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_every_name_loads_and_no_other(name):
+    module = import_module(name)
+    for exported in getattr(module, "__all__", ()):
+        assert getattr(module, exported) is not None
+    assert len(set(getattr(module, "__all__", ()))) == len(getattr(module, "__all__", ()))
+    with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
+        module.Nothing  # noqa: B018
+
+
+def test_names_are_the_objects_of_their_homes():
+    import paramserver
+    import paramserver.errors
+    import paramserver.launch
+
+    assert paramserver.run is paramserver.api.run
+    assert paramserver.TrainingError is paramserver.errors.TrainingError
+
+
+def test_every_error_takes_one_text_and_has_an_exit_code():
+    import paramserver.errors as errors
+
+    classes = [c for c in vars(errors).values() if isinstance(c, type)]
+    assert len(classes) == 19
+    for error_class in classes:
+        error = error_class("what happened")
+        assert str(error) == "what happened"
+        assert isinstance(error, errors.ParamserverError)
+        assert error.exit_code == {"Interrupted": 3}.get(
+            error_class.__name__, 2 if issubclass(error_class, errors.UnsupportedConfiguration) else 1
+        )

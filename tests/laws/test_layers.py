@@ -1,0 +1,215 @@
+"""The laws of the house: who may import whom, and what is done in one place only."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import threading
+
+import pytest
+from leaks import Snapshot
+from source_tree import (
+    comparisons_with,
+    environment_uses,
+    imported,
+    inside,
+    modules,
+    on_import,
+    sleeps,
+)
+
+# A folder, or a module of the top level, imports from layers above its own line only.
+LAYERS = [
+    "_lazy errors fileio version",
+    "buffers checkpoint config importing process_utils rng",
+    "cluster devices limits metrics",
+    "consistency distributed online report",
+    "client context sources",
+    "run_simulation task",
+    "bench parameters",
+    "optim transport",
+    "runs",
+    "server",
+    "runtime trainers",
+    "launch",
+    "api benchmark evaluate reporting",
+    "cli",
+]
+MAY_USE_RPC = [f"paramserver.{folder}" for folder in ("distributed", "optim", "server", "transport")]
+MAY_USE_RPC += ["trainers.rpc", "trainers.server_forward"]
+# Layers below know of no other process, except for the connections themselves and what measures them.
+FIRST_DISTRIBUTED_LAYER = 7
+CONNECTS = ("paramserver.distributed", "paramserver.bench")
+MODES = frozenset({"rpc", "ddp", "local"})
+NEEDS_NO_TORCH = (
+    "paramserver",
+    "paramserver.api",
+    "paramserver.launch",
+    "paramserver.evaluate",
+    "paramserver.benchmark",
+    "paramserver.reporting",
+    "paramserver.cli",
+    "paramserver.config",
+    "paramserver.cluster",
+    "paramserver.report",
+)
+
+MODULES = modules()
+FILES = [module for module in MODULES if not module.is_init]
+LAYER_OF = {
+    "trainers" if unit == "trainers" else f"paramserver.{unit}": number
+    for number, units in enumerate(LAYERS)
+    for unit in units.split()
+}
+
+
+def unit_of(name: str) -> str:
+    """The folder or the top-level module that a module belongs to."""
+    parts = name.split(".")
+    return parts[0] if parts[0] == "trainers" else ".".join(parts[:2])
+
+
+def own_imports(module) -> set[str]:
+    """The modules of the package that this one imports, as files or folders."""
+    names = {m.name for m in MODULES} - {"paramserver", "trainers"}
+    return {name for name in imported(module.tree) if name in names and name != module.name}
+
+
+def test_every_module_has_a_layer():
+    assert {unit_of(module.name) for module in FILES} == set(LAYER_OF)
+
+
+@pytest.mark.parametrize("module", FILES, ids=lambda module: module.name)
+def test_imports_go_down(module):
+    unit = unit_of(module.name)
+    others = {name for name in own_imports(module) if unit_of(name) != unit}
+    upwards = sorted(name for name in others if LAYER_OF[unit_of(name)] >= LAYER_OF[unit])
+    assert not upwards, f"{module.name} imports from its own or a higher layer"
+
+
+def test_there_is_no_circle_of_imports():
+    edges = {module.name: own_imports(module) for module in FILES}
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, f"circle: {' -> '.join((*path, name))}"
+        for other in edges.get(name, ()) if name not in done else ():
+            visit(other, (*path, name))
+        done.add(name)
+
+    done: set[str] = set()
+    for name in edges:
+        visit(name, ())
+    assert done >= set(edges)
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if m.is_init], ids=lambda module: module.name)
+def test_folders_load_their_names_on_first_use(module):
+    eager = {name for statement in on_import(module.tree) for name in imported(statement)}
+    assert {name for name in eager if inside(name, ("paramserver", "trainers", "torch"))} <= {
+        "paramserver._lazy",
+        "paramserver._lazy.attach",
+        "paramserver.version",
+        "paramserver.version.__version__",
+    }
+
+
+def test_rpc_is_used_where_it_may_be():
+    rpc = (
+        "torch.distributed.rpc",
+        "torch.distributed.autograd",
+        "torch.distributed.optim",
+        "torch._C._distributed_rpc",
+    )
+    users = {m.name for m in MODULES if any(inside(name, rpc) for name in imported(m.tree))}
+    assert {name for name in users if not inside(name, MAY_USE_RPC)} == set()
+    assert {
+        "paramserver.server.client",
+        "trainers.rpc",
+        "paramserver.distributed.rpc_agent",
+    } <= users  # the search finds something
+
+
+def test_low_layers_know_of_no_other_process():
+    distributed = ("torch.distributed", "torch._C._distributed_c10d", "torch._C._distributed_rpc")
+    low = [m for m in FILES if LAYER_OF[unit_of(m.name)] < FIRST_DISTRIBUTED_LAYER and not inside(m.name, CONNECTS)]
+    assert [m.name for m in low if any(inside(name, distributed) for name in imported(m.tree))] == []
+
+
+def test_the_mode_is_compared_in_one_table():
+    places = {f"{m.name}:{line}" for m in FILES for line in comparisons_with(m.tree, MODES)}
+    assert {place for place in places if not place.startswith("paramserver.config.modes:")} == set()
+
+
+def test_the_environment_is_touched_in_cluster_only():
+    users = {m.name for m in MODULES if environment_uses(m.tree)}
+    assert {name for name in users if not name.startswith("paramserver.cluster.")} == set()
+    assert "paramserver.cluster.base" in users
+
+
+def test_nothing_sleeps():
+    assert [f"{m.name}:{line}" for m in MODULES for line in sleeps(m.tree)] == []
+
+
+def test_reports_import_nothing_that_runs():
+    pure = ("config", "metrics.records", "metrics.summary", "errors", "report", "fileio")
+    allowed = tuple(f"paramserver.{name}" for name in pure)
+    running = {"torch", "numpy", "threading", "subprocess", "multiprocessing", "socket", "signal"}
+    for module in (m for m in MODULES if inside(m.name, ("paramserver.report",))):
+        names = imported(module.tree)
+        assert {n for n in names if inside(n, ("paramserver", "trainers")) and not inside(n, allowed)} == set()
+        assert not {name.split(".")[0] for name in names} & running
+
+
+def test_a_launch_needs_no_torch_before_it_starts_a_rank():
+    program = "import sys, {}; print(*sorted({{'torch', 'numpy', 'tensorboard'}} & set(sys.modules)))"
+    command = [sys.executable, "-c", program.format(", ".join(NEEDS_NO_TORCH))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == ""
+
+
+# The searches themselves: each finds what it is for.
+
+
+@pytest.mark.parametrize(
+    ("search", "found", "passed"),
+    [
+        (lambda t: comparisons_with(t, MODES), "if config.mode == 'rpc': pass", "mode = 'rpc'"),
+        (lambda t: comparisons_with(t, MODES), "if mode in ('ddp', 'local'): pass", "f(get('mode', 'ddp') in modes)"),
+        (lambda t: comparisons_with(t, MODES), "match mode:\n case 'local': pass", "match mode:\n case 'one': pass"),
+        (environment_uses, "import os\nx = os.environ['A']", "import os\nx = os.getpid()"),
+        (environment_uses, "from os import getenv", "from os import getpid"),
+        (sleeps, "import time\ntime.sleep(1)", "import time\ntime.time()"),
+        (sleeps, "from time import sleep", "from time import time"),
+        (lambda t: "a.b.c" in imported(t), "def f():\n from a.b import c", "from a import d"),
+        (lambda t: list(on_import(t)), "if x:\n import a", "if TYPE_CHECKING:\n import a"),
+    ],
+)
+def test_a_search_finds_what_it_is_for(search, found, passed):
+    assert search(ast.parse(found))
+    assert not search(ast.parse(passed))
+
+
+def test_what_is_left_behind_is_seen():
+    before = Snapshot.take()
+    go_on = threading.Event()
+    thread = threading.Thread(target=go_on.wait, args=(60,), name="feeder-9", daemon=True)
+    other = threading.Thread(target=go_on.wait, args=(60,), name="a library's", daemon=True)
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        thread.start()
+        other.start()
+        os.environ["LEFT_BEHIND"] = "1"
+        assert [re.sub(r"\d+ \(.*", "", leak) for leak in before.leaks()] == [
+            "thread feeder-9",
+            "child process ",
+            "variable LEFT_BEHIND",
+        ]
+    finally:
+        go_on.set()
+        thread.join(10)
+        other.join(10)
+        child.communicate(b"\n", timeout=30)
+        before.restore_environ()
+    assert before.leaks() == []
+    assert "LEFT_BEHIND" not in os.environ

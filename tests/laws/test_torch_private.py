@@ -1,0 +1,196 @@
+"""What is used of torch that torch does not promise: it exists, and takes what it took when this was written."""
+
+import configparser
+import inspect
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed.autograd as dist_autograd
+import torch.distributed.rpc as rpc
+from packaging.requirements import Requirement
+from source_tree import ROOT, modules, private_torch
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+from torch._C._distributed_rpc import TensorPipeAgent
+from torch.distributed.algorithms.join import Join
+from torch.distributed.rpc._utils import _update_group_membership
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _DDPJoinHook
+
+from paramserver.distributed.rpc_calls import WORKER_THREADS, agent_options
+
+# Module -> what it uses. A new line here needs a test below.
+USED = {
+    "paramserver.optim.parallel_step": {
+        "torch.optim.optimizer._global_optimizer_post_hooks",
+        "torch.optim.optimizer._global_optimizer_pre_hooks",
+    },
+    "paramserver.rng": {"torch.utils._python_dispatch.TorchDispatchMode"},
+    "paramserver.server.model_service": {"torch.utils._pytree.tree_flatten", "torch.utils._pytree.tree_unflatten"},
+    "paramserver.distributed.rendezvous": {
+        "torch._C._distributed_c10d.PrefixStore",
+        "torch._C._distributed_c10d.Store",
+        "torch._C._distributed_c10d.TCPStore",
+    },
+    "paramserver.optim.shard_updater": {
+        "torch._foreach_add_",
+        "torch._foreach_div_",
+        "torch._foreach_mul_",
+        "torch._foreach_norm",
+    },
+    "paramserver.distributed.session": {"torch._C._distributed_c10d.PrefixStore"},
+    "paramserver.distributed.rpc_agent": {
+        "torch._C._distributed_c10d.HashStore",
+        "torch._C._distributed_c10d.Store",
+        "torch._C._distributed_rpc.TensorPipeAgent",
+        "torch.distributed.autograd._init",
+        "torch.distributed.rpc._init_rpc_backend",
+        "torch.distributed.rpc._utils._update_group_membership",
+        "torch.distributed.rpc.api._init_rpc_states",
+    },
+    "paramserver.transport.shared_memory": {"torch._foreach_copy_"},
+    "paramserver.transport.rpc": {"torch._foreach_copy_"},
+    "trainers.server_forward": {
+        "torch.utils._pytree.tree_leaves",
+        "torch.utils._pytree.tree_flatten",
+        "torch.utils._pytree.tree_map",
+        "torch.utils._pytree.tree_unflatten",
+    },
+    "trainers.gradient_buckets": {"torch._foreach_copy_"},
+}
+
+
+def names(function) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def documented(native) -> list[str]:
+    """The argument names of a native constructor, from the signature that its documentation begins with."""
+    signature = native.__init__.__doc__.split("\n")[0]
+    inner = signature[signature.index("(") + 1 : signature.rindex(") ->")]
+    depth, argument, found = 0, "", []
+    for letter in inner + ",":
+        depth += (letter in "[(") - (letter in "])")
+        if letter == "," and depth == 0:
+            found.append(argument.split(":")[0].strip())
+            argument = ""
+        else:
+            argument += letter
+    return found
+
+
+def test_torch_is_of_the_range_that_the_package_asks_for():
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    lines = config["options"]["install_requires"].split()
+    asked = next(r for r in map(Requirement, lines) if r.name == "torch")
+    assert asked.specifier.contains(torch.__version__.split("+")[0])
+    assert {clause.operator for clause in asked.specifier} == {">=", "<"}  # private calls need an upper end
+
+
+def test_the_package_uses_no_other_private_names():
+    found = {module.name: private_torch(module.tree) for module in modules()}
+    assert {name: used for name, used in found.items() if used} == USED
+
+
+def test_the_agent_is_made_as_before():
+    assert documented(TensorPipeAgent) == [
+        "self",
+        "store",
+        "name",
+        "rank",
+        "world_size",
+        "rpc_backend_options",
+        "reverse_device_maps",
+        "devices",
+    ]
+    assert names(rpc._init_rpc_backend) == ["backend", "store", "name", "rank", "world_size", "rpc_backend_options"]
+    assert names(rpc.api._init_rpc_states) == ["agent"]
+    assert rpc.backend_registry.BackendType.TENSORPIPE.name == "TENSORPIPE"
+    assert dist_autograd._init.__doc__.startswith("_init(arg0:")
+    assert names(_update_group_membership) == ["worker_info", "my_devices", "reverse_device_map", "is_join"]
+
+
+def test_the_agent_takes_transports_and_channels(monkeypatch):
+    options = agent_options(7.0, same_host=True)
+    assert (options.rpc_timeout, options.num_worker_threads) == (7.0, WORKER_THREADS)
+    taken = names(rpc.TensorPipeRpcBackendOptions.__init__)
+    monkeypatch.setattr(rpc, "TensorPipeRpcBackendOptions", lambda **options: options)
+    near, far = agent_options(7.0, same_host=True), agent_options(7.0, same_host=False)
+    assert set(near) <= set(taken)
+    assert near["_transports"] == far["_transports"] == ["uv"]
+    assert (near["_channels"], far["_channels"]) == (["cma", "mpt_uv", "basic"], ["mpt_uv", "basic"])
+
+
+FIRST_AGENT = """
+import torch.distributed.rpc as rpc
+from torch._C._distributed_c10d import HashStore
+from paramserver.distributed.rpc_agent import start_first_agent
+from paramserver.distributed.rpc_calls import agent_options
+store = HashStore()
+start_first_agent(store, "server0", agent_options(10.0, same_host=True))
+print(store.get("addrs/server0").decode() != "", rpc.get_worker_info().id, rpc.get_worker_info().name)
+print(rpc.rpc_sync("server0", int, args=("7",)))
+rpc.shutdown(graceful=False)
+"""
+
+
+def test_the_first_agent_publishes_its_address_where_a_star_agent_looks_for_it(own_environ):
+    import os
+
+    environ = {**os.environ, "TP_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FIRST_AGENT], capture_output=True, text=True, timeout=90, env=environ
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["True", "0", "server0", "7"]
+
+
+def test_a_store_takes_a_socket_that_is_bound_already():
+    arguments = documented(TCPStore)
+    assert {"host_name", "port", "is_master", "timeout", "wait_for_workers", "master_listen_fd"} <= set(arguments)
+    assert issubclass(TCPStore, Store)
+    assert issubclass(PrefixStore, Store)
+    assert issubclass(HashStore, Store)
+
+
+def test_compare_set_takes_what_nobody_has():
+    store = PrefixStore("here", HashStore())
+    assert store.compare_set("rank/0", "", "first") == b"first"
+    assert store.compare_set("rank/0", "", "second") == b"first"
+
+
+def test_join_is_shadowed_as_before():
+    assert names(DistributedDataParallel.join)[1:3] == ["divide_by_initial_world_size", "enable"]
+    assert isinstance(DistributedDataParallel.join_device, property)
+    assert names(DistributedDataParallel.join_hook) == ["self", "kwargs"]
+    assert names(_DDPJoinHook.__init__) == ["self", "ddp", "divide_by_initial_world_size"]
+    assert names(_DDPJoinHook.main_hook) == ["self"]
+
+
+def test_a_rank_with_data_asks_once_per_forward_who_has_none():
+    """trainers/ddp.py answers this one collective before it shadows the forward and backward of the others."""
+    asking = inspect.getsource(Join.notify_join_context)
+    assert "torch.ones(1, device=device)" in asking
+    assert "dist.all_reduce(ones, group=process_group, async_op=True)" in asking
+    counting = inspect.getsource(Join.__exit__)
+    assert "_get_num_nonjoined_procs" in counting
+    assert "torch.zeros(1, device=self._device)" in inspect.getsource(Join._get_num_nonjoined_procs)
+    assert "Join.notify_join_context(self)" in inspect.getsource(DistributedDataParallel._pre_forward)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_many_tensors_are_copied_at_once(dtype):
+    own, other = [torch.zeros(3, dtype=dtype), torch.zeros((), dtype=dtype)], [torch.ones(3), torch.tensor(2.0)]
+    torch._foreach_copy_(own, other)
+    assert [tensor.tolist() for tensor in own] == [[1.0, 1.0, 1.0], 2.0]
+
+
+def test_many_tensors_are_added_and_scaled_in_place():
+    own = [torch.ones(3), torch.tensor(2.0)]
+    torch._foreach_add_(own, [torch.ones(3), torch.tensor(4.0)])
+    torch._foreach_mul_(own, 0.5)
+    torch._foreach_div_(own, 2.0)
+    assert [norm.item() for norm in torch._foreach_norm([torch.tensor([3.0, 4.0]), torch.tensor(-2.0)])] == [5.0, 2.0]
+    assert [tensor.tolist() for tensor in own] == [[0.5, 0.5, 0.5], 1.5]

@@ -1,0 +1,221 @@
+"""YAML files: lines, and one sentence for each way in which a file can be wrong."""
+
+import contextlib
+
+import pytest
+import yaml
+from hypothesis import given, seed, settings, strategies as st
+
+from paramserver.config import config_from_mapping, load_config
+from paramserver.config.parsing import dump, read_text
+from paramserver.errors import UnsupportedConfiguration
+
+
+@pytest.fixture
+def refused(tmp_path, monkeypatch):
+    """The message for the text of digits.yaml, which is given by a relative name."""
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "digits.yaml"
+
+    def message(text: str | bytes) -> str:
+        file.write_bytes(text if isinstance(text, bytes) else text.encode())
+        with pytest.raises(UnsupportedConfiguration) as caught:
+            load_config(file.relative_to(tmp_path))
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    return message
+
+
+LINES = """\
+task: digits:Digits
+
+# a comment
+training:
+  max_steps: 10
+
+  batch_size: 32
+task_args:
+  width: 3
+checkpoint:
+  best:
+    metric: accuracy
+    mode: max
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("batch_size: 32", "batch_size: 0", "7: training.batch_size (0) must be at least 1; give a "
+         "positive whole number"),
+        ("batch_size: 32", "batch_sise: 3", "7: training.batch_sise is not a key; did you mean training.batch_size?"),
+        ("mode: max", "mode: biggest", "13: checkpoint.best.mode (biggest) must be one of min, max; "
+         "choose one of them"),
+        ("    metric: accuracy\n", "", "12: checkpoint.best.metric is missing; give the name of a value that "
+         "validation_step returns"),
+        ("training:", "trainning:", "4: trainning is not a key; did you mean training?"),
+        ("  best:\n    metric: accuracy\n    mode: max", "  best: 3", "11: checkpoint.best (3) must be a "
+         "section of keys; write checkpoint.best.metric and the like"),
+        ("  best:\n    metric: accuracy\n    mode: max", "  best: {}", "11: checkpoint.best ({}) must be a section of "
+         "keys; write checkpoint.best.metric and the like"),
+        ("  width: 3", "  2: 3", "8: task_args ({2: 3}) must have names that are text, not 2; put the name in quotes"),
+        ("  max_steps: 10", "  patience: 10\ncheckpoint:\nbuffer:", None),
+    ],
+)  # fmt: skip
+def test_messages_name_file_and_line(refused, old, new, message):
+    assert old in LINES
+    text = LINES.replace(old, new)
+    if message is None:  # two sections of one name
+        assert refused(text) == "digits.yaml:12: checkpoint is given twice, first in line 6; remove one of the two"
+    else:
+        assert refused(text) == f"digits.yaml:{message}"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("batch_size: 3", "batch_size is not a key: batch_size belongs to training; write training.batch_size"),
+        ("buffer: {batch_size: 3}", "buffer.batch_size is not a key: batch_size belongs to training; "
+         "write training.batch_size"),
+        ("capasity: 3", "capasity is not a key; did you mean buffer.capacity?"),
+        ("server: {capasity: 3}", "server.capasity is not a key; did you mean buffer.capacity?"),
+        ("moed: rpc", "moed is not a key; did you mean mode?"),
+        ("device: {xyzzy: 1}", "device.xyzzy is not a key; the keys of device are kind, server, num_gpus"),
+        ("training.batch_size: 3", "training.batch_size must be written as a section: training on a line of its own, "
+         "batch_size below it"),
+        ("training: 4", "training (4) must be a section of keys; write training.max_epochs and the like"),
+        ("logging: {name: no}", "logging.name (false) must be text; put it in quotes"),
+        ("training: {patience: 1e-3}", "training.patience (0.001) must be a whole number; "
+         "give a positive whole number, or null"),
+    ],
+)  # fmt: skip
+def test_a_key_is_explained_where_it_stands(refused, text, message):
+    assert refused(f"task: a:B\n{text}\n") == f"digits.yaml:2: {message}"
+
+
+def test_a_key_that_resembles_nothing_gets_the_list(refused):
+    assert refused("xyzzy: 3").startswith(
+        "digits.yaml:1: xyzzy is not a key; the keys of a config are task, task_args, "
+    )
+    assert refused("1: 3").startswith("digits.yaml:1: 1 is not a key; ")
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "said"),
+    [
+        ("task: a:B\nmode: [\n", 3, "not valid YAML: while parsing a flow node, expected the node content"),
+        ("task: a:B\nmode: rpc: ddp\n", 2, "not valid YAML: mapping values are not allowed here; correct this line"),
+        ("task: a:B\ntraining:\n\tmax_steps: 3\n", 3, r"not valid YAML: while scanning for the next token"),
+        ("task: *nobody\n", 1, "not valid YAML: found undefined alias 'nobody'"),
+        ("task: a:B\n--- \ntask: b:C\n", 2, "not valid YAML: expected a single document in the stream"),
+        (
+            "task: a:B\nmode: \x07\n",
+            2,
+            "not valid YAML: special characters are not allowed (at character 16); remove it",
+        ),
+        ("task: a:B\nseed: !!int many\n", 2, "many cannot be read as int; correct it, or put it in quotes"),
+        ("task: a:B\nseed: !!bool many\n", 2, "many cannot be read as bool; "),
+        ("task: a:B\nseed: !!float ''\n", 2, "'' cannot be read as float; "),
+        (
+            "task: a:B\ntask_args: &me {again: *me}\n",
+            2,
+            "a value contains itself through an alias (*name); write it out",
+        ),
+        ("task: a:B\n[1, 2]: 3\n", 2, "a key ([1, 2]) must be text; write lines like mode: rpc"),
+        ("task: a:B\n<<: 3\n", 2, "<< must name a mapping; "),
+        ("task: a:B\ntask_args:\n  a: 1\n  b: {c: 1, c: 2}\n", 4, "c is given twice, first in line 4; "),
+    ],
+)
+def test_malformed_yaml(refused, text, line, said):
+    assert refused(text).startswith(f"digits.yaml:{line}: {said}")
+
+
+@pytest.mark.parametrize("tag", ["!!python/object:os.system", "!!python/name:os.system", "!mine", "!!set", "!!binary"])
+def test_tags_are_refused_unconstructed(refused, tag):
+    message = refused(f"task: a:B\ntask_args:\n  x: {tag} {{}}\n")
+    assert message.startswith(f"digits.yaml:3: the tag {tag} is not for a config; use plain text, ")
+
+
+def test_files_that_are_none(refused, tmp_path):
+    assert refused("") == "digits.yaml is empty; give at least task: module:Class"
+    assert refused("# nothing\n") == "digits.yaml is empty; give at least task: module:Class"
+    assert refused("- a\n") == "digits.yaml ([a]) must be a mapping of keys to values; write lines like mode: rpc"
+    assert refused(b"task: \xff") == "digits.yaml is not UTF-8 text (byte 6); save it as UTF-8"
+    assert refused("{}").startswith("digits.yaml: task is missing; ")
+    assert refused("task_args: " + "[" * 3000) == "digits.yaml: nested too deeply; a config has three levels"
+    for file, said in [
+        (tmp_path, "is a folder"),
+        (tmp_path / "no.yaml", "does not exist"),
+        (tmp_path / "a\0b", "cannot"),
+    ]:
+        with pytest.raises(UnsupportedConfiguration, match=said):
+            load_config(file)
+
+
+def test_a_byte_order_mark_and_empty_sections_are_harmless(tmp_path):
+    file = tmp_path / "digits.yaml"
+    file.write_bytes(b"\xef\xbb\xbftask: a:B\ntraining:\ntask_args:\n")
+    assert load_config(file) == config_from_mapping({"task": "a:B"})
+
+
+def test_merged_mappings(tmp_path):
+    file = tmp_path / "digits.yaml"
+    file.write_text("task: a:B\ntask_args: &t {a: 1, b: 2}\nddp:\n  extra:\n    b: 3\n    <<: [*t, {a: 4, c: 5}]\n")
+    assert load_config(file).ddp.extra == {"a": 1, "b": 3, "c": 5}
+
+
+def test_the_lines_of_merged_keys_are_those_of_the_mapping_they_stand_in():
+    document = read_text("a: &a\n  x: 1\n  y: 1\nb:\n  x: 2\n  <<: *a\n", "digits.yaml")
+    assert (document.lines[("b", "x")], document.lines[("b", "y")]) == (5, 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-3", 1e-3),
+        ("-2E6", -2e6),
+        ("1.5e6", 1.5e6),
+        ("'1e-3'", "1e-3"),
+        ("2024-01-01", "2024-01-01"),
+        ("=", "="),
+        ("1_000", 1000),
+        ("yes", True),
+        ("e3", "e3"),
+        ("", None),
+    ],
+)
+def test_scalars(text, value):
+    document = read_text(text, "x")
+    assert (document.value, type(document.value)) == (value, type(value))
+
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@seed(5)
+@settings(max_examples=150, deadline=None, database=None)
+@given(PLAIN)
+def test_what_is_dumped_is_read_back_here_and_by_any_reader(value):
+    text = dump(value)
+    assert read_text(text, "x").value == value
+    assert yaml.safe_load(text) == value
+
+
+@pytest.mark.parametrize(
+    "text", ["1e-3", "on", "2024-01-01", "a\x85b", "\u2028", "=", "<<", "null", "1:30", " a ", "~", "!x"]
+)
+def test_text_that_looks_like_something_else_stays_text(text):
+    assert read_text(dump({"x": text}), "x").value == {"x": text}
+
+
+@seed(6)
+@settings(max_examples=300, deadline=None, database=None)
+@given(st.text(alphabet="ab:{}[]&*!<>|?-'\"#%@\n\t ,0.1e\x00é~", max_size=24))
+def test_no_text_whatsoever_raises_anything_else(text):
+    with contextlib.suppress(UnsupportedConfiguration):
+        read_text(text, "digits.yaml")

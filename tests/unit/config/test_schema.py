@@ -1,0 +1,263 @@
+"""Every key against its own rule, with cases made from the schema: a new key is tested without a new test."""
+
+import dataclasses
+import re
+import types
+import typing
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from paramserver.config import KEYS, NOT_IN_THIS_VERSION, SECTIONS, Config, Key, config_from_mapping, describe_keys
+from paramserver.config.parsing import check_value
+from paramserver.config.schema import Rule, show
+from paramserver.errors import UnsupportedConfiguration
+
+# The block of docs/interface.md without its comments; where this version departs from it, see `DEPARTURES`.
+CONTRACT = """
+task: null
+task_args: {}
+trainer: null
+mode: rpc
+seed: 0
+init_from: null
+cluster: {num_servers: 1, num_trainers: 2, master_addr: 127.0.0.1, master_port: 0, interface: null, backend: auto,
+          timeout_s: 60, max_restarts: 3, elastic: false, token_file: null}
+device: {kind: auto, server: auto, num_gpus: null}
+training: {max_epochs: null, max_steps: null, max_samples: null, max_seconds: null, patience: null, batch_size: 32,
+           validation_batch_size: null, accumulate_batches: 1, clip_grad_norm: null, precision: float32,
+           validate_every: 100, uneven_inputs: stop, loader_workers: 0}
+server: {consistency: sync, staleness_bound: 4, backup_trainers: 0, stale_scaling: none, compute: trainer,
+         transport: auto, wire_dtype: float32, bucket_mb: 4.0, heartbeat_s: 1.0, lost_after_s: 5.0, on_loss: continue}
+ddp: {find_unused_parameters: false, static_graph: false, gradient_as_bucket_view: true, bucket_cap_mb: 25,
+      comm_hook: none, extra: {}}
+buffer: {kind: fifo, capacity: 4096, watermark: 0, pseudo_epochs: 1, max_bytes: null, min_new_per_batch: 0}
+simulations: null
+checkpoint: {every: null, keep: 3, best: null, background: true}
+logging: {run_dir: runs, name: null, log_every: 10, tensorboard: true, progress: auto}
+"""
+DEPARTURES = {"server.on_loss": "fail", "cluster.max_restarts": 0, "ddp.bucket_cap_mb": None}
+
+# A value of another type than each kind, one that no leniency covers.
+FOREIGN = {
+    "int": [True, "32", "many", 1.5, [1], {"a": 1}, "1e-3", float("inf"), float("nan")],
+    "float": [True, "0.5", "much", [0.5], float("inf"), float("nan"), 10**400],
+    "bool": [0, 1, "true", "yes", [True]],
+    "str": [3, True, 0.5, ["a"], {"a": 1}, "", "  "],
+    "mapping": [3, "text", [1], {1: 2}],
+}
+
+
+def keys_where(condition) -> list[Key]:
+    return [key for key in KEYS.values() if condition(key.rule)]
+
+
+def by_name(key: Key) -> str:
+    return key.name
+
+
+def refusal(key: Key, value) -> str:
+    """The message for ``value``; its shape is asserted: place, name, value, rule and cure, in one line."""
+    with pytest.raises(UnsupportedConfiguration) as caught:
+        check_value(key.name, key.rule, value, "digits.yaml:7")
+    message = str(caught.value)
+    assert re.fullmatch(rf"digits\.yaml:7: {re.escape(key.name)} \(.*\) must .+; .+", message), message
+    return message
+
+
+def test_every_key_of_the_contract_exists_with_its_default():
+    contract = yaml.safe_load(CONTRACT)
+    for name, value in DEPARTURES.items():
+        section, leaf = name.split(".")
+        assert contract[section][leaf] != value
+        contract[section][leaf] = value
+    assert Config().to_mapping() == contract
+
+
+def test_keys_and_sections_have_distinct_names_in_the_order_of_the_dataclasses():
+    assert not set(KEYS) & set(SECTIONS)
+    assert next(iter(KEYS)) == "task"
+    assert {name.rpartition(".")[0] for name in KEYS} == {"", *SECTIONS}
+
+
+@pytest.mark.parametrize("key", KEYS.values(), ids=by_name)
+def test_a_default_keeps_the_rule_of_its_key(key):
+    if not key.required:
+        converted = check_value(key.name, key.rule, key.default)
+        assert (converted, type(converted)) == (key.default, type(key.default))
+
+
+@pytest.mark.parametrize("key", KEYS.values(), ids=by_name)
+def test_the_rule_says_the_type_that_the_annotation_says(key):
+    owner = Config
+    for part in key.name.split(".")[:-1]:
+        owner = next(f for f in dataclasses.fields(owner) if f.name == part).metadata["section"]
+    annotation = typing.get_type_hints(owner)[key.name.rpartition(".")[2]]
+    members = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    named = {typing.get_origin(member) or member for member in members}
+    expected = {"int": int, "float": float, "bool": bool, "str": str, "mapping": dict}[key.rule.kind]
+    assert named == ({expected, type(None)} if key.rule.nullable else {expected})
+
+
+@pytest.mark.parametrize("key", KEYS.values(), ids=by_name)
+def test_another_type_is_refused(key):
+    meant = {True} if "on" in key.rule.choices else set()
+    for value in FOREIGN[key.rule.kind]:
+        if not (isinstance(value, bool) and value in meant):
+            refusal(key, value)
+
+
+@pytest.mark.parametrize("key", KEYS.values(), ids=by_name)
+def test_null_is_accepted_where_the_rule_says_so(key):
+    if key.rule.nullable:
+        assert check_value(key.name, key.rule, None) is None
+    elif key.rule.kind == "mapping":
+        assert check_value(key.name, key.rule, None) == {}
+    else:
+        assert "(null)" in refusal(key, None)
+
+
+@pytest.mark.parametrize("key", keys_where(lambda rule: rule.minimum is not None), ids=by_name)
+def test_a_minimum_is_accepted_and_one_less_is_not(key):
+    assert check_value(key.name, key.rule, key.rule.minimum) == key.rule.minimum
+    assert f"must be at least {key.rule.minimum};" in refusal(key, key.rule.minimum - 1)
+
+
+@pytest.mark.parametrize("key", keys_where(lambda rule: rule.maximum is not None), ids=by_name)
+def test_a_maximum_is_accepted_and_one_more_is_not(key):
+    assert check_value(key.name, key.rule, key.rule.maximum) == key.rule.maximum
+    assert f"must be at most {key.rule.maximum};" in refusal(key, key.rule.maximum + 1)
+
+
+@pytest.mark.parametrize("key", keys_where(lambda rule: rule.above is not None), ids=by_name)
+def test_an_excluded_bound_is_refused_and_a_little_more_is_not(key):
+    assert check_value(key.name, key.rule, key.rule.above + 1e-6) == key.rule.above + 1e-6
+    assert f"must be above {key.rule.above};" in refusal(key, key.rule.above)
+
+
+@pytest.mark.parametrize("key", keys_where(lambda rule: rule.choices), ids=by_name)
+def test_each_choice_is_accepted_and_a_word_near_to_it_is_told(key):
+    for word in key.rule.choices:
+        assert check_value(key.name, key.rule, word) == word
+    longest = max(key.rule.choices, key=len)
+    assert refusal(key, longest + "x").endswith(f"did you mean {longest}?")
+    assert refusal(key, "§").endswith(f"must be one of {', '.join(key.rule.choices)}; choose one of them")
+
+
+@pytest.mark.parametrize("key", keys_where(lambda rule: rule.pattern), ids=by_name)
+def test_the_example_of_a_form_keeps_it(key):
+    assert check_value(key.name, key.rule, key.rule.example) == key.rule.example
+    assert refusal(key, "no / \n :").endswith(f"must be {key.rule.form}; write it like {key.rule.example}")
+
+
+@pytest.mark.parametrize("key", keys_where(lambda rule: rule.kind == "float"), ids=by_name)
+def test_a_float_key_takes_whole_numbers_and_exponents(key):
+    for given, expected in [(3, 3.0), ("1e-3", 0.001), ("2.5E+2", 250.0), (".5e1", 5.0)]:
+        converted = check_value(key.name, key.rule, given)
+        assert type(converted) is float
+        assert converted == expected
+
+
+@pytest.mark.parametrize("key", keys_where(lambda rule: rule.kind == "int"), ids=by_name)
+def test_an_int_key_takes_integral_exponents(key):
+    for given in (1e3, "1e3", "0.1E4"):
+        converted = check_value(key.name, key.rule, given)
+        assert type(converted) is int
+        assert converted == 1000
+
+
+@pytest.mark.parametrize("name", NOT_IN_THIS_VERSION)
+def test_what_this_version_can_do_holds_the_default_and_keeps_the_rule(name):
+    accepted = NOT_IN_THIS_VERSION[name]
+    assert KEYS[name].default in accepted
+    for value in accepted:
+        assert check_value(name, KEYS[name].rule, value) == value
+
+
+def test_the_listing_has_a_line_per_key_with_default_rule_and_help():
+    lines = describe_keys()
+    assert [line.split(" = ")[0] for line in lines] == list(KEYS)
+    assert "training.batch_size = 32  # a positive whole number: samples per trainer and batch" in lines
+    assert "device.server = auto  # one of auto, cpu, cuda (in this version only auto or cpu): " in "\n".join(lines)
+    assert "checkpoint.best.metric = (required)  # text: the name of a value that validation_step returns" in lines
+
+
+def test_the_words_on_and_off_are_meant_where_yaml_reads_booleans():
+    for given, word in [(True, "on"), (False, "off"), ("on", "on"), ("auto", "auto")]:
+        assert config_from_mapping({"task": "a:B", "logging": {"progress": given}}).logging.progress == word
+
+
+@pytest.mark.parametrize(
+    "task", ["digits:Digits", "examples/digits.py:Digits", "/a b/digits.py:Outer.Inner", "__main__:T"]
+)
+def test_a_task_names_a_class(task):
+    assert config_from_mapping({"task": task}).task == task
+
+
+@pytest.mark.parametrize("name", [".", "..", "a/b", "/a", "../a", "a\0b"])
+def test_a_run_cannot_be_named_out_of_its_folder(name):
+    with pytest.raises(UnsupportedConfiguration, match=r"logging\.name .* must be the plain name of a folder"):
+        config_from_mapping({"task": "a:B", "logging": {"name": name}})
+
+
+def test_a_path_from_python_is_text():
+    assert config_from_mapping({"task": "a:B", "logging": {"run_dir": Path("a/b")}}).logging.run_dir == "a/b"
+
+
+def test_scalars_of_numpy_are_numbers():
+    config = config_from_mapping({"task": "a:B", "seed": np.int64(3), "cluster": {"timeout_s": np.float32(0.5)}})
+    assert (config.seed, type(config.seed)) == (3, int)
+    assert (config.cluster.timeout_s, type(config.cluster.timeout_s)) == (0.5, float)
+    with pytest.raises(UnsupportedConfiguration, match=r"task_args .* not float64; use text, numbers"):
+        config_from_mapping({"task": "a:B", "task_args": {"lr": np.float64(0.5)}})
+
+
+def test_free_dictionaries_are_copied_and_their_tuples_become_lists():
+    given = {"sizes": (1, 2), "inner": {"a": [1]}}
+    config = config_from_mapping({"task": "a:B", "task_args": given})
+    given["inner"]["a"].append(2)
+    assert config.task_args == {"sizes": [1, 2], "inner": {"a": [1]}}
+    config.to_mapping()["task_args"]["inner"]["a"].append(3)
+    assert config.task_args["inner"] == {"a": [1]}
+
+
+def test_free_dictionaries_hold_what_yaml_can_store():
+    endless: dict = {}
+    endless["again"] = endless
+    rule = Rule("mapping")
+    for value, said in [({"a": {1, 2}}, "not set"), ({"a": [object()]}, "not object"), (endless, "not contain itself")]:
+        with pytest.raises(UnsupportedConfiguration, match=f"task_args .* must .*{said}"):
+            check_value("task_args", rule, value)
+
+
+def test_the_dictionaries_of_two_configs_are_not_shared():
+    assert Config().task_args is not Config().task_args
+
+
+def test_a_config_is_frozen_and_hashable():
+    config = Config(task="a:B")
+    assert hash(config) == hash(Config(task="a:B"))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.training.batch_size = 3
+
+
+@pytest.mark.parametrize(
+    ("value", "line"),
+    [
+        (None, "null"),
+        (True, "true"),
+        ("", "''"),
+        ("a\nb", r"'a\nb'"),
+        ({"a": [1, None], "b": {}}, "{a: [1, null], b: {}}"),
+        ([[[[[1]]]]], "[[[[...]]]]"),
+    ],
+)
+def test_values_are_shown_as_yaml_on_one_line(value, line):
+    assert show(value) == line
+
+
+def test_long_values_are_cut_in_messages():
+    assert show("x" * 100, 10) == "xxxxxxx..."
+    assert len(refusal(KEYS["mode"], "x" * 10_000)) < 200

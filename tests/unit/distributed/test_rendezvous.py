@@ -1,0 +1,289 @@
+"""Where ranks meet: a real store on the loopback, with ranks as threads of this process."""
+
+import dataclasses
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from torch._C._distributed_c10d import TCPStore
+
+from paramserver.cluster import Identity, bind_listener
+from paramserver.config import ClusterConfig, Config, DeviceConfig, LoggingConfig, TrainingConfig, dump_yaml
+from paramserver.distributed import rendezvous
+from paramserver.distributed.rendezvous import Meeting, meet
+from paramserver.distributed.rpc_calls import host_identity
+from paramserver.errors import DeadlineExceeded, Interrupted, PeerLost, UnsupportedConfiguration
+
+HOST = "127.0.0.1"
+# Far beyond what a loaded machine needs; no test waits for it.
+LONG_S = 60.0
+SHORT_S = 0.5
+
+
+def config(timeout_s: float = LONG_S, **sections) -> Config:
+    return Config(task="module:Task", cluster=ClusterConfig(timeout_s=timeout_s), **sections)
+
+
+def identity(rank: int, world_size: int, port: int, hosted: bool = False, job: str = "test") -> Identity:
+    return Identity(rank, world_size, rank, world_size, 0, HOST, port, hosted, job, "flags")
+
+
+def waited(rank, world_size, port, timeout_s=LONG_S, interrupted=None, listener=None, of=None, **about) -> Meeting:
+    event = threading.Event() if interrupted is None else interrupted
+    return meet(of or config(timeout_s), identity(rank, world_size, port, **about), event, listener)
+
+
+@contextmanager
+def threads(count: int):
+    with ThreadPoolExecutor(count, thread_name_prefix="rank") as pool:
+        yield pool
+
+
+@contextmanager
+def agents_store():
+    """A store that is served already, as by torchrun's agent."""
+    yield TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=LONG_S))
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_all_ranks_meet_and_tell_each_other(world_size):
+    listener = bind_listener(HOST, 0)
+    port = listener.getsockname()[1]
+    with threads(world_size) as pool:
+        later = [pool.submit(waited, rank, world_size, port) for rank in range(1, world_size)]
+        first = waited(0, world_size, port, listener=listener)
+        others = [future.result(LONG_S) for future in later]
+        first.tell("run", "digits-1")
+        assert [other.ask("run") for other in others] == ["digits-1"] * (world_size - 1)
+        assert [m.identity.global_rank for m in (first, *others)] == list(range(world_size))
+        assert {m.host for m in (first, *others)} == {host_identity()}
+        assert "process" in first.place
+
+
+def test_a_rank_waits_for_a_rank_zero_that_starts_later(monkeypatch):
+    knocked = threading.Event()
+    reachable = rendezvous._reachable
+
+    def knock(host: str, port: int) -> bool | None:
+        answer = reachable(host, port)
+        if answer is None:
+            knocked.set()
+        return answer
+
+    monkeypatch.setattr(rendezvous, "_reachable", knock)
+    listener = socket.socket()
+    listener.bind((HOST, 0))  # taken, and nobody listens yet
+    port = listener.getsockname()[1]
+    with threads(1) as pool:
+        other = pool.submit(waited, 1, 2, port)
+        assert knocked.wait(LONG_S)
+        listener.listen()
+        first = waited(0, 2, port, listener=listener)
+        assert other.result(LONG_S).ask("rank/0") == first.place
+
+
+def test_rank_zero_binds_its_port_where_nobody_did():
+    with bind_listener(HOST, 0) as probe:
+        port = probe.getsockname()[1]
+    alone = waited(0, 1, port)
+    assert alone.ask("config") == dump_yaml(config())
+    assert rendezvous._reachable(HOST, port)
+
+
+def test_a_busy_port_is_refused_at_once():
+    with bind_listener(HOST, 0) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(UnsupportedConfiguration, match=rf"cluster\.master_port \({port}\) .* cannot be opened"):
+            waited(0, 2, port)
+
+
+def test_the_store_listens_where_it_was_told_and_not_everywhere():
+    first = waited(0, 1, 0)
+    port = first.store.underlying_store.port
+    tables = [Path("/proc/self/net", name) for name in ("tcp", "tcp6")]
+    lines = [line.split() for table in tables if table.exists() for line in table.read_text().splitlines()]
+    addresses = {f[1] for f in lines if len(f) > 3 and f[3] == "0A" and f[1].endswith(f":{port:04X}")}
+    assert addresses == {f"0100007F:{port:04X}"}
+
+
+# Claims.
+
+
+def test_a_rank_that_is_taken_is_refused_with_its_holder():
+    with agents_store() as store:
+        store.set("paramserver/test/config", dump_yaml(config()))
+        store.set("paramserver/test/rank/1", "node7, process 42")
+        with pytest.raises(UnsupportedConfiguration, match=r"^rank 1 is taken by node7, process 42; give each process"):
+            waited(1, 2, store.port, hosted=True)
+
+
+def test_two_attempts_on_one_store_do_not_see_each_other():
+    with agents_store() as store:
+        earlier = waited(0, 1, store.port, hosted=True, job="job-0")
+        earlier.tell("run", "digits-1")
+        later = waited(0, 1, store.port, hosted=True, job="job-1", of=config(seed=3))
+        assert not later.store.check(["run"])
+        assert (earlier.ask("config"), later.ask("config")) == (dump_yaml(config()), dump_yaml(config(seed=3)))
+
+
+def test_a_store_that_an_agent_serves_is_used_by_all():
+    with agents_store() as store, threads(1) as pool:
+        other = pool.submit(waited, 1, 2, store.port, hosted=True)
+        waited(0, 2, store.port, hosted=True).tell("run", "a")
+        assert other.result(LONG_S).ask("run") == "a"
+        assert store.get("paramserver/test/run") == b"a"
+
+
+# One configuration.
+
+
+def with_config_of_rank_zero(mine: Config, theirs: Config, rank: int = 1) -> tuple[TCPStore, Exception | None]:
+    """Rank 0 has been here; what this rank hears."""
+    with agents_store() as store:
+        store.set("paramserver/test/config", dump_yaml(theirs))
+        store.set("paramserver/test/rank/0", "rank 0")
+        try:
+            waited(rank, 2, store.port, hosted=True, of=mine)
+        except UnsupportedConfiguration as error:
+            return store, error
+        return store, None
+
+
+def test_what_must_agree_is_named_with_both_values():
+    mine = config(training=TrainingConfig(batch_size=16), seed=3)
+    _, error = with_config_of_rank_zero(mine, config(training=TrainingConfig(batch_size=32)))
+    assert str(error).startswith("rank 1 has another configuration than rank 0 (")
+    for word in ("training.batch_size", "16", "32", "seed", "start all ranks with the same one"):
+        assert word in str(error)
+
+
+def test_what_each_host_has_for_itself_may_differ():
+    mine = config(
+        device=DeviceConfig(kind="cpu", num_gpus=2), logging=LoggingConfig(run_dir="elsewhere", progress="off")
+    )
+    mine = dataclasses.replace(mine, cluster=dataclasses.replace(mine.cluster, master_addr="::1", master_port=7))
+    assert with_config_of_rank_zero(mine, config())[1] is None
+
+
+def test_other_keys_of_the_same_sections_must_agree():
+    for mine in (config(logging=LoggingConfig(name="other")), config(timeout_s=LONG_S / 2)):
+        assert with_config_of_rank_zero(mine, config())[1] is not None
+
+
+def test_a_rank_that_is_refused_leaves_its_place_to_the_corrected_one():
+    store, error = with_config_of_rank_zero(config(seed=3), config())
+    assert error is not None
+    assert not store.check(["paramserver/test/rank/1"])
+
+
+# Waits that end.
+
+
+def test_a_world_that_never_fills_names_who_is_missing():
+    with agents_store() as store:
+        store.set("paramserver/test/rank/2", "somebody")
+        with pytest.raises(DeadlineExceeded) as caught:
+            waited(0, 4, store.port, SHORT_S, hosted=True)
+    assert str(caught.value) == (
+        "rank 0 waited cluster.timeout_s (0.5 s) for a world of 4; missing: rank 1, 3. "
+        "Start them, or lower --world_size"
+    )
+
+
+def test_a_missing_rank_zero_is_told_with_its_address():
+    with socket.socket() as silent:
+        silent.bind((HOST, 0))
+        port = silent.getsockname()[1]
+        with pytest.raises(DeadlineExceeded, match=rf"rank 1 found no rank 0 at 127\.0\.0\.1:{port} within cluster"):
+            waited(1, 2, port, SHORT_S)
+
+
+def test_an_address_that_answers_nothing_is_given_up():
+    """Something listens there, and is frozen or no store."""
+    with bind_listener(HOST, 0) as silent:
+        with pytest.raises(DeadlineExceeded, match=r"the connection to rank 0 at .* did not finish within"):
+            waited(1, 2, silent.getsockname()[1], SHORT_S)
+        given_up = [t for t in threading.enumerate() if t.name.startswith("within-the connection")]
+    assert len(given_up) == 1
+    given_up[0].join(LONG_S)  # closing the socket ends it
+    assert not given_up[0].is_alive()
+
+
+def test_a_configuration_that_never_comes_is_given_up():
+    with agents_store() as store, pytest.raises(DeadlineExceeded, match="rank 0's configuration did not come within"):
+        waited(1, 2, store.port, SHORT_S, hosted=True)
+
+
+def test_what_nobody_tells_is_asked_for_so_long_and_no_longer():
+    with agents_store() as store:
+        mine = waited(0, 1, store.port, SHORT_S, hosted=True)
+        started = time.monotonic()
+        with pytest.raises(DeadlineExceeded, match=r"the store's answer for run did not come within .* \(0\.5 s\)"):
+            mine.ask("run")
+        assert SHORT_S * 0.9 <= time.monotonic() - started < LONG_S / 2
+        assert not [t for t in threading.enumerate() if t.name.startswith("within-")]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_interrupted_rank_leaves_at_once(rank):
+    interrupted = threading.Event()
+    interrupted.set()
+    listener = bind_listener(HOST, 0)
+    started = time.monotonic()
+    with listener:
+        port = 0 if rank == 0 else 1  # nobody is there
+        with pytest.raises(Interrupted, match="interrupted while waiting for"):
+            waited(rank, 2, port, interrupted=interrupted, listener=listener if rank == 0 else None)
+    assert time.monotonic() - started < LONG_S / 2
+
+
+class _CutsOff:
+    """Something between a rank and the store, which cuts the connection when it is told to."""
+
+    def __init__(self, port: int) -> None:
+        self.listener = bind_listener(HOST, 0)
+        self.port = self.listener.getsockname()[1]
+        self._target = port
+        self._sockets = [self.listener]
+        self._threads = [threading.Thread(target=self._accept, name="proxy", daemon=True)]
+        self._threads[0].start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                near, _ = self.listener.accept()
+                far = socket.create_connection((HOST, self._target))
+                self._sockets += [near, far]
+                for pair in ((near, far), (far, near)):
+                    self._threads.append(threading.Thread(target=self._carry, args=pair, name="proxy", daemon=True))
+                    self._threads[-1].start()
+
+    def _carry(self, source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(65536):
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+    def cut(self) -> None:
+        for one in self._sockets:
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
+        for thread in self._threads:
+            thread.join(LONG_S)
+
+
+def test_a_rank_zero_that_dies_while_others_wait_is_told_as_such():
+    with agents_store() as store, threads(1) as pool:
+        store.set("paramserver/test/config", dump_yaml(config()))
+        between = _CutsOff(store.port)
+        waiting = pool.submit(waited, 1, 2, between.port, hosted=True)
+        store.wait(["paramserver/test/rank/1"], timedelta(seconds=LONG_S))  # it is in, and waits for rank 0
+        between.cut()
+        with pytest.raises(PeerLost, match=r"^rank 0 is gone, and its store with it"):
+            waiting.result(LONG_S)

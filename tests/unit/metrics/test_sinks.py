@@ -1,0 +1,287 @@
+"""Sinks, each read back by what it is for."""
+
+import fcntl
+import io
+import json
+import logging
+import os
+import pty
+import select
+import struct
+import termios
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from paramserver.errors import TrainingError, UnsupportedConfiguration
+from paramserver.metrics import Fan, JsonLines, Progress, Sink, TensorBoard, console
+
+
+def record(kind, step=1, **fields):
+    return {"time": 1000.0 + (step or 0), "kind": kind, "step": step, "rank": 0, **fields}
+
+
+def train(step, loss=0.5, **fields):
+    values = {"samples": step * 8, "lr": [0.1], "samples_per_second": 64.0, "step_ms": 2.0, **fields}
+    return record("train", step, loss=loss, **values)
+
+
+def validation(step, **values):
+    return record("validation", step, values=values, best=False)
+
+
+class Collecting(Sink):
+    def __init__(self, failing_at=None, required=False):
+        self.records, self.closed, self.failing_at, self.required = [], 0, failing_at, required
+
+    def write(self, record):
+        if len(self.records) == self.failing_at:
+            raise OSError("no space left")
+        self.records.append(record)
+
+    def close(self):
+        self.closed += 1
+        if self.failing_at is not None:
+            raise OSError("nor for the rest")
+
+
+def lines(path):
+    return [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
+
+
+def test_fan_drops_a_failing_sink_once_and_goes_on(caplog):
+    failing, good = Collecting(failing_at=1), Collecting()
+    fan = Fan([failing, good])
+    for step in range(4):
+        fan.write(train(step))
+    fan.close()
+    fan.close()
+    assert len(good.records) == 4
+    assert (failing.closed, good.closed) == (1, 1)
+    assert caplog.text.count("Collecting failed (OSError: no space left) and gets no more records") == 1
+    assert len([entry for entry in caplog.records if entry.levelno >= logging.WARNING]) == 1
+
+
+def test_fan_raises_the_failure_of_a_required_sink_after_the_others_had_the_record():
+    required, good = Collecting(failing_at=0, required=True), Collecting()
+    fan = Fan([required, good])
+    with pytest.raises(OSError, match="no space left"):
+        fan.write(train(1))
+    assert len(good.records) == 1
+    with pytest.raises(OSError, match="nor for the rest"):
+        fan.close()
+    assert good.closed == 1
+
+
+def test_json_lines_are_flushed_one_by_one_and_appended(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with JsonLines(path) as sink:
+        sink.write(train(1))
+        assert lines(path) == [train(1)]
+    with JsonLines(path) as sink:
+        sink.write(train(2))
+    assert [line["step"] for line in lines(path)] == [1, 2]
+
+
+def test_json_lines_are_valid_json_whatever_a_value_is(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    values = {"tensor": torch.tensor(0.5, requires_grad=True), "numpy": np.float32("inf"), "count": np.int64(3)}
+    with JsonLines(path) as sink:
+        sink.write(train(torch.tensor(4), loss=float("nan"), lr=np.array([0.25, 0.5])))
+        sink.write(validation(1, **values, minus=torch.tensor(float("-inf"))))
+    first, second = lines(path)
+    assert (first["step"], first["loss"], first["loss_text"], first["lr"]) == (4, None, "nan", [0.25, 0.5])
+    expected = {"tensor": 0.5, "numpy": None, "numpy_text": "inf", "count": 3, "minus": None, "minus_text": "-inf"}
+    assert second["values"] == expected
+
+
+def test_json_lines_begin_anew_after_a_torn_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"kind": "tr')
+    with JsonLines(path) as sink:
+        sink.write(train(1))
+        sink.write(train(2))
+    torn, *whole = path.read_text().splitlines()
+    assert torn == '{"kind": "tr'
+    assert [json.loads(line)["step"] for line in whole] == [1, 2]
+
+
+def test_a_full_disk_for_metrics_is_the_runs_failure():
+    fan = Fan([JsonLines(Path("/dev/full"))])
+    with pytest.raises(TrainingError, match=r"metrics file /dev/full must be writable .*No space left"):
+        fan.write(train(1))
+    with pytest.raises(TrainingError):
+        fan.close()
+
+
+def test_a_metrics_file_that_cannot_be_opened_is_told(tmp_path):
+    with pytest.raises(TrainingError, match="must be writable"):
+        JsonLines(tmp_path / "missing" / "metrics.jsonl")
+
+
+def curves(folder):
+    accumulator = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    accumulator.Reload()
+    return {
+        tag: [(event.step, round(event.value, 6)) for event in accumulator.Scalars(tag)]
+        for tag in accumulator.Tags()["scalars"]
+    }
+
+
+def test_tensorboard_shows_every_kind_under_its_name(tmp_path):
+    with TensorBoard(tmp_path) as sink:
+        sink.write(record("start", None, name="x"))
+        sink.write(train(1))
+        figures = {"mean": 0.75, "p95": 2, "max": 2, "histogram": {"0": 2, "1": 1, "2": 1}}
+        sink.write(record("staleness", 1, **figures, dropped=0, trainers=[{"trainer": 0, **figures}]))
+        sink.write(train(2, loss=None, samples_per_second=None, lr=[0.1, 0.2]))
+        sink.write(validation(2, loss=0.25, accuracy=0.75))
+        sink.write(record("buffer", 2, trainer=1, population=5, unseen=2, put_wait_s=0.5, get_wait_s=1.5, capacity=9))
+        sink.write(record("log", 2, trainer=0, name="mine", value=torch.tensor(7.0)))
+        sink.write(record("checkpoint", 2, path="p", seconds=0.5, bytes=10, pause_ms=4.0))
+    assert curves(tmp_path) == {
+        "Loss/train": [(1, 0.5)],
+        "samples_per_second": [(1, 64.0)],
+        "step_ms": [(1, 2.0), (2, 2.0)],
+        "server/staleness": [(1, 0.75)],
+        "server/staleness_p95": [(1, 2.0)],
+        "server/staleness_max": [(1, 2.0)],
+        "server/staleness/trainer-0": [(1, 0.75)],
+        "lr": [(1, 0.1)],
+        "lr/0": [(2, 0.1)],
+        "lr/1": [(2, 0.2)],
+        "Loss/valid": [(2, 0.25)],
+        "valid/accuracy": [(2, 0.75)],
+        "buffer/trainer-1/population": [(2, 5)],
+        "buffer/trainer-1/unseen": [(2, 2)],
+        "buffer/trainer-1/put_wait_s": [(2, 0.5)],
+        "buffer/trainer-1/get_wait_s": [(2, 1.5)],
+        "mine": [(2, 7.0)],
+        "checkpoint/seconds": [(2, 0.5)],
+        "checkpoint/pause_ms": [(2, 4.0)],
+    }
+
+
+def test_tensorboard_is_purged_from_the_step_given(tmp_path):
+    with TensorBoard(tmp_path) as sink:
+        for step in (10, 20, 30):
+            sink.write(train(step))
+    with TensorBoard(tmp_path, purge_step=21) as sink:
+        sink.write(train(25, loss=0.125))
+    assert curves(tmp_path)["Loss/train"] == [(10, 0.5), (20, 0.5), (25, 0.125)]
+
+
+def test_tensorboard_that_got_nothing_writes_nothing(tmp_path):
+    with TensorBoard(tmp_path / "tensorboard") as sink:
+        sink.write(record("phase", None, name="import", seconds=1.0))
+    assert not (tmp_path / "tensorboard").exists()
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self):
+        return self.now_s
+
+
+def test_progress_in_a_pipe_is_a_line_now_and_then_and_one_per_validation():
+    stream, clock = io.StringIO(), Clock()
+    shown = Progress(stream, "auto", total_steps=100, clock=clock)
+    for step in range(1, 41):
+        clock.now_s = step * 0.25
+        shown.write(train(step))
+        if step == 10:
+            shown.write(validation(step, accuracy=0.75))
+    shown.write(record("end", 40, status="completed", summary={}))
+    out = stream.getvalue().splitlines()
+    assert [line.split(":")[0] for line in out] == [f"step {step}/100" for step in (1, 9, 10, 17, 25, 33)]
+    assert out[0] == "step 1/100: loss 0.5, 64 samples/s"
+    assert out[2] == "step 10/100: loss 0.5, 64 samples/s, valid accuracy 0.75, 0:00:22 left"
+    assert out[5].endswith("valid accuracy 0.75, 0:00:17 left")  # 67 steps of 0.25 s
+
+
+def test_progress_counts_samples_where_they_are_the_limit():
+    stream = io.StringIO()
+    Progress(stream, "auto", total_samples=80).write(train(3, loss=None))
+    assert stream.getvalue() == "samples 24/80: loss -, 64 samples/s\n"
+
+
+def shown_on_a_terminal(total_steps, records, columns=0):
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    with os.fdopen(slave, "w") as terminal, os.fdopen(master, "rb", buffering=0) as screen:
+        sink = Progress(terminal, "auto", total_steps=total_steps)
+        for each in records:
+            sink.write(each)
+        sink.close()
+        terminal.flush()
+        shown = b""
+        while select.select([screen], [], [], 0.5)[0]:  # the kernel hands on what was written piece by piece
+            shown += screen.read(65536)
+        return shown.decode()
+
+
+@pytest.mark.parametrize("columns", [0, 140])
+def test_progress_on_a_terminal_is_one_live_line(columns):
+    steps = [train(2), train(6), validation(6, loss=0.25), train(10, loss=0.125)]
+    out = shown_on_a_terminal(10, steps, columns)
+    assert out.count("\r") >= 3
+    assert out.rstrip("\r\n").count("\n") == 0
+    assert "10/10" in out
+    assert "loss 0.125, 64 samples/s, valid loss 0.25" in out
+
+
+def test_progress_without_tqdm_is_lines_on_a_terminal_too(monkeypatch):
+    monkeypatch.setattr(console, "_tqdm", lambda: None)
+    assert shown_on_a_terminal(10, [train(2)]) == "step 2/10: loss 0.5, 64 samples/s\r\n"
+
+
+def test_progress_on_is_live_anywhere_and_off_is_nothing():
+    on, off = io.StringIO(), io.StringIO()
+    for stream, style in ((on, "on"), (off, "off")):
+        sink = Progress(stream, style, total_steps=4)
+        sink.write(train(4))
+        sink.close()
+    assert "\r" in on.getvalue()
+    assert "4/4" in on.getvalue()
+    assert off.getvalue() == ""
+    with pytest.raises(UnsupportedConfiguration, match=r"logging.progress \(loud\) must be auto, on or off"):
+        Progress(on, "loud")
+
+
+@pytest.mark.parametrize("style", ["auto", "on", "off"])
+@pytest.mark.parametrize("close_first", [True, False])
+def test_progress_never_raises_for_a_closed_stream(style, close_first):
+    stream = io.StringIO()
+    if close_first:
+        stream.close()
+    sink = Progress(stream, style, total_steps=4)
+    sink.write(train(1))
+    stream.close()
+    sink.write(train(2))
+    sink.write(validation(2, loss=1.0))
+    sink.write(record("end", 2))
+    sink.close()
+
+
+def test_progress_survives_a_broken_pipe():
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    stream = os.fdopen(write_end, "w")
+    sink = Progress(stream, "auto")
+    sink.write(train(1))
+    sink.write(train(2))
+    with pytest.raises(BrokenPipeError):
+        stream.close()
+
+
+def test_progress_starts_no_thread_that_stays():
+    before = threading.active_count()
+    sink = Progress(io.StringIO(), "on", total_steps=2)
+    sink.write(train(1))
+    assert threading.active_count() == before
+    sink.close()

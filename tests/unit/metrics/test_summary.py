@@ -1,0 +1,84 @@
+"""What a person reads at the end of a run."""
+
+import math
+
+import pytest
+
+from paramserver.metrics.summary import summary_text
+
+FULL = {
+    "status": "completed",
+    "mode": "rpc",
+    "consistency": "bounded",
+    "num_servers": 1,
+    "num_trainers": 2,
+    "steps": 1000,
+    "samples": 64000,
+    "samples_served": 64032,
+    "samples_left": 32,
+    "seconds": 12.345,
+    "samples_per_second": 5203.4,
+    "train_loss": 0.12345678,
+    "validation": {"loss": 0.25, "accuracy": 0.98},
+    "step_ms": {"mean": 10.0, "p50": 9.5, "p90": 11.0, "p95": 12.25, "p99": 20.0, "max": 40.5},
+    "phases_ms": {"data": 0.5, "forward": 4.0, "backward": 5.0, "wait": None, "hidden": 1.0, "apply": 0.25},
+    "staleness": {"mean": 1.5, "p95": 3.0, "max": 4, "histogram": {}},
+    "faults": [{"message": "trainer 1 lost"}],
+    "restarts": 2,
+    "checkpoint": "runs/x/checkpoints/step-00001000",
+    "error": None,
+}
+
+
+def fields(text):
+    return dict(line.split(None, 1) for line in text.splitlines())
+
+
+def test_everything_is_told_in_aligned_lines(tmp_path):
+    (tmp_path / "tensorboard").mkdir()
+    text = summary_text(FULL, tmp_path)
+    assert 10 <= len(text.splitlines()) <= 16
+    assert fields(text) == {
+        "status": "completed",
+        "mode": "rpc, bounded, 1 server, 2 trainers",
+        "steps": "1000",
+        "samples": "64000 applied, 64032 served, 32 left",
+        "time": "12.3 s",
+        "speed": "5203 samples/s",
+        "loss": "0.1235",
+        "validation": "loss 0.25, accuracy 0.98",
+        "step": "mean 10 ms, p50 9.5 ms, p95 12.25 ms, max 40.5 ms",
+        "phases": "data 0.5 ms (5 %), forward 4 ms (40 %), backward 5 ms (50 %), apply 0.25 ms (2 %)",
+        "beside": "hidden 1 ms (10 %)",
+        "staleness": "mean 1.5, p95 3, max 4",
+        "faults": "1, 2 restarts",
+        "checkpoint": "runs/x/checkpoints/step-00001000",
+        "tensorboard": f"tensorboard --logdir {tmp_path}/tensorboard",
+        "folder": str(tmp_path),
+    }
+    columns = {line.index(value) for line, value in zip(text.splitlines(), fields(text).values(), strict=True)}
+    assert len(columns) == 1
+
+
+@pytest.mark.parametrize("name", sorted(FULL))
+@pytest.mark.parametrize("missing", [True, False])
+def test_any_field_may_be_missing_or_none(name, missing):
+    summary = {key: value for key, value in FULL.items() if key != name} if missing else {**FULL, name: None}
+    others = fields(summary_text(FULL, "runs/x"))
+    told = fields(summary_text(summary, "runs/x"))
+    assert set(told) <= set(others)
+    assert sum(told.get(key) != value for key, value in others.items()) <= 3
+
+
+def test_a_run_that_failed_at_once_is_told_too():
+    text = summary_text({"status": "failed", "error": "TaskError: no task\nmore", "step_ms": {"mean": None}}, "runs/x")
+    told = fields(text)
+    assert told["error"] == "TaskError: no task"
+    assert told["steps"] == told["loss"] == told["time"] == "-"
+    assert told["checkpoint"] == "none was written"
+    assert "step" not in told
+
+
+def test_a_loss_that_is_not_a_number_is_told_as_such():
+    assert fields(summary_text({"train_loss": math.nan}, "x"))["loss"] == "nan"
+    assert fields(summary_text({"train_loss": math.inf}, "x"))["loss"] == "inf"

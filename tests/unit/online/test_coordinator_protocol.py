@@ -1,0 +1,75 @@
+"""Whatever comes to the desk is answered, and never more than it may ask for."""
+
+import random
+
+from paramserver.config import SimulationsConfig
+from paramserver.online.coordinator_protocol import Clerk
+from paramserver.online.protocol import Header, Joined, Kind, Report, pack_parameters
+from paramserver.online.spec import Plan
+from paramserver.online.tracker import Outside
+
+TOKEN = b"0123456789abcdef"
+
+
+def valid(random):
+    """A message that may be taken, without the secret."""
+    simulation, member = random.randrange(5), random.randrange(2)
+
+    def header(kind, step=0):
+        return Header(kind, simulation, step, member, 2, random.randrange(2)).pack()
+
+    return random.choice(
+        [
+            [header(Kind.HELLO), pack_parameters([random.random()])],
+            [header(Kind.BYE, random.randrange(9))],
+            [header(Kind.PING)],
+            [Header(Kind.JOIN, 0).pack(), random.randbytes(16), Joined("tcp://9", {}, {}).pack()],
+            [Header(Kind.REPORT, 0).pack(), Report({simulation: 3}, [(simulation, 0)]).pack()],
+        ]
+    )
+
+
+def mutated(random, frames):
+    frames = list(frames)
+    for _ in range(random.randrange(3)):
+        which = random.randrange(len(frames)) if frames else 0
+        how = random.randrange(5)
+        if how == 0 or not frames:
+            frames.insert(which, random.randbytes(random.randrange(40)))
+        elif how == 1:
+            del frames[which]
+        elif how == 2:
+            frames[which] = frames[which][: random.randrange(len(frames[which]) + 1)]
+        elif frames[which]:
+            at = random.randrange(len(frames[which]))
+            frames[which] = frames[which][:at] + random.randbytes(1) + frames[which][at + 1 :]
+    return frames
+
+
+def test_of_twenty_thousand_messages_none_raises_and_no_stranger_passes_for_a_trainer():
+    seeded = random.Random(7)
+    config = SimulationsConfig(
+        fields={"t": [2]}, parameters={"a": [0, 1]}, group_size=2, count=5, steps=4, timeout_s=1e9
+    )
+    study = Outside(config, 1, 1e9)
+    clerk = Clerk(Plan.of(config), study, 1, TOKEN, dict)
+    joined = [Header(Kind.JOIN, 0).pack(), TOKEN, Joined("tcp://1", {}, {}).pack()]
+    answers = clerk.hear(b"trainer", joined, 0.0)
+    assert [Header.unpack(frames[0]).kind for _, frames in answers] == [Kind.READY]
+    kinds = set()
+    for i in range(20_000):
+        message = mutated(seeded, valid(seeded))
+        for peer, frames in clerk.hear(b"stranger-%d" % (i % 50), message, float(i)):
+            assert peer.startswith(b"stranger")
+            answer = Header.unpack(frames[0]).kind
+            assert answer in (Kind.REFUSED, Kind.WELCOME, Kind.PONG)
+            kinds.add((answer, Header.unpack(message[0]).kind if answer is not Kind.REFUSED else None))
+        study.tick(float(i))
+        assert not study.done
+    assert kinds == {(Kind.REFUSED, None), (Kind.WELCOME, Kind.HELLO), (Kind.PONG, Kind.PING)}
+    assert clerk.trainers[0].peer == b"trainer"
+    assert not any(study.received(number) for number in range(5))
+    assert study.simulations.keys() == set(range(5))
+    assert clerk.refused["stranger"] > 1000
+    assert clerk.refused["malformed"] > 1000
+    assert clerk.refused["simulation"] > 10

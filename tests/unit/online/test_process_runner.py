@@ -1,0 +1,328 @@
+"""Real children: what they are told, that their ends are seen, and that nothing of them is left."""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from paramserver.config import SimulationsConfig
+from paramserver.errors import UnsupportedConfiguration
+from paramserver.online.process_runner import Runner
+from paramserver.online.spec import Plan
+from paramserver.online.tracker import Start
+
+ROOT = Path(__file__).parents[3]
+PARAMETERS = {"left": [0, 1], "right": [0, 1]}
+DEADLINE_S = 20.0
+ENDED = -signal.SIGKILL  # a leash that ends its group ends with it
+
+
+def plan_of(**options):
+    defaults = {"count": 4, "fields": {"t": [2]}, "parameters": PARAMETERS, "launcher": "local"}
+    return Plan.of(SimulationsConfig(**{**defaults, **options}))
+
+
+@pytest.fixture
+def runner_of(tmp_path):
+    """Runners that leave nothing."""
+    made = []
+
+    def make(environ=None, folders=(), **options):
+        own = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), **(environ or {})}
+        made.append(Runner(plan_of(**options), tmp_path / "logs", folders, own))
+        return made[-1]
+
+    yield make
+    for runner in made:
+        runner.kill_all()
+        wait_for(runner)
+        assert runner.pipes == []
+
+
+def wait_for(runner):
+    """All ends, in order; woken by the pipes and not by the clock."""
+    found, deadline = [], time.monotonic() + DEADLINE_S
+    while runner.any_left:
+        assert time.monotonic() < deadline
+        select.select(runner.pipes, [], [], 0.2)
+        found += runner.ended()
+    return found
+
+
+def script(tmp_path, text, name="program.py"):
+    file = tmp_path / name
+    file.write_text(text)
+    return f"{sys.executable} {file}"
+
+
+def log(tmp_path, simulation=0):
+    return (tmp_path / "logs" / f"simulation-{simulation}.log").read_text()
+
+
+def start(runner, simulation=0, attempt=0, parameters=(0.25, 1 / 3)):
+    runner.start(Start(simulation, attempt, parameters), "tcp://127.0.0.1:5")
+
+
+def alive(pid):
+    """Whether it runs; a dead process that nobody has waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
+
+
+def gone(pids):
+    deadline = time.monotonic() + DEADLINE_S
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        select.select([], [], [], 0.02)
+    return not any(map(alive, pids))
+
+
+def pids_in(tmp_path, count, simulation=0):
+    """What the program printed of itself and its children, as soon as it is all there."""
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        words = log(tmp_path, simulation).partition("\n")[2].split()
+        if len(words) >= count:
+            return [int(word) for word in words]
+        select.select([], [], [], 0.02)
+    raise AssertionError(log(tmp_path, simulation))
+
+
+# What a program is told.
+
+
+def test_a_command_gets_its_placeholders_and_runs_by_no_shell(runner_of, tmp_path):
+    program = script(tmp_path, "import sys, json; print(json.dumps(sys.argv[1:]))")
+    runner = runner_of(
+        command=f"{program} --id={{simulation}} {{attempt}} '{{right}} {{left}}' {{{{left}}}} '{{}}' $HOME"
+    )
+    start(runner, simulation=3, attempt=1)
+    assert wait_for(runner) == [(3, 1, 0)]
+    head, said = log(tmp_path, 3).splitlines()
+    assert json.loads(said) == ["--id=3", "1", f"{1 / 3!r} 0.25", "{left}", "{}", "$HOME"]
+    assert head.startswith("--- simulation 3, attempt 1, ")
+    assert "--id=3" in head
+
+
+def test_a_program_knows_the_run_by_its_environment(runner_of, tmp_path):
+    shown = "import os, json; print(json.dumps({k: v for k, v in os.environ.items() if k[:3] in ('PAR', 'OMP')}))"
+    runner = runner_of(command=script(tmp_path, shown), keys=str(tmp_path), group_size=2)
+    start(runner, attempt=2)
+    assert wait_for(runner) == [(0, 2, 0)]
+    told = sorted(
+        (json.loads(line) for line in log(tmp_path).splitlines()[1:]), key=lambda one: one["PARAMSERVER_MEMBER"]
+    )
+    assert told == [
+        {
+            "PARAMSERVER_ADDRESS": "tcp://127.0.0.1:5",
+            "PARAMSERVER_SIMULATION": "0",
+            "PARAMSERVER_PARAMETERS": json.dumps([0.25, 1 / 3]),
+            "PARAMSERVER_ATTEMPT": "2",
+            "PARAMSERVER_MEMBER": str(member),
+            "PARAMSERVER_MEMBERS": "2",
+            "PARAMSERVER_KEYS": str(tmp_path),
+            "OMP_NUM_THREADS": "1",
+        }
+        for member in range(2)
+    ]
+
+
+def test_output_of_all_attempts_is_in_one_log(runner_of, tmp_path):
+    program = script(tmp_path, "import sys; print('out'); print('err', file=sys.stderr); sys.exit(int(sys.argv[1]))")
+    runner = runner_of(command=f"{program} {{attempt}}")
+    for attempt in range(2):
+        start(runner, attempt=attempt)
+        assert wait_for(runner) == [(0, attempt, attempt)]
+    text = log(tmp_path)
+    assert text.count("--- simulation 0, attempt") == text.count("out\n") == text.count("err\n") == 2
+    assert text.index("attempt 0") < text.index("out") < text.index("attempt 1")
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"command": "echo {lefft}"}, r"has \{lefft\}, but only \{simulation\}, \{attempt\}, \{left\}, \{right\} are"),
+        ({"command": "echo 'open"}, r"cannot be split \(No closing quotation\)"),
+        ({"command": "''"}, "begins with , which is no program"),
+        ({"command": "no-such-program {left}"}, "begins with no-such-program, which is no program on the PATH"),
+        ({"command": "echo", "parameters": {"attempt": [0, 1]}}, r"attempt must have another name than \{attempt\}"),
+        ({"command": "echo", "launcher": "srun"}, r"launcher \(srun\) needs srun, which is not on the PATH"),
+    ],
+)
+def test_a_command_that_cannot_work_is_refused_at_once(runner_of, options, sentence):
+    with pytest.raises(UnsupportedConfiguration, match=sentence):
+        runner_of(environ={"PATH": "/bin:/usr/bin"}, **options)
+
+
+# Ends.
+
+
+@pytest.mark.parametrize(("code", "seen"), [("exit(0)", 0), ("exit(5)", 5), ("os.kill(os.getpid(), 9)", 137)])
+def test_an_end_is_seen_with_its_exit_code(runner_of, tmp_path, code, seen):
+    runner = runner_of(command=script(tmp_path, f"import os; {code}"))
+    start(runner, simulation=2)
+    assert runner.pipes
+    assert wait_for(runner) == [(2, 0, seen)]
+    assert runner.ended() == []
+
+
+def test_a_program_that_vanished_is_told_in_the_log(runner_of, tmp_path):
+    file = tmp_path / "vanishing"
+    file.write_text("#!/bin/sh\n")
+    file.chmod(0o755)
+    runner = runner_of(command=str(file))
+    file.unlink()
+    start(runner)
+    assert wait_for(runner) == [(0, 0, 127)]
+    assert f"{file} cannot be started: No such file or directory" in log(tmp_path)
+
+
+FAMILY = r"""
+import os, signal, sys, time
+child = os.fork()
+if child == 0:
+    if "deaf" in sys.argv:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.write(1, b"%d\n" % os.getpid())
+else:
+    if "deaf" in sys.argv:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.write(1, b"%d\n" % os.getpid())
+    if "leaves" in sys.argv:
+        while len(open(sys.argv[1]).read().split(chr(10), 1)[1].split()) < 2:
+            pass
+        sys.exit(0)
+signal.pause()
+"""
+
+
+def test_one_that_hangs_is_ended_with_its_children(runner_of, tmp_path):
+    runner = runner_of(command=script(tmp_path, FAMILY), group_size=2)
+    start(runner)
+    start(runner, simulation=1)
+    pids, others = pids_in(tmp_path, 4), pids_in(tmp_path, 4, simulation=1)
+    began = time.monotonic()
+    runner.kill(0)
+    runner.kill(0)
+    while not (ended := runner.ended()):
+        select.select(runner.pipes, [], [], 0.2)
+    assert ended == [(0, 0, ENDED)]
+    assert time.monotonic() - began < 1.5  # it listened
+    assert gone(pids)
+    assert all(map(alive, others))
+    runner.kill_all()
+    assert wait_for(runner) == [(1, 0, ENDED)]
+    assert gone(others)
+
+
+def test_one_that_does_not_listen_is_ended_after_two_seconds(runner_of, tmp_path):
+    runner = runner_of(command=script(tmp_path, FAMILY) + " deaf")
+    start(runner)
+    pids = pids_in(tmp_path, 2)
+    began = time.monotonic()
+    runner.kill(0)
+    assert wait_for(runner) == [(0, 0, ENDED)]
+    assert 1.9 < time.monotonic() - began < 5.0
+    assert gone(pids)
+
+
+def test_what_a_program_leaves_behind_is_ended_with_it(runner_of, tmp_path):
+    runner = runner_of(command=script(tmp_path, FAMILY) + f" {tmp_path}/logs/simulation-0.log leaves")
+    start(runner)
+    assert wait_for(runner) == [(0, 0, 0)]
+    assert gone(pids_in(tmp_path, 2))
+
+
+def test_a_frozen_leash_is_ended_with_its_program(runner_of, tmp_path, monkeypatch):
+    monkeypatch.setattr("paramserver.online.process_runner._LEASH_GRACE_S", 0.3)
+    runner = runner_of(command=script(tmp_path, FAMILY))
+    start(runner)
+    pids = pids_in(tmp_path, 2)
+    os.kill(runner._running[0].leashes[0].process.pid, signal.SIGSTOP)
+    runner.kill(0)
+    assert wait_for(runner) == [(0, 0, ENDED)]
+    assert gone(pids)
+
+
+def test_a_group_ends_with_its_first_failure(runner_of, tmp_path):
+    text = "import os, signal\nos.write(1, b'%d\\n' % os.getpid())\n"
+    text += "if os.environ['PARAMSERVER_MEMBER'] == '1': os._exit(9)\n"
+    runner = runner_of(command=script(tmp_path, text + "signal.pause()"), group_size=3)
+    start(runner)
+    assert wait_for(runner) == [(0, 0, 9)]
+    assert gone(pids_in(tmp_path, 1))
+
+
+RUN = """
+import os, signal, sys
+from pathlib import Path
+from paramserver.config import SimulationsConfig
+from paramserver.online.spec import Plan
+from paramserver.online.process_runner import Runner
+from paramserver.online.tracker import Start
+config = SimulationsConfig(command=sys.argv[1], count=1, fields={"t": [2]}, launcher="local")
+runner = Runner(Plan.of(config), Path(sys.argv[2]))
+runner.start(Start(0, 0, ()), "tcp://127.0.0.1:5")
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize("how", ["", " deaf"])
+def test_nothing_outlives_a_run_that_was_killed(tmp_path, how):
+    command = [sys.executable, "-c", RUN, script(tmp_path, FAMILY) + how, str(tmp_path / "logs")]
+    with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}) as run:
+        while not (tmp_path / "logs" / "simulation-0.log").exists():
+            select.select([], [], [], 0.02)
+        pids = pids_in(tmp_path, 2)
+        run.kill()
+    assert gone(pids)
+
+
+# srun.
+
+
+FAKE_SRUN = """#!/bin/sh
+echo "srun $*"
+shift 4
+SLURM_PROCID=0 "$@" & SLURM_PROCID=1 "$@" & wait
+"""
+
+
+@pytest.mark.parametrize(
+    ("launcher", "job", "used"), [("auto", "7", 1), ("auto", "", 0), ("srun", "", 1), ("local", "7", 0)]
+)
+def test_in_an_allocation_one_srun_starts_the_whole_group(runner_of, tmp_path, launcher, job, used):
+    srun = tmp_path / "bin" / "srun"
+    srun.parent.mkdir()
+    srun.write_text(FAKE_SRUN)
+    srun.chmod(0o755)
+    environ = {"PATH": f"{srun.parent}:{os.environ['PATH']}", "SLURM_JOB_ID": job}
+    shown = "import os; print('member', os.environ.get('SLURM_PROCID'), os.environ.get('PARAMSERVER_MEMBER'))"
+    runner = runner_of(environ, command=script(tmp_path, shown), group_size=2, launcher=launcher)
+    start(runner)
+    assert wait_for(runner) == [(0, 0, 0)]
+    lines = log(tmp_path).splitlines()[1:]
+    assert sum(line.startswith("srun --ntasks=2 --exact --kill-on-bad-exit=1 --input=none ") for line in lines) == used
+    members = sorted(line for line in lines if line.startswith("member"))
+    assert members == (["member 0 None", "member 1 None"] if used else ["member None 0", "member None 1"])
+
+
+def test_a_group_of_srun_is_ended_as_one(runner_of, tmp_path):
+    srun = tmp_path / "bin" / "srun"
+    srun.parent.mkdir()
+    srun.write_text(FAKE_SRUN.replace("echo", "true"))
+    srun.chmod(0o755)
+    environ = {"PATH": f"{srun.parent}:{os.environ['PATH']}"}
+    runner = runner_of(environ, command=script(tmp_path, FAMILY), group_size=2, launcher="srun")
+    start(runner)
+    pids = pids_in(tmp_path, 4)
+    runner.kill(0)
+    assert wait_for(runner) == [(0, 0, ENDED)]
+    assert gone(pids)

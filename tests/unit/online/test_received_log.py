@@ -1,0 +1,165 @@
+"""Which samples were received: the log, what was seen, and both after a checkpoint."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from paramserver.errors import CheckpointError
+from paramserver.online.received_log import Identities
+
+
+def logged(keys):
+    made = Identities()
+    for key in keys:
+        made.see(*key)
+    made.extend(keys)
+    return made
+
+
+def drawn(seed, count):
+    """Different keys in a random order, of far steps too."""
+    rng = np.random.default_rng(seed)
+    keys = {(int(a), int(b)) for a, b in rng.integers(0, [20, 300], (count, 2))}
+    keys |= {(int(a), int(b)) for a, b in rng.integers(0, [2**62, 2**62], (count // 4, 2))}
+    keys = sorted(keys)
+    rng.shuffle(keys)
+    return [tuple(int(n) for n in key) for key in keys]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_it_knows_what_it_has_seen_and_nothing_else(seed):
+    known, keys, others = Identities(), drawn(seed, 400), drawn(seed + 100, 400)
+    for key in keys:
+        assert not known.has(*key)
+        known.see(*key)
+        assert known.has(*key)
+    assert [known.has(*key) for key in others] == [key in set(keys) for key in others]
+    assert len(known) == 0
+    assert known.counts() == {}
+
+
+def test_neighbours_are_not_mistaken_for_each_other():
+    known = Identities()
+    for step in (0, 63, 64, 127, 2**40):
+        known.see(3, step)
+    assert [step for step in (0, 1, 62, 63, 64, 65, 126, 127, 128, 2**40, 2**40 + 1) if known.has(3, step)] == [
+        0,
+        63,
+        64,
+        127,
+        2**40,
+    ]
+    assert not known.has(4, 0)
+
+
+def test_the_log_is_in_the_order_in_which_samples_were_handed_over():
+    keys = drawn(7, 200)
+    made = logged(keys)
+    assert [tuple(row) for row in made.log().tolist()] == keys
+    assert [tuple(row) for row in made.log(10).tolist()] == keys[:10]
+    assert sum(made.counts().values()) == len(made) == len(keys)
+    assert made.counts(3) == {key[0]: sum(other[0] == key[0] for other in keys[:3]) for key in keys[:3]}
+
+
+@pytest.mark.parametrize("position", [0, 1, 57, 200])
+def test_what_was_not_put_is_forgotten(position):
+    keys = drawn(8, 250)
+    made = logged(keys)
+    made.see(77, 5)
+    fresh = Identities()
+    fresh.restore(made.state())
+    fresh.truncate(position)
+    assert [key for key in [*keys, (77, 5)] if fresh.has(*key)] == keys[:position]
+    assert len(fresh) == position
+
+
+def test_a_state_that_ends_at_a_position_is_that_of_then():
+    keys = drawn(9, 100)
+    whole, early = logged(keys), logged(keys[:40])
+    one, other = whole.state(40), early.state()
+    assert one.keys() == other.keys()
+    assert all(np.array_equal(one[name], other[name]) for name in one)
+
+
+def test_a_state_is_a_copy():
+    keys = drawn(1, 100)
+    made, fresh = logged(keys), Identities()
+    state = made.state()
+    made.extend([(1, 1)])
+    # As it comes out of a checkpoint.
+    fresh.restore({name: torch.as_tensor(value) for name, value in state.items()})
+    assert [tuple(row) for row in fresh.log().tolist()] == keys
+
+
+def test_a_position_beyond_the_log_is_refused():
+    made = logged([(0, 0), (0, 1)])
+    with pytest.raises(CheckpointError, match=r"position \(3\) must be at most the 2 samples"):
+        made.truncate(3)
+
+
+def test_all_trainers_inherit_what_any_had_put():
+    old = [logged([(0, 0), (1, 1), (0, 2)]), logged([(0, 1), (1, 0), (5, 5)])]
+    states, held = [one.state() for one in old], [(1, 1), (0, 1)]
+    made = Identities()
+    made.take_over(states, [3, 2], held)
+    assert made.inherited() == {0: 3, 1: 2}
+    assert not made.has(5, 5)  # handed over, and not put
+    assert all(made.has(*key) for key in [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)])
+    # What is held counts as the first positions, and not twice.
+    assert (len(made), made.held, made.counts()) == (2, 2, {})
+    made.truncate(2)
+    made.extend([(1, 2)])
+    assert made.counts() == {1: 1}
+    assert made.inherited_for(0, 2) + made.inherited_for(1, 2) == 5
+    assert made.inherited_for(0, 2) == 3
+
+
+def test_what_was_taken_over_is_taken_over_again():
+    first, second = Identities(), Identities()
+    first.take_over([logged([(0, 0), (0, 1)]).state()], [2], [(0, 1)])
+    first.extend([(0, 2)])
+    restored = Identities()
+    restored.restore(first.state())
+    restored.truncate(2)
+    assert (restored.counts(), restored.inherited(), restored.held) == ({0: 1}, {0: 2}, 1)
+    second.take_over([restored.state(), Identities().state()], [2, 0], [])
+    assert second.inherited() == {0: 3}
+    assert second.counts() == {}
+
+
+def test_states_are_whole_while_samples_are_handed_over():
+    made = Identities()
+    stop = threading.Event()
+
+    def feed():
+        step = 0
+        while not stop.is_set():
+            made.extend([(step, -step), (step, -step)])
+            step += 1
+
+    thread = threading.Thread(target=feed)
+    thread.start()
+    try:
+        for _ in range(200):
+            log = made.state()["log"]
+            assert len(log) % 2 == 0
+            assert np.array_equal(log[:, 0], -log[:, 1])
+    finally:
+        stop.set()
+        thread.join(10)
+
+
+def test_a_sample_costs_the_same_however_many_there_are():
+    """A hundred times as many take far less than a thousand times as long: no copy of all for each."""
+
+    def seconds(count):
+        made, began = Identities(), time.perf_counter()
+        for step in range(count):
+            made.see(0, step)
+            made.extend([(0, step)])
+        return time.perf_counter() - began
+
+    assert seconds(100_000) < 1000 * max(seconds(1000), 1e-4)

@@ -1,0 +1,541 @@
+"""What a trainer takes for a sample: everything is held against the plan, whatever comes."""
+
+import json
+import random
+import struct
+
+import numpy as np
+import pytest
+from online_fixtures import field, message, opening, plan
+
+from paramserver.errors import UnsupportedConfiguration
+from paramserver.online.protocol import Header, Kind, describe, pack_parameters, raw
+from paramserver.online.received_log import Identities
+from paramserver.online.validator import (
+    REASONS,
+    Accepted,
+    Duplicate,
+    Inspector,
+    Opened,
+    Refused,
+    Touched,
+    Waiting,
+)
+
+PEER, OTHER = b"\0peer", b"\0other"
+
+
+def inspector(**keys):
+    return Inspector(plan(**{"window": 1000, **keys}), Identities())
+
+
+def reason(verdict):
+    return verdict.reason if isinstance(verdict, Refused) else type(verdict)
+
+
+def settle(verdict):
+    """The buffer has got it."""
+    if isinstance(verdict, Accepted):
+        for giver in verdict.givers:
+            giver.dealt += 1
+    return verdict
+
+
+def test_a_sample_carries_simulation_step_and_parameters():
+    judge = inspector(parameters={"a": [0, 1], "b": [0, 1]}).judge
+    assert isinstance(judge(PEER, opening(3, [0.25, 0.5])), Opened)
+    frames = message(3, 7)
+    verdict = judge(PEER, frames)
+    assert isinstance(verdict, Accepted)
+    assert verdict.key == (3, 7)
+    assert list(verdict.sample) == ["simulation", "step", "parameters", "u"]
+    assert (verdict.sample["simulation"], verdict.sample["step"]) == (3, 7)
+    assert verdict.sample["parameters"].tolist() == [0.25, 0.5]
+    assert np.array_equal(verdict.sample["u"], field(3, 7))
+    assert np.shares_memory(verdict.sample["u"], np.frombuffer(frames[2], np.uint8))  # no copy
+    assert reason(judge(PEER, frames)) is Duplicate
+
+
+def test_fields_may_come_in_any_order():
+    judge = inspector(fields={"a": [2], "b": {"shape": [], "dtype": "int64"}}).judge
+    judge(PEER, opening())
+    fields = {"b": np.array(5), "a": np.array([1.0, 2.0], np.float32)}
+    sample = judge(PEER, message(0, 0, fields)).sample
+    assert list(sample)[3:] == ["a", "b"]
+    assert (sample["a"].tolist(), sample["b"].item()) == ([1.0, 2.0], 5)
+
+
+@pytest.mark.parametrize(
+    ("frames", "why", "says"),
+    [
+        ([], "malformed", "a header must have 28 bytes, this one has 0"),
+        ([b"ps"], "malformed", "28 bytes"),
+        (opening(0)[:1], "malformed", "must have 2 frames, this one has 1"),
+        ([Header(Kind.HELLO).pack()], "kind", "HELLO must not be sent to a trainer"),
+        ([Header(Kind.TOUCH, 8).pack()], "unopened", "simulation 8 (attempt 0, member 0) must be opened first"),
+        (message(8, 0), "unopened", "must be opened first"),
+        (message(0, 0, attempt=1), "unopened", "attempt 1"),
+        (message(0, 0, members=2), "group", "members (2) must be simulations.group_size (1)"),
+        (opening(0, members=3), "group", "members (3)"),
+        (message(0, 10), "step", "step (10) must be below simulations.steps (10)"),
+        (opening(20), "simulation", "simulation (20) must be below simulations.count (20)"),
+        (opening(1, [1.0]), "parameters", "parameters (1 numbers) must be 2: a, b"),
+        (opening(1, [1.0, np.inf]), "parameters", "must be finite"),
+        (opening(0, [1.0, 1.0]), "parameters", "give other parameters another simulation id"),
+        ([opening(1)[0], b"1234"], "parameters", "parameters must be float64"),
+        (message(0, 0)[:2], "malformed", "must have 3 frames, this one has 2"),
+        ([*message(0, 0), b""], "malformed", "this one has 4"),
+        (message(0, 0, {"v": field(0, 0)}), "field", "fields (v) must be u"),
+        (message(0, 0, {"u\n\ud800": field(0, 0)}), "field", r"fields (u\n\ud800) must be u"),
+        (message(0, 0, {"u": field(0, 0).astype("f8")}), "dtype", "u (<f8) must have the dtype <f4"),
+        (message(0, 0, {"u": field(0, 0).T}), "shape", "u ([3, 4]) must have the shape [4, 3]"),
+        ([*message(0, 0)[:2], b"0" * 47], "size", "u (47 bytes) must have 48, as its shape says"),
+        (message(0, 0, {"u": field(0, 0) * np.nan}), "values", "u must be finite"),
+        ([message(0, 0)[0], b"[[", b""], "malformed", "a descriptor must be JSON"),
+    ],
+)
+def test_what_is_wrong_is_refused_in_one_sentence(frames, why, says):
+    told = plan(
+        fields={"u": {"shape": [4, 3], "finite": True}},
+        parameters={"a": [0, 1], "b": [0, 1]},
+        steps=10,
+        count=20,
+        window=1000,
+    )
+    judge = Inspector(told, Identities()).judge
+    judge(PEER, opening(0, [0.0, 0.0]))
+    verdict = judge(PEER, frames)
+    assert verdict.reason == why
+    assert says in verdict.sentence
+    assert verdict.sentence.isprintable()
+    assert why in REASONS
+    assert isinstance(judge(PEER, message(0, 0)), Accepted)  # it does no harm to what follows
+
+
+def test_a_number_beyond_the_count_is_the_runs_own_matter():
+    assert isinstance(inspector(count=2, command="solve").judge(PEER, opening(5)), Opened)
+
+
+def test_booleans_are_zero_or_one():
+    judge = inspector(fields={"b": {"shape": [4], "dtype": "bool"}}).judge
+    judge(PEER, opening())
+    good = message(0, 0, {"b": np.array([True, False, True, True])})
+    assert reason(judge(PEER, [*good[:2], b"\1\0\2\0"])) == "values"
+    assert judge(PEER, good).sample["b"].tolist() == [True, False, True, True]
+
+
+def test_a_client_sends_what_it_opened_itself():
+    judge = inspector().judge
+    judge(PEER, opening(1))
+    assert reason(judge(OTHER, message(1, 0))) == "unopened"
+    judge(OTHER, opening(1))
+    assert reason(judge(OTHER, message(1, 0))) is Accepted
+    assert reason(judge(PEER, message(1, 0))) is Duplicate
+
+
+def test_all_that_comes_is_counted_so_that_nobody_waits_for_ever():
+    judge = inspector().judge
+    stranger = judge(PEER, message(1, 0)).visitor
+    judge(PEER, message(1, 1))
+    assert (stranger.received, stranger.dealt) == (2, 2)
+    assert judge(PEER, [Header(Kind.TOUCH, 1).pack()]).told == (stranger,)
+    visitor = judge(PEER, opening(1)).visitor
+    assert visitor is not stranger
+    settle(judge(PEER, message(1, 0)))
+    for frames in (message(1, 0), message(1, 1)[:2], message(1, 1, {"v": field(0, 0)})):
+        assert judge(PEER, frames).told == (visitor,)
+    assert (visitor.received, visitor.dealt) == (4, 4)
+    judge(PEER, message(1, 1))
+    assert (visitor.received, visitor.dealt) == (5, 4)
+    assert judge(PEER, opening(1)).visitor is visitor  # opened again, it goes on counting
+    newer = judge(PEER, opening(1, attempt=1)).visitor
+    assert (newer.received, newer.dealt) == (0, 0)
+
+
+def test_more_than_the_window_is_refused():
+    judge = inspector(window=3).judge
+    visitor = judge(PEER, opening()).visitor
+    sent = [judge(PEER, message(0, step)) for step in range(5)]
+    assert [reason(one) for one in sent] == [Accepted] * 3 + ["window"] * 2
+    settle(sent[0])
+    assert reason(judge(PEER, message(0, 3))) is Accepted
+    assert (visitor.received, visitor.dealt) == (6, 3)
+
+
+def test_visitors_who_are_gone_are_forgotten(monkeypatch):
+    monkeypatch.setattr("paramserver.online.validator._MOST_REMEMBERED", 10)
+    made = inspector()
+    first = made.judge(PEER, opening(0)).visitor
+    for simulation in range(1, 40):
+        made.judge(b"%d" % simulation, opening(simulation))
+        assert reason(made.judge(PEER, [Header(Kind.TOUCH).pack()])) is Touched  # it is heard of, and stays
+    assert made.is_current(first)
+    assert len(made.visitors()) == 10
+
+
+# Groups.
+
+
+def halves(simulation, step, **head):
+    whole = field(simulation, step)
+    return [
+        message(simulation, step, {"u": rows}, member=member, members=2, **head)
+        for member, rows in enumerate((whole[:1], whole[1:]))
+    ]
+
+
+def test_parts_become_a_sample():
+    judge = inspector(group_size=2).judge
+    givers = [judge(peer, opening(0, member=i, members=2)).visitor for i, peer in enumerate((PEER, OTHER))]
+    first, second = halves(0, 4)
+    assert reason(judge(OTHER, second)) is Waiting
+    assert reason(judge(OTHER, second)) is Duplicate
+    verdict = judge(PEER, first)
+    assert np.array_equal(verdict.sample["u"], field(0, 4))
+    assert verdict.givers == tuple(givers)
+    settle(verdict)
+    assert [(one.received, one.dealt) for one in givers] == [(1, 1), (2, 2)]
+    assert reason(judge(PEER, first)) is Duplicate
+
+
+def test_parts_of_an_older_attempt_are_dropped_and_refused():
+    judge = inspector(group_size=2).judge
+    old = [judge(peer, opening(0, member=i, members=2)).visitor for i, peer in enumerate((PEER, OTHER))]
+    judge(PEER, halves(0, 0)[0])
+    new = [b"new" + peer for peer in (PEER, OTHER)]
+    opened = judge(new[0], opening(0, member=0, members=2, attempt=1))
+    assert opened.told == (old[0],)
+    assert old[0].dealt == 1
+    assert reason(judge(OTHER, halves(0, 0)[1])) == "stale"
+    judge(new[1], opening(0, member=1, members=2, attempt=1))
+    parts = halves(0, 0, attempt=1)
+    assert reason(judge(new[1], parts[1])) is Waiting
+    assert reason(judge(new[0], parts[0])) is Accepted
+
+
+def test_parts_that_make_no_whole_are_refused_all():
+    judge = inspector(group_size=2).judge
+    givers = [judge(peer, opening(0, member=i, members=2)).visitor for i, peer in enumerate((PEER, OTHER))]
+    assert reason(judge(PEER, message(0, 0, {"u": field(0, 0)}, member=0, members=2))) is Waiting
+    verdict = judge(OTHER, message(0, 0, {"u": field(0, 0)}, member=1, members=2))
+    assert verdict.reason == "shape"
+    assert "u ([8, 3]) must have the shape [4, 3] when its parts are put together" in verdict.sentence
+    assert set(verdict.told) == set(givers)
+    assert [one.dealt for one in givers] == [1, 1]
+    assert reason(judge(PEER, message(0, 1, {"u": np.ones((5, 3), np.float32)}, member=0, members=2))) == "shape"
+
+
+def test_a_number_cannot_be_sent_in_parts():
+    with pytest.raises(UnsupportedConfiguration, match=r"simulations\.fields\.n\.shape \(\[\]\) must have a dimension"):
+        plan(fields={"u": [4], "n": []}, group_size=2)
+    assert plan(fields={"u": [4], "n": []}).shaped[1].shape == ()
+
+
+# Anything.
+
+STEPS, SIMULATIONS = 50, 6
+WIDE = {
+    "u": {"shape": [4, 3], "finite": True},
+    "v": {"shape": [2], "dtype": "float64"},
+    "n": {"shape": [], "dtype": "int16"},
+}
+SHAPES = {"u": ("<f4", [4, 3], 48), "v": ("<f8", [2], 16), "n": ("<i2", [], 2)}
+
+
+class Truth:
+    """What must become of a message, found without the package: by the letters of the protocol, slowly."""
+
+    def __init__(self):
+        self.opened = {}
+        self.parameters = {}
+        self.seen = set()
+
+    def of(self, peer, frames):
+        if not frames or len(frames[0]) != 28:
+            return "malformed"
+        magic, version, kind, simulation, step, member, members, attempt = struct.unpack("!2sBBqqHHI", frames[0])
+        known = {1, 2, 3, 4, 17, 18, 19, 20, 33, 34, 35, 49, 65, 66, 67, 68}
+        if magic != b"ps" or version != 1 or kind not in known or min(simulation, step) < 0 or member >= members:
+            return "malformed"
+        if kind == 33:
+            return self.of_open(peer, frames, simulation, member, members, attempt)
+        opened = self.opened.get((peer, simulation))
+        if kind == 35:
+            return "malformed" if len(frames) != 1 else "unopened" if opened is None else Touched
+        if kind != 34:
+            return "kind"
+        if opened is None:
+            self.opened[peer, simulation] = "stranger"
+        if opened in (None, "stranger") or opened[:2] != (attempt, member):
+            return "unopened"
+        if members != 1:
+            return "group"
+        return "step" if step >= STEPS else self.of_fields(frames, (simulation, step))
+
+    def of_open(self, peer, frames, simulation, member, members, attempt):
+        if len(frames) != 2:
+            return "malformed"
+        if members != 1:
+            return "group"
+        if simulation >= SIMULATIONS:
+            return "simulation"
+        if len(frames[1]) != 16:
+            return "parameters"
+        numbers = struct.unpack("<2d", frames[1])
+        if not all(abs(number) < float("inf") for number in numbers):
+            return "parameters"
+        if self.parameters.setdefault(simulation, numbers) != numbers:
+            return "parameters"
+        self.opened[peer, simulation] = (attempt, member)
+        return Opened
+
+    def of_fields(self, frames, key):
+        if not 2 <= len(frames) <= 5:
+            return "malformed"
+        try:
+            rows = json.loads(frames[1])
+        except (ValueError, RecursionError):
+            return "malformed"
+        if not isinstance(rows, list) or not rows or not all(self.is_row(row) for row in rows):
+            return "malformed"
+        names = [row[0] for row in rows]
+        if len(set(names)) < len(names):
+            return "malformed"
+        if set(names) != set(SHAPES):
+            return "field"
+        for name, (dtype, shape, _) in SHAPES.items():
+            row = rows[names.index(name)]
+            if row[1] != dtype:
+                return "dtype"
+            if row[2] != shape:
+                return "shape"
+        if len(frames) != 5:
+            return "malformed"
+        for name, (_, _, size) in SHAPES.items():
+            frame = frames[2 + names.index(name)]
+            if len(frame) != size:
+                return "size"
+            if name == "u" and not all(abs(value) < float("inf") for value in struct.unpack("<12f", frame)):
+                return "values"
+        if key in self.seen:
+            return Duplicate
+        self.seen.add(key)
+        return Accepted
+
+    @staticmethod
+    def is_row(row):
+        codes = {"|b1", "|i1", "|u1", "<i2", "<i4", "<i8", "<u2", "<u4", "<u8", "<f2", "<f4", "<f8"}
+        return (
+            isinstance(row, list)
+            and len(row) == 3
+            and isinstance(row[0], str)
+            and row[0] != ""
+            and isinstance(row[1], str)
+            and row[1] in codes
+            and isinstance(row[2], list)
+            and len(row[2]) <= 16
+            and all(type(size) is int and 0 <= size < 2**40 for size in row[2])
+        )
+
+
+class Mutator:
+    """Valid messages, and what becomes of them in bad hands."""
+
+    def __init__(self, seed, number=()):
+        self.draw = random.Random(seed)
+        self.number_shape = number
+        self.values = np.random.default_rng(seed)
+        self.step = 0
+
+    def valid(self):
+        """A sample that is mostly new."""
+        self.step += 1
+        step, simulation = divmod(self.step, SIMULATIONS)
+        fields = {
+            "u": self.values.standard_normal((4, 3)).astype("f4"),
+            "v": self.values.standard_normal(2) * self.draw.choice([1, np.nan, np.inf]),
+            "n": np.full(self.number_shape, self.draw.randint(-9, 9), "i2"),
+        }
+        order = self.draw.sample(list(fields), 3)
+        head = {"attempt": 0}
+        return message(simulation, step % STEPS, {name: fields[name] for name in order}, **head)
+
+    def message(self):
+        kind = self.draw.random()
+        if kind < 0.03:
+            frames = opening(self.draw.randrange(SIMULATIONS + 1), [self.draw.choice([0.5, 0.5, 0.5, 1.0]), 2.0])
+        elif kind < 0.05:
+            frames = [Header(Kind.TOUCH, self.draw.randrange(SIMULATIONS)).pack()]
+        else:
+            frames = self.valid()
+        for _ in range(self.draw.choice([0, 0, 1, 1, 1, 2, 3])):
+            frames = self.draw.choice(self.harms)(self, list(frames))
+        return frames
+
+    def flip(self, frames):
+        """One bit anywhere."""
+        at = self.draw.randrange(len(frames)) if frames else 0
+        if frames and frames[at]:
+            spoilt = bytearray(frames[at])
+            spoilt[self.draw.randrange(len(spoilt))] ^= 1 << self.draw.randrange(8)
+            frames[at] = bytes(spoilt)
+        return frames
+
+    def cut(self, frames):
+        """Shorter or longer."""
+        at = self.draw.randrange(len(frames)) if frames else 0
+        if frames:
+            length = self.draw.randrange(len(frames[at]) + 1)
+            frames[at] = self.draw.choice([frames[at][:length], frames[at] + self.draw.randbytes(length + 1)])
+        return frames
+
+    def deal(self, frames):
+        """Frames that are missing, twice there, or in another order."""
+        if frames:
+            at = self.draw.randrange(len(frames))
+            frames = self.draw.choice(
+                [frames[:at] + frames[at + 1 :], [*frames, frames[at]], self.draw.sample(frames, len(frames))]
+            )
+        return frames
+
+    def noise(self, frames):
+        """Random bytes in the place of a frame, or of all."""
+        if frames and self.draw.random() < 0.8:
+            frames[self.draw.randrange(len(frames))] = self.draw.randbytes(self.draw.choice([0, 1, 2, 16, 28, 48]))
+            return frames
+        return [self.draw.randbytes(self.draw.randrange(40)) for _ in range(self.draw.randrange(6))]
+
+    def number(self, frames):
+        """A number in the header."""
+        if frames and len(frames[0]) == 28:
+            head = list(struct.unpack("!2sBBqqHHI", frames[0]))
+            at = self.draw.randrange(1, 8)
+            top = {1: 256, 2: 256, 3: 2**63, 4: 2**63, 5: 2**16, 6: 2**16, 7: 2**32}[at]
+            head[at] = self.draw.choice([0, 1, 2, 34, top - 1, self.draw.randrange(top)])
+            frames[0] = struct.pack("!2sBBqqHHI", *head)
+        return frames
+
+    def words(self, frames):
+        """A descriptor of something else, or the same in other words."""
+        if len(frames) > 2:
+            try:
+                rows = json.loads(frames[1])
+            except (ValueError, RecursionError):
+                return frames
+            frames[1] = self.draw.choice(self.other_words)(self, rows)
+        return frames
+
+    def changed(self, rows):
+        if isinstance(rows, list) and rows and isinstance(rows[0], list) and rows[0]:
+            row = self.draw.choice([row for row in rows if isinstance(row, list) and row])
+            values = [
+                "u",
+                "w",
+                "",
+                "<f4",
+                "<f8",
+                ">f4",
+                "O",
+                [4, 3],
+                [3, 4],
+                [],
+                [12],
+                [-4, -3],
+                [4.0, 3],
+                [True],
+                None,
+            ]
+            row[self.draw.randrange(len(row))] = self.draw.choice([*values, {"a": 1}, 2**70, "\ud800"])
+        return json.dumps(rows).encode()
+
+    harms = (flip, cut, deal, noise, number, words)
+    other_words = (
+        changed,
+        changed,
+        lambda self, rows: json.dumps(rows, indent=1).encode(),
+        lambda self, rows: json.dumps({"fields": rows}).encode(),
+        lambda self, rows: json.dumps(rows).encode("utf-16"),
+        lambda self, rows: b"[" * 100_000,
+        lambda self, rows: b"[" + b"9" * 5000 + b"]",
+    )
+
+    def spoil_values(self, frames):
+        """A number that is none, where finite ones are asked."""
+        at = next((i for i, frame in enumerate(frames) if len(frame) == 48), None)
+        if at is not None:
+            values = np.frombuffer(frames[at], "<f4").copy()
+            values[self.draw.randrange(12)] = self.draw.choice([np.nan, np.inf, -np.inf, 3e38])
+            frames[at] = values.tobytes()
+        return frames
+
+    harms = (*harms, spoil_values)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_of_a_hundred_thousand_messages_each_is_judged_right(seed):
+    """Ten times ten thousand, mutated from valid ones."""
+    told = plan(fields=WIDE, steps=STEPS, count=SIMULATIONS, parameters={"a": [0, 1], "b": [0, 9]}, window=10**6)
+    judge, truth, mutator = Inspector(told, Identities()).judge, Truth(), Mutator(seed)
+    found = {}
+    for peer in (PEER, OTHER):
+        for simulation in range(SIMULATIONS - 1):
+            assert truth.of(peer, opening(simulation, [0.5, 2.0])) is Opened
+            assert isinstance(judge(peer, opening(simulation, [0.5, 2.0])), Opened)
+    for i in range(10_000):
+        if i % 700 == 699:
+            # A new run of the same simulations: or soon all would be duplicates.
+            identities = Identities()
+            judge.__self__.identities, truth.seen = identities, set()
+        peer, frames = mutator.draw.choice([PEER, OTHER]), mutator.message()
+        expected = truth.of(peer, frames)
+        verdict = settle(judge(peer, frames))
+        assert reason(verdict) == expected, (i, frames, getattr(verdict, "sentence", ""))
+        if isinstance(verdict, Accepted):
+            rows = json.loads(frames[1])
+            for name, (dtype, shape, _) in SHAPES.items():
+                at = 2 + [row[0] for row in rows].index(name)
+                assert verdict.sample[name].tobytes() == frames[at]
+                assert (verdict.sample[name].dtype.str, list(verdict.sample[name].shape)) == (dtype, shape)
+        found[expected] = found.get(expected, 0) + 1
+    wanted = {Accepted, Duplicate, Opened, Touched, *REASONS} - {"window", "stale", "unfinished"}
+    assert set(found) == wanted
+    assert 0.15 < found[Accepted] / 10_000 < 0.6
+
+
+def test_the_example_of_the_protocol_is_what_clients_send():
+    """The oracle reads the messages that the package makes."""
+    fields = {"u": np.ones((4, 3), "f4"), "v": np.ones(2), "n": np.array(1, "i2")}
+    truth = Truth()
+    assert truth.of(PEER, opening(0, [0.5, 2.0])) is Opened
+    assert truth.of(PEER, [Header(Kind.SAMPLE, 0, 1).pack(), describe(fields), *map(raw, fields.values())]) is Accepted
+    assert len(pack_parameters([0.5, 2.0])) == 16
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_nothing_crashes_it_in_groups_either(seed):
+    """And of all that was sent, all is dealt with, or waits for other parts, or is with the buffer."""
+    twice = {"u": [8, 3], "v": {"shape": [4], "dtype": "float64"}, "n": {"shape": [2], "dtype": "int16"}}
+    told = plan(fields=twice, steps=STEPS, count=SIMULATIONS, group_size=2, window=20)
+    made, mutator, accepted = Inspector(told, Identities()), Mutator(seed, (1,)), []
+    for i in range(4000):
+        if i % 500 == 0:
+            made.identities = Identities()
+            for peer, member in ((PEER, 0), (OTHER, 1)):
+                for simulation in range(SIMULATIONS):
+                    made.judge(peer, opening(simulation, [0.5, 2.0], member=member, members=2, attempt=i // 500))
+        frames = mutator.message()
+        for peer, member in ((PEER, 0), (OTHER, 1)):
+            if frames and len(frames[0]) == 28:
+                frames[0] = frames[0][:20] + struct.pack("!HHI", member, 2, i // 500)
+            verdict = made.judge(peer, frames)
+            assert isinstance(verdict, Refused) == bool(reason(verdict) in REASONS)
+            if isinstance(verdict, Accepted):
+                accepted.append(settle(verdict))
+    assert len(accepted) > 500
+    assert len(made.assembly) <= SIMULATIONS * 40
+    for visitor in made.visitors():
+        assert 0 <= visitor.dealt <= visitor.received <= visitor.dealt + 40
+    for one in made.assembly._unfinished.copy():
+        for part in made.assembly.drop(one):
+            part.giver.dealt += 1
+    assert all(one.dealt == one.received for one in made.visitors())

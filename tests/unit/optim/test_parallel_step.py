@@ -1,0 +1,184 @@
+"""Work that several threads do together gives the bits that one thread gives."""
+
+import copy
+import functools
+import threading
+import types
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from paramserver.optim.parallel_step import ELEMENTWISE, PER_PARAMETER, Crew, PartedStep, spare_helpers
+from paramserver.optim.shard_updater import Portion
+from paramserver.parameters.flat import Layout
+from paramserver.parameters.sharding import whole
+
+SHAPES = [(301, 97), (301,), (1,), (513, 33), (0, 4), (7, 5), (2000, 3)]
+MATRICES = [shape for shape in SHAPES if len(shape) == 2 and 0 not in shape]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(params=[1, 2, 6])
+def crew(request):
+    made = Crew(request.param)
+    yield made
+    made.close()
+
+
+def parameters(kind, seed):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = MATRICES if kind in PER_PARAMETER else SHAPES
+    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+
+
+def optimizer_of(kind, own):
+    return kind([{"params": own[:2], "lr": 0.02}, {"params": own[2:]}], lr=0.01)
+
+
+@pytest.mark.parametrize("kind", [*ELEMENTWISE, *PER_PARAMETER])
+def test_every_optimizer_makes_the_same_step(crew, kind):
+    """Two groups, a schedule, and in each step another parameter without a gradient."""
+    one, many = parameters(kind, 1), parameters(kind, 1)
+    alone, together = optimizer_of(kind, one), optimizer_of(kind, many)
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8) for optimizer in (alone, together)]
+    parted = PartedStep(together, crew)
+    assert parted.can_part(together)
+    generator = torch.Generator().manual_seed(2)
+    for step in range(6):
+        for number, (a, b) in enumerate(zip(one, many, strict=True)):
+            a.grad = None if number == step else torch.randn(a.shape, generator=generator)
+            b.grad = None if a.grad is None else a.grad.clone()
+        alone.step()
+        parted()
+        for schedule in schedules:
+            schedule.step()
+    assert all(torch.equal(a, b) for a, b in zip(one, many, strict=True))
+    mine, theirs = alone.state_dict(), together.state_dict()
+    assert mine["param_groups"] == theirs["param_groups"]
+    assert list(mine["state"]) == list(theirs["state"])
+    for number, state in mine["state"].items():
+        for name, value in state.items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(theirs["state"][number][name])), (number, name)
+
+
+def test_a_hook_sees_all_parameters_at_once(crew):
+    own = parameters(torch.optim.SGD, 1)
+    optimizer = optimizer_of(torch.optim.SGD, own)
+    parted = PartedStep(optimizer, crew)
+    seen = []
+    optimizer.register_step_pre_hook(
+        lambda optimizer, *_: seen.append(sum(len(g["params"]) for g in optimizer.param_groups))
+    )
+    for parameter in own:
+        parameter.grad = torch.ones_like(parameter)
+    parted()
+    assert seen == [len(own)]
+
+
+@pytest.mark.parametrize("register", [register_optimizer_step_pre_hook, register_optimizer_step_post_hook])
+def test_so_does_a_hook_of_all_optimizers(crew, register):
+    own = parameters(torch.optim.SGD, 1)
+    parted = PartedStep(optimizer_of(torch.optim.SGD, own), crew)
+    for parameter in own:
+        parameter.grad = torch.ones_like(parameter)
+    seen = []
+    hook = register(lambda optimizer, *_: seen.append(sum(len(g["params"]) for g in optimizer.param_groups)))
+    try:
+        parted()
+    finally:
+        hook.remove()
+    assert seen == [len(own)]
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_a_step_that_somebody_put_in_place_is_the_one_that_is_made(crew, scheduled):
+    own = parameters(torch.optim.SGD, 1)
+    optimizer = optimizer_of(torch.optim.SGD, own)
+    step, seen = optimizer.step, []
+
+    @functools.wraps(step)
+    def counted(self):
+        seen.append(len(self.param_groups))
+        return step()
+
+    optimizer.step = types.MethodType(counted, optimizer)
+    if scheduled:
+        torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+    assert not PartedStep.can_part(optimizer)
+    PartedStep(optimizer, crew)()
+    assert seen == [2]
+
+
+def test_what_may_look_at_several_parameters_is_left_alone():
+    class Own(torch.optim.SGD):
+        pass
+
+    own = parameters(torch.optim.SGD, 1)
+    assert not PartedStep.can_part(Own(own, lr=0.1))
+    assert not PartedStep.can_part(torch.optim.LBFGS(own))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_mean_has_the_same_bits(crew, seed):
+    generator = torch.Generator().manual_seed(seed)
+    sizes = [int(n) for n in torch.randint(0, 40_000, (3,), generator=generator)]
+    named = [
+        (f"{n}", torch.randn(size, generator=generator, dtype=t))
+        for n, (size, t) in enumerate(zip(sizes, (torch.float32, torch.float64, torch.float32), strict=True))
+    ]
+    layout = Layout.of(named)
+    pushes = [
+        [torch.randn(n, generator=generator, dtype=t) for n, t in zip(layout.sizes, layout.dtypes, strict=True)]
+        for _ in range(3)
+    ]
+    factors = [1.0, 1 / 3, 0.5]
+
+    def mean(by):
+        own = [nn.Parameter(tensor.clone()) for _, tensor in named]
+        portion = Portion(layout, whole(layout), layout.allocate(), own, torch.optim.SGD(own, lr=0.1))
+        if by is not None:
+            portion.work_with(by)
+        return portion.average(copy.deepcopy(pushes), factors)
+
+    assert all(torch.equal(a, b) for a, b in zip(mean(None), mean(crew), strict=True))
+
+
+def test_all_take_part(crew):
+    names, here = set(), threading.Barrier(crew.size, timeout=20)
+
+    def part():
+        here.wait()
+        names.add(threading.current_thread().name)
+
+    crew.do([part] * crew.size)
+    assert len(names) == crew.size
+
+
+def test_the_others_are_done_when_one_has_failed(crew):
+    done = threading.Event()
+
+    def fails():
+        raise ValueError("on purpose")
+
+    for parts in ([fails, done.set], [done.set, fails]):
+        done.clear()
+        with pytest.raises(ValueError, match="on purpose"):
+            crew.do(parts)
+        assert done.is_set()
+
+
+@pytest.mark.parametrize(
+    ("cores", "threads", "helpers"), [(2, 1, 1), (2, 2, 0), (1, 1, 0), (64, 1, 7), (12, 5, 1), (1, 4, -1)]
+)
+def test_helpers_are_for_cores_that_are_left(monkeypatch, cores, threads, helpers):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    assert spare_helpers(cores) == max(helpers, 0)

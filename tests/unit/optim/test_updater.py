@@ -1,0 +1,272 @@
+"""How gradients become the next version: clipping, schedules, what is refused, and the loss as a number."""
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+from paramserver import Task
+from paramserver.config import TrainingConfig
+from paramserver.errors import NotFinite, TaskError
+from paramserver.optim.updater import Updater, check_loss
+
+
+class Given(Task):
+    """Optimizer and scheduler are made by functions."""
+
+    def __init__(self, optimizer=None, scheduler=None) -> None:
+        self.make_optimizer = optimizer or (lambda m: torch.optim.SGD(m.parameters(), lr=1.0))
+        self.make_scheduler = scheduler or (lambda o: None)
+
+    def build_optimizer(self, model):
+        return self.make_optimizer(model)
+
+    def build_scheduler(self, optimizer):
+        return self.make_scheduler(optimizer)
+
+
+class Line(nn.Module):
+    def __init__(self, weight=(1.0, 2.0), bias=(0.0,)) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(weight))
+        self.bias = nn.Parameter(torch.tensor(bias))
+
+
+def made(optimizer=None, scheduler=None, clip=None, model=None, validate_every=1) -> Updater:
+    training = TrainingConfig(clip_grad_norm=clip, validate_every=validate_every)
+    return Updater(Given(optimizer, scheduler), Line() if model is None else model, training)
+
+
+def with_gradients(updater: Updater, *gradients) -> Updater:
+    for parameter, gradient in zip(updater.parameters, gradients, strict=True):
+        parameter.grad = None if gradient is None else torch.tensor(gradient)
+    return updater
+
+
+def step_rates(updater: Updater, steps: int = 4) -> list[float]:
+    rates = []
+    for _ in range(steps):
+        with_gradients(updater, [0.0, 0.0], [0.0]).update(1)
+        rates.append(updater.lr[0])
+    return rates
+
+
+def values(updater: Updater) -> list[list[float]]:
+    return [p.detach().tolist() for p in updater.parameters]
+
+
+def test_an_update_is_a_step_of_the_optimizer():
+    updater = with_gradients(made(), [0.5, 0.5], [1.0])
+    updater.update(1)
+    assert values(updater) == [[0.5, 1.5], [-1.0]]
+
+
+def test_a_parameter_without_a_gradient_is_not_stepped():
+    updater = made(lambda m: torch.optim.SGD(m.parameters(), lr=1.0, weight_decay=0.5))
+    with_gradients(updater, None, [1.0]).update(1)
+    assert values(updater) == [[1.0, 2.0], [-1.0]]
+
+
+def test_the_norm_over_all_parameters_is_clipped():
+    updater = with_gradients(made(clip=1.0), [3.0, 0.0], [4.0])  # norm 5
+    updater.update(1)
+    assert values(updater) == [[pytest.approx(0.4), 2.0], [pytest.approx(-0.8)]]
+
+
+def test_a_small_norm_is_left_alone():
+    updater = with_gradients(made(clip=10.0), [0.3, 0.0], [0.4])
+    updater.update(1)
+    assert values(updater) == [[pytest.approx(0.7), 2.0], [pytest.approx(-0.4)]]
+
+
+def test_clipping_counts_what_has_a_gradient_only():
+    updater = with_gradients(made(clip=1.0), None, [4.0])
+    updater.update(1)
+    assert values(updater) == [[1.0, 2.0], [pytest.approx(-1.0)]]
+
+
+# Schedules.
+
+
+def test_a_plain_scheduler_is_stepped_per_update():
+    assert step_rates(made(scheduler=lambda o: lr_scheduler.StepLR(o, 2, 0.1))) == pytest.approx([1, 0.1, 0.1, 0.01])
+
+
+def test_without_a_scheduler_the_rate_stays():
+    updater = made()
+    updater.epoch_ended()
+    updater.validated(1, {"loss": 1.0})
+    assert step_rates(updater) == [1.0] * 4
+
+
+def test_a_schedule_of_epochs_is_stepped_at_their_end_only():
+    updater = made(scheduler=lambda o: {"scheduler": lr_scheduler.ExponentialLR(o, 0.5), "every": "epoch"})
+    assert step_rates(updater) == [1.0] * 4
+    updater.validated(1, {"loss": 1.0})
+    assert updater.lr == (1.0,)
+    updater.epoch_ended()
+    assert updater.lr == (0.5,)
+
+
+def test_a_schedule_of_validations_without_a_metric():
+    updater = made(scheduler=lambda o: {"scheduler": lr_scheduler.ExponentialLR(o, 0.5), "every": "validation"})
+    assert step_rates(updater) == [1.0] * 4
+    updater.epoch_ended()
+    updater.validated(1, {})
+    assert updater.lr == (0.5,)
+
+
+def plateau(optimizer) -> dict:
+    scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    return {"scheduler": scheduler, "every": "validation", "metric": "loss"}
+
+
+def test_a_plateau_follows_its_metric():
+    updater = made(scheduler=plateau)
+    rates = []
+    for loss in (1.0, 0.5, 0.5, 0.4, 0.6):
+        updater.validated(1, {"accuracy": 0.0, "loss": loss})
+        rates += updater.lr
+    assert rates == [1.0, 1.0, 0.5, 0.5, 0.25]
+
+
+@pytest.mark.parametrize(("validate_every", "rates"), [(2, [1.0, 0.5, 0.5, 0.25]), (3, [1, 1, 0.5, 0.5]), (0, [1] * 4)])
+def test_a_validation_that_is_not_due_leaves_the_schedule_alone(validate_every, rates):
+    def exponential(optimizer):
+        return {"scheduler": lr_scheduler.ExponentialLR(optimizer, 0.5), "every": "validation"}
+
+    updater = made(scheduler=exponential, validate_every=validate_every)
+    found = []
+    for step in range(1, 5):
+        with_gradients(updater, [0.0, 0.0], [0.0]).update(1)
+        updater.validated(step, {})
+        found += updater.lr
+    assert found == rates
+
+
+def test_a_metric_that_validation_lacks_is_named():
+    with pytest.raises(TaskError, match=r"metric \(loss\), which validation_step does not return; it returns accuracy"):
+        made(scheduler=plateau).validated(1, {"accuracy": 0.1})
+    with pytest.raises(TaskError, match="it returns nothing"):
+        made(scheduler=plateau).validated(1, {})
+
+
+def test_each_group_has_its_rate():
+    def groups(model):
+        return torch.optim.SGD([{"params": [model.weight], "lr": 0.2}, {"params": [model.bias]}], lr=0.1)
+
+    assert made(groups).lr == (0.2, 0.1)
+
+
+# What is refused.
+
+
+def test_what_is_no_optimizer_is_refused():
+    with pytest.raises(TaskError, match=r"Given\.build_optimizer returned list; it must return a torch\.optim"):
+        made(lambda model: [model])
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused():
+    with pytest.raises(TaskError, match="LBFGS needs a closure"):
+        made(lambda model: torch.optim.LBFGS(model.parameters()))
+
+
+def test_an_optimizer_whose_closure_is_optional_is_welcome():
+    class Own(torch.optim.SGD):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    updater = with_gradients(made(lambda m: Own(m.parameters(), lr=1.0)), [1.0, 1.0], [1.0])
+    updater.update(1)
+    assert values(updater) == [[0.0, 1.0], [-1.0]]
+
+
+def test_tensors_of_another_model_are_refused():
+    stranger = nn.Parameter(torch.zeros(1))
+    with pytest.raises(TaskError, match=r"optimizes 2 tensor\(s\) that are not parameters of the model"):
+        made(lambda m: torch.optim.SGD([*m.parameters(), stranger, nn.Parameter(torch.zeros(2))], lr=0.1))
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "message"),
+    [
+        (lambda o: "cosine", "build_scheduler must return None, a scheduler, or"),
+        (lambda o: {"every": "step"}, "build_scheduler must return None"),
+        (lambda o: {**plateau(o), "interval": 1}, "build_scheduler must return None"),
+        (lambda o: {**plateau(o), "every": "batch"}, r"every \('batch'\) must be one of step, epoch, validation"),
+        (lambda o: plateau(o)["scheduler"], "ReduceLROnPlateau needs a metric"),
+        (lambda o: {**plateau(o), "metric": None}, "ReduceLROnPlateau needs a metric"),
+        (lambda o: {**plateau(o), "every": "epoch"}, r"metric \('loss'\) needs every=.validation."),
+    ],
+)
+def test_a_scheduler_that_cannot_be_stepped_is_refused(scheduler, message):
+    with pytest.raises(TaskError, match=message):
+        made(scheduler=scheduler)
+
+
+# State.
+
+
+@pytest.mark.parametrize("scheduler", [None, lambda o: lr_scheduler.StepLR(o, 3, 0.5), plateau])
+def test_the_state_goes_on_where_it_was(scheduler):
+    def adam(model):
+        return torch.optim.Adam(model.parameters(), lr=0.1)
+
+    def train(updater: Updater, steps: range) -> Updater:
+        for step in steps:
+            with_gradients(updater, [0.1 * step, 1.0], [float(step)]).update(1)
+            updater.validated(step, {"loss": float(step % 3)})
+        return updater
+
+    whole = train(made(adam, scheduler), range(10))
+    first = train(made(adam, scheduler), range(4))
+    second = made(adam, scheduler, model=Line(*values(first)))
+    second.load_state_dict(first.state_dict())
+    train(second, range(4, 10))
+    assert values(second) == values(whole)
+    assert second.lr == whole.lr
+
+
+def test_a_state_without_a_schedule_is_taken_by_a_task_that_has_one_now():
+    updater = made(scheduler=lambda o: lr_scheduler.StepLR(o, 2, 0.1))
+    updater.load_state_dict(made().state_dict())
+    assert step_rates(updater, 2) == pytest.approx([1, 0.1])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_gradients_that_are_clipped_and_not_finite_are_not_applied(value):
+    updater = with_gradients(made(clip=1.0), [0.5, 0.5], [value])
+    with pytest.raises(NotFinite, match=r"^step 7: the norm of all gradients is (nan|inf) and must be finite"):
+        updater.update(7)
+    assert values(updater) == values(made())
+
+
+# The loss.
+
+
+def loss_of(value: float) -> torch.Tensor:
+    return torch.tensor(value, requires_grad=True) * 1
+
+
+@pytest.mark.parametrize("loss", [loss_of(0.5), loss_of(0.5).reshape(1), loss_of(0.5).bfloat16()])
+def test_a_loss_is_a_number(loss):
+    assert check_loss(loss, 0, 0) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("loss", "error", "message"),
+    [
+        (0.5, TaskError, "returned float; it must return the loss as a scalar tensor"),
+        (None, TaskError, "returned NoneType"),
+        ({"loss": loss_of(0.5)}, TaskError, "returned dict"),
+        (loss_of(0.5).expand(3), TaskError, r"a tensor of shape \(3,\); the loss must be one number: take \.mean\(\)"),
+        (torch.tensor(0.5), TaskError, "does not depend on a trained parameter"),
+        (loss_of(float("nan")), NotFinite, "the loss is nan; nothing of this batch was applied"),
+        (loss_of(float("inf")), NotFinite, "the loss is inf"),
+        (loss_of(float("-inf")), NotFinite, "the loss is -inf"),
+    ],
+)
+def test_a_loss_that_is_none_says_where_it_came_from(loss, error, message):
+    with pytest.raises(error, match=f"^training_step, trainer 3, batch 17: .*{message}") as caught:
+        check_loss(loss, 3, 17)
+    assert type(caught.value) is error

@@ -1,0 +1,226 @@
+"""Which server owns what, and optimizers over parts of parameters: together they are the optimizer over all."""
+
+import copy
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch import nn
+
+from paramserver.errors import UnsupportedConfiguration
+from paramserver.optim.parallel_step import ELEMENTWISE, may_split
+from paramserver.optim.shard_updater import Portion
+from paramserver.parameters.flat import ALIGNMENT_BYTES, FlatTensors, Layout, trainable
+from paramserver.parameters.sharding import numbers_of, plan, put_together, size_of, take_apart, whole
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+SHAPES = st.lists(st.integers(0, 40), max_size=3).map(tuple)
+LAYOUTS = st.lists(st.tuples(SHAPES, st.sampled_from(DTYPES)), min_size=1, max_size=9).map(
+    lambda kinds: Layout.of((f"t{i}", torch.empty(shape, dtype=dtype)) for i, (shape, dtype) in enumerate(kinds))
+)
+
+
+def bytes_of(shard):
+    return sum((end - first) * t.itemsize for (_, first, end), t in zip(shard.ranges, shard.layout.dtypes, strict=True))
+
+
+@settings(max_examples=300, derandomize=True, deadline=None)
+@given(LAYOUTS, st.integers(1, 7), st.booleans())
+def test_every_element_has_one_owner_and_shares_are_even(layout, servers, splittable):
+    try:
+        shards = plan(layout, servers, splittable)
+    except UnsupportedConfiguration:
+        tensors = sum(size_of(slot) > 0 for slot in layout.slots)
+        assert servers > max(tensors, 1)
+        return
+    assert len(shards) == servers
+    flats = [torch.zeros(n, dtype=torch.int64) for n in layout.sizes]
+    marks = [torch.zeros(n, dtype=torch.int64) for n in layout.sizes]
+    for shard in shards:
+        for mine in shard.ranges_of(flats):
+            mine += 1
+        views = shard.layout.views(shard.ranges_of(marks))
+        for piece, slot in zip(shard.pieces, shard.layout.slots, strict=True):
+            assert views[slot.name].numel() == piece.length
+            views[slot.name].add_(1)
+            assert splittable or shard.is_whole(piece, layout)
+            item = layout.dtypes[layout.slots[piece.slot].group].itemsize
+            assert piece.start * item % ALIGNMENT_BYTES == 0
+            assert piece.length or servers == 1
+    assert all(bool((flat == 1).all()) for flat in flats)
+    assert all(bool((view == 1).all()) for view in layout.views(marks).values())
+    biggest = max(-(-size_of(s) * layout.dtypes[s.group].itemsize // 64) * 64 for s in layout.slots)
+    if servers == 1:
+        assert shards == (whole(layout),)
+    elif sum(size_of(s) > 0 for s in layout.slots) >= 2 * servers:  # or each must get one, however small
+        assert max(map(bytes_of, shards)) <= layout.bytes / servers + 2 * biggest
+
+
+@pytest.mark.parametrize("servers", [2, 3, 5])
+def test_one_large_tensor_is_cut_into_equal_parts(servers):
+    layout = Layout.of([("small", torch.empty(3)), ("large", torch.empty(1000, 100)), ("last", torch.empty(7, 7))])
+    shards = plan(layout, servers, True)
+    sizes = [bytes_of(shard) for shard in shards]
+    assert max(sizes) - min(sizes) <= 2 * ALIGNMENT_BYTES
+    assert [shard.pieces[0].slot for shard in shards[1:]] == [1] * (servers - 1)
+    for one, other in pairwise(shards):
+        assert one.pieces[-1 if one is not shards[0] else 1].slot == 1
+        assert other.pieces[0].start > 0
+
+
+def test_more_servers_than_parts_are_refused():
+    layout = Layout.of([("weight", torch.empty(4, 4)), ("bias", torch.empty(4)), ("none", torch.empty(0))])
+    assert [len(shard.pieces) for shard in plan(layout, 2, False)] == [1, 1]
+    with pytest.raises(UnsupportedConfiguration, match=r"cluster.num_servers \(3\) must be at most 2"):
+        plan(layout, 3, False)
+
+
+# Optimizers.
+
+
+class Zoo(nn.Module):
+    """Tied, frozen, channels_last, two dtypes, a scalar, one without elements and one without gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(8, 12, 3).to(memory_format=torch.channels_last)
+        self.first = nn.Linear(40, 24)
+        self.narrow = nn.Linear(64, 33).bfloat16()
+        self.tied = nn.Linear(40, 24, bias=False)
+        self.tied.weight = self.first.weight
+        self.turned = nn.Parameter(torch.randn(30, 20).t())
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.unused = nn.Parameter(torch.ones(50))
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.last = nn.Linear(30, 30)
+
+
+def made(kind, model):
+    parameters = list(model.parameters())
+    groups = [{"params": parameters[:3], "lr": 0.02}, {"params": parameters[3:]}]
+    return kind(groups, lr=0.01, **({"momentum": 0.9} if kind is torch.optim.SGD else {}))
+
+
+def give_gradients(model, generator):
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and name != "unused":
+            gradient = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype)
+            parameter.grad = gradient.copy_(torch.randn(parameter.shape, generator=generator))
+
+
+class Split:
+    """A model whose parameters are updated by several optimizers, each over a part of them."""
+
+    def __init__(self, model, kind, servers, state=None):
+        self.model = model
+        self.flat = FlatTensors(trainable(model))
+        self.layout = self.flat.layout
+        self.whole = made(kind, model)
+        if state is not None:
+            self.whole.load_state_dict(state)
+        parameters = list(self.flat.tensors.values())
+        numbers = numbers_of(self.whole, parameters)
+        self.shards = plan(self.layout, servers, may_split(self.whole, servers))
+        self.portions = []
+        states = dict(enumerate_states(self.whole))
+        for shard in self.shards:
+            optimizer = made(kind, model)
+            portion = Portion(self.layout, shard, shard.ranges_of(self.flat.flats), parameters, optimizer)
+            portion.adopt(take_apart(states, numbers, self.layout, shard))
+            self.portions.append(portion)
+        self.numbers = numbers
+
+    def step(self, generator):
+        give_gradients(self.model, generator)
+        flats = self.layout.allocate()
+        views = self.layout.views(flats)
+        used = []
+        for name, parameter in self.flat.tensors.items():
+            used.append(parameter.grad is not None)
+            if parameter.grad is not None:
+                views[name].copy_(parameter.grad)
+            parameter.grad = None
+        for portion in self.portions:
+            portion.hand_out(portion.average([portion.shard.ranges_of(flats)], [1.0]), tuple(used))
+            portion.step(portion.groups())
+
+    def state_dict(self):
+        parts = [(portion.shard, portion.owned_states) for portion in self.portions]
+        states = put_together(parts, self.numbers, self.layout)
+        return {"state": states, "param_groups": self.whole.state_dict()["param_groups"]}
+
+
+def enumerate_states(optimizer):
+    return optimizer.state_dict()["state"].items()
+
+
+def assert_same(one, other, exact=True):
+    """Nested states that are equal, or differ by rounding."""
+    if isinstance(one, torch.Tensor):
+        assert one.shape == other.shape
+        assert one.dtype == other.dtype
+        if exact:
+            assert torch.equal(one, other)
+        else:
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for name in one:
+            assert_same(one[name], other[name], exact)
+    else:
+        assert one == other
+
+
+KINDS = [*ELEMENTWISE, torch.optim.Adafactor]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("servers", [2, 3])
+def test_optimizers_over_parts_are_the_optimizer_over_all(kind, servers):
+    torch.manual_seed(3)
+    model = Zoo()
+    plain, split = copy.deepcopy(model), Split(copy.deepcopy(model), kind, servers)
+    cut = [p for shard in split.shards for p in shard.pieces if not shard.is_whole(p, split.layout)]
+    assert bool(cut) is (kind in ELEMENTWISE)
+    optimizer = made(kind, plain)
+    one, other = torch.Generator().manual_seed(5), torch.Generator().manual_seed(5)
+    for _ in range(4):
+        give_gradients(plain, one)
+        optimizer.step()
+        split.step(other)
+    assert_same(plain.state_dict(), split.model.state_dict(), exact=False)
+    expected = optimizer.state_dict()["state"]
+    trained = {number for number in expected if number in split.state_dict()["state"]}
+    assert len(trained) >= 9
+    assert_same({n: expected[n] for n in sorted(trained)}, split.state_dict()["state"], exact=False)
+    # What is put together goes on in torch.optim itself, and over another number of servers, as if nothing had been.
+    state = copy.deepcopy(split.state_dict())
+    after = Split(copy.deepcopy(split.model), kind, 5 - servers, state)
+    joined = made(kind, plain)
+    joined.load_state_dict(state)
+    assert_same(after.state_dict()["state"], joined.state_dict()["state"])
+    plain.load_state_dict(split.model.state_dict())
+    give_gradients(plain, one)
+    joined.step()
+    after.step(other)
+    assert_same(plain.state_dict(), after.model.state_dict(), exact=False)
+
+
+def test_the_norm_of_all_parts_is_the_norm_of_all():
+    torch.manual_seed(1)
+    split = Split(Zoo(), torch.optim.SGD, 3)
+    give_gradients(split.model, torch.Generator().manual_seed(2))
+    gradients = [p.grad.clone() for p in split.flat.tensors.values() if p.grad is not None]
+    flats = split.layout.allocate()
+    for name, parameter in split.flat.tensors.items():
+        if parameter.grad is not None:
+            split.layout.views(flats)[name].copy_(parameter.grad)
+        parameter.grad = None
+    for portion in split.portions:
+        portion.hand_out([flat.clone() for flat in portion.shard.ranges_of(flats)], None)
+    total = sum(portion.norm() ** 2 for portion in split.portions) ** 0.5
+    assert total == pytest.approx(float(nn.utils.get_total_norm([g.double() for g in gradients])), rel=1e-3)
+    for portion in split.portions:
+        portion.scale(0.5)
+    assert sum(portion.norm() ** 2 for portion in split.portions) ** 0.5 == pytest.approx(total / 2, rel=1e-3)

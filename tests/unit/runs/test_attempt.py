@@ -1,0 +1,138 @@
+"""The folder of a new run: made once, held until the start is over, and taken over where a start never began a run."""
+
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import pytest
+from launching import STOPPING, launch
+from lock_holder import hold
+
+from paramserver.errors import UnsupportedConfiguration
+from paramserver.runs.attempt import claim_folder
+from paramserver.runs.rundir import RunDir
+
+
+def claimed(base, name, default="default"):
+    with claim_folder(base, name, default) as run:
+        return run
+
+
+def test_a_new_run_has_its_folders_and_places(tmp_path):
+    run = claimed(tmp_path / "runs", "first")
+    assert run == RunDir(tmp_path / "runs" / "first")
+    assert sorted(path.name for path in run.path.iterdir()) == [".lock", "checkpoints", "logs"]
+    places = {
+        run.config_file: "config.yaml",
+        run.environment_file: "environment.json",
+        run.metrics_file: "metrics.jsonl",
+        run.tensorboard_dir: "tensorboard",
+        run.checkpoints_dir: "checkpoints",
+        run.summary_file: "summary.json",
+        run.log_file(3): "logs/rank-3.log",
+    }
+    assert {str(path.relative_to(run.path)): path for path in places} == {name: path for path, name in places.items()}
+
+
+def began(run):
+    run.config_file.write_text("task: m:A\n")
+    return run
+
+
+def test_a_name_that_exists_is_refused_and_a_default_one_counts_on(tmp_path):
+    began(claimed(tmp_path, "first"))
+    with pytest.raises(UnsupportedConfiguration, match=r"first exists already; choose another .* or --resume it"):
+        claimed(tmp_path, "first")
+    assert [claimed(tmp_path, None).name for _ in range(3)] == ["default", "default-2", "default-3"]
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..", ".", "/abs"])
+def test_a_name_is_one_folder(tmp_path, name):
+    with pytest.raises(UnsupportedConfiguration, match="must be the name of one folder"):
+        claimed(tmp_path, name)
+
+
+def test_of_many_that_want_a_name_each_gets_its_own(tmp_path):
+    with ExitStack() as held, ThreadPoolExecutor(8) as pool:
+        enter = held.enter_context
+        runs = list(pool.map(lambda _: enter(claim_folder(tmp_path, None, "default")).name, range(24)))
+        assert len(set(runs)) == 24
+        claims = [pool.submit(lambda: enter(claim_folder(tmp_path, "wanted", ""))) for _ in range(8)]
+        assert sum(claim.exception() is None for claim in claims) == 1
+
+
+def test_of_many_that_find_a_folder_in_which_nothing_began_one_takes_it(tmp_path):
+    for number in range(5):
+        claimed(tmp_path, f"left-{number}")
+        with ExitStack() as held, ThreadPoolExecutor(8) as pool:
+            name, enter = f"left-{number}", held.enter_context
+            claims = [
+                pool.submit(lambda name=name, enter=enter: enter(claim_folder(tmp_path, name, ""))) for _ in "x" * 8
+            ]
+            assert sum(claim.exception() is None for claim in claims) == 1
+
+
+def test_what_a_start_left_is_taken_over_and_tidied(tmp_path):
+    run = claimed(tmp_path, "first")
+    run.log_file(0).write_text("said\n")
+    left = ("summary.json", ".launch-41.yaml", "..launch-41.yaml.41.tmp", ".config.yaml.42.tmp", ".lock", ".claim")
+    for name in left:
+        (run.path / name).write_text("{}")
+    with claim_folder(tmp_path, "first", "") as again:
+        assert again == run
+        assert sorted(path.name for path in run.path.iterdir()) == [
+            ".claim",
+            ".claim.json",
+            ".lock",
+            "checkpoints",
+            "logs",
+        ]
+        assert run.log_file(0).read_text() == "said\n"
+    assert not list(run.path.glob(".claim*"))
+
+
+@pytest.mark.parametrize("there", ["config.yaml", "checkpoints/step-00000003", "own-notes.txt", "metrics.jsonl"])
+def test_a_folder_with_something_to_lose_is_left_alone(tmp_path, there):
+    run = claimed(tmp_path, "first")
+    (run.path / there).mkdir() if "step" in there else (run.path / there).write_text("")
+    with pytest.raises(UnsupportedConfiguration, match="exists already"):
+        claimed(tmp_path, "first")
+    assert (run.path / there).exists()
+
+
+def test_a_folder_that_another_start_holds_is_left_alone_until_that_one_is_killed(tmp_path):
+    with hold(
+        "from paramserver.runs.attempt import claim_folder", "claim_folder(folder, 'first', '')", tmp_path
+    ) as holder:
+        with pytest.raises(UnsupportedConfiguration, match="exists already"):
+            claimed(tmp_path, "first")
+        os.kill(holder.pid, signal.SIGKILL)
+        holder.wait(20)
+    assert claimed(tmp_path, "first").logs_dir.is_dir()
+
+
+def test_a_folder_that_a_rank_still_writes_to_is_left_alone(tmp_path):
+    run = claimed(tmp_path, "first")
+    with run.lock(), pytest.raises(UnsupportedConfiguration, match="exists already"):
+        claimed(tmp_path, "first")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("mode", "whom"), [("local", "self"), ("rpc", "parent")])
+def test_a_start_that_was_killed_before_the_run_began_is_repeated(tmp_path, mode, whom):
+    config = {
+        "task": f"{STOPPING}:DiesAtTheStart",
+        "task_args": {"mark": str(tmp_path / "mark"), "whom": whom},
+        "training": {"max_steps": 2},
+        "cluster": {"num_trainers": 1},
+    }
+    first = launch(tmp_path, mode=mode, **config)
+    assert first.code == -signal.SIGKILL, first.output
+    assert "config.yaml" not in (tmp_path / "mark").read_text().split()
+    assert not (first.run_dir / "config.yaml").exists()
+    second = launch(tmp_path, mode=mode, **config)
+    assert second.code == 0, second.output
+    assert second.summary["steps"] == 2
+    left = [path.name for path in second.run_dir.iterdir() if path.name.startswith(".")]
+    assert left == [".lock"]

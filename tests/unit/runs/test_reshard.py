@@ -1,0 +1,307 @@
+"""The same data for another number of trainers: nothing lost, nothing served twice that should be served once."""
+
+import itertools
+import random
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from paramserver.buffers import Fifo, make_buffer
+from paramserver.buffers.reshard import redistribute
+from paramserver.errors import CheckpointError
+from paramserver.runs.reshard import reshard
+from paramserver.sources import DatasetSource, IterableSource, Leftover, Partition
+
+COUNTERS = {"batch_idx": 3, "samples_served": 5, "epoch": 1, "epoch_open": True, "seconds": 0.5}
+
+
+class Trainer:
+    """Source and buffer of one trainer, without threads: it puts and serves when it is told to."""
+
+    def __init__(self, data, index, count, passes, *, kind="fifo", capacity=1000, pseudo_epochs=1):
+        self.source = DatasetSource(data, Partition(index, count), seed=4, passes=passes)
+        options = {"capacity": capacity, "seed": index, "watermark": 0, "max_bytes": None, "min_new_per_batch": 0}
+        self.buffer = make_buffer(kind, pseudo_epochs=pseudo_epochs, batch_size=1, **options)
+        self.index = index
+        self.served = []
+
+    def put(self, most):
+        start = self.buffer.info().puts
+        room = self.buffer.capacity - len(self.buffer)
+        for n, (key, sample) in enumerate(self.source.samples(start)):
+            if n == min(most, room):
+                return
+            self.buffer.put(sample, key, last=start + n + 1 == self.source.total)
+
+    def serve(self, most):
+        for _ in range(min(most, len(self.buffer))):
+            self.served += self.buffer.get_batch(1, 1.0).keys
+
+    def drain(self):
+        while self.buffer.info().puts < self.source.total:
+            self.put(7)
+            self.serve(3)
+        self.buffer.finish()
+        while len(self.buffer):
+            self.served += self.buffer.get_batch(1, 1.0).keys
+
+    def part(self):
+        buffer = self.buffer.state_dict(samples=False)
+        return {
+            "buffer": buffer,
+            "source": self.source.state_dict(),
+            "counters": {**COUNTERS, "samples_served": len(self.served)},
+            "random": {"of": self.index},
+            "task": {"of": self.index},
+        }
+
+    def resume(self, part):
+        if "leftovers" in part:
+            self.source.reshard([Leftover(**one) for one in part["leftovers"]], part["buffer"]["keys"])
+        else:
+            self.source.load_state_dict(part["source"])
+        self.buffer.load_state_dict({**part["buffer"], "finished": False}, self.source.fetch)
+
+
+def resumed(trainers, count, passes, **options):
+    parts = reshard([one.part() for one in trainers], count, capacity=options.get("capacity", 1000), entropy=(4, 1))
+    new = [Trainer(trainers[0].source.dataset, i, count, passes, **options) for i in range(count)]
+    for one, part in zip(new, parts, strict=True):
+        one.resume(part)
+    return new
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    length=st.integers(7, 40),
+    counts=st.lists(st.integers(1, 4), min_size=2, max_size=4),
+    passes=st.integers(1, 4),
+    kind=st.sampled_from(["fifo", "firo"]),
+    pseudo_epochs=st.integers(1, 2),
+    seed=st.integers(0, 1000),
+)
+def test_every_pass_serves_every_sample_once_whatever_the_numbers_of_trainers(
+    length, counts, passes, kind, pseudo_epochs, seed
+):
+    """Stopped again and again, each time with another number; trainers are at different places, even passes."""
+    draw = random.Random(seed)
+    options = {"kind": kind, "pseudo_epochs": pseudo_epochs}
+    trainers = [Trainer(range(length), i, counts[0], passes, **options) for i in range(counts[0])]
+    served = []
+    for count in counts[1:]:
+        for one in trainers:
+            one.put(draw.randrange(length * 2))
+            one.serve(draw.randrange(length))
+        served += [key for one in trainers for key in one.served]
+        trainers = resumed(trainers, count, passes, **options)
+    for one in trainers:
+        one.drain()
+    served += [key for one in trainers for key in one.served]
+    assert Counter(served) == Counter(dict.fromkeys(range(length), passes * pseudo_epochs))
+
+
+def test_what_was_begun_comes_before_what_was_not_and_is_shared_evenly():
+    trainers = [Trainer(range(100), i, 2, 2) for i in range(2)]
+    for one in trainers:
+        one.put(30)
+        one.serve(10)
+    before = {key for one in trainers for key in one.served}
+    new = resumed(trainers, 4, 2)
+    left = [[key for key, _ in itertools.islice(one.source.samples(0), 20)] for one in new]
+    assert [len(one) for one in left] == [20] * 4
+    assert sorted(key for one in left for key in one) == sorted(set(range(100)) - before)
+    assert all(one.source.total == 20 + 25 for one in new)
+    # In the order in which it would have come, of the first the first.
+    assert left[0][0] == trainers[0].buffer.get_batch(1, 1.0).keys[0]
+
+
+def test_pass_numbers_go_on_where_some_had_begun_the_next_pass():
+    trainers = [Trainer(range(10), i, 2, None) for i in range(2)]
+    trainers[0].put(8)
+    trainers[0].serve(6)  # the sixth is of its second pass
+    trainers[1].put(1)
+    (one,) = resumed(trainers, 1, None)
+    keys = trainers[0].served + [key for key, _ in itertools.islice(one.source.samples(0), 34)]
+    assert Counter(keys[:20]) == Counter(dict.fromkeys(range(10), 2))
+    assert keys[20:30] != keys[30:40]
+    assert sorted(keys[20:30]) == sorted(keys[30:40]) == list(range(10))
+
+
+def test_another_data_set_is_refused():
+    (old,) = [Trainer(range(10), 0, 1, None)]
+    with pytest.raises(CheckpointError, match=r"has 12 samples, it must have 10.*init_from"):
+        DatasetSource(range(12), Partition(0, 1), seed=4).load_state_dict(old.source.state_dict())
+
+
+def state_of(kind, samples, served=0, capacity=16, **options):
+    buffer = make_buffer(
+        kind, **{"capacity": capacity, "seed": 0, "watermark": 0, "max_bytes": None, "min_new_per_batch": 0, **options}
+    )
+    for i, sample in enumerate(samples):
+        buffer.put(sample, i)
+    for _ in range(served):
+        buffer.get_batch(1, 1.0)
+    return buffer.state_dict()
+
+
+def restored(states, kind="fifo", capacity=16, **options):
+    buffers = []
+    for state in states:
+        buffer = make_buffer(
+            kind,
+            **{"capacity": capacity, "seed": 9, "watermark": 0, "max_bytes": None, "min_new_per_batch": 0, **options},
+        )
+        buffer.load_state_dict(state)
+        buffers.append(buffer)
+    return buffers
+
+
+@pytest.mark.parametrize("sample", [lambda n: torch.tensor([float(n), 1.0]), lambda n: torch.ones(n % 3 + 1) * n])
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_held_samples_are_dealt_in_turn_in_columns_and_as_objects(sample, count):
+    states = [state_of("fifo", [sample(n) for n in range(3)]), state_of("fifo", [sample(n) for n in range(10, 15)])]
+    new, unserved = redistribute(states, count, capacity=16, entropy=(0, 1))
+    assert unserved == [[], []]
+    buffers = restored(new)
+    values = [[float(x[0]) for x in b.get_batch(len(b), 1.0).samples] if len(b) else [] for b in buffers]
+    in_turn = [0, 10, 1, 11, 2, 12, 13, 14]
+    assert values == [in_turn[i::count] for i in range(count)]
+
+
+def test_states_of_different_layouts_become_objects():
+    states = [state_of("fifo", [torch.zeros(2)] * 2), state_of("fifo", [torch.zeros(3)] * 2)]
+    (buffer,) = restored(redistribute(states, 1, capacity=8, entropy=(0, 1))[0])
+    assert [len(x) for x in buffer.get_batch(4, 1.0).samples] == [2, 3, 2, 3]
+
+
+def test_a_sample_that_was_served_once_of_twice_is_served_once_more():
+    states = [state_of("fifo", [1, 2, 3, 4], served=2, pseudo_epochs=2), state_of("fifo", [5, 6], pseudo_epochs=2)]
+    (buffer,) = restored(redistribute(states, 1, capacity=8, entropy=(0, 1))[0], pseudo_epochs=2)
+    buffer.finish()
+    assert buffer.servings_left() == 10
+    assert buffer.info().gets == 2
+    assert buffer.info().puts == 6
+
+
+def test_what_does_not_fit_is_refused_with_the_number_that_would():
+    states = [state_of("fifo", range(16)), state_of("fifo", range(16))]
+    with pytest.raises(CheckpointError, match=r"hold 32 samples that must stay.*room for 16.*2 times"):
+        redistribute(states, 1, capacity=16, entropy=(0, 1))
+
+
+def test_a_reservoir_keeps_what_was_never_served_and_evicts_of_the_rest():
+    states = [state_of("reservoir", range(8), served=6, capacity=8), state_of("reservoir", range(8, 16), capacity=8)]
+    unseen = int((states[0]["served"] == 0).sum()) + 8
+    (state,), _ = redistribute(states, 1, capacity=12, entropy=(0, 1))
+    (buffer,) = restored([state], "reservoir", capacity=12)
+    assert (len(buffer), buffer.info().unseen) == (12, unseen)
+    again = redistribute(states, 1, capacity=12, entropy=(0, 1))[0][0]
+    assert again["keys"] == state["keys"]
+    with pytest.raises(CheckpointError, match="must stay"):
+        redistribute(states, 1, capacity=unseen - 1, entropy=(0, 1))
+
+
+def test_old_trainers_keep_their_random_numbers_and_new_ones_draw_their_own():
+    trainers = [Trainer(range(20), i, 2, 1) for i in range(2)]
+    parts = reshard([one.part() for one in trainers], 4, capacity=16, entropy=(4, 1))
+    assert [part["random"] for part in parts] == [{"of": 0}, {"of": 1}, None, None]
+    assert [part["task"] for part in parts] == [{"of": 0}, {"of": 1}, {}, {}]
+    draws = [str(part["buffer"]["rng"]) for part in parts]
+    assert len(set(draws)) == 4
+    other = reshard([one.part() for one in trainers], 4, capacity=16, entropy=(4, 2))
+    assert [str(part["buffer"]["rng"]) == draw for part, draw in zip(other, draws, strict=True)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+
+
+def test_counted_samples_stay_the_same_in_all():
+    trainers = [Trainer(range(20), i, 3, 1) for i in range(3)]
+    for one in trainers:
+        one.put(4 + one.index)
+        one.serve(2 + one.index)
+    for count in (1, 2, 5):
+        parts = reshard([one.part() for one in trainers], count, capacity=16, entropy=(4, 1))
+        assert sum(part["counters"]["samples_served"] for part in parts) == 9
+
+
+class Lines:
+    """An iterable that knows its place: numbers of several files, and which file is whose."""
+
+    def __init__(self, files):
+        self.left = [list(file) for file in files]
+
+    def __iter__(self):
+        while self.left:
+            while self.left[0]:
+                yield self.left[0].pop(0)
+            self.left.pop(0)
+
+    def state_dict(self):
+        return {"left": [list(file) for file in self.left]}
+
+    def load_state_dict(self, state):
+        self.left = [list(file) for file in state["left"]]
+
+    def reshard(self, states, index, count):
+        files = [file for state in states for file in state["left"] if file]
+        self.left = [list(file) for file in files[index::count]]
+
+
+def test_an_iterable_that_keeps_its_place_is_read_on_and_dealt_anew():
+    old = []
+    for index in range(2):
+        source = IterableSource(Lines([range(10 * f, 10 * f + 5) for f in range(index * 3, index * 3 + 3)]), None)
+        buffer = Fifo(100)
+        for group in itertools.islice(source.groups(0), 7):
+            ((key, sample),) = group
+            buffer.put_many([sample], [key], mark=source.mark())
+        buffer.get_batch(4, 1.0)
+        old.append((source, buffer))
+    same = IterableSource(Lines([]), Partition(0, 2))
+    same.load_state_dict({}, old[0][1].state_dict()["mark"])
+    assert next(iter(same.samples(7))) == (7, 12)
+    leftovers = [Leftover({}, 7, (), buffer.state_dict()["mark"]) for _, buffer in old]
+    new = [IterableSource(Lines([]), Partition(i, 3)) for i in range(3)]
+    for one in new:
+        one.reshard(leftovers, [])
+    rest = sorted(sample for one in new for _, sample in one.samples(2))
+    assert rest == [12, 13, 14, *range(20, 25), 42, 43, 44, *range(50, 55)]
+
+
+def test_a_plain_iterable_has_a_share_for_the_same_number_only():
+    with pytest.raises(CheckpointError, match=r"a checkpoint of 2 trainers.*IterableSource.*resumed with 2"):
+        IterableSource(iter([1]), Partition(0, 1)).reshard([Leftover({}, 0)] * 2, [])
+
+
+@pytest.mark.parametrize("ahead", [0, 3, 17, 60])
+def test_how_far_a_fifo_had_read_ahead_does_not_matter(ahead):
+    trainers = [Trainer(range(20), i, 2, None) for i in range(2)]
+    for one in trainers:
+        one.put(7 + ahead * (one.index + 1))
+        one.serve(7)
+    new = resumed(trainers, 3, None)
+    plain = resumed([*map(without_reading_ahead, trainers)], 3, None)
+    for one, other in zip(new, plain, strict=True):
+        assert one.source.share == other.source.share
+
+
+def without_reading_ahead(trainer):
+    exact = Trainer(trainer.source.dataset, trainer.index, trainer.source.partition.count, None)
+    exact.put(len(trainer.served))
+    exact.serve(len(trainer.served))
+    return exact
+
+
+def test_a_place_is_known_after_dealing_anew_also_when_nothing_more_was_read():
+    """Stopped again before anything was put: the place is that of the share, not the beginning."""
+    source = IterableSource(Lines([]), Partition(0, 1))
+    source.reshard([Leftover({}, 5, (), {"left": [[7, 8]]}), Leftover({}, 5, (), {"left": []})], [])
+    mark = source.mark()
+    assert mark == {"left": [[7, 8]]}
+    assert [sample for _, sample in source.samples(3)] == [7, 8]
+    assert mark == {"left": [[7, 8]]}  # a copy: reading on does not change it

@@ -1,0 +1,220 @@
+"""The folder of a run: made once, locked, found again, cut back."""
+
+import json
+import os
+import platform
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+from lock_holder import hold
+
+from paramserver.errors import CheckpointError, UnsupportedConfiguration
+from paramserver.runs.attempt import claim_folder
+from paramserver.runs.resume import open_run
+from paramserver.runs.rundir import (
+    environment_record,
+    newest_run,
+    supersede_metrics,
+    write_json,
+)
+
+
+def create_run(base, name, default):
+    with claim_folder(base, name, default) as run:
+        return run
+
+
+def test_open_takes_run_folders_only(tmp_path):
+    run = create_run(tmp_path, "first", "default")
+    assert open_run(run.path) == run
+    (tmp_path / "other").mkdir()
+    with pytest.raises(CheckpointError, match=r"neither config\.yaml nor checkpoints"):
+        open_run(tmp_path / "other")
+    with pytest.raises(CheckpointError, match="must exist"):
+        open_run(tmp_path / "missing")
+
+
+def make_run(base, name, started, config):
+    run = create_run(base, name, "")
+    run.config_file.write_text(config)
+    if started:
+        write_json(run.environment_file, {"started": started})
+    return run.path
+
+
+def test_the_newest_run_is_by_start_time_within_a_name_or_task(tmp_path):
+    late = make_run(tmp_path, "a", "2024-05-02T10:00:00+00:00", "task: m:A\n")
+    # Written as a later hour, but in a zone that is ahead: the earlier of the two.
+    early = make_run(tmp_path, "b", "2024-05-02T11:30:00+02:00", "task: m:A\nlogging: {name: x}\n")
+    other = make_run(tmp_path, "c", "2025-05-02T10:00:00+00:00", "task: m:B\n")
+    make_run(tmp_path, "torn", "2026-01-01T00:00:00+00:00", "task: {")
+    (tmp_path / "no run").mkdir()
+    assert newest_run(tmp_path, task="m:A") == late
+    assert newest_run(tmp_path, task="m:B") == other
+    assert newest_run(tmp_path, name="b") == newest_run(tmp_path, name="x") == early
+    assert newest_run(tmp_path).name == "torn"
+
+
+def test_a_run_without_a_start_time_counts_by_its_folder(tmp_path):
+    old, new = (make_run(tmp_path, name, None, "task: m:A\n") for name in ("old", "new"))
+    os.utime(old, (1e9, 1e9))
+    os.utime(new, (1e9 + 5, 1e9 + 5))
+    assert newest_run(tmp_path, task="m:A") == new
+    (old / "environment.json").write_text('{"started": "20')
+    os.utime(old, (1e9 + 9, 1e9 + 9))
+    assert newest_run(tmp_path, task="m:A") == old
+
+
+def test_no_run_says_what_was_wanted_and_looked_at(tmp_path):
+    make_run(tmp_path, "a", None, "task: m:A\n")
+    with pytest.raises(CheckpointError, match=r"a run of task m:B, and holds none \(1 folders were looked at\)"):
+        newest_run(tmp_path, task="m:B")
+    with pytest.raises(CheckpointError, match=r"of logging\.name x"):
+        newest_run(tmp_path / "missing", name="x")
+
+
+def hold_lock(path):
+    """Start another process that holds the run's lock until its standard input is closed."""
+    return hold("from paramserver.runs.rundir import RunDir", "RunDir(folder).lock()", path)
+
+
+def test_two_processes_cannot_hold_one_run(tmp_path):
+    run = create_run(tmp_path, "first", "")
+    with hold_lock(run.path) as holder:
+        expected = rf"in use by another run \(process {holder.pid} on host {socket.gethostname()}\)"
+        with pytest.raises(UnsupportedConfiguration, match=expected), run.lock():
+            pass
+        holder.stdin.close()
+        assert holder.wait(20) == 0
+    with run.lock():
+        assert json.loads((run.path / ".lock.json").read_text())["pid"] == os.getpid()
+    assert not (run.path / ".lock.json").exists()
+
+
+def test_the_lock_of_a_killed_process_is_free(tmp_path):
+    run = create_run(tmp_path, "first", "")
+    with hold_lock(run.path) as holder:
+        holder.kill()
+        holder.wait(20)
+    with run.lock(), pytest.raises(UnsupportedConfiguration, match=f"process {os.getpid()}"), run.lock():
+        pass
+
+
+def test_a_holder_that_has_not_written_its_id_is_a_holder_all_the_same(tmp_path):
+    run = create_run(tmp_path, "first", "")
+    with run.lock():
+        (run.path / ".lock.json").write_text("{")
+        with pytest.raises(UnsupportedConfiguration, match="has not written its id"), run.lock():
+            pass
+
+
+def test_write_json_replaces_and_knows_no_nan(tmp_path):
+    path = tmp_path / "summary.json"
+    write_json(path, {"loss": 1.0})
+    write_json(path, {"loss": float("nan"), "values": [1, float("inf")], "path": tmp_path})
+    assert json.loads(path.read_text()) == {
+        "loss": None,
+        "loss_text": "nan",
+        "values": [1, None],
+        "path": str(tmp_path),
+    }
+    assert [entry.name for entry in tmp_path.iterdir()] == ["summary.json"]
+
+
+def records(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def metrics(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    lines = [{"kind": "start", "step": None}, *({"kind": "train", "step": step} for step in (10, 20, 30, 40))]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_records_after_the_cut_move_and_those_without_a_step_stay(metrics):
+    assert supersede_metrics(metrics, 20) == 2
+    assert [record["step"] for record in records(metrics)] == [None, 10, 20]
+    superseded = metrics.with_name("metrics.superseded.jsonl")
+    assert [record["step"] for record in records(superseded)] == [30, 40]
+    assert supersede_metrics(metrics, 20) == 0
+    assert supersede_metrics(metrics, 10) == 1
+    assert [record["step"] for record in records(superseded)] == [30, 40, 20]
+
+
+def test_records_of_the_cut_that_it_does_not_know_move_by_their_kind(metrics):
+    with metrics.open("a") as file:
+        file.write('{"kind": "validation", "step": 20}\n{"kind": "validation", "step": 10}\n')
+    assert supersede_metrics(metrics, 20, {"validation"}) == 3
+    kept = [(record["kind"], record["step"]) for record in records(metrics)]
+    assert kept == [("start", None), ("train", 10), ("train", 20), ("validation", 10)]
+
+
+def test_records_of_the_cut_that_were_made_because_the_run_ended_move(metrics):
+    with metrics.open("a") as file:
+        file.write('{"kind": "buffer", "step": 20, "end": true}\n{"kind": "buffer", "step": 20}\n')
+    assert supersede_metrics(metrics, 20) == 3
+    assert [record["kind"] for record in records(metrics)] == ["start", "train", "train", "buffer"]
+    assert not any(record.get("end") for record in records(metrics))
+
+
+def test_a_line_that_a_crash_tore_moves_too(metrics):
+    with metrics.open("a") as file:
+        file.write('{"kind": "train", "step": 5')
+    assert supersede_metrics(metrics, 40) == 1
+    assert len(records(metrics)) == 5
+    superseded = metrics.with_name("metrics.superseded.jsonl")
+    assert superseded.read_text() == '{"kind": "train", "step": 5\n'
+
+
+def test_a_crash_between_the_two_files_moves_nothing_twice(metrics, monkeypatch):
+    replace = os.replace
+
+    def crash_at_metrics(source, target):
+        if Path(target) == metrics:
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", crash_at_metrics)
+        with pytest.raises(KeyboardInterrupt):
+            supersede_metrics(metrics, 20)
+    assert len(records(metrics)) == 5
+    assert supersede_metrics(metrics, 20) == 2
+    assert len(records(metrics.with_name("metrics.superseded.jsonl"))) == 2
+
+
+def test_without_metrics_there_is_nothing_to_move(tmp_path):
+    assert supersede_metrics(tmp_path / "metrics.jsonl", 3) == 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_environment_says_with_what_the_run_started(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    record = environment_record(["paramserver", "launch"])
+    assert record["command"] == ["paramserver", "launch"]
+    assert record["versions"]["python"] == platform.python_version()
+    assert set(record["versions"]) == {"python", "torch", "numpy", "paramserver"}
+    assert all(record["versions"].values())
+    assert record["host"] == socket.gethostname()
+    assert record["git_commit"] is None
+    assert record["started"].endswith("+00:00")
+    assert json.loads(json.dumps(record)) == record
+
+
+def test_the_environment_names_the_commit_of_the_current_folder(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    author = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run(["git", "init", "-q"], check=True)
+    subprocess.run(["git", *author, "commit", "-q", "--allow-empty", "-m", "one"], check=True)
+    commit = environment_record([])["git_commit"]
+    assert len(commit) == 40
+    monkeypatch.setattr(subprocess, "run", lambda *_, **options: raise_timeout(options["timeout"]))
+    assert environment_record([])["git_commit"] is None
+
+
+def raise_timeout(timeout_s):
+    raise subprocess.TimeoutExpired("git", timeout_s)

@@ -1,0 +1,232 @@
+"""Versions of the parameters against the same training in plain PyTorch: every optimizer, and what may go with it."""
+
+import copy
+import inspect
+
+import pytest
+import torch
+from tasks import Everything
+from torch import nn
+
+from paramserver import Task
+from paramserver.config import config_from_mapping
+from paramserver.consistency import Update, scale
+from paramserver.devices import CPU
+from paramserver.errors import TaskError, UnsupportedConfiguration
+from paramserver.metrics.records import StepReport
+from paramserver.parameters.model import build_model
+from paramserver.server.parameter_store import Versions
+from paramserver.transport.messages import Push
+
+# What torch.optim offers, but those that need a closure or sparse gradients.
+NAMES = sorted(
+    name
+    for name, kind in vars(torch.optim).items()
+    if inspect.isclass(kind)
+    and issubclass(kind, torch.optim.Optimizer)
+    and name not in ("Optimizer", "LBFGS", "SparseAdam")
+)
+FUSED = ["Adagrad", "Adam", "AdamW", "SGD"]
+FOREACH = sorted(
+    {"Adadelta", "Adagrad", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD", "ASGD", "Adamax"}
+)
+
+
+class Given(Task):
+    """``Everything`` with an optimizer by name; its matrices alone where that takes nothing else."""
+
+    def __init__(self, name, options=None, groups=False, schedule=False):
+        self.name, self.options, self.groups, self.schedule = name, options or {}, groups, schedule
+
+    def build_model(self):
+        return Everything(dropout=0.0, unused=True)
+
+    def build_optimizer(self, model):
+        parameters = [p for p in model.parameters() if p.requires_grad and (self.name != "Muon" or p.ndim == 2)]
+        if self.groups:
+            parameters = [{"params": parameters[:2], "lr": 0.002}, {"params": parameters[2:]}]
+        return getattr(torch.optim, self.name)(parameters, lr=0.01, **self.options)
+
+    def build_scheduler(self, optimizer):
+        return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5) if self.schedule else None
+
+
+def gradients(model, seed):
+    """A gradient for each parameter of the model that gets one; the unused one gets none."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(p.shape, generator=generator)
+        for name, p in model.named_parameters()
+        if p.requires_grad and name != "unused"
+    }
+
+
+def push(versions, trainer_index, given):
+    """What a trainer sends: flat gradients, and the mask of those that it has."""
+    flats = versions.parameters.layout.allocate()
+    views = versions.parameters.layout.views(flats)
+    for name, gradient in given.items():
+        views[name].copy_(gradient)
+    report = StepReport(trainer_index, 0, 8, 1.0, 0.0, tuple(name in given for name in views))
+    return Push(flats, report, (), None, torch.futures.Future(), 0.0)
+
+
+def config(**training):
+    server = training.pop("server", {})
+    return config_from_mapping({"task": "a:B", "training": {"max_steps": 9, **training}, "server": server})
+
+
+def plainly(task, steps, trainers, clip=None, scales=None):
+    """The same by hand: mean of the gradients, clip, step, schedule."""
+    model = build_model(task, 0, CPU)
+    optimizer = task.build_optimizer(model)
+    scheduler = task.build_scheduler(optimizer)
+    for step in range(steps):
+        given = [gradients(model, 100 * step + i) for i in range(trainers)]
+        for name, parameter in model.named_parameters():
+            if name in given[0]:
+                total = given[0][name] * (scales[step] if scales else 1.0)
+                for other in given[1:]:
+                    total = total + other[name]
+                parameter.grad = total / trainers if trainers > 1 else total
+        if clip is not None:
+            nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], clip)
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+    return model.state_dict(), optimizer.state_dict()
+
+
+def served(task, steps, trainers, staleness=None, **training):
+    versions = Versions(task, config(**training))
+    for step in range(steps):
+        pushes = [push(versions, i, gradients(versions.model, 100 * step + i)) for i in range(trainers)]
+        stale = (staleness[step],) if staleness else (0,) * trainers
+        versions.apply(1, Update(tuple(range(trainers)), stale, 0), pushes)
+    return versions.model.state_dict(), copy.deepcopy(versions.updater.optimizer.state_dict())
+
+
+def assert_same(one, other):
+    assert one.keys() == other.keys()
+    for key, value in one.items():
+        if isinstance(value, dict):
+            assert_same(value, other[key])
+        elif isinstance(value, torch.Tensor):
+            assert torch.equal(value, other[key]), key
+        else:
+            assert value == other[key], key
+
+
+def test_every_optimizer_of_torch_is_tried():
+    assert {"Adadelta", "Adafactor", "Adam", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"} < set(NAMES)
+
+
+@pytest.mark.parametrize("trainers", [1, 2])
+@pytest.mark.parametrize("name", NAMES)
+def test_an_optimizer_runs_unchanged(name, trainers):
+    """Parameters and state in the form of plain PyTorch, bit for bit; tied, frozen and unused ones among them."""
+    for one, other in zip(served(Given(name), 4, trainers), plainly(Given(name), 4, trainers), strict=True):
+        assert_same(one, other)
+
+
+@pytest.mark.parametrize(
+    ("name", "option"), [*((name, "foreach") for name in FOREACH), *((name, "fused") for name in FUSED)]
+)
+def test_the_fast_forms_of_an_optimizer_run_too(name, option):
+    task = Given(name, {option: True})
+    for one, other in zip(served(task, 3, 2), plainly(task, 3, 2), strict=True):
+        assert_same(one, other)
+
+
+def test_groups_schedule_and_clipping_go_with_it():
+    task = Given("AdamW", {"weight_decay": 0.1}, groups=True, schedule=True)
+    for one, other in zip(served(task, 5, 2, clip_grad_norm=0.5), plainly(task, 5, 2, clip=0.5), strict=True):
+        assert_same(one, other)
+
+
+def test_a_stale_gradient_is_scaled_before_it_is_applied():
+    staleness = [0, 3, 1, 7]
+    scales = [scale(s, "inverse") for s in staleness]
+    got = served(Given("SGD"), 4, 1, staleness, server={"stale_scaling": "inverse"})
+    assert_same(got[0], plainly(Given("SGD"), 4, 1, scales=scales)[0])
+    assert scales == [1.0, 0.25, 0.5, 0.125]
+
+
+def test_a_parameter_without_a_gradient_is_not_stepped_though_it_decays():
+    """Weight decay would move it, if a gradient of zeros passed for none."""
+    task = Given("SGD", {"weight_decay": 0.5, "momentum": 0.9})
+    model, state = served(task, 3, 2)
+    assert torch.equal(model["unused"], build_model(task, 0, CPU).state_dict()["unused"])
+    names = [n for n, p in build_model(task, 0, CPU).named_parameters() if p.requires_grad]
+    assert names.index("unused") not in state["state"]
+
+
+def test_a_gradient_that_one_trainer_has_counts_as_zero_for_the_other():
+    versions = Versions(Given("SGD"), config())
+    before = versions.model.scale.detach().clone()
+    lacking = {n: g for n, g in gradients(versions.model, 1).items() if n != "scale"}
+    having = {**lacking, "scale": torch.tensor(2.0)}
+    versions.apply(1, Update((0, 1), (0, 0), 0), [push(versions, 0, lacking), push(versions, 1, having)])
+    assert torch.allclose(versions.model.scale, before - 0.01 * 1.0)
+
+
+def test_a_snapshot_stays_what_it_was():
+    versions = Versions(Given("SGD"), config())
+    flats, _ = versions.snapshot()
+    held = [flat.clone() for flat in flats]
+    versions.keep(0)
+    versions.apply(1, Update((0,), (0,), 0), [push(versions, 0, gradients(versions.model, 1))])
+    assert all(torch.equal(a, b) for a, b in zip(flats, held, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(versions.kept(0)[0], held, strict=True))
+    assert not torch.equal(versions.snapshot()[0][0], held[0])
+    versions.forget(0)
+    with pytest.raises(KeyError):
+        versions.kept(0)
+
+
+def test_no_push_is_held_on_to():
+    """In async a gradient's memory is the trainer's next one's."""
+    versions = Versions(Given("SGD"), config())
+    versions.apply(1, Update((0,), (0,), 0), [push(versions, 0, gradients(versions.model, 1))])
+    assert all(p.grad is None for p in versions.model.parameters())
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused():
+    class Closure(Given):
+        def build_optimizer(self, model):
+            return torch.optim.LBFGS(model.parameters())
+
+    with pytest.raises(TaskError, match="LBFGS needs a closure"):
+        Versions(Closure("SGD"), config())
+
+
+def test_an_optimizer_of_sparse_gradients_is_refused():
+    class Sparse(Given):
+        def build_optimizer(self, model):
+            return torch.optim.SparseAdam(list(model.parameters()))
+
+    with pytest.raises(TaskError, match="SparseAdam needs sparse gradients"):
+        Versions(Sparse("SGD"), config())
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int64])
+def test_parameters_that_cannot_be_averaged_are_refused_by_name(dtype):
+
+    class Odd(Given):
+        def build_model(self):
+            model = Everything(dropout=0.0, unused=False)
+            model.odd = nn.Parameter(torch.ones(2, dtype=dtype), requires_grad=dtype.is_complex)
+            return model
+
+    if dtype.is_complex:
+        with pytest.raises(UnsupportedConfiguration, match="parameter odd has dtype"):
+            Versions(Odd("SGD"), config())
+    else:
+        assert "odd" not in Versions(Odd("SGD"), config()).parameters.tensors
+
+
+def test_the_forward_on_the_server_is_the_models():
+    versions = Versions(Given("SGD"), config())
+    images = torch.randn(4, 1, 6, 6)
+    expected = copy.deepcopy(versions.model)(images)
+    assert torch.equal(versions.forward(versions.snapshot()[0], [images]), expected)

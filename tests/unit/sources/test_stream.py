@@ -1,0 +1,400 @@
+"""Samples from other programs as a source: into buffers, through checkpoints, to another number of trainers."""
+
+import io
+import random
+import sys
+import threading
+from contextlib import ExitStack, contextmanager
+
+import numpy as np
+import pytest
+import torch
+from online_fixtures import PATIENCE_S, Desk, field, plan, post, senders
+
+from paramserver.buffers import make_buffer
+from paramserver.checkpoint.serialization import load_archive
+from paramserver.config import Config, SimulationsConfig
+from paramserver.errors import BufferClosed, BufferExhausted, CheckpointError, SourceError, UnsupportedConfiguration
+from paramserver.online.protocol import Header, Kind
+from paramserver.online.spec import Post
+from paramserver.runs.reshard import reshard
+from paramserver.sources import Feeder, Leftover, Partition, Simulations, Stream, make_source
+
+KINDS = ("fifo", "firo", "reservoir")
+STEPS, SIMULATIONS = 30, 4
+ALL = {(simulation, step) for simulation in range(SIMULATIONS) for step in range(STEPS)}
+
+
+class Trainer:
+    """Source, buffer and feeder, and what was served."""
+
+    def __init__(self, desk, kind="fifo", capacity=1000, state=None, **keys):
+        self.index, self.trainers = keys.get("index", 0), keys.get("trainers", 1)
+        self.source = Stream()
+        self.source.connect(post(desk, **keys))
+        self.buffer = make_buffer(kind, capacity=capacity, seed=3, batch_size=4)
+        self.feeder = Feeder(self.source, self.buffer, self.index)
+        self.served = []
+        if state is not None:
+            self.load(state)
+
+    def load(self, state):
+        """As trainers.data does."""
+        if (left := state.get("leftovers")) is not None:
+            self.source.reshard([Leftover(**one) for one in left], state["buffer"]["keys"])
+        else:
+            self.source.load_state_dict(state["source"], state["buffer"]["mark"])
+        self.buffer.load_state_dict({**state["buffer"], "finished": False})
+
+    def state(self):
+        """As it comes back from a file."""
+        file = io.BytesIO()
+        torch.save({"buffer": self.buffer.state_dict(), "source": self.source.state_dict()}, file)
+        file.seek(0)
+        return load_archive(file)
+
+    def get(self, n=4, timeout=PATIENCE_S):
+        """Serve a batch; whether there was one."""
+        try:
+            batch = self.buffer.get_batch(n, timeout)
+        except BufferExhausted:
+            return False
+        for key, sample in zip(batch.keys, batch.samples, strict=True):
+            assert (int(sample["simulation"]), int(sample["step"])) == key
+            assert np.array_equal(sample["u"], field(*key))
+        self.served += batch.keys
+        return True
+
+    def drain(self):
+        while self.get():
+            pass
+
+
+@contextmanager
+def running(*trainers):
+    with ExitStack() as stack:
+        for one in trainers:
+            stack.callback(one.feeder.close)
+            one.feeder.start()
+        yield
+
+
+class Producer:
+    """Sends simulations to trainers in turn, mindful of the window. In a thread, for ``with``."""
+
+    def __init__(self, addresses, keys, attempt=0, window=64):
+        self.addresses, self.keys, self.attempt, self.window = addresses, keys, attempt, window
+        self.sent = 0
+        self.stop = threading.Event()
+        self.error = None
+        self.thread = threading.Thread(target=self._run, name="producer")
+
+    def __enter__(self):
+        self.thread.start()
+        return self
+
+    def __exit__(self, *exception):
+        self.stop.set()
+        self.thread.join(PATIENCE_S)
+        if not any(exception) and self.error is not None:
+            raise self.error
+
+    def join(self):
+        self.thread.join(PATIENCE_S)
+        assert not self.thread.is_alive()
+
+    def _run(self):
+        try:
+            with senders() as new:
+                self._send(new)
+        except BaseException as error:  # noqa: BLE001 - raised where it is left
+            self.error = error
+
+    def _send(self, new):
+        lines, sent = {}, {}
+        for simulation, step in self.keys:
+            place = (simulation, (simulation + step) % len(self.addresses))
+            if place not in lines:
+                lines[place] = new(self.addresses[place[1]]).open(simulation, attempt=self.attempt)
+                sent[place] = 0
+            if not self._room(lines[place], sent[place] + 1 - self.window):
+                return
+            lines[place].sample(simulation, step, attempt=self.attempt)
+            sent[place] += 1
+            self.sent += 1
+        for place, line in lines.items():
+            if not self._room(line, sent[place]):
+                return
+
+    def _room(self, line, taken):
+        """Wait until so many were taken; False where it must stop."""
+        while line.taken < taken:
+            if self.stop.is_set():
+                return False
+            if line.socket.poll(20):
+                line.hear()
+        return True
+
+
+def in_turn(seed=0):
+    """All samples, each simulation in order, simulations mixed."""
+    draw = random.Random(seed)
+    order = [simulation for simulation in range(SIMULATIONS) for _ in range(STEPS)]
+    draw.shuffle(order)
+    steps = [iter(range(STEPS)) for _ in range(SIMULATIONS)]
+    return [(simulation, next(steps[simulation])) for simulation in order]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_sample_is_served(kind):
+    with Desk() as desk:
+        trainer = Trainer(desk, kind)
+        with running(trainer), Producer([desk.trainer()], in_turn()) as producer:
+            producer.join()
+            desk.finish()
+            trainer.drain()
+            desk.wait(lambda: sum(desk.counts.values()) == len(ALL))
+        assert set(trainer.served) == ALL
+        assert kind == "reservoir" or len(trainer.served) == len(ALL)
+        assert trainer.buffer.info().puts == len(ALL)
+
+
+@pytest.mark.parametrize("capacity", [4, 10])
+def test_a_full_buffer_holds_back_who_sends(capacity):
+    """What is held, on its way in and in the hands of the client is all that was ever sent."""
+    with Desk() as desk:
+        trainer = Trainer(desk, capacity=capacity, window=8)
+        with running(trainer), Producer([desk.trainer()], in_turn(), window=8) as producer:
+            assert trainer.buffer.wait_ready(4, PATIENCE_S)
+            most = capacity + SIMULATIONS * 2 * 8
+            for _ in range(10):
+                assert producer.sent <= len(trainer.served) + most
+                assert trainer.get()
+            # Who waits hears that the trainer lives, and that there is no room.
+            with senders() as new:
+                line = new(desk.trainer()).open(9)
+                for step in range(8):
+                    line.sample(9, step)
+                assert line.touch(9).hear()[0] is Kind.TAKEN
+                assert trainer.get()
+            received = threading.Thread(target=trainer.drain)
+            received.start()
+            producer.join()
+            desk.finish()
+            received.join(PATIENCE_S)
+            assert set(trainer.served) >= ALL
+            assert len(trainer.served) == len(set(trainer.served))
+
+
+def test_closing_ends_a_feeder_that_waits_for_samples():
+    with Desk() as desk:
+        trainer = Trainer(desk)
+        with running(trainer):
+            desk.trainer()
+        trainer.feeder.check()
+        assert not any(thread.name.startswith(("feeder", "reception")) for thread in threading.enumerate())
+        with pytest.raises(BufferClosed):
+            trainer.buffer.get(0)
+
+
+def test_closing_ends_a_feeder_that_waits_for_room():
+    with Desk() as desk:
+        trainer = Trainer(desk, capacity=4)
+        with running(trainer), Producer([desk.trainer()], in_turn()):
+            assert trainer.buffer.wait_ready(4, PATIENCE_S)
+        trainer.feeder.check()
+
+
+def test_what_made_the_thread_fail_reaches_the_trainer():
+    with Desk(refuses="the token must be this run's") as desk:
+        trainer = Trainer(desk)
+        with running(trainer):
+            with pytest.raises(BufferClosed):
+                trainer.get()
+            with pytest.raises(SourceError, match=r"^trainer 0 was refused .*the token must be this run's$"):
+                trainer.feeder.check()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(4))
+def test_a_run_that_was_stopped_anywhere_goes_on_with_each_sample_once(kind, seed):
+    """The unfinished simulations are sent again from their start; what came before is dropped."""
+    draw = random.Random(seed)
+    state, served = None, []
+    for attempt in range(4):
+        stop_at, capacity = draw.randrange(10, 60), draw.choice([8, 20, 1000])
+        with Desk() as desk:
+            trainer = Trainer(desk, kind, max(capacity, len(state["buffer"]["keys"]) if state else 0), state)
+            trainer.served = list(served)
+            with running(trainer), Producer([desk.trainer()], in_turn(seed + attempt), attempt, window=16) as producer:
+                if attempt == 3:
+                    received = threading.Thread(target=trainer.drain)
+                    received.start()
+                    producer.join()
+                    desk.finish()
+                    received.join(PATIENCE_S)
+                    info = trainer.buffer.info()
+                else:
+                    while len(trainer.served) < len(served) + stop_at and trainer.source.figures()["received"] < len(
+                        ALL
+                    ):
+                        if trainer.buffer.wait_ready(4, 0.2):
+                            trainer.get()
+                    state = trainer.state()
+                    served = list(trainer.served)
+    assert info.puts == len(ALL)
+    assert set(trainer.served) == ALL
+    assert kind == "reservoir" or len(trainer.served) == len(ALL)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_number_of_trainers_goes_on(before, after, kind):
+    """Each sample is put once in all, whoever got it; what the buffers held is served by whoever holds it now."""
+    keys = in_turn(before)
+    with ExitStack() as stack:
+        desk = stack.enter_context(Desk())
+        trainers = [Trainer(desk, kind, index=i, trainers=before) for i in range(before)]
+        stack.enter_context(running(*trainers))
+        addresses = [desk.trainer(i) for i in range(before)]
+        with Producer(addresses, keys[: len(keys) // 2]) as producer:
+            producer.join()
+            for one in trainers:
+                for _ in range(3):
+                    one.get()
+        parts = [
+            {**one.state(), "random": None, "task": {}, "counters": {"samples_served": 0, "batch_idx": 0}}
+            for one in trainers
+        ]
+    served = [key for one in trainers for key in one.served]
+    parts = reshard(parts, after, capacity=1000, entropy=(1, 1))
+    with ExitStack() as stack:
+        desk = stack.enter_context(Desk())
+        trainers = [Trainer(desk, kind, state=parts[i], index=i, trainers=after) for i in range(after)]
+        stack.enter_context(running(*trainers))
+        addresses = [desk.trainer(i) for i in range(after)]
+        inherited = [desk.joined[i].inherited for i in range(after)]
+        assert all(one == inherited[0] for one in inherited)
+        assert sum(inherited[0].values()) == len(keys) // 2
+        assert all(not desk.joined[i].received for i in range(after))
+        with Producer(addresses, keys, attempt=1) as producer:
+            producer.join()
+            desk.finish()
+            for one in trainers:
+                one.drain()
+        duplicated = sum(one.source.figures()["duplicated"] for one in trainers)
+        received, inherited = (
+            sum(one.source.figures()[name] for one in trainers) for name in ("received", "inherited")
+        )
+        state = trainers[0].state()
+    served += [key for one in trainers for key in one.served]
+    assert set(served) == ALL
+    assert (duplicated, inherited, received) == (len(keys) // 2, len(keys) // 2, len(keys))
+    assert kind == "reservoir" or len(served) == len(ALL)
+    # And once more, back to one: all is known.
+    again = Stream()
+    again.reshard([Leftover(state["source"], state["buffer"]["counters"]["puts"])], state["buffer"]["keys"])
+    assert sum(again.identities.inherited().values()) >= len(keys) // 2
+
+
+def test_a_position_that_was_never_reached_is_refused():
+    with Desk() as desk:
+        stream = Stream()
+        stream.connect(post(desk))
+        with pytest.raises(CheckpointError, match=r"position \(3\)"):
+            next(stream.groups(3))
+        stream.close()
+
+
+def test_samples_and_groups_are_the_same_sequence():
+    with Desk() as desk, senders() as new:
+        stream = Stream()
+        stream.connect(post(desk))
+        found = []
+        reading = threading.Thread(target=lambda: found.extend(stream.samples(0)))
+        reading.start()
+        line = new(desk.trainer()).open()
+        for step in range(5):
+            line.sample(0, step)
+        line.hear_taken(5)
+        desk.finish()
+        reading.join(PATIENCE_S)
+        assert [key for key, _ in found] == [(0, step) for step in range(5)]
+        stream.close()
+
+
+def test_a_source_that_was_closed_gives_nothing():
+    with Desk() as desk:
+        stream = Stream()
+        stream.connect(post(desk))
+        stream.close()
+        assert list(stream.groups(0)) == []
+        assert (stream.figures(), stream.statistics()) == ({}, {})
+
+
+# What is expected, and what is refused.
+
+
+def test_what_is_expected_is_what_the_plan_deals_to_a_trainer():
+    with Desk() as desk:
+        streams = [Stream() for _ in range(3)]
+        assert streams[0].expected is None
+        for i, one in enumerate(streams):
+            one.connect(post(desk, index=i, trainers=3, count=5, steps=7))
+        dealt = [sum((simulation + step) % 3 == i for simulation in range(5) for step in range(7)) for i in range(3)]
+        assert [one.expected for one in streams] == dealt
+        assert [one.total for one in streams] == [None] * 3
+        # Of what was received before, only what the buffer begins with counts.
+        old = {"inherited": [], "log": [[0, 0], [0, 1], [1, 0], [1, 1]], "held": 0}
+        streams[1].reshard([Leftover(old, 3)], [(0, 0)])
+        assert streams[1].expected == dealt[1] - 2 + 1
+        streams[0].connect(post(desk, count=5, steps=7, deal="simulation", trainers=2))
+        assert streams[0].expected is None
+
+
+def online(**keys):
+    return Config(simulations=SimulationsConfig(**{"fields": {"u": [2]}, **keys}))
+
+
+@pytest.mark.parametrize(
+    ("source", "config", "says"),
+    [
+        (Stream, Config(), "train_source gives Stream, so the config must have the section simulations"),
+        (Simulations, Config(), "train_source gives Simulations, so the config must have the section"),
+        (Stream, online(command="solve", count=1), "give paramserver.sources.Simulations, or leave it out"),
+        (Simulations, online(), "simulations.command or function must say how one is started"),
+    ],
+)
+def test_a_source_that_does_not_suit_the_config_is_refused(source, config, says):
+    with pytest.raises(UnsupportedConfiguration, match=says):
+        make_source(source(), Partition(0, 1), config)
+
+
+@pytest.mark.parametrize(("source", "config"), [(Stream, online()), (Simulations, online(function="a:b", count=2))])
+def test_a_source_that_suits_stays_what_it_is(source, config):
+    made = source()
+    assert make_source(made, Partition(0, 1), config) is made
+
+
+def test_a_source_that_was_told_nothing_says_so():
+    with pytest.raises(UnsupportedConfiguration, match="Stream must be told where to receive before it is read"):
+        next(Stream().groups(0))
+
+
+def test_without_pyzmq_there_is_one_sentence(monkeypatch):
+    for name in ("zeromq", "keys", "ear", "reception"):
+        monkeypatch.delitem(sys.modules, f"paramserver.online.{name}", raising=False)
+    monkeypatch.setitem(sys.modules, "zmq", None)
+    with pytest.raises(UnsupportedConfiguration, match=r"needs pyzmq; install paramserver\[online\]"):
+        Stream().connect(Post("tcp://127.0.0.1:1", b"", plan(), 0, 1))
+
+
+def test_who_still_lives_after_the_end_is_told():
+    with Desk() as desk, senders() as new:
+        trainer = Trainer(desk)
+        with running(trainer):
+            line = new(desk.trainer()).open()
+            desk.finish()
+            trainer.drain()
+            line.send([Header(Kind.TOUCH).pack()])
+            assert line.hear()[0] is Kind.OVER

@@ -1,0 +1,190 @@
+"""A user's class by its name: which file or module is meant, and what is said where there is none."""
+
+import gc
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+
+from paramserver.errors import TaskError, UnsupportedConfiguration
+from paramserver.importing import importing_torch, load_object, reference_to
+
+CLASS = "class Digits:\n    where = {where!r}\n"
+
+
+@pytest.fixture(autouse=True)
+def import_state():
+    """sys.path and sys.modules as they were."""
+    path, modules = list(sys.path), dict(sys.modules)
+    yield
+    sys.path[:] = path
+    for name in sys.modules.keys() - modules.keys():
+        del sys.modules[name]
+
+
+def write(folder: Path, name: str, text: str | None = None) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / name
+    file.write_text(CLASS.format(where=folder.name) if text is None else text)
+    return file
+
+
+def test_a_file_is_looked_for_in_the_folders_in_their_order(tmp_path):
+    write(tmp_path / "second", "digits_task.py")
+    folders = [tmp_path / "first", tmp_path / "second"]
+    assert load_object("digits_task.py:Digits", "task", folders).where == "second"
+    del sys.modules["digits_task"]
+    write(tmp_path / "first", "digits_task.py")
+    assert load_object("digits_task.py:Digits", "task", folders).where == "first"
+
+
+def test_a_file_may_be_absolute_or_in_a_sub_folder(tmp_path):
+    file = write(tmp_path / "sub", "deep_task.py")
+    assert load_object(f"{file}:Digits", "task").where == "sub"
+    assert load_object("sub/deep_task.py:Digits", "task", [tmp_path]) is load_object(f"{file}:Digits", "task")
+
+
+def test_a_file_is_imported_once(tmp_path):
+    file = write(tmp_path, "counted_task.py", "import sys\nsys.counted = getattr(sys, 'counted', 0) + 1\nclass A: pass")
+    try:
+        assert load_object(f"{file}:A", "task") is load_object("counted_task.py:A", "task", [tmp_path])
+        assert load_object("counted_task:A", "task", [tmp_path]) is load_object(f"{file}:A", "task")
+        assert sys.counted == 1
+    finally:
+        del sys.counted
+
+
+def test_a_file_with_the_name_of_a_module_takes_nothing_from_it(tmp_path):
+    loaded = load_object("json.py:Digits", "task", [write(tmp_path, "json.py").parent])
+    import json
+
+    assert loaded.where == tmp_path.name
+    assert json.dumps([1]) == "[1]"
+
+
+def test_a_file_may_import_its_neighbours(tmp_path):
+    write(tmp_path, "neighbour_of_task.py", "VALUE = 7\n")
+    file = write(tmp_path, "with_neighbour.py", "from neighbour_of_task import VALUE\nclass A: value = VALUE\n")
+    assert load_object(f"{file}:A", "task").value == 7
+
+
+def test_a_module_is_found_in_the_folders(tmp_path):
+    write(tmp_path / "one" / "pack_of_tasks", "mod.py")
+    write(tmp_path / "two" / "pack_of_tasks", "mod.py")
+    folders = [tmp_path / "one", tmp_path / "two"]
+    assert load_object("pack_of_tasks.mod:Digits", "task", folders).where == "pack_of_tasks"
+    assert Path(sys.modules["pack_of_tasks.mod"].__file__).parts[-3] == "one"
+
+
+@pytest.mark.parametrize("reference", ["Digits", ":Digits", "a.py:", "a.py:Di gits", "a.py:1st", ""])
+def test_a_reference_has_a_place_and_a_name(reference):
+    with pytest.raises(UnsupportedConfiguration, match=r'must read "module:Class" or "path/to/file\.py:Class"'):
+        load_object(reference, "trainer")
+
+
+def test_a_missing_file_says_where_it_was_looked_for(tmp_path):
+    with pytest.raises(TaskError) as caught:
+        load_object("sub/none.py:Digits", "task", [tmp_path / "a", tmp_path / "b"])
+    assert str(caught.value) == (
+        f"task: there is no file sub/none.py; looked in {tmp_path / 'a' / 'sub'}, {tmp_path / 'b' / 'sub'}"
+    )
+
+
+def test_a_missing_name_says_what_there_is(tmp_path):
+    file = write(tmp_path, "several.py", "from pathlib import Path\nclass B: pass\nclass A: pass\n")
+    with pytest.raises(TaskError, match=r"several\.py has no Digits; it has A, B$"):
+        load_object(f"{file}:Digits", "task")
+    with pytest.raises(TaskError, match="it has no classes"):
+        load_object(f"{write(tmp_path, 'bare.py', '')}:Digits", "task")
+
+
+@pytest.mark.parametrize("module", ["no_such_module", "no_such_module.below", "json.no_such_part"])
+def test_a_missing_module_is_named(module):
+    with pytest.raises(TaskError, match=r"^task: there is no module (no_such_module|json\.no_such_part); the current"):
+        load_object(f"{module}:Digits", "task")
+
+
+def test_a_module_that_lacks_one_of_its_own_imports_is_another_matter(tmp_path):
+    write(tmp_path, "lacks_something.py", "import not_installed_anywhere\n")
+    with pytest.raises(TaskError, match="importing lacks_something failed: No module named 'not_installed_anywhere'"):
+        load_object("lacks_something:Digits", "task", [tmp_path])
+
+
+@pytest.mark.parametrize(("text", "kind"), [("1 / 0", "ZeroDivisionError"), ("class", "SyntaxError")])
+@pytest.mark.parametrize("form", ["{}", "{}.py"])
+def test_what_an_import_raises_is_told_and_kept(tmp_path, text, kind, form):
+    write(tmp_path, "broken_task.py", text)
+    with pytest.raises(TaskError, match=f"importing .*broken_task.* raised {kind}: ") as caught:
+        load_object(f"{form.format('broken_task')}:Digits", "task", [tmp_path])
+    assert type(caught.value.__cause__).__name__ == kind
+    assert "broken_task" not in sys.modules  # the corrected file is read anew
+
+
+def test_any_object_may_be_named(tmp_path):
+    assert load_object("json:loads", "task")("7") == 7
+
+
+# The way back.
+
+
+class AtTheTop:
+    class Inside:
+        pass
+
+
+def test_a_class_at_the_top_of_a_module_is_found_by_it():
+    assert reference_to(AtTheTop) == f"{__name__}:AtTheTop"
+    assert load_object(reference_to(AtTheTop), "task") is AtTheTop
+
+
+def test_a_class_that_others_cannot_find_is_refused():
+    def maker() -> type:
+        class Local:
+            pass
+
+        return Local
+
+    for hidden in (AtTheTop.Inside, maker()):
+        with pytest.raises(TaskError, match="must be defined at the top of a module"):
+            reference_to(hidden)
+
+
+def test_a_class_of_the_script_is_found_by_its_file(tmp_path, monkeypatch):
+    script = write(tmp_path, "script.py")
+    typed = type("Digits", (), {"__module__": "__main__", "__qualname__": "Digits"})
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)
+    assert reference_to(typed) == f"{script}:Digits"
+    monkeypatch.delattr(sys.modules["__main__"], "__file__")
+    with pytest.raises(TaskError, match=r"Digits was defined at a prompt .* or use mode: local"):
+        reference_to(typed)
+
+
+@pytest.mark.parametrize("error", [None, ValueError("while it was imported")])
+def test_torch_is_imported_without_collecting_garbage(monkeypatch, error):
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    frozen = gc.get_freeze_count()
+    try:
+        with pytest.raises(ValueError) if error else nullcontext(), importing_torch():
+            assert not gc.isenabled()
+            if error:
+                raise error
+        assert gc.isenabled()
+        assert gc.get_freeze_count() > frozen
+    finally:
+        gc.unfreeze()
+
+
+def test_where_torch_is_there_or_the_user_collects_nothing_it_is_left_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", sys)
+    with importing_torch():
+        assert gc.isenabled()
+    monkeypatch.delitem(sys.modules, "torch")
+    gc.disable()
+    try:
+        with importing_torch():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+        assert gc.get_freeze_count() == 0
+    finally:
+        gc.enable()

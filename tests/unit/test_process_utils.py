@@ -1,0 +1,46 @@
+"""The end of a process: nothing that is owed is lost, and no thread of native code turns success into SIGABRT."""
+
+import subprocess
+import sys
+
+import pytest
+
+
+def ended(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("torch", ["", "import torch"])
+def test_the_code_and_all_that_was_owed(torch):
+    done = ended(
+        f"""
+import atexit, sys, threading, time
+{torch}
+from paramserver.process_utils import leave
+atexit.register(lambda: print("handler"))
+threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
+print("work", end="\\n")
+leave(3)
+"""
+    )
+    assert done.returncode == 3, done.stderr
+    assert done.stdout.split() == ["work", "thread", "handler"]
+
+
+def test_a_store_that_a_daemon_thread_waits_for_does_not_abort_a_good_end():
+    """Where the interpreter is finalized, the thread of a wait that was given up ends the process by SIGABRT."""
+    done = ended(
+        """
+import socket, threading, time
+from datetime import timedelta
+from torch.distributed import TCPStore
+from paramserver.process_utils import leave
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+waiting = TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
+threading.Thread(target=lambda: waiting.get("never"), daemon=True).start()
+time.sleep(0.2)  # it is inside the wait by now, or never ends there
+del store
+leave(0)
+"""
+    )
+    assert done.returncode == 0, done.stderr

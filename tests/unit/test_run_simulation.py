@@ -1,0 +1,81 @@
+"""A function of the user's as one simulation: its client, its end, its errors."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fake_run import FakeRun
+
+from paramserver.cluster.simulation import Producer
+from paramserver.online.protocol import Kind
+
+ROOT = Path(__file__).parents[2]
+
+FUNCTIONS = """
+import sys
+import numpy as np
+
+def well(parameters, client):
+    assert "torch" not in sys.modules
+    for step in range(3):
+        client.send(step, {"temperature": np.full((2, 3), parameters[1], np.float32)})
+
+def raises(parameters, client):
+    well(parameters, client)
+    raise LookupError("the mesh is torn")
+"""
+
+
+@pytest.fixture
+def work(tmp_path):
+    (tmp_path / "functions.py").write_text(FUNCTIONS)
+
+    def worked(run, function):
+        told = Producer(run.address, 5, (0.5, 1.25), 2, 0, 1)
+        environ = {**os.environ, "PYTHONPATH": str(ROOT), **told.variables()}
+        command = [sys.executable, "-m", "paramserver.run_simulation", function, "--folder", str(tmp_path)]
+        return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+
+    return worked
+
+
+@pytest.mark.parametrize("function", ["functions:well", "functions.py:well"])
+def test_a_function_gets_its_parameters_and_a_client_that_is_closed_for_it(work, function):
+    with FakeRun(trainers=1) as run:
+        done = work(run, function)
+        run.wait_for(lambda: run.byes)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert [(header.simulation, header.attempt, header.step) for header in run.byes] == [(5, 2, 3)]
+        assert [float(arrays["temperature"][1, 2]) for _, arrays in run.samples[0]] == [1.25] * 3
+
+
+def test_an_exception_is_shown_and_nothing_is_said_to_be_complete(work):
+    with FakeRun(trainers=1) as run:
+        done = work(run, "functions:raises")
+        assert done.returncode == 1
+        assert "LookupError: the mesh is torn" in done.stderr
+        assert "Traceback" in done.stderr
+        assert run.byes == []
+
+
+def test_a_run_that_wants_no_more_is_a_good_end(work):
+    with FakeRun(trainers=1) as run:
+        run.answers[Kind.SAMPLE] = lambda header: [header.answer(Kind.OVER).pack(), b"enough"]
+        done = work(run, "functions:well")
+        assert (done.returncode, done.stdout, done.stderr) == (0, "ended early: enough\n", "")
+
+
+@pytest.mark.parametrize(
+    ("function", "sentence"),
+    [("functions:missing", "functions has no missing"), ("nowhere:well", "there is no module nowhere")],
+)
+def test_a_function_that_is_not_there_is_told_in_one_sentence(work, function, sentence):
+    with FakeRun(trainers=1) as run:
+        done = work(run, function)
+        assert done.returncode == 2
+        assert done.stderr.startswith("error: simulations.function")
+        assert sentence in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+        assert run.hellos == []

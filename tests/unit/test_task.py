@@ -1,0 +1,146 @@
+"""What a user writes: what must be there, what has a default, and how a task is made again elsewhere."""
+
+import pytest
+import torch
+from torch import nn
+
+from paramserver import Partition, Task, rank_zero_only
+from paramserver.context import set_trainer_index
+from paramserver.errors import TaskError
+from paramserver.task import REQUIRED, check_task_class, default_batching
+
+
+class Complete(Task):
+    def __init__(self, width: int = 4, *, lr: float = 0.1, **more) -> None:
+        self.width = width
+
+    def build_model(self):
+        return nn.Linear(self.width, 1)
+
+    def build_optimizer(self, model):
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train_source(self, partition):
+        return [1.0, 2.0]
+
+    def training_step(self, model, batch, batch_idx):
+        return model(batch).mean()
+
+
+def without(name: str) -> type[Task]:
+    written = {n: getattr(Complete, n) for n in REQUIRED if n != name}
+    return type("Lacking", (Task,), written)
+
+
+def test_a_complete_task_is_taken():
+    assert check_task_class(Complete, "m:Complete") is Complete
+    assert check_task_class(type("Derived", (Complete,), {}), "m:Derived").__name__ == "Derived"
+
+
+@pytest.mark.parametrize("name", REQUIRED)
+def test_a_method_that_is_missing_is_named_with_its_signature(name):
+    with pytest.raises(TaskError, match=f"^task \\(m:C\\) lacks {name}; write {name}\\(self"):
+        check_task_class(without(name), "m:C")
+    arguments = {"build_model": 0, "build_optimizer": 1, "train_source": 1, "training_step": 3}[name]
+    with pytest.raises(TaskError, match=f"^Lacking lacks {name}; write {name}\\(self"):
+        getattr(without(name)(), name)(*[None] * arguments)
+
+
+@pytest.mark.parametrize("other", [nn.Linear, Complete(), None, "m:C", lambda: None])
+def test_what_is_no_task_is_refused(other):
+    with pytest.raises(TaskError, match=r"it must be a class derived from paramserver\.Task"):
+        check_task_class(other, "m:C")
+
+
+@pytest.mark.parametrize(
+    ("task", "expected"),
+    [
+        (Complete(), {}),
+        (Complete(7), {"width": 7}),
+        (Complete(width=7, lr=0.5), {"width": 7, "lr": 0.5}),
+        (Complete(7, depth=2, kwargs=1), {"width": 7, "depth": 2, "kwargs": 1}),
+    ],
+)
+def test_a_task_tells_the_arguments_that_make_another_like_it(task, expected):
+    assert task.keyword_arguments() == expected
+    assert Complete(**task.keyword_arguments()).keyword_arguments() == expected
+
+
+def test_arguments_without_a_name_cannot_be_passed_on():
+    class Listing(Complete):
+        def __init__(self, *widths) -> None:
+            self.widths = widths
+
+    assert Listing().keyword_arguments() == {}
+    with pytest.raises(TaskError, match="Listing: argument widths has no name"):
+        Listing(1, 2).keyword_arguments()
+
+
+def test_a_task_without_a_constructor_takes_no_arguments():
+    class Bare(Task):
+        pass
+
+    assert Bare().keyword_arguments() == {}
+    with pytest.raises(TypeError, match=r"Bare\(\) takes no arguments"):
+        Bare(width=3)
+
+
+def test_what_need_not_be_written_has_a_default():
+    task = Complete()
+    assert task.build_scheduler(None) is None
+    assert task.validation_source(Partition(0, 1)) is None
+    assert task.process_sample("sample") == "sample"
+    assert torch.equal(task.collate([1.0, 2.0]), torch.tensor([1.0, 2.0], dtype=torch.float64))
+    assert list(task.devices) == [torch.device("cpu")]
+    for name, arguments in (
+        ("on_train_start", 0),
+        ("on_epoch_start", 1),
+        ("on_batch_start", 1),
+        ("on_batch_end", 1),
+        ("on_validation_start", 1),
+        ("on_validation_end", 1),
+        ("on_epoch_end", 1),
+        ("on_checkpoint", 1),
+        ("on_resume", 1),
+        ("on_train_end", 0),
+    ):
+        assert getattr(task, name)(*[{}] * arguments) is None
+    with pytest.raises(TaskError, match="Complete has a validation_source but no validation_step"):
+        task.validation_step(None, None, 0, 0)
+
+
+def test_only_unchanged_batching_is_default():
+    assert default_batching(Complete())
+    for name in ("process_sample", "collate"):
+        assert not default_batching(type("Own", (Complete,), {name: lambda self, x: x})())
+
+
+def test_a_number_is_logged_by_the_trainer():
+    class Trainer:
+        def log(self, name, value):
+            self.logged = name, value
+
+    task = Complete()
+    with pytest.raises(TaskError, match=r"self\.log\('gradient'\) was called where no trainer runs"):
+        task.log("gradient", 1.0)
+    task.trainer = Trainer()
+    task.log("gradient", 1.0)
+    assert task.trainer.logged == ("gradient", 1.0)
+
+
+@pytest.mark.parametrize(("trainer_index", "calls"), [(None, 1), (0, 1), (1, 0), (5, 0)])
+def test_one_trainer_alone_runs_what_is_for_rank_zero(trainer_index, calls):
+    called = []
+
+    @rank_zero_only
+    def save(path: str) -> str:
+        called.append(path)
+        return "saved"
+
+    set_trainer_index(trainer_index)
+    try:
+        assert save("a") == ("saved" if calls else None)
+    finally:
+        set_trainer_index(None)
+    assert len(called) == calls
+    assert save.__name__ == "save"

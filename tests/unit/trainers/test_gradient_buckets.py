@@ -1,0 +1,218 @@
+"""Gradients on their way out: what arrives is what the parameters hold at the end, whatever left before."""
+
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from paramserver import Task
+from paramserver.parameters.flat import Layout, trainable
+from paramserver.transport.base import Early
+from paramserver.transport.rpc import RpcTrainerEnd
+from trainers.base import overrides
+from trainers.gradient_buckets import Departures
+from trainers.rpc import RpcTrainer
+
+SMALL = 600  # bytes: most parameters of the models here travel alone
+
+
+class Sent:
+    """Where messages go: a copy of each as it was when it left, and whether backward was going on."""
+
+    def __init__(self, model, flat_bytes=SMALL):
+        self.parameters = trainable(model)
+        self.layout = Layout.of(self.parameters.items(), flat_bytes)
+        self.way = RpcTrainerEnd(self.layout, self.layout, list(self.parameters.values()))
+        self.messages, self.during, self.in_backward = {}, [], False
+        self.departures = Departures(self.way, list(self.parameters.values()), self.send)
+
+    def send(self, early):
+        self.messages[early] = self.way.departing(early).clone()
+        if self.in_backward:
+            self.during.append(early)
+
+    def backward(self, loss):
+        self.in_backward = True
+        loss.backward()
+        self.in_backward = False
+
+    def arrived(self):
+        """By name: the last of each message, and what goes with the context."""
+        pulled = [torch.zeros(n, requires_grad=True) for n in self.layout.sizes]
+        self.way.seal(pulled).backward()
+        assert [flat.grad is None for flat in pulled] == [False] + [True] * len(self.way.early)
+        flats = [pulled[0].grad, *(self.messages[Early(0, n)] for n in range(1, len(self.layout.sizes)))]
+        return self.layout.views(flats)
+
+    def check(self):
+        for name, got in self.arrived().items():
+            gradient = self.parameters[name].grad
+            assert torch.equal(got, torch.zeros_like(got) if gradient is None else gradient), name
+
+
+def layers(*sizes):
+    return nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(sizes)))
+
+
+def halved_unseen(parameter):
+    parameter.grad.data.mul_(0.5)
+
+
+@pytest.fixture
+def sent():
+    torch.manual_seed(1)
+    made = Sent(layers(5, 20, 20, 20, 3))
+    yield made
+    made.departures.close()
+
+
+def loss_of(made, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    value = torch.randn(4, 5, generator=generator)
+    names = iter(made.parameters.values())
+    for weight, bias in zip(names, names, strict=True):
+        value = torch.tanh(value @ weight.T + bias)
+    return value.pow(2).sum()
+
+
+def test_messages_leave_while_backward_goes_on(sent):
+    assert len(sent.way.early) > 2
+    sent.departures.begin()
+    sent.backward(loss_of(sent))
+    assert sorted(sent.during, key=lambda early: early.number) == list(sent.way.early)
+    assert sent.departures.finish() is None
+    assert len(sent.during) == len(sent.way.early)  # none twice
+    sent.check()
+
+
+def test_nothing_leaves_before_it_is_awaited(sent):
+    sent.backward(loss_of(sent))
+    assert sent.messages == {}
+    assert sent.departures.finish() is None
+    sent.check()
+    sent.parameters["0.weight"].grad.zero_()
+    sent.backward(loss_of(sent))  # finish has ended what begin began
+    assert sent.during == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda p: p.grad.mul_(0.5),
+        lambda p: setattr(p, "grad", p.grad * 2),
+        lambda p: setattr(p, "grad", None),
+        lambda p: torch.nn.utils.clip_grad_norm_([p], 1e-3),
+    ],
+    ids=["in place", "another", "none", "clipped"],
+)
+def test_what_was_changed_since_it_left_leaves_again(sent, change):
+    sent.departures.begin()
+    sent.backward(loss_of(sent))
+    change(sent.parameters["2.weight"])
+    before = len(sent.during)
+    used = sent.departures.finish()
+    assert before == len(sent.during) == len(sent.way.early)
+    assert (used is None) == all(p.grad is not None for p in sent.parameters.values())
+    sent.check()
+
+
+def test_a_second_backward_of_the_same_step_counts(sent):
+    sent.departures.begin()
+    sent.backward(loss_of(sent, 1))
+    sent.backward(loss_of(sent, 2))
+    sent.departures.finish()
+    sent.check()
+
+
+def test_a_hook_that_comes_later_may_change_gradients_unseen(sent):
+    """Through ``grad.data``; the messages of other parameters leave early all the same."""
+    parameter = sent.parameters["2.weight"]
+    hook = parameter.register_post_accumulate_grad_hook(halved_unseen)
+    sent.departures.begin()
+    sent.backward(loss_of(sent))
+    assert len(sent.during) == len(sent.way.early) - 1
+    sent.departures.finish()
+    sent.check()
+    hook.remove()
+    sent.departures.begin()
+    sent.during.clear()
+    sent.backward(loss_of(sent))
+    assert len(sent.during) == len(sent.way.early)
+
+
+def test_a_parameter_without_a_gradient_holds_up_only_its_own_message(sent):
+    sent.departures.begin()
+    names = ["2.weight", "3.weight", "3.bias"]
+    sent.backward(sum(sent.parameters[name].sum() for name in names))
+    assert 0 < len(sent.during) < len(sent.way.early)
+    assert sent.departures.finish() == tuple(name in names for name in sent.parameters)
+    sent.check()
+
+
+def test_what_the_last_step_left_does_not_come_again(sent):
+    sent.departures.begin()
+    sent.backward(loss_of(sent))
+    sent.departures.finish()
+    for parameter in sent.parameters.values():
+        parameter.grad = None
+    sent.departures.begin()
+    sent.backward(sent.parameters["2.weight"].sum())
+    sent.departures.finish()
+    sent.check()
+
+
+def test_closed_it_leaves_the_parameters_as_they_were(sent):
+    sent.departures.close()
+    sent.departures.begin()
+    sent.backward(loss_of(sent))
+    assert sent.during == []
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_steps_of_any_model(seed):
+    """Random layers and sizes of messages; micro-batches, frozen parts, changes after backward."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(n):
+        return int(torch.randint(n, (), generator=generator))
+
+    torch.manual_seed(seed)
+    made = Sent(layers(5, *(1 + draw(30) for _ in range(1 + draw(5)))), flat_bytes=4 * (1 + draw(1000)))
+    for step in range(5):
+        for parameter in made.parameters.values():
+            parameter.grad = None
+        batches = 1 + draw(3)
+        for batch in range(batches):
+            if batch == batches - 1 and draw(4):
+                made.departures.begin()
+            part = [p.sin().sum() for p in made.parameters.values() if draw(5)] if draw(3) == 0 else []
+            made.backward(sum(part[1:], part[0]) if part else loss_of(made, step))
+        for parameter in made.parameters.values():
+            if draw(8) == 0 and parameter.grad is not None:
+                parameter.grad.add_(1.0)
+        made.departures.finish()
+        made.check()
+    made.departures.close()
+
+
+def test_a_hook_is_seen_wherever_it_is_written():
+    class Derived(Task):
+        def on_batch_end(self, batch_idx):
+            pass
+
+    plain, own, derived = object.__new__(Task), object.__new__(Task), object.__new__(Derived)
+    own.on_batch_end = print
+    assert [overrides(task, Task.on_batch_end) for task in (plain, own, derived)] == [False, True, True]
+
+
+def test_bytes_that_go_again_are_counted_again():
+    trainer, none = object.__new__(RpcTrainer), lambda *_: torch.futures.Future()
+    trainer.wire_bytes, trainer._leaving = 0, {}
+    trainer._round = SimpleNamespace(decision=SimpleNamespace(step=3))
+    trainer.remote = SimpleNamespace(begin_early=none, end_early=none)
+    trainer.way = SimpleNamespace(departing=lambda _: torch.zeros(10))
+    for early, counted in ((Early(0, 1), 0), (Early(0, 2), 0), (Early(0, 1), 40), (Early(0, 1), 80)):
+        trainer._send_early(early)
+        assert trainer.wire_bytes == counted

@@ -1,0 +1,183 @@
+"""Validation shared by all trainers: whose samples, the exact mean, and a training that does not notice."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset, TensorDataset
+
+from paramserver import Partition, Task
+from paramserver.config import Config, TrainingConfig
+from paramserver.errors import TaskError
+from paramserver.metrics.records import merge_all
+from trainers.validation import evaluate, evaluating, validation_batches
+
+CPU = torch.device("cpu")
+
+
+class Mean(Task):
+    """Reports the mean of its samples; ``returned`` in place of it."""
+
+    def __init__(self, data=None, returned=None) -> None:
+        self.data = data
+        self.returned = returned
+        self.calls = []
+
+    def validation_source(self, partition):
+        return self.data(partition) if callable(self.data) else self.data
+
+    def validation_step(self, model, batch, valid_batch_idx, batch_idx):
+        self.calls.append((valid_batch_idx, batch_idx, torch.is_grad_enabled(), model.training))
+        return {"x": batch.double().mean()} if self.returned is None else self.returned
+
+
+def config(**training) -> Config:
+    return Config(training=TrainingConfig(**{"batch_size": 4, **training}))
+
+
+def batches_of(task: Task, index: int = 0, count: int = 1, **training):
+    return validation_batches(task, Partition(index, count), config(**training))
+
+
+def evaluated(task: Task, batches, model=None, precision="float32"):
+    return evaluate(task, nn.Linear(1, 1) if model is None else model, batches, 17, lambda b: b, precision, CPU)
+
+
+def numbers(count: int) -> list[float]:
+    return [float(i * i) for i in range(count)]
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 10, 37])
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_the_shares_together_hold_every_sample_once(length, count):
+    task = Mean(TensorDataset(torch.arange(length)))
+    task.collate = lambda samples: [int(s[0]) for s in samples]
+    shares = [list(batches_of(task, i, count)) for i in range(count)]
+    assert sorted(s for share in shares for batch, _ in share for s in batch) == list(range(length))
+    assert all(n == len(batch) <= 4 for share in shares for batch, n in share)
+
+
+@pytest.mark.parametrize("length", [1, 7, 37])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_the_mean_over_all_shares_is_exact(length, count):
+    values = numbers(length)
+    parts = {}
+    for index in range(count):
+        task = Mean(values)
+        parts[index] = evaluated(task, batches_of(task, index, count))
+    merged = merge_all(parts)
+    assert merged.samples == length
+    assert merged.means() == {"x": sum(values) / length}
+
+
+def test_an_iterable_is_this_trainers_own_share():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(numbers(6))
+
+    for data in (lambda p: iter(numbers(6)), Stream()):
+        task = Mean(data)
+        assert [n for _, n in batches_of(task, 1, 2)] == [4, 2]
+        assert evaluated(task, batches_of(task, 1, 2)).samples == 6
+
+
+def test_the_batch_size_of_validation_may_be_its_own():
+    assert [n for _, n in batches_of(Mean(numbers(9)), validation_batch_size=5)] == [5, 4]
+
+
+def test_samples_are_processed_and_collated_by_the_task():
+    class Own(Mean):
+        def process_sample(self, sample):
+            return sample + 1
+
+        def collate(self, samples):
+            return torch.tensor([samples])
+
+    task = Own([1.0, 2.0, 3.0])
+    assert evaluated(task, batches_of(task)).means() == {"x": 3.0}
+
+
+def test_a_task_may_validate_nothing():
+    assert batches_of(Mean(None)) is None
+    assert evaluated(Mean(), ()).means() == {}
+
+
+@pytest.mark.parametrize(("data", "kind"), [(7, "int"), (object(), "object")])
+def test_what_is_no_data_is_refused(data, kind):
+    with pytest.raises(TaskError, match=f"validation_source returned {kind}; it must return a map-style data set"):
+        batches_of(Mean(data))
+
+
+def test_a_source_without_a_step_is_refused_before_the_run():
+    class Half(Task):
+        def validation_source(self, partition):
+            return [1.0]
+
+    with pytest.raises(TaskError, match="Half has a validation_source but no validation_step; write"):
+        batches_of(Half())
+
+
+def test_a_step_sees_an_evaluating_model_and_both_counts():
+    task = Mean(numbers(6))
+    evaluated(task, batches_of(task))
+    assert task.calls == [(0, 17, False, False), (1, 17, False, False)]
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("float32", torch.float32), ("bfloat16", torch.bfloat16)])
+def test_a_step_runs_in_the_precision_of_the_training(precision, dtype):
+    class Typed(Mean):
+        def validation_step(self, model, batch, valid_batch_idx, batch_idx):
+            self.dtype = model(torch.ones(1, 1)).dtype
+            return {}
+
+    task = Typed(numbers(1))
+    evaluated(task, batches_of(task), precision=precision)
+    assert task.dtype is dtype
+
+
+@pytest.mark.parametrize("value", [torch.tensor(2), torch.tensor([2.0]), 2, 2.0, True, torch.tensor(2.0).numpy()])
+def test_a_metric_is_one_number(value):
+    task = Mean(numbers(2), {"x": value})
+    assert evaluated(task, batches_of(task)).means() == {"x": float(value)}
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (0.5, "returned float; it must return a dict of name: mean over the batch"),
+        ([("x", 1.0)], "returned list"),
+        ({"x": torch.ones(3)}, r"x has shape \(3,\); each value must be one number, the mean"),
+        ({"x": "high"}, "x is 'high'; each value must be one number"),
+        ({"x": [1.0]}, r"x is \[1\.0\]; each value must be one number"),
+    ],
+)
+def test_what_is_no_metric_is_refused(returned, message):
+    task = Mean(numbers(2), returned)
+    with pytest.raises(TaskError, match=f"^validation_step, batch 0: {message}"):
+        evaluated(task, batches_of(task))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_every_module_is_afterwards_as_it_was(fails):
+    model = nn.Sequential(nn.BatchNorm1d(1), nn.Sequential(nn.Dropout(), nn.Linear(1, 1)))
+    model[1][0].eval()  # frozen by the user
+    before = [module.training for module in model.modules()]
+    assert before == [True, True, True, False, True]
+    try:
+        with evaluating(model):
+            assert not any(module.training for module in model.modules())
+            assert not torch.is_grad_enabled()
+            if fails:
+                raise RuntimeError("in the middle")
+    except RuntimeError:
+        assert fails
+    assert [module.training for module in model.modules()] == before
+    assert torch.is_grad_enabled()
+
+
+def test_training_draws_the_same_numbers_with_and_without_a_validation():
+    task = Mean(numbers(9))
+    loader, model = batches_of(task), nn.Linear(1, 1)
+    state = torch.get_rng_state()
+    for _ in range(3):
+        evaluated(task, loader, model)
+    assert torch.equal(torch.get_rng_state(), state)

@@ -1,0 +1,64 @@
+"""The server's table of those who wait for an answer."""
+
+import time
+
+import pytest
+import torch
+
+from paramserver.transport.messages import Gathering, union
+
+
+def test_a_gathering_keeps_parts_and_futures_by_trainer():
+    gathering = Gathering()
+    before = time.perf_counter()
+    futures = {i: gathering.add(i, f"part {i}") for i in (2, 0, 1)}
+    after = time.perf_counter()
+    parts, held, arrived = gathering.take()
+    assert parts == {2: "part 2", 0: "part 0", 1: "part 1"}
+    assert held == futures
+    assert before <= arrived[2] <= arrived[0] <= arrived[1] <= after
+    assert not any(future.done() for future in futures.values())
+
+
+def test_what_was_taken_does_not_grow_with_the_next_round():
+    gathering = Gathering()
+    gathering.add(0, "first")
+    parts, held, arrived = gathering.take()
+    assert (gathering.parts, gathering.futures, gathering.arrived) == ({}, {}, {})
+    gathering.add(0, "second")
+    assert parts == {0: "first"}
+    assert len(held) == len(arrived) == 1
+    assert gathering.take()[0] == {0: "second"}
+
+
+def test_an_empty_gathering_gives_nothing():
+    assert Gathering().take() == ({}, {}, {})
+
+
+def test_each_future_gets_its_own_answer():
+    gathering = Gathering()
+    futures = [gathering.add(i, None) for i in range(3)]
+    _, held, _ = gathering.take()
+    for index, future in held.items():
+        future.set_result(index * 10)
+    assert torch.futures.wait_all(futures) == [0, 10, 20]
+
+
+@pytest.mark.parametrize(
+    ("masks", "expected"),
+    [
+        ([None, None], None),
+        ([(True, False), None], None),  # one trainer used them all
+        ([(True, False, False), (False, False, True)], (True, False, True)),
+        ([(False, False)], (False, False)),
+        ([(), ()], ()),
+    ],
+)
+def test_a_parameter_is_used_where_any_trainer_used_it(masks, expected):
+    assert union(masks) == expected
+    assert union(list(reversed(masks))) == expected
+
+
+def test_masks_of_different_models_are_an_error():
+    with pytest.raises(ValueError, match="argument"):
+        union([(True,), (True, False)])

@@ -1,0 +1,511 @@
+"""Shared memory that reaches the right processes, blocks nobody, and is gone with those who used it."""
+
+import contextlib
+import ctypes
+import errno
+import gc
+import json
+import os
+import re
+import resource
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from memory_maps import shared_maps
+
+from paramserver.distributed.timeouts import poll_until
+from paramserver.errors import DeadlineExceeded, ParamserverError, PeerLost, PeerRefused, UnsupportedConfiguration
+from paramserver.parameters.flat import Layout
+from paramserver.transport import memory_limits, segments
+from paramserver.transport.memory_limits import available_bytes
+from paramserver.transport.segments import SegmentHost, attach, reachable
+
+MIXED = Layout((torch.float32, torch.bfloat16, torch.bool, torch.float64, torch.int64), (33, 5, 7, 0, 3), ())
+SMALL = Layout((torch.float32,), (16,), ())
+LARGE = Layout((torch.uint8,), (64 * 2**20,), ())
+NAME = "memfd:paramserver-segment"
+NOBODY = 65534
+_CLONE_NEWNET = 0x40000000
+PROGRAM = """
+import gc, os, socket, sys, torch
+from paramserver.parameters.flat import Layout
+from paramserver.transport import segments
+from paramserver.transport.segments import SegmentHost, attach, reachable
+print("ready", flush=True)
+for line in sys.stdin:
+    try:
+        exec(line)
+        print("done", flush=True)
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}", flush=True)
+"""
+
+
+class Other:
+    """Another process, which does what it is told a line at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        environ = {**os.environ, "TMPDIR": str(folder)}
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM], stdin=pipe, stdout=pipe, bufsize=0, env=environ
+        )
+        assert self.said() == "ready"
+
+    def said(self) -> str:
+        assert select.select([self.process.stdout], [], [], 60)[0], "the other process is silent"
+        return self.process.stdout.readline().decode().strip()
+
+    def does(self, line: str) -> str:
+        """What it prints; ``done`` for a line that prints nothing."""
+        self.process.stdin.write(f"{line}\n".encode())
+        answer = self.said()
+        if answer != "done" and line.startswith("print"):
+            assert self.said() == "done"
+        return answer
+
+    def die(self) -> None:
+        self.process.kill()
+        self.process.communicate(timeout=30)
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory):
+    process = Other(tmp_path_factory.mktemp("other"))
+    yield process
+    process.die()
+
+
+@pytest.fixture
+def doomed(tmp_path):
+    process = Other(tmp_path)
+    yield process
+    process.die()
+
+
+def files(pid: int | str = "self") -> list[str]:
+    """What a process has open, and what it has mapped of segments."""
+    found = []
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of this listing
+            found.append(str(link.readlink()))
+    found += [line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if NAME in line]
+    return sorted(name for name in found if re.match("socket|anon_inode|.*memfd", name))
+
+
+@pytest.fixture(autouse=True)
+def no_pages_left():
+    before = files()
+    yield
+    gc.collect()
+    assert files() == before
+    assert not [thread for thread in threading.enumerate() if thread.name == "segment-host"]
+
+
+@pytest.fixture
+def host():
+    with SegmentHost("tests", 5) as opened:
+        yield opened
+
+
+def knock(host: SegmentHost) -> socket.socket:
+    client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    client.settimeout(10)
+    client.connect(f"\0{host.address.partition(':')[0]}")
+    return client
+
+
+def descriptor() -> int:
+    """Of the only segment in this process."""
+    (number,) = (int(link.name) for link in Path("/proc/self/fd").iterdir() if NAME in str(link.resolve()))
+    return number
+
+
+def settle(before: list[str]) -> None:
+    """The host closes its end of a connection a moment after the client has its answer."""
+    gc.collect()
+    assert poll_until(time.monotonic() + 10, lambda: files() == before or None, threading.Event()), files()
+
+
+@contextlib.contextmanager
+def limited(kind: int, most: int):
+    soft, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (most, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(kind, (soft, hard))
+
+
+# Memory in two processes.
+
+
+@pytest.mark.parametrize("layout", [MIXED, SMALL, Layout((torch.bfloat16,), (0,), ()), Layout((), (), ())])
+def test_what_one_process_writes_another_reads(host, other, layout):
+    ours = host.allocate("key", layout)
+    assert [(t.dtype, t.numel()) for t in ours] == list(zip(layout.dtypes, layout.sizes, strict=True))
+    assert all(t.count_nonzero() == 0 for t in ours)
+    for value, tensor in enumerate(ours, 1):
+        tensor.fill_(value)
+    assert other.does(f"theirs = attach({host.address!r}, 'key', {layout!r}, 5)") == "done"
+    expected = [(str(t.dtype), t.double().tolist()) for t in ours]
+    assert other.does("print([(str(t.dtype), t.double().tolist()) for t in theirs])") == str(expected)
+    other.does("[t.fill_(0).view(-1)[-1:].fill_(1) for t in theirs]")
+    assert [t.double().tolist() for t in ours] == [[0.0] * (n - 1) + [1.0] * (n > 0) for n in layout.sizes]
+    other.does("del theirs")
+
+
+def test_flat_tensors_begin_at_cache_lines_and_do_not_overlap(host):
+    ours = [t for t in host.allocate("key", MIXED) if t.numel()]
+    begins = [t.data_ptr() for t in ours]
+    assert [begin % 64 for begin in begins] == [0] * len(ours)
+    assert all(
+        t.data_ptr() + t.numel() * t.element_size() <= after
+        for t, after in zip(ours, [*begins[1:], 2**64], strict=True)
+    )
+
+
+def test_mapping_and_descriptor_end_with_the_tensors(host, other):
+    assert not any("memfd" in name for name in files(other.process.pid))
+    ours = host.allocate("key", SMALL)
+    other.does(f"theirs = attach({host.address!r}, 'key', {SMALL!r}, 5); one = theirs[0][3:5]; del theirs")
+    assert len([name for name in files(other.process.pid) if "memfd" in name]) == 1  # the mapping alone, by a view
+    other.does("del one")
+    assert not any("memfd" in name for name in files(other.process.pid))
+    assert len([name for name in files() if "memfd" in name]) == 2
+    host.release("key")
+    ours[0].fill_(1)
+    del ours
+    assert not any("memfd" in name for name in files())
+
+
+def test_a_released_segment_is_served_no_more_and_its_tensors_stay(host):
+    ours = host.allocate("key", SMALL)
+    theirs = attach(host.address, "key", SMALL, 5)
+    host.release("key")
+    with pytest.raises(ParamserverError, match=r"^segment key must be one of \(\); allocate it first"):
+        attach(host.address, "key", SMALL, 5)
+    ours[0].fill_(2)
+    assert host.allocate("key", SMALL)[0].sum() == 0  # memory of its own
+    assert theirs[0].sum() == 32
+
+
+def test_the_pages_are_there_and_nobody_can_cut_them(host):
+    host.allocate("key", Layout((torch.float32,), (2**18,), ()))
+    assert os.fstat(descriptor()).st_blocks * 512 >= 2**20
+    assert not os.get_inheritable(descriptor())
+    for size_bytes in (0, 2**21):
+        with pytest.raises(PermissionError):
+            os.ftruncate(descriptor(), size_bytes)
+
+
+# Who is served.
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (
+            lambda host: attach(host.address, "no", SMALL, 5),
+            r"segment no must be one of \(key, more\); allocate it first",
+        ),
+        (
+            lambda host: attach(host.address, "key", MIXED, 5),
+            r"segment key \(16 float32\) must .* own layout, not \(33 f",
+        ),
+        (lambda host: host.allocate("key", SMALL), r"segment key must be new"),
+        (lambda host: host.release("no"), r"segment no must be one of \(key, more\)"),
+        (lambda host: SegmentHost("shut", 1).allocate("key", SMALL), r"the host of segment key must be open"),
+        (lambda host: host.__enter__(), r"a segment host \(tests-\w+\) must be entered once"),
+    ],
+)
+def test_errors_name_the_segment_and_the_rule(host, act, message):
+    held = host.allocate("key", SMALL), host.allocate("more", SMALL)
+    with pytest.raises(ParamserverError, match=f"^{message}"):
+        act(host)
+    assert attach(host.address, "key", SMALL, 5)[0].equal(held[0][0])
+
+
+@pytest.mark.parametrize("request_bytes", [b"[", b"{}", b"3", b'["a", "key", ""]', b"[1, 2, 3]", b"x" * 70000])
+def test_who_knows_the_name_alone_gets_nothing(host, request_bytes):
+    host.allocate("key", SMALL)
+    name, _, secret = host.address.partition(":")
+    assert name in (names := Path("/proc/net/unix").read_text())
+    assert secret not in names
+    with knock(host) as stranger:
+        stranger.send(request_bytes)
+        answer, descriptors, _, _ = socket.recv_fds(stranger, 4096, 1)
+    assert descriptors == []
+    assert json.loads(answer)["kind"] == "PeerRefused"
+    with pytest.raises(PeerRefused, match="must begin with its secret"):
+        attach(f"{name}:{secret[:-1]}", "key", SMALL, 5)
+
+
+def test_another_user_is_refused_on_both_sides(host, other):
+    """As root with another user; else with the own one, who is served."""
+    host.allocate("key", SMALL)
+    uid = NOBODY if os.geteuid() == 0 else os.geteuid()
+    foreign = uid != os.geteuid()
+    name, _, secret = host.address.partition(":")
+    request = json.dumps([secret, "key", "16 float32"]).encode()
+    other.does(f"os.seteuid({uid})")
+    other.does(f"s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); s.connect({chr(0) + name!r})")
+    other.does(f"s.send({request!r}); s.settimeout(10); packet, got, *_ = socket.recv_fds(s, 4096, 1); s.close()")
+    answer = other.does("print(len(got), packet.decode()); [os.close(n) for n in got]")
+    assert answer.startswith('0 {"kind": "UnsupportedConfiguration"' if foreign else "1 {}")
+    answer = other.does(f"theirs = attach({host.address!r}, 'key', {SMALL!r}, 5); del theirs")
+    assert ("all processes of a host must have one user" in answer) is foreign
+    assert other.does(f"print(reachable({host.address!r}, 5))") == str(not foreign)
+    other.does(f"os.seteuid({os.geteuid()})")
+
+
+def test_a_host_of_another_user_is_not_trusted(host, monkeypatch):
+    here = threading.current_thread()  # the client; the host sees who asks
+    monkeypatch.setattr(segments, "_peer_uid", lambda _: os.geteuid() + (threading.current_thread() is here))
+    with pytest.raises(UnsupportedConfiguration, match="must have one user"):
+        attach(host.address, "key", SMALL, 5)
+
+
+def test_a_host_is_reached_within_its_network_namespace_only(host):
+    """Where this process may not make a namespace, it stays in its own."""
+    seen = []
+
+    def elsewhere():
+        moved = ctypes.CDLL(None).unshare(_CLONE_NEWNET) == 0  # this thread alone
+        seen.extend([moved, reachable(host.address, 5)])
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join(30)
+    moved, reached = seen
+    assert reached is (not moved)
+    assert reachable(host.address, 5)
+
+
+# Clients that say nothing, or go.
+
+
+def test_a_silent_client_blocks_nobody_and_is_sent_away():
+    with SegmentHost("tests", 0.3) as host, knock(host) as silent:
+        host.allocate("key", SMALL)
+        assert len(attach(host.address, "key", SMALL, 5)) == 1
+        assert silent.recv(1) == b""
+
+
+def test_many_silent_clients_leave_room_for_one_that_asks(host):
+    with contextlib.ExitStack() as crowd:
+        silent = [crowd.enter_context(knock(host)) for _ in range(segments._MOST_WAITING + 20)]
+        assert reachable(host.address, 5)
+        assert [client.recv(1) for client in silent[:20]] == [b""] * 20
+        assert select.select(silent[22:], [], [], 0)[0] == []
+
+
+@pytest.mark.parametrize("says", [None, "request", "nonsense"])
+def test_a_client_that_goes_leaves_nothing(host, says):
+    host.allocate("key", SMALL)
+    before = files()
+    with knock(host) as client:
+        if says is not None:
+            request = [host.address.partition(":")[2], "key", "16 float32"] if says == "request" else {}
+            client.send(json.dumps(request).encode())
+    settle(before)
+    assert reachable(host.address, 5)
+
+
+def test_without_descriptors_a_host_goes_on_when_there_are_some(host, caplog):
+    free = os.dup(0)
+    os.close(free)
+    with (
+        limited(resource.RLIMIT_NOFILE, free + 1),
+        pytest.raises(DeadlineExceeded, match=r"did not answer within 0\.3 s"),
+    ):
+        reachable(host.address, 0.3)
+    assert reachable(host.address, 5)
+    assert "cannot let a client in" in caplog.text
+
+
+def test_clients_are_answered_while_memory_is_made(host, monkeypatch):
+    seen = []
+    monkeypatch.setattr(os, "posix_fallocate", lambda *_: seen.append(reachable(host.address, 5)))
+    host.allocate("key", SMALL)
+    assert seen == [True]
+
+
+def test_a_thread_that_fails_refuses_clients_and_tells_its_owner(monkeypatch):
+    monkeypatch.setattr(SegmentHost, "_serve", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError), SegmentHost("tests", 5) as host:  # noqa: PT012
+        for _ in range(2):
+            with pytest.raises(PeerLost, match="must run in this network namespace and does not answer"):
+                attach(host.address, "key", SMALL, 5)
+
+
+def test_a_closed_host_is_gone_also_for_who_was_waiting():
+    with SegmentHost("tests", 5) as host:
+        silent = knock(host)
+        theirs = host.allocate("key", SMALL)
+    assert silent.recv(1) == b""
+    silent.close()
+    assert not reachable(host.address, 5)
+    assert theirs[0].fill_(1).sum() == 16
+    with pytest.raises(ParamserverError, match="must be open"):
+        host.allocate("more", SMALL)
+
+
+def test_a_closed_host_is_gone_also_where_a_forked_child_keeps_its_sockets():
+    before = files()
+    with SegmentHost("tests", 5) as host:
+        sockets = [link for link in Path("/proc/self/fd").iterdir() if link.resolve().name.startswith("socket")]
+        copies = [os.dup(int(link.name)) for link in sockets]  # what fork does
+        assert reachable(host.address, 5)
+    try:
+        assert len(copies) > len([name for name in before if name.startswith("socket")])
+        assert not reachable(host.address, 5)
+    finally:
+        for copy in copies:
+            os.close(copy)
+
+
+# Processes that are killed.
+
+
+def test_a_killed_client_leaves_nothing(host, doomed):
+    host.allocate("key", SMALL)
+    before = files()
+    doomed.does(f"theirs = attach({host.address!r}, 'key', {SMALL!r}, 5); theirs[0].fill_(3)")
+    doomed.does(f"s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); s.connect({chr(0) + host._name!r})")
+    doomed.die()
+    settle(before)
+    assert attach(host.address, "key", SMALL, 5)[0].sum() == 48
+
+
+def test_a_killed_host_leaves_nothing(doomed, tmp_path):
+    shm = set(Path("/dev/shm").iterdir())
+    doomed.does(f"host = SegmentHost('doomed', 5).__enter__(); ours = host.allocate('key', {SMALL!r})")
+    address = doomed.does("print(host.address)")
+    theirs = attach(address, "key", SMALL, 5)
+    assert "@doomed-" in Path("/proc/net/unix").read_text()
+    assert NAME in "".join(files(doomed.process.pid))
+    assert not [line for line in shared_maps(doomed.process.pid) if NAME not in line]
+    doomed.die()
+    assert "@doomed-" not in Path("/proc/net/unix").read_text()
+    assert not reachable(address, 5)
+    with pytest.raises(PeerLost):
+        attach(address, "key", SMALL, 5)
+    assert theirs[0].fill_(1).sum() == 16  # ends with this tensor, which the last look at this process asserts
+    assert list(tmp_path.iterdir()) == []
+    assert not [name for name in set(Path("/dev/shm").iterdir()) - shm if re.search("torch|segment", name.name)]
+
+
+def test_a_frozen_host_holds_nobody_up(doomed):
+    doomed.does("host = SegmentHost('frozen', 5).__enter__()")
+    address = doomed.does("print(host.address)")
+    doomed.process.send_signal(signal.SIGSTOP)
+    assert os.WIFSTOPPED(os.waitpid(doomed.process.pid, os.WUNTRACED)[1])
+    with pytest.raises(DeadlineExceeded, match=r"did not answer within 0\.2 s"):
+        attach(address, "key", SMALL, 0.2)
+    with contextlib.ExitStack() as queue:  # now nobody can even knock
+        while True:
+            client = queue.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            client.setblocking(False)
+            try:
+                client.connect(f"\0{address.partition(':')[0]}")
+            except BlockingIOError:
+                break
+        with pytest.raises(DeadlineExceeded, match=r"did not answer within 0\.2 s"):
+            reachable(address, 0.2)
+
+
+# Too little memory.
+
+
+def test_too_little_memory_is_said_before_it_is_taken(host, monkeypatch):
+    monkeypatch.setattr(memory_limits, "available_bytes", lambda: 3 * 2**20)
+    monkeypatch.setattr(os, "memfd_create", lambda *_: pytest.fail("this would be killed"))
+    rule = r"^segment key needs 64.0 MiB of shared memory, 3.0 MiB are available; use server.transport: rpc, a smaller "
+    with pytest.raises(UnsupportedConfiguration, match=rule + "model, or a larger memory limit$"):
+        host.allocate("key", LARGE)
+
+
+def test_a_limit_of_file_size_is_too_little_memory(host):
+    before = files()
+    with limited(resource.RLIMIT_FSIZE, 2**20), pytest.raises(UnsupportedConfiguration, match="File too large"):
+        host.allocate("key", LARGE)
+    assert files() == before
+    assert host.allocate("key", SMALL)  # nothing of the first one is kept
+
+
+def test_a_limit_of_address_space_is_too_little_memory(host):
+    host.allocate("key", LARGE)
+    before = files()
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    room = pages * resource.getpagesize() + 16 * 2**20
+    with limited(resource.RLIMIT_AS, room), pytest.raises(UnsupportedConfiguration, match="allocate memory"):
+        attach(host.address, "key", LARGE, 5)
+    settle(before)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EIO])
+def test_what_the_system_refuses_is_said_in_its_words(host, monkeypatch, number):
+    def refuse(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    before = files()
+    expected = OSError if number == errno.EIO else UnsupportedConfiguration
+    with pytest.raises(expected, match=os.strerror(number)):
+        host.allocate("key", SMALL)
+    assert files() == before
+
+
+V2 = "30 1 0:1 {top} /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
+V1 = "31 1 0:2 {top} /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n32 1 0:3 / /cpu rw - cgroup cgroup rw,cpu\n"
+
+
+@pytest.mark.parametrize(
+    ("mounts", "own", "groups", "expected_mib"),
+    [
+        ("", "", {}, 100),
+        (V2.format(top="/"), "0::/job", {"job": "50 20 5"}, 35),
+        (V2.format(top="/"), "0::/job", {"job": "max 20 5"}, 100),
+        (V2.format(top="/"), "0::/job", {"job": "500 20 5"}, 100),
+        (V2.format(top="/"), "0::/job", {"job": "20 30 0"}, 0),
+        (V2.format(top="/"), "0::/job/step", {"job": "50 20 5", "job/step": "90 20 0"}, 35),
+        (V2.format(top="/docker/a"), "0::/docker/a", {".": "40 10 0"}, 30),
+        (V2.format(top="/docker/a"), "0::/docker/a/b", {".": "90 1 0", "b": "40 15 0"}, 25),
+        (V2.format(top="/docker/a"), "0::/docker/other", {".": "40 10 0"}, 30),
+        (V2.format(top="/"), "0::/../job", {".": "40 10 0"}, 30),
+        (V1.format(top="/"), "4:memory:/job\n0::/", {"memory/job": "50 20 5"}, 35),
+        (V1.format(top="/"), "7:cpu:/job\n4:hugetlb,memory:/x", {"memory/job": "1 0 0", "memory/x": "60 20 0"}, 40),
+        (V1.format(top="/") + V2.format(top="/"), "4:memory:/a\n0::/b", {"memory/a": "80 0 0", "b": "70 0 0"}, 70),
+    ],
+)
+def test_the_lowest_of_all_limits_counts(tmp_path, mounts, own, groups, expected_mib):
+    def write(path: str, text: str) -> None:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+
+    write("proc/meminfo", f"MemTotal: {200 * 1024} kB\nMemAvailable: {100 * 1024} kB\n")
+    write("proc/self/mountinfo", "25 1 0:9 / /home rw - ext4 /dev/sda rw\n" + mounts)
+    write("proc/self/cgroup", own)
+    for group, numbers in groups.items():
+        limit, usage, cache = (n if n == "max" else str(int(n) * 2**20) for n in numbers.split())
+        v1 = group.startswith("memory")
+        names = (
+            ["limit_in_bytes", "usage_in_bytes", "total_inactive_file"] if v1 else ["max", "current", "inactive_file"]
+        )
+        write(f"sys/fs/cgroup/{group}/memory.{names[0]}", limit)
+        write(f"sys/fs/cgroup/{group}/memory.{names[1]}", usage)
+        write(f"sys/fs/cgroup/{group}/memory.stat", f"anon 1\n{names[2]} {cache}\n")
+    assert available_bytes(tmp_path) == expected_mib * 2**20
+
+
+def test_this_host_has_memory():
+    assert 2**20 < available_bytes() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
