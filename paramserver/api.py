@@ -14,7 +14,7 @@ from paramserver.cluster import is_supervised, process_environ
 from paramserver.config import MODES, Config, load_config
 from paramserver.errors import UnsupportedConfiguration
 from paramserver.launch import Result, start_here
-from paramserver.runs.attempt import settle_attempt
+from paramserver.runs.attempt import recover_attempt
 from paramserver.runs.resume import config_file_of, open_run
 from paramserver.runs.rundir import read_mapping
 
@@ -59,7 +59,7 @@ def run(
         values["task_args"] = {**values.get("task_args", {}), **task.keyword_arguments()}
     opened = None if resume is None else open_run(Path(resume))
     if opened is not None:
-        settle_attempt(opened)
+        recover_attempt(opened)
         if config is None:
             config_file_of(opened)  # refuses a folder that has none
         values = _over(read_mapping(opened.config_file, yaml.safe_load), values)

@@ -22,21 +22,21 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
-from paramserver.bench.cases import Asked, Case, goal_of, interleaved, make_cases, positive
+from paramserver.bench.cases import Case, RequestedCases, goal_of, interleaved, make_cases, positive
 from paramserver.bench.cost_model import Speed
 from paramserver.bench.link_probe import GLOO, RPC, measure_links
-from paramserver.bench.measure import Method, measure
-from paramserver.bench.network import Hosts, check_may_make_hosts, parse_bandwidth
-from paramserver.bench.slowdown import parse_slow
+from paramserver.bench.measure import MeasuringMethod, measure
+from paramserver.bench.network import NetworkHosts, check_may_make_hosts, parse_bandwidth
+from paramserver.bench.slowdown import parse_slowdown
 from paramserver.cluster import child_environment, process_environ
 from paramserver.errors import Interrupted, TrainingError, UnsupportedConfiguration
-from paramserver.launch import add_overrides, spelled, tell
-from paramserver.process_utils import leave, put_out
+from paramserver.launch import add_overrides, normalize_flags, report_error
+from paramserver.process_utils import exit_process, print_output
 from paramserver.report.cases import cases_of
 from paramserver.report.compare import compare
 from paramserver.report.findings import findings
 from paramserver.report.page import NO_PLOTS, write_report
-from paramserver.report.results import RESULTS_FILE, Result, Results, append_result, read_results
+from paramserver.report.results import RESULTS_FILE, CaseResult, Results, append_result, read_results
 from paramserver.report.svg import has_matplotlib
 from paramserver.runs.rundir import environment_record, not_writable
 
@@ -44,7 +44,7 @@ from paramserver.runs.rundir import environment_record, not_writable
 START_S = 6.0
 
 
-class Progress:
+class BenchmarkProgress:
     """Says what was measured, and how long the rest takes.
 
     Args:
@@ -62,15 +62,15 @@ class Progress:
 
     def begin(self) -> None:
         cases = len(set(self._runs))
-        self.say(f"{len(self._runs)} runs of {cases} cases, about {told_s(self.left_s())}")
+        self.say(f"{len(self._runs)} runs of {cases} cases, about {duration_text(self.left_s())}")
 
-    def done(self, result: Result) -> None:
+    def done(self, result: CaseResult) -> None:
         """One more is over."""
         self._done += 1
         self._took_s.setdefault(result.case, []).append(result.wall_s or 0.0)
         rate = result.samples_per_second
         what = f"failed: {result.error}" if rate is None else f"{rate:.0f} samples/s"
-        left = "" if self._done == len(self._runs) else f"; about {told_s(self.left_s())} left"
+        left = "" if self._done == len(self._runs) else f"; about {duration_text(self.left_s())} left"
         self.say(f"{self._done}/{len(self._runs)} {result.case}, repeat {result.repeat + 1}: {what}{left}")
 
     def left_s(self) -> float:
@@ -93,7 +93,7 @@ def remaining_s(names: Sequence[str], took_s: Mapping[str, Sequence[float]], gue
     return sum(statistics.fmean(took_s[name]) if name in took_s else usual_s for name in names)
 
 
-def told_s(seconds: float) -> str:
+def duration_text(seconds: float) -> str:
     """A duration as 0:02:05."""
     return str(timedelta(seconds=round(seconds)))
 
@@ -139,7 +139,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    words = spelled(sys.argv[1:] if argv is None else argv)
+    words = normalize_flags(sys.argv[1:] if argv is None else argv)
     try:
         if words[:1] == ["compare"]:
             return _compare(words[1:])
@@ -147,14 +147,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 1
     except Exception as error:  # noqa: BLE001 - the last thing printed; with its traceback, unless the input is wrong
-        return tell(error)
+        return report_error(error)
 
 
 def _benchmark(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     cases, repeats, method = prepare(arguments, words)
     runs = list(interleaved(cases, repeats))
-    progress = Progress(sys.stderr, [case for _, case in runs], method.warm_s + method.seconds)
-    results: list[Result] = []
+    progress = BenchmarkProgress(sys.stderr, [case for _, case in runs], method.warm_s + method.seconds)
+    results: list[CaseResult] = []
     notes: list[str] = []
     with _stopping(method.stop), method.hosts or contextlib.nullcontext():
         try:
@@ -178,7 +178,7 @@ def _benchmark(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     return int(any(not result.is_completed for result in results))
 
 
-def prepare(arguments: argparse.Namespace, words: Sequence[str]) -> tuple[list[Case], int, Method]:
+def prepare(arguments: argparse.Namespace, words: Sequence[str]) -> tuple[list[Case], int, MeasuringMethod]:
     """What is measured, how often and how.
 
     Args:
@@ -188,8 +188,10 @@ def prepare(arguments: argparse.Namespace, words: Sequence[str]) -> tuple[list[C
     Raises:
         UnsupportedConfiguration: something is wrong with them.
     """
-    slow = None if arguments.slow is None else parse_slow(arguments.slow)
-    asked = Asked(arguments.config, arguments.modes, arguments.trainers, arguments.overrides, arguments.sweep, slow)
+    slow = None if arguments.slow is None else parse_slowdown(arguments.slow)
+    asked = RequestedCases(
+        arguments.config, arguments.modes, arguments.trainers, arguments.overrides, arguments.sweep, slow
+    )
     seconds, warm_s = _above_zero("--seconds", arguments.seconds), _above_zero("--warm_up", arguments.warm_up)
     repeats = positive(arguments.repeats, "--repeats")
     cases = make_cases(asked)
@@ -200,7 +202,7 @@ def prepare(arguments: argparse.Namespace, words: Sequence[str]) -> tuple[list[C
     folders = [Path.cwd(), arguments.config.resolve().parent]
     threads = _threads(max(case.trainers for case in cases))
     environ = child_environment(process_environ(), sharers=1, config_folder=folders[-1])
-    method = Method(
+    method = MeasuringMethod(
         out=_new_folder(arguments.out or Path(base.logging.run_dir) / time.strftime("benchmark-%Y%m%d-%H%M%S")),
         folders=folders,
         environ={**environ, "OMP_NUM_THREADS": threads},
@@ -223,11 +225,11 @@ def _above_zero(flag: str, word: str) -> float:
     return number
 
 
-def _hosts(bandwidth: str, cases: Sequence[Case]) -> Hosts:
+def _hosts(bandwidth: str, cases: Sequence[Case]) -> NetworkHosts:
     """As many as the largest case needs, and two for the probe of the links; not made yet."""
     rate = parse_bandwidth(bandwidth)
     check_may_make_hosts()
-    return Hosts(max(2, *(case.trainers + case.servers for case in cases)), rate)
+    return NetworkHosts(max(2, *(case.trainers + case.servers for case in cases)), rate)
 
 
 def _threads(most_trainers: int) -> str:
@@ -259,7 +261,7 @@ def _environment(words: Sequence[str], threads: str) -> dict[str, Any]:
     }
 
 
-def _speeds(cases: Sequence[Case], method: Method, progress: Progress) -> Mapping[str, Speed]:
+def _speeds(cases: Sequence[Case], method: MeasuringMethod, progress: BenchmarkProgress) -> Mapping[str, Speed]:
     """The link of each mode that has one; where it cannot be measured, reports go without theory."""
     modes = {case.mode.name: case.mode for case in cases if not case.mode.single_process}
     folder = method.out / "links"
@@ -301,7 +303,7 @@ def _report(results: Results, out: Path) -> None:
     pages = write_report(results, out, _TITLE)
     if not has_matplotlib():
         print(NO_PLOTS, file=sys.stderr)
-    put_out("\n".join([*findings(cases_of(results.results)), *(f"written: {page}" for page in pages)]))
+    print_output("\n".join([*findings(cases_of(results.results)), *(f"written: {page}" for page in pages)]))
 
 
 # Two results.
@@ -324,7 +326,7 @@ def _compare(words: Sequence[str]) -> int:
     arguments = make_compare_parser().parse_args(words)
     limit = None if arguments.fail_below is None else _above_zero("--fail_below", arguments.fail_below)
     found = compare(read_results(arguments.before), read_results(arguments.after))
-    put_out(found.text())
+    print_output(found.text())
     reasons = [] if limit is None else found.below(limit)
     for reason in reasons:
         print(f"error: {reason}", file=sys.stderr)
@@ -332,4 +334,4 @@ def _compare(words: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    exit_process(main(sys.argv[1:]))

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from paramserver import benchmark, evaluate, launch, reporting
 from paramserver.errors import ClientError, UnsupportedConfiguration
-from paramserver.launch import spelled, tell
-from paramserver.process_utils import leave, put_out
+from paramserver.launch import normalize_flags, report_error
+from paramserver.process_utils import exit_process, print_output
 from paramserver.version import __version__
 
 
@@ -33,13 +33,13 @@ def make_keys_parser() -> argparse.ArgumentParser:
 
 def keys_main(argv: Sequence[str]) -> int:
     """The command line of ``paramserver keys``; returns the exit code."""
-    arguments = make_keys_parser().parse_args(spelled(argv))
+    arguments = make_keys_parser().parse_args(normalize_flags(argv))
     try:
         from paramserver.online.security import make_keys
 
-        put_out("\n".join(str(file) for file in make_keys(arguments.folder, arguments.client)))
+        print_output("\n".join(str(file) for file in make_keys(arguments.folder, arguments.client)))
     except UnsupportedConfiguration as error:
-        return tell(error)
+        return report_error(error)
     return 0
 
 
@@ -59,16 +59,16 @@ def make_ping_parser() -> argparse.ArgumentParser:
 
 def ping_main(argv: Sequence[str]) -> int:
     """The command line of ``paramserver ping``; returns the exit code."""
-    arguments = make_ping_parser().parse_args(spelled(argv))
+    arguments = make_ping_parser().parse_args(normalize_flags(argv))
     try:
         from paramserver.client import ping
 
-        put_out(json.dumps(ping(arguments.address, arguments.keys, arguments.timeout_s)))
+        print_output(json.dumps(ping(arguments.address, arguments.keys, arguments.timeout_s)))
     except ClientError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     except UnsupportedConfiguration as error:
-        return tell(error)
+        return report_error(error)
     return 0
 
 
@@ -100,17 +100,17 @@ def main() -> None:
     """Run the command that the first word names; exits with its code."""
     words = sys.argv[1:]
     if not words or words[0] in ("-h", "--help"):
-        put_out(_USAGE)
+        print_output(_USAGE)
         sys.exit(0 if words else 2)
     if words[0] == "--version":
-        put_out(f"paramserver {__version__}")
+        print_output(f"paramserver {__version__}")
         sys.exit(0)
     command = _COMMANDS.get(words[0])
     if command is None:
         early = "not in this version" if words[0] in _LATER else "there is no such command"
         print(f"error: paramserver {words[0]}: {early}; see paramserver --help", file=sys.stderr)
         sys.exit(2)
-    leave(command(words[1:]))
+    exit_process(command(words[1:]))
 
 
 if __name__ == "__main__":

@@ -20,12 +20,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paramserver.cluster.simulation import ADDRESS, SIMULATION, Producer
+from paramserver.cluster.simulation import ADDRESS, SIMULATION, SimulationEnvironment
 from paramserver.errors import ClientError, RunOver
-from paramserver.online.coordinator_client import DeskLine
-from paramserver.online.encoder import Parcels, Steps, whole
-from paramserver.online.protocol import Header, Kind, Malformed, Welcome, pack_parameters, read_json
-from paramserver.online.sender import DESK, Delivery
+from paramserver.online.coordinator_client import CoordinatorConnection
+from paramserver.online.encoder import SampleEncoder, SentSteps, whole
+from paramserver.online.protocol import (
+    Header,
+    MalformedMessage,
+    MessageKind,
+    TrainerDirectory,
+    pack_parameters,
+    read_json,
+)
+from paramserver.online.sender import DESK, SampleSender
 from paramserver.online.zmq_import import zmq
 
 # How long the last word to the run may take to leave.
@@ -69,7 +76,7 @@ class Client:
         members: int | None = None,
         attempt: int | None = None,
     ) -> None:
-        self._told = told = Producer.of()
+        self._told = told = SimulationEnvironment.of()
         self._address = address or told.address
         self._keys = told.keys if keys is None else keys
         self._timeout_s = timeout_s
@@ -77,11 +84,11 @@ class Client:
         self.members = whole("members", _first(members, told.members, 1), least=1)
         self.attempt = whole("attempt", _first(attempt, told.attempt, 0))
         self._check()
-        self._delivery: Delivery | None = None
-        self._steps = Steps()
+        self._delivery: SampleSender | None = None
+        self._steps = SentSteps()
         self._parameters: npt.NDArray[np.float64] | None = None
         self._simulation: int | None = None
-        self._welcome: Welcome | None = None
+        self._welcome: TrainerDirectory | None = None
         self._ended: str | ClientError | None = None
         self._counts = (0, 0, 0.0)
 
@@ -117,11 +124,13 @@ class Client:
         self._refuse_if_ended()
         simulation, vector = self._identity(simulation_id, parameters)
         assert self._address is not None
-        header = Header(Kind.HELLO, simulation, 0, self.member, self.members, self.attempt)
+        header = Header(MessageKind.HELLO, simulation, 0, self.member, self.members, self.attempt)
         started = self._address == self._told.address
-        self._delivery = Delivery(self._address, self._keys, header, pack_parameters(vector), self._timeout_s, started)
+        self._delivery = SampleSender(
+            self._address, self._keys, header, pack_parameters(vector), self._timeout_s, started
+        )
         self._simulation, self._parameters, self._welcome = simulation, vector, self._delivery.welcome
-        self._parcels = Parcels(self._delivery.welcome.fields, self.members)
+        self._parcels = SampleEncoder(self._delivery.welcome.fields, self.members)
         return self
 
     def _identity(
@@ -217,7 +226,7 @@ class Client:
         """The shape of each field of a whole sample."""
         return {field.name: field.shape for field in self._told_by_run().fields}
 
-    def _told_by_run(self) -> Welcome:
+    def _told_by_run(self) -> TrainerDirectory:
         if self._welcome is None:
             raise ClientError("this client knows nothing of the run before open(); open it first")
         return self._welcome
@@ -244,7 +253,7 @@ class Client:
 
     # The states: made, open, ended.
 
-    def _demand_open(self) -> Delivery:
+    def _demand_open(self) -> SampleSender:
         self._refuse_if_ended()
         if self._delivery is None:
             raise ClientError("this client must be open before it sends; call open(simulation_id, parameters) first")
@@ -296,22 +305,22 @@ def finish(address: str, keys: str | Path | None = None, timeout_s: float = 5.0)
         ClientError: it refused, or gave no sign of life for ``timeout_s``.
     """
     try:
-        _ask(address, keys, timeout_s, Kind.LAST)
+        _ask(address, keys, timeout_s, MessageKind.LAST)
     except RunOver:
         return  # it has ended before
 
 
-def _ask(address: str, keys: str | Path | None, timeout_s: float, *first: Kind) -> dict[str, Any]:
+def _ask(address: str, keys: str | Path | None, timeout_s: float, *first: MessageKind) -> dict[str, Any]:
     """Say this, then ask for a sign of life: what comes after on one connection is answered after."""
     context: zmq.Context[Any] = zmq.Context()
     try:
-        desk = DeskLine(context, DESK, address, keys)
+        desk = CoordinatorConnection(context, DESK, address, keys)
         try:
             for kind in first:
                 desk.send(Header(kind))
-            (body,) = desk.ask(Header(Kind.PING), answer=Kind.PONG, timeout_s=timeout_s)
+            (body,) = desk.ask(Header(MessageKind.PING), answer=MessageKind.PONG, timeout_s=timeout_s)
             return read_json(body)
-        except (Malformed, ValueError) as error:
+        except (MalformedMessage, ValueError) as error:
             raise ClientError(f"{desk} answered what cannot be understood: {error}") from error
         finally:
             desk.close()

@@ -19,11 +19,11 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 import torch
 
-from paramserver.cluster import Identity
+from paramserver.cluster import ProcessIdentity
 from paramserver.config import Config, Role
 from paramserver.consistency import Stop
 from paramserver.devices import Placement
-from paramserver.online.spec import Post
+from paramserver.online.spec import ReceiverSpec
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -66,7 +66,7 @@ class StopRequest:
     _previous: dict[int, Any]
 
 
-class StartClock:
+class StartupTimer:
     """Where the time from the command to the first step goes.
 
     Args:
@@ -93,17 +93,17 @@ def process_started() -> float:
 
 
 @dataclass(frozen=True)
-class Process:
+class ProcessContext:
     """One process of a run: who it is, where it computes, and who may stop it."""
 
     config: Config
-    identity: Identity
+    identity: ProcessIdentity
     role: Role
     trainers: int
     placement: Placement
     stop: StopRequest = field(default_factory=StopRequest)
-    start_clock: StartClock = field(default_factory=StartClock)
-    post: Post | None = None
+    start_clock: StartupTimer = field(default_factory=StartupTimer)
+    post: ReceiverSpec | None = None
     """Where this trainer receives samples of simulations; None where there are none."""
 
     @property

@@ -14,8 +14,8 @@ from paramserver.checkpoint import Checkpoint, load_chosen
 from paramserver.checkpoint.format import LATEST, step_of
 from paramserver.config import Config, load_config
 from paramserver.errors import TaskError
-from paramserver.launch import add_overrides, tell
-from paramserver.process_utils import leave, put_out
+from paramserver.launch import add_overrides, report_error
+from paramserver.process_utils import exit_process, print_output
 from paramserver.runs.resume import config_file_of, open_run
 from paramserver.runs.rundir import RunDir
 
@@ -71,8 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 1
     except Exception as error:  # noqa: BLE001 - the last thing printed; with its traceback, unless the input is wrong
-        return tell(error)
-    put_out(json.dumps(asdict(found)) if arguments.json else _text(found))
+        return report_error(error)
+    print_output(json.dumps(asdict(found)) if arguments.json else _text(found))
     return 0
 
 
@@ -130,4 +130,4 @@ def _evaluate(
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    exit_process(main(sys.argv[1:]))

@@ -70,7 +70,7 @@ def _load_module(name: str, key: str) -> ModuleType:
             ) from error
         raise TaskError(f"{key}: importing {name} failed: {error}") from error
     except Exception as error:
-        raise TaskError(f"{key}: importing {name} raised {told(error)}") from error
+        raise TaskError(f"{key}: importing {name} raised {describe_import(error)}") from error
 
 
 def find_file(place: str, key: str, folders: Sequence[Path]) -> Path:
@@ -104,11 +104,11 @@ def _load_file(place: str, key: str, folders: Sequence[Path]) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        raise TaskError(f"{key}: importing {path} raised {told(error)}") from error
+        raise TaskError(f"{key}: importing {path} raised {describe_import(error)}") from error
     return module
 
 
-def told(error: Exception) -> str:
+def describe_import(error: Exception) -> str:
     """What a user's code raised, and the last line of that code on the way there, where no traceback is shown."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if not f.filename.startswith(_NOT_THE_USERS)]

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paramserver.cluster import RankFlags, process_environ, quiet_agent, resolve_identity
-from paramserver.cluster.base import Identity
+from paramserver.cluster.base import ProcessIdentity
 from paramserver.config import (
     MODES,
     Config,
@@ -32,9 +32,9 @@ from paramserver.config import (
 from paramserver.errors import ParamserverError, PeerLost, UnsupportedConfiguration
 from paramserver.importing import importing_torch
 from paramserver.metrics import Sink
-from paramserver.process_utils import leave, put_out
-from paramserver.runs.attempt import claim_run, new_attempt, resumed_attempt, settle_attempt
-from paramserver.runs.resume import changes, config_file_of, open_run
+from paramserver.process_utils import exit_process, print_output
+from paramserver.runs.attempt import recover_attempt, reserve_run, resumed_attempt, start_transaction
+from paramserver.runs.resume import config_changes, config_file_of, open_run
 from paramserver.runs.rundir import RunDir, newest_run
 from paramserver.runtime.supervisor import Channel, describe, first_error
 
@@ -110,10 +110,10 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    return make_parser().parse_args(spelled(argv))
+    return make_parser().parse_args(normalize_flags(argv))
 
 
-def spelled(argv: Sequence[str]) -> list[str]:
+def normalize_flags(argv: Sequence[str]) -> list[str]:
     """The words of a command line with ``_`` in the names of all flags."""
     return [_underscored(word) for word in argv]
 
@@ -136,11 +136,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 1
     except Exception as error:  # noqa: BLE001 - the last thing printed; with its traceback, unless the input is wrong
-        return tell(error)
+        return report_error(error)
     return 0
 
 
-def tell(error: BaseException) -> int:
+def report_error(error: BaseException) -> int:
     """Print what ended the run; its exit code."""
     error = first_error(error)
     told = describe(error)
@@ -165,9 +165,9 @@ def _launch(arguments: argparse.Namespace, began: float) -> Result | None:
     if arguments.dry_run:
         from paramserver.runtime.dry_run import plan_text
 
-        for line in () if run is None else changes(run, config):
+        for line in () if run is None else config_changes(run, config):
             print(line, file=sys.stderr)
-        put_out(plan_text(config, folders))
+        print_output(plan_text(config, folders))
         return None
     if identity is None:
         return start_here(config, run, folders, began=began, command=command)
@@ -198,7 +198,7 @@ def _settle_resumed(
     arguments: argparse.Namespace, flags: Mapping[str, Any], folders: list[Path]
 ) -> tuple[Config, RunDir, list[Path]]:
     run = open_run(_run_to_resume(arguments))
-    settle_attempt(run)
+    recover_attempt(run)
     config = load_config(config_file_of(run, arguments.config), overrides=arguments.overrides, flags=flags)
     # Where the run found its task when it began; a folder that is given now comes first.
     return config, run, list(dict.fromkeys([*folders, *run.task_folders()]))
@@ -217,7 +217,7 @@ def _run_to_resume(arguments: argparse.Namespace) -> Path:
     )
 
 
-def _identity(arguments: argparse.Namespace, config: Config) -> Identity | None:
+def _identity(arguments: argparse.Namespace, config: Config) -> ProcessIdentity | None:
     flags = RankFlags(arguments.rank, arguments.world_size, arguments.master_addr, arguments.master_port)
     return resolve_identity(flags, process_environ(), config)
 
@@ -243,11 +243,11 @@ def start_here(
 
     began = time.time() if began is None else began
     resume = run is not None
-    console = Console(config, sys.stderr, () if run is None else changes(run, config))
+    console = Console(config, sys.stderr, () if run is None else config_changes(run, config))
     with ExitStack() as stack:
         if run is None:
-            run = stack.enter_context(claim_run(config))
-        stack.enter_context(resumed_attempt(run) if resume else new_attempt(run))
+            run = stack.enter_context(reserve_run(config))
+        stack.enter_context(resumed_attempt(run) if resume else start_transaction(run))
         if mode_of(config).single_process:
             summary = _alone(config, run, folders, console, resume, began, command, task_class)
         else:
@@ -271,7 +271,7 @@ def _alone(
     with importing_torch():
         from paramserver.runtime.rank import RankPlan, run_rank
 
-    identity = Identity(
+    identity = ProcessIdentity(
         global_rank=0,
         world_size=1,
         local_rank=0,
@@ -296,7 +296,7 @@ def _alone(
 
 def _be_rank(
     config: Config,
-    identity: Identity,
+    identity: ProcessIdentity,
     run: RunDir | None,
     folders: Sequence[Path],
     began: float,
@@ -308,7 +308,7 @@ def _be_rank(
     with importing_torch():
         from paramserver.runtime.rank import RankPlan, run_rank
 
-    told = () if run is None or identity.global_rank else changes(run, config)
+    told = () if run is None or identity.global_rank else config_changes(run, config)
     shown = () if identity.global_rank else (Console(config, sys.stderr, told),)
     plan = RankPlan(config, identity, folders, shown, run, run is not None, is_last_act=True, command=command)
     with nullcontext() if run is None or identity.global_rank else resumed_attempt(run):
@@ -355,4 +355,4 @@ def _supervised(arguments: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    leave(main())
+    exit_process(main())

@@ -19,7 +19,7 @@ from paramserver.errors import TrainingError
 _THREADS_S = 5.0
 
 
-def put_out(text: str) -> None:
+def print_output(text: str) -> None:
     """Print what a command was asked for; a reader that has closed its end wants no more of it."""
     try:
         print(text, flush=True)
@@ -28,7 +28,7 @@ def put_out(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def leave(exit_code: int) -> NoReturn:
+def exit_process(exit_code: int) -> NoReturn:
     """End this process with ``exit_code``; where torch is loaded, without taking the interpreter apart.
 
     A thread of torch's, such as a worker of gloo that lets go of its last tensor, asks for the interpreter; where that

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from paramserver.launch import tell
-from paramserver.process_utils import leave, put_out
+from paramserver.launch import report_error
+from paramserver.process_utils import exit_process, print_output
 from paramserver.report.cases import cases_of
 from paramserver.report.findings import findings
 from paramserver.report.from_runs import results_at
@@ -38,11 +38,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
     arguments = make_parser().parse_args(argv)
     try:
-        put_out(_report(arguments.paths, arguments.out, arguments.target))
+        print_output(_report(arguments.paths, arguments.out, arguments.target))
     except KeyboardInterrupt:
         return 1
     except Exception as error:  # noqa: BLE001 - the last thing printed; with its traceback, unless the input is wrong
-        return tell(error)
+        return report_error(error)
     return 0
 
 
@@ -58,4 +58,4 @@ def _report(paths: Sequence[Path], out: Path, target_text: str | None) -> str:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    exit_process(main(sys.argv[1:]))

@@ -19,7 +19,7 @@ from paramserver.errors import TaskError
 _generator = threading.Lock()
 
 
-class Draws(TorchDispatchMode):
+class PrivateRng(TorchDispatchMode):
     """Makes the operations of one thread draw from a state of their own, while other threads draw from theirs.
 
     Dropout and its like name no generator. So each operation that draws (torch tags them) borrows the process's

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from paramserver.errors import ParamserverError, TaskError
-from paramserver.importing import load_object, told
+from paramserver.importing import describe_import, load_object
 from paramserver.sources.base import Partition
 
 if TYPE_CHECKING:
@@ -230,4 +230,6 @@ def construct(task_class: type[Task], reference: str | None, task_args: Mapping[
         raise
     except Exception as error:  # a user's constructor may raise anything
         kind = "takes other arguments" if isinstance(error, TypeError) else "raised"
-        raise TaskError(f"task ({reference}): {task_class.__name__}(**task_args) {kind}: {told(error)}") from error
+        raise TaskError(
+            f"task ({reference}): {task_class.__name__}(**task_args) {kind}: {describe_import(error)}"
+        ) from error

@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from paramserver.checkpoint import CopyMemory, check_storable, private_copy, unpack
+from paramserver.checkpoint import StagingPool, check_storable, stage_copy, unpack
 from paramserver.consistency import Announcement, Decision, Stop, Verdict
-from paramserver.context import Process, random_states, restore_random_states, seed_all
+from paramserver.context import ProcessContext, random_states, restore_random_states, seed_all
 from paramserver.devices import move
 from paramserver.limits import due, epoch_of
 from paramserver.metrics.records import (
@@ -35,7 +35,7 @@ from paramserver.metrics.records import (
 )
 from paramserver.optim.updater import check_loss
 from paramserver.parameters.model import autocast
-from paramserver.runs.checkpoint_manager import Keeper
+from paramserver.runs.checkpoint_manager import CheckpointManager
 from paramserver.sources import Partition
 from paramserver.task import Task
 from trainers.data import DataStream
@@ -48,7 +48,7 @@ class Overridable(ABC):
     model: nn.Module
     """What ``training_step`` gets."""
 
-    process: Process
+    process: ProcessContext
     data: DataStream
 
     @property
@@ -103,7 +103,7 @@ def overrides(owner: object, method: Callable[..., Any]) -> bool:
 
 
 @dataclass
-class Counters:
+class TrainerProgress:
     """``batch_idx`` is the next batch's; ``seconds`` are those of training before this process resumed the run.
 
     ``steps`` are the steps that this trainer has made or waited for.
@@ -129,16 +129,16 @@ class Standing(Overridable):
         task: the user's.
     """
 
-    def __init__(self, process: Process, task: Task) -> None:
+    def __init__(self, process: ProcessContext, task: Task) -> None:
         self.process = process
         self.config = process.config
         self.task = task
         self.trainer_index = process.trainer_index
         self.clock = PhaseClock()
-        self.counters = Counters()
+        self.counters = TrainerProgress()
         self.step = 0
         self.validation_loader: Iterable[tuple[Any, int]] | None = None
-        self._memory = CopyMemory()
+        self._memory = StagingPool()
         self._validated_step: int | None = None
         self._saved_step: int | None = None
 
@@ -225,7 +225,7 @@ class Standing(Overridable):
         """What this trainer stores, copied once: nothing of it changes when training goes on."""
         own: dict[str, Any] = {}
         self.task.on_checkpoint(own)
-        own = private_copy(own, self._memory)
+        own = stage_copy(own, self._memory)
         check_storable(own, type(self.task).__name__)
         stream = self.data.state_dict(self._memory)
         self._memory.trim()
@@ -239,7 +239,7 @@ class Standing(Overridable):
 
     def _load_part(self, part: Mapping[str, Any]) -> None:
         self.data.load_state_dict(part)
-        self.counters = Counters(**part["counters"])
+        self.counters = TrainerProgress(**part["counters"])
         self._saved_step = self.step
         if part["random"] is None:  # a trainer that the checkpoint has not got
             seed_all(self.config.seed, part["resumes"], 1 + self.trainer_index)
@@ -265,7 +265,7 @@ class Trainer(Standing):
     computes: str | None = None
     """The word of the key server.compute that this trainer is for; None where that key means nothing."""
 
-    def __init__(self, process: Process, task: Task, keeper: Keeper | None) -> None:
+    def __init__(self, process: ProcessContext, task: Task, keeper: CheckpointManager | None) -> None:
         super().__init__(process, task)
         self.keeper = keeper
         self._ahead = 0  # 1 while the step after ``step`` is being made

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from paramserver.buffers import Batch, Buffer, make_buffer
-from paramserver.checkpoint import CopyMemory, private_copy
+from paramserver.checkpoint import StagingPool, stage_copy
 from paramserver.config import Config
 from paramserver.consistency import Announcement, Readiness
 from paramserver.errors import BufferClosed, BufferExhausted, TaskError, UnsupportedConfiguration
-from paramserver.online.spec import Post
-from paramserver.sources import Feeder, Leftover, Partition, Source, make_source
+from paramserver.online.spec import ReceiverSpec
+from paramserver.sources import Feeder, Partition, ResumePosition, Source, make_source
 from paramserver.sources.factory import refuse_unreachable
 from paramserver.task import Task, default_batching
 
@@ -41,7 +41,7 @@ class DataStream:
         partition: Partition,
         config: Config,
         sampler_kwargs: dict[str, Any],
-        post: Post | None = None,
+        post: ReceiverSpec | None = None,
     ) -> None:
         self.task = task
         self.training = config.training
@@ -168,7 +168,7 @@ class DataStream:
         batches = None if samples is None else self.buffer.expected_batches(samples, self.training.batch_size)
         return {"expected": samples, "expected_batches": batches, "watermark": self.buffer.watermark}
 
-    def state_dict(self, memory: CopyMemory | None = None) -> dict[str, Any]:
+    def state_dict(self, memory: StagingPool | None = None) -> dict[str, Any]:
         """What a checkpoint needs to go on with the next batch; keys in place of samples that can be read again.
 
         Everything in it is a copy, and the only one that is made; ``memory`` is where samples are copied to.
@@ -176,13 +176,13 @@ class DataStream:
         take = None if memory is None else memory.take
         with self._source_failures():
             buffer = self.buffer.state_dict(samples=not self.source.refetchable, take=take)
-        return {"buffer": buffer, "source": private_copy(self.source.state_dict(), memory)}
+        return {"buffer": buffer, "source": stage_copy(self.source.state_dict(), memory)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back ``state_dict()``, or this trainer's part of what others left; before ``start``."""
         mark = state["buffer"]["mark"]
         if (left := state.get("leftovers")) is not None:
-            self.source.reshard([Leftover(**one) for one in left], state["buffer"]["keys"])
+            self.source.reshard([ResumePosition(**one) for one in left], state["buffer"]["keys"])
             mark = self.source.mark()
         else:
             self.source.load_state_dict(state["source"], mark)

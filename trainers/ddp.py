@@ -18,22 +18,22 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from paramserver.checkpoint.sender import Courier
-from paramserver.consistency import Announcement, Decision, Readiness, Verdict, buffer_source, decide
-from paramserver.context import Process
-from paramserver.distributed.abort_sockets import Connections
-from paramserver.distributed.control_channel import Links, star
-from paramserver.distributed.rendezvous import Meeting
+from paramserver.checkpoint.sender import BackgroundSender
+from paramserver.consistency import Announcement, Decision, Readiness, Verdict, decide, module_buffer_owner
+from paramserver.context import ProcessContext
+from paramserver.distributed.abort_sockets import OpenedSockets
+from paramserver.distributed.control_channel import ControlChannel, connect_ranks
+from paramserver.distributed.rendezvous import Rendezvous
 from paramserver.distributed.session import exchange, process_group
 from paramserver.errors import PeerLost
 from paramserver.limits import Limits
 from paramserver.metrics.records import Record, StepReport, StepResult, TrainerTotals, WeightedSums, merge_all
 from paramserver.optim.updater import Updater
 from paramserver.parameters.model import build_model
-from paramserver.runs.checkpoint_manager import Cut, Keeper
+from paramserver.runs.checkpoint_manager import CheckpointManager, StagedCheckpoint
 from paramserver.task import Task
 from trainers.base import Trainer
-from trainers.ddp_control import Agreed, Agreement, Collection, Done, peers_may_be_lost
+from trainers.ddp_control import AgreedStep, PartGather, StepAgreement, StepTotals, peers_may_be_lost
 
 
 def _none(model: DistributedDataParallel) -> None:
@@ -81,7 +81,9 @@ class DdpTrainer(Trainer):
     validation or checkpoint came between, the ranks agree anew before they go on.
     """
 
-    def __init__(self, process: Process, task: Task, keeper: Keeper | None, meeting: Meeting | None = None) -> None:
+    def __init__(
+        self, process: ProcessContext, task: Task, keeper: CheckpointManager | None, meeting: Rendezvous | None = None
+    ) -> None:
         super().__init__(process, task, keeper)
         assert meeting is not None
         self.meeting = meeting
@@ -91,8 +93,8 @@ class DdpTrainer(Trainer):
         self._active: tuple[int, ...] = tuple(range(process.trainers))
         self._behind = False
         self._collected = time.monotonic()
-        self._connections = Connections()
-        self._links: Links | None = None
+        self._connections = OpenedSockets()
+        self._links: ControlChannel | None = None
 
     def run(self) -> Decision:
         try:
@@ -114,12 +116,12 @@ class DdpTrainer(Trainer):
         with self._connections.recorded():
             self.open(process_group(self.meeting, self.process.placement.backend))
             self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.meeting.timeout_s))
-        self._agreement = Agreement(self._control, self.process.trainers, self.trainer_index)
+        self._agreement = StepAgreement(self._control, self.process.trainers, self.trainer_index)
         # Where somebody is lost, the loop may wait for it in a collective, and would until its own timeout.
-        self._links = links = self.open(star(self.meeting, self.config, self._connections.cut))
-        self._collection = Collection(links)
+        self._links = links = self.open(connect_ranks(self.meeting, self.config, self._connections.cut))
+        self._collection = PartGather(links)
         self._courier = self.open(
-            Courier(self.config.checkpoint.background, "a part of a checkpoint", lambda: links.moved)
+            BackgroundSender(self.config.checkpoint.background, "a part of a checkpoint", lambda: links.moved)
         )
         model = build_model(self.task, self.config.seed, self.process.placement)
         if self.keeper is not None:
@@ -199,9 +201,9 @@ class DdpTrainer(Trainer):
     def on_loss_known(self, loss: float, samples: int) -> None:
         # What is said now holds until the next batch is taken: samples that are there stay, and an end is an end.
         following = self.data_available() if self.data.is_ready() else Announcement(Readiness.WAITING)
-        self._begin_agreement(self.with_stop(following), Done(loss, samples))
+        self._begin_agreement(self.with_stop(following), StepTotals(loss, samples))
 
-    def _begin_agreement(self, announcement: Announcement, done: Done | None = None) -> None:
+    def _begin_agreement(self, announcement: Announcement, done: StepTotals | None = None) -> None:
         collect = self.keeper is not None and time.monotonic() - self._collected > _COLLECT_EVERY_S
         self._agreement.begin(announcement, done, collect)
 
@@ -209,7 +211,7 @@ class DdpTrainer(Trainer):
         agreed = self._finish_agreement()
         return decide(agreed.announced, self.step, self.samples, self.limits, self.config.training.uneven_inputs)
 
-    def _finish_agreement(self) -> Agreed:
+    def _finish_agreement(self) -> AgreedStep:
         """The words of all; the step that they belong to is accounted for."""
         agreed = self._agreement.finish()
         if agreed.done is not None:
@@ -244,7 +246,7 @@ class DdpTrainer(Trainer):
         """The same model and module buffers on all ranks, before they are validated or saved."""
         if self._agreement.begun:
             self._finish_agreement()  # for the figures of the last step; what it said of the next one may be too old
-        source = buffer_source(self._active, self.config.training.uneven_inputs)
+        source = module_buffer_owner(self._active, self.config.training.uneven_inputs)
         with peers_may_be_lost():
             for buffer in self.unwrapped_model.buffers():
                 dist.broadcast(buffer, src=source)
@@ -297,7 +299,9 @@ class DdpTrainer(Trainer):
 
         self._courier.carry(carried)
 
-    def _complete(self, keeper: Keeper, cut: Cut, part: Mapping[str, Any], pause_s: float) -> None:
+    def _complete(
+        self, keeper: CheckpointManager, cut: StagedCheckpoint, part: Mapping[str, Any], pause_s: float
+    ) -> None:
         """On rank 0: the other ranks' parts, and then the checkpoint. Whatever happens, they are answered."""
         taken = False
         try:

@@ -17,9 +17,9 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from paramserver.checkpoint import Pieces, send_archive
+from paramserver.checkpoint import ChunkedFile, write_chunks
 from paramserver.consistency import Announcement, Readiness, Stop
-from paramserver.distributed.control_channel import Links
+from paramserver.distributed.control_channel import ControlChannel
 from paramserver.errors import PeerLost, TrainingError
 
 # After a time-out gloo closes what it had, and who uses it next hears no more than the second.
@@ -27,7 +27,7 @@ _OF_GLOO = ("gloo", "caused pair closure")
 
 
 @dataclass(frozen=True)
-class Done:
+class StepTotals:
     """What the ranks that took part in the step before did: the mean of their losses, all their samples."""
 
     loss: float
@@ -35,7 +35,7 @@ class Done:
 
 
 @dataclass(frozen=True)
-class Agreed:
+class AgreedStep:
     """What every rank knows after a reduction.
 
     ``announced`` is each trainer's word; ``done`` the step that the reduction belongs to, None where there was none;
@@ -43,11 +43,11 @@ class Agreed:
     """
 
     announced: dict[int, Announcement]
-    done: Done | None
+    done: StepTotals | None
     collect: bool
 
 
-class Agreement:
+class StepAgreement:
     """The reduction of one rank, at most one at a time.
 
     All ranks begin theirs at the same places of the loop. It runs in a group of its own, so that its order beside the
@@ -71,7 +71,7 @@ class Agreement:
     def begun(self) -> bool:
         return self._work is not None
 
-    def begin(self, own: Announcement, done: Done | None = None, collect: bool = False) -> None:
+    def begin(self, own: Announcement, done: StepTotals | None = None, collect: bool = False) -> None:
         """Give this rank's words, and go on.
 
         Args:
@@ -88,7 +88,7 @@ class Agreement:
             self._work = dist.all_reduce(words, group=self.group, async_op=True)
         self._words, self._own = words, own
 
-    def finish(self) -> Agreed:
+    def finish(self) -> AgreedStep:
         """Wait for all ranks' words."""
         assert self._words is not None
         with peers_may_be_lost():
@@ -100,7 +100,7 @@ class Agreement:
             readiness, batches, stop = (int(word) for word in words[i : 3 * self.trainers : self.trainers])
             reason = own.reason if own is not None and i == self.me else f"a signal to trainer {i}"
             announced[i] = Announcement(Readiness(readiness), batches, Stop(stop), reason)
-        return Agreed(announced, Done(loss / takers, int(samples)) if takers else None, bool(collect))
+        return AgreedStep(announced, StepTotals(loss / takers, int(samples)) if takers else None, bool(collect))
 
 
 @contextmanager
@@ -124,7 +124,7 @@ _PIECE, _END, _FAILED, _TAKEN = 1, 2, 3, 4
 _PAUSE = struct.Struct("!d")
 
 
-class Collection:
+class PartGather:
     """One rank's end of it. Each other rank calls ``send``, rank 0 ``receive`` and ``answer``, once per checkpoint.
 
     A part comes as pieces and an end. Rank 0 answers all when it has handed the checkpoint to its writer, so that no
@@ -134,7 +134,7 @@ class Collection:
         links: this rank's, used by this object alone and by one thread.
     """
 
-    def __init__(self, links: Links) -> None:
+    def __init__(self, links: ControlChannel) -> None:
         self._links = links
 
     def send(self, part: Mapping[str, Any], pause_s: float) -> None:
@@ -144,7 +144,7 @@ class Collection:
             PeerLost: rank 0 is gone, or could not take it.
         """
         try:
-            send_archive(dict(part), self._send_piece)
+            write_chunks(dict(part), self._send_piece)
         except PeerLost:
             raise
         except BaseException:
@@ -157,7 +157,7 @@ class Collection:
     def _send_piece(self, piece: npt.NDArray[np.uint8]) -> None:
         self._links.send(0, _PIECE, piece.data)
 
-    def receive(self) -> tuple[dict[int, Pieces], float]:
+    def receive(self) -> tuple[dict[int, ChunkedFile], float]:
         """The parts of the other ranks, and the longest of their pauses, in seconds.
 
         Raises:
@@ -165,7 +165,7 @@ class Collection:
             TrainingError: a rank could not send its own.
         """
         pauses_s: dict[int, float] = {}
-        parts = {rank: Pieces() for rank in self._links.peers}
+        parts = {rank: ChunkedFile() for rank in self._links.peers}
         while len(pauses_s) < len(parts):
             rank, kind, body = self._links.receive()
             if kind == _PIECE:
@@ -176,7 +176,7 @@ class Collection:
                 raise TrainingError(f"trainer {rank} could not store its part of a checkpoint; look for its own error")
         return parts, max(pauses_s.values(), default=0.0)
 
-    def _take_piece(self, pieces: Pieces, piece: npt.NDArray[np.uint8]) -> None:
+    def _take_piece(self, pieces: ChunkedFile, piece: npt.NDArray[np.uint8]) -> None:
         pieces.append(piece)
 
     def answer(self, taken: bool) -> None:

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from paramserver.transport.base import Early, TrainerEnd
+from paramserver.transport.base import GradientBucket, TrainerTransport
 
 # A gradient as it was packed: the tensor, and how often it had been changed.
 _Packed = tuple[Tensor, int]
 
 
-class Departures:
+class GradientBuckets:
     """Copies the gradients of a step to where they leave from, and sends what may leave early.
 
     While it is awaited, a gradient is copied as soon as it is accumulated, and a message leaves with the last of its
@@ -26,14 +26,16 @@ class Departures:
         send: takes a message that may leave; the same one anew, after a change, replaces the first.
     """
 
-    def __init__(self, way: TrainerEnd, parameters: Sequence[Tensor], send: Callable[[Early], None]) -> None:
+    def __init__(
+        self, way: TrainerTransport, parameters: Sequence[Tensor], send: Callable[[GradientBucket], None]
+    ) -> None:
         self._way = way
         self._parameters = list(parameters)
         self._send = send
         self._awaited = False
         self._packed: dict[int, _Packed] = {}
-        self._missing: dict[Early, int] = {}
-        self._messages: list[list[Early]] = [[] for _ in parameters]
+        self._missing: dict[GradientBucket, int] = {}
+        self._messages: list[list[GradientBucket]] = [[] for _ in parameters]
         for early, numbers in way.early.items():
             for number in set(numbers):
                 self._messages[number].append(early)

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paramserver.consistency import Announcement, Decision, decide
-from paramserver.context import Process
-from paramserver.distributed.rendezvous import Meeting
+from paramserver.context import ProcessContext
+from paramserver.distributed.rendezvous import Rendezvous
 from paramserver.limits import Limits
 from paramserver.metrics.records import Record, StepReport, StepResult, TrainerTotals, WeightedSums
 from paramserver.optim.updater import Updater
 from paramserver.parameters.model import build_model
-from paramserver.runs.checkpoint_manager import Keeper
+from paramserver.runs.checkpoint_manager import CheckpointManager
 from paramserver.task import Task
 from trainers.base import Trainer
 
@@ -21,9 +21,11 @@ from trainers.base import Trainer
 class LocalTrainer(Trainer):
     """Trains the task alone."""
 
-    keeper: Keeper
+    keeper: CheckpointManager
 
-    def __init__(self, process: Process, task: Task, keeper: Keeper | None, meeting: Meeting | None = None) -> None:
+    def __init__(
+        self, process: ProcessContext, task: Task, keeper: CheckpointManager | None, meeting: Rendezvous | None = None
+    ) -> None:
         super().__init__(process, task, keeper)
         self.limits = Limits.of(self.config.training)
         self.samples = 0

@@ -12,36 +12,36 @@ import torch
 import torch.distributed.autograd as dist_autograd
 from torch import Tensor
 
-from paramserver.checkpoint import send_archive
-from paramserver.checkpoint.sender import Courier
+from paramserver.checkpoint import write_chunks
+from paramserver.checkpoint.sender import BackgroundSender
 from paramserver.consistency import Announcement, Decision, Verdict
-from paramserver.context import Process
-from paramserver.distributed.membership import Member, release_lifelines
-from paramserver.distributed.rendezvous import Meeting
-from paramserver.distributed.rpc_calls import Failure, tensor_bytes
+from paramserver.context import ProcessContext
+from paramserver.distributed.membership import Member, release_liveness_calls
+from paramserver.distributed.rendezvous import Rendezvous
+from paramserver.distributed.rpc_calls import RemoteError, tensor_bytes
 from paramserver.distributed.session import rpc_trainer
 from paramserver.errors import PeerLost, PeerRefused, TaskError, UnsupportedConfiguration
 from paramserver.metrics.records import Record, StepReport, StepResult, TrainerTotals, WeightedSums
 from paramserver.optim.distributed_optimizer import SharedOptimizer
-from paramserver.parameters.flat import Layout, module_buffers, trainable
+from paramserver.parameters.flat import FlatLayout, module_buffers, trainable
 from paramserver.parameters.model import build_model, load_weights, plain_weights
-from paramserver.runs.checkpoint_manager import Keeper
-from paramserver.server.client import RemoteServer
+from paramserver.runs.checkpoint_manager import CheckpointManager
+from paramserver.server.client import ServerClient
 from paramserver.task import Task
-from paramserver.transport.base import Early, TrainerEnd
-from paramserver.transport.messages import Look, Round, Welcome
-from paramserver.transport.rpc import RpcTrainerEnd, SpreadTrainerEnd
-from paramserver.transport.segments import reachable
-from paramserver.transport.shared_memory import MemoryTrainerEnd
+from paramserver.transport.base import GradientBucket, TrainerTransport
+from paramserver.transport.messages import JoinReply, StepGrant, VersionView
+from paramserver.transport.rpc import RpcTrainerTransport, ShardedTrainerTransport
+from paramserver.transport.segments import can_attach
+from paramserver.transport.shared_memory import SharedMemoryTrainerTransport
 from trainers.base import Trainer, overrides
-from trainers.gradient_buckets import Departures
+from trainers.gradient_buckets import GradientBuckets
 
 log = logging.getLogger("paramserver")
 
 _SEND_EVERY_S = 1.0
 
 
-class Beside:
+class InFlightCall:
     """A call that is under way while this trainer does something else.
 
     Args:
@@ -67,15 +67,17 @@ class RpcTrainer(Trainer):
 
     computes = "trainer"
 
-    def __init__(self, process: Process, task: Task, keeper: Keeper | None, meeting: Meeting | None = None) -> None:
+    def __init__(
+        self, process: ProcessContext, task: Task, keeper: CheckpointManager | None, meeting: Rendezvous | None = None
+    ) -> None:
         super().__init__(process, task, keeper)
         assert meeting is not None
         self.meeting = meeting
         self._arrived = False
         self._context_id = 0
-        self._next: Round | None = None
+        self._next: StepGrant | None = None
         self._sent = time.monotonic()
-        self._leaving: dict[Early, Beside] = {}
+        self._leaving: dict[GradientBucket, InFlightCall] = {}
         # What is changed through ``grad.data`` after backward cannot be noticed, so nothing leaves before those hooks.
         self._sends_early = not overrides(task, Task.on_batch_end) and not overrides(self, Trainer.on_after_backward)
 
@@ -91,21 +93,21 @@ class RpcTrainer(Trainer):
         """Make the servers reachable."""
         servers = self.config.cluster.num_servers
         self._name, self._worker_id = self.open(rpc_trainer(self.meeting, self.trainer_index, servers))
-        self.remote = RemoteServer(self.config, self.trainer_index)
+        self.remote = ServerClient(self.config, self.trainer_index)
         self.open(self._goodbye())
-        self._courier = self.open(Courier(self.config.checkpoint.background, "a part of a checkpoint"))
+        self._courier = self.open(BackgroundSender(self.config.checkpoint.background, "a part of a checkpoint"))
 
-    def arrive(self) -> Welcome:
+    def arrive(self) -> JoinReply:
         """Take a place among the trainers, once this one is ready to step."""
         member = Member(self.trainer_index, self._name, self._worker_id, self.meeting.place)
         self.remote.start_heartbeat()
-        welcome: Welcome = self.remote.call_later(
+        welcome: JoinReply = self.remote.call_later(
             "arrive", member, self.data.epoch_samples, timeout_s=self.config.cluster.timeout_s
         )
         self._arrived = True
         return welcome
 
-    def join(self, welcome: Welcome) -> None:
+    def join(self, welcome: JoinReply) -> None:
         """Begin where the server is."""
         self.step = welcome.step
         self.lockstep = welcome.lockstep
@@ -115,17 +117,17 @@ class RpcTrainer(Trainer):
         self.begin_stream(welcome.part)
         self.process.start_clock.mark("connection")
 
-    def hold(self, welcome: Welcome) -> None:
+    def hold(self, welcome: JoinReply) -> None:
         """Make the model that of the server, and open the way by which it stays so."""
         load_weights(self.model, {**plain_weights(self.model), **welcome.model}, "the server")
         self._lay_out(welcome.parameters, welcome.buffers)
         self.way = self._way(welcome)
-        self._departures = self.open(closing(Departures(self.way, self._parameters, self._send_early)))
+        self._departures = self.open(closing(GradientBuckets(self.way, self._parameters, self._send_early)))
         log.info("trainer %d: parameters and gradients travel by %s", self.trainer_index, self.way.name)
         # Trainers that run freely may have gone on since the welcome; each step pulls its own version.
         self._show(self.remote.look(None))
 
-    def _lay_out(self, parameters: Layout, buffers: Layout) -> None:
+    def _lay_out(self, parameters: FlatLayout, buffers: FlatLayout) -> None:
         """Where each tensor of the model lies in what travels; gradients leave from memory that is used again."""
         self._layout, self._buffer_layout = parameters, buffers
         own, own_buffers = trainable(self.model), module_buffers(self.model)
@@ -140,14 +142,14 @@ class RpcTrainer(Trainer):
         laid_out = {id(parameter) for parameter in self._parameters}
         self._frozen = [(n, p) for n, p in self.model.named_parameters() if id(p) not in laid_out]
 
-    def _way(self, welcome: Welcome) -> TrainerEnd:
+    def _way(self, welcome: JoinReply) -> TrainerTransport:
         """How parameters and gradients travel: through the server's memory where this process can reach it."""
         wanted, timeout_s = self.config.server.transport, self.config.cluster.timeout_s
         address = welcome.segments
-        if address is not None and reachable(address, timeout_s):
+        if address is not None and can_attach(address, timeout_s):
             slots = self.remote.call("share_segments", self.trainer_index)
             if slots:
-                return MemoryTrainerEnd(
+                return SharedMemoryTrainerTransport(
                     welcome.parameters, self._parameters, address, slots, self.trainer_index, timeout_s
                 )
         if wanted == "shared_memory":
@@ -158,8 +160,8 @@ class RpcTrainer(Trainer):
         if welcome.shards:
             self.remote.spread(len(welcome.shards))
             wire_dtype = getattr(torch, self.config.server.wire_dtype)
-            return SpreadTrainerEnd(welcome.parameters, welcome.shards, wire_dtype, self._parameters)
-        return RpcTrainerEnd(welcome.parameters, welcome.wire, self._parameters)
+            return ShardedTrainerTransport(welcome.parameters, welcome.shards, wire_dtype, self._parameters)
+        return RpcTrainerTransport(welcome.parameters, welcome.wire, self._parameters)
 
     @contextmanager
     def _goodbye(self) -> Iterator[None]:
@@ -167,7 +169,7 @@ class RpcTrainer(Trainer):
             yield
         finally:
             self.remote.close()
-            release_lifelines()
+            release_liveness_calls()
 
     # A step.
 
@@ -192,7 +194,7 @@ class RpcTrainer(Trainer):
     def begin_pull(self) -> None:
         """Ask for the version of this step, inside its context; for some transports the answer can wait."""
         assert self._round.decision is not None
-        self._pulling = Beside(self.remote.begin_pull(self._round.decision.step))
+        self._pulling = InFlightCall(self.remote.begin_pull(self._round.decision.step))
 
     def before_batches(self) -> None:
         if self.way.in_place:
@@ -214,7 +216,7 @@ class RpcTrainer(Trainer):
         if self._sends_early:
             self._departures.begin()
 
-    def _send_early(self, early: Early) -> None:
+    def _send_early(self, early: GradientBucket) -> None:
         assert self._round.decision is not None
         again = early in self._leaving
         if again:
@@ -222,9 +224,9 @@ class RpcTrainer(Trainer):
         gradient = self.way.departing(early)
         self.wire_bytes += again * tensor_bytes([gradient])  # ``bytes_of`` counts it once
         future = self.remote.begin_early(self._round.decision.step, early, gradient)
-        self._leaving[early] = Beside(future)
+        self._leaving[early] = InFlightCall(future)
 
-    def _await_early(self, early: Early) -> None:
+    def _await_early(self, early: GradientBucket) -> None:
         self.remote.end_early(self._leaving.pop(early).future)
 
     def update(self, report: StepReport) -> StepResult:
@@ -246,7 +248,7 @@ class RpcTrainer(Trainer):
             self._await_early(early)
         return self.conclude(self.optimizer.step(self._context_id, *words))
 
-    def conclude(self, answer: Round) -> StepResult:
+    def conclude(self, answer: StepGrant) -> StepResult:
         """Take in what the step of the optimizer has brought."""
         assert answer.result is not None
         self._next = answer if answer.decision is not None and answer.decision.verdict is not Verdict.WAIT else None
@@ -292,7 +294,7 @@ class RpcTrainer(Trainer):
     def refresh(self) -> None:
         self._show(self.remote.look(self.step))
 
-    def _show(self, look: Look) -> None:
+    def _show(self, look: VersionView) -> None:
         if look.place is None:
             self.way.take(look.parameters)
         else:
@@ -319,7 +321,7 @@ class RpcTrainer(Trainer):
 
     def _send_part(self, step: int, part: Mapping[str, Any], pause_s: float) -> None:
         """Piece by piece, each answered before the next, so that the messages of a step find room between them."""
-        send_archive(
+        write_chunks(
             dict(part),
             lambda piece: self.remote.call("deposit", self.trainer_index, step, torch.from_numpy(piece)),
         )
@@ -344,7 +346,7 @@ class RpcTrainer(Trainer):
     def give_up(self, error: BaseException) -> None:
         if isinstance(error, (PeerLost, PeerRefused)):
             return
-        told = Failure.told_by(f"trainer {self.trainer_index}", error)
+        told = RemoteError.told_by(f"trainer {self.trainer_index}", error)
         if self._arrived:
             self._courier.wind_up()
             self.remote.call("give_up", self.trainer_index, told)

@@ -17,8 +17,8 @@ from paramserver.context import restore_random_states
 from paramserver.distributed.rpc_calls import tensor_bytes
 from paramserver.errors import ModelIsElsewhere, TaskError
 from paramserver.metrics.records import StepReport, StepResult
-from paramserver.transport.autograd import arriving
-from paramserver.transport.messages import ModelAnswer, ModelCall, Welcome
+from paramserver.transport.autograd import recv_outputs
+from paramserver.transport.messages import JoinReply, ModelAnswer, ModelCall
 from trainers.rpc import RpcTrainer
 
 _OFFERED = frozenset({"forward", "train", "eval", "training", "modules", "begin_step", "next_batch", "end_step"})
@@ -132,7 +132,7 @@ class RemoteModel(nn.Module):
     def _anchored(self, output: Any, ticket: Tensor) -> Any:
         leaves, form = tree_flatten(output)
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        anchor, arrived = arriving([ticket, *(leaves[place] for place in places)])
+        anchor, arrived = recv_outputs([ticket, *(leaves[place] for place in places)])
         self._anchors.append(anchor)
         for place, leaf in zip(places, arrived, strict=True):
             leaves[place] = leaf
@@ -199,7 +199,7 @@ class ServedTrainer(RpcTrainer):
         self.prepare_data()
         self.join(self.arrive())
 
-    def hold(self, welcome: Welcome) -> None:
+    def hold(self, welcome: JoinReply) -> None:
         """Nothing of the model is held here."""
 
     def on_loss_known(self, loss: float, samples: int) -> None:

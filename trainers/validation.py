@@ -20,7 +20,7 @@ from paramserver.sources.factory import is_map_style
 from paramserver.task import Task
 
 
-class _Counted:
+class _CountedBatches:
     """Collates a batch and keeps its number of samples beside it."""
 
     def __init__(self, task: Task) -> None:
@@ -31,7 +31,7 @@ class _Counted:
         return self._task.collate(processed), len(samples)
 
 
-class _Iterated(IterableDataset[Any]):
+class _IteratedBatches(IterableDataset[Any]):
     """An iterable that is asked for again each time: an iterator would be empty at the second validation."""
 
     def __init__(self, first: Iterable[Any], again: Callable[[], Iterable[Any]]) -> None:
@@ -60,7 +60,7 @@ def validation_batches(task: Task, partition: Partition, config: Config) -> Data
     if is_map_style(data):
         share: Any = Subset(data, range(partition.index, len(data), partition.count))
     elif isinstance(data, Iterable):
-        share = _Iterated(data, lambda: task.validation_source(partition))
+        share = _IteratedBatches(data, lambda: task.validation_source(partition))
     else:
         raise TaskError(
             f"validation_source returned {type(data).__name__}; "
@@ -68,7 +68,7 @@ def validation_batches(task: Task, partition: Partition, config: Config) -> Data
         )
     size = config.training.validation_batch_size or config.training.batch_size
     # Each pass of a DataLoader draws a seed; from a generator of its own, so that validating leaves training alone.
-    return DataLoader(share, batch_size=size, collate_fn=_Counted(task), generator=torch.Generator())
+    return DataLoader(share, batch_size=size, collate_fn=_CountedBatches(task), generator=torch.Generator())
 
 
 def input_on(placement: Placement) -> Callable[[Any], Any]:

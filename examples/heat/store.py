@@ -22,7 +22,7 @@ from stored import file_of, read_parameters
 
 from paramserver.config import Config, load_config
 from paramserver.online.sampler import make_sampler
-from paramserver.online.spec import Plan
+from paramserver.online.spec import IngestSpec
 
 HERE = Path(__file__).resolve().parent
 TIMEOUT_S = 600.0  # of one simulation
@@ -39,7 +39,7 @@ def store(folder: Path, config: Config, dt: float = DT) -> float:
         ValueError: the folder holds one with other parameters.
     """
     assert config.simulations is not None
-    plan = Plan.of(config.simulations)
+    plan = IngestSpec.of(config.simulations)
     count = config.simulations.count or 0
     sampler = make_sampler(config.simulations.sampler, plan.parameters, config.seed, count)
     sizes = ["--n", plan.fields[0].shape[0], "--steps", config.simulations.steps, "--dt", dt]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from work import LOOPBACK, TIMEOUT_S, Clock, batches_of, make_parser, network_of, task_of
 
-from paramserver.process_utils import leave
+from paramserver.process_utils import exit_process
 
 
 def main() -> None:
@@ -39,4 +39,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    leave(0)  # torch's threads of gloo abort one of twenty processes that end as usual
+    exit_process(0)  # torch's threads of gloo abort one of twenty processes that end as usual

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from paramserver.bench.slowdown import Slow
+from paramserver.bench.slowdown import SlowdownSpec
 from paramserver.config import KEYS, MODES, Config, Mode, load_config, mode_of, num_servers_of
 from paramserver.config.layers import free_key, unknown_key
 from paramserver.config.parsing import read_text
@@ -33,7 +33,7 @@ _OURS = (
 
 
 @dataclass(frozen=True)
-class Asked:
+class RequestedCases:
     """What the command line asks for; texts as they stand there.
 
     ``modes`` and ``trainers`` are None where the flag was not given. ``sweeps`` are texts ``key=v1,v2``, of which all
@@ -45,7 +45,7 @@ class Asked:
     trainers: str | None = None
     overrides: Sequence[str] = ()
     sweeps: Sequence[str] = ()
-    slow: Slow | None = None
+    slow: SlowdownSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Case:
     config: Config
     trainers: int
     overrides: Mapping[str, Any] = field(default_factory=dict)
-    slow: Slow | None = None
+    slow: SlowdownSpec | None = None
     baseline: str | None = None
 
     @property
@@ -171,7 +171,7 @@ def _refuse_own(key: str, said: str) -> None:
 # The cases.
 
 
-def make_cases(asked: Asked) -> list[Case]:
+def make_cases(asked: RequestedCases) -> list[Case]:
     """Every case, the baselines first: ``local``, and per number of trainers the same loops without communication.
 
     Where a trainer is to be slow, each but ``local`` is there twice, without and with it. With one trainer ``local`` is
@@ -205,7 +205,7 @@ def _products(swept: Sequence[tuple[str, list[str]]]) -> list[dict[str, str]]:
 
 
 def _cases(
-    asked: Asked, modes: Sequence[Mode], counts: Sequence[int], points: Sequence[dict[str, str]]
+    asked: RequestedCases, modes: Sequence[Mode], counts: Sequence[int], points: Sequence[dict[str, str]]
 ) -> Iterator[Case]:
     several = [count for count in counts if count > 1]
     slows = [None] if asked.slow is None else [None, asked.slow]
@@ -236,7 +236,12 @@ def _relevant(point: Mapping[str, str], mode: Mode) -> dict[str, str]:
 
 
 def _case(
-    asked: Asked, mode: Mode, trainers: int, point: Mapping[str, str], slow: Slow | None, baseline: str | None
+    asked: RequestedCases,
+    mode: Mode,
+    trainers: int,
+    point: Mapping[str, str],
+    slow: SlowdownSpec | None,
+    baseline: str | None,
 ) -> Case:
     swept = [f"{key}={text}" for key, text in point.items()]
     try:
@@ -254,7 +259,7 @@ def _case(
     return Case(_name(mode, trainers, point, slow, baseline), config, trainers, values, slow, baseline)
 
 
-def _name(mode: Mode, trainers: int, point: Mapping[str, str], slow: Slow | None, baseline: str | None) -> str:
+def _name(mode: Mode, trainers: int, point: Mapping[str, str], slow: SlowdownSpec | None, baseline: str | None) -> str:
     of = f"{trainers} trainer" + ("s" if trainers > 1 else "")
     first = LOCAL if baseline == LOCAL else f"{baseline or mode.name} {of}"
     leaves = [key.rpartition(".")[2] for key in point]

@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from paramserver.bench.slowdown import Brake, Slow
-from paramserver.bench.step_stamps import Stamps, sign_in
+from paramserver.bench.slowdown import Slowdown, SlowdownSpec
+from paramserver.bench.step_stamps import StepStamps, register_process
 from paramserver.importing import load_object
 from paramserver.sources.base import Partition
 from paramserver.task import Task, check_task_class, construct
@@ -21,7 +21,7 @@ from paramserver.task import Task, check_task_class, construct
 MEETING_S = 120.0
 
 
-def meet(file: Path, number: int, count: int) -> None:
+def wait_for_all(file: Path, number: int, count: int) -> None:
     """Return when ``count`` processes have come here, each with a number of its own.
 
     Args:
@@ -49,22 +49,22 @@ class Observer:
         self, folder: Path, slow: Mapping[str, Any] | None, seed: int, number: int | None = None, of: int = 1
     ) -> None:
         self._folder, self._seed, self._number, self._of = folder, seed, number, of
-        self._slow = None if slow is None else Slow(**slow)
+        self._slow = None if slow is None else SlowdownSpec(**slow)
         self.model_bytes = 0
-        self.brake: Brake | None = None
-        sign_in(folder)
+        self.brake: Slowdown | None = None
+        register_process(folder)
 
     def begin(self, trainer: Any) -> None:
         """The trainer is connected, and takes its first step next."""
         index = trainer.trainer_index if self._number is None else self._number
         if self._slow is not None:
-            self.brake = Brake(self._slow, self._seed, index)
+            self.brake = Slowdown(self._slow, self._seed, index)
         self._trainer = trainer
-        self._stamps = Stamps(trainer.trainer_index, os.getpid(), self.model_bytes)
+        self._stamps = StepStamps(trainer.trainer_index, os.getpid(), self.model_bytes)
         self._samples, self._wire_bytes = trainer.counters.samples_served, trainer.wire_bytes
         trainer.clock.on_step = self._stepped
         if self._number is not None:
-            meet(self._folder.parent / "meeting", self._number, self._of)
+            wait_for_all(self._folder.parent / "meeting", self._number, self._of)
 
     def _stepped(self, end: float, seconds: float, phases: Mapping[str, float]) -> None:
         samples, wire_bytes = self._trainer.counters.samples_served, self._trainer.wire_bytes

@@ -19,11 +19,11 @@ from datetime import timedelta
 from pathlib import Path
 
 from paramserver.bench.cost_model import Speed
-from paramserver.bench.network import INTERFACE, Hosts
-from paramserver.bench.processes import Commands
+from paramserver.bench.network import INTERFACE, NetworkHosts
+from paramserver.bench.processes import ProcessGroup
 from paramserver.cluster import bind_interface, loopback_interface, process_environ
 from paramserver.errors import TrainingError
-from paramserver.process_utils import leave
+from paramserver.process_utils import exit_process
 
 SIZE_BYTES = 8 * 2**20
 SMALL, LARGE, WARM = 100, 15, 3
@@ -33,7 +33,7 @@ GLOO, RPC = "gloo", "rpc"
 
 
 def measure_links(
-    folder: Path, environ: Mapping[str, str], device: str = "cpu", hosts: Hosts | None = None
+    folder: Path, environ: Mapping[str, str], device: str = "cpu", hosts: NetworkHosts | None = None
 ) -> dict[str, Speed]:
     """The speed over ``GLOO`` and over ``RPC``; of gloo only where trainers compute on CPUs, and so use it.
 
@@ -54,7 +54,7 @@ def measure_links(
     both = [[*command, "--number", str(i)] for i in range(2)]
     if hosts is not None:
         both = [hosts.on(i, words) for i, words in enumerate(both)]
-    with Commands(both, environ, folder) as commands:
+    with ProcessGroup(both, environ, folder) as commands:
         commands.wait(TIMEOUT_S, lambda: None)
     try:
         found = json.loads((folder / "speeds.json").read_text(encoding="utf-8"))
@@ -119,16 +119,16 @@ def _over_rpc(folder: Path, number: int, size_bytes: int) -> Speed | None:
     import torch
     from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-    from paramserver.cluster import Identity
-    from paramserver.distributed.rendezvous import Meeting
+    from paramserver.cluster import ProcessIdentity
+    from paramserver.distributed.rendezvous import Rendezvous
     from paramserver.distributed.rpc_calls import host_identity
     from paramserver.distributed.rpc_latency import call_s, empty_call_s
     from paramserver.distributed.session import SERVER_NAME, rpc_server, rpc_trainer
 
     store = FileStore(str(folder / "rpc"), 2)
     store.set_timeout(timedelta(seconds=TIMEOUT_S))
-    identity = Identity(number, 2, number, 2, 0, "127.0.0.1", 0, False, "probe", "flags")
-    meeting = Meeting(store, identity, TIMEOUT_S, host_identity())
+    identity = ProcessIdentity(number, 2, number, 2, 0, "127.0.0.1", 0, False, "probe", "flags")
+    meeting = Rendezvous(store, identity, TIMEOUT_S, host_identity())
     if number == 0:
         with rpc_server(meeting):
             meeting.ask("done")
@@ -150,4 +150,4 @@ def _median_s(one: Callable[[], float], count: int) -> float:
 
 
 if __name__ == "__main__":
-    leave(main())
+    exit_process(main())

@@ -22,15 +22,22 @@ from typing import Any
 
 from paramserver.bench.cases import Case, when_reached
 from paramserver.bench.cost_model import Speed, predicted, ring_bytes
-from paramserver.bench.network import PORT, Hosts, address
-from paramserver.bench.processes import Commands
-from paramserver.bench.step_stamps import COLUMNS, Stamps, Step, processes_of_servers, read_stamps, signed_in
+from paramserver.bench.network import PORT, NetworkHosts, address
+from paramserver.bench.processes import ProcessGroup
+from paramserver.bench.step_stamps import (
+    COLUMNS,
+    StepStamp,
+    StepStamps,
+    processes_of_servers,
+    read_stamps,
+    registered_processes,
+)
 from paramserver.config import Config, config_from_mapping, dump_yaml
 from paramserver.errors import Interrupted, ParamserverError, TrainingError
 from paramserver.importing import find_file
 from paramserver.metrics.records import PHASES, DurationHistogram
 from paramserver.report.from_runs import learned
-from paramserver.report.results import BY_THE_KERNEL, COMPUTED, Result
+from paramserver.report.results import BY_THE_KERNEL, COMPUTED, CaseResult
 from paramserver.report.target import Target
 
 # The first steps make what later ones use again: buffers, buckets, caches.
@@ -38,14 +45,14 @@ WARM_STEPS = 3
 
 
 @dataclass(frozen=True)
-class Window:
+class MeasuredWindow:
     """From when to when is measured."""
 
     begin: float
     end: float
 
 
-def window_of(trainers: Sequence[Stamps], warm_s: float) -> Window:
+def window_of(trainers: Sequence[StepStamps], warm_s: float) -> MeasuredWindow:
     """From when the last trainer is warm until the first one has made its last step.
 
     A trainer is warm at the end of the step by which it has trained ``warm_s`` seconds, but not before the third.
@@ -56,7 +63,7 @@ def window_of(trainers: Sequence[Stamps], warm_s: float) -> Window:
     warm = [_warm_at(one, warm_s) for one in trainers]
     begin = max((moment for moment in warm if moment is not None), default=0.0)
     end = min((one.steps[-1].end for one in trainers if one.steps), default=0.0)
-    window = Window(begin, end)
+    window = MeasuredWindow(begin, end)
     if None in warm or not all(_inside(one, window) for one in trainers):
         counts = ", ".join(str(len(one.steps)) for one in trainers)
         raise TrainingError(
@@ -66,7 +73,7 @@ def window_of(trainers: Sequence[Stamps], warm_s: float) -> Window:
     return window
 
 
-def _warm_at(one: Stamps, warm_s: float) -> float | None:
+def _warm_at(one: StepStamps, warm_s: float) -> float | None:
     trained_s = 0.0
     for count, step in enumerate(one.steps, start=1):
         trained_s += step.seconds
@@ -75,19 +82,23 @@ def _warm_at(one: Stamps, warm_s: float) -> float | None:
     return None
 
 
-def _inside(one: Stamps, window: Window) -> list[Step]:
+def _inside(one: StepStamps, window: MeasuredWindow) -> list[StepStamp]:
     """The steps that ended in the window."""
     return [step for step in one.steps if window.begin < step.end <= window.end]
 
 
-def _share(step: Step, window: Window) -> float:
+def _share(step: StepStamp, window: MeasuredWindow) -> float:
     """How much of a step lies in the window; a trainer of its own pace is in the middle of one where it begins."""
     inside_s = min(step.end, window.end) - max(step.begin, window.begin)
     return min(max(inside_s / step.seconds, 0.0), 1.0) if step.seconds else 0.0
 
 
 def figures(
-    trainers: Sequence[Stamps], window: Window, applied: float = 1.0, updates: float = 1.0, processes: int = 1
+    trainers: Sequence[StepStamps],
+    window: MeasuredWindow,
+    applied: float = 1.0,
+    updates: float = 1.0,
+    processes: int = 1,
 ) -> dict[str, Any]:
     """The fields of a record that follow from steps.
 
@@ -121,7 +132,7 @@ def figures(
     }
 
 
-def _phases_ms(steps: Sequence[Step]) -> dict[str, float]:
+def _phases_ms(steps: Sequence[StepStamp]) -> dict[str, float]:
     """Mean milliseconds per step and trainer. All but ``hidden``, which goes on beside them, make up the step."""
     assert COLUMNS[: len(PHASES)] == PHASES
     sums = [sum(values) for values in zip(*(step.phases for step in steps), strict=True)]
@@ -142,7 +153,7 @@ class CpuWatch:
 
     def look(self) -> None:
         """Take one sample of each that is alive."""
-        for pid in (pid for folder in self._folders for pid in signed_in(folder)):
+        for pid in (pid for folder in self._folders for pid in registered_processes(folder)):
             used_s = self._used_s(pid)
             if used_s is not None:
                 self._samples.setdefault(pid, []).append((time.perf_counter(), used_s))
@@ -176,7 +187,7 @@ class WireWatch:
         count: of the first so many.
     """
 
-    def __init__(self, hosts: Hosts, count: int) -> None:
+    def __init__(self, hosts: NetworkHosts, count: int) -> None:
         self._hosts, self._count = hosts, count
         self._samples: list[tuple[float, float]] = []
 
@@ -205,7 +216,7 @@ _TIMES_AS_LONG = 4
 
 
 @dataclass(frozen=True)
-class Method:
+class MeasuringMethod:
     """How every case is measured.
 
     Args:
@@ -226,13 +237,13 @@ class Method:
     seconds: float
     warm_s: float
     target: Target | None = None
-    hosts: Hosts | None = None
+    hosts: NetworkHosts | None = None
     speeds: Mapping[str, Speed] = field(default_factory=dict)
     environment: Mapping[str, Any] = field(default_factory=dict)
     stop: threading.Event = field(default_factory=threading.Event)
 
 
-def measure(case: Case, repeat: int, method: Method) -> Result:
+def measure(case: Case, repeat: int, method: MeasuringMethod) -> CaseResult:
     """Run a case once, and tell what it came to; a failure is told too.
 
     Raises:
@@ -249,7 +260,7 @@ def measure(case: Case, repeat: int, method: Method) -> Result:
         raise
     except (ParamserverError, OSError) as error:
         found = {"status": "failed", "error": f"{error}; its files are in {folder}"}
-    return Result(
+    return CaseResult(
         case=case.name,
         repeat=repeat,
         mode=case.mode.name,
@@ -271,7 +282,7 @@ def folder_name(case: Case, repeat: int) -> str:
     return f"{re.sub(r'[^A-Za-z0-9.=_-]+', '-', case.name).strip('-.')[:100]}-{repeat}"
 
 
-def run_config(case: Case, repeat: int, method: Method, folder: Path, number: int) -> Config:
+def run_config(case: Case, repeat: int, method: MeasuringMethod, folder: Path, number: int) -> Config:
     """The config of one of a case's runs: the user's, but for limits, saving, and an observer around the task.
 
     Nothing is validated or saved on the way, unless a target is to be seen. What limits the user's run is lifted: the
@@ -322,7 +333,7 @@ def task_reference(config: Config, folders: Sequence[Path]) -> str:
     return f"{find_file(place, 'task', folders)}:{name}" if place.endswith(".py") else config.task
 
 
-def _run(case: Case, repeat: int, method: Method, folder: Path) -> dict[str, Any]:
+def _run(case: Case, repeat: int, method: MeasuringMethod, folder: Path) -> dict[str, Any]:
     """The fields that a run gives."""
     places = [folder / str(number) for number in range(case.runs)]
     commands = []
@@ -341,12 +352,12 @@ def _run(case: Case, repeat: int, method: Method, folder: Path) -> dict[str, Any
             wire.look()
 
     timeout_s = _AROUND_S + _TIMES_AS_LONG * (method.warm_s + method.seconds)
-    with Commands(commands, method.environ, folder, method.stop) as running:
+    with ProcessGroup(commands, method.environ, folder, method.stop) as running:
         running.wait(timeout_s, look)
     return _outcome(case, method, places, watch, wire)
 
 
-def commands_of(case: Case, method: Method, config_file: Path) -> list[list[str]]:
+def commands_of(case: Case, method: MeasuringMethod, config_file: Path) -> list[list[str]]:
     """What starts one run: a supervisor of all its ranks, or on hosts of their own each rank by itself."""
     command = [sys.executable, "-m", "paramserver.launch", "--config", str(config_file)]
     command += [word for one in method.folders for word in ("--folder", str(one))]
@@ -358,7 +369,7 @@ def commands_of(case: Case, method: Method, config_file: Path) -> list[list[str]
 
 
 def _outcome(
-    case: Case, method: Method, places: Sequence[Path], watch: CpuWatch, wire: WireWatch | None
+    case: Case, method: MeasuringMethod, places: Sequence[Path], watch: CpuWatch, wire: WireWatch | None
 ) -> dict[str, Any]:
     each = case.trainers // case.runs
     stamps = [one for place in places for one in read_stamps(place, each)]
@@ -385,7 +396,7 @@ def _outcome(
 
 
 def _wire_bytes(
-    case: Case, stamps: Sequence[Stamps], window: Window, wire: WireWatch | None
+    case: Case, stamps: Sequence[StepStamps], window: MeasuredWindow, wire: WireWatch | None
 ) -> dict[str, float | str | None]:
     """Of a step of a trainer in a process group: as the kernel counted it, or as it should be."""
     if wire is None:
@@ -404,7 +415,7 @@ def _read_summary(place: Path) -> dict[str, Any]:
     return summary
 
 
-def _curves(method: Method, place: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
+def _curves(method: MeasuringMethod, place: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
     """Of several runs of one trainer each, those of the first."""
     lines = (place / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     points = learned([json.loads(line) for line in lines], summary)
@@ -419,7 +430,7 @@ def _curves(method: Method, place: Path, summary: Mapping[str, Any]) -> dict[str
 
 
 def _cpu_s(
-    watch: CpuWatch, places: Sequence[Path], stamps: Sequence[Stamps], window: Window
+    watch: CpuWatch, places: Sequence[Path], stamps: Sequence[StepStamps], window: MeasuredWindow
 ) -> dict[str, float | None]:
     """CPU seconds of all servers and of all trainers in the window."""
     servers = [pid for place in places for pid in processes_of_servers(place, stamps)]
@@ -433,7 +444,7 @@ def _peaks(summaries: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
     return {kind: max((p[kind] for p in peaks if p[kind] is not None), default=None) for kind in ("server", "trainer")}
 
 
-def _predicted(case: Case, method: Method, stamps: Stamps, wire_bytes: float) -> dict[str, Any] | None:
+def _predicted(case: Case, method: MeasuringMethod, stamps: StepStamps, wire_bytes: float) -> dict[str, Any] | None:
     speed = method.speeds.get(case.mode.name)
     if speed is None:
         return None

@@ -45,7 +45,7 @@ def parse_bandwidth(text: str) -> float:
     return float(match[1]) * _UNITS[match[2]] / 8
 
 
-class Hosts:
+class NetworkHosts:
     """Namespaces as hosts; a context manager.
 
     Args:
@@ -62,7 +62,7 @@ class Hosts:
         self._switch: Namespace | None = None
         self._hosts: list[Namespace] = []
 
-    def __enter__(self) -> Hosts:
+    def __enter__(self) -> NetworkHosts:
         check_may_make_hosts()
         try:
             self._switch = Namespace()

@@ -17,7 +17,7 @@ _LOOK_EVERY_S = 0.1
 _ERROR = "error: "
 
 
-class Commands:
+class ProcessGroup:
     """Starts all of them at once; a context manager, at the end of which none is alive, nor what it started.
 
     Each leads a session of its own, so that a Ctrl-C reaches whoever started them, and not them. What they say is in
@@ -41,7 +41,7 @@ class Commands:
         self._outputs = [folder / f"output-{i}.txt" for i in range(len(commands))]
         self._processes: list[subprocess.Popen[bytes]] = []
 
-    def __enter__(self) -> Commands:
+    def __enter__(self) -> ProcessGroup:
         try:
             for command, output in zip(self._commands, self._outputs, strict=True):
                 with output.open("wb") as file:

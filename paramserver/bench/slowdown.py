@@ -15,7 +15,7 @@ _EXAMPLE = "write for example --slow trainer=1,factor=5,probability=0.2"
 
 
 @dataclass(frozen=True)
-class Slow:
+class SlowdownSpec:
     """Which trainer is slow, how many times as long its batches take, and with which probability each of them does."""
 
     trainer: int
@@ -36,7 +36,7 @@ def drawn(probability: float, *entropy: int) -> bool:
     return random.Random("/".join(map(str, entropy))).random() < probability
 
 
-def parse_slow(text: str) -> Slow:
+def parse_slowdown(text: str) -> SlowdownSpec:
     """Read ``trainer=1,factor=5[,probability=0.1]``.
 
     Raises:
@@ -55,7 +55,7 @@ def parse_slow(text: str) -> Slow:
     if missing:
         raise UnsupportedConfiguration(f"--slow {text}: {missing[0]} is missing; {_EXAMPLE}")
     values: dict[str, Any] = {name: _checked(text, name, value) for name, value in given.items()}
-    return Slow(**values)
+    return SlowdownSpec(**values)
 
 
 def _checked(text: str, name: str, value: str) -> int | float:
@@ -76,7 +76,7 @@ _RULES: Mapping[str, tuple[type[int] | type[float], float, float, str]] = {
 }
 
 
-class Brake:
+class Slowdown:
     """Makes the computation of a batch last ``factor`` times as long.
 
     The time comes between forward and backward, so that what a trainer has to tell the others comes as late as from a
@@ -90,7 +90,7 @@ class Brake:
         trainer_index: of this process.
     """
 
-    def __init__(self, slow: Slow, seed: int, trainer_index: int) -> None:
+    def __init__(self, slow: SlowdownSpec, seed: int, trainer_index: int) -> None:
         self._slow, self._seed, self._trainer_index = slow, seed, trainer_index
         self._backward_began = 0.0
         self._backward_s = 0.0

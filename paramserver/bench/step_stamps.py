@@ -15,7 +15,7 @@ COLUMNS = (*PHASES, "hidden")
 
 
 @dataclass(frozen=True)
-class Step:
+class StepStamp:
     """A step that a trainer took.
 
     Args:
@@ -38,16 +38,16 @@ class Step:
 
 
 @dataclass
-class Stamps:
+class StepStamps:
     """What one trainer notes of itself. ``model_bytes`` are those of the parameters that it trains."""
 
     trainer_index: int
     pid: int
     model_bytes: int = 0
-    steps: list[Step] = field(default_factory=list)
+    steps: list[StepStamp] = field(default_factory=list)
 
     def add(self, end: float, seconds: float, samples: int, wire_bytes: int, phases: Mapping[str, float]) -> None:
-        self.steps.append(Step(end, seconds, samples, wire_bytes, tuple(phases[name] for name in COLUMNS)))
+        self.steps.append(StepStamp(end, seconds, samples, wire_bytes, tuple(phases[name] for name in COLUMNS)))
 
     def write(self, folder: Path) -> None:
         rows = [[s.end, s.seconds, s.samples, s.wire_bytes, *s.phases] for s in self.steps]
@@ -55,17 +55,17 @@ class Stamps:
         (folder / f"steps-{self.trainer_index}.json").write_text(json.dumps(about), encoding="utf-8")
 
 
-def sign_in(folder: Path) -> None:
+def register_process(folder: Path) -> None:
     """Tell that this process belongs to what is measured in ``folder``."""
     (folder / f"process-{os.getpid()}").touch()
 
 
-def signed_in(folder: Path) -> list[int]:
+def registered_processes(folder: Path) -> list[int]:
     """The processes that did."""
     return [int(path.name.partition("-")[2]) for path in folder.glob("process-*")]
 
 
-def read_stamps(folder: Path, trainers: int) -> list[Stamps]:
+def read_stamps(folder: Path, trainers: int) -> list[StepStamps]:
     """What the trainers of a run left in ``folder``.
 
     Raises:
@@ -74,14 +74,14 @@ def read_stamps(folder: Path, trainers: int) -> list[Stamps]:
     return [_read(folder / f"steps-{i}.json", i) for i in range(trainers)]
 
 
-def _read(path: Path, trainer_index: int) -> Stamps:
+def _read(path: Path, trainer_index: int) -> StepStamps:
     try:
         about = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise TrainingError(f"trainer {trainer_index} left no record of its steps, though its run ended well") from None
-    steps = [Step(row[0], row[1], row[2], row[3], tuple(row[4:])) for row in about["steps"]]
-    return Stamps(about["trainer"], about["pid"], about["model_bytes"], steps)
+    steps = [StepStamp(row[0], row[1], row[2], row[3], tuple(row[4:])) for row in about["steps"]]
+    return StepStamps(about["trainer"], about["pid"], about["model_bytes"], steps)
 
 
-def processes_of_servers(folder: Path, trainers: Sequence[Stamps]) -> list[int]:
-    return sorted(set(signed_in(folder)) - {one.pid for one in trainers})
+def processes_of_servers(folder: Path, trainers: Sequence[StepStamps]) -> list[int]:
+    return sorted(set(registered_processes(folder)) - {one.pid for one in trainers})

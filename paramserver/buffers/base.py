@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from paramserver.buffers.batch import Batch, BufferInfo, Counters
-from paramserver.buffers.contents import Contents, Prepared
+from paramserver.buffers.batch import Batch, BufferInfo, ServingCounts
+from paramserver.buffers.contents import Prepared, SampleStore
 from paramserver.buffers.slots import Slots
 from paramserver.buffers.storage import Take
 from paramserver.errors import BufferClosed, BufferExhausted, BufferTimeout, CheckpointError
@@ -73,7 +73,7 @@ class Exchange(ABC):
         self.capacity = capacity
         self.watermark = watermark
         self._rng = np.random.default_rng(seed)
-        self._contents = Contents(capacity, max_bytes)
+        self._contents = SampleStore(capacity, max_bytes)
         # What the consumer asked for last, or is going to ask for.
         self._asked = batch_size or 1
         self._lock = threading.Lock()
@@ -84,7 +84,7 @@ class Exchange(ABC):
         self._wanted = 0
         self._finished = self._closed = False
         self._mark: Any = None
-        self._counters = Counters()
+        self._counters = ServingCounts()
         self._restore_order(np.empty(0, np.int64), 0)
 
     # What a kind decides, always under the lock.
@@ -439,14 +439,14 @@ class Buffer(Exchange):
         """
         self._check_state(state, fetch)
         samples = [fetch(key) for key in state["keys"]] if fetch and state["samples"] is None else None
-        contents = Contents(self.capacity, self._contents.max_bytes)
+        contents = SampleStore(self.capacity, self._contents.max_bytes)
         contents.restore(state, samples)
         # Nothing has changed so far: what is refused leaves the buffer as it was.
         with self._lock:
             self._check_open()
             self._contents = contents
             # The saved order is the order of the slots now, so the same draws give the same samples.
-            self._counters = Counters(**state["counters"])
+            self._counters = ServingCounts(**state["counters"])
             self._finished = state["finished"]
             self._mark = state["mark"]
             self._rng.bit_generator.state = state["rng"]

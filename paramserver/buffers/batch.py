@@ -35,7 +35,7 @@ class Batch:
 
 
 @dataclass
-class Counters:
+class ServingCounts:
     """What a buffer counts from its creation on, also across a checkpoint. Attributes as of BufferInfo."""
 
     puts: int = 0

@@ -17,7 +17,7 @@ Prepared: TypeAlias = tuple[Storage, Any, int]
 """The storage that prepared a sample, what it will write, and the sample's bytes."""
 
 
-class Contents:
+class SampleStore:
     """Samples in slots 0 to capacity - 1. ``bytes`` counts what is held, ``seen_bytes`` the part served before."""
 
     def __init__(self, capacity: int, max_bytes: int | None) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from paramserver.buffers.counted import CountedBuffer
-from paramserver.buffers.slots import Ring, Slots
+from paramserver.buffers.slots import IndexQueue, Slots
 
 
 class Fifo(CountedBuffer):
     """Oldest first; with ``pseudo_epochs`` a served sample goes to the tail. The watermark holds back the first get."""
 
     kind: ClassVar[str] = "fifo"
-    _ring: Ring
+    _ring: IndexQueue
     _started = False
 
     def _needed(self, n: int) -> int:
@@ -35,7 +35,7 @@ class Fifo(CountedBuffer):
         return self._ring.slots()
 
     def _restore_order(self, slots: Slots, unseen: int) -> None:
-        self._ring = Ring(self.capacity)
+        self._ring = IndexQueue(self.capacity)
         self._ring.extend(slots)
 
     def _own_state(self) -> dict[str, Any]:

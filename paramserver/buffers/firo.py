@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import ClassVar
 
 from paramserver.buffers.counted import CountedBuffer
-from paramserver.buffers.slots import Bag, Slots
+from paramserver.buffers.slots import IndexBag, Slots
 
 
 class Firo(CountedBuffer):
     """Uniformly at random among the samples held, of which there are at least ``watermark`` until ``finish()``."""
 
     kind: ClassVar[str] = "firo"
-    _bag: Bag
+    _bag: IndexBag
 
     def _needed(self, n: int) -> int:
         return max(n, self.watermark)
@@ -33,5 +33,5 @@ class Firo(CountedBuffer):
         return self._bag.slots()
 
     def _restore_order(self, slots: Slots, unseen: int) -> None:
-        self._bag = Bag(self.capacity)
+        self._bag = IndexBag(self.capacity)
         self._bag.extend(slots)

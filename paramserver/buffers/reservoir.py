@@ -12,7 +12,7 @@ from typing import ClassVar
 import numpy as np
 
 from paramserver.buffers.base import Buffer, check_min_new
-from paramserver.buffers.slots import Slots, SplitBag
+from paramserver.buffers.slots import SeenUnseenBag, Slots
 
 
 class Reservoir(Buffer):
@@ -26,7 +26,7 @@ class Reservoir(Buffer):
     """
 
     kind: ClassVar[str] = "reservoir"
-    _bag: SplitBag
+    _bag: SeenUnseenBag
 
     def __init__(
         self,
@@ -89,5 +89,5 @@ class Reservoir(Buffer):
         return self._bag.slots()
 
     def _restore_order(self, slots: Slots, unseen: int) -> None:
-        self._bag = SplitBag(self.capacity)
+        self._bag = SeenUnseenBag(self.capacity)
         self._bag.restore(slots, unseen)

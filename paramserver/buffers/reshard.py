@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from paramserver.buffers.batch import Counters
+from paramserver.buffers.batch import ServingCounts
 from paramserver.buffers.storage import join_states
 from paramserver.errors import CheckpointError
 
@@ -17,7 +17,7 @@ _Place: TypeAlias = tuple[int, int]
 """Which state, and which of its samples."""
 
 
-def redistribute(
+def reshard_buffers(
     states: Sequence[State], count: int, *, capacity: int, entropy: Sequence[int]
 ) -> tuple[list[dict[str, Any]], list[list[Any]]]:
     """Deal what buffers held to ``count`` others.
@@ -81,7 +81,7 @@ def _state(states: Sequence[State], places: list[_Place], index: int, entropy: S
         "finished": False,
         "mark": None,
         "rng": own["rng"] if index < len(states) else rng.bit_generator.state,
-        "counters": vars(Counters(puts=len(places), gets=sum(served))),
+        "counters": vars(ServingCounts(puts=len(places), gets=sum(served))),
         "keys": [states[which]["keys"][i] for which, i in places],
         "served": torch.tensor(served, dtype=torch.int64),
         "gone": {},

@@ -1,11 +1,9 @@
-"""The shape of a sample: which leaves it has, and how batches and samples are rebuilt from one tensor per leaf.
+"""Samples as trees of tensors: their spec, flattening and stacking, and an encoding for checkpoints.
 
-``Layout.stack`` gives what ``torch.utils.data.default_collate`` gives (a tuple becomes a list), ``Layout.rebuild`` the
-samples as they were put.
-
-Samples as trees that ``torch.load(weights_only=True)`` reads back: only tensors, numbers, str, bytes, lists, None.
-
-Every node is a list that starts with its kind, so that an array comes back as an array and a tuple as a tuple.
+``SampleSpec.stack`` returns what ``torch.utils.data.default_collate`` returns (a tuple becomes a list), and
+``SampleSpec.rebuild`` returns the samples as they were put. ``encode`` turns a tree into one that
+``torch.load(weights_only=True)`` reads back: tensors, numbers, str, bytes, lists and None, where each node is a list
+that starts with its kind, so that an array comes back as an array and a tuple as a tuple.
 """
 
 from __future__ import annotations
@@ -147,7 +145,7 @@ def _cannot_store(what: str, value: Any, cure: str) -> UnsupportedConfiguration:
 _INT64 = range(-(2**63), 2**63)
 
 
-class Layout(ABC):
+class SampleSpec(ABC):
     """A leaf, or a nest of layouts."""
 
     @abstractmethod
@@ -155,7 +153,7 @@ class Layout(ABC):
         """Append the leaves of ``sample``; False where it has another layout."""
 
     @abstractmethod
-    def leaves(self) -> list[Leaf]: ...
+    def leaves(self) -> list[LeafSpec]: ...
 
     @abstractmethod
     def stack(self, columns: Iterator[Tensor]) -> Any: ...
@@ -164,7 +162,7 @@ class Layout(ABC):
     def rebuild(self, columns: Iterator[Tensor], size: int) -> list[Any]: ...
 
 
-class Leaf(Layout):
+class LeafSpec(SampleSpec):
     """One tensor per sample, of fixed ``dtype`` and ``shape``."""
 
     def __init__(self, dtype: torch.dtype, shape: tuple[int, ...] = ()) -> None:
@@ -182,14 +180,14 @@ class Leaf(Layout):
         leaves.append(sample)
         return self.fits(sample)
 
-    def leaves(self) -> list[Leaf]:
+    def leaves(self) -> list[LeafSpec]:
         return [self]
 
     def stack(self, columns: Iterator[Tensor]) -> Any:
         return next(columns)
 
 
-class TensorLeaf(Leaf):
+class TensorLeaf(LeafSpec):
     def fits(self, value: Any) -> bool:
         return type(value) is Tensor and value.dtype is self.dtype and value.shape == self.shape and _has_rows(value)
 
@@ -197,7 +195,7 @@ class TensorLeaf(Leaf):
         return list(next(columns).unbind(0))
 
 
-class ArrayLeaf(Leaf):
+class ArrayLeaf(LeafSpec):
     def __init__(self, array: npt.NDArray[Any], dtype: torch.dtype) -> None:
         super().__init__(dtype, array.shape)
         self.numpy_dtype = array.dtype
@@ -211,7 +209,7 @@ class ArrayLeaf(Leaf):
         return [rows[i, ...] for i in range(size)]
 
 
-class ScalarLeaf(Leaf):
+class ScalarLeaf(LeafSpec):
     def __init__(self, scalar: np.generic, dtype: torch.dtype) -> None:
         super().__init__(dtype)
         self.numpy_dtype = scalar.dtype
@@ -223,7 +221,7 @@ class ScalarLeaf(Leaf):
         return list(next(columns).numpy())
 
 
-class NumberLeaf(Leaf):
+class NumberLeaf(LeafSpec):
     def __init__(self, number: bool | int | float) -> None:
         super().__init__(_NUMBERS[type(number)])
         self.type = type(number)
@@ -235,10 +233,10 @@ class NumberLeaf(Leaf):
         return next(columns).tolist()
 
 
-class Nest(Layout):
+class TreeSpec(SampleSpec):
     """A tuple, named tuple, list or dict of layouts; ``names`` are a dict's keys in order."""
 
-    def __init__(self, kind: type[Any], names: tuple[Any, ...] | None, children: Sequence[Layout]) -> None:
+    def __init__(self, kind: type[Any], names: tuple[Any, ...] | None, children: Sequence[SampleSpec]) -> None:
         self.kind = kind
         self.names = names
         self.children = children
@@ -255,7 +253,7 @@ class Nest(Layout):
                 return False
         return True
 
-    def leaves(self) -> list[Leaf]:
+    def leaves(self) -> list[LeafSpec]:
         return [leaf for child in self.children for leaf in child.leaves()]
 
     def stack(self, columns: Iterator[Tensor]) -> Any:
@@ -274,7 +272,7 @@ class Nest(Layout):
         return self.kind(*values) if is_namedtuple(self.kind) else self.kind(values)
 
 
-def layout_of(sample: Any) -> Layout | None:
+def sample_spec_of(sample: Any) -> SampleSpec | None:
     """Return the layout that samples like this one can be stacked in; None where torch cannot stack them."""
     kind = type(sample)
     if kind in (tuple, list) or is_namedtuple(kind):
@@ -288,13 +286,13 @@ def layout_of(sample: Any) -> Layout | None:
     return _numpy_leaf(sample)
 
 
-def _nest(kind: type[Any], names: tuple[Any, ...] | None, values: Any) -> Nest | None:
-    children = [layout_of(value) for value in values]
+def _nest(kind: type[Any], names: tuple[Any, ...] | None, values: Any) -> TreeSpec | None:
+    children = [sample_spec_of(value) for value in values]
     stackable = [child for child in children if child is not None]
-    return Nest(kind, names, stackable) if len(stackable) == len(children) else None
+    return TreeSpec(kind, names, stackable) if len(stackable) == len(children) else None
 
 
-def _numpy_leaf(value: Any) -> Leaf | None:
+def _numpy_leaf(value: Any) -> LeafSpec | None:
     try:
         if type(value) in _ARRAYS:
             return ArrayLeaf(value, torch.from_numpy(np.empty(0, value.dtype)).dtype)

@@ -30,7 +30,7 @@ class FreeSlots:
         self._size += len(slots)
 
 
-class Ring:
+class IndexQueue:
     """Slots in the order in which they came."""
 
     def __init__(self, capacity: int) -> None:
@@ -63,7 +63,7 @@ class Ring:
         return np.arange(self._head + start, self._head + start + n) % len(self._slots)
 
 
-class Bag:
+class IndexBag:
     """Slots in no order of meaning. A hole is filled from the tail, so the slots stay dense and any can be drawn."""
 
     def __init__(self, capacity: int) -> None:
@@ -100,7 +100,7 @@ class Bag:
         return held
 
 
-class SplitBag(Bag):
+class SeenUnseenBag(IndexBag):
     """A bag in two runs: positions [0, unseen) were never served, [unseen, len) were."""
 
     def __init__(self, capacity: int) -> None:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from paramserver.buffers.sample_tree import Layout, Leaf, TensorLeaf, decode, encode, layout_of, size_of
+from paramserver.buffers.sample_tree import LeafSpec, SampleSpec, TensorLeaf, decode, encode, sample_spec_of, size_of
 from paramserver.buffers.slots import Slots
 
 # Rows that wait to be written together.
@@ -59,7 +59,7 @@ class Column:
     costs less than ``index_select``, which with several threads can wait for all of them.
     """
 
-    def __init__(self, leaf: Leaf, rows: int) -> None:
+    def __init__(self, leaf: LeafSpec, rows: int) -> None:
         # The first producer's mode must not mark the column: nobody else could write into it.
         with torch.inference_mode(False):
             memory = torch.from_numpy(np.empty((rows, leaf.row_bytes), np.uint8))
@@ -103,7 +103,7 @@ class Column:
 class ColumnStorage(Storage):
     """A preallocated tensor (rows, *shape) per leaf; a batch is one gather per leaf."""
 
-    def __init__(self, layout: Layout, rows: int) -> None:
+    def __init__(self, layout: SampleSpec, rows: int) -> None:
         self.layout = layout
         leaves = layout.leaves()
         self.row_bytes = sum(leaf.row_bytes for leaf in leaves)
@@ -189,7 +189,7 @@ class ObjectStorage(Storage):
 
 def storage_for(sample: Any, capacity: int, max_bytes: int | None) -> Storage:
     """Make the storage that suits a first sample."""
-    layout = layout_of(sample)
+    layout = sample_spec_of(sample)
     return ObjectStorage() if layout is None else ColumnStorage(layout, _rows(layout, capacity, max_bytes))
 
 
@@ -200,7 +200,7 @@ def storage_from_state(state: dict[str, Any], capacity: int, max_bytes: int | No
         for slot, tree in enumerate(state["objects"]):
             objects.write(slot, *objects.prepare(decode(tree)))
         return objects
-    layout = layout_of(decode(state["template"]))
+    layout = sample_spec_of(decode(state["template"]))
     assert layout is not None, "a template is a sample that was stacked before"
     columns = ColumnStorage(layout, max(_rows(layout, capacity, max_bytes), len(state["columns"][0])))
     columns.load(state["columns"])
@@ -222,7 +222,7 @@ def join_states(states: Sequence[dict[str, Any] | None], places: Sequence[tuple[
 
 
 def _same_layout(one: list[Any], other: list[Any]) -> bool:
-    layout = layout_of(decode(one))
+    layout = sample_spec_of(decode(one))
     return layout is not None and layout.flatten(decode(other), [])
 
 
@@ -231,18 +231,18 @@ def _sample_tree(state: dict[str, Any] | None, index: int) -> list[Any]:
     if "objects" in state:
         tree: list[Any] = state["objects"][index]
         return tree
-    layout = layout_of(decode(state["template"]))
+    layout = sample_spec_of(decode(state["template"]))
     assert layout is not None
     return encode(_rebuild(layout, [column[index : index + 1] for column in state["columns"]], 1)[0])
 
 
-def _rows(layout: Layout, capacity: int, max_bytes: int | None) -> int:
+def _rows(layout: SampleSpec, capacity: int, max_bytes: int | None) -> int:
     """Rows to allocate: no more than ``max_bytes`` admits."""
     row_bytes = sum(leaf.row_bytes for leaf in layout.leaves())
     return capacity if max_bytes is None else max(min(capacity, max_bytes // max(row_bytes, 1)), 1)
 
 
-def _rebuild(layout: Layout, columns: list[Tensor], size: int) -> list[Any]:
+def _rebuild(layout: SampleSpec, columns: list[Tensor], size: int) -> list[Any]:
     return layout.rebuild(iter(columns), size)
 
 

@@ -6,7 +6,7 @@ from paramserver._lazy import attach
 
 if TYPE_CHECKING:
     from paramserver.checkpoint.best import (
-        Best as Best,
+        BestMetric as BestMetric,
     )
     from paramserver.checkpoint.format import (
         FORMAT_VERSION as FORMAT_VERSION,
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         read_checkpoint as read_checkpoint,
     )
     from paramserver.checkpoint.save import (
-        Pieces as Pieces,
+        ChunkedFile as ChunkedFile,
         clean as clean,
         mark_best as mark_best,
         retain as retain,
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
     from paramserver.checkpoint.serialization import (
         check_storable as check_storable,
         pack as pack,
-        send_archive as send_archive,
         unpack as unpack,
+        write_chunks as write_chunks,
     )
     from paramserver.checkpoint.staging import (
-        CopyMemory as CopyMemory,
-        private_copy as private_copy,
+        StagingPool as StagingPool,
+        stage_copy as stage_copy,
     )
     from paramserver.checkpoint.writer import (
         CheckpointWriter as CheckpointWriter,
-        Written as Written,
+        WrittenCheckpoint as WrittenCheckpoint,
     )
 else:
     __getattr__, __dir__, __all__ = attach(__name__, __file__)

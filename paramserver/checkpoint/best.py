@@ -7,7 +7,7 @@ from typing import Any
 from paramserver.errors import UnsupportedConfiguration
 
 
-class Best:
+class BestMetric:
     """The best value of one metric, its step, and the scheduled validations since then (for ``training.patience``).
 
     A validation that comes only because the run ends may be the best, but patience leaves it out, so that a run that

@@ -191,7 +191,7 @@ _LEFTOVER = re.compile(r"\.(?P<name>[^.]+)\.(?P<pid>\d+)\.(?P<kind>tmp|old|gone)
 
 
 @dataclass(frozen=True)
-class Leftover:
+class UnfinishedWrite:
     """A file or folder that a writer (process ``pid``) has not finished with."""
 
     path: Path
@@ -252,10 +252,10 @@ def pointed(folder: Path, pointer: str) -> Path | None:
     return folder / name if step_of(name) is not None else None
 
 
-def leftovers(folder: Path) -> list[Leftover]:
+def leftovers(folder: Path) -> list[UnfinishedWrite]:
     """Everything in ``folder`` that is being written, replaced or removed, or was when its writer died."""
     matches = [(path, _LEFTOVER.fullmatch(path.name)) for path in sorted(folder.iterdir())]
-    return [Leftover(path, folder / m["name"], int(m["pid"]), m["kind"]) for path, m in matches if m]
+    return [UnfinishedWrite(path, folder / m["name"], int(m["pid"]), m["kind"]) for path, m in matches if m]
 
 
 def problem(checkpoint: Path) -> str | None:

@@ -24,8 +24,8 @@ from paramserver.checkpoint.format import (
     LATEST,
     MANIFEST,
     FileEntry,
-    Leftover,
     Manifest,
+    UnfinishedWrite,
     beside,
     history,
     leftovers,
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 
-class Pieces:
+class ChunkedFile:
     """The content of a file, in the order in which it came. It keeps the memory that it is given."""
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ _CURES = {
     errno.EROFS: "choose a logging.run_dir on a disk that can be written",
     errno.EACCES: "give this user the right to write there, or choose another logging.run_dir",
 }
-_RAW = (bytes, Pieces)
+_RAW = (bytes, ChunkedFile)
 _WHAT_TO_KEEP = "keep tensors, numpy arrays and plain values in it"
 
 
@@ -73,7 +73,7 @@ def write_checkpoint(folder: Path, step: int, objects: Mapping[str, Any], about:
     Args:
         folder: the run's ``checkpoints`` folder, made where it is missing.
         step: the global step of the cut. A checkpoint of the same step is replaced.
-        objects: by name, what ``torch.save`` puts into ``<name>.pt``; ``bytes`` and ``Pieces`` go into a file
+        objects: by name, what ``torch.save`` puts into ``<name>.pt``; ``bytes`` and ``ChunkedFile`` go into a file
             ``<name>`` as they are. Nothing is copied.
         about: further entries of the manifest (mode, trainers, ...).
 
@@ -86,7 +86,7 @@ def write_checkpoint(folder: Path, step: int, objects: Mapping[str, Any], about:
     files = _file_names(objects)
     final = folder / step_name(step)
     temporary, aside = beside(final, "tmp"), beside(final, "old")
-    with disk_errors_told(final):
+    with disk_errors_explained(final):
         folder.mkdir(parents=True, exist_ok=True)
         remove(temporary)
         try:
@@ -128,7 +128,7 @@ def _file_names(objects: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def disk_errors_told(path: Path, what: str = "checkpoint") -> Iterator[None]:
+def disk_errors_explained(path: Path, what: str = "checkpoint") -> Iterator[None]:
     """Tell an ``OSError`` about ``path`` as the run's failure, with its cure."""
     try:
         yield
@@ -138,7 +138,7 @@ def disk_errors_told(path: Path, what: str = "checkpoint") -> Iterator[None]:
 
 
 def _write_file(path: Path, obj: Any) -> FileEntry:
-    with disk_errors_told(path):
+    with disk_errors_explained(path):
         file = HashingFile(path)
         try:
             if isinstance(obj, _RAW):
@@ -192,7 +192,7 @@ def _publish(temporary: Path, final: Path, aside: Path) -> None:
 
 def mark_best(folder: Path, step: int) -> None:
     """Let ``folder/best`` name the checkpoint of ``step``, which retention then keeps."""
-    with disk_errors_told(folder / BEST):
+    with disk_errors_explained(folder / BEST):
         replace_text(folder / BEST, f"{step_name(step)}\n")
 
 
@@ -218,7 +218,7 @@ def retain(folder: Path, keep: int) -> list[Path]:
     protected = (pointed(folder, LATEST), pointed(folder, BEST))
     old = [path for path in history(folder)[keep:] if path not in protected and step_of(path.name) is not None]
     for path in old:
-        with disk_errors_told(path):
+        with disk_errors_explained(path):
             _discard(path)
     return old
 
@@ -241,7 +241,7 @@ def clean(folder: Path) -> list[Path]:
     """
     if not folder.is_dir():
         return []
-    with disk_errors_told(folder):
+    with disk_errors_explained(folder):
         return [
             leftover.path
             for leftover in leftovers(folder)
@@ -249,7 +249,7 @@ def clean(folder: Path) -> list[Path]:
         ]
 
 
-def _settle_pointers(leftover: Leftover) -> bool:
+def _settle_pointers(leftover: UnfinishedWrite) -> bool:
     if leftover.kind == "old" and not leftover.final.exists() and problem(leftover.path) is None:
         move(leftover.path, leftover.final)
         return False

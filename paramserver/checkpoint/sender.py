@@ -17,7 +17,7 @@ TRAVEL_S = 600.0
 """How long a part of a checkpoint may take from its trainer to the disk's queue on rank 0."""
 
 
-class Courier:
+class BackgroundSender:
     """Carries out jobs in a thread of its own, so that their owner goes on at once. A context manager.
 
     One job is in progress and none waits: who gives the next one waits for the end of the last. So at most one copy of
@@ -116,7 +116,7 @@ class Courier:
                 self._changed.wait(_WAKE_S)
             return self._job
 
-    def __enter__(self) -> Courier:
+    def __enter__(self) -> BackgroundSender:
         return self
 
     def __exit__(self, *exception: object) -> None:

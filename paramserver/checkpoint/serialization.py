@@ -42,7 +42,7 @@ def write_archive(obj: Any, file: Writable) -> None:
     torch.save(obj, cast(IO[bytes], file))
 
 
-def send_archive(obj: Any, send: Callable[[npt.NDArray[np.uint8]], None]) -> None:
+def write_chunks(obj: Any, send: Callable[[npt.NDArray[np.uint8]], None]) -> None:
     """Make the file of ``obj`` that ``torch.save`` would, and hand it on while it is made: no copy of it ever exists.
 
     Args:
@@ -52,12 +52,12 @@ def send_archive(obj: Any, send: Callable[[npt.NDArray[np.uint8]], None]) -> Non
     Raises:
         Exception: what ``send`` raised, or ``torch.save``.
     """
-    cutter = _Cutter(send)
+    cutter = _ChunkWriter(send)
     write_archive(obj, cutter)
     cutter.finish()
 
 
-class _Cutter:
+class _ChunkWriter:
     """A file that collects what is written. Copies are numpy's, which lets other threads run meanwhile."""
 
     def __init__(self, send: Callable[[npt.NDArray[np.uint8]], None]) -> None:

@@ -19,7 +19,7 @@ import torch
 _LARGE_BYTES = 2**20
 
 
-class CopyMemory:
+class StagingPool:
     """Lends memory that was touched before, where there is some: the first touch of a page costs more than its copy.
 
     What is lent comes back by itself when nothing refers to it any more, a tensor on it and views included, in whatever
@@ -70,7 +70,7 @@ class CopyMemory:
 _Memo = dict[Hashable, torch.Tensor]
 
 
-def private_copy(obj: Any, memory: CopyMemory | None = None) -> Any:
+def stage_copy(obj: Any, memory: StagingPool | None = None) -> Any:
     """Copy nested dict, list and tuple of tensors so that nothing in it changes, or is shared, any more.
 
     Every tensor (a parameter too) becomes a plain, contiguous CPU tensor with a storage of its own size: saving a view
@@ -87,7 +87,7 @@ def private_copy(obj: Any, memory: CopyMemory | None = None) -> Any:
     return _copied(obj, {}, memory)
 
 
-def _copied(obj: Any, memo: _Memo, memory: CopyMemory | None) -> Any:
+def _copied(obj: Any, memo: _Memo, memory: StagingPool | None) -> Any:
     if isinstance(obj, torch.Tensor):
         return _tensor(obj.detach(), memo, memory)
     if isinstance(obj, np.ndarray | set | bytearray):
@@ -105,7 +105,7 @@ def _copied(obj: Any, memo: _Memo, memory: CopyMemory | None) -> Any:
     return obj
 
 
-def _tensor(tensor: torch.Tensor, memo: _Memo, memory: CopyMemory | None) -> torch.Tensor:
+def _tensor(tensor: torch.Tensor, memo: _Memo, memory: StagingPool | None) -> torch.Tensor:
     if tensor.layout is not torch.strided:
         return tensor.cpu().clone()
     # The originals stay alive during the copy, so an address cannot come up twice for two tensors.
@@ -116,7 +116,7 @@ def _tensor(tensor: torch.Tensor, memo: _Memo, memory: CopyMemory | None) -> tor
     return memo[key]
 
 
-def _empty_like(tensor: torch.Tensor, memory: CopyMemory | None) -> torch.Tensor:
+def _empty_like(tensor: torch.Tensor, memory: StagingPool | None) -> torch.Tensor:
     if memory is None or tensor.is_quantized or tensor.numel() == 0:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     lent = torch.from_numpy(memory.take(tensor.numel() * tensor.element_size()))

@@ -20,7 +20,7 @@ _EXIT_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenCheckpoint:
     """What one write came to, for the record of it."""
 
     step: int
@@ -36,7 +36,7 @@ class _Job:
     objects: Mapping[str, Any]
     about: Mapping[str, Any]
     is_best: bool
-    future: "Future[Written]" = field(default_factory=Future)
+    future: "Future[WrittenCheckpoint]" = field(default_factory=Future)
 
 
 class CheckpointWriter:
@@ -59,7 +59,7 @@ class CheckpointWriter:
             raise UnsupportedConfiguration(f"checkpoint.keep ({keep}) must be at least 1; resuming needs one")
         self.folder = folder
         self.keep = keep
-        self.written: list[Written] = []
+        self.written: list[WrittenCheckpoint] = []
         self.superseded = 0
         self._changed = threading.Condition()
         self._waiting: list[_Job] = []
@@ -83,7 +83,7 @@ class CheckpointWriter:
 
     def submit(
         self, step: int, objects: Mapping[str, Any], about: Mapping[str, Any], is_best: bool = False
-    ) -> "Future[Written]":
+    ) -> "Future[WrittenCheckpoint]":
         """Write a checkpoint of ``step``; see ``write_checkpoint`` for ``objects`` and ``about``.
 
         In the background ``objects`` must be private: see ``private_copy``.
@@ -183,14 +183,14 @@ class CheckpointWriter:
             self.written.append(written)
             job.future.set_result(written)
 
-    def _write(self, job: _Job) -> Written:
+    def _write(self, job: _Job) -> WrittenCheckpoint:
         started = time.perf_counter()
         path = write_checkpoint(self.folder, job.step, job.objects, job.about)
         if job.is_best:
             mark_best(self.folder, job.step)
         retain(self.folder, self.keep)
         size_bytes = read_manifest(path).total_bytes
-        return Written(job.step, path, size_bytes, time.perf_counter() - started, job.is_best)
+        return WrittenCheckpoint(job.step, path, size_bytes, time.perf_counter() - started, job.is_best)
 
     def __enter__(self) -> "CheckpointWriter":
         return self

@@ -6,8 +6,8 @@ from paramserver._lazy import attach
 
 if TYPE_CHECKING:
     from paramserver.cluster.base import (
-        Environment as Environment,
-        Identity as Identity,
+        ClusterEnvironment as ClusterEnvironment,
+        ProcessIdentity as ProcessIdentity,
         process_environ as process_environ,
     )
     from paramserver.cluster.flags import (
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
         resolve_identity as resolve_identity,
     )
     from paramserver.cluster.torchrun import (
-        HandSet as HandSet,
-        Torchrun as Torchrun,
+        EnvVarEnvironment as EnvVarEnvironment,
+        TorchrunEnvironment as TorchrunEnvironment,
     )
 else:
     __getattr__, __dir__, __all__ = attach(__name__, __file__)

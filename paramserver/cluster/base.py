@@ -13,7 +13,7 @@ Environ = Mapping[str, str]
 
 
 @dataclass(frozen=True)
-class Identity:
+class ProcessIdentity:
     """One process among those of the run.
 
     Args:
@@ -38,14 +38,14 @@ class Identity:
     source: str
 
 
-class Environment(Protocol):
+class ClusterEnvironment(Protocol):
     """Something that started this process and knows its rank."""
 
     def detect(self, environ: Environ) -> bool:
         """Whether this process was started that way."""
         ...
 
-    def identity(self, environ: Environ, config: Config) -> Identity:
+    def identity(self, environ: Environ, config: Config) -> ProcessIdentity:
         """Read the identity; UnsupportedConfiguration where a variable is missing or wrong."""
         ...
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from paramserver.cluster.base import Environ, Identity, assumed_place
+from paramserver.cluster.base import Environ, ProcessIdentity, assumed_place
 from paramserver.cluster.network import DEFAULT_PORT
 from paramserver.config import Config, world_size_of
 from paramserver.errors import UnsupportedConfiguration
@@ -40,7 +40,7 @@ class FlagEnvironment:
     def detect(self, environ: Environ) -> bool:
         return self._flags.global_rank is not None
 
-    def identity(self, environ: Environ, config: Config) -> Identity:
+    def identity(self, environ: Environ, config: Config) -> ProcessIdentity:
         flags, global_rank = self._flags, self._flags.global_rank or 0
         world_size = world_size_of(config) if flags.world_size is None else flags.world_size
         if global_rank >= world_size:
@@ -51,7 +51,7 @@ class FlagEnvironment:
         # Port 0 cannot be chosen by ranks that were started apart, so it falls through to the default.
         master_addr = flags.master_addr or config.cluster.master_addr
         local_rank, local_world_size, node_rank = assumed_place(global_rank, world_size, master_addr)
-        return Identity(
+        return ProcessIdentity(
             global_rank=global_rank,
             world_size=world_size,
             local_rank=local_rank,

@@ -2,14 +2,14 @@
 
 import dataclasses
 
-from paramserver.cluster.base import Environ, Environment, Identity
+from paramserver.cluster.base import ClusterEnvironment, Environ, ProcessIdentity
 from paramserver.cluster.flags import FlagEnvironment, RankFlags
-from paramserver.cluster.torchrun import HandSet, Torchrun
+from paramserver.cluster.torchrun import EnvVarEnvironment, TorchrunEnvironment
 from paramserver.config import Config, with_world_size
 from paramserver.errors import UnsupportedConfiguration
 
 
-def resolve_identity(flags: RankFlags, environ: Environ, config: Config) -> Identity | None:
+def resolve_identity(flags: RankFlags, environ: Environ, config: Config) -> ProcessIdentity | None:
     """Tell who this process is: by ``--rank``, else by its environment, else None: start all ranks on this machine.
 
     Raises:
@@ -18,7 +18,7 @@ def resolve_identity(flags: RankFlags, environ: Environ, config: Config) -> Iden
     """
     flags.check()
     # The order is the precedence. Workers of torchrun have the variables of HandSet too.
-    environments: tuple[Environment, ...] = (FlagEnvironment(flags), Torchrun(), HandSet())
+    environments: tuple[ClusterEnvironment, ...] = (FlagEnvironment(flags), TorchrunEnvironment(), EnvVarEnvironment())
     found = next((environment for environment in environments if environment.detect(environ)), None)
     if found is None:
         if flags.world_size is not None:  # refused here, not in the children
@@ -29,7 +29,7 @@ def resolve_identity(flags: RankFlags, environ: Environ, config: Config) -> Iden
     return identity
 
 
-def _with_flags(identity: Identity, flags: RankFlags) -> Identity:
+def _with_flags(identity: ProcessIdentity, flags: RankFlags) -> ProcessIdentity:
     """Put flags above the environment; but how many ranks there are was settled by whoever started them."""
     if flags.world_size is not None and flags.world_size != identity.world_size:
         raise UnsupportedConfiguration(

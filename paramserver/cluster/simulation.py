@@ -24,7 +24,7 @@ _SRUN_MEMBER = "SLURM_PROCID"
 
 
 @dataclass(frozen=True)
-class Producer:
+class SimulationEnvironment:
     """One process of a simulation, as the run that starts it sees it; None = not told.
 
     Attributes:
@@ -46,7 +46,7 @@ class Producer:
     keys: str | None = None
 
     @classmethod
-    def of(cls, environ: Mapping[str, str] | None = None) -> Producer:
+    def of(cls, environ: Mapping[str, str] | None = None) -> SimulationEnvironment:
         """Read it.
 
         Args:

@@ -3,7 +3,7 @@
 The names are those of https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables.
 """
 
-from paramserver.cluster.base import Environ, Identity, assumed_place, read_number, read_text
+from paramserver.cluster.base import Environ, ProcessIdentity, assumed_place, read_number, read_text
 from paramserver.cluster.network import DEFAULT_PORT
 from paramserver.config import Config
 
@@ -32,7 +32,7 @@ VARIABLES = (
 )
 
 
-class Torchrun:
+class TorchrunEnvironment:
     """A worker of torchrun. All variables but the last two are required; its agent may already serve the store."""
 
     _NAME = "torchrun"
@@ -40,11 +40,11 @@ class Torchrun:
     def detect(self, environ: Environ) -> bool:
         return RUN_ID in environ
 
-    def identity(self, environ: Environ, config: Config) -> Identity:
+    def identity(self, environ: Environ, config: Config) -> ProcessIdentity:
         world_size = read_number(environ, WORLD_SIZE, self._NAME, minimum=1)
         local_world_size = read_number(environ, LOCAL_WORLD_SIZE, self._NAME, minimum=1)
         restarts = read_number({RESTART_COUNT: "0", **environ}, RESTART_COUNT, self._NAME)
-        return Identity(
+        return ProcessIdentity(
             global_rank=read_number(environ, GLOBAL_RANK, self._NAME, below=world_size),
             world_size=world_size,
             local_rank=read_number(environ, LOCAL_RANK, self._NAME, below=local_world_size),
@@ -59,7 +59,7 @@ class Torchrun:
         )
 
 
-class HandSet:
+class EnvVarEnvironment:
     """RANK and WORLD_SIZE set by hand or by a job script; what else is not set comes from the config."""
 
     _NAME = "torchrun"
@@ -67,7 +67,7 @@ class HandSet:
     def detect(self, environ: Environ) -> bool:
         return GLOBAL_RANK in environ and WORLD_SIZE in environ
 
-    def identity(self, environ: Environ, config: Config) -> Identity:
+    def identity(self, environ: Environ, config: Config) -> ProcessIdentity:
         world_size = read_number(environ, WORLD_SIZE, self._NAME, minimum=1)
         global_rank = read_number(environ, GLOBAL_RANK, self._NAME, below=world_size)
         master_addr = environ.get(MASTER_ADDR) or config.cluster.master_addr
@@ -76,7 +76,7 @@ class HandSet:
         port = str(config.cluster.master_port or DEFAULT_PORT)
         complete = {**defaults, MASTER_PORT: port, **environ}
         local_world_size = read_number(complete, LOCAL_WORLD_SIZE, self._NAME, minimum=1)
-        return Identity(
+        return ProcessIdentity(
             global_rank=global_rank,
             world_size=world_size,
             local_rank=read_number(complete, LOCAL_RANK, self._NAME, below=local_world_size),

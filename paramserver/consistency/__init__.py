@@ -17,8 +17,8 @@ if TYPE_CHECKING:
         Consistency as Consistency,
         Decision as Decision,
         Readiness as Readiness,
+        RunTerms as RunTerms,
         Stop as Stop,
-        Terms as Terms,
         Update as Update,
         Verdict as Verdict,
     )
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     )
     from paramserver.consistency.lockstep import (
         Sync as Sync,
-        buffer_source as buffer_source,
         decide as decide,
+        module_buffer_owner as module_buffer_owner,
     )
     from paramserver.consistency.staleness import (
-        Staleness as Staleness,
+        StalenessHistogram as StalenessHistogram,
         scale as scale,
     )
 else:

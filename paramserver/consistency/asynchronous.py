@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from paramserver.consistency.base import Terms, Update, sequence_of
+from paramserver.consistency.base import RunTerms, Update, sequence_of
 from paramserver.consistency.free_running import FreeRunning
 
 
@@ -17,7 +17,7 @@ class Async(FreeRunning):
     and the writing of parameters as in Recht et al., "Hogwild!", NeurIPS 2011, but of whole versions.
     """
 
-    def __init__(self, terms: Terms, step: int = 0, samples: int = 0) -> None:
+    def __init__(self, terms: RunTerms, step: int = 0, samples: int = 0) -> None:
         super().__init__(terms, step, samples)
         self.clocks = dict.fromkeys(range(terms.trainers), 0)
         self._arrived: deque[tuple[int, int, int]] = deque()
@@ -65,7 +65,7 @@ class Bounded(Async):
         bound: clocks that a trainer may start ahead of the slowest, at least 0.
     """
 
-    def __init__(self, terms: Terms, bound: int, step: int = 0, samples: int = 0) -> None:
+    def __init__(self, terms: RunTerms, bound: int, step: int = 0, samples: int = 0) -> None:
         super().__init__(terms, step, samples)
         self.bound = bound
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paramserver.consistency.base import Readiness, Terms, Update
+from paramserver.consistency.base import Readiness, RunTerms, Update
 from paramserver.consistency.free_running import FreeRunning
 
 
@@ -18,7 +18,7 @@ class BackupSync(FreeRunning):
         backups: B, at most T - 1.
     """
 
-    def __init__(self, terms: Terms, backups: int, step: int = 0, samples: int = 0) -> None:
+    def __init__(self, terms: RunTerms, backups: int, step: int = 0, samples: int = 0) -> None:
         super().__init__(terms, step, samples)
         self.backups = backups
         self._held: dict[int, int] = {}

@@ -74,7 +74,7 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class Terms:
+class RunTerms:
     """What a run agreed on before it began.
 
     Args:
@@ -121,7 +121,7 @@ class Consistency(ABC):
     lockstep: bool
     """All trainers take every step together, so each knows by itself when all validate and save."""
 
-    def __init__(self, terms: Terms, step: int = 0, samples: int = 0) -> None:
+    def __init__(self, terms: RunTerms, step: int = 0, samples: int = 0) -> None:
         self.terms = terms
         self.step = step
         self.samples = samples

@@ -5,7 +5,7 @@ from __future__ import annotations
 from paramserver.config import Config
 from paramserver.consistency.asynchronous import Async, Bounded
 from paramserver.consistency.backup import BackupSync
-from paramserver.consistency.base import Consistency, Terms
+from paramserver.consistency.base import Consistency, RunTerms
 from paramserver.consistency.lockstep import Sync
 from paramserver.limits import Limits
 
@@ -19,7 +19,7 @@ def make_consistency(config: Config, trainers: int, step: int = 0, samples: int 
     training, server = config.training, config.server
     every = training.validate_every if config.checkpoint.every is None else config.checkpoint.every
     together = config.checkpoint.best is not None or server.consistency == "sync"
-    terms = Terms(
+    terms = RunTerms(
         trainers,
         Limits.of(training),
         training.uneven_inputs,

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections import deque
 from dataclasses import dataclass
 
-from paramserver.consistency.base import Announcement, Consistency, Decision, Readiness, Stop, Terms, Verdict
+from paramserver.consistency.base import Announcement, Consistency, Decision, Readiness, RunTerms, Stop, Verdict
 from paramserver.limits import due
 
 KEPT_VERSIONS = 2
@@ -14,7 +14,7 @@ KEPT_VERSIONS = 2
 
 
 @dataclass(frozen=True)
-class Ticket:
+class StepPermit:
     """A step that a trainer was let go for: the version it has, and how many samples it may bring."""
 
     version: int
@@ -31,9 +31,9 @@ class FreeRunning(Consistency):
 
     lockstep = False
 
-    def __init__(self, terms: Terms, step: int = 0, samples: int = 0) -> None:
+    def __init__(self, terms: RunTerms, step: int = 0, samples: int = 0) -> None:
         super().__init__(terms, step, samples)
-        self._tickets: dict[int, Ticket] = {}
+        self._tickets: dict[int, StepPermit] = {}
         self._owed: dict[int, deque[int]] = {i: deque() for i in range(terms.trainers)}
         self._validating: set[int] = set()
         self._drained: set[int] = set()
@@ -145,7 +145,7 @@ class FreeRunning(Consistency):
         coming = announcement.batches * self.terms.batch_size
         if not self.is_wanted(coming):
             return None
-        self._tickets[trainer_index] = Ticket(self.step, coming)
+        self._tickets[trainer_index] = StepPermit(self.step, coming)
         return Decision(Verdict.GO, (trainer_index,), self.step, self.samples, batches=announcement.batches)
 
     # Pushes.

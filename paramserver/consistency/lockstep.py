@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from paramserver.consistency.base import Announcement, Consistency, Decision, Readiness, Stop, Terms, Update, Verdict
+from paramserver.consistency.base import Announcement, Consistency, Decision, Readiness, RunTerms, Stop, Update, Verdict
 from paramserver.limits import Limits
 
 
@@ -39,7 +39,7 @@ def decide(
     return Decision(Verdict.GO, active, step, samples, batches=min(announced[i].batches for i in active))
 
 
-def buffer_source(active: tuple[int, ...], uneven_inputs: str) -> int:
+def module_buffer_owner(active: tuple[int, ...], uneven_inputs: str) -> int:
     """The trainer whose module buffers (BatchNorm) a step keeps: the first, as in DDP; in DDP's join the last."""
     return active[-1] if uneven_inputs == "join" else active[0]
 
@@ -53,7 +53,7 @@ class Sync(Consistency):
 
     lockstep = True
 
-    def __init__(self, terms: Terms, step: int = 0, samples: int = 0) -> None:
+    def __init__(self, terms: RunTerms, step: int = 0, samples: int = 0) -> None:
         super().__init__(terms, step, samples)
         self._active: tuple[int, ...] = ()
         self._pushed: dict[int, int] = {}
@@ -95,4 +95,4 @@ class Sync(Consistency):
 
     @property
     def _buffer_source(self) -> int:
-        return buffer_source(self._active, self.terms.uneven_inputs)
+        return module_buffer_owner(self._active, self.terms.uneven_inputs)

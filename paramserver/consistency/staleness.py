@@ -32,7 +32,7 @@ def scale(staleness: int, rule: str) -> float:
     raise UnsupportedConfiguration(f"server.stale_scaling ({rule}) must be none or inverse; use one of them")
 
 
-class Staleness:
+class StalenessHistogram:
     """How often each trainer's gradients were applied at which staleness (versions). Exact, of any number of them."""
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 _DESCRIPTORS = Path("/proc/self/fd")
 
 
-class Connections:
+class OpenedSockets:
     """Those opened inside ``recorded``, by whatever thread. Thread-safe once they are recorded."""
 
     def __init__(self) -> None:

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from paramserver.cluster import own_address
 from paramserver.config import Config
-from paramserver.distributed.rendezvous import Meeting
+from paramserver.distributed.rendezvous import Rendezvous
 from paramserver.errors import DeadlineExceeded, PeerLost
 
 Body = npt.NDArray[np.uint8]
@@ -39,7 +39,7 @@ _BEAT = 0
 _LOOK_S = 0.2
 
 
-class Link:
+class Connection:
     """One end. One thread sends; another polls, beats and tells the first whom it found to be lost.
 
     A peer is lost when its connection ends, or when nothing came from it for ``lost_after_s``: no message, no part of
@@ -153,7 +153,7 @@ class Link:
         self._socket.close()
 
 
-def wait_ready(links: Collection[Link], events: int, timeout_s: float) -> dict[int, int]:
+def wait_ready(links: Collection[Connection], events: int, timeout_s: float) -> dict[int, int]:
     """What poll(2) says of the links, by descriptor; those of which it says nothing are left out."""
     poller = select.poll()
     for link in links:
@@ -166,7 +166,7 @@ _LOSS = 254
 _CLOSE_S = 5.0
 
 
-class Message(NamedTuple):
+class ControlMessage(NamedTuple):
     """``kind`` and ``body`` as they were sent by rank ``peer``."""
 
     peer: int
@@ -174,7 +174,7 @@ class Message(NamedTuple):
     body: Body
 
 
-class Links:
+class ControlChannel:
     """Takes what comes over all links as it comes, gives signs of life, and notices who is lost.
 
     The end of a connection without a goodbye is a loss at any time, silence only while ``attend`` is on: a process may
@@ -186,12 +186,12 @@ class Links:
         on_lost: called once, in the listening thread, when somebody is lost before this rank said goodbye.
     """
 
-    def __init__(self, links: Mapping[int, Link], beat_s: float, on_lost: Callable[[], None]) -> None:
+    def __init__(self, links: Mapping[int, Connection], beat_s: float, on_lost: Callable[[], None]) -> None:
         self._links = dict(links)
         self._beat_s = beat_s
         self._on_lost = on_lost
         self._changed = threading.Condition()
-        self._inbox: deque[Message] = deque()
+        self._inbox: deque[ControlMessage] = deque()
         self._attentive = False
         self._leaving = False
         self.lost: PeerLost | None = None
@@ -217,7 +217,7 @@ class Links:
         self._links[peer].send(kind, body)
         self.moved = time.monotonic()
 
-    def receive(self) -> Message:
+    def receive(self) -> ControlMessage:
         """The next message of anybody. ``moved`` is the last moment at which this waited, and all were alive.
 
         Raises:
@@ -285,7 +285,7 @@ class Links:
         for link in self._here:
             link.heard += late_s  # this process stood still: others cannot be blamed for that time
 
-    def _take(self, link: Link) -> None:
+    def _take(self, link: Connection) -> None:
         message = link.poll()
         if message is None:
             if self._attentive:
@@ -296,7 +296,7 @@ class Links:
             raise PeerLost(bytes(message[1]).decode())
         else:
             with self._changed:
-                self._inbox.append(Message(link.peer, *message))
+                self._inbox.append(ControlMessage(link.peer, *message))
                 self._changed.notify_all()
 
     def _miss(self, loss: PeerLost) -> None:
@@ -318,7 +318,7 @@ _HELLO_BYTES = _TOKEN_BYTES + _RANK.size
 
 
 @contextmanager
-def star(meeting: Meeting, config: Config, on_lost: Callable[[], None]) -> Iterator[Links]:
+def connect_ranks(meeting: Rendezvous, config: Config, on_lost: Callable[[], None]) -> Iterator[ControlChannel]:
     """This rank's links by the rank at their other end: rank 0 has one to each, each other rank one to rank 0.
 
     Rank 0 listens until all are there, at the address over which it is reached anyway. Each first tells the token that
@@ -326,7 +326,7 @@ def star(meeting: Meeting, config: Config, on_lost: Callable[[], None]) -> Itera
 
     Args:
         meeting, config: this rank's.
-        on_lost: as for ``Links``.
+        on_lost: as for ``ControlChannel``.
 
     Raises:
         DeadlineExceeded: ranks are missing after ``cluster.timeout_s``.
@@ -336,12 +336,12 @@ def star(meeting: Meeting, config: Config, on_lost: Callable[[], None]) -> Itera
         connections = _accept(meeting, own_address(meeting.identity.master_addr, config.cluster.interface))
     else:
         connections = {0: _connect(meeting)}
-    made = {rank: Link(found, rank, config.server.lost_after_s) for rank, found in connections.items()}
-    with closing(Links(made, config.server.heartbeat_s, on_lost)) as links:
+    made = {rank: Connection(found, rank, config.server.lost_after_s) for rank, found in connections.items()}
+    with closing(ControlChannel(made, config.server.heartbeat_s, on_lost)) as links:
         yield links
 
 
-def _connect(meeting: Meeting) -> socket.socket:
+def _connect(meeting: Rendezvous) -> socket.socket:
     host, port, token = meeting.ask(_KEY).split()
     try:
         connection = socket.create_connection((host, int(port)), timeout=meeting.timeout_s)
@@ -354,16 +354,16 @@ def _connect(meeting: Meeting) -> socket.socket:
     return connection
 
 
-def _accept(meeting: Meeting, address: str) -> dict[int, socket.socket]:
+def _accept(meeting: Rendezvous, address: str) -> dict[int, socket.socket]:
     token = secrets.token_bytes(_TOKEN_BYTES)
     family = socket.AF_INET6 if ip_address(address).version == 6 else socket.AF_INET
     with socket.create_server((address, 0), family=family, backlog=512) as listener:
         meeting.tell(_KEY, f"{address} {listener.getsockname()[1]} {token.hex()}")
-        with Reception(listener, token, set(range(1, meeting.identity.world_size))) as reception:
+        with Handshake(listener, token, set(range(1, meeting.identity.world_size))) as reception:
             return reception.receive(meeting.timeout_s)
 
 
-class Reception:
+class Handshake:
     """Tells guests from strangers, at a door that many may come to at once. A context manager.
 
     Args:
@@ -422,7 +422,7 @@ class Reception:
         ready.close()
         _log.warning("somebody who does not belong to this run was refused")
 
-    def __enter__(self) -> Reception:
+    def __enter__(self) -> Handshake:
         return self
 
     def __exit__(self, *exception: object) -> None:

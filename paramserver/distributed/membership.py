@@ -98,15 +98,15 @@ _lifelines_lock = threading.Lock()
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
-def hold_lifeline() -> torch.futures.Future[None]:
-    """Answered only by ``release_lifelines`` in this process, or by its death."""
+def liveness_call() -> torch.futures.Future[None]:
+    """Answered only by ``release_liveness_calls`` in this process, or by its death."""
     future: torch.futures.Future[None] = torch.futures.Future()
     with _lifelines_lock:
         _lifelines.append(future)
     return future
 
 
-def release_lifelines() -> None:
+def release_liveness_calls() -> None:
     """Tell everybody who watches this process that it leaves on purpose."""
     with _lifelines_lock:
         held, _lifelines[:] = list(_lifelines), []
@@ -114,12 +114,12 @@ def release_lifelines() -> None:
         future.set_result(None)
 
 
-def watch(name: str, gone: Callable[[str | None], None]) -> None:
+def watch_peer(name: str, gone: Callable[[str | None], None]) -> None:
     """Call ``gone`` when the process behind the RPC name ``name`` lets go of its lifeline.
 
     With None where it does so on purpose, with a reason where it died. The call has no limit and costs nothing.
     """
-    future = rpc.rpc_async(name, hold_lifeline, timeout=0)
+    future = rpc.rpc_async(name, liveness_call, timeout=0)
 
     def ended(done: torch.futures.Future[None]) -> None:
         reason = None

@@ -15,10 +15,10 @@ import yaml
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistNetworkError, DistStoreError
 
-from paramserver.cluster import Identity, bind_listener
+from paramserver.cluster import ProcessIdentity, bind_listener
 from paramserver.config import Config, config_from_mapping, differences, dump_yaml
-from paramserver.distributed.rpc_calls import Failure, host_identity
-from paramserver.distributed.timeouts import call_within, poll_until
+from paramserver.distributed.rpc_calls import RemoteError, host_identity
+from paramserver.distributed.timeouts import call_with_timeout, poll_until
 from paramserver.errors import DeadlineExceeded, Interrupted, PeerLost, UnsupportedConfiguration
 
 # A store ends its waits by itself, unless its host is frozen: so much later they are given up.
@@ -29,11 +29,11 @@ _FAILED = "failed"
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """The store under this run's prefix, after all ranks have met."""
 
     store: Store
-    identity: Identity
+    identity: ProcessIdentity
     timeout_s: float
     host: str
 
@@ -45,16 +45,16 @@ class Meeting:
     def tell(self, key: str, value: str) -> None:
         self.store.set(key, value)
 
-    def tell_failure(self, failure: Failure) -> None:
+    def tell_failure(self, failure: RemoteError) -> None:
         """Say why this rank failed, where it cannot reach the server otherwise."""
         self.tell(_FAILED, f"{failure.kind} {failure.message}")
 
-    def failure(self) -> Failure | None:
+    def failure(self) -> RemoteError | None:
         """What a rank told by ``tell_failure``."""
         if not self.store.check([_FAILED]):
             return None
         kind, _, message = self.ask(_FAILED).partition(" ")
-        return Failure(kind, message)
+        return RemoteError(kind, message)
 
     def ask(self, key: str) -> str:
         """The value that some rank tells under ``key``, within the run's timeout."""
@@ -62,9 +62,9 @@ class Meeting:
             return _get(self.store, key, self.timeout_s, f"the store's answer for {key}")
 
 
-def meet(
-    config: Config, identity: Identity, interrupted: threading.Event, listener: socket.socket | None = None
-) -> Meeting:
+def rendezvous(
+    config: Config, identity: ProcessIdentity, interrupted: threading.Event, listener: socket.socket | None = None
+) -> Rendezvous:
     """Open the store, compare the configuration with rank 0's, claim this rank, and wait until all ranks are there.
 
     Args:
@@ -87,11 +87,15 @@ def meet(
         _agree_on_config(store, config, identity, timeout_s)
         _claim_rank(store, identity)
         _await_world(store, identity, timeout_s, deadline, interrupted)
-    return Meeting(store, identity, timeout_s, host_identity())
+    return Rendezvous(store, identity, timeout_s, host_identity())
 
 
 def _open_store(
-    identity: Identity, timeout_s: float, deadline: float, interrupted: threading.Event, listener: socket.socket | None
+    identity: ProcessIdentity,
+    timeout_s: float,
+    deadline: float,
+    interrupted: threading.Event,
+    listener: socket.socket | None,
 ) -> Store:
     host, port = identity.master_addr, identity.master_port
     limit = timedelta(seconds=timeout_s)
@@ -110,7 +114,7 @@ def _open_store(
             f"({timeout_s:g} s); start rank 0, or correct --master_addr and --master_port"
         )
     remaining_s = max(deadline - time.monotonic(), 1.0)
-    return call_within(
+    return call_with_timeout(
         remaining_s,
         f"the connection to rank 0 at {host}:{port}",
         lambda: TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit),
@@ -137,13 +141,13 @@ def _rank_zero_may_be_lost() -> Iterator[None]:
 
 def _get(store: Store, key: str, timeout_s: float, what: str) -> str:
     try:
-        answer: bytes = call_within(timeout_s + _FROZEN_S, what, lambda: store.get(key))
+        answer: bytes = call_with_timeout(timeout_s + _FROZEN_S, what, lambda: store.get(key))
     except DistStoreError as error:
         raise DeadlineExceeded(f"{what} did not come within cluster.timeout_s ({timeout_s:g} s)") from error
     return answer.decode()
 
 
-def _claim_rank(store: Store, identity: Identity) -> None:
+def _claim_rank(store: Store, identity: ProcessIdentity) -> None:
     me = f"{socket.gethostname()}, process {os.getpid()}"
     holder = store.compare_set(f"rank/{identity.global_rank}", "", me).decode()
     if holder != me:
@@ -156,7 +160,7 @@ def _claim_rank(store: Store, identity: Identity) -> None:
 _OWN_SECTIONS = ("device.", "logging.run_dir", "logging.progress", "cluster.master_addr", "cluster.master_port")
 
 
-def _agree_on_config(store: Store, config: Config, identity: Identity, timeout_s: float) -> None:
+def _agree_on_config(store: Store, config: Config, identity: ProcessIdentity, timeout_s: float) -> None:
     if identity.global_rank == 0:
         store.set("config", dump_yaml(config))
         return
@@ -170,7 +174,7 @@ def _agree_on_config(store: Store, config: Config, identity: Identity, timeout_s
 
 
 def _await_world(
-    store: Store, identity: Identity, timeout_s: float, deadline: float, interrupted: threading.Event
+    store: Store, identity: ProcessIdentity, timeout_s: float, deadline: float, interrupted: threading.Event
 ) -> None:
     def missing() -> list[int]:
         return [r for r in range(identity.world_size) if not store.check([f"rank/{r}"])]

@@ -58,14 +58,14 @@ def agent_options(timeout_s: float, same_host: bool, computing: int = 0) -> rpc.
 
 
 @dataclass(frozen=True)
-class Failure:
+class RemoteError:
     """An error on its way back: RPC keeps only a few types of exception, so errors travel as values."""
 
     kind: str
     message: str
 
     @classmethod
-    def of(cls, error: BaseException, who: str = "the server") -> Failure:
+    def of(cls, error: BaseException, who: str = "the server") -> RemoteError:
         """An error of this package as it is; any other with its traceback, and with who raised it."""
         if isinstance(error, errors.ParamserverError):
             return cls(type(error).__name__, str(error))
@@ -73,7 +73,7 @@ class Failure:
         return cls("TrainingError", f"{who} raised {type(error).__name__}: {error}\n{text}")
 
     @classmethod
-    def told_by(cls, who: str, error: BaseException) -> Failure:
+    def told_by(cls, who: str, error: BaseException) -> RemoteError:
         """Why a process of the run fails, for another one: an error of the user's input stays one."""
         kind = errors.PeerRefused if isinstance(error, errors.UnsupportedConfiguration) else errors.PeerFailed
         says_all = isinstance(error, errors.ParamserverError) and error.says_all
@@ -86,20 +86,20 @@ class Failure:
         return made
 
 
-def answers(handler: Callable[P, T]) -> Callable[P, T | Failure]:
+def returns_errors(handler: Callable[P, T]) -> Callable[P, T | RemoteError]:
     """Make a handler return what it raises."""
 
     @functools.wraps(handler)
-    def answer(*args: P.args, **kwargs: P.kwargs) -> T | Failure:
+    def answer(*args: P.args, **kwargs: P.kwargs) -> T | RemoteError:
         try:
             return handler(*args, **kwargs)
         except Exception as error:  # noqa: BLE001 - it travels to the caller, who raises it
-            return Failure.of(error)
+            return RemoteError.of(error)
 
     return answer
 
 
-def answers_later(
+def returns_errors_async(
     handler: Callable[P, torch.futures.Future[Any]],
 ) -> Callable[P, torch.futures.Future[Any]]:
     """The same for a handler that returns a future; to stand below ``rpc.functions.async_execution``."""
@@ -109,12 +109,12 @@ def answers_later(
         try:
             return handler(*args, **kwargs)
         except Exception as error:  # noqa: BLE001 - it travels to the caller, who raises it
-            return settled(Failure.of(error))
+            return completed_future(RemoteError.of(error))
 
     return answer
 
 
-def settled(value: Any) -> torch.futures.Future[Any]:
+def completed_future(value: Any) -> torch.futures.Future[Any]:
     """A future that has its value already."""
     future: torch.futures.Future[Any] = torch.futures.Future()
     future.set_result(value)
@@ -129,7 +129,7 @@ _server: Any = None
 _lock = threading.Lock()
 
 
-def host(server: Any) -> None:
+def register_server(server: Any) -> None:
     """Make ``server`` the one that this process answers for, a ``ParameterServer`` on rank 0; None ends that."""
     global _server
     with _lock:
@@ -145,14 +145,14 @@ def get_parameter_server() -> Any:
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
-@answers_later
+@returns_errors_async
 def call_later(method: str, *args: Any) -> torch.futures.Future[Any]:
     """Call a method of the server, or ``part.method`` of a part of it, that answers with a future."""
     future: torch.futures.Future[Any] = attrgetter(method)(get_parameter_server())(*args)
     return future
 
 
-@answers
+@returns_errors
 def call(method: str, *args: Any) -> Any:
     """Call a method of the server that answers at once."""
     return attrgetter(method)(get_parameter_server())(*args)
@@ -170,7 +170,7 @@ def send_later(name: str, method: str, *args: Any) -> torch.futures.Future[Any]:
     return future
 
 
-@answers
+@returns_errors
 def call_through(server_rref: Any, method: str, *args: Any) -> Any:
     """The same by a reference to the server, as the RPC tutorial does it."""
     return getattr(server_rref.local_value(), method)(*args)

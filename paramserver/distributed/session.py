@@ -12,10 +12,10 @@ import torch.distributed as dist
 import torch.distributed.rpc as rpc
 from torch._C._distributed_c10d import PrefixStore
 
-from paramserver.distributed.rendezvous import Meeting
+from paramserver.distributed.rendezvous import Rendezvous
 from paramserver.distributed.rpc_agent import announce_to, start_first_agent, start_star_agent
 from paramserver.distributed.rpc_calls import agent_options
-from paramserver.distributed.timeouts import call_within
+from paramserver.distributed.timeouts import call_with_timeout
 from paramserver.errors import DeadlineExceeded
 
 log = logging.getLogger("paramserver")
@@ -31,7 +31,7 @@ def server_name(server_index: int) -> str:
 
 
 @contextmanager
-def rpc_server(meeting: Meeting, computing: int = 0) -> Iterator[None]:
+def rpc_server(meeting: Rendezvous, computing: int = 0) -> Iterator[None]:
     """The RPC agent of the server, as the only member that others need to know.
 
     Args:
@@ -47,7 +47,7 @@ def rpc_server(meeting: Meeting, computing: int = 0) -> Iterator[None]:
 
 
 @contextmanager
-def rpc_shard_server(meeting: Meeting, server_index: int) -> Iterator[str]:
+def rpc_shard_server(meeting: Rendezvous, server_index: int) -> Iterator[str]:
     """The RPC agent of a server beside the first, which knows that one; yields its own name."""
     name = server_name(server_index)
     options = agent_options(meeting.timeout_s, meeting.ask("server/host") == meeting.host)
@@ -63,7 +63,7 @@ def rpc_shard_server(meeting: Meeting, server_index: int) -> Iterator[str]:
 
 
 @contextmanager
-def rpc_trainer(meeting: Meeting, trainer_index: int, servers: int = 1) -> Iterator[tuple[str, int]]:
+def rpc_trainer(meeting: Rendezvous, trainer_index: int, servers: int = 1) -> Iterator[tuple[str, int]]:
     """The RPC agent of a trainer, which knows the servers alone; yields its own name and worker id.
 
     torch's dynamic groups make a joiner call every member and hold a token that a death never releases. Here the agent
@@ -94,13 +94,13 @@ def _shutdown_agent() -> None:
     What this rank had to do is done by then, or it failed for a reason of its own, which must not be hidden.
     """
     try:
-        call_within(_SHUTDOWN_S, "the shutdown of the RPC agent", lambda: rpc.shutdown(graceful=False))
+        call_with_timeout(_SHUTDOWN_S, "the shutdown of the RPC agent", lambda: rpc.shutdown(graceful=False))
     except DeadlineExceeded as late:
         log.warning("%s; the agent ends with this process", late)
 
 
 @contextmanager
-def process_group(meeting: Meeting, backend: str) -> Iterator[None]:
+def process_group(meeting: Rendezvous, backend: str) -> Iterator[None]:
     """The process group of ddp. It is destroyed at once on an error, which tells the other ranks."""
     dist.init_process_group(
         backend,
@@ -112,7 +112,7 @@ def process_group(meeting: Meeting, backend: str) -> Iterator[None]:
     try:
         yield
     finally:
-        call_within(_SHUTDOWN_S, "the end of the process group", dist.destroy_process_group)
+        call_with_timeout(_SHUTDOWN_S, "the end of the process group", dist.destroy_process_group)
 
 
 def exchange(value: Any, group: Any = None) -> list[Any]:

@@ -12,7 +12,7 @@ from paramserver.errors import DeadlineExceeded
 T = TypeVar("T")
 
 
-def call_within(timeout_s: float, what: str, function: Callable[[], T]) -> T:
+def call_with_timeout(timeout_s: float, what: str, function: Callable[[], T]) -> T:
     """The result of ``function``, run in a thread that is given up after ``timeout_s``.
 
     For calls into torch that a frozen peer can hold for longer than their own timeout. What the function raises is

@@ -56,7 +56,7 @@ class StepResult:
 
 
 @dataclass
-class Window:
+class RecordWindow:
     """The steps since the last ``train`` record, as sums: a run that is resumed closes it as if it had not stopped.
 
     ``step``, ``samples``, ``seconds`` and ``lr`` are those of the last step, ``samples_before`` and ``seconds_before``
@@ -77,9 +77,9 @@ class Window:
         self.losses += result.loss
         self.step, self.samples, self.seconds, self.lr = result.step, result.samples, result.seconds, result.lr
 
-    def following(self) -> Window:
+    def following(self) -> RecordWindow:
         """The one that opens where this one closes."""
-        return Window(self.samples, self.seconds)
+        return RecordWindow(self.samples, self.seconds)
 
     def record(self, epoch: int) -> Record:
         elapsed_s = max(self.seconds - self.seconds_before, 1e-9)

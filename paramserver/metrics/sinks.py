@@ -45,7 +45,7 @@ class Sink(ABC):
         self.close()
 
 
-class Fan(Sink):
+class FanOut(Sink):
     """Passes every record on to all its sinks, from any thread, in one order.
 
     A sink that fails is reported once and gets nothing more, except a required one: its failure is raised, after the

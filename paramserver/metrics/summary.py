@@ -13,7 +13,7 @@ from paramserver.config import Config, mode_of, num_servers_of, num_trainers_of
 from paramserver.metrics.records import PHASES, DurationHistogram, TrainerTotals, peak_rss_mb
 
 
-class Counts(Protocol):
+class CountedRun(Protocol):
     """How stale gradients were."""
 
     def figures(self) -> dict[str, Any]: ...
@@ -21,7 +21,7 @@ class Counts(Protocol):
     def by_trainer(self) -> list[dict[str, Any]]: ...
 
 
-class Account(Protocol):
+class RunAccount(Protocol):
     """What rank 0 counted while the run went on."""
 
     config: Config
@@ -34,7 +34,7 @@ class Account(Protocol):
     checkpoint_pauses_s: list[float]
 
     @property
-    def staleness(self) -> Counts: ...
+    def staleness(self) -> CountedRun: ...
 
     dropped: int
 
@@ -43,7 +43,7 @@ class Account(Protocol):
 
 
 def summarize(
-    account: Account, status: str, totals: Sequence[TrainerTotals], reason: str, error: str | None
+    account: RunAccount, status: str, totals: Sequence[TrainerTotals], reason: str, error: str | None
 ) -> dict[str, Any]:
     """The fields of summary.json (docs/interface.md, section 5). What is unknown is null."""
     config = account.config

@@ -16,7 +16,7 @@ Arrays: TypeAlias = "tuple[npt.NDArray[Any], ...]"
 _MOST_SIMULATIONS = 65_536
 
 
-class Fate(Enum):
+class PartOutcome(Enum):
     """Of a part that completes nothing."""
 
     WAITING = "waits for the others"
@@ -26,14 +26,14 @@ class Fate(Enum):
 
 
 @dataclass(frozen=True)
-class Part:
+class SamplePart:
     """What one member sent. ``giver`` is whatever the caller wants back with it."""
 
     arrays: Arrays
     giver: Any
 
 
-class Assembly:
+class SampleAssembly:
     """The samples of groups of which some parts are missing.
 
     Not thread-safe. Its memory is bounded: ``limit`` unfinished samples of a simulation, and the attempts of so many
@@ -48,14 +48,14 @@ class Assembly:
         self.members = members
         self.limit = limit
         self._attempts: OrderedDict[int, int] = OrderedDict()
-        self._unfinished: dict[int, dict[int, dict[int, Part]]] = {}
+        self._unfinished: dict[int, dict[int, dict[int, SamplePart]]] = {}
         self._count = 0
 
     def __len__(self) -> int:
         """How many samples are unfinished; for any thread."""
         return self._count
 
-    def begin(self, simulation: int, attempt: int) -> list[Part]:
+    def begin(self, simulation: int, attempt: int) -> list[SamplePart]:
         """A member opened this attempt of a simulation: the parts of older ones, which are dropped."""
         known = self._attempts.pop(simulation, attempt)
         self._attempts[simulation] = max(known, attempt)
@@ -63,29 +63,29 @@ class Assembly:
             self._attempts.popitem(last=False)
         return self.drop(simulation) if attempt > known else []
 
-    def drop(self, simulation: int) -> list[Part]:
+    def drop(self, simulation: int) -> list[SamplePart]:
         """Forget the unfinished samples of a simulation; their parts."""
         steps = self._unfinished.pop(simulation, {})
         self._count -= len(steps)
         return [part for parts in steps.values() for part in parts.values()]
 
-    def add(self, key: tuple[int, int], attempt: int, member: int, part: Part) -> Fate | list[Part]:
+    def add(self, key: tuple[int, int], attempt: int, member: int, part: SamplePart) -> PartOutcome | list[SamplePart]:
         """Take one part; all parts of its sample in the order of members where it was the last one."""
         simulation, step = key
         if attempt < self._attempts.get(simulation, attempt):
-            return Fate.STALE
+            return PartOutcome.STALE
         steps = self._unfinished.setdefault(simulation, {})
         if step not in steps and len(steps) >= self.limit:
-            return Fate.FULL
+            return PartOutcome.FULL
         if step not in steps:
             steps[step] = {}
             self._count += 1
         parts = steps[step]
         if member in parts:
-            return Fate.DUPLICATE
+            return PartOutcome.DUPLICATE
         parts[member] = part
         if len(parts) < self.members:
-            return Fate.WAITING
+            return PartOutcome.WAITING
         del steps[step]
         self._count -= 1
         if not steps:
@@ -93,7 +93,7 @@ class Assembly:
         return [parts[i] for i in range(self.members)]
 
 
-def joined(parts: list[Part]) -> Arrays:
+def joined(parts: list[SamplePart]) -> Arrays:
     """The whole arrays: those of the parts one below the other."""
     columns = zip(*(part.arrays for part in parts), strict=True)
     return tuple(np.concatenate(column) for column in columns)

@@ -13,14 +13,14 @@ from typing import Any
 
 from paramserver.cluster.network import is_loopback
 from paramserver.errors import ClientError, RunOver
-from paramserver.online.protocol import ENOUGH, Header, Kind, Malformed
+from paramserver.online.protocol import ENOUGH, Header, MalformedMessage, MessageKind
 from paramserver.online.security import client_security
 from paramserver.online.zmq_import import zmq
 
 Message = tuple[Header, list[bytes]]
 
 
-class Line:
+class ClientConnection:
     """One DEALER socket. For one thread; closed by its owner before the context is terminated.
 
     Args:
@@ -96,9 +96,9 @@ class Line:
             self.heard = time.monotonic()
             try:
                 header = Header.unpack(frames[0])
-            except Malformed as error:
+            except MalformedMessage as error:
                 raise ClientError(f"{self} answered what cannot be understood: {error}") from error
-            if header.kind is Kind.OVER:
+            if header.kind is MessageKind.OVER:
                 raise RunOver(sentence(frames[1:]) or ENOUGH)
             yield header, frames[1:]
 
@@ -124,7 +124,7 @@ def _check_keys(address: str, keys: str | Path | None) -> None:
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_DISCONNECTED
 
 
-class Presence:
+class ConnectionMonitor:
     """What ZeroMQ tells of one socket's connection, which it makes again and again by itself.
 
     Args:

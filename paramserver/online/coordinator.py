@@ -16,13 +16,21 @@ from typing import Any
 
 from paramserver.config import SimulationsConfig
 from paramserver.errors import TrainingError, UnsupportedConfiguration
-from paramserver.online.coordinator_protocol import Clerk, Message
-from paramserver.online.process_runner import Runner
+from paramserver.online.coordinator_protocol import Message, RequestHandler
+from paramserver.online.process_runner import ProcessRunner
 from paramserver.online.sampler import make_sampler
 from paramserver.online.security import ServerSecurity
-from paramserver.online.spec import Plan
-from paramserver.online.tracker import Action, Kill, Note, Outside, Start, State, Study
-from paramserver.online.tracker_managed import Started
+from paramserver.online.spec import IngestSpec
+from paramserver.online.tracker import (
+    Action,
+    ExternalSimulations,
+    KillProcess,
+    SimulationState,
+    SimulationTracker,
+    StartProcess,
+    TrackerEvent,
+)
+from paramserver.online.tracker_managed import ManagedSimulations
 from paramserver.online.zmq_import import host_of, listening_host, zmq
 
 # What a trainer tells grows with the simulations that it knows, some 20 bytes for each.
@@ -30,7 +38,7 @@ _MOST_BYTES = 64 * 2**20
 _LINGER_MS = 1000
 
 
-class Door:
+class RouterSocket:
     """One ROUTER with its context and keys. Opened by one thread, then used and closed by another.
 
     Args:
@@ -112,7 +120,7 @@ OnEvent = Callable[[str, Mapping[str, Any]], None]
 """Told (kind, details): started, restarted, given_up, complete, silent, finish."""
 
 
-class Desk:
+class SimulationCoordinator:
     """Owns the thread ``desk``, its socket and the processes of simulations, from ``with`` to ``close``.
 
     Args:
@@ -135,7 +143,7 @@ class Desk:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: IngestSpec,
         trainers: int,
         seed: int,
         logs: Path,
@@ -148,22 +156,22 @@ class Desk:
     ) -> None:
         self.plan = plan
         self.token = secrets.token_hex(16).encode()
-        self._runner = Runner(plan, logs, folders) if plan.started_here else None
+        self._runner = ProcessRunner(plan, logs, folders) if plan.started_here else None
         self._study = _make_study(plan, trainers, seed, logs, folders, timeout_s)
         if state is not None:
             self._study.load_state_dict(state)
-        self._clerk = Clerk(plan, self._study, trainers, self.token, status)
+        self._clerk = RequestHandler(plan, self._study, trainers, self.token, status)
         self._on_event = on_event
         # Again and again by one thread, as a user's status may ask for the summary.
         self._lock = threading.RLock()
         self._closing = threading.Event()
         self._finished = False
         self._failure: BaseException | None = None
-        self._door: Door | None = None
+        self._door: RouterSocket | None = None
         self._thread = threading.Thread(target=self._run, name="desk", daemon=True)
 
-    def __enter__(self) -> Desk:
-        self._door = Door(self.plan.config)
+    def __enter__(self) -> SimulationCoordinator:
+        self._door = RouterSocket(self.plan.config)
         self._address = self._door.address
         self._bell, self._button = socket.socketpair()
         self._thread.start()
@@ -198,7 +206,9 @@ class Desk:
                     "planned": self.plan.config.count,
                     **study.counts(),
                     "restarted": study.restarts,
-                    "silent": [one.id for one in study.in_state(State.WAITING, State.RUNNING) if one.silent],
+                    "silent": [
+                        one.id for one in study.in_state(SimulationState.WAITING, SimulationState.RUNNING) if one.silent
+                    ],
                     "refused": dict(self._clerk.refused),
                 }
             }
@@ -241,7 +251,7 @@ class Desk:
         except BaseException as error:  # noqa: BLE001 - kept, for the run to learn
             self._failure = error
 
-    def _serve(self, door: Door) -> None:
+    def _serve(self, door: RouterSocket) -> None:
         tick_s = min(_TICK_S, self.plan.config.timeout_s / 4)
         while not self._closing.is_set():
             # The bell is rung once, to close.
@@ -265,29 +275,29 @@ class Desk:
                 self._on_event("finish", self._study.counts())
                 door.send(finish)
 
-    def _listen(self, door: Door) -> None:
+    def _listen(self, door: RouterSocket) -> None:
         for (peer, frames), host in door.messages(_MESSAGES_AT_ONCE):
             with self._lock:
                 answers = self._clerk.hear(peer, frames, time.monotonic(), host)
             door.send(answers)
 
-    def _act(self, door: Door, action: Action) -> None:
-        if isinstance(action, Note):
+    def _act(self, door: RouterSocket, action: Action) -> None:
+        if isinstance(action, TrackerEvent):
             level = logging.INFO if action.kind == "complete" else logging.WARNING
             _log.log(level, "%s", action.text)
             self._on_event(action.kind, {"simulation": action.simulation, "text": action.text})
             return
         assert self._runner is not None
-        if isinstance(action, Start):
+        if isinstance(action, StartProcess):
             self._runner.start(action, door.address)
             self._on_event("started", vars(action))
-        elif isinstance(action, Kill):
+        elif isinstance(action, KillProcess):
             _log.warning("simulation %d is ended: %s", action.simulation, action.why)
             with self._lock:
                 door.send(self._clerk.dismiss(action.simulation))
             self._runner.kill(action.simulation)
 
-    def _leave(self, door: Door) -> None:
+    def _leave(self, door: RouterSocket) -> None:
         """Clients are told, also those that come meanwhile, and processes are ended."""
         with self._lock:
             door.send(self._clerk.dismiss_all())
@@ -311,10 +321,12 @@ class Desk:
                 self._runner.kill(number)
 
 
-def _make_study(plan: Plan, trainers: int, seed: int, logs: Path, folders: Sequence[Path], timeout_s: float) -> Study:
+def _make_study(
+    plan: IngestSpec, trainers: int, seed: int, logs: Path, folders: Sequence[Path], timeout_s: float
+) -> SimulationTracker:
     config = plan.config
     if not plan.started_here:
-        return Outside(config, trainers, timeout_s)
+        return ExternalSimulations(config, trainers, timeout_s)
     assert config.count is not None
     sampler = make_sampler(config.sampler, plan.parameters, seed, config.count, folders)
-    return Started(config, trainers, sampler.draw, logs)
+    return ManagedSimulations(config, trainers, sampler.draw, logs)

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from paramserver.errors import ClientError
-from paramserver.online.connection import Line, Presence, sentence
-from paramserver.online.protocol import Header, Kind
+from paramserver.online.connection import ClientConnection, ConnectionMonitor, sentence
+from paramserver.online.protocol import Header, MessageKind
 from paramserver.online.zmq_import import zmq
 
 _ASK_AGAIN_S = 1.0
@@ -18,14 +18,14 @@ _PATIENCE = 10
 _GONE_S = 5.0
 
 
-class DeskLine(Line):
+class CoordinatorConnection(ClientConnection):
     """The connection to the desk, which can be asked before the run is there.
 
     Nobody listens before a run, and nobody after it. So who was not connected waits; who was, or whom the run has
     started, knows soon that it is gone.
 
     Args:
-        context, name, address, keys: as for ``Line``.
+        context, name, address, keys: as for ``ClientConnection``.
         was_there: whether this run has begun.
     """
 
@@ -33,11 +33,11 @@ class DeskLine(Line):
         self, context: zmq.Context[Any], name: str, address: str, keys: str | Path | None, was_there: bool = False
     ) -> None:
         self._was_there = was_there
-        self._presence: Presence | None = None
+        self._presence: ConnectionMonitor | None = None
         super().__init__(context, name, address, keys)
 
     def _connect(self) -> None:
-        self._presence = Presence(self.socket)
+        self._presence = ConnectionMonitor(self.socket)
         super()._connect()
 
     def close(self, linger_s: float = 0.0) -> None:
@@ -45,7 +45,7 @@ class DeskLine(Line):
             self._presence.close()
         super().close(linger_s)
 
-    def ask(self, question: Header, *frames: Any, answer: Kind, timeout_s: float) -> list[bytes]:
+    def ask(self, question: Header, *frames: Any, answer: MessageKind, timeout_s: float) -> list[bytes]:
         """The frames of the answer.
 
         The desk answers HELLO when all trainers are there. Meanwhile it is asked each second whether it lives.
@@ -58,15 +58,15 @@ class DeskLine(Line):
         assert self._presence is not None
         self.heard = asked = began = time.monotonic()
         self.send(question, *frames)
-        unanswered, connections = answer is Kind.PONG, 1
+        unanswered, connections = answer is MessageKind.PONG, 1
         while True:
             self._wait(min(asked + _ASK_AGAIN_S, self.heard + timeout_s))
             for header, body in self.receive():
                 if header.kind is answer:
                     return body
-                if header.kind is Kind.REFUSED:
+                if header.kind is MessageKind.REFUSED:
                     raise ClientError(f"{self} refused this client: {sentence(body)}")
-                unanswered = unanswered and header.kind is not Kind.PONG
+                unanswered = unanswered and header.kind is not MessageKind.PONG
             now = time.monotonic()
             self._check_patience(now - began, now - self.heard, timeout_s)
             if now >= asked + _ASK_AGAIN_S:
@@ -76,7 +76,7 @@ class DeskLine(Line):
                     self.send(question, *frames)  # somebody new is there, who was not asked
                 if not unanswered:
                     unanswered = True
-                    self.send(Header(Kind.PING))
+                    self.send(Header(MessageKind.PING))
 
     def _wait(self, until: float) -> None:
         self.socket.poll(max(0, round(1000 * (until - time.monotonic())) + 1), zmq.POLLIN)

@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from paramserver.errors import ClientError
-from paramserver.online.protocol import Shaped, describe
+from paramserver.online.protocol import ArrayDescriptor, describe
 
 
-class Parcels:
+class SampleEncoder:
     """Packs the samples of one member.
 
     Args:
@@ -25,7 +25,7 @@ class Parcels:
             along the first dimension.
     """
 
-    def __init__(self, declared: Sequence[Shaped], members: int) -> None:
+    def __init__(self, declared: Sequence[ArrayDescriptor], members: int) -> None:
         self._declared = {field.name: field for field in declared}
         self._dtypes = {field.name: np.dtype(field.dtype) for field in declared}
         self._members = members
@@ -55,7 +55,7 @@ class Parcels:
         missing = [name for name in self._declared if name not in fields]
         raise ClientError(f"field ({missing[0]}) must be in every sample, it is missing; send it too")
 
-    def _fitted(self, field: Shaped, value: Any) -> npt.NDArray[Any]:
+    def _fitted(self, field: ArrayDescriptor, value: Any) -> npt.NDArray[Any]:
         try:
             array = np.asarray(value)
         except (TypeError, ValueError, RuntimeError) as error:
@@ -64,7 +64,7 @@ class Parcels:
         wanted = self._dtypes[field.name]
         return array if array.dtype == wanted else _cast(field.name, array, wanted)
 
-    def _check_shape(self, field: Shaped, shape: tuple[int, ...]) -> None:
+    def _check_shape(self, field: ArrayDescriptor, shape: tuple[int, ...]) -> None:
         if self._members == 1:
             if shape != field.shape:
                 raise ClientError(
@@ -113,7 +113,7 @@ def whole(name: str, value: Any, least: int = 0) -> int:
     return number
 
 
-class Steps:
+class SentSteps:
     """Which steps of a simulation were sent: all below ``_low``, and those ahead of it."""
 
     def __init__(self) -> None:

@@ -7,10 +7,10 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 
-from paramserver.online.validator import Accepted
+from paramserver.online.validator import SampleAccepted
 
 
-class Bell:
+class WakeupFd:
     """Wakes a thread that polls. ``ring`` is for any thread, also after ``close``."""
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Bell:
             self._descriptor = -1
 
 
-class Pending:
+class HandoffQueue:
     """Samples that were accepted, in their order, until the buffer has them.
 
     One thread receives: ``put``, ``settled``, ``end``, ``fail``. One takes: ``take``, ``taken``. Anybody closes. It has
@@ -46,22 +46,22 @@ class Pending:
         bell: rung when something was taken, or when all is over.
     """
 
-    def __init__(self, bell: Bell) -> None:
+    def __init__(self, bell: WakeupFd) -> None:
         self._bell = bell
         self._changed = threading.Condition()
-        self._waiting: deque[Accepted] = deque()
-        self._handed: deque[Accepted] = deque()
-        self._settled: list[Accepted] = []
+        self._waiting: deque[SampleAccepted] = deque()
+        self._handed: deque[SampleAccepted] = deque()
+        self._settled: list[SampleAccepted] = []
         self._error: BaseException | None = None
         self._ended = False
         self._closed = False
 
-    def put(self, accepted: Sequence[Accepted]) -> None:
+    def put(self, accepted: Sequence[SampleAccepted]) -> None:
         with self._changed:
             self._waiting.extend(accepted)
             self._changed.notify()
 
-    def settled(self) -> list[Accepted]:
+    def settled(self) -> list[SampleAccepted]:
         """What the buffer has got since this was asked last."""
         with self._changed:
             settled, self._settled = self._settled, []
@@ -89,7 +89,7 @@ class Pending:
             self._error = self._error or error
             self._changed.notify()
 
-    def take(self, most: int, timeout: float | None) -> list[Accepted] | None:
+    def take(self, most: int, timeout: float | None) -> list[SampleAccepted] | None:
         """Up to ``most`` of what waits; nothing where none came within ``timeout`` seconds; None at the end.
 
         Raises:

@@ -16,19 +16,19 @@ from pathlib import Path
 
 from paramserver.cluster import process_environ
 from paramserver.cluster.network import producer_environment
-from paramserver.cluster.simulation import Producer, in_allocation
+from paramserver.cluster.simulation import SimulationEnvironment, in_allocation
 from paramserver.errors import UnsupportedConfiguration
 from paramserver.importing import load_object
 from paramserver.online.process_guard import GRACE_S
-from paramserver.online.spec import Plan
-from paramserver.online.tracker import Start, log_file
+from paramserver.online.spec import IngestSpec
+from paramserver.online.tracker import StartProcess, log_file
 
 _OWN = ("simulation", "attempt")
 # {{name}} stands for {name}; braces around anything else are left as they are.
 _PLACEHOLDER = re.compile(r"\{\{([\w.-]+)\}\}|\{([\w.-]+)\}")
 
 
-class Command:
+class LaunchCommand:
     """What starts the processes of a simulation, checked before any is started.
 
     ``simulations.command`` is split as a shell splits it, then {simulation}, {attempt} and names of parameters are
@@ -47,7 +47,7 @@ class Command:
             or begins with no program.
     """
 
-    def __init__(self, plan: Plan, folders: Sequence[Path], environ: Mapping[str, str]) -> None:
+    def __init__(self, plan: IngestSpec, folders: Sequence[Path], environ: Mapping[str, str]) -> None:
         self._names = tuple(name for name, _, _ in plan.parameters)
         launcher = plan.config.launcher
         self.by_srun = launcher == "srun" or (launcher == "auto" and in_allocation(environ))
@@ -89,7 +89,7 @@ class Command:
             )
         return words
 
-    def words(self, start: Start) -> list[str]:
+    def words(self, start: StartProcess) -> list[str]:
         """Of this attempt of a simulation."""
         values = dict(zip(self._names, map(repr, start.parameters), strict=True))
         values.update(simulation=str(start.simulation), attempt=str(start.attempt))
@@ -115,7 +115,7 @@ _LEASH_GRACE_S = GRACE_S + 1.0
 
 
 @dataclass
-class _Leash:
+class _Guard:
     """A process that holds a program. ``pipe`` can be read, and is at its end, when the process is gone."""
 
     process: subprocess.Popen[bytes]
@@ -144,8 +144,8 @@ class _Leash:
 class _Running:
     """One attempt of a simulation."""
 
-    start: Start
-    leashes: list[_Leash]
+    start: StartProcess
+    leashes: list[_Guard]
     kill_at: float | None = None
     failed: int = 0
 
@@ -170,11 +170,11 @@ class _Running:
         return None
 
 
-class Runner:
+class ProcessRunner:
     """Owns the processes of all simulations, until ``close``. For one thread: they end when that thread does.
 
     Each runs in a process group of its own, with its output in ``simulation-<id>.log``, and knows the run by the
-    variables of ``Producer``; by srun the member is its SLURM_PROCID.
+    variables of ``SimulationEnvironment``; by srun the member is its SLURM_PROCID.
 
     Args:
         plan: with a command or function.
@@ -183,19 +183,19 @@ class Runner:
         environ: of this process; None = its own.
 
     Raises:
-        UnsupportedConfiguration: see ``Command``.
+        UnsupportedConfiguration: see ``LaunchCommand``.
     """
 
     def __init__(
-        self, plan: Plan, logs: Path, folders: Sequence[Path] = (), environ: Mapping[str, str] | None = None
+        self, plan: IngestSpec, logs: Path, folders: Sequence[Path] = (), environ: Mapping[str, str] | None = None
     ) -> None:
         self._environ = process_environ() if environ is None else environ
-        self._command = Command(plan, folders, self._environ)
+        self._command = LaunchCommand(plan, folders, self._environ)
         self._config = plan.config
         self._logs = logs
         self._running: dict[int, _Running] = {}
 
-    def start(self, start: Start, address: str) -> None:
+    def start(self, start: StartProcess, address: str) -> None:
         """Start all processes of a simulation, which find the desk at ``address``."""
         words = self._command.words(start)
         told = self._producer(start, address)
@@ -209,9 +209,9 @@ class Runner:
             for member in range(self._config.group_size):
                 running.leashes.append(self._hold(words, replace(told, member=member), log.fileno()))
 
-    def _producer(self, start: Start, address: str) -> Producer:
+    def _producer(self, start: StartProcess, address: str) -> SimulationEnvironment:
         keys = self._config.keys
-        return Producer(
+        return SimulationEnvironment(
             address=address,
             simulation=start.simulation,
             parameters=start.parameters,
@@ -220,7 +220,7 @@ class Runner:
             keys=None if keys is None else str(Path(keys).absolute()),
         )
 
-    def _hold(self, words: Sequence[str], told: Producer, log: int) -> _Leash:
+    def _hold(self, words: Sequence[str], told: SimulationEnvironment, log: int) -> _Guard:
         reading, writing = os.pipe()
         holder = [sys.executable, "-m", "paramserver.online.process_guard", str(os.getpid()), str(writing)]
         try:
@@ -238,7 +238,7 @@ class Runner:
             raise
         finally:
             os.close(writing)
-        return _Leash(process, reading)
+        return _Guard(process, reading)
 
     def kill(self, simulation: int) -> None:
         """Ask it to end, and end it where it does not; ``ended`` tells when it has."""
@@ -274,6 +274,6 @@ class Runner:
         return bool(self._running)
 
 
-def _headline(start: Start, words: Sequence[str]) -> bytes:
+def _headline(start: StartProcess, words: Sequence[str]) -> bytes:
     when = time.strftime("%Y-%m-%d %H:%M:%S")
     return f"--- simulation {start.simulation}, attempt {start.attempt}, {when}: {shlex.join(words)}\n".encode()

@@ -6,7 +6,7 @@ A message is a list of frames. The first is a ``Header``; what follows depends o
                          BYE     -                               all was taken; ``step`` = samples of this member
                          PING    -                               is the run alive?
                          LAST    -                               no more simulations will come from outside
-    desk -> client       WELCOME JSON, see ``Welcome``           where to send
+    desk -> client       WELCOME JSON, see ``JoinReply``           where to send
                          PONG    JSON                            the run's state
                          REFUSED a sentence                      this client or message was not taken, and why
                          OVER    a sentence                      the run wants no more samples
@@ -16,8 +16,8 @@ A message is a list of frames. The first is a ``Header``; what follows depends o
     trainer -> client    TAKEN   -                               ``step`` = samples of this member dealt with so far
                          REFUSED a sentence
                          OVER    a sentence
-    trainer -> desk      JOIN    token, JSON, see ``Joined``     a trainer is ready to receive
-                         REPORT  JSON, see ``Report``            what it has taken so far, every second
+    trainer -> desk      JOIN    token, JSON, see ``TrainerJoined``     a trainer is ready to receive
+                         REPORT  JSON, see ``SimulationReport``            what it has taken so far, every second
                          OVER    -                               it leaves: the run wants no more samples
     desk -> trainer      READY   -                               it was told
                          FINISH  -                               the last simulation has ended: drain
@@ -55,7 +55,7 @@ DTYPES = frozenset({"|b1", "|i1", "|u1"} | {f"<{kind}{size}" for kind in "iu" fo
 _MOST_DIMENSIONS = 16
 
 
-class Kind(IntEnum):
+class MessageKind(IntEnum):
     HELLO = 1
     BYE = 2
     PING = 3
@@ -74,10 +74,10 @@ class Kind(IntEnum):
     FINISH = 68
 
 
-_KINDS = {int(kind): kind for kind in Kind}
+_KINDS = {int(kind): kind for kind in MessageKind}
 
 
-class Malformed(ValueError):  # noqa: N818 - a state of a message, said in one sentence
+class MalformedMessage(ValueError):  # noqa: N818 - a state of a message, said in one sentence
     """These frames are no message of this protocol."""
 
 
@@ -93,7 +93,7 @@ class Header(NamedTuple):
         attempt: how often this simulation was started before.
     """
 
-    kind: Kind
+    kind: MessageKind
     simulation: int = 0
     step: int = 0
     member: int = 0
@@ -114,24 +114,24 @@ class Header(NamedTuple):
                 group.
         """
         if len(frame) != _HEADER.size:
-            raise Malformed(f"a header must have {_HEADER.size} bytes, this one has {len(frame)}")
+            raise MalformedMessage(f"a header must have {_HEADER.size} bytes, this one has {len(frame)}")
         magic, version, number, simulation, step, member, members, attempt = _HEADER.unpack(frame)
         if magic != _MAGIC:
-            raise Malformed("these bytes do not begin as a message of paramserver does")
+            raise MalformedMessage("these bytes do not begin as a message of paramserver does")
         if version != VERSION:
-            raise Malformed(
+            raise MalformedMessage(
                 f"protocol version ({version}) must be {VERSION}; install the same paramserver on both sides"
             )
         kind = _KINDS.get(number)
         if kind is None:
-            raise Malformed(f"kind ({number}) must be one of {', '.join(str(known) for known in _KINDS)}")
+            raise MalformedMessage(f"kind ({number}) must be one of {', '.join(str(known) for known in _KINDS)}")
         if simulation < 0 or step < 0:
-            raise Malformed(f"simulation ({simulation}) and step ({step}) must be at least 0")
+            raise MalformedMessage(f"simulation ({simulation}) and step ({step}) must be at least 0")
         if member >= members:
-            raise Malformed(f"member ({member}) must be below the size of its group ({members})")
+            raise MalformedMessage(f"member ({member}) must be below the size of its group ({members})")
         return cls(kind, simulation, step, member, members, attempt)
 
-    def answer(self, kind: Kind, step: int = 0) -> Header:
+    def answer(self, kind: MessageKind, step: int = 0) -> Header:
         """The header of an answer about the same simulation."""
         return Header(kind, self.simulation, step, self.member, self.members, self.attempt)
 
@@ -140,7 +140,7 @@ class Header(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Shaped:
+class ArrayDescriptor:
     """One field as a message describes it. ``dtype`` is one of ``DTYPES``."""
 
     name: str
@@ -166,7 +166,7 @@ def wire_dtype(array: npt.NDArray[Any]) -> str:
     """
     name: str = array.dtype.newbyteorder("<").str
     if name not in DTYPES:
-        raise Malformed(f"dtype ({array.dtype}) must be a boolean, an integer or a float; convert the array")
+        raise MalformedMessage(f"dtype ({array.dtype}) must be a boolean, an integer or a float; convert the array")
     return name
 
 
@@ -176,7 +176,7 @@ def raw(array: npt.NDArray[Any]) -> memoryview:
     return plain.reshape(-1).view(np.uint8).data
 
 
-def read_descriptor(frame: bytes) -> tuple[Shaped, ...]:
+def read_descriptor(frame: bytes) -> tuple[ArrayDescriptor, ...]:
     """The fields that ``describe`` wrote.
 
     Raises:
@@ -184,14 +184,14 @@ def read_descriptor(frame: bytes) -> tuple[Shaped, ...]:
     """
     rows = _json(frame, "a descriptor")
     if not isinstance(rows, list) or not rows:
-        raise Malformed("a descriptor must be a list with at least one field")
+        raise MalformedMessage("a descriptor must be a list with at least one field")
     fields = tuple(_shaped(row) for row in rows)
     if len({field.name for field in fields}) < len(fields):
-        raise Malformed("a descriptor must name each field once")
+        raise MalformedMessage("a descriptor must name each field once")
     return fields
 
 
-def _shaped(row: Any) -> Shaped:
+def _shaped(row: Any) -> ArrayDescriptor:
     match row:
         case [str(name), str(dtype), list(shape)] if (
             name
@@ -199,18 +199,18 @@ def _shaped(row: Any) -> Shaped:
             and len(shape) <= _MOST_DIMENSIONS
             and all(type(size) is int and 0 <= size < 2**40 for size in shape)
         ):
-            return Shaped(name, dtype, tuple(shape))
-    raise Malformed("a field must be described by its name, a dtype and the sizes of its dimensions")
+            return ArrayDescriptor(name, dtype, tuple(shape))
+    raise MalformedMessage("a field must be described by its name, a dtype and the sizes of its dimensions")
 
 
-def array_of(field: Shaped, frame: bytes | memoryview) -> npt.NDArray[Any]:
+def array_of(field: ArrayDescriptor, frame: bytes | memoryview) -> npt.NDArray[Any]:
     """The array in a frame, read-only and without a copy.
 
     Raises:
         Malformed: the frame is longer or shorter than the field.
     """
     if len(frame) != field.bytes:
-        raise Malformed(f"{field.name} must have {field.bytes} bytes for its shape, it has {len(frame)}")
+        raise MalformedMessage(f"{field.name} must have {field.bytes} bytes for its shape, it has {len(frame)}")
     return np.frombuffer(frame, dtype=field.dtype).reshape(field.shape)
 
 
@@ -229,7 +229,7 @@ def read_parameters(frame: bytes) -> npt.NDArray[np.float64]:
         Malformed: no whole number of float64.
     """
     if len(frame) % 8:
-        raise Malformed(f"parameters must be float64, {len(frame)} bytes are none")
+        raise MalformedMessage(f"parameters must be float64, {len(frame)} bytes are none")
     return np.frombuffer(frame, dtype="<f8")
 
 
@@ -237,7 +237,7 @@ def read_parameters(frame: bytes) -> npt.NDArray[np.float64]:
 
 
 @dataclass(frozen=True)
-class Welcome:
+class TrainerDirectory:
     """The desk's answer to HELLO.
 
     Attributes:
@@ -256,27 +256,27 @@ class Welcome:
     window: int
     timeout_s: float
     steps: int | None
-    fields: tuple[Shaped, ...]
+    fields: tuple[ArrayDescriptor, ...]
 
     def pack(self) -> bytes:
         return pack_json({**asdict(self), "fields": [[f.name, f.dtype, f.shape] for f in self.fields]})
 
     @classmethod
-    def unpack(cls, frame: bytes) -> Welcome:
+    def unpack(cls, frame: bytes) -> TrainerDirectory:
         """Read it; Malformed where it is none."""
         body = read_json(frame)
         try:
-            fields = tuple(Shaped(name, dtype, tuple(shape)) for name, dtype, shape in body["fields"])
+            fields = tuple(ArrayDescriptor(name, dtype, tuple(shape)) for name, dtype, shape in body["fields"])
             return cls(tuple(body["trainers"]), body["only"], body["window"], body["timeout_s"], body["steps"], fields)
         except (KeyError, TypeError, ValueError) as error:
-            raise Malformed(f"this is no welcome ({error})") from error
+            raise MalformedMessage(f"this is no welcome ({error})") from error
 
     def trainer_of(self, simulation: int, step: int) -> int:
         return self.only if self.only is not None else (simulation + step) % len(self.trainers)
 
 
 @dataclass(frozen=True)
-class Joined:
+class TrainerJoined:
     """What a trainer tells when it joins.
 
     Attributes:
@@ -293,18 +293,18 @@ class Joined:
         return pack_json(asdict(self))
 
     @classmethod
-    def unpack(cls, frame: bytes) -> Joined:
+    def unpack(cls, frame: bytes) -> TrainerJoined:
         """Read it; Malformed where it is none."""
         body = read_json(frame)
         try:
             counts = ({int(key): int(n) for key, n in body[name].items()} for name in ("received", "inherited"))
             return cls(str(body["address"]), *counts)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise Malformed(f"this is no announcement of a trainer ({error})") from error
+            raise MalformedMessage(f"this is no announcement of a trainer ({error})") from error
 
 
 @dataclass(frozen=True)
-class Report:
+class SimulationReport:
     """What a trainer tells each second.
 
     Attributes:
@@ -324,7 +324,7 @@ class Report:
         return pack_json(asdict(self))
 
     @classmethod
-    def unpack(cls, frame: bytes) -> Report:
+    def unpack(cls, frame: bytes) -> SimulationReport:
         """Read it; Malformed where it is none."""
         body = read_json(frame)
         try:
@@ -332,7 +332,7 @@ class Report:
             heard = tuple((int(simulation), int(member)) for simulation, member in body["heard"])
             return cls(received, heard, dict(body["figures"]), tuple(int(number) for number in body["waiting"]))
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise Malformed(f"this is no report of a trainer ({error})") from error
+            raise MalformedMessage(f"this is no report of a trainer ({error})") from error
 
 
 def pack_json(body: Mapping[str, Any]) -> bytes:
@@ -347,7 +347,7 @@ def read_json(frame: bytes) -> dict[str, Any]:
     """
     body = _json(frame, "the body")
     if not isinstance(body, dict):
-        raise Malformed("the body must be a JSON object")
+        raise MalformedMessage("the body must be a JSON object")
     return body
 
 
@@ -355,4 +355,4 @@ def _json(frame: bytes, what: str) -> Any:
     try:
         return json.loads(frame)
     except (ValueError, RecursionError) as error:
-        raise Malformed(f"{what} must be JSON") from error
+        raise MalformedMessage(f"{what} must be JSON") from error

@@ -22,7 +22,7 @@ Keys: TypeAlias = npt.NDArray[np.int64]
 _BITS = 6
 
 
-class Identities:
+class ReceivedLog:
     """A log of the samples that were handed to the feeder, and the set of those that were seen.
 
     Position n of the log is the n-th put into the buffer. Before the log lies what was inherited: samples that trainers

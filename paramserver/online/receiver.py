@@ -13,13 +13,13 @@ from contextlib import ExitStack
 from typing import Any
 
 from paramserver.errors import SourceError, UnsupportedConfiguration
-from paramserver.online.handoff import Bell, Pending
-from paramserver.online.protocol import ENOUGH, Header, Joined, Kind, Malformed
-from paramserver.online.received_log import Identities
-from paramserver.online.receiver_stats import FieldMoments, Tally
+from paramserver.online.handoff import HandoffQueue, WakeupFd
+from paramserver.online.protocol import ENOUGH, Header, MalformedMessage, MessageKind, TrainerJoined
+from paramserver.online.received_log import ReceivedLog
+from paramserver.online.receiver_stats import FieldStatistics, ReceiveStats
 from paramserver.online.security import peer_security, server_security
-from paramserver.online.spec import Post
-from paramserver.online.validator import Accepted, Inspector, Refused, Verdict, Visitor
+from paramserver.online.spec import ReceiverSpec
+from paramserver.online.validator import ClientSession, MessageRefused, MessageValidator, Outcome, SampleAccepted
 from paramserver.online.zmq_import import host_of, listening_host, zmq
 
 # Messages that are read before anything else gets its turn.
@@ -31,7 +31,7 @@ _LINGER_MS = 500
 _SPARE_BYTES = 2**20
 
 
-class Ear:
+class _ReceiverLoop:
     """Receives samples, judges them and answers, and keeps the desk informed. For one thread, from ``with`` to its end.
 
     Args:
@@ -47,7 +47,13 @@ class Ear:
     """
 
     def __init__(
-        self, post: Post, identities: Identities, pending: Pending, bell: Bell, tally: Tally, moments: FieldMoments
+        self,
+        post: ReceiverSpec,
+        identities: ReceivedLog,
+        pending: HandoffQueue,
+        bell: WakeupFd,
+        tally: ReceiveStats,
+        moments: FieldStatistics,
     ) -> None:
         self.post = post
         self.identities = identities
@@ -55,17 +61,17 @@ class Ear:
         self.bell = bell
         self.tally = tally
         self.moments = moments
-        self.inspector = Inspector(post.plan, identities)
+        self.inspector = MessageValidator(post.plan, identities)
         self.interval_s = min(_REPORT_EVERY_S, post.timeout_s / 4)
         self.clients = 0
         self._ready = self._finishing = self._over = False
         self._unanswered = 0
         self._report_due = self._reported = self._counted = 0.0
-        self._told: dict[Visitor, None] = {}
+        self._told: dict[ClientSession, None] = {}
 
     # The sockets.
 
-    def __enter__(self) -> Ear:
+    def __enter__(self) -> _ReceiverLoop:
         with ExitStack() as opening:
             context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
             opening.callback(context.term)
@@ -135,16 +141,16 @@ class Ear:
                 self.pending.end()
         self._say_over()
         if self._desk.poll(0, zmq.POLLOUT):
-            self._desk.send_multipart([self._to_desk(Kind.OVER)])
+            self._desk.send_multipart([self._to_desk(MessageKind.OVER)])
 
     # The desk.
 
     def _join(self) -> None:
-        joined = Joined(self.address, dict(self.tally.counts), self.identities.inherited())
-        self._desk.send_multipart([self._to_desk(Kind.JOIN), self.post.token, joined.pack()])
+        joined = TrainerJoined(self.address, dict(self.tally.counts), self.identities.inherited())
+        self._desk.send_multipart([self._to_desk(MessageKind.JOIN), self.post.token, joined.pack()])
         self._report_due = time.monotonic() + self.interval_s
 
-    def _to_desk(self, kind: Kind) -> bytes:
+    def _to_desk(self, kind: MessageKind) -> bytes:
         return Header(kind, simulation=self.post.trainer_index).pack()
 
     def _hear_desk(self) -> None:
@@ -152,16 +158,16 @@ class Ear:
             self._unanswered = 0
             try:
                 kind = Header.unpack(frames[0]).kind
-            except Malformed as error:
+            except MalformedMessage as error:
                 raise _stopped(f"trainer {self.post.trainer_index} cannot understand the desk: {error}") from error
-            if kind is Kind.READY and not self._ready:
+            if kind is MessageKind.READY and not self._ready:
                 self._ready = True
                 self._report_due = time.monotonic()
-            self._finishing = self._finishing or kind is Kind.FINISH
+            self._finishing = self._finishing or kind is MessageKind.FINISH
             why = bytes(frames[-1]).decode(errors="replace")
-            if kind is Kind.OVER:
+            if kind is MessageKind.OVER:
                 raise _stopped(f"no more samples come: {why}")
-            if kind is Kind.REFUSED:
+            if kind is MessageKind.REFUSED:
                 raise _stopped(f"trainer {self.post.trainer_index} was refused by the desk of rank 0: {why}")
 
     def _report(self) -> None:
@@ -171,7 +177,7 @@ class Ear:
         # With nobody at the other end a send would wait; the silence is noticed below.
         if self._ready and self._desk.poll(0, zmq.POLLOUT):
             report = self.tally.report(self.pending.simulations())
-            self._desk.send_multipart([self._to_desk(Kind.REPORT), report.pack()])
+            self._desk.send_multipart([self._to_desk(MessageKind.REPORT), report.pack()])
         self._reported, self._report_due = now, now + self.interval_s
         if now - self._counted >= self.interval_s:
             self._counted = now
@@ -194,7 +200,7 @@ class Ear:
 
     def _receive(self) -> bool:
         """Read what is there; whether that was all."""
-        accepted: list[Accepted] = []
+        accepted: list[SampleAccepted] = []
         now = time.monotonic()
         emptied = False
         for _ in range(_AT_ONCE):
@@ -215,20 +221,20 @@ class Ear:
     def _refuse_late(self, peer: bytes, frame: Any) -> None:
         try:
             header = Header.unpack(frame)
-        except Malformed:
+        except MalformedMessage:
             return
-        self._send(peer, header.answer(Kind.OVER), ENOUGH)
+        self._send(peer, header.answer(MessageKind.OVER), ENOUGH)
 
-    def _judge(self, peer: bytes, frames: Sequence[Any], accepted: list[Accepted], now: float) -> None:
-        verdict: Verdict = self.inspector.judge(peer, frames)
-        self.tally.note(verdict, host_of(frames) if isinstance(verdict, Refused) else "")
+    def _judge(self, peer: bytes, frames: Sequence[Any], accepted: list[SampleAccepted], now: float) -> None:
+        verdict: Outcome = self.inspector.judge(peer, frames)
+        self.tally.note(verdict, host_of(frames) if isinstance(verdict, MessageRefused) else "")
         visitor = verdict.visitor
         if visitor is not None:
             visitor.heard = now
-        if isinstance(verdict, Accepted):
+        if isinstance(verdict, SampleAccepted):
             accepted.append(verdict)
-        elif isinstance(verdict, Refused):
-            header = Header(Kind.REFUSED) if visitor is None else visitor.header.answer(Kind.REFUSED)
+        elif isinstance(verdict, MessageRefused):
+            header = Header(MessageKind.REFUSED) if visitor is None else visitor.header.answer(MessageKind.REFUSED)
             self._send(peer, header, verdict.sentence)
         for told in verdict.told:
             self._told[told] = None
@@ -253,12 +259,12 @@ class Ear:
         """Answer each client once, with all that was dealt with."""
         for visitor in self._told:
             if self.inspector.is_current(visitor):
-                self._send(visitor.peer, visitor.header.answer(Kind.TAKEN, visitor.dealt))
+                self._send(visitor.peer, visitor.header.answer(MessageKind.TAKEN, visitor.dealt))
         self._told.clear()
 
     def _say_over(self) -> None:
         for visitor in self.inspector.visitors():
-            self._send(visitor.peer, visitor.header.answer(Kind.OVER), ENOUGH)
+            self._send(visitor.peer, visitor.header.answer(MessageKind.OVER), ENOUGH)
 
     def _send(self, peer: bytes, header: Header, *sentence: str) -> None:
         """What cannot be delivered is dropped: a router never waits."""
@@ -288,7 +294,7 @@ GROUP = 64
 """Samples that are handed over at once, at most."""
 
 
-class Reception:
+class SampleReceiver:
     """Owns the thread ``reception-<trainer>``, from ``start`` to ``close``, and all that it uses.
 
     ``take`` and ``taken`` are for one thread, the feeder's; it may take its time. Whoever sends may have
@@ -299,12 +305,12 @@ class Reception:
         identities: what was received before. The thread marks in it what it accepts; the log is the caller's.
     """
 
-    def __init__(self, post: Post, identities: Identities) -> None:
-        self._bell = Bell()
-        self._pending = Pending(self._bell)
-        self._tally = Tally(identities.counts(), post.plan.sample_bytes, post.trainer_index)
-        self._moments = FieldMoments([field.name for field in post.plan.fields])
-        self._ear = Ear(post, identities, self._pending, self._bell, self._tally, self._moments)
+    def __init__(self, post: ReceiverSpec, identities: ReceivedLog) -> None:
+        self._bell = WakeupFd()
+        self._pending = HandoffQueue(self._bell)
+        self._tally = ReceiveStats(identities.counts(), post.plan.sample_bytes, post.trainer_index)
+        self._moments = FieldStatistics([field.name for field in post.plan.fields])
+        self._ear = _ReceiverLoop(post, identities, self._pending, self._bell, self._tally, self._moments)
         self._thread = threading.Thread(target=self._run, name=f"reception-{post.trainer_index}", daemon=True)
 
     def start(self) -> None:
@@ -318,7 +324,7 @@ class Reception:
         except BaseException as error:  # noqa: BLE001 - kept, and raised to who takes
             self._pending.fail(error)
 
-    def take(self, timeout: float | None = None) -> list[Accepted] | None:
+    def take(self, timeout: float | None = None) -> list[SampleAccepted] | None:
         """What was accepted and not given yet, up to ``GROUP`` of it, in the order in which it came.
 
         Returns:
@@ -336,7 +342,7 @@ class Reception:
         self._pending.taken(n)
 
     def figures(self) -> dict[str, Any]:
-        """What was received, see ``Tally.figures``; ``partial``, samples of which parts are missing; ``clients``."""
+        """``ReceiveStats.figures``, with ``partial`` (samples of which parts are missing) and ``clients``."""
         return {
             **self._tally.figures(),
             "partial": len(self._ear.inspector.assembly),
@@ -344,7 +350,7 @@ class Reception:
         }
 
     def statistics(self) -> dict[str, dict[str, float]]:
-        """Mean and deviation of each field since they were read last, see ``FieldMoments.read``."""
+        """Mean and deviation of each field since they were read last, see ``FieldStatistics.read``."""
         return self._moments.read()
 
     def leave(self) -> None:

@@ -15,8 +15,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paramserver.online.protocol import Report
-from paramserver.online.validator import REASONS, Accepted, Duplicate, Reason, Refused, Verdict, named
+from paramserver.online.protocol import SimulationReport
+from paramserver.online.validator import (
+    REASONS,
+    DuplicateSample,
+    MessageRefused,
+    Outcome,
+    Reason,
+    SampleAccepted,
+    named,
+)
 
 _log = logging.getLogger("paramserver")
 
@@ -24,7 +32,7 @@ _log = logging.getLogger("paramserver")
 _MOST_TOLD = 1000
 
 
-class Tally:
+class ReceiveStats:
     """Counts of one thread; ``figures`` is for any thread, and may be one message behind.
 
     Args:
@@ -44,16 +52,16 @@ class Tally:
         self._changed: set[int] = set()
         self._heard: set[tuple[int, int]] = set()
 
-    def note(self, verdict: Verdict, host: str) -> None:
+    def note(self, verdict: Outcome, host: str) -> None:
         """Count one message; of a refused one the first of its kind and source, with its host, goes to the log."""
-        if isinstance(verdict, Refused):
+        if isinstance(verdict, MessageRefused):
             self._note_refused(verdict, host)
         elif verdict.visitor is not None:
             header = verdict.visitor.header
             self._heard.add((header.simulation, header.member))
-            self.duplicated += isinstance(verdict, Duplicate)
+            self.duplicated += isinstance(verdict, DuplicateSample)
 
-    def _note_refused(self, verdict: Refused, host: str) -> None:
+    def _note_refused(self, verdict: MessageRefused, host: str) -> None:
         self.refused[verdict.reason] += 1
         source = _source(verdict, host)
         if (verdict.reason, source) in self._told or len(self._told) >= _MOST_TOLD:
@@ -67,7 +75,7 @@ class Tally:
             verdict.reason,
         )
 
-    def settle(self, accepted: Sequence[Accepted]) -> set[int]:
+    def settle(self, accepted: Sequence[SampleAccepted]) -> set[int]:
         """The buffer has got these samples; of which simulations they are."""
         simulations = [one.key[0] for one in accepted]
         self.counts.update(simulations)
@@ -89,15 +97,15 @@ class Tally:
             "refusals": refusals,
         }
 
-    def report(self, waiting: Sequence[int]) -> Report:
+    def report(self, waiting: Sequence[int]) -> SimulationReport:
         """What is new for the desk since the last report, the figures, and what is ``waiting``."""
         received = {simulation: self.counts[simulation] for simulation in sorted(self._changed)}
-        report = Report(received, sorted(self._heard), self.figures(), waiting)
+        report = SimulationReport(received, sorted(self._heard), self.figures(), waiting)
         self._changed, self._heard = set(), set()
         return report
 
 
-def _source(verdict: Refused, host: str) -> str:
+def _source(verdict: MessageRefused, host: str) -> str:
     header = verdict.header if verdict.visitor is None else verdict.visitor.header
     return f"a client on {host}" if header is None else named(header)
 
@@ -106,7 +114,7 @@ def _source(verdict: Refused, host: str) -> str:
 _EVERY = 7
 
 
-class Moments:
+class RunningMoments:
     """Count, mean and deviation of numbers that come in arrays, whose values are not kept.
 
     Arrays are merged by T. Chan, G. Golub and R. LeVeque, "Updating formulae and a pairwise algorithm for computing
@@ -153,7 +161,7 @@ def _mean(values: npt.NDArray[np.float64]) -> float:
     return float(np.add.reduce(values)) / values.size if values.size else 0.0
 
 
-class FieldMoments:
+class FieldStatistics:
     """The moments of every field from one reading to the next. For any thread.
 
     One sample in seven is looked at, and of those that came together no more than one.
@@ -169,7 +177,7 @@ class FieldMoments:
 
     def _begin(self) -> None:
         self._passed_over = _EVERY
-        self._moments = {name: Moments() for name in self._names}
+        self._moments = {name: RunningMoments() for name in self._names}
 
     def see(self, samples: Sequence[Mapping[str, Any]]) -> None:
         """Samples that came together."""

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paramserver.errors import TaskError, UnsupportedConfiguration
-from paramserver.importing import load_object, told
+from paramserver.importing import describe_import, load_object
 
 Ranges = Sequence[tuple[str, float, float]]
 """(name, low, high) of each parameter."""
@@ -89,7 +89,9 @@ class Checked:
         try:
             vector = np.asarray(self._sampler.draw(index), dtype=np.float64)
         except Exception as error:
-            raise TaskError(f"simulations.sampler ({self._reference}).draw({index}) raised {told(error)}") from error
+            raise TaskError(
+                f"simulations.sampler ({self._reference}).draw({index}) raised {describe_import(error)}"
+            ) from error
         if vector.shape != (self._size,) or not np.isfinite(vector).all():
             raise TaskError(
                 f"simulations.sampler ({self._reference}).draw({index}) gave {vector.tolist()}; it must give "
@@ -125,7 +127,7 @@ def make_sampler(name: str, ranges: Ranges, seed: int, count: int, folders: Sequ
     try:
         sampler = user_class(list(ranges), seed, count)
     except Exception as error:
-        raise TaskError(f"simulations.sampler ({name}) raised {told(error)} when it was made") from error
+        raise TaskError(f"simulations.sampler ({name}) raised {describe_import(error)} when it was made") from error
     return Checked(sampler, ranges, name)
 
 

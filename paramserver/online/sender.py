@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from paramserver.errors import ClientError
-from paramserver.online.connection import Line, Message, sentence
-from paramserver.online.coordinator_client import DeskLine
-from paramserver.online.protocol import Header, Kind, Malformed, Welcome
+from paramserver.online.connection import ClientConnection, Message, sentence
+from paramserver.online.coordinator_client import CoordinatorConnection
+from paramserver.online.protocol import Header, MalformedMessage, MessageKind, TrainerDirectory
 from paramserver.online.zmq_import import zmq
 
 _TOUCH_EVERY_S = 1.0
@@ -24,14 +24,14 @@ _TOUCH_EVERY_S = 1.0
 _FAREWELL_S = 2.0
 
 
-class Postman(Line):
+class TrainerConnection(ClientConnection):
     """Sends samples of one member to one trainer.
 
     A connection that was lost is not made anew: nobody knows what was on it, and a simulation that is started again
     sends all of it, of which the trainer takes what it lacks.
 
     Args:
-        context, name, address, keys: as for ``Line``.
+        context, name, address, keys: as for ``ClientConnection``.
         header: of the member, as in HELLO.
         parameters: of the simulation, packed.
         timeout_s: how long the trainer may be silent while it is waited for.
@@ -55,7 +55,7 @@ class Postman(Line):
         self._lost_at: float | None = None
         self._monitor: zmq.Socket[Any] | None = None
         super().__init__(context, name, address, keys)
-        self.send(header.answer(Kind.OPEN), parameters)
+        self.send(header.answer(MessageKind.OPEN), parameters)
 
     def _connect(self) -> None:
         self._monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -72,7 +72,7 @@ class Postman(Line):
         return self.sent - self.taken
 
     def post(self, step: int, frames: list[Any]) -> None:
-        self.send(self._header.answer(Kind.SAMPLE, step), *frames)
+        self.send(self._header.answer(MessageKind.SAMPLE, step), *frames)
         self.sent += 1
 
     def hear(self) -> list[Message]:
@@ -83,7 +83,7 @@ class Postman(Line):
         """
         others = []
         for header, body in self.receive():
-            if header.kind is not Kind.TAKEN:
+            if header.kind is not MessageKind.TAKEN:
                 others.append((header, body))
             elif header.simulation == self._header.simulation and header.step <= self.sent:
                 self.taken = max(self.taken, header.step)
@@ -115,7 +115,7 @@ class Postman(Line):
             )
         if now >= self._touched + self._touch_every_s:
             self._touched = now
-            self.send(self._header.answer(Kind.TOUCH))
+            self.send(self._header.answer(MessageKind.TOUCH))
         return min(silent_at, self._touched + self._touch_every_s)
 
     def _is_lost(self) -> bool:
@@ -139,7 +139,7 @@ _LISTEN_EVERY_S = 0.1
 _logger = logging.getLogger("paramserver.client")
 
 
-class Delivery:
+class SampleSender:
     """Owns a client's sockets. For one thread; ``close`` also after an error.
 
     Args:
@@ -149,7 +149,7 @@ class Delivery:
         parameters: of the simulation, packed.
         timeout_s: how long the desk and each trainer may be silent while they are waited for; None = what the run
             tells, and 60 s until then.
-        was_there: whether this run has begun, see ``DeskLine``.
+        was_there: whether this run has begun, see ``CoordinatorConnection``.
 
     Raises:
         ClientError: the desk refused, was silent, or is gone.
@@ -166,14 +166,14 @@ class Delivery:
         was_there: bool = False,
     ) -> None:
         self._keys, self._header, self._parameters = keys, header, parameters
-        self._postmen: dict[int, Postman] = {}
+        self._postmen: dict[int, TrainerConnection] = {}
         self._logged: set[str] = set()
         self.refused = 0
         self.waited_s = self._listen_at = 0.0
         with ExitStack() as stack:
             self._context: zmq.Context[Any] = zmq.Context()
             stack.callback(self._context.term)
-            self._desk = DeskLine(self._context, DESK, address, keys, was_there)
+            self._desk = CoordinatorConnection(self._context, DESK, address, keys, was_there)
             stack.callback(self._desk.close)
             self.welcome = self._greet(timeout_s or _GREETING_S)
             stack.pop_all()
@@ -182,12 +182,12 @@ class Delivery:
         self._let_go = weakref.finalize(self, _let_go, self._context, self._desk, self._postmen)
         self._timeout_s = timeout_s or self.welcome.timeout_s
 
-    def _greet(self, timeout_s: float) -> Welcome:
-        hello = self._header.answer(Kind.HELLO)
-        answer = self._desk.ask(hello, self._parameters, answer=Kind.WELCOME, timeout_s=timeout_s)
+    def _greet(self, timeout_s: float) -> TrainerDirectory:
+        hello = self._header.answer(MessageKind.HELLO)
+        answer = self._desk.ask(hello, self._parameters, answer=MessageKind.WELCOME, timeout_s=timeout_s)
         try:
-            return Welcome.unpack(b"".join(answer))
-        except Malformed as error:
+            return TrainerDirectory.unpack(b"".join(answer))
+        except MalformedMessage as error:
             raise ClientError(f"{self._desk} answered what cannot be understood: {error}") from error
 
     @property
@@ -212,7 +212,7 @@ class Delivery:
             self._wait_for_room(postman)
         postman.post(step, frames)
 
-    def _wait_for_room(self, postman: Postman) -> None:
+    def _wait_for_room(self, postman: TrainerConnection) -> None:
         began = time.monotonic()
         try:
             self._wait([postman], self.welcome.window - 1)
@@ -225,16 +225,16 @@ class Delivery:
 
     def say_bye(self) -> None:
         """Tell the desk that this member is done."""
-        self._desk.send(self._header.answer(Kind.BYE, self.sent))
+        self._desk.send(self._header.answer(MessageKind.BYE, self.sent))
 
     def close(self, linger_s: float = 0.0) -> None:
         """Let go of everybody; what was said to the desk has ``linger_s`` to leave."""
         self._desk.close(linger_s)
         self._let_go()
 
-    def _postman(self, index: int) -> Postman:
+    def _postman(self, index: int) -> TrainerConnection:
         if index not in self._postmen:
-            self._postmen[index] = Postman(
+            self._postmen[index] = TrainerConnection(
                 self._context,
                 f"trainer {index}",
                 self.welcome.trainers[index],
@@ -245,7 +245,7 @@ class Delivery:
             )
         return self._postmen[index]
 
-    def _wait(self, postmen: Sequence[Postman], at_most: int) -> None:
+    def _wait(self, postmen: Sequence[TrainerConnection], at_most: int) -> None:
         """Until no more than ``at_most`` samples are on the way to each of these."""
         for postman in postmen:
             postman.begin_to_wait()
@@ -254,21 +254,21 @@ class Delivery:
             self._poll(waited_for, until)
             self._hear(waited_for)
 
-    def _poll(self, postmen: Sequence[Postman], until: float) -> None:
+    def _poll(self, postmen: Sequence[TrainerConnection], until: float) -> None:
         poller = zmq.Poller()
         for socket in [socket for line in (self._desk, *postmen) for socket in line.sockets]:
             poller.register(socket, zmq.POLLIN)
         poller.poll(max(0, round(1000 * (until - time.monotonic())) + 1))
 
-    def _hear(self, postmen: Sequence[Postman]) -> None:
+    def _hear(self, postmen: Sequence[TrainerConnection]) -> None:
         for postman in postmen:
             self._note(postman, postman.hear())
         self._note(self._desk, self._desk.receive())
 
-    def _note(self, who: Line, messages: Iterable[Message]) -> None:
+    def _note(self, who: ClientConnection, messages: Iterable[Message]) -> None:
         """Refusals are counted, and logged once for each sentence."""
         for header, body in messages:
-            if header.kind is Kind.REFUSED:
+            if header.kind is MessageKind.REFUSED:
                 self.refused += 1
                 told = f"{who} refused a message: {sentence(body)}"
                 if told not in self._logged and len(self._logged) < _MOST_SENTENCES:
@@ -276,7 +276,7 @@ class Delivery:
                     _logger.warning("%s", told)
 
 
-def _let_go(context: zmq.Context[Any], desk: DeskLine, postmen: dict[int, Postman]) -> None:
+def _let_go(context: zmq.Context[Any], desk: CoordinatorConnection, postmen: dict[int, TrainerConnection]) -> None:
     for line in (desk, *postmen.values()):
         line.close()
     context.term()

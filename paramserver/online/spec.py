@@ -17,7 +17,7 @@ import numpy as np
 from paramserver.cluster import is_loopback
 from paramserver.config import SimulationsConfig
 from paramserver.errors import UnsupportedConfiguration
-from paramserver.online.protocol import DTYPES, Shaped
+from paramserver.online.protocol import DTYPES, ArrayDescriptor
 
 RESERVED = ("simulation", "step", "parameters")
 """What a sample holds beside its fields; no field may be called so."""
@@ -26,7 +26,7 @@ _KEYS = ("shape", "dtype", "finite")
 
 
 @dataclass(frozen=True)
-class Field:
+class FieldSpec:
     """One array of every sample.
 
     Attributes:
@@ -42,11 +42,11 @@ class Field:
     finite: bool = False
 
     @property
-    def shaped(self) -> Shaped:
-        return Shaped(self.name, self.dtype, self.shape)
+    def shaped(self) -> ArrayDescriptor:
+        return ArrayDescriptor(self.name, self.dtype, self.shape)
 
 
-def read_fields(declared: Mapping[str, Any]) -> tuple[Field, ...]:
+def read_fields(declared: Mapping[str, Any]) -> tuple[FieldSpec, ...]:
     """The fields that ``simulations.fields`` declares.
 
     ``name: [100, 100]`` is float32 of this shape; ``name: {shape: [100, 100], dtype: float64, finite: true}`` says all.
@@ -61,7 +61,7 @@ def read_fields(declared: Mapping[str, Any]) -> tuple[Field, ...]:
     return tuple(_read_field(str(name), value) for name, value in declared.items())
 
 
-def _read_field(name: str, value: Any) -> Field:
+def _read_field(name: str, value: Any) -> FieldSpec:
     key = f"simulations.fields.{name}"
     if name in RESERVED:
         raise UnsupportedConfiguration(f"{key} must not be one of {', '.join(RESERVED)}; rename it")
@@ -72,7 +72,7 @@ def _read_field(name: str, value: Any) -> Field:
     finite = options.get("finite", False)
     if not isinstance(finite, bool):
         raise UnsupportedConfiguration(f"{key}.finite ({finite}) must be true or false")
-    return Field(name, _dtype(key, options.get("dtype", "float32")), _shape(key, options.get("shape")), finite)
+    return FieldSpec(name, _dtype(key, options.get("dtype", "float32")), _shape(key, options.get("shape")), finite)
 
 
 def _dtype(key: str, word: Any) -> str:
@@ -92,7 +92,7 @@ def _shape(key: str, sizes: Any) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Plan:
+class IngestSpec:
     """Online training, as the config says it.
 
     Attributes:
@@ -102,11 +102,11 @@ class Plan:
     """
 
     config: SimulationsConfig
-    fields: tuple[Field, ...]
+    fields: tuple[FieldSpec, ...]
     parameters: tuple[tuple[str, float, float], ...]
 
     @classmethod
-    def of(cls, config: SimulationsConfig) -> Plan:
+    def of(cls, config: SimulationsConfig) -> IngestSpec:
         """Read and check the section.
 
         Raises:
@@ -118,7 +118,7 @@ class Plan:
         return plan
 
     @property
-    def shaped(self) -> tuple[Shaped, ...]:
+    def shaped(self) -> tuple[ArrayDescriptor, ...]:
         return tuple(field.shaped for field in self.fields)
 
     @property
@@ -166,7 +166,7 @@ def _range(name: str, value: Any) -> tuple[str, float, float]:
     )
 
 
-def _check_parts(plan: Plan) -> None:
+def _check_parts(plan: IngestSpec) -> None:
     single = [field.name for field in plan.fields if not field.shape]
     if plan.config.group_size > 1 and single:
         raise UnsupportedConfiguration(
@@ -188,7 +188,7 @@ def _check_keys(config: SimulationsConfig) -> None:
 
 
 @dataclass(frozen=True)
-class Post:
+class ReceiverSpec:
     """The place of one trainer in an online run.
 
     Attributes:
@@ -203,7 +203,7 @@ class Post:
 
     desk: str
     token: bytes
-    plan: Plan
+    plan: IngestSpec
     trainer_index: int
     trainers: int
     host: str = "127.0.0.1"

@@ -1,7 +1,7 @@
 """All simulations of a run: which wait, run, are complete or given up, and what follows from what is told of them.
 
 Pure: events are told with the time at which they came, ``tick`` answers with what is to be done. Two kinds:
-``Started``, whose simulations the run starts, and ``Outside``, whose simulations come by themselves.
+``ManagedSimulations``, which the run starts, and ``ExternalSimulations``, which are started by the user.
 
 One simulation as the desk knows it, and what the desk wants done about it.
 
@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from paramserver.config import SimulationsConfig
-from paramserver.online.protocol import Header, Joined, Report
+from paramserver.online.protocol import Header, SimulationReport, TrainerJoined
 
 
-class State(str, Enum):
+class SimulationState(str, Enum):
     WAITING = "waiting"  # to be started, or started again
     RUNNING = "running"  # its process lives, or somebody outside opened it
     SETTLING = "settling"  # its process ended well; its last samples are still being counted
@@ -38,7 +38,7 @@ class Simulation:
         id: its number.
         attempt: how often it was started before its present or next start.
         failures: how often it failed since it was first started.
-        state: see ``State``.
+        state: see ``SimulationState``.
         parameters: drawn or told; None before.
         told: those that its clients say; None before the first does.
         total: its samples, once they are known.
@@ -56,7 +56,7 @@ class Simulation:
     id: int
     attempt: int = 0
     failures: int = 0
-    state: State = State.WAITING
+    state: SimulationState = SimulationState.WAITING
     parameters: list[float] | None = None
     told: list[float] | None = None
     total: int | None = None
@@ -73,7 +73,7 @@ class Simulation:
     @property
     def ended(self) -> bool:
         """Whether nothing more is expected of it."""
-        return self.state in (State.COMPLETE, State.GIVEN_UP)
+        return self.state in (SimulationState.COMPLETE, SimulationState.GIVEN_UP)
 
     def hear(self, member: int, now: float) -> None:
         """A sign of life; of one that is complete, or about to be ended, none matters any more."""
@@ -83,12 +83,12 @@ class Simulation:
 
     def begin(self, now: float) -> None:
         """This attempt begins."""
-        self.enter(State.RUNNING, now)
+        self.enter(SimulationState.RUNNING, now)
         self.killed = self.failed = None
         self.byes.clear()
         self.heard_s.clear()
 
-    def enter(self, state: State, now: float) -> None:
+    def enter(self, state: SimulationState, now: float) -> None:
         self.state, self.since_s = state, now
 
     def quiet_since(self, members: int) -> float:
@@ -103,8 +103,8 @@ class Simulation:
         return len(self.byes) >= members
 
     def state_dict(self) -> dict[str, Any]:
-        given_up = self.state is State.GIVEN_UP
-        started = self.alive or self.state is not State.WAITING
+        given_up = self.state is SimulationState.GIVEN_UP
+        started = self.alive or self.state is not SimulationState.WAITING
         return {
             "id": self.id,
             # A resumed run starts it again, and nothing of the old attempt may be taken for the new one.
@@ -120,27 +120,27 @@ class Simulation:
     def of(cls, state: Mapping[str, Any]) -> Simulation:
         """As ``state_dict`` left it; not running."""
         rest = {name: state[name] for name in ("id", "attempt", "failures", "parameters", "total", "trainer")}
-        return cls(**rest, state=State.GIVEN_UP if state["given_up"] else State.WAITING)
+        return cls(**rest, state=SimulationState.GIVEN_UP if state["given_up"] else SimulationState.WAITING)
 
 
 # What is to be done.
 
 
 @dataclass(frozen=True)
-class Start:
+class StartProcess:
     simulation: int
     attempt: int
     parameters: tuple[float, ...]
 
 
 @dataclass(frozen=True)
-class Kill:
+class KillProcess:
     simulation: int
     why: str
 
 
 @dataclass(frozen=True)
-class Note:
+class TrackerEvent:
     """Something to record; ``kind`` is one of complete, restarted, given_up, silent, exited."""
 
     kind: str
@@ -148,7 +148,7 @@ class Note:
     text: str
 
 
-Action = Start | Kill | Note
+Action = StartProcess | KillProcess | TrackerEvent
 
 
 def log_file(logs: Path, simulation: int) -> Path:
@@ -163,7 +163,7 @@ def listed(ids: list[int], most: int = 10) -> str:
     return f"{noun} {shown}" + (f" and {len(ids) - most} more" if len(ids) > most else "")
 
 
-class Study(ABC):
+class SimulationTracker(ABC):
     """What both kinds share: counts, totals, which trainer a simulation is dealt to, the state in a checkpoint.
 
     A simulation is complete when its samples that were received, over all trainers, are its total: ``steps`` of the
@@ -197,14 +197,14 @@ class Study(ABC):
 
     # Events.
 
-    def begin(self, joined: Sequence[Joined], now: float) -> None:
+    def begin(self, joined: Sequence[TrainerJoined], now: float) -> None:
         """All trainers have joined: what they had received before decides what is complete."""
         self._received = [{**one.received, **reported} for one, reported in zip(joined, self._received, strict=True)]
         self._inherited = dict(joined[0].inherited)
         self._begun = True
         for simulation in self.simulations.values():
             if self._is_complete(simulation):
-                simulation.state = State.COMPLETE
+                simulation.state = SimulationState.COMPLETE
                 self.complete += 1
             simulation.since_s = now
 
@@ -231,7 +231,7 @@ class Study(ABC):
         if self.config.steps is None and simulation.all_said_bye(header.members):
             simulation.total = sum(simulation.byes.values()) // header.members
 
-    def reported(self, trainer: int, report: Report, now: float) -> None:
+    def reported(self, trainer: int, report: SimulationReport, now: float) -> None:
         """A trainer told how far it is."""
         self._received[trainer].update(report.received)
         self._reports[trainer] += 1
@@ -264,15 +264,15 @@ class Study(ABC):
     def counts(self) -> dict[str, int]:
         """How many simulations are waiting, running, complete and given up."""
         found = Counter(one.state for one in self.simulations.values())
-        running = found[State.RUNNING] + found[State.SETTLING]
+        running = found[SimulationState.RUNNING] + found[SimulationState.SETTLING]
         return {
-            "waiting": found[State.WAITING],
+            "waiting": found[SimulationState.WAITING],
             "running": running,
-            "complete": found[State.COMPLETE],
-            "given_up": found[State.GIVEN_UP],
+            "complete": found[SimulationState.COMPLETE],
+            "given_up": found[SimulationState.GIVEN_UP],
         }
 
-    def in_state(self, *states: State) -> list[Simulation]:
+    def in_state(self, *states: SimulationState) -> list[Simulation]:
         return [one for one in self.simulations.values() if one.state in states]
 
     def trainer_for(self, number: int) -> int | None:
@@ -289,23 +289,23 @@ class Study(ABC):
             for one in self.simulations.values():
                 if one.trainer is not None:
                     dealt[one.trainer] += 1
-                    running[one.trainer] += one.state in (State.RUNNING, State.SETTLING)
+                    running[one.trainer] += one.state in (SimulationState.RUNNING, SimulationState.SETTLING)
             simulation.trainer = min(range(self.trainers), key=lambda i: (running[i], dealt[i], i))
         return simulation.trainer
 
     def _is_complete(self, simulation: Simulation) -> bool:
         """Whether all of its samples are received; given up ones have been replaced."""
-        if simulation.state is State.GIVEN_UP:
+        if simulation.state is SimulationState.GIVEN_UP:
             return False
         total = self.config.steps or simulation.total
         if total is not None and self.received(simulation.id) >= total:
             return True
         return self.config.steps is None and bool(simulation.byes) and simulation.total is not None
 
-    def _complete(self, simulation: Simulation, now: float) -> Note:
-        simulation.enter(State.COMPLETE, now)
+    def _complete(self, simulation: Simulation, now: float) -> TrackerEvent:
+        simulation.enter(SimulationState.COMPLETE, now)
         self.complete += 1
-        return Note("complete", simulation.id, f"simulation {simulation.id} is complete")
+        return TrackerEvent("complete", simulation.id, f"simulation {simulation.id} is complete")
 
     # Checkpoints.
 
@@ -322,7 +322,7 @@ class Study(ABC):
         self.simulations = {one.id: one for one in found}
 
 
-class Outside(Study):
+class ExternalSimulations(SimulationTracker):
     """It is done when ``count`` simulations are complete, or, once somebody said LAST, all that were ever opened.
 
     One that is silent for ``timeout_s`` is noted once, and waited for: who started it may start it again. Where there
@@ -345,11 +345,11 @@ class Outside(Study):
 
     # Events.
 
-    def begin(self, joined: Sequence[Joined], now: float) -> None:
+    def begin(self, joined: Sequence[TrainerJoined], now: float) -> None:
         for number in {*joined[0].inherited, *(key for one in joined for key in one.received)}:
             self._known(number)  # the desk's part of a checkpoint may be a little older than the trainers'
         super().begin(joined, now)
-        self._open = {one.id: one for one in self.in_state(State.WAITING)}
+        self._open = {one.id: one for one in self.in_state(SimulationState.WAITING)}
         self._sign_s = now
 
     def refusal(self, header: Header) -> str | None:
@@ -369,7 +369,7 @@ class Outside(Study):
         simulation.parameters = simulation.told
         if simulation.ended:
             return  # somebody sends it again: duplicates
-        if header.attempt > simulation.attempt or simulation.state is State.WAITING:
+        if header.attempt > simulation.attempt or simulation.state is SimulationState.WAITING:
             simulation.attempt = header.attempt
             simulation.begin(now)
             self._open[simulation.id] = simulation
@@ -380,7 +380,7 @@ class Outside(Study):
         self._sign_s = now
         super().bye(header, now)
 
-    def reported(self, trainer: int, report: Report, now: float) -> None:
+    def reported(self, trainer: int, report: SimulationReport, now: float) -> None:
         if any(count != self._received[trainer].get(number, 0) for number, count in report.received.items()):
             self._sign_s = now
         if any(number in self._open for number, _ in report.heard):
@@ -408,7 +408,7 @@ class Outside(Study):
             self.failure = self._missing(*self._patience)
         return actions
 
-    def _complete(self, simulation: Simulation, now: float) -> Note:
+    def _complete(self, simulation: Simulation, now: float) -> TrackerEvent:
         del self._open[simulation.id]
         return super()._complete(simulation, now)
 
@@ -418,10 +418,10 @@ class Outside(Study):
     def _is_quiet(self, simulation: Simulation, now: float) -> bool:
         return now - simulation.quiet_since(self.config.group_size) > self.config.timeout_s
 
-    def _fell_silent(self, simulation: Simulation) -> Note:
+    def _fell_silent(self, simulation: Simulation) -> TrackerEvent:
         simulation.silent = True
         got, of = self.received(simulation.id), self.config.steps or "an unknown number of"
-        return Note(
+        return TrackerEvent(
             "silent",
             simulation.id,
             f"simulation {simulation.id} has been silent for {self.config.timeout_s:g} s, after {got} of {of} samples; "

@@ -9,8 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from paramserver.config import SimulationsConfig
-from paramserver.online.protocol import Header, Joined, Report
-from paramserver.online.tracker import Action, Kill, Note, Simulation, Start, State, Study, listed, log_file
+from paramserver.online.protocol import Header, SimulationReport, TrainerJoined
+from paramserver.online.tracker import (
+    Action,
+    KillProcess,
+    Simulation,
+    SimulationState,
+    SimulationTracker,
+    StartProcess,
+    TrackerEvent,
+    listed,
+    log_file,
+)
 
 GIVEN_UP_IN_A_ROW = 3
 """So many simulations given up, with none complete in between, end the study: it is not the parameters' fault."""
@@ -22,7 +32,7 @@ _SETTLE_S = 1.0
 _LEAST_TO_END_S = 30.0
 
 
-class Started(Study):
+class ManagedSimulations(SimulationTracker):
     """At most ``at_once`` processes run, one for each simulation.
 
     One that crashes, or is silent for ``timeout_s``, is started again with the same parameters, up to ``max_restarts``
@@ -53,9 +63,9 @@ class Started(Study):
 
     # Events.
 
-    def begin(self, joined: Sequence[Joined], now: float) -> None:
+    def begin(self, joined: Sequence[TrainerJoined], now: float) -> None:
         super().begin(joined, now)
-        self._fresh = deque(self.in_state(State.WAITING))
+        self._fresh = deque(self.in_state(SimulationState.WAITING))
 
     def refusal(self, header: Header) -> str | None:
         simulation = self.simulations.get(header.simulation)
@@ -69,11 +79,11 @@ class Started(Study):
         super().hello(header, parameters, now)
         self.simulations[header.simulation].hear(header.member, now)
 
-    def reported(self, trainer: int, report: Report, now: float) -> None:
+    def reported(self, trainer: int, report: SimulationReport, now: float) -> None:
         super().reported(trainer, report, now)
         for number in report.waiting:
             simulation = self._started.get(number)
-            if simulation is not None and simulation.state is State.SETTLING:
+            if simulation is not None and simulation.state is SimulationState.SETTLING:
                 simulation.since_s = now
                 simulation.settled_at[trainer] = self._reports[trainer] + 1
 
@@ -86,7 +96,7 @@ class Started(Study):
             return
         simulation.failed = None if code == 0 else how_it_ended(code)
         if not simulation.ended and (code == 0 or self._may_have_sent_all(simulation)):
-            simulation.enter(State.SETTLING, now)
+            simulation.enter(SimulationState.SETTLING, now)
             simulation.settled_at = [reports + _REPORTS_TO_SETTLE for reports in self._reports]
 
     def _may_have_sent_all(self, simulation: Simulation) -> bool:
@@ -118,7 +128,7 @@ class Started(Study):
         if simulation.ended:
             del self._started[simulation.id]
             return [] if simulation.failed is None else [_ended_late(simulation.id, simulation.failed)]
-        if simulation.state is State.SETTLING and not self._is_settled(simulation, now - simulation.since_s):
+        if simulation.state is SimulationState.SETTLING and not self._is_settled(simulation, now - simulation.since_s):
             return []
         return self._failed(simulation, simulation.killed or simulation.failed or self._too_few(simulation))
 
@@ -129,7 +139,7 @@ class Started(Study):
             if now - simulation.since_s > max(limit_s, _LEAST_TO_END_S):
                 self.failure = f"simulation {simulation.id} was to be ended ({simulation.killed}) and is still there"
             return []
-        complete = simulation.state is State.COMPLETE
+        complete = simulation.state is SimulationState.COMPLETE
         since_s = simulation.since_s if complete else simulation.quiet_since(self.config.group_size)
         if now - since_s <= limit_s:
             return []
@@ -138,7 +148,7 @@ class Started(Study):
         else:
             simulation.killed = f"it was silent for {limit_s:g} s"
         simulation.since_s = now
-        return [Kill(simulation.id, simulation.killed)]
+        return [KillProcess(simulation.id, simulation.killed)]
 
     def _is_settled(self, simulation: Simulation, quiet_s: float) -> bool:
         told = all(self._reports[i] >= at for i, at in enumerate(simulation.settled_at))
@@ -155,21 +165,21 @@ class Started(Study):
     def _failed(self, simulation: Simulation, why: str) -> list[Action]:
         del self._started[simulation.id]
         simulation.failures += 1
-        simulation.state = State.WAITING
+        simulation.state = SimulationState.WAITING
         told = f"simulation {simulation.id}, attempt {simulation.attempt}: {why}"
         if simulation.failures <= self.config.max_restarts:
             self.restarts += 1
             simulation.attempt += 1
             simulation.total = None
             self._again.append(simulation)
-            return [Note("restarted", simulation.id, f"{told}; it is started again")]
-        simulation.state = State.GIVEN_UP
+            return [TrackerEvent("restarted", simulation.id, f"{told}; it is started again")]
+        simulation.state = SimulationState.GIVEN_UP
         self._given_up_in_a_row += 1
         if self._given_up_in_a_row >= GIVEN_UP_IN_A_ROW:
             self.failure = self._in_a_row(simulation, why)
-            return [Note("given_up", simulation.id, f"{told}; it is given up")]
+            return [TrackerEvent("given_up", simulation.id, f"{told}; it is given up")]
         taking_over = self._fill_up()
-        return [Note("given_up", simulation.id, f"{told}; it is given up for {listed(taking_over)}")]
+        return [TrackerEvent("given_up", simulation.id, f"{told}; it is given up for {listed(taking_over)}")]
 
     def _in_a_row(self, simulation: Simulation, why: str) -> str:
         tries = self.config.max_restarts + 1
@@ -184,19 +194,19 @@ class Started(Study):
         actions: list[Action] = []
         while len(actions) < free and (waiting := self._again or self._fresh):
             simulation = waiting.popleft()
-            if simulation.state is State.WAITING:  # else its last samples were counted while it waited
+            if simulation.state is SimulationState.WAITING:  # else its last samples were counted while it waited
                 actions.append(self._start(simulation, now))
         return actions
 
-    def _start(self, simulation: Simulation, now: float) -> Start:
+    def _start(self, simulation: Simulation, now: float) -> StartProcess:
         if simulation.parameters is None:
             simulation.parameters = [float(value) for value in self._draw(simulation.id)]
         simulation.begin(now)
         simulation.alive = True
         self._started[simulation.id] = simulation
-        return Start(simulation.id, simulation.attempt, tuple(simulation.parameters))
+        return StartProcess(simulation.id, simulation.attempt, tuple(simulation.parameters))
 
-    def _complete(self, simulation: Simulation, now: float) -> Note:
+    def _complete(self, simulation: Simulation, now: float) -> TrackerEvent:
         self._given_up_in_a_row = 0
         return super()._complete(simulation, now)
 
@@ -206,7 +216,7 @@ class Started(Study):
 
     def _fill_up(self) -> list[int]:
         """As many simulations as are wanted; the numbers of those that are new."""
-        wanted = self.count - sum(one.state is not State.GIVEN_UP for one in self.simulations.values())
+        wanted = self.count - sum(one.state is not SimulationState.GIVEN_UP for one in self.simulations.values())
         first = max(self.simulations, default=-1) + 1
         fresh = [Simulation(first + i) for i in range(wanted)]
         self.simulations.update((one.id, one) for one in fresh)
@@ -220,9 +230,9 @@ class Started(Study):
         self._fill_up()  # more may be wanted than before
 
 
-def _ended_late(number: int, how: str) -> Note:
+def _ended_late(number: int, how: str) -> TrackerEvent:
     told = f"of simulation {number} all samples had arrived before {how}; it counts as complete"
-    return Note("exited", number, told)
+    return TrackerEvent("exited", number, told)
 
 
 def how_it_ended(code: int) -> str:

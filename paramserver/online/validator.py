@@ -14,10 +14,18 @@ from typing import Any, Literal, TypeAlias, TypeVar, get_args
 import numpy as np
 import numpy.typing as npt
 
-from paramserver.online.assembly import Arrays, Assembly, Fate, Part, joined
-from paramserver.online.protocol import Frames, Header, Kind, Malformed, Shaped, read_descriptor, read_parameters
-from paramserver.online.received_log import Identities, Key
-from paramserver.online.spec import RESERVED, Field, Plan
+from paramserver.online.assembly import Arrays, PartOutcome, SampleAssembly, SamplePart, joined
+from paramserver.online.protocol import (
+    ArrayDescriptor,
+    Frames,
+    Header,
+    MalformedMessage,
+    MessageKind,
+    read_descriptor,
+    read_parameters,
+)
+from paramserver.online.received_log import Key, ReceivedLog
+from paramserver.online.spec import RESERVED, FieldSpec, IngestSpec
 
 Reason: TypeAlias = Literal[
     "malformed",  # no message of this protocol, or of another version of it
@@ -55,7 +63,7 @@ def named(header: Header) -> str:
 
 
 @dataclass(eq=False, slots=True)
-class Visitor:
+class ClientSession:
     """One member of one simulation, as one peer sends it.
 
     Attributes:
@@ -79,7 +87,7 @@ class Visitor:
 
 
 @dataclass(eq=False)
-class Verdict:
+class Outcome:
     """What a message was. Nobody changes it; to have that forbidden would double the time that one takes to be made.
 
     Attributes:
@@ -87,28 +95,28 @@ class Verdict:
         told: visitors whose ``dealt`` has changed by it.
     """
 
-    visitor: Visitor | None
-    told: tuple[Visitor, ...] = ()
+    visitor: ClientSession | None
+    told: tuple[ClientSession, ...] = ()
 
 
-class Opened(Verdict):
+class SessionOpened(Outcome):
     """The simulation may send."""
 
 
-class Touched(Verdict):
+class SessionAlive(Outcome):
     """A sign of life."""
 
 
-class Waiting(Verdict):
+class PartReceived(Outcome):
     """A part of which others are still to come."""
 
 
-class Duplicate(Verdict):
+class DuplicateSample(Outcome):
     """It had come before, and was dropped."""
 
 
 @dataclass(eq=False)
-class Accepted(Verdict):
+class SampleAccepted(Outcome):
     """A whole sample.
 
     Attributes:
@@ -119,11 +127,11 @@ class Accepted(Verdict):
 
     key: Key = (0, 0)
     sample: dict[str, Any] = field(default_factory=dict)
-    givers: tuple[Visitor, ...] = ()
+    givers: tuple[ClientSession, ...] = ()
 
 
 @dataclass(eq=False)
-class Refused(Verdict):
+class MessageRefused(Outcome):
     """It was not taken; ``header`` is of whom it named, where that can be read."""
 
     reason: Reason = "malformed"
@@ -139,81 +147,81 @@ _K = TypeVar("_K", bound=Hashable)
 _V = TypeVar("_V")
 
 
-class Inspector:
+class MessageValidator:
     """Judges messages one by one. Not thread-safe; what it accepts it marks as seen in ``identities``.
 
     Its memory is bounded: of visitors and parameters those are forgotten that were not needed for longest, beyond some
     ten thousands, and no more samples are unfinished than the windows hold.
     """
 
-    def __init__(self, plan: Plan, identities: Identities) -> None:
+    def __init__(self, plan: IngestSpec, identities: ReceivedLog) -> None:
         self.plan = plan
         self.identities = identities
         self._names = (*RESERVED, *(field.name for field in plan.fields))
-        self.assembly = Assembly(plan.config.group_size, plan.config.window * plan.config.group_size)
-        self._visitors: OrderedDict[tuple[bytes, int], Visitor] = OrderedDict()
+        self.assembly = SampleAssembly(plan.config.group_size, plan.config.window * plan.config.group_size)
+        self._visitors: OrderedDict[tuple[bytes, int], ClientSession] = OrderedDict()
         self._parameters: OrderedDict[int, npt.NDArray[np.float64]] = OrderedDict()
         # A client describes all its samples with the same bytes.
         self._slots = lru_cache(_MOST_DESCRIPTORS)(self._read_slots)
 
-    def judge(self, peer: bytes, frames: Frames) -> Verdict:
+    def judge(self, peer: bytes, frames: Frames) -> Outcome:
         """Say what a message is. Whatever it holds, nothing is raised.
 
         Args:
             peer: who sent it.
             frames: the message, as bytes or what shares its memory as they do; the arrays of a sample are views of it.
         """
-        visitor: Visitor | None = None
+        visitor: ClientSession | None = None
         header: Header | None = None
         counted = False
         try:
             header = Header.unpack(frames[0] if frames else b"")
             visitor = self._find(peer, header.simulation)
-            if header.kind is Kind.SAMPLE:
+            if header.kind is MessageKind.SAMPLE:
                 visitor = visitor or self._stranger(peer, header)
                 visitor.received += 1
                 counted = True
                 return self._sample(visitor, header, frames)
-            if header.kind is Kind.OPEN:
+            if header.kind is MessageKind.OPEN:
                 return self._open(peer, header, frames)
             return self._touch(visitor, header, frames)
-        except Malformed as error:
+        except MalformedMessage as error:
             return _refused(visitor, counted, "malformed", str(error), header=header)
         except Refusal as refusal:
             return _refused(visitor, counted, refusal.reason, str(refusal), header=header)
 
-    def is_current(self, visitor: Visitor) -> bool:
+    def is_current(self, visitor: ClientSession) -> bool:
         """Whether this is what its peer opened last for this simulation, so that its counts are the client's."""
         return self._visitors.get((visitor.peer, visitor.header.simulation)) is visitor
 
-    def visitors(self) -> list[Visitor]:
+    def visitors(self) -> list[ClientSession]:
         return list(self._visitors.values())
 
-    def _find(self, peer: bytes, simulation: int) -> Visitor | None:
+    def _find(self, peer: bytes, simulation: int) -> ClientSession | None:
         visitor = self._visitors.get((peer, simulation))
         if visitor is not None:
             self._visitors.move_to_end((peer, simulation))
         return visitor
 
-    def _stranger(self, peer: bytes, header: Header) -> Visitor:
+    def _stranger(self, peer: bytes, header: Header) -> ClientSession:
         """One who sends before it opened: its samples are refused, and counted, or it would wait for ever."""
-        visitor = Visitor(peer, header)
+        visitor = ClientSession(peer, header)
         _remember(self._visitors, (peer, header.simulation), visitor)
         return visitor
 
     # What opens, and what only lives.
 
-    def _open(self, peer: bytes, header: Header, frames: Frames) -> Verdict:
+    def _open(self, peer: bytes, header: Header, frames: Frames) -> Outcome:
         _check_frames(frames, 2)
         simulation = header.simulation
         self._check_header(header)
         parameters = self._read_parameters(simulation, frames[1])
         visitor = self._find(peer, simulation)
         if visitor is None or visitor.header != header or visitor.parameters is None:
-            visitor = Visitor(peer, header, parameters)
+            visitor = ClientSession(peer, header, parameters)
             _remember(self._visitors, (peer, simulation), visitor)
         _remember(self._parameters, simulation, parameters)
-        return Opened(visitor, _deal_with(self.assembly.begin(simulation, header.attempt)))
+        return SessionOpened(visitor, _deal_with(self.assembly.begin(simulation, header.attempt)))
 
     def _check_header(self, header: Header) -> None:
         config = self.plan.config
@@ -228,7 +236,7 @@ class Inspector:
     def _read_parameters(self, simulation: int, frame: bytes) -> npt.NDArray[np.float64]:
         try:
             parameters = read_parameters(frame)
-        except Malformed as error:
+        except MalformedMessage as error:
             raise Refusal("parameters", str(error)) from error
         declared = self.plan.parameters
         if declared and len(parameters) != len(declared):
@@ -247,17 +255,17 @@ class Inspector:
             )
         return known
 
-    def _touch(self, visitor: Visitor | None, header: Header, frames: Frames) -> Verdict:
-        if header.kind is not Kind.TOUCH:
+    def _touch(self, visitor: ClientSession | None, header: Header, frames: Frames) -> Outcome:
+        if header.kind is not MessageKind.TOUCH:
             raise Refusal("kind", f"{header.kind.name} must not be sent to a trainer")
         _check_frames(frames, 1)
         if visitor is None:
             raise _unopened(header)
-        return Touched(visitor, (visitor,))
+        return SessionAlive(visitor, (visitor,))
 
     # Samples.
 
-    def _sample(self, visitor: Visitor, header: Header, frames: Frames) -> Verdict:
+    def _sample(self, visitor: ClientSession, header: Header, frames: Frames) -> Outcome:
         opened = visitor.header
         if visitor.parameters is None or (header.attempt, header.member) != (opened.attempt, opened.member):
             raise _unopened(header)
@@ -275,16 +283,16 @@ class Inspector:
             return self._accept(visitor, key, arrays, (visitor,))
         return self._part(visitor, header, arrays)
 
-    def _part(self, visitor: Visitor, header: Header, arrays: Arrays) -> Verdict:
+    def _part(self, visitor: ClientSession, header: Header, arrays: Arrays) -> Outcome:
         key = (header.simulation, header.step)
-        parts = self.assembly.add(key, header.attempt, header.member, Part(arrays, visitor))
-        if parts is Fate.WAITING:
-            return Waiting(visitor)
-        if parts is Fate.DUPLICATE:
+        parts = self.assembly.add(key, header.attempt, header.member, SamplePart(arrays, visitor))
+        if parts is PartOutcome.WAITING:
+            return PartReceived(visitor)
+        if parts is PartOutcome.DUPLICATE:
             return _drop(visitor)
-        if parts is Fate.STALE:
+        if parts is PartOutcome.STALE:
             raise Refusal("stale", f"attempt ({header.attempt}) of simulation {header.simulation} must be its last")
-        if parts is Fate.FULL:
+        if parts is PartOutcome.FULL:
             raise Refusal("unfinished", f"at most {self.assembly.limit} samples of a simulation may be unfinished")
         assert isinstance(parts, list)
         whole = joined(parts)
@@ -294,10 +302,12 @@ class Inspector:
                 return _refused(visitor, True, "shape", _shape_of_parts(declared, array.shape), _deal_with(others))
         return self._accept(visitor, key, whole, tuple(part.giver for part in parts))
 
-    def _accept(self, visitor: Visitor, key: tuple[int, int], arrays: Arrays, givers: tuple[Visitor, ...]) -> Accepted:
+    def _accept(
+        self, visitor: ClientSession, key: tuple[int, int], arrays: Arrays, givers: tuple[ClientSession, ...]
+    ) -> SampleAccepted:
         self.identities.see(*key)
         sample = dict(zip(self._names, (*key, visitor.parameters, *arrays), strict=True))
-        return Accepted(visitor, (), key, sample, givers)
+        return SampleAccepted(visitor, (), key, sample, givers)
 
     def _arrays(self, frames: Frames) -> Arrays:
         """The arrays of a message in the order of the plan's fields: views of its frames."""
@@ -306,27 +316,27 @@ class Inspector:
         _check_frames(frames, 2 + len(slots))
         return tuple([slot.array(frames[slot.frame]) for slot in slots])
 
-    def _read_slots(self, descriptor: bytes) -> tuple[_Slot, ...]:
+    def _read_slots(self, descriptor: bytes) -> tuple[_SessionSlot, ...]:
         described = {shaped.name: (2 + i, shaped) for i, shaped in enumerate(read_descriptor(descriptor))}
         names = [field.name for field in self.plan.fields]
         if described.keys() != set(names):
             raise Refusal("field", f"fields ({', '.join(described)}) must be {', '.join(names)}")
         return tuple(self._slot(field, *described[field.name]) for field in self.plan.fields)
 
-    def _slot(self, field: Field, frame: int, shaped: Shaped) -> _Slot:
+    def _slot(self, field: FieldSpec, frame: int, shaped: ArrayDescriptor) -> _SessionSlot:
         if shaped.dtype != field.dtype:
             raise Refusal("dtype", f"{field.name} ({shaped.dtype}) must have the dtype {field.dtype}")
         fits = shaped.shape == field.shape if self.assembly.members == 1 else _is_part(shaped.shape, field.shape)
         if not fits:
             raise Refusal("shape", f"{field.name} ({list(shaped.shape)}) must have the shape {list(field.shape)}")
-        return _Slot(field, frame, shaped.shape, np.dtype(shaped.dtype), shaped.bytes)
+        return _SessionSlot(field, frame, shaped.shape, np.dtype(shaped.dtype), shaped.bytes)
 
 
 @dataclass(frozen=True)
-class _Slot:
+class _SessionSlot:
     """Where in a message a field of the plan is, and how."""
 
-    field: Field
+    field: FieldSpec
     frame: int
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -348,7 +358,7 @@ def _is_part(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
     return len(shape) == len(whole) and shape[1:] == whole[1:] and shape[:1] <= whole[:1]
 
 
-def _shape_of_parts(field: Field, shape: tuple[int, ...]) -> str:
+def _shape_of_parts(field: FieldSpec, shape: tuple[int, ...]) -> str:
     return f"{field.name} ({list(shape)}) must have the shape {list(field.shape)} when its parts are put together"
 
 
@@ -365,17 +375,17 @@ def _unopened(header: Header) -> Refusal:
 
 
 def _refused(
-    visitor: Visitor | None,
+    visitor: ClientSession | None,
     counted: bool,
     reason: Reason,
     sentence: str,
-    told: tuple[Visitor, ...] = (),
+    told: tuple[ClientSession, ...] = (),
     header: Header | None = None,
-) -> Refused:
+) -> MessageRefused:
     if visitor is not None and counted:
         visitor.dealt += 1
         told = (*told, visitor)
-    return Refused(visitor, told, reason, _printable(sentence), header)
+    return MessageRefused(visitor, told, reason, _printable(sentence), header)
 
 
 def _printable(sentence: str) -> str:
@@ -384,12 +394,12 @@ def _printable(sentence: str) -> str:
     return shown if shown.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in shown)
 
 
-def _drop(visitor: Visitor) -> Duplicate:
+def _drop(visitor: ClientSession) -> DuplicateSample:
     visitor.dealt += 1
-    return Duplicate(visitor, (visitor,))
+    return DuplicateSample(visitor, (visitor,))
 
 
-def _deal_with(parts: list[Part]) -> tuple[Visitor, ...]:
+def _deal_with(parts: list[SamplePart]) -> tuple[ClientSession, ...]:
     """Count dropped parts as dealt with."""
     for part in parts:
         part.giver.dealt += 1

@@ -35,7 +35,7 @@ _SAYS = "updates_each"
 _WORDS = ("element", "parameter")
 
 
-def may_split(optimizer: torch.optim.Optimizer, servers: int) -> bool:
+def is_elementwise(optimizer: torch.optim.Optimizer, servers: int) -> bool:
     """Whether several servers may each own a part of one parameter; else each has whole ones.
 
     What the classes of torch do is known. A class derived from one of them still treats each parameter by itself where
@@ -92,12 +92,12 @@ _LARGEST = 8
 _STRIDE = 4096
 
 
-def spare_helpers(cores: int) -> int:
+def num_spare_threads(cores: int) -> int:
     """How many helpers find a core of so many, each with as many of torch's threads as the one that asks."""
     return max(min(cores // torch.get_num_threads(), _LARGEST) - 1, 0)
 
 
-class Crew:
+class ThreadTeam:
     """The thread that asks, and so many helpers. Used by one thread at a time.
 
     Args:
@@ -132,7 +132,7 @@ class Crew:
         return [[slice(k * share, (k + 1) * share) for share in shares] for k in range(self.size)]
 
 
-class PartedStep:
+class ParallelStep:
     """``optimizer.step()``, with the parameters dealt to a crew.
 
     The members step copies of the optimizer that have some of its parameters and its own state, so its groups and its
@@ -143,7 +143,7 @@ class PartedStep:
         crew: does it.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, crew: Crew) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, crew: ThreadTeam) -> None:
         self._optimizer = optimizer
         self._crew = crew
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paramserver.optim.parallel_step import Crew
-from paramserver.parameters.flat import Layout
+from paramserver.optim.parallel_step import ThreadTeam
+from paramserver.parameters.flat import FlatLayout
 from paramserver.parameters.sharding import Shard, States, hyperparameters, numbers_of, set_hyperparameters
 
 
-class Portion:
+class ShardUpdater:
     """Averages gradients of one shard and steps the optimizer over it. Not thread-safe.
 
     A tensor that is owned whole stays the model's parameter. Of one that is owned in part, a parameter in one dimension
@@ -30,7 +30,7 @@ class Portion:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: FlatLayout,
         shard: Shard,
         ranges: Sequence[Tensor],
         parameters: Sequence[Tensor],
@@ -39,7 +39,7 @@ class Portion:
         self.shard = shard
         self.ranges = list(ranges)
         self.optimizer = optimizer
-        self._crew: Crew | None = None
+        self._crew: ThreadTeam | None = None
         self.numbers = numbers_of(optimizer, parameters)
         self.leaves = [flat.detach().requires_grad_() for flat in self.ranges]
         views = shard.layout.views(self.ranges)
@@ -54,7 +54,7 @@ class Portion:
         for group in optimizer.param_groups if split else ():
             group["params"] = [split.get(id(p), p) for p in group["params"]]
 
-    def work_with(self, crew: Crew) -> None:
+    def work_with(self, crew: ThreadTeam) -> None:
         """Sums are made by all of the crew from now on."""
         self._crew = crew
 

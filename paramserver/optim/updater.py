@@ -12,7 +12,7 @@ from torch import nn
 from paramserver.config import TrainingConfig
 from paramserver.errors import CheckpointError, NotFinite, TaskError
 from paramserver.limits import due
-from paramserver.optim.parallel_step import Crew, PartedStep
+from paramserver.optim.parallel_step import ParallelStep, ThreadTeam
 from paramserver.parameters.numerics import check_norm
 from paramserver.task import Task
 
@@ -36,7 +36,7 @@ class Updater:
     def __init__(self, task: Task, model: nn.Module, training: TrainingConfig) -> None:
         self.optimizer = build_optimizer(task, model)
         self.scheduler, self.every, self.metric = _scheduler_of(task.build_scheduler(self.optimizer))
-        self._parted: PartedStep | None = None
+        self._parted: ParallelStep | None = None
         self.clip_grad_norm = training.clip_grad_norm
         self.validate_every = training.validate_every
         self.parameters = [p for p in model.parameters() if p.requires_grad]
@@ -55,10 +55,10 @@ class Updater:
             self._parted()
         self.stepped()
 
-    def work_with(self, crew: Crew) -> None:
+    def work_with(self, crew: ThreadTeam) -> None:
         """Parameters are stepped by all of the crew from now on, where the optimizer allows it."""
-        if PartedStep.can_part(self.optimizer):
-            self._parted = PartedStep(self.optimizer, crew)
+        if ParallelStep.can_part(self.optimizer):
+            self._parted = ParallelStep(self.optimizer, crew)
 
     def stepped(self) -> None:
         """The optimizer has made a step, here or on several servers."""

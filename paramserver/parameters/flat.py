@@ -16,7 +16,7 @@ ALIGNMENT_BYTES = 64
 
 
 @dataclass(frozen=True)
-class Slot:
+class TensorSlot:
     """Where one tensor lies in the flat tensor ``group``: element offset, shape and strides."""
 
     name: str
@@ -27,7 +27,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Layout:
+class FlatLayout:
     """How named tensors lie in flat tensors: ``dtypes[g]`` and ``sizes[g]`` (elements) of each, a slot per tensor.
 
     Each flat tensor is of one dtype; of one dtype there are several where they are to travel one by one.
@@ -35,14 +35,14 @@ class Layout:
 
     dtypes: tuple[torch.dtype, ...]
     sizes: tuple[int, ...]
-    slots: tuple[Slot, ...]
+    slots: tuple[TensorSlot, ...]
 
     @classmethod
-    def of(cls, tensors: Iterable[tuple[str, Tensor]], flat_bytes: float = math.inf) -> Layout:
+    def of(cls, tensors: Iterable[tuple[str, Tensor]], flat_bytes: float = math.inf) -> FlatLayout:
         """The layout of ``tensors`` in their order; one flat tensor exceeds ``flat_bytes`` only by a single tensor."""
         dtypes: list[torch.dtype] = []
         sizes: list[int] = []
-        slots: list[Slot] = []
+        slots: list[TensorSlot] = []
         filling: dict[torch.dtype, int] = {}
         for name, tensor in tensors:
             if tensor.is_sparse or tensor.layout is not torch.strided:
@@ -54,7 +54,7 @@ class Layout:
                 group = filling[tensor.dtype] = len(sizes)
                 dtypes.append(tensor.dtype)
                 sizes.append(0)
-            slots.append(Slot(name, group, sizes[group], tuple(tensor.shape), _dense_stride(tensor)))
+            slots.append(TensorSlot(name, group, sizes[group], tuple(tensor.shape), _dense_stride(tensor)))
             sizes[group] += size
         return cls(tuple(dtypes), tuple(sizes), tuple(slots))
 
@@ -62,7 +62,7 @@ class Layout:
     def bytes(self) -> int:
         return sum(n * dtype.itemsize for n, dtype in zip(self.sizes, self.dtypes, strict=True))
 
-    def narrowed(self, dtype: torch.dtype) -> Layout:
+    def narrowed(self, dtype: torch.dtype) -> FlatLayout:
         """The same places with elements of ``dtype``, where those are smaller."""
         narrow = tuple(dtype if dtype.itemsize < own.itemsize else own for own in self.dtypes)
         return replace(self, dtypes=narrow)
@@ -100,17 +100,17 @@ class FlatTensors:
     Args:
         tensors: by name.
         allocate: makes the flat tensors, where they are not to be this process's own memory.
-        flat_bytes: see ``Layout.of``.
+        flat_bytes: see ``FlatLayout.of``.
     """
 
     def __init__(
         self,
         tensors: Mapping[str, Tensor],
-        allocate: Callable[[Layout], list[Tensor]] | None = None,
+        allocate: Callable[[FlatLayout], list[Tensor]] | None = None,
         flat_bytes: float = math.inf,
     ) -> None:
         _refuse_shared_memory(tensors)
-        self.layout = Layout.of(tensors.items(), flat_bytes)
+        self.layout = FlatLayout.of(tensors.items(), flat_bytes)
         self.tensors = dict(tensors)
         device = next((t.device for t in tensors.values()), torch.device("cpu"))
         self.flats = self.layout.allocate(device) if allocate is None else allocate(self.layout)

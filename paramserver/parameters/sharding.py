@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from paramserver.errors import UnsupportedConfiguration
-from paramserver.parameters.flat import ALIGNMENT_BYTES, Layout, Slot
+from paramserver.parameters.flat import ALIGNMENT_BYTES, FlatLayout, TensorSlot
 
 # A tensor is split where it is larger than one of these.
 _LARGE_BYTES = 64 * 1024
@@ -23,7 +23,7 @@ _LARGE_SHARE = 0.01
 
 
 @dataclass(frozen=True)
-class Piece:
+class ShardSlice:
     """``length`` elements of the tensor in slot number ``slot``, from element ``start`` on, as they lie in memory."""
 
     slot: int
@@ -40,8 +40,8 @@ class Shard:
     """
 
     ranges: tuple[tuple[int, int, int], ...]
-    pieces: tuple[Piece, ...]
-    layout: Layout
+    pieces: tuple[ShardSlice, ...]
+    layout: FlatLayout
 
     def ranges_of(self, flats: Sequence[Tensor]) -> list[Tensor]:
         """This shard's ranges as views of the flat tensors of everything."""
@@ -55,12 +55,12 @@ class Shard:
         """The slots of all tensors of which a piece is in range ``number``."""
         return [p.slot for p, own in zip(self.pieces, self.layout.slots, strict=True) if own.group == number]
 
-    def is_whole(self, piece: Piece, whole: Layout) -> bool:
+    def is_whole(self, piece: ShardSlice, whole: FlatLayout) -> bool:
         """Whether the piece is all of its tensor."""
         return piece.length == size_of(whole.slots[piece.slot])
 
 
-def size_of(slot: Slot) -> int:
+def size_of(slot: TensorSlot) -> int:
     """Elements of the tensor in a slot."""
     size = 1
     for n in slot.shape:
@@ -68,14 +68,14 @@ def size_of(slot: Slot) -> int:
     return size
 
 
-def whole(layout: Layout) -> Shard:
+def full_shard(layout: FlatLayout) -> Shard:
     """All of the parameters, for the only server."""
     ranges = tuple((group, 0, size) for group, size in enumerate(layout.sizes))
-    pieces = tuple(Piece(number, 0, size_of(slot)) for number, slot in enumerate(layout.slots))
+    pieces = tuple(ShardSlice(number, 0, size_of(slot)) for number, slot in enumerate(layout.slots))
     return Shard(ranges, pieces, layout)
 
 
-def plan(layout: Layout, servers: int, splittable: bool) -> tuple[Shard, ...]:
+def plan_shards(layout: FlatLayout, servers: int, splittable: bool) -> tuple[Shard, ...]:
     """Deal the parameters to servers, in order, so that each owns about as many bytes.
 
     Args:
@@ -91,7 +91,7 @@ def plan(layout: Layout, servers: int, splittable: bool) -> tuple[Shard, ...]:
         UnsupportedConfiguration: there are more servers than parts.
     """
     if servers == 1:
-        return (whole(layout),)
+        return (full_shard(layout),)
     targets = [layout.bytes * k / servers for k in range(1, servers)]
     cuts = sorted({*_between(layout), *(_inside(layout, targets) if splittable else ())})
     if len(cuts) < servers - 1:
@@ -103,7 +103,7 @@ def plan(layout: Layout, servers: int, splittable: bool) -> tuple[Shard, ...]:
     return tuple(_shard(layout, first, end) for first, end in pairwise(chosen))
 
 
-def _ends(layout: Layout) -> list[int]:
+def _ends(layout: FlatLayout) -> list[int]:
     """Where each flat tensor ends, in bytes, when they follow one another."""
     ends, end = [], 0
     for size, dtype in zip(layout.sizes, layout.dtypes, strict=True):
@@ -112,7 +112,7 @@ def _ends(layout: Layout) -> list[int]:
     return ends
 
 
-def _spans(layout: Layout) -> Iterator[tuple[int, int]]:
+def _spans(layout: FlatLayout) -> Iterator[tuple[int, int]]:
     """First byte and end of each tensor that is not empty."""
     ends = _ends(layout)
     for slot in layout.slots:
@@ -122,12 +122,12 @@ def _spans(layout: Layout) -> Iterator[tuple[int, int]]:
             yield before + slot.offset * item_bytes, before + (slot.offset + size_of(slot)) * item_bytes
 
 
-def _between(layout: Layout) -> list[int]:
+def _between(layout: FlatLayout) -> list[int]:
     """The bytes at which a tensor begins, but for the first."""
     return sorted(first for first, _ in _spans(layout))[1:]
 
 
-def _inside(layout: Layout, targets: Sequence[float]) -> Iterator[int]:
+def _inside(layout: FlatLayout, targets: Sequence[float]) -> Iterator[int]:
     """The aligned bytes nearest to the targets that lie inside of large tensors."""
     large = min(_LARGE_BYTES, layout.bytes * _LARGE_SHARE)
     for first, end in _spans(layout):
@@ -151,7 +151,7 @@ def _nearest(cuts: Sequence[int], targets: Sequence[float]) -> list[int]:
     return chosen
 
 
-def _shard(layout: Layout, first_byte: int, end_byte: int) -> Shard:
+def _shard(layout: FlatLayout, first_byte: int, end_byte: int) -> Shard:
     """What lies between two bytes."""
     ranges: list[tuple[int, int, int]] = []
     places: dict[int, int] = {}
@@ -171,11 +171,11 @@ def _shard(layout: Layout, first_byte: int, end_byte: int) -> Shard:
         _, first, end = ranges[places[slot.group]]
         begin, stop = max(slot.offset, first), min(slot.offset + size_of(slot), end)
         if begin < stop:
-            pieces.append(Piece(number, begin - slot.offset, stop - begin))
+            pieces.append(ShardSlice(number, begin - slot.offset, stop - begin))
             whole = stop - begin == size_of(slot)
             shape, stride = (slot.shape, slot.stride) if whole else ((stop - begin,), (1,))
-            slots.append(Slot(slot.name, places[slot.group], begin - first, shape, stride))
-    own = Layout(tuple(dtypes), tuple(end - first for _, first, end in ranges), tuple(slots))
+            slots.append(TensorSlot(slot.name, places[slot.group], begin - first, shape, stride))
+    own = FlatLayout(tuple(dtypes), tuple(end - first for _, first, end in ranges), tuple(slots))
     return Shard(tuple(ranges), tuple(pieces), own)
 
 
@@ -201,7 +201,7 @@ def set_hyperparameters(optimizer: torch.optim.Optimizer, values: Sequence[Mappi
         group.update(own)
 
 
-def slice_state(state: Mapping[str, Any], slot: Slot, piece: Piece) -> State:
+def slice_state(state: Mapping[str, Any], slot: TensorSlot, piece: ShardSlice) -> State:
     """The state of a piece of a parameter.
 
     A tensor of the parameter's shape is sliced as the parameter is, in the order of its memory; all else counts for the
@@ -210,7 +210,7 @@ def slice_state(state: Mapping[str, Any], slot: Slot, piece: Piece) -> State:
     return {name: _sliced(value, slot, piece) for name, value in state.items()}
 
 
-def _sliced(value: Any, slot: Slot, piece: Piece) -> Any:
+def _sliced(value: Any, slot: TensorSlot, piece: ShardSlice) -> Any:
     if not isinstance(value, Tensor):
         return value
     if piece.length == size_of(slot) or tuple(value.shape) != slot.shape:
@@ -219,7 +219,7 @@ def _sliced(value: Any, slot: Slot, piece: Piece) -> Any:
     return ordered.as_strided((piece.length,), (1,), piece.start).clone()
 
 
-def join_state(parts: Sequence[tuple[Piece, Mapping[str, Any]]], slot: Slot) -> State:
+def join_state(parts: Sequence[tuple[ShardSlice, Mapping[str, Any]]], slot: TensorSlot) -> State:
     """The state of a parameter from those of its pieces."""
     first, state = parts[0]
     if first.length == size_of(slot):
@@ -227,7 +227,7 @@ def join_state(parts: Sequence[tuple[Piece, Mapping[str, Any]]], slot: Slot) -> 
     return {name: _joined(name, value, parts, slot) for name, value in state.items()}
 
 
-def _joined(name: str, value: Any, parts: Sequence[tuple[Piece, Mapping[str, Any]]], slot: Slot) -> Any:
+def _joined(name: str, value: Any, parts: Sequence[tuple[ShardSlice, Mapping[str, Any]]], slot: TensorSlot) -> Any:
     if not isinstance(value, Tensor) or tuple(value.shape) != (parts[0][0].length,):
         return value
     memory = torch.empty(size_of(slot), dtype=value.dtype)
@@ -236,8 +236,8 @@ def _joined(name: str, value: Any, parts: Sequence[tuple[Piece, Mapping[str, Any
     return memory.as_strided(slot.shape, slot.stride)
 
 
-def take_apart(
-    states: Mapping[int, Mapping[str, Any]], numbers: Sequence[int | None], layout: Layout, shard: Shard
+def split_state(
+    states: Mapping[int, Mapping[str, Any]], numbers: Sequence[int | None], layout: FlatLayout, shard: Shard
 ) -> States:
     """What a server needs of the states of all parameters.
 
@@ -255,11 +255,11 @@ def take_apart(
     return parts
 
 
-def put_together(
-    parts: Sequence[tuple[Shard, Mapping[int, Mapping[str, Any]]]], numbers: Sequence[int | None], layout: Layout
+def merge_state(
+    parts: Sequence[tuple[Shard, Mapping[int, Mapping[str, Any]]]], numbers: Sequence[int | None], layout: FlatLayout
 ) -> States:
-    """The states of all parameters from what each server has, in the order of servers: ``take_apart`` undone."""
-    found: dict[int, list[tuple[Piece, Mapping[str, Any]]]] = {}
+    """The states of all parameters from what each server has, in the order of servers: ``split_state`` undone."""
+    found: dict[int, list[tuple[ShardSlice, Mapping[str, Any]]]] = {}
     for shard, states in parts:
         for piece in shard.pieces:
             number = numbers[piece.slot]

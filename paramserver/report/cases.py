@@ -14,10 +14,10 @@ from typing import Any
 
 from paramserver.metrics.records import PHASES
 from paramserver.report.formatting import plural, quoted, scenario_words, with_bounds
-from paramserver.report.results import LOCAL, NO_COMMUNICATION, Result
+from paramserver.report.results import LOCAL, NO_COMMUNICATION, CaseResult
 from paramserver.report.statistics import Estimate, estimate, merged_counts, merged_steps, ratio
 
-Getter = Callable[[Result], float | None]
+Getter = Callable[[CaseResult], float | None]
 QUANTILES = ("mean", "p50", "p90", "p95", "p99", "max")
 _NUMBER_OF_TRAINERS = re.compile(r"[ ,]*\b\d+ trainers?\b")
 
@@ -38,18 +38,18 @@ class Figure:
 
 
 def _inside(field: str, name: str) -> Getter:
-    def get(result: Result) -> float | None:
+    def get(result: CaseResult) -> float | None:
         value = (getattr(result, field) or {}).get(name)
         return None if value is None else float(value)
 
     return get
 
 
-def _last_loss(result: Result) -> float | None:
+def _last_loss(result: CaseResult) -> float | None:
     return result.loss[-1][2] if result.loss else None
 
 
-def _cpu_of_samples(result: Result) -> float | None:
+def _cpu_of_samples(result: CaseResult) -> float | None:
     used = [value for value in result.cpu_s.values() if value is not None]
     return sum(used) / result.samples * 1000 if used and result.samples else None
 
@@ -87,14 +87,14 @@ FIGURES = (
 
 
 @dataclass(frozen=True)
-class Case:
+class ReportCase:
     """All records of one name, in the order of their repeats. Its figures are over the completed ones."""
 
     name: str
-    results: tuple[Result, ...]
+    results: tuple[CaseResult, ...]
 
     @property
-    def first(self) -> Result:
+    def first(self) -> CaseResult:
         return self.results[0]
 
     @property
@@ -118,11 +118,11 @@ class Case:
         return self.first.scenario
 
     @property
-    def completed(self) -> tuple[Result, ...]:
+    def completed(self) -> tuple[CaseResult, ...]:
         return tuple(one for one in self.results if one.is_completed)
 
     @property
-    def failed(self) -> tuple[Result, ...]:
+    def failed(self) -> tuple[CaseResult, ...]:
         return tuple(one for one in self.results if not one.is_completed)
 
     @cached_property
@@ -136,7 +136,7 @@ class Case:
     def estimate(self, figure: Figure) -> Estimate | None:
         return estimate(self.values(figure).values())
 
-    def times(self, other: Case, figure: Figure = SPEED) -> Estimate | None:
+    def times(self, other: ReportCase, figure: Figure = SPEED) -> Estimate | None:
         """How many times the figure of ``other`` this one's is; both took turns."""
         return ratio(self.values(figure), other.values(figure))
 
@@ -182,27 +182,27 @@ class Case:
         return [estimate(row[i] for row in rows if i < len(row)) for i in range(count)]
 
 
-def cases_of(results: Iterable[Result]) -> list[Case]:
+def cases_of(results: Iterable[CaseResult]) -> list[ReportCase]:
     """The records by name, in the order in which the names first appear."""
-    named: dict[str, list[Result]] = {}
+    named: dict[str, list[CaseResult]] = {}
     for one in results:
         named.setdefault(one.case, []).append(one)
-    return [Case(name, tuple(sorted(found, key=lambda r: r.repeat))) for name, found in named.items()]
+    return [ReportCase(name, tuple(sorted(found, key=lambda r: r.repeat))) for name, found in named.items()]
 
 
-def limit_of(case: Case, cases: Sequence[Case]) -> Case | None:
+def limit_of(case: ReportCase, cases: Sequence[ReportCase]) -> ReportCase | None:
     """The loops without communication that ``case`` is measured against: one process alone where it has one trainer."""
     fitting = [*_baselines(case, cases, NO_COMMUNICATION), *_baselines(case, cases, LOCAL)]
     alike = (one for one in fitting if one.trainers == case.trainers and one.scenario == case.scenario)
     return next(alike, None)
 
 
-def local_of(case: Case, cases: Sequence[Case]) -> Case | None:
+def local_of(case: ReportCase, cases: Sequence[ReportCase]) -> ReportCase | None:
     """The single process that ``case`` is measured against."""
     return next(iter(_baselines(case, cases, LOCAL)), None)
 
 
-def _baselines(case: Case, cases: Sequence[Case], baseline: str) -> list[Case]:
+def _baselines(case: ReportCase, cases: Sequence[ReportCase], baseline: str) -> list[ReportCase]:
     """Those whose overrides are all among the case's too, the nearest first."""
     own = case.first.overrides
     fitting = [
@@ -216,32 +216,32 @@ def _baselines(case: Case, cases: Sequence[Case], baseline: str) -> list[Case]:
     return sorted(fitting, key=lambda one: -len(one.first.overrides))
 
 
-def families(cases: Iterable[Case]) -> dict[str, list[Case]]:
+def families(cases: Iterable[ReportCase]) -> dict[str, list[ReportCase]]:
     """Completed cases that differ in their number of trainers alone, by the name they share, least trainers first."""
-    found: dict[str, list[Case]] = {}
+    found: dict[str, list[ReportCase]] = {}
     for case in cases:
         if case.speed is not None:
             found.setdefault(_family_key(case), []).append(case)
-    named: dict[str, list[Case]] = {}
+    named: dict[str, list[ReportCase]] = {}
     for members in found.values():
         members.sort(key=lambda case: case.trainers)
         named[_family_name(members, named)] = members
     return named
 
 
-def _family_key(case: Case) -> str:
+def _family_key(case: ReportCase) -> str:
     one = case.first
     overrides = {key: value for key, value in one.overrides.items() if key != "cluster.num_trainers"}
     return json.dumps([one.mode, one.servers, one.baseline, overrides, one.scenario], sort_keys=True, default=str)
 
 
-def usual_key(case: Case) -> str:
+def usual_key(case: ReportCase) -> str:
     """What ``case`` shares with the case that is like it but for the scenario."""
     one = case.first
     return json.dumps([one.mode, one.trainers, one.servers, one.baseline, one.overrides], sort_keys=True, default=str)
 
 
-def _family_name(members: Sequence[Case], taken: Iterable[str]) -> str:
+def _family_name(members: Sequence[ReportCase], taken: Iterable[str]) -> str:
     stripped = {_NUMBER_OF_TRAINERS.sub("", case.name).strip(" ,") for case in members}
     name = stripped.pop() if len(stripped) == 1 else ""
     return name if name and name not in taken else members[0].name
@@ -251,26 +251,26 @@ def _family_name(members: Sequence[Case], taken: Iterable[str]) -> str:
 class Group:
     """Cases that do the same work under the same conditions, the fastest first."""
 
-    cases: tuple[Case, ...]
+    cases: tuple[ReportCase, ...]
     conditions: str
 
     @property
-    def best(self) -> Case:
+    def best(self) -> ReportCase:
         return self.cases[0]
 
-    def best_of_modes(self) -> list[Case]:
+    def best_of_modes(self) -> list[ReportCase]:
         """The fastest of each mode."""
-        best: dict[str, Case] = {}
+        best: dict[str, ReportCase] = {}
         for case in self.cases:
             best.setdefault(case.mode, case)
         return list(best.values())
 
 
-def groups_of(cases: Sequence[Case]) -> list[Group]:
+def groups_of(cases: Sequence[ReportCase]) -> list[Group]:
     """Completed cases by number of trainers and scenario. Baselines are in none, unless there is nothing else."""
     timed = [case for case in cases if case.speed is not None]
     chosen = [case for case in timed if case.baseline is None] or timed
-    found: dict[str, list[Case]] = {}
+    found: dict[str, list[ReportCase]] = {}
     for case in chosen:
         found.setdefault(json.dumps([case.trainers, case.scenario], sort_keys=True, default=str), []).append(case)
     is_alone = len(found) == 1
@@ -280,39 +280,39 @@ def groups_of(cases: Sequence[Case]) -> list[Group]:
     ]
 
 
-def _conditions(case: Case, is_alone: bool) -> str:
+def _conditions(case: ReportCase, is_alone: bool) -> str:
     scenario = scenario_words(case.scenario)
     parts = ([] if is_alone else [plural(case.trainers, "trainer")]) + ([scenario] if scenario else [])
     return f"With {', '.join(parts)}: " if parts else ""
 
 
-def _speed(case: Case) -> float:
+def _speed(case: ReportCase) -> float:
     return case.speed.value if case.speed is not None else 0.0
 
 
-def is_told_apart(ratio: Estimate | None) -> bool:
+def is_significant(ratio: Estimate | None) -> bool:
     return ratio is not None and ratio.excludes(1.0)
 
 
-def times_words(ratio: Estimate | None, other: Case) -> str:
+def times_words(ratio: Estimate | None, other: ReportCase) -> str:
     return f"ahead of {name_of(other)}" if ratio is None else f"{with_bounds(ratio)} times {name_of(other)}"
 
 
 def doubt(ratio: Estimate | None) -> str:
     """What follows a ratio that may be chance."""
-    if is_told_apart(ratio):
+    if is_significant(ratio):
         return ""
     if ratio is None or not ratio.has_interval:
         return ", but one repeat cannot tell whether that is chance"
     return ", and that interval includes 1: they cannot be told apart"
 
 
-def name_of(case: Case) -> str:
+def name_of(case: ReportCase) -> str:
     """Its name in a sentence or a table."""
     return quoted(case.name)
 
 
-def speaker_of(groups: Sequence[Group]) -> Group:
+def reference_case(groups: Sequence[Group]) -> Group:
     """The group that speaks for all of them: no scenario, the most trainers."""
     usual = [group for group in groups if not group.best.scenario] or list(groups)
     return max(usual, key=lambda group: group.best.trainers)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paramserver.errors import UnsupportedConfiguration
-from paramserver.report.cases import FIGURES, SPEED, Case, Figure, cases_of
+from paramserver.report.cases import FIGURES, SPEED, Figure, ReportCase, cases_of
 from paramserver.report.conditions import hardware_of
 from paramserver.report.formatting import bounds, first_line, listed, number, with_bounds
 from paramserver.report.results import Results
@@ -100,7 +100,7 @@ def compare(before: Results, after: Results) -> Comparison:
     return Comparison(changes, broken, tuple(notes))
 
 
-def _missing(case: Case | None) -> str:
+def _missing(case: ReportCase | None) -> str:
     if case is None:
         return "B has no such case"
     if case.speed is not None:
@@ -109,7 +109,7 @@ def _missing(case: Case | None) -> str:
     return f"B has no figures of it{': ' if error else ''}{error}"
 
 
-def _changes(old: Case, new: Case) -> list[Change]:
+def _changes(old: ReportCase, new: ReportCase) -> list[Change]:
     found = []
     for figure in FIGURES:
         before, after = old.estimate(figure), new.estimate(figure)
@@ -119,14 +119,14 @@ def _changes(old: Case, new: Case) -> list[Change]:
     return found
 
 
-def _only(old: dict[str, Case], new: dict[str, Case]) -> list[str]:
+def _only(old: dict[str, ReportCase], new: dict[str, ReportCase]) -> list[str]:
     added = [name for name in new if name not in old]
     failed = [name for name, case in old.items() if case.speed is None]
     notes = [f"Only B has {listed(added)}."] if added else []
     return notes + ([f"A has no figures of {listed(failed)}."] if failed else [])
 
 
-def _elsewhere(old: Sequence[Case], new: Sequence[Case]) -> list[str]:
+def _elsewhere(old: Sequence[ReportCase], new: Sequence[ReportCase]) -> list[str]:
     a, b = hardware_of(old), hardware_of(new)
     if a == b:
         return []

@@ -8,17 +8,17 @@ from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
-from paramserver.report.cases import Case
+from paramserver.report.cases import ReportCase
 from paramserver.report.formatting import listed, number, plural, quoted
-from paramserver.report.results import Result
+from paramserver.report.results import CaseResult
 
 
-def hardware_of(cases: Sequence[Case]) -> list[str]:
+def hardware_of(cases: Sequence[ReportCase]) -> list[str]:
     """Each machine that ran them: "green with 8 cores"."""
     return _distinct(_machine(one) for one in _all(cases))
 
 
-def conditions_of(cases: Sequence[Case]) -> str:
+def conditions_of(cases: Sequence[ReportCase]) -> str:
     """One sentence: how often, how long, on what."""
     results = [one for one in _all(cases) if one.is_completed] or _all(cases)
     counts = {len([one for one in case.results if one.is_completed]) for case in cases} - {0}
@@ -35,7 +35,7 @@ def conditions_of(cases: Sequence[Case]) -> str:
     )
 
 
-def method(cases: Sequence[Case]) -> str:
+def method(cases: Sequence[ReportCase]) -> str:
     """What the figures are, in a few sentences."""
     has_baselines = any(case.baseline for case in cases)
     text = (
@@ -53,7 +53,7 @@ def method(cases: Sequence[Case]) -> str:
     return text
 
 
-def doubts(cases: Sequence[Case]) -> list[str]:
+def doubts(cases: Sequence[ReportCase]) -> list[str]:
     """What makes a comparison of these doubtful: other machines, versions, commits or commands."""
     found = []
     for what, take in (
@@ -68,7 +68,7 @@ def doubts(cases: Sequence[Case]) -> list[str]:
     return found
 
 
-def rows_of(cases: Sequence[Case]) -> list[tuple[str, str]]:
+def rows_of(cases: Sequence[ReportCase]) -> list[tuple[str, str]]:
     """Name and value of each condition; a condition with several values has a row for each."""
     results = _all(cases)
     rows = [("machine", text) for text in hardware_of(cases)]
@@ -85,11 +85,11 @@ def rows_of(cases: Sequence[Case]) -> list[tuple[str, str]]:
     return rows
 
 
-def commands_of(cases: Sequence[Case]) -> list[str]:
+def commands_of(cases: Sequence[ReportCase]) -> list[str]:
     return _distinct(_command(one.environment.get("command")) for one in _all(cases))
 
 
-def configs_of(cases: Sequence[Case]) -> dict[str, list[str]]:
+def configs_of(cases: Sequence[ReportCase]) -> dict[str, list[str]]:
     """The names of the cases by the text of their config, which is that of the first repeat."""
     found: dict[str, list[str]] = {}
     for case in cases:
@@ -97,7 +97,7 @@ def configs_of(cases: Sequence[Case]) -> dict[str, list[str]]:
     return {text: names for text, names in found.items() if text}
 
 
-def _all(cases: Iterable[Case]) -> list[Result]:
+def _all(cases: Iterable[ReportCase]) -> list[CaseResult]:
     return [one for case in cases for one in case.results]
 
 
@@ -105,18 +105,18 @@ def _distinct(texts: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(text for text in texts if text))
 
 
-def _machine(one: Result) -> str:
+def _machine(one: CaseResult) -> str:
     host, cores = _text(one.environment.get("host")), one.environment.get("cores")
     parts = ([host] if host else []) + ([plural(cores, "core")] if isinstance(cores, int) else [])
     return " with ".join(parts)
 
 
-def _versions(one: Result) -> dict[str, Any]:
+def _versions(one: CaseResult) -> dict[str, Any]:
     versions = one.environment.get("versions")
     return versions if isinstance(versions, dict) else {}
 
 
-def _version(one: Result, name: str) -> str:
+def _version(one: CaseResult, name: str) -> str:
     return _text(_versions(one).get(name))
 
 

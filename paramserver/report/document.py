@@ -22,7 +22,7 @@ class Sentences:
 
 
 @dataclass(frozen=True)
-class Note:
+class NoteBlock:
     """A paragraph."""
 
     text: str
@@ -51,7 +51,7 @@ class Picture:
     caption: str
 
 
-Block: TypeAlias = Heading | Sentences | Note | Code | Table | Picture
+Block: TypeAlias = Heading | Sentences | NoteBlock | Code | Table | Picture
 
 
 # Markdown.
@@ -67,7 +67,7 @@ def _markdown(block: Block) -> str:
         return f"## {block.text}"
     if isinstance(block, Sentences):
         return "\n".join(f"- {_one_line(item)}" for item in block.items)
-    if isinstance(block, Note):
+    if isinstance(block, NoteBlock):
         return _one_line(block.text)
     if isinstance(block, Code):
         fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", block.text)), default=0))
@@ -133,7 +133,7 @@ def _html(block: Block) -> str:
         return f"<h2>{html.escape(block.text)}</h2>"
     if isinstance(block, Sentences):
         return "<ul>\n" + "\n".join(f"<li>{_with_names(item)}</li>" for item in block.items) + "\n</ul>"
-    if isinstance(block, Note):
+    if isinstance(block, NoteBlock):
         return f"<p>{_with_names(block.text)}</p>"
     if isinstance(block, Code):
         return f"<pre>{html.escape(block.text.rstrip())}</pre>"

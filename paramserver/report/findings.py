@@ -11,15 +11,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from paramserver.report.cases import (
     SAMPLES_TO_TARGET,
     TIME_TO_TARGET,
-    Case,
     Group,
+    ReportCase,
     doubt,
     families,
     groups_of,
-    is_told_apart,
+    is_significant,
     limit_of,
     name_of,
-    speaker_of,
+    reference_case,
     times_words,
     usual_key,
 )
@@ -41,7 +41,7 @@ _SHOWN = 3
 _LEAST_SHARE = 0.05
 
 
-def limits(group: Group, cases: Sequence[Case]) -> list[str]:
+def limits(group: Group, cases: Sequence[ReportCase]) -> list[str]:
     """What share of the speed without communication the best of each mode reached."""
     shares = []
     for case in group.best_of_modes():
@@ -58,7 +58,7 @@ def spent(group: Group) -> list[str]:
     return [text for case in group.best_of_modes() if (text := _spent_text(case))]
 
 
-def _spent_text(case: Case) -> str:
+def _spent_text(case: ReportCase) -> str:
     phases = {name: value for name, value in case.phases_ms.items() if name != "hidden" and value > 0}
     total = sum(phases.values())
     largest = sorted(phases, key=lambda name: phases[name], reverse=True)[:_SHOWN]
@@ -67,7 +67,7 @@ def _spent_text(case: Case) -> str:
     return f"A step of {name_of(case)} took {number(mean)} ms: {listed(shares)}." if shares and mean is not None else ""
 
 
-def growth(cases: Sequence[Case]) -> list[str]:
+def growth(cases: Sequence[ReportCase]) -> list[str]:
     """What the largest number of trainers brings over the smallest."""
     sentences = []
     for name, members in families(case for case in cases if case.baseline is None).items():
@@ -84,7 +84,7 @@ def growth(cases: Sequence[Case]) -> list[str]:
     return sentences
 
 
-def staleness(cases: Sequence[Case]) -> list[str]:
+def staleness(cases: Sequence[ReportCase]) -> list[str]:
     """How stale gradients were where they were stale at all, the most stale first."""
     stale = []
     for case in cases:
@@ -100,7 +100,7 @@ def staleness(cases: Sequence[Case]) -> list[str]:
     return [f"Gradients were stale when they were applied: {'; '.join(told)}{more}."]
 
 
-def predictions(group: Group, cases: Sequence[Case]) -> list[str]:
+def predictions(group: Group, cases: Sequence[ReportCase]) -> list[str]:
     """What the model of the network says, beside what was measured."""
     sentences = []
     for case in group.best_of_modes():
@@ -121,12 +121,12 @@ def predictions(group: Group, cases: Sequence[Case]) -> list[str]:
     return sentences
 
 
-def prediction_of(case: Case) -> Mapping[str, object]:
+def prediction_of(case: ReportCase) -> Mapping[str, object]:
     """What was predicted for it; empty where nothing was."""
     return next((one.predicted for one in case.completed if one.predicted), {})
 
 
-def communication_ms(case: Case, limit: Case | None) -> float | None:
+def communication_ms(case: ReportCase, limit: ReportCase | None) -> float | None:
     """How much longer a step takes than one of the loops without communication."""
     if limit is None:
         return None
@@ -137,12 +137,12 @@ def communication_ms(case: Case, limit: Case | None) -> float | None:
 _WIDE = 0.15
 
 
-def findings(cases: Sequence[Case]) -> list[str]:
+def findings(cases: Sequence[ReportCase]) -> list[str]:
     """One sentence or two for each thing that was found, the most important first. Names stand in backquotes."""
     groups = groups_of(cases)
     if not groups:
         return ["No case was completed: there is nothing to compare.", *_failures(cases)]
-    speaker = speaker_of(groups)
+    speaker = reference_case(groups)
     parts: list[Iterable[str]] = [
         [sentence for group in groups for sentence in (_fastest(group), *_between_modes(group))],
         _failures(cases),
@@ -183,13 +183,13 @@ def _fastest(group: Group) -> str:
     )
 
 
-def _tied(group: Group) -> list[Case]:
+def _tied(group: Group) -> list[ReportCase]:
     """Those that may be as fast as the best."""
-    return [case for case in group.cases[1:] if not is_told_apart(group.best.times(case))]
+    return [case for case in group.cases[1:] if not is_significant(group.best.times(case))]
 
 
-def _first_behind(group: Group) -> Case | None:
-    return next((case for case in group.cases[1:] if is_told_apart(group.best.times(case))), None)
+def _first_behind(group: Group) -> ReportCase | None:
+    return next((case for case in group.cases[1:] if is_significant(group.best.times(case))), None)
 
 
 def _between_modes(group: Group) -> list[str]:
@@ -204,7 +204,7 @@ def _between_modes(group: Group) -> list[str]:
     return [capital(f"{group.conditions}{'; '.join(told)}.")] if told else []
 
 
-def _failures(cases: Sequence[Case]) -> list[str]:
+def _failures(cases: Sequence[ReportCase]) -> list[str]:
     broken = [case for case in cases if case.failed]
     if not broken:
         return []
@@ -218,7 +218,7 @@ def _failures(cases: Sequence[Case]) -> list[str]:
 # What matters beside speed.
 
 
-def _kept(groups: Sequence[Group], cases: Sequence[Case]) -> list[str]:
+def _kept(groups: Sequence[Group], cases: Sequence[ReportCase]) -> list[str]:
     """What each case keeps of its speed under a scenario."""
     usual = {usual_key(case): case for case in cases if not case.scenario and case.speed is not None}
     sentences = []
@@ -235,7 +235,7 @@ def _kept(groups: Sequence[Group], cases: Sequence[Case]) -> list[str]:
     return sentences
 
 
-def _targets(groups: Sequence[Group], cases: Sequence[Case]) -> list[str]:
+def _targets(groups: Sequence[Group], cases: Sequence[ReportCase]) -> list[str]:
     """Who reached the target first; the loops without communication train models of their own, and are left out."""
     able = [case for case in cases if case.completed and case.baseline != NO_COMMUNICATION]
     target = next((one.target for case in able for one in case.results if one.target), None)
@@ -260,16 +260,16 @@ def _targets(groups: Sequence[Group], cases: Sequence[Case]) -> list[str]:
     return sentences + ([f"It was not reached by {listed(never)}."] if never else [])
 
 
-def _reached(case: Case) -> int:
+def _reached(case: ReportCase) -> int:
     return sum(value is not None for value in case.values(TIME_TO_TARGET).values())
 
 
-def _time(case: Case) -> tuple[bool, float]:
+def _time(case: ReportCase) -> tuple[bool, float]:
     """A case that reaches the target now and then comes after those that always do."""
     return _reached(case) < len(case.completed), _value(case.estimate(TIME_TO_TARGET))
 
 
-def _in_some(case: Case) -> str:
+def _in_some(case: ReportCase) -> str:
     reached, repeats = _reached(case), len(case.completed)
     return "" if reached == repeats else f" (in {reached} of {repeats} repeats)"
 
@@ -296,7 +296,7 @@ def _precision(groups: Sequence[Group]) -> list[str]:
     return []
 
 
-def _crowded(cases: Sequence[Case]) -> list[str]:
+def _crowded(cases: Sequence[ReportCase]) -> list[str]:
     crowded = []
     for case in cases:
         cores = case.first.environment.get("cores")

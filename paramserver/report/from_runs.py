@@ -18,7 +18,16 @@ from paramserver.config.io import leaves
 from paramserver.config.modes import MODES
 from paramserver.errors import UnsupportedConfiguration
 from paramserver.report.formatting import listed, plural
-from paramserver.report.results import COMPLETED, FAILED, LOCAL, RESULTS_FILE, Result, Results, read_results, result_of
+from paramserver.report.results import (
+    COMPLETED,
+    FAILED,
+    LOCAL,
+    RESULTS_FILE,
+    CaseResult,
+    Results,
+    read_results,
+    result_of,
+)
 
 
 def learned(records: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> dict[str, list[list[Any]]]:
@@ -272,7 +281,7 @@ def _notes(runs: Sequence[Run]) -> Iterable[str]:
 # One run as a record.
 
 
-def _result(run: Run, case: str, repeat: int, varying: set[str], baseline: str | None) -> Result:
+def _result(run: Run, case: str, repeat: int, varying: set[str], baseline: str | None) -> CaseResult:
     summary = run.summary
     servers, trainers = _counts(run)
     has_failed = summary.get("status") not in ("completed", "interrupted")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from paramserver.errors import UnsupportedConfiguration
 from paramserver.fileio import replace_text
-from paramserver.report.cases import Case, cases_of
+from paramserver.report.cases import ReportCase, cases_of
 from paramserver.report.conditions import conditions_of, configs_of, doubts, method, rows_of
-from paramserver.report.document import Block, Code, Heading, Note, Picture, Sentences, Table, as_html, as_markdown
+from paramserver.report.document import Block, Code, Heading, NoteBlock, Picture, Sentences, Table, as_html, as_markdown
 from paramserver.report.findings import findings
 from paramserver.report.formatting import listed, quoted
 from paramserver.report.results import Results
@@ -58,7 +58,7 @@ def blocks_of(results: Results) -> list[Block]:
     """The content of the pages."""
     cases = cases_of(results.results)
     pictures = _pictures(cases)
-    blocks: list[Block] = [Note(conditions_of(cases)), Sentences(findings(cases))]
+    blocks: list[Block] = [NoteBlock(conditions_of(cases)), Sentences(findings(cases))]
     notes = [*results.notes, *doubts(cases), *([] if has_matplotlib() else [NO_PLOTS])]
     if notes:
         blocks.append(Sentences(notes))
@@ -79,7 +79,7 @@ def blocks_of(results: Results) -> list[Block]:
     return [*blocks, *_conditions(results, cases)]
 
 
-def _pictures(cases: Sequence[Case]) -> dict[str, list[Picture]]:
+def _pictures(cases: Sequence[ReportCase]) -> dict[str, list[Picture]]:
     if not has_matplotlib():
         return {}
     from paramserver.report.plots import draw
@@ -87,12 +87,12 @@ def _pictures(cases: Sequence[Case]) -> dict[str, list[Picture]]:
     return draw(cases)
 
 
-def _conditions(results: Results, cases: Sequence[Case]) -> Iterator[Block]:
+def _conditions(results: Results, cases: Sequence[ReportCase]) -> Iterator[Block]:
     yield Heading("Conditions")
-    yield Note(method(cases))
+    yield NoteBlock(method(cases))
     yield Table(("", "value"), rows_of(cases), are_numbers=False)
     yield definitions_table(cases)
     for text, names in configs_of(cases).items():
-        yield Note(f"Config of {listed([quoted(name) for name in names])}:")
+        yield NoteBlock(f"Config of {listed([quoted(name) for name in names])}:")
         yield Code(text)
-    yield Note(f"All records, one line for each case and repeat, are in {quoted(results.source)}.")
+    yield NoteBlock(f"All records, one line for each case and repeat, are in {quoted(results.source)}.")

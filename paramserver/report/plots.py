@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from paramserver.metrics.records import PHASES
-from paramserver.report.cases import SPEED, Case, families, local_of
+from paramserver.report.cases import SPEED, ReportCase, families, local_of
 from paramserver.report.document import Picture
 from paramserver.report.formatting import number
-from paramserver.report.results import Result
+from paramserver.report.results import CaseResult
 from paramserver.report.svg import (
     COLOURS,
     HATCHES,
@@ -48,22 +48,22 @@ class Band:
     high: list[float]
 
 
-def loss_against(axis: int) -> Callable[[Result], Curve]:
+def loss_against(axis: int) -> Callable[[CaseResult], Curve]:
     """Takes the loss of a record against its samples (0) or seconds (1)."""
     return lambda result: [(point[:2][axis], point[2]) for point in result.loss if point[2] is not None]
 
 
-def validation_against(axis: int, name: str) -> Callable[[Result], Curve]:
+def validation_against(axis: int, name: str) -> Callable[[CaseResult], Curve]:
     """Takes a validation metric of a record against its samples (0) or seconds (1)."""
 
-    def get(result: Result) -> Curve:
+    def get(result: CaseResult) -> Curve:
         pairs = [(point[:2][axis], point[2].get(name)) for point in result.validation]
         return [(x, value) for x, value in pairs if value is not None]
 
     return get
 
 
-def metric_names(results: Iterable[Result]) -> list[str]:
+def metric_names(results: Iterable[CaseResult]) -> list[str]:
     """The validation metrics of all records."""
     return sorted({name for one in results for point in one.validation for name in point[2]})
 
@@ -117,7 +117,7 @@ _METRICS = 3
 _BEYOND = 1.5  # times the fastest repeat: an interval that goes further, as of two repeats far apart, is cut off there
 
 
-def draw(cases: Sequence[Case]) -> dict[str, list[Picture]]:
+def draw(cases: Sequence[ReportCase]) -> dict[str, list[Picture]]:
     """Every plot for which there are numbers, by the section of the report where it belongs.
 
     Raises:
@@ -138,7 +138,7 @@ def draw(cases: Sequence[Case]) -> dict[str, list[Picture]]:
     return found
 
 
-def _value(case: Case) -> float:
+def _value(case: ReportCase) -> float:
     return case.speed.value if case.speed is not None else 0.0
 
 
@@ -149,7 +149,7 @@ def _picture(figure: Figure, name: str, caption: str) -> Picture:
 # A row for each case.
 
 
-def _throughput(cases: Sequence[Case]) -> Iterator[Picture]:
+def _throughput(cases: Sequence[ReportCase]) -> Iterator[Picture]:
     if not cases:
         return
     figure, axes, rows = named_rows([case.name for case in cases])
@@ -186,12 +186,12 @@ def _throughput(cases: Sequence[Case]) -> Iterator[Picture]:
     )
 
 
-def _most(cases: Sequence[Case]) -> float:
+def _most(cases: Sequence[ReportCase]) -> float:
     """The end of what is drawn of speeds."""
     return _BEYOND * max(value for case in cases for value in case.values(SPEED).values() if value is not None)
 
 
-def _steps(cases: Sequence[Case]) -> Iterator[Picture]:
+def _steps(cases: Sequence[ReportCase]) -> Iterator[Picture]:
     known = [case for case in cases if case.step_ms.get("p50")]
     if not known:
         return
@@ -231,7 +231,7 @@ def _logarithmic(axes: Axes) -> None:
     axes.xaxis.set_minor_formatter(NullFormatter())
 
 
-def _phases(cases: Sequence[Case]) -> Iterator[Picture]:
+def _phases(cases: Sequence[ReportCase]) -> Iterator[Picture]:
     known = [case for case in cases if any(case.phases_ms.values())]
     if not known:
         return
@@ -282,7 +282,7 @@ def _legend_below(figure: Figure, axes: Axes, columns: int) -> None:
 # A line for each case.
 
 
-def _learning(cases: Sequence[Case]) -> Iterator[Picture]:
+def _learning(cases: Sequence[ReportCase]) -> Iterator[Picture]:
     axes_of = ((SECONDS, "seconds", "seconds of training"), (SAMPLES, "samples", "samples"))
     for axis, name, label in axes_of:
         caption = f"Training loss against {label}: mean of the repeats, and the band in which they lie."
@@ -295,13 +295,13 @@ def _learning(cases: Sequence[Case]) -> Iterator[Picture]:
             yield from _lines(cases, get, f"validation-{i}-{name}", label, metric, caption, _target(results, metric))
 
 
-def _target(results: Sequence[Result], metric: str) -> float | None:
+def _target(results: Sequence[CaseResult], metric: str) -> float | None:
     return next((one.target[metric] for one in results if one.target and metric in one.target), None)
 
 
 def _lines(
-    cases: Sequence[Case],
-    get: Callable[[Result], Curve],
+    cases: Sequence[ReportCase],
+    get: Callable[[CaseResult], Curve],
     name: str,
     label: str,
     quantity: str,
@@ -336,7 +336,7 @@ def _look(index: int, points: int = 1) -> dict[str, Any]:
     }
 
 
-def _scaling(cases: Sequence[Case]) -> Iterator[Picture]:
+def _scaling(cases: Sequence[ReportCase]) -> Iterator[Picture]:
     grown = {name: members for name, members in families(cases).items() if len({c.trainers for c in members}) > 1}
     if not grown:
         return
@@ -362,7 +362,7 @@ def _scaling(cases: Sequence[Case]) -> Iterator[Picture]:
     )
 
 
-def _ideal(grown: dict[str, list[Case]], cases: Sequence[Case]) -> tuple[float, str]:
+def _ideal(grown: dict[str, list[ReportCase]], cases: Sequence[ReportCase]) -> tuple[float, str]:
     """Samples per second of one trainer, and whose: of the single process, or of the fastest at its least trainers."""
     first = next(iter(grown.values()))[0]
     alone = local_of(first, cases)
@@ -375,7 +375,7 @@ def _ideal(grown: dict[str, list[Case]], cases: Sequence[Case]) -> tuple[float, 
 # A panel for each case.
 
 
-def _staleness(cases: Sequence[Case]) -> Iterator[Picture]:
+def _staleness(cases: Sequence[ReportCase]) -> Iterator[Picture]:
     stale = [case for case in cases if any(case.staleness)]
     if not stale:
         return

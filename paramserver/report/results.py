@@ -23,7 +23,7 @@ Numbers = Mapping[str, float | None]
 
 
 @dataclass(frozen=True)
-class Result:
+class CaseResult:
     """One case in one repeat. What is unknown is None or empty; durations are of what came after the warm-up.
 
     Attributes:
@@ -96,7 +96,7 @@ class Results:
     """All records of a file, in its order; ``notes`` are sentences on what a reader should know of it."""
 
     source: str
-    results: tuple[Result, ...]
+    results: tuple[CaseResult, ...]
     notes: tuple[str, ...] = ()
 
 
@@ -183,7 +183,7 @@ _RULES = {**_REQUIRED, **_OPTIONAL}
 _CURE = "take the line out, or benchmark again"
 
 
-def result_of(record: Any, where: str) -> Result:
+def result_of(record: Any, where: str) -> CaseResult:
     """Check a record of ``results.jsonl``. A field that this version does not know is left out.
 
     Args:
@@ -207,7 +207,7 @@ def result_of(record: Any, where: str) -> Result:
             raise UnsupportedConfiguration(
                 f"{where}: {name} ({_short(given.get(name, 'missing'))}) must be {words}; {_CURE}"
             )
-    return Result(**_frozen(given))
+    return CaseResult(**_frozen(given))
 
 
 def _short(value: Any) -> str:
@@ -265,7 +265,7 @@ def _is_record(line: bytes) -> bool:
         return False
 
 
-def _parsed(line: bytes, where: str) -> Result:
+def _parsed(line: bytes, where: str) -> CaseResult:
     try:
         # What some writers put for a number that is not finite is not known.
         record = json.loads(line, parse_constant=lambda _: None)
@@ -276,7 +276,7 @@ def _parsed(line: bytes, where: str) -> Result:
     return result_of(record, where)
 
 
-def append_result(path: Path, result: Result) -> None:
+def append_result(path: Path, result: CaseResult) -> None:
     """Add a record and bring it to the disk before returning: what was finished outlives an interrupt or a crash.
 
     What a writer left behind that was killed inside a line is cut off.

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from paramserver.metrics.records import DurationHistogram
-from paramserver.report.results import Result
+from paramserver.report.results import CaseResult
 
 CONFIDENCE = 0.95
 # Of two repeats that are worlds apart the upper bound is beyond what a float holds; this says as much.
@@ -170,7 +170,7 @@ def efficiency(times_as_fast: Estimate, trainers: int, trainers_before: int) -> 
     return Estimate(times_as_fast.value * share, low, high, times_as_fast.repeats, times_as_fast.median * share)
 
 
-def merged_steps(results: Iterable[Result]) -> DurationHistogram:
+def merged_steps(results: Iterable[CaseResult]) -> DurationHistogram:
     """The steps of all these in one histogram; those that lack bins, mean or maximum are not in it."""
     merged = DurationHistogram()
     for one in results:

@@ -18,7 +18,7 @@ from paramserver.report.cases import (
     SAMPLES_TO_TARGET,
     TIME_TO_TARGET,
     WIRE,
-    Case,
+    ReportCase,
     families,
     limit_of,
     name_of,
@@ -31,7 +31,7 @@ from paramserver.report.statistics import Estimate, efficiency
 Row = Sequence[str]
 
 
-def _by_speed(cases: Iterable[Case]) -> list[Case]:
+def _by_speed(cases: Iterable[ReportCase]) -> list[ReportCase]:
     timed = [(case.speed.value, case) for case in cases if case.speed is not None]
     return [case for _, case in sorted(timed, key=lambda one: -one[0])]
 
@@ -42,7 +42,7 @@ def _filled(titles: Row, rows: Sequence[Row]) -> Table:
     return Table([titles[i] for i in kept], [[row[i] for i in kept] for row in rows])
 
 
-def throughput_table(cases: Sequence[Case]) -> Table:
+def throughput_table(cases: Sequence[ReportCase]) -> Table:
     titles = (
         "case",
         "samples/s",
@@ -81,7 +81,7 @@ def _value(estimate: Estimate | None) -> str:
     return DASH if estimate is None else number(estimate.value)
 
 
-def scaling_table(cases: Sequence[Case]) -> Table:
+def scaling_table(cases: Sequence[ReportCase]) -> Table:
     rows = []
     for name, members in families(cases).items():
         first = members[0]
@@ -93,7 +93,7 @@ def scaling_table(cases: Sequence[Case]) -> Table:
     return Table(("cases", "trainers", "samples/s", "times the fewest", "efficiency"), rows)
 
 
-def steps_table(cases: Sequence[Case]) -> Table:
+def steps_table(cases: Sequence[ReportCase]) -> Table:
     rows = [(name_of(case), *(number(case.step_ms.get(name)) for name in QUANTILES)) for case in _by_speed(cases)]
     return _known(("case", *(f"{name} (ms)" for name in QUANTILES)), rows)
 
@@ -103,7 +103,7 @@ def _known(titles: Row, rows: Sequence[Row]) -> Table:
     return _filled(titles, [row for row in rows if any(cell != DASH for cell in row[1:])])
 
 
-def phases_table(cases: Sequence[Case]) -> Table:
+def phases_table(cases: Sequence[ReportCase]) -> Table:
     rows = []
     for case in _by_speed(cases):
         known = case.phases_ms
@@ -114,7 +114,7 @@ def phases_table(cases: Sequence[Case]) -> Table:
     return _known(titles, rows)
 
 
-def learning_table(cases: Sequence[Case]) -> Table:
+def learning_table(cases: Sequence[ReportCase]) -> Table:
     rows = []
     for case in _by_speed(cases):
         reached = [value for value in case.values(TIME_TO_TARGET).values() if value is not None]
@@ -133,14 +133,14 @@ def learning_table(cases: Sequence[Case]) -> Table:
     return _known(titles, rows)
 
 
-def _last_validation(case: Case) -> str:
+def _last_validation(case: ReportCase) -> str:
     lasts = [one.validation[-1][2] for one in case.completed if one.validation]
     names = sorted({name for last in lasts for name in last})
     means = {name: [v for last in lasts if (v := last.get(name)) is not None] for name in names}
     return ", ".join(f"{name} {number(sum(v) / len(v))}" for name, v in means.items() if v) or DASH
 
 
-def staleness_table(cases: Sequence[Case]) -> Table:
+def staleness_table(cases: Sequence[ReportCase]) -> Table:
     rows = []
     for case in _by_speed(cases):
         if case.staleness:
@@ -162,8 +162,8 @@ def staleness_figures(counts: Mapping[int, int]) -> tuple[str, str, str, str]:
     return number(sum(value * n for value, n in counts.items()) / total), str(p95), str(max(counts)), str(total)
 
 
-def resources_table(cases: Sequence[Case]) -> Table:
-    columns: tuple[tuple[str, Callable[[Case], Estimate | None]], ...] = (
+def resources_table(cases: Sequence[ReportCase]) -> Table:
+    columns: tuple[tuple[str, Callable[[ReportCase], Estimate | None]], ...] = (
         ("CPU of servers (s)", lambda case: case.estimate(CPU[0])),
         ("CPU of trainers (s)", lambda case: case.estimate(CPU[1])),
         ("CPU of 1000 samples (s)", lambda case: case.estimate(CPU_OF_SAMPLES)),
@@ -176,13 +176,13 @@ def resources_table(cases: Sequence[Case]) -> Table:
     return _known(("case", "wire per step (KiB)", *(title for title, _ in columns)), rows)
 
 
-def _wire(case: Case) -> str:
+def _wire(case: ReportCase) -> str:
     """Bytes on the wire, and how they are known where no trainer counted them."""
     sources = {one.wire_bytes_source for one in case.completed if one.wire_bytes_source}
     return " ".join([with_bounds(case.estimate(WIRE), 1 / 1024), *(f"({source})" for source in sorted(sources))])
 
 
-def predictions_table(cases: Sequence[Case]) -> Table:
+def predictions_table(cases: Sequence[ReportCase]) -> Table:
     rows = []
     for case in _by_speed(cases):
         said = prediction_of(case)
@@ -216,7 +216,7 @@ def _float(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-def failures_table(cases: Sequence[Case]) -> Table:
+def failures_table(cases: Sequence[ReportCase]) -> Table:
     rows = [
         (name_of(case), str(one.repeat), first_line(one.error) or "no reason is known")
         for case in cases
@@ -225,7 +225,7 @@ def failures_table(cases: Sequence[Case]) -> Table:
     return Table(("case", "repeat", "error"), rows, are_numbers=False)
 
 
-def definitions_table(cases: Sequence[Case]) -> Table:
+def definitions_table(cases: Sequence[ReportCase]) -> Table:
     """What each case is."""
     rows = []
     for case in cases:

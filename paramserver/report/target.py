@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paramserver.errors import UnsupportedConfiguration
-from paramserver.report.results import Numbers, Result
+from paramserver.report.results import CaseResult, Numbers
 
 # Of metrics with such a word in their name, less is better.
 _SMALLER = ("loss", "error", "perplexity", "mse", "mae")
@@ -52,7 +52,7 @@ def reached(validation: Sequence[tuple[float, float, Numbers]], target: Target) 
     return next(((samples, seconds) for samples, seconds, values in validation if target.is_met(values)), None)
 
 
-def with_target(result: Result, target: Target) -> Result:
+def with_target(result: CaseResult, target: Target) -> CaseResult:
     """The record with its time and samples to this target in place of another's."""
     samples, seconds = reached(result.validation, target) or (None, None)
     return dataclasses.replace(

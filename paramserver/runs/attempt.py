@@ -27,9 +27,9 @@ from paramserver.runs.rundir import RunDir, not_writable, read_mapping, write_te
 
 
 @contextmanager
-def claim_run(config: Config) -> Iterator[RunDir]:
-    """``claim_folder`` by what the config says; ``<task>-<mode>-<time>`` where it names no run."""
-    with claim_folder(Path(config.logging.run_dir), config.logging.name, _default_name(config)) as run:
+def reserve_run(config: Config) -> Iterator[RunDir]:
+    """``reserve_folder`` by what the config says; ``<task>-<mode>-<time>`` where it names no run."""
+    with reserve_folder(Path(config.logging.run_dir), config.logging.name, _default_name(config)) as run:
         yield run
 
 
@@ -40,7 +40,7 @@ def _default_name(config: Config) -> str:
 
 
 @contextmanager
-def claim_folder(base: Path, name: str | None, default_name: str) -> Iterator[RunDir]:
+def reserve_folder(base: Path, name: str | None, default_name: str) -> Iterator[RunDir]:
     """Make the folder of a new run, and hold it; of several processes that want one name, one gets it.
 
     A folder in which a run was to start and never began (it has no config.yaml and no checkpoint) is taken over.
@@ -128,7 +128,7 @@ def _tidy(path: Path) -> None:
 _NOTE = "note.json"
 
 
-class Undo:
+class ResumeJournal:
     """The note of one attempt at most. All calls are made under the run's lock.
 
     Args:
@@ -232,7 +232,7 @@ def _step_in(line: str) -> int:
 
 
 @contextmanager
-def new_attempt(run: RunDir) -> Iterator[None]:
+def start_transaction(run: RunDir) -> Iterator[None]:
     """Start a run in a folder made for it; where the input is refused before a step was made, the folder goes.
 
     So the name is free for the next try. A run that made a step keeps all it has.
@@ -256,7 +256,7 @@ def resumed_attempt(run: RunDir) -> Iterator[None]:
         CheckpointError: there is no complete checkpoint, or the chosen one is not whole.
         UnsupportedConfiguration: another process holds the folder; nothing in it was touched.
     """
-    undo = Undo(run)
+    undo = ResumeJournal(run)
     with run.claim(resuming=True):
         refuse_unwritable(run)
         with run.lock(resuming=True):
@@ -277,9 +277,9 @@ def resumed_attempt(run: RunDir) -> Iterator[None]:
         _unless_in_use(run, undo.forget)
 
 
-def settle_attempt(run: RunDir) -> None:
+def recover_attempt(run: RunDir) -> None:
     """Undo what an attempt left that was killed before it made a step: before the settings of the run are read."""
-    undo = Undo(run)
+    undo = ResumeJournal(run)
     if not undo.is_noted:
         return
     try:

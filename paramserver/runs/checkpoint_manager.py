@@ -10,26 +10,35 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from paramserver.checkpoint import Best, Checkpoint, CheckpointWriter, CopyMemory, Pieces, Written, pack, private_copy
+from paramserver.checkpoint import (
+    BestMetric,
+    Checkpoint,
+    CheckpointWriter,
+    ChunkedFile,
+    StagingPool,
+    WrittenCheckpoint,
+    pack,
+    stage_copy,
+)
 from paramserver.checkpoint.save import point_best
 from paramserver.config import Config, num_trainers_of, world_size_of
-from paramserver.consistency import Staleness
+from paramserver.consistency import StalenessHistogram
 from paramserver.errors import TaskError
 from paramserver.limits import Limits, due
 from paramserver.metrics import Sink
-from paramserver.metrics.records import Record, StepResult, TrainerTotals, WeightedSums, Window, make_record
+from paramserver.metrics.records import Record, RecordWindow, StepResult, TrainerTotals, WeightedSums, make_record
 from paramserver.metrics.summary import summarize
 from paramserver.optim.updater import Updater
 from paramserver.parameters.model import load_weights, plain_weights
 from paramserver.parameters.numerics import check_storable_weights
-from paramserver.runs.reshard import reshard
+from paramserver.runs.reshard import reshard_parts
 from paramserver.runs.rundir import RunDir, write_json
 
 _LAST_WRITE_S = 600.0
 
 
 @dataclass(frozen=True, eq=False)
-class Cut:
+class StagedCheckpoint:
     """Private copies of what belongs to rank 0 in a checkpoint; the trainers' parts are still to come.
 
     ``since`` is ``time.perf_counter()`` when the first trainer stopped for it, ``reason`` is for the record.
@@ -48,13 +57,13 @@ class Stateful(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
 
-class Simulations(Stateful, Protocol):
+class SimulationsState(Stateful, Protocol):
     """Who produces the samples of an online run."""
 
     def summary(self) -> dict[str, Any]: ...
 
 
-class Keeper:
+class CheckpointManager:
     """Owns the writer of checkpoints and the receivers of records; thread-safe.
 
     Args:
@@ -84,22 +93,24 @@ class Keeper:
         self.validation: dict[str, float] = {}
         self.resumes = 0
         self.checkpoint_pauses_s: list[float] = []
-        self.staleness = Staleness()
+        self.staleness = StalenessHistogram()
         self.dropped = 0
         self.best = (
-            None if config.checkpoint.best is None else Best(config.checkpoint.best.metric, config.checkpoint.best.mode)
+            None
+            if config.checkpoint.best is None
+            else BestMetric(config.checkpoint.best.metric, config.checkpoint.best.mode)
         )
-        self._memory = CopyMemory()
+        self._memory = StagingPool()
         self._sink = sink
         self._lock = threading.RLock()
         self._limits = Limits.of(config.training)
-        self._window = Window()
+        self._window = RecordWindow()
         self._improved_step: int | None = None
         self._validated_step: int | None = None
         self._note: str | None = None
         self.epoch = 0
         self.consistency_state: Mapping[str, Any] = {}
-        self.simulations: Simulations | None = None
+        self.simulations: SimulationsState | None = None
         self.simulations_state: dict[str, Any] | None = None
         self.writer = CheckpointWriter(run.checkpoints_dir, config.checkpoint.keep, config.checkpoint.background)
         self._dealt: list[bytes] | None = None
@@ -121,7 +132,9 @@ class Keeper:
             self.staleness.load_state_dict(state["staleness"])
             self.dropped = state["dropped"]
         self.first_samples = self.samples
-        self._window = Window(**state["window"]) if "window" in state else Window(self.samples, self.seconds)
+        self._window = (
+            RecordWindow(**state["window"]) if "window" in state else RecordWindow(self.samples, self.seconds)
+        )
         if self.best is not None and state["best"] is not None:
             self._note = self.best.load_state_dict(state["best"])
         if self.best is not None and self._note is None:
@@ -159,7 +172,7 @@ class Keeper:
             return None
         parts = [checkpoint.load(f"trainer-{i}") for i in range(before)]
         capacity, entropy = self.config.buffer.capacity, (self.config.seed, self.resumes)
-        return [pack(part) for part in reshard(parts, now, capacity=capacity, entropy=entropy)]
+        return [pack(part) for part in reshard_parts(parts, now, capacity=capacity, entropy=entropy)]
 
     # While it runs.
 
@@ -247,7 +260,7 @@ class Keeper:
             )
             return improved
 
-    def _improves(self, best: Best, values: Mapping[str, float], step: int) -> bool:
+    def _improves(self, best: BestMetric, values: Mapping[str, float], step: int) -> bool:
         if best.metric not in values:
             raise TaskError(
                 f"checkpoint.best.metric ({best.metric}) must be among what validation_step returns; it returns "
@@ -270,13 +283,13 @@ class Keeper:
         reason: str,
         since: float,
         consistency: Mapping[str, Any] | None = None,
-    ) -> Cut:
+    ) -> StagedCheckpoint:
         """Copy, once, what rank 0 has of a checkpoint: model, optimizer, schedule and the account of the run.
 
         Args:
             step: the version that model and optimizer are of.
             model, updater: what is copied; nobody changes them during this call.
-            reason, since: see ``Cut``.
+            reason, since: see ``StagedCheckpoint``.
             consistency: what its rules need to go on.
 
         Raises:
@@ -289,16 +302,18 @@ class Keeper:
         with self._lock:
             state = updater.state_dict()
             objects = {
-                "model": private_copy(plain_weights(model), self._memory),
-                "optimizer": private_copy(state["optimizer"], self._memory),
-                "run": private_copy(
+                "model": stage_copy(plain_weights(model), self._memory),
+                "optimizer": stage_copy(state["optimizer"], self._memory),
+                "run": stage_copy(
                     {**self._state(step), "scheduler": state["scheduler"], "consistency": dict(consistency or {})}
                 ),
             }
             self._memory.trim()
-            return Cut(step, objects, self._improved_step == step, reason, since)
+            return StagedCheckpoint(step, objects, self._improved_step == step, reason, since)
 
-    def write(self, cut: Cut, parts: Mapping[int, Mapping[str, Any] | Pieces], pause_s: float) -> None:
+    def write(
+        self, cut: StagedCheckpoint, parts: Mapping[int, Mapping[str, Any] | ChunkedFile], pause_s: float
+    ) -> None:
         """Write a checkpoint: in the background, or before this returns, as the config says. Nothing is copied.
 
         Args:
@@ -309,7 +324,9 @@ class Keeper:
         Raises:
             Exception: the failure of an earlier write, or of this one without ``checkpoint.background``.
         """
-        files = {f"trainer-{i}.pt" if isinstance(p, Pieces) else f"trainer-{i}": p for i, p in sorted(parts.items())}
+        files = {
+            f"trainer-{i}.pt" if isinstance(p, ChunkedFile) else f"trainer-{i}": p for i, p in sorted(parts.items())
+        }
         future = self.writer.submit(cut.step, {**cut.objects, **files}, self._about(), cut.is_best)
         if not self.config.checkpoint.background:
             pause_s = time.perf_counter() - cut.since
@@ -348,7 +365,7 @@ class Keeper:
     def _written(self, done: Any, pause_s: float, reason: str) -> None:
         if done.cancelled() or done.exception() is not None:
             return  # a cancelled one gave way to a newer; the writer raises a failure at its next call
-        written: Written = done.result()
+        written: WrittenCheckpoint = done.result()
         self.record(
             make_record(
                 "checkpoint",

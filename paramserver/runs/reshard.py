@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paramserver.buffers.reshard import redistribute
+from paramserver.buffers.reshard import reshard_buffers
 
 
-def reshard(
+def reshard_parts(
     parts: Sequence[Mapping[str, Any]], trainers: int, *, capacity: int, entropy: tuple[int, int]
 ) -> list[dict[str, Any]]:
     """Deal the parts of a checkpoint to ``trainers`` trainers.
@@ -26,7 +26,9 @@ def reshard(
     Raises:
         CheckpointError: the buffers hold more samples than fit.
     """
-    buffers, unserved = redistribute([part["buffer"] for part in parts], trainers, capacity=capacity, entropy=entropy)
+    buffers, unserved = reshard_buffers(
+        [part["buffer"] for part in parts], trainers, capacity=capacity, entropy=entropy
+    )
     leftovers = [
         {
             "state": part["source"],

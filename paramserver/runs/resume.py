@@ -113,7 +113,7 @@ def _refuse_empty(run: RunDir) -> None:
         ) from error
 
 
-def changes(run: RunDir, config: Config) -> list[str]:
+def config_changes(run: RunDir, config: Config) -> list[str]:
     """From where and in which ways the run goes on, as lines.
 
     Raises:

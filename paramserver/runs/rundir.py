@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 from filelock import FileLock, Timeout
 
-from paramserver.checkpoint.save import disk_errors_told
+from paramserver.checkpoint.save import disk_errors_explained
 from paramserver.errors import CheckpointError, UnsupportedConfiguration
 from paramserver.fileio import json_text, replace_text
 from paramserver.version import __version__
@@ -224,7 +224,7 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         TrainingError: the disk refused; ``path`` is as it was.
     """
-    with disk_errors_told(path, "file"):
+    with disk_errors_explained(path, "file"):
         replace_text(path, text)
 
 

@@ -9,9 +9,9 @@ from paramserver.buffers import make_buffer
 from paramserver.cluster import process_environ
 from paramserver.config import Config, Role, dump_yaml, roles, world_size_of
 from paramserver.devices import place_server, place_trainer
-from paramserver.online.process_runner import Command
+from paramserver.online.process_runner import LaunchCommand
 from paramserver.online.sampler import make_sampler
-from paramserver.online.spec import Plan
+from paramserver.online.spec import IngestSpec
 from paramserver.sources import Partition, make_source
 from paramserver.sources.factory import refuse_unreachable
 from paramserver.task import Task, make_task
@@ -40,7 +40,7 @@ def _rank_text(role: Role, config: Config, task: Task, trainers: int) -> str:
     devices = ", ".join(str(device) for device in placement.devices)
     total = source.total
     if total is None and config.simulations is not None:
-        total = Plan.of(config.simulations).expected_for(role.trainer_index, trainers)
+        total = IngestSpec.of(config.simulations).expected_for(role.trainer_index, trainers)
     if total is None:
         return f"{role} on {devices}, samples until {'the last simulation ends' if config.simulations else 'a limit'}"
     buffer = make_buffer(config.buffer.kind, capacity=config.buffer.capacity, pseudo_epochs=config.buffer.pseudo_epochs)
@@ -56,11 +56,11 @@ def _simulations_lines(config: Config, folders: Sequence[Path]) -> list[str]:
     told = config.simulations
     if told is None:
         return []
-    plan = Plan.of(told)
+    plan = IngestSpec.of(told)
     if not plan.started_here:
         return [f"simulations: {'any number of' if told.count is None else told.count} from outside"]
     assert told.count is not None
-    Command(plan, folders, process_environ())
+    LaunchCommand(plan, folders, process_environ())
     make_sampler(told.sampler, plan.parameters, config.seed, told.count, folders)
     return [f"simulations: {told.count}, {told.at_once} at a time"]
 

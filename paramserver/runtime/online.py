@@ -10,34 +10,38 @@ from typing import TYPE_CHECKING, Any
 
 from paramserver.cluster import own_address
 from paramserver.config import SimulationsConfig
-from paramserver.context import Process
-from paramserver.distributed.rendezvous import Meeting
+from paramserver.context import ProcessContext
+from paramserver.distributed.rendezvous import Rendezvous
 from paramserver.metrics.records import make_record
-from paramserver.online.spec import Plan, Post
-from paramserver.runs.checkpoint_manager import Keeper
+from paramserver.online.spec import IngestSpec, ReceiverSpec
+from paramserver.runs.checkpoint_manager import CheckpointManager
 
 if TYPE_CHECKING:
-    from paramserver.online.coordinator import Desk
+    from paramserver.online.coordinator import SimulationCoordinator
 
 _KEY = "desk"
 
 
 @contextmanager
-def open_desk(process: Process, keeper: Keeper, told: SimulationsConfig, folders: Sequence[Path]) -> Iterator[Desk]:
+def start_coordinator(
+    process: ProcessContext, keeper: CheckpointManager, told: SimulationsConfig, folders: Sequence[Path]
+) -> Iterator[SimulationCoordinator]:
     """The desk of this run, which tells its address to people. What it did before a resume it takes back."""
     with _make_desk(process, keeper, told, folders) as desk:
         keeper.note(f"clients reach this run at {desk.address}")
         yield desk
 
 
-def _make_desk(process: Process, keeper: Keeper, told: SimulationsConfig, folders: Sequence[Path]) -> Desk:
-    from paramserver.online.coordinator import Desk
+def _make_desk(
+    process: ProcessContext, keeper: CheckpointManager, told: SimulationsConfig, folders: Sequence[Path]
+) -> SimulationCoordinator:
+    from paramserver.online.coordinator import SimulationCoordinator
 
     def record(event: str, details: Mapping[str, Any]) -> None:
         keeper.record(make_record("simulation", keeper.step, rank=0, event=event, **details))
 
-    desk = Desk(
-        Plan.of(told),
+    desk = SimulationCoordinator(
+        IngestSpec.of(told),
         process.trainers,
         process.config.seed,
         keeper.run.logs_dir,
@@ -51,7 +55,9 @@ def _make_desk(process: Process, keeper: Keeper, told: SimulationsConfig, folder
     return desk
 
 
-def share_post(process: Process, desk: Desk | None, meeting: Meeting | None) -> Post | None:
+def publish_endpoint(
+    process: ProcessContext, desk: SimulationCoordinator | None, meeting: Rendezvous | None
+) -> ReceiverSpec | None:
     """What this trainer needs to receive samples; rank 0 tells it to the others. None on a server."""
     told = process.config.simulations
     assert told is not None
@@ -65,10 +71,10 @@ def share_post(process: Process, desk: Desk | None, meeting: Meeting | None) -> 
         token = text.encode()
     if process.role.trainer_index is None:
         return None
-    return Post(
+    return ReceiverSpec(
         desk=address,
         token=token,
-        plan=Plan.of(told),
+        plan=IngestSpec.of(told),
         trainer_index=process.trainer_index,
         trainers=process.trainers,
         host=own_address(told.address),

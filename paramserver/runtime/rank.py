@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from paramserver.checkpoint import Checkpoint, clean, find_checkpoint, load_chosen, read_checkpoint
 from paramserver.checkpoint.format import LATEST
-from paramserver.cluster import Identity, bind_interface, cores_here, interface_towards, process_environ
+from paramserver.cluster import ProcessIdentity, bind_interface, cores_here, interface_towards, process_environ
 from paramserver.config import Config, Role, dump_yaml, mode_of, roles, server_computes, trainer_of
 from paramserver.consistency import Decision
-from paramserver.context import Process, StartClock, StopRequest, set_trainer_index
+from paramserver.context import ProcessContext, StartupTimer, StopRequest, set_trainer_index
 from paramserver.devices import Placement, place_server, place_trainer
-from paramserver.distributed.rendezvous import Meeting, meet
+from paramserver.distributed.rendezvous import Rendezvous, rendezvous
 from paramserver.distributed.session import rpc_server
 from paramserver.errors import (
     CheckpointError,
@@ -31,10 +31,10 @@ from paramserver.errors import (
     UnsupportedConfiguration,
 )
 from paramserver.importing import load_object
-from paramserver.metrics import Fan, JsonLines, Sink, TensorBoard
+from paramserver.metrics import FanOut, JsonLines, Sink, TensorBoard
 from paramserver.metrics.records import TrainerTotals, make_record
-from paramserver.runs.attempt import claim_run, new_attempt
-from paramserver.runs.checkpoint_manager import Keeper, unknown_kinds
+from paramserver.runs.attempt import reserve_run, start_transaction
+from paramserver.runs.checkpoint_manager import CheckpointManager, unknown_kinds
 from paramserver.runs.rundir import (
     RunDir,
     environment_record,
@@ -42,7 +42,7 @@ from paramserver.runs.rundir import (
     write_json,
     write_text,
 )
-from paramserver.runtime.online import open_desk, share_post
+from paramserver.runtime.online import publish_endpoint, start_coordinator
 from paramserver.task import Task, make_task
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class RankPlan:
     """
 
     config: Config
-    identity: Identity
+    identity: ProcessIdentity
     folders: Sequence[Path]
     shown: Sequence[Sink] = ()
     run: RunDir | None = None
@@ -96,11 +96,11 @@ def run_rank(plan: RankPlan) -> dict[str, Any] | None:
     config, identity = plan.config, plan.identity
     role = roles(config, identity.world_size)[identity.global_rank]
     trainers = identity.world_size - sum(r.kind == "server" for r in roles(config, identity.world_size))
-    clock = StartClock(plan.began)
+    clock = StartupTimer(plan.began)
     clock.mark("interpreter and imports")
     with StopRequest(restore=not plan.is_last_act) as stop, ExitStack() as stack:
         task = make_task(config, plan.folders, plan.task_class)
-        process = Process(config, identity, role, trainers, _place(config, identity, role), stop, clock)
+        process = ProcessContext(config, identity, role, trainers, _place(config, identity, role), stop, clock)
         clock.mark("task")
         meeting = _meet(plan, process)
         clock.mark("meeting")
@@ -112,8 +112,10 @@ def run_rank(plan: RankPlan) -> dict[str, Any] | None:
             run = RunDir(Path(config.logging.run_dir) / name) if keeper is None else keeper.run
             stack.enter_context(_log_file(run, identity.global_rank))
         if (told := config.simulations) is not None:
-            desk = None if keeper is None else stack.enter_context(open_desk(process, keeper, told, plan.folders))
-            process = replace(process, post=share_post(process, desk, meeting))
+            desk = (
+                None if keeper is None else stack.enter_context(start_coordinator(process, keeper, told, plan.folders))
+            )
+            process = replace(process, post=publish_endpoint(process, desk, meeting))
         devices = ", ".join(str(device) for device in process.placement.devices)
         log.info("rank %d of %d: %s on %s, run %s", identity.global_rank, identity.world_size, role, devices, name)
         task.devices, task.config = process.placement.devices, config
@@ -128,7 +130,7 @@ def run_rank(plan: RankPlan) -> dict[str, Any] | None:
         return _train(process, task, keeper, meeting, plan.folders)
 
 
-def _place(config: Config, identity: Identity, role: Role) -> Placement:
+def _place(config: Config, identity: ProcessIdentity, role: Role) -> Placement:
     if role.kind == "server":
         return place_server(config)
     first_here = identity.global_rank - identity.local_rank
@@ -137,17 +139,17 @@ def _place(config: Config, identity: Identity, role: Role) -> Placement:
     return place_trainer(config, trainers_here.index(identity.global_rank), len(trainers_here))
 
 
-def _meet(plan: RankPlan, process: Process) -> Meeting | None:
+def _meet(plan: RankPlan, process: ProcessContext) -> Rendezvous | None:
     config, identity = plan.config, plan.identity
     if mode_of(config).single_process:
         return None
     interface = config.cluster.interface or interface_towards(identity.master_addr)
     if interface is not None:
         bind_interface(process_environ(), interface)
-    return meet(config, identity, process.stop.event, plan.listener)
+    return rendezvous(config, identity, process.stop.event, plan.listener)
 
 
-def _share_run_name(meeting: Meeting, keeper: Keeper | None) -> str:
+def _share_run_name(meeting: Rendezvous, keeper: CheckpointManager | None) -> str:
     """Rank 0 names the run; the others hear the name, and that rank 0 is ready, before they go on."""
     if keeper is None:
         return meeting.ask("run")
@@ -176,12 +178,12 @@ def _log_file(run: RunDir, global_rank: int) -> Iterator[None]:
 
 
 @contextmanager
-def _keeping(plan: RankPlan, process: Process) -> Iterator[Keeper]:
+def _keeping(plan: RankPlan, process: ProcessContext) -> Iterator[CheckpointManager]:
     """The run's folder, locked and described, and the keeper of its account."""
     config = process.config
     with ExitStack() as stack:
-        run = plan.run or stack.enter_context(claim_run(config))
-        stack.enter_context(new_attempt(run) if plan.run is None else nullcontext())
+        run = plan.run or stack.enter_context(reserve_run(config))
+        stack.enter_context(start_transaction(run) if plan.run is None else nullcontext())
         stack.enter_context(run.lock(plan.resume))
         checkpoint = _stored(run) if plan.resume else None
         weights = _initial_weights(config) if checkpoint is None else None
@@ -196,8 +198,8 @@ def _keeping(plan: RankPlan, process: Process) -> Iterator[Keeper]:
         sinks: list[Sink] = [JsonLines(run.metrics_file)]
         if config.logging.tensorboard:
             sinks.append(TensorBoard(run.tensorboard_dir, None if checkpoint is None else checkpoint.step + 1))
-        fan = Fan([*sinks, *plan.shown])
-        keeper = Keeper(config, run, fan, checkpoint, weights)
+        fan = FanOut([*sinks, *plan.shown])
+        keeper = CheckpointManager(config, run, fan, checkpoint, weights)
         keeper.begun(
             make_record(
                 "start",
@@ -247,7 +249,7 @@ def _initial_weights(config: Config) -> tuple[str, Any] | None:
         ) from error
 
 
-def _close(keeper: Keeper, totals: Sequence[TrainerTotals], work: Callable[[], str]) -> dict[str, Any]:
+def _close(keeper: CheckpointManager, totals: Sequence[TrainerTotals], work: Callable[[], str]) -> dict[str, Any]:
     """Run ``work`` and write the summary of how it ended; ``work`` returns the reason of a regular end."""
     try:
         reason = work()
@@ -273,10 +275,10 @@ def _close(keeper: Keeper, totals: Sequence[TrainerTotals], work: Callable[[], s
 # A server.
 
 
-def _serve(process: Process, task: Task, keeper: Keeper, meeting: Meeting) -> dict[str, Any]:
-    from paramserver.distributed.membership import release_lifelines
-    from paramserver.distributed.rpc_calls import host
-    from paramserver.optim.parallel_step import Crew, spare_helpers
+def _serve(process: ProcessContext, task: Task, keeper: CheckpointManager, meeting: Rendezvous) -> dict[str, Any]:
+    from paramserver.distributed.membership import release_liveness_calls
+    from paramserver.distributed.rpc_calls import register_server
+    from paramserver.optim.parallel_step import ThreadTeam, num_spare_threads
     from paramserver.server.parameter_server import ParameterServer
     from paramserver.transport.segments import SegmentHost
 
@@ -288,10 +290,10 @@ def _serve(process: Process, task: Task, keeper: Keeper, meeting: Meeting) -> di
             if process.config.server.shares_memory:
                 segments = stack.enter_context(SegmentHost("paramserver", process.config.cluster.timeout_s))
             server = ParameterServer(task, process.config, process.trainers, keeper, process.stop, segments)
-            host(server)
-            stack.callback(host, None)
-            if server.is_whole and server.rounds.rules.lockstep and (helpers := spare_helpers(cores_here())):
-                server.versions.work_with(stack.enter_context(closing(Crew(helpers))))
+            register_server(server)
+            stack.callback(register_server, None)
+            if server.is_whole and server.rounds.rules.lockstep and (helpers := num_spare_threads(cores_here())):
+                server.versions.work_with(stack.enter_context(closing(ThreadTeam(helpers))))
             with rpc_server(meeting, process.trainers * server_computes(process.config)):
                 try:
                     _watch_over(server, process, meeting)
@@ -300,7 +302,7 @@ def _serve(process: Process, task: Task, keeper: Keeper, meeting: Meeting) -> di
                     totals.extend(t for _, t in sorted(server.totals.items()))
                     if server.conductor is not None:
                         server.conductor.dismiss(server.error or server.last_decision, _GOODBYE_S)
-                    release_lifelines()
+                    release_liveness_calls()
         if server.error is not None:
             raise server.error
         assert server.last_decision is not None
@@ -309,7 +311,7 @@ def _serve(process: Process, task: Task, keeper: Keeper, meeting: Meeting) -> di
     return _close(keeper, totals, work)
 
 
-def _serve_shard(process: Process, task: Task, meeting: Meeting) -> None:
+def _serve_shard(process: ProcessContext, task: Task, meeting: Rendezvous) -> None:
     from paramserver.server.shard_server import serve_shard
 
     _reason_of(serve_shard(process, task, meeting))
@@ -318,7 +320,7 @@ def _serve_shard(process: Process, task: Task, meeting: Meeting) -> None:
 _GOODBYE_S = 5.0
 
 
-def _watch_over(server: Any, process: Process, meeting: Meeting) -> None:
+def _watch_over(server: Any, process: ProcessContext, meeting: Rendezvous) -> None:
     """Until the server has finished: look after the trainers, and give up a world that does not fill."""
     config = process.config
     deadline = time.monotonic() + config.cluster.timeout_s
@@ -338,7 +340,11 @@ def _watch_over(server: Any, process: Process, meeting: Meeting) -> None:
 
 
 def _train(
-    process: Process, task: Task, keeper: Keeper | None, meeting: Meeting | None, folders: Sequence[Path]
+    process: ProcessContext,
+    task: Task,
+    keeper: CheckpointManager | None,
+    meeting: Rendezvous | None,
+    folders: Sequence[Path],
 ) -> dict[str, Any] | None:
     trainer: Trainer = _trainer_class(process.config, folders)(process, task, keeper, meeting)
     totals: list[TrainerTotals] = []

@@ -13,18 +13,18 @@ from torch import Tensor
 
 from paramserver.consistency import Announcement, Consistency, Decision, Stop, Update, Verdict
 from paramserver.context import StopRequest
-from paramserver.distributed.rpc_calls import Failure, settled
+from paramserver.distributed.rpc_calls import RemoteError, completed_future
 from paramserver.errors import TrainingError
 from paramserver.limits import due, epoch_of
 from paramserver.metrics.records import StepReport, StepResult
-from paramserver.runs.checkpoint_manager import Keeper
-from paramserver.server.coordinator import Conductor
-from paramserver.server.parameter_store import Versions
-from paramserver.transport.base import ServerEnd
-from paramserver.transport.messages import Future, Gathering, Look, Push, Round
+from paramserver.runs.checkpoint_manager import CheckpointManager
+from paramserver.server.coordinator import ShardCoordinator
+from paramserver.server.parameter_store import ParameterStore
+from paramserver.transport.base import ServerTransport
+from paramserver.transport.messages import Future, PendingReplies, Push, StepGrant, VersionView
 
 
-class Rounds:
+class Aggregator:
     """What the rules say is done here, and nothing else decides. Its owner's lock covers every call.
 
     Args:
@@ -39,24 +39,24 @@ class Rounds:
     def __init__(
         self,
         rules: Consistency,
-        versions: Versions,
-        keeper: Keeper,
+        versions: ParameterStore,
+        keeper: CheckpointManager,
         stop: StopRequest,
         fail: Callable[[Exception], None],
-        conductor: Conductor | None = None,
+        conductor: ShardCoordinator | None = None,
     ) -> None:
         self.rules = rules
         self.versions = versions
         self.keeper = keeper
         self.stop = stop
-        self.ends: dict[int, ServerEnd] = {}
+        self.ends: dict[int, ServerTransport] = {}
         self.epoch_samples: int | None = None
         self._fail = fail
         self._epoch = keeper.epoch
         self._seconds = keeper.seconds
-        self._announcements = Gathering()
+        self._announcements = PendingReplies()
         self._results: dict[int, StepResult] = {}
-        self._followers = Gathering()
+        self._followers = PendingReplies()
         self._pushes: dict[int, Push] = {}
         self._expected: dict[int, Push] = {}
         self._conductor = conductor
@@ -75,7 +75,7 @@ class Rounds:
     # Announcements.
 
     def begin(self, trainer_index: int, announcement: Announcement) -> Future:
-        """Answered with a ``Round`` when the consistency lets the trainer go on."""
+        """Answered with a ``StepGrant`` when the consistency lets the trainer go on."""
         future = self._announce(trainer_index, announcement)
         self._go_on()
         return future
@@ -108,16 +108,16 @@ class Rounds:
         except Exception as error:  # noqa: BLE001 - it ends the run and travels to every trainer
             self._fail(error)
 
-    def _round(self, trainer_index: int, decision: Decision, held_s: float) -> Round:
+    def _round(self, trainer_index: int, decision: Decision, held_s: float) -> StepGrant:
         result = self._results.pop(trainer_index, None)
         if decision.verdict is Verdict.GO:
             self._enter_epoch(decision.samples)
         if trainer_index not in decision.active:
-            return Round(decision, result=result, held_s=held_s)
+            return StepGrant(decision, result=result, held_s=held_s)
         end = self.ends[trainer_index]
         place, buffers = end.offer(), end.buffers(self.versions.snapshot_of_buffers())
         self._offered[trainer_index] = decision.step
-        return Round(decision, place, buffers, self.rules.keeps_buffers_of(trainer_index), result, held_s)
+        return StepGrant(decision, place, buffers, self.rules.keeps_buffers_of(trainer_index), result, held_s)
 
     def _enter_epoch(self, samples: int) -> None:
         """The schedule of epochs, advanced before the first step of a new one."""
@@ -181,7 +181,7 @@ class Rounds:
         try:
             self._take(replace(expected, gradients=gradients, arrived=time.perf_counter()))
         except TrainingError as error:
-            expected.future.set_result(Failure.of(error))
+            expected.future.set_result(RemoteError.of(error))
 
     def _take(self, push: Push) -> None:
         report, index = push.report, push.report.trainer_index
@@ -250,7 +250,7 @@ class Rounds:
     def _answer(self, push: Push, result: StepResult) -> None:
         """Now, or together with the decision on the next step, where the trainer has asked for it."""
         if push.announcement is None:
-            push.future.set_result(Round(result=result))
+            push.future.set_result(StepGrant(result=result))
             return
         self._results[push.report.trainer_index] = result
         self._announce(push.report.trainer_index, push.announcement, push.future)
@@ -266,12 +266,12 @@ class Rounds:
     def follow(self, trainer_index: int, step: int) -> Future:
         """Answered when version ``step`` is there."""
         made = self.rules.step - self._making
-        return settled(None) if made >= step else self._followers.add(trainer_index, None)
+        return completed_future(None) if made >= step else self._followers.add(trainer_index, None)
 
-    def look(self, trainer_index: int, version: int | None) -> Look:
+    def look(self, trainer_index: int, version: int | None) -> VersionView:
         """A version that is kept, or the current one; None = whatever is current."""
         end = self.ends[trainer_index]
         if version not in (None, self.rules.step):
             return end.kept(*self.versions.kept(version))
         place, flats = end.look()
-        return Look(place, tuple(flats), end.buffers(self.versions.snapshot_of_buffers()))
+        return VersionView(place, tuple(flats), end.buffers(self.versions.snapshot_of_buffers()))

@@ -13,16 +13,16 @@ from torch import Tensor
 
 from paramserver.config import Config
 from paramserver.distributed import rpc_calls
-from paramserver.distributed.membership import Heartbeat, watch
-from paramserver.distributed.rpc_calls import Failure
+from paramserver.distributed.membership import Heartbeat, watch_peer
+from paramserver.distributed.rpc_calls import RemoteError
 from paramserver.distributed.session import SERVER_NAME, server_name
 from paramserver.errors import DeadlineExceeded, PeerLost
 from paramserver.metrics.records import StepReport
-from paramserver.transport.base import Early
-from paramserver.transport.messages import Look
+from paramserver.transport.base import GradientBucket
+from paramserver.transport.messages import VersionView
 
 
-class RemoteServer:
+class ServerClient:
     """The server as seen from a trainer, or from one more server: an RRef, calls that end when it is gone, a heartbeat.
 
     Calls that wait for other trainers have no limit of their own: a slow trainer is no failure. What ends them is the
@@ -47,7 +47,7 @@ class RemoteServer:
         self._changed = threading.Condition()
         self._reason: str | None = None
         self._heartbeat: Heartbeat | None = None
-        watch(SERVER_NAME, self._gone)
+        watch_peer(SERVER_NAME, self._gone)
 
     def start_heartbeat(self) -> None:
         lost_after_s = self.config.server.lost_after_s
@@ -96,7 +96,7 @@ class RemoteServer:
             value = future.value()
         except RuntimeError as error:
             raise PeerLost(f"{self._called} is lost: {str(error).splitlines()[0]}") from error
-        if isinstance(value, Failure):
+        if isinstance(value, RemoteError):
             raise value.error()
         return value
 
@@ -139,10 +139,10 @@ class RemoteServer:
             return pulled
         return tuple(flat for one in answer for flat in self._answer(one, "pull", None))
 
-    def look(self, version: int | None) -> Look:
+    def look(self, version: int | None) -> VersionView:
         """A version for validation; None = whatever is current, on each server."""
         begun = [self._begin_at(name, "look", version) for name in self._others]
-        look: Look = self.call("look", self.index, version)
+        look: VersionView = self.call("look", self.index, version)
         others = [flat for one in begun for flat in self._answer(one, "look", self.config.cluster.timeout_s)]
         return replace(look, parameters=(*look.parameters, *others)) if others else look
 
@@ -160,7 +160,7 @@ class RemoteServer:
             reason = str(error).splitlines()[0]
             raise PeerLost(f"{who} is lost: the gradients did not reach it ({reason})") from error
 
-    def begin_early(self, version: int, early: Early, gradient: Tensor) -> torch.futures.Future[Any]:
+    def begin_early(self, version: int, early: GradientBucket, gradient: Tensor) -> torch.futures.Future[Any]:
         """Send a part of a push to its server. Like the push it takes as long as the network needs."""
         name = server_name(early.server)
         return rpc_calls.send(name, "take_early", self.index, version, early.number, gradient, timeout_s=0)

@@ -13,14 +13,14 @@ from paramserver.config import Config
 from paramserver.consistency import Decision, Update
 from paramserver.context import StopRequest
 from paramserver.distributed import rpc_calls
-from paramserver.distributed.membership import Member, Members, watch
-from paramserver.distributed.rpc_calls import Failure
+from paramserver.distributed.membership import Member, Members, watch_peer
+from paramserver.distributed.rpc_calls import RemoteError
 from paramserver.errors import ParamserverError, PeerLost
-from paramserver.optim.parallel_step import may_split
+from paramserver.optim.parallel_step import is_elementwise
 from paramserver.parameters.numerics import check_norm
-from paramserver.parameters.sharding import States, plan, put_together, take_apart
-from paramserver.server.parameter_store import Versions
-from paramserver.transport.messages import Enrollment, Future, Order, Push, union
+from paramserver.parameters.sharding import States, merge_state, plan_shards, split_state
+from paramserver.server.parameter_store import ParameterStore
+from paramserver.transport.messages import ApplyRequest, Future, Push, ShardAssignment, union
 
 _log = logging.getLogger("paramserver")
 
@@ -28,7 +28,7 @@ _log = logging.getLogger("paramserver")
 _TINY = 1e-6
 
 
-class Gathered:
+class CollectedState:
     """The state of optimizer and schedule, from all servers."""
 
     def __init__(self, state: dict[str, Any]) -> None:
@@ -38,7 +38,7 @@ class Gathered:
         return self._state
 
 
-class Conductor:
+class ShardCoordinator:
     """Deals the parameters to all servers and keeps them at one version. Its own part is that of server 0.
 
     It waits for nobody: what follows an answer is called when the answer is there, under the lock of its owner, which
@@ -58,7 +58,7 @@ class Conductor:
     def __init__(
         self,
         config: Config,
-        versions: Versions,
+        versions: ParameterStore,
         lock: threading.RLock,
         stop: StopRequest,
         step: int,
@@ -84,9 +84,9 @@ class Conductor:
     def _deal(self) -> None:
         versions, layout = self._versions, self._versions.parameters.layout
         optimizer, numbers, states = versions.updater.optimizer, versions.portion.numbers, versions.portion.states
-        self.shards = plan(layout, self.servers, may_split(optimizer, self.servers))
+        self.shards = plan_shards(layout, self.servers, is_elementwise(optimizer, self.servers))
         self._numbers = numbers
-        parts = [take_apart(states, numbers, layout, shard) for shard in self.shards]
+        parts = [split_state(states, numbers, layout, shard) for shard in self.shards]
         self._states = dict(enumerate(parts[1:], 1))
         dealt = {number for part in parts for number in part}
         versions.own(self.shards[0])
@@ -98,15 +98,15 @@ class Conductor:
     def complete(self) -> bool:
         return len(self._ready) == self.servers - 1
 
-    def enroll(self, member: Member) -> Enrollment:
+    def enroll(self, member: Member) -> ShardAssignment:
         """Take a server in, and give it its share."""
         index = member.trainer_index
         with self._lock:
             self._members.join(member)
             layout, shard = self._versions.parameters.layout, self.shards[index]
             weights = shard.copies_of(self._versions.parameters.flats)
-            given = Enrollment(shard, layout, weights, self._states.pop(index), self._step, *self._segments())
-        watch(member.name, lambda reason: self._gone(member, reason))
+            given = ShardAssignment(shard, layout, weights, self._states.pop(index), self._step, *self._segments())
+        watch_peer(member.name, lambda reason: self._gone(member, reason))
         return given
 
     def ready(self, server_index: int, shares_memory: bool) -> None:
@@ -124,7 +124,7 @@ class Conductor:
         """A server got a signal."""
         self._stop.request(reason)
 
-    def give_up(self, server_index: int, told: Failure) -> None:
+    def give_up(self, server_index: int, told: RemoteError) -> None:
         """A server failed, and says why; so the run fails."""
         self._members.leave(server_index)
         self._fail(told.error())
@@ -147,7 +147,7 @@ class Conductor:
     def dismiss(self, outcome: Decision | ParamserverError | None, timeout_s: float) -> None:
         """Tell all servers that the run is over, and wait until they have gone."""
         error = outcome if isinstance(outcome, ParamserverError) else PeerLost("server 0 ended the run")
-        told = outcome if isinstance(outcome, Decision) else Failure.of(error)
+        told = outcome if isinstance(outcome, Decision) else RemoteError.of(error)
         for member in self._members.here():
             self._members.leave(member.trainer_index)
             try:
@@ -172,7 +172,7 @@ class Conductor:
 
         Args:
             version: its number.
-            update, pushes: as for ``Versions.apply``.
+            update, pushes: as for ``ParameterStore.apply``.
             shared: which gradients lie in shared memory.
             needed: versions that may still be pulled from servers.
             then: what follows.
@@ -182,7 +182,7 @@ class Conductor:
         groups = portion.groups() if clip is None else None
         used = union([push.report.used for push in pushes])
         factors = tuple(self._versions.factors(update))
-        order = Order(version, named, factors, used, groups, frozenset(needed))
+        order = ApplyRequest(version, named, factors, used, groups, frozenset(needed))
         asked = [rpc_calls.send_later(name, "apply", order) for name in self._names]
         self._versions.prepare(update, pushes)
 
@@ -226,7 +226,7 @@ class Conductor:
         own = versions.portion.states
         every: list[tuple[Any, Mapping[int, Mapping[str, Any]]]] = [(self.shards[0], own)]
         every += [(shard, states) for shard, (_, states) in zip(self.shards[1:], parts, strict=True)]
-        joined = put_together(every, self._numbers, versions.parameters.layout)
+        joined = merge_state(every, self._numbers, versions.parameters.layout)
         state = versions.updater.state_dict()
         state["optimizer"] = {**state["optimizer"], "state": dict(sorted(({**own, **joined}).items()))}
         return state
@@ -256,14 +256,14 @@ class Conductor:
         except ParamserverError as error:
             self._fail(error)
         except Exception as error:  # noqa: BLE001 - it ends the run and travels to every trainer
-            self._fail(Failure.of(error).error())
+            self._fail(RemoteError.of(error).error())
 
     def _value(self, index: int, future: Future) -> Any:
         try:
             value = future.value()
         except RuntimeError as error:
             raise PeerLost(f"{self._members.get(index)} is lost: {str(error).splitlines()[0]}") from error
-        if isinstance(value, Failure):
+        if isinstance(value, RemoteError):
             raise value.error()
         return value
 

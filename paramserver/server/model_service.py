@@ -20,21 +20,21 @@ from paramserver.context import random_states
 from paramserver.devices import CPU, move, place_server
 from paramserver.errors import TaskError, UnsupportedConfiguration
 from paramserver.metrics.records import StepReport
-from paramserver.parameters.flat import Layout
+from paramserver.parameters.flat import FlatLayout
 from paramserver.parameters.model import build_model, load_weights, plain_weights
-from paramserver.rng import Draws
-from paramserver.server.parameter_store import Versions
+from paramserver.rng import PrivateRng
+from paramserver.server.parameter_store import ParameterStore
 from paramserver.task import Task
-from paramserver.transport.autograd import departing
-from paramserver.transport.base import ServerEnd
-from paramserver.transport.messages import Look, ModelAnswer, ModelCall
+from paramserver.transport.autograd import send_outputs
+from paramserver.transport.base import ServerTransport
+from paramserver.transport.messages import ModelAnswer, ModelCall, VersionView
 
 Flats: TypeAlias = Sequence[Tensor]
 
 _PLAIN = (Tensor, bool, int, float, complex, str, bytes, type(None))
 
 
-class Skeleton:
+class ModelReplica:
     """A copy of a model for one call at a time: it costs objects, and no memory for parameters.
 
     Args:
@@ -91,7 +91,7 @@ def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         ) from error
 
 
-class ServedEnd(ServerEnd):
+class ServedTransport(ServerTransport):
     """One trainer's forwards: versions are offered to them, and gradients are found at the leaves of its skeletons.
 
     Args:
@@ -104,8 +104,8 @@ class ServedEnd(ServerEnd):
     def __init__(
         self,
         model: nn.Module,
-        parameters: Layout,
-        buffers: Layout,
+        parameters: FlatLayout,
+        buffers: FlatLayout,
         snapshot: Callable[[], tuple[Flats, Flats]],
         device: torch.device,
     ) -> None:
@@ -117,7 +117,7 @@ class ServedEnd(ServerEnd):
         self._trained = [slot.name for slot in parameters.slots]
         # Of this trainer alone: they go on from call to call, and a push takes them.
         self._buffers = {name: torch.empty_like(buffer) for name, buffer in model.named_buffers()}
-        self._skeletons: list[Skeleton] = []
+        self._skeletons: list[ModelReplica] = []
         self._batches: list[int] = []
         self._tensors: dict[str, Tensor] = {}
         self._gradients = parameters.allocate()
@@ -136,9 +136,9 @@ class ServedEnd(ServerEnd):
     def look(self) -> tuple[int | None, Flats]:
         return self.offer(), ()
 
-    def kept(self, parameters: Flats, buffers: Flats) -> Look:
+    def kept(self, parameters: Flats, buffers: Flats) -> VersionView:
         self._offered = parameters, buffers
-        return Look(0, (), ())
+        return VersionView(0, (), ())
 
     def buffers(self, current: Flats) -> tuple[Tensor, ...]:
         return ()
@@ -162,15 +162,15 @@ class ServedEnd(ServerEnd):
         skeleton = self._skeleton(call)
         args, kwargs = move((call.args, call.kwargs), self._device)
         autocast = torch.autocast(self._device.type, call.autocast_dtype, enabled=call.autocast_dtype is not None)
-        with Draws(call.random_state) as draws, torch.set_grad_enabled(call.wants_grad), autocast:
+        with PrivateRng(call.random_state) as draws, torch.set_grad_enabled(call.wants_grad), autocast:
             output = skeleton.module(*args, **kwargs)
         return _answer(output, draws.state)
 
-    def _skeleton(self, call: ModelCall) -> Skeleton:
+    def _skeleton(self, call: ModelCall) -> ModelReplica:
         """One for each call of a step, so that the gradients of several add up in one order, whichever comes first."""
         place = len(self._batches)
         if place == len(self._skeletons):
-            self._skeletons.append(Skeleton(self._model, self._trained, self._buffers))
+            self._skeletons.append(ModelReplica(self._model, self._trained, self._buffers))
         if call.wants_grad:
             self._batches.append(call.batch)
         skeleton = self._skeletons[place]
@@ -244,13 +244,13 @@ def _answer(output: Any, random_state: Tensor) -> ModelAnswer:
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not places:
         return ModelAnswer(output=tree_unflatten(leaves, form), ticket=None, random_state=random_state)
-    ticket, *departed = departing([leaves[place] for place in places])
+    ticket, *departed = send_outputs([leaves[place] for place in places])
     for place, leaf in zip(places, departed, strict=True):
         leaves[place] = leaf
     return ModelAnswer(output=tree_unflatten(leaves, form), ticket=ticket, random_state=random_state)
 
 
-class Forwards:
+class ModelService:
     """The model of a server as trainers call it: built once, an end for each trainer.
 
     Args:
@@ -259,7 +259,7 @@ class Forwards:
         versions: of the parameters, which live on the CPU. Made just before this.
     """
 
-    def __init__(self, task: Task, config: Config, versions: Versions) -> None:
+    def __init__(self, task: Task, config: Config, versions: ParameterStore) -> None:
         states = random_states()
         states.pop("cuda", None)  # a trainer may have other devices
         self.as_built = states, versions.model.training
@@ -268,11 +268,11 @@ class Forwards:
         self._device = placement.device
         self._model = versions.model if placement == CPU else build_model(task, config.seed, placement)
 
-    def new_end(self) -> ServedEnd:
+    def new_end(self) -> ServedTransport:
         """Of a trainer that arrives; it can call the model at once."""
         if self._model is not self._versions.model:  # what is not trained never changes after the start
             load_weights(self._model, plain_weights(self._versions.model), "the server")
         parameters, buffers = self._versions.parameters.layout, self._versions.buffers.layout
-        end = ServedEnd(self._model, parameters, buffers, self._versions.snapshot, self._device)
+        end = ServedTransport(self._model, parameters, buffers, self._versions.snapshot, self._device)
         end.offer()
         return end

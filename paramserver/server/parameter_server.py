@@ -19,30 +19,30 @@ import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
 from torch import Tensor, nn
 
-from paramserver.checkpoint import Pieces, private_copy
+from paramserver.checkpoint import ChunkedFile, stage_copy
 from paramserver.config import Config, server_computes
 from paramserver.consistency import Announcement, Decision, make_consistency
 from paramserver.context import StopRequest
-from paramserver.distributed.membership import Member, Members, watch
-from paramserver.distributed.rpc_calls import Failure
+from paramserver.distributed.membership import Member, Members, watch_peer
+from paramserver.distributed.rpc_calls import RemoteError
 from paramserver.errors import ParamserverError, PeerLost, TrainingError, UnsupportedConfiguration, failed_elsewhere
 from paramserver.metrics.records import Record, StepReport, TrainerTotals, WeightedSums, merge_all
 from paramserver.parameters.model import untrained_weights
-from paramserver.runs.checkpoint_manager import Cut, Keeper, Stateful
-from paramserver.server.aggregator import Rounds
-from paramserver.server.coordinator import Conductor, Gathered
-from paramserver.server.model_service import Forwards, ServedEnd
-from paramserver.server.parameter_store import Versions
+from paramserver.runs.checkpoint_manager import CheckpointManager, StagedCheckpoint, Stateful
+from paramserver.server.aggregator import Aggregator
+from paramserver.server.coordinator import CollectedState, ShardCoordinator
+from paramserver.server.model_service import ModelService, ServedTransport
+from paramserver.server.parameter_store import ParameterStore
 from paramserver.task import Task
-from paramserver.transport.autograd import pulled
-from paramserver.transport.base import ServerEnd
-from paramserver.transport.messages import Future, Gathering, Look, ModelAnswer, ModelCall, Welcome
-from paramserver.transport.rpc import Outgoing, RpcServerEnd, ShardServerEnd
+from paramserver.transport.autograd import pull
+from paramserver.transport.base import ServerTransport
+from paramserver.transport.messages import Future, JoinReply, ModelAnswer, ModelCall, PendingReplies, VersionView
+from paramserver.transport.rpc import RpcServerTransport, ShardedServerTransport, WireVersion
 from paramserver.transport.segments import SegmentHost
-from paramserver.transport.shared_memory import Sharing
+from paramserver.transport.shared_memory import SharedMemory
 
 
-class Deposits:
+class PartCollector:
     """Takes the parts of one checkpoint after the other and gives it to the keeper when all are there. Thread-safe.
 
     A trainer takes part in the next cut only when its part of the last one has arrived, so there is one at a time.
@@ -54,20 +54,20 @@ class Deposits:
         trainers: how many parts a checkpoint has.
     """
 
-    def __init__(self, keeper: Keeper, trainers: int) -> None:
+    def __init__(self, keeper: CheckpointManager, trainers: int) -> None:
         self._keeper = keeper
         self._trainers = trainers
         self._lock = threading.Lock()
-        self._cut: Cut | None = None
-        self._parts: dict[int, Pieces] = {}
+        self._cut: StagedCheckpoint | None = None
+        self._parts: dict[int, ChunkedFile] = {}
         self._pauses_s: dict[int, float] = {}
 
-    def begin(self, cut: Cut) -> None:
+    def begin(self, cut: StagedCheckpoint) -> None:
         """The next parts are of ``cut``."""
         with self._lock:
             assert self._cut is None, "a trainer waits for its last part before it takes part in a cut"
             self._cut, self._pauses_s = cut, {}
-            self._parts = {index: Pieces() for index in range(self._trainers)}
+            self._parts = {index: ChunkedFile() for index in range(self._trainers)}
 
     def add(self, trainer_index: int, step: int, piece: Tensor) -> None:
         """The next piece of a trainer's file.
@@ -94,7 +94,7 @@ class Deposits:
             self._cut, self._parts = None, {}
         self._keeper.write(cut, parts, max(pauses_s.values()))
 
-    def _expected(self, trainer_index: int, step: int) -> Cut:
+    def _expected(self, trainer_index: int, step: int) -> StagedCheckpoint:
         if self._cut is None or self._cut.step != step or trainer_index in self._pauses_s:
             raise TrainingError(f"trainer {trainer_index}: a part of step {step} must follow a cut of that step")
         return self._cut
@@ -104,7 +104,7 @@ class TutorialMethods(nn.Module):
     """The public methods of the tutorial's server; ``is_whole`` says that all parameters are up to date here."""
 
     config: Config
-    versions: Versions
+    versions: ParameterStore
     is_whole: bool
     _lock: threading.RLock
 
@@ -112,7 +112,7 @@ class TutorialMethods(nn.Module):
         """The model's output at the current version, on the server; its gradient goes to the flat leaf."""
         self._require_all_parameters()
         with self._lock:
-            flats = pulled(self.versions.leaves, self.versions.snapshot()[0])
+            flats = pull(self.versions.leaves, self.versions.snapshot()[0])
         return self.versions.forward(flats, inputs)
 
     def get_dist_gradients(self, context_id: int) -> dict[str, Tensor]:
@@ -154,7 +154,7 @@ class ParameterServer(TutorialMethods):
         task: Task,
         config: Config,
         trainers: int,
-        keeper: Keeper,
+        keeper: CheckpointManager,
         stop: StopRequest,
         segments: SegmentHost | None = None,
     ) -> None:
@@ -166,11 +166,11 @@ class ParameterServer(TutorialMethods):
         rules = make_consistency(config, trainers, keeper.step, keeper.samples)
         rules.load_state_dict(keeper.consistency_state)
         several = config.cluster.num_servers > 1
-        self._sharing = Sharing(segments, config.server, rules.lockstep, keeper.note)
+        self._sharing = SharedMemory(segments, config.server, rules.lockstep, keeper.note)
         in_place = (rules.lockstep or several) and segments is not None
-        self.versions = Versions(task, config, self._sharing.allocate_parameters if in_place else None)
+        self.versions = ParameterStore(task, config, self._sharing.allocate_parameters if in_place else None)
         parameters = self.versions.parameters
-        self._forwards = Forwards(task, config, self.versions) if server_computes(config) else None
+        self._forwards = ModelService(task, config, self.versions) if server_computes(config) else None
         self._sharing.open_shelf(parameters.layout, trainers, lambda: (rules.step, parameters.flats))
         wire_dtype = getattr(torch, config.server.wire_dtype)
         self._wire = parameters.layout.narrowed(wire_dtype)
@@ -180,41 +180,41 @@ class ParameterServer(TutorialMethods):
         self.conductor = self._make_conductor(stop) if several else None
         self.is_whole = self.conductor is None
         own = self.versions.shard.layout
-        self._outgoing = Outgoing(own, own.narrowed(wire_dtype), self.versions.own_snapshot)
-        self.rounds = Rounds(
-            rules, self.versions, keeper, stop, lambda error: self.fail(Failure.of(error).error()), self.conductor
+        self._outgoing = WireVersion(own, own.narrowed(wire_dtype), self.versions.own_snapshot)
+        self.rounds = Aggregator(
+            rules, self.versions, keeper, stop, lambda error: self.fail(RemoteError.of(error).error()), self.conductor
         )
         self.finished = threading.Event()
         self.error: ParamserverError | None = None
         self.totals: dict[int, TrainerTotals] = {}
         self.last_decision: Decision | None = None
-        self._arrivals = Gathering()
-        self._validations: dict[int, Gathering] = {}
-        self._cuts = Gathering()
-        self._deposits = Deposits(keeper, trainers)
+        self._arrivals = PendingReplies()
+        self._validations: dict[int, PendingReplies] = {}
+        self._cuts = PendingReplies()
+        self._deposits = PartCollector(keeper, trainers)
 
-    def _make_conductor(self, stop: StopRequest) -> Conductor:
+    def _make_conductor(self, stop: StopRequest) -> ShardCoordinator:
         where, begun = self._sharing.where, self._check_arrivals
-        return Conductor(self.config, self.versions, self._lock, stop, self.keeper.step, where, self.fail, begun)
+        return ShardCoordinator(self.config, self.versions, self._lock, stop, self.keeper.step, where, self.fail, begun)
 
-    def _make_end(self) -> ServerEnd:
+    def _make_end(self) -> ServerTransport:
         if self._forwards is not None:
             return self._forwards.new_end()
         if self.conductor is not None:
-            return ShardServerEnd(self.versions.shard, self.versions.leaves, self._outgoing)
-        return RpcServerEnd(self.versions.leaves, self._outgoing)
+            return ShardedServerTransport(self.versions.shard, self.versions.leaves, self._outgoing)
+        return RpcServerTransport(self.versions.leaves, self._outgoing)
 
     # A trainer's life.
 
     def arrive(self, member: Member, epoch_samples: int | None) -> Future:
-        """Take a trainer in; answered with a ``Welcome`` when all trainers are here."""
+        """Take a trainer in; answered with a ``JoinReply`` when all trainers are here."""
         with self._lock:
             self._check_running()
             self.members.join(member)
             self.rounds.epoch_samples = epoch_samples
             self.rounds.ends[member.trainer_index] = self._make_end()
             future = self._arrivals.add(member.trainer_index, None)
-        watch(member.name, lambda reason: self._gone(member.trainer_index, reason))
+        watch_peer(member.name, lambda reason: self._gone(member.trainer_index, reason))
         self._check_arrivals()
         return future
 
@@ -228,15 +228,15 @@ class ParameterServer(TutorialMethods):
             futures = self._arrivals.take()[1]
         self._conclude(futures, self._welcomes)
 
-    def _welcomes(self) -> dict[int, Welcome]:
+    def _welcomes(self) -> dict[int, JoinReply]:
         self.keeper.expect(self.rounds.epoch_samples)
-        model = private_copy(untrained_weights(self.versions.model)) if self._forwards is None else {}
+        model = stage_copy(untrained_weights(self.versions.model)) if self._forwards is None else {}
         layouts = self.versions.parameters.layout, self._wire, self.versions.buffers.layout
         step, lockstep, stored = self.rounds.rules.step, self.rounds.rules.lockstep, self.keeper.stored_part
         if self.conductor is not None and not self.conductor.shares_memory:
             self._sharing.stop()
         where, shards = self._sharing.address, () if self.conductor is None else self.conductor.shards
-        return {i: Welcome(model, *layouts, step, lockstep, where, stored(i), shards) for i in range(self.trainers)}
+        return {i: JoinReply(model, *layouts, step, lockstep, where, stored(i), shards) for i in range(self.trainers)}
 
     def share_segments(self, trainer_index: int) -> int:
         """A trainer of this host reads and writes in place from now on.
@@ -257,7 +257,7 @@ class ParameterServer(TutorialMethods):
         try:
             values = answers()
         except Exception as error:  # noqa: BLE001 - it ends the run and travels to every trainer
-            failure = Failure.of(error)
+            failure = RemoteError.of(error)
             self.fail(failure.error())
             values = dict.fromkeys(futures, failure)
         for index, future in futures.items():
@@ -284,7 +284,7 @@ class ParameterServer(TutorialMethods):
         """Until every trainer that is alive has let go of this server, which it does when it needs it no more."""
         self.members.await_goodbyes(timeout_s)
 
-    def give_up(self, trainer_index: int, told: Failure) -> None:
+    def give_up(self, trainer_index: int, told: RemoteError) -> None:
         """A trainer failed, and says why; so the run fails."""
         self.members.leave(trainer_index)
         self.fail(told.error())
@@ -314,7 +314,7 @@ class ParameterServer(TutorialMethods):
                 self.error = error
             if self.conductor is not None:
                 self.conductor.end()
-            failure = Failure.of(failed_elsewhere(self.error))
+            failure = RemoteError.of(failed_elsewhere(self.error))
             gatherings = [self._arrivals, self._cuts, *self._validations.values()]
             waiting = [f for g in gatherings for f in g.take()[1].values()] + self.rounds.take_waiting()
         for future in waiting:
@@ -325,10 +325,10 @@ class ParameterServer(TutorialMethods):
         if self.error is not None:
             raise failed_elsewhere(self.error)
 
-    # A step: see ``Rounds``.
+    # A step: see ``Aggregator``.
 
     def begin(self, trainer_index: int, announcement: Announcement) -> Future:
-        """A trainer announces itself; answered with a ``Round`` when the consistency lets it go on."""
+        """A trainer announces itself; answered with a ``StepGrant`` when the consistency lets it go on."""
         with self._lock:
             self._check_running()
             return self.rounds.begin(trainer_index, announcement)
@@ -350,8 +350,8 @@ class ParameterServer(TutorialMethods):
     ) -> Future:
         """Take the gradients that a context holds; answered when they were applied.
 
-        The answer is a ``Round`` with a ``result``: the trainer's next one where it has announced itself for it, and
-        else one without a decision.
+        The answer is a ``StepGrant`` with a ``result``: the trainer's next one where it has announced itself for it,
+        and else one without a decision.
         """
         held = dist_autograd.get_gradients(context_id)  # type: ignore[attr-defined]
         with self._lock:
@@ -377,12 +377,12 @@ class ParameterServer(TutorialMethods):
             self._check_running()
             return self.rounds.follow(trainer_index, step)
 
-    def look(self, trainer_index: int, version: int | None) -> Look:
+    def look(self, trainer_index: int, version: int | None) -> VersionView:
         """A version that is kept, or the current one: for validation. None = whatever is current."""
         with self._lock:
             return self.rounds.look(trainer_index, version)
 
-    # The model on the server: see ``Forwards``.
+    # The model on the server: see ``ModelService``.
 
     def model_as_built(self) -> tuple[dict[str, Any], bool]:
         """The random states after the model was built, and whether it was in ``train()``."""
@@ -393,7 +393,7 @@ class ParameterServer(TutorialMethods):
         """The model's output for one trainer, at the version of its round. Without the lock: others compute too."""
         self._check_running()
         end = self.rounds.ends[trainer_index]
-        assert isinstance(end, ServedEnd)
+        assert isinstance(end, ServedTransport)
         return end.compute(call)
 
     # Validation, checkpoints, records.
@@ -402,7 +402,7 @@ class ParameterServer(TutorialMethods):
         """A trainer's share of the validation of a version; answered with ``(means, improved)`` over all shares."""
         with self._lock:
             self._check_running()
-            gathering = self._validations.setdefault(version, Gathering())
+            gathering = self._validations.setdefault(version, PendingReplies())
             future = gathering.add(trainer_index, sums)
             if len(gathering.parts) < self.trainers:
                 return future
@@ -450,7 +450,7 @@ class ParameterServer(TutorialMethods):
 
         def gather(release: Callable[[], None]) -> None:
             def gathered(state: dict[str, Any]) -> None:
-                then(Gathered(state))
+                then(CollectedState(state))
                 release()
 
             conductor.gather(gathered)

@@ -13,19 +13,19 @@ from paramserver.config import Config
 from paramserver.consistency import Update, scale
 from paramserver.devices import CPU
 from paramserver.errors import TaskError
-from paramserver.optim.parallel_step import WORTHWHILE_BYTES, Crew
-from paramserver.optim.shard_updater import Portion
+from paramserver.optim.parallel_step import WORTHWHILE_BYTES, ThreadTeam
+from paramserver.optim.shard_updater import ShardUpdater
 from paramserver.optim.updater import Updater
-from paramserver.parameters.flat import FlatTensors, Layout, module_buffers, trainable
+from paramserver.parameters.flat import FlatLayout, FlatTensors, module_buffers, trainable
 from paramserver.parameters.model import build_model
-from paramserver.parameters.sharding import Shard, whole
+from paramserver.parameters.sharding import Shard, full_shard
 from paramserver.task import Task
 from paramserver.transport.messages import Push, union
 
 Flats = list[Tensor]
 
 
-class Versions:
+class ParameterStore:
     """One model in a few flat tensors, one optimizer over views of them. Not thread-safe.
 
     Args:
@@ -34,14 +34,16 @@ class Versions:
         allocate: makes the flat tensors of the parameters, where others are to read them in place.
     """
 
-    def __init__(self, task: Task, config: Config, allocate: Callable[[Layout], list[Tensor]] | None = None) -> None:
+    def __init__(
+        self, task: Task, config: Config, allocate: Callable[[FlatLayout], list[Tensor]] | None = None
+    ) -> None:
         self.model = build_model(task, config.seed, CPU)
         self.parameters = FlatTensors(trainable(self.model), allocate, config.server.bucket_bytes)
         self.buffers = FlatTensors(module_buffers(self.model))
         self.updater = Updater(task, self.model, config.training)
         if isinstance(self.updater.optimizer, torch.optim.SparseAdam):
             raise TaskError("SparseAdam needs sparse gradients, which cannot be averaged on a server; use Adam")
-        self.own(whole(self.parameters.layout))
+        self.own(full_shard(self.parameters.layout))
         self._stale_scaling = config.server.stale_scaling
         self._snapshot: Flats | None = None
         self._own_snapshot: Flats | None = None
@@ -53,10 +55,10 @@ class Versions:
         ranges = shard.ranges_of(self.parameters.flats)
         parameters = list(self.parameters.tensors.values())
         self.shard = shard
-        self.portion = Portion(self.parameters.layout, shard, ranges, parameters, self.updater.optimizer)
+        self.portion = ShardUpdater(self.parameters.layout, shard, ranges, parameters, self.updater.optimizer)
         self.leaves = self.portion.leaves
 
-    def work_with(self, crew: Crew) -> None:
+    def work_with(self, crew: ThreadTeam) -> None:
         """Updates of large models are made by all of the crew from now on."""
         if self.parameters.layout.bytes >= WORTHWHILE_BYTES:
             self.portion.work_with(crew)

@@ -16,24 +16,24 @@ from torch import Tensor
 
 from paramserver.config import Config
 from paramserver.consistency import Decision
-from paramserver.context import Process
+from paramserver.context import ProcessContext
 from paramserver.devices import CPU
 from paramserver.distributed import rpc_calls
-from paramserver.distributed.membership import Member, release_lifelines
-from paramserver.distributed.rendezvous import Meeting
-from paramserver.distributed.rpc_calls import Failure
+from paramserver.distributed.membership import Member, release_liveness_calls
+from paramserver.distributed.rendezvous import Rendezvous
+from paramserver.distributed.rpc_calls import RemoteError
 from paramserver.distributed.session import rpc_shard_server
 from paramserver.errors import PeerLost, PeerRefused, TrainingError, UnsupportedConfiguration
-from paramserver.optim.shard_updater import Portion
+from paramserver.optim.shard_updater import ShardUpdater
 from paramserver.optim.updater import build_optimizer
-from paramserver.parameters.flat import Layout, trainable
+from paramserver.parameters.flat import FlatLayout, trainable
 from paramserver.parameters.model import build_model
 from paramserver.parameters.sharding import States
-from paramserver.server.client import RemoteServer
+from paramserver.server.client import ServerClient
 from paramserver.task import Task
-from paramserver.transport.messages import Enrollment, Future, Order
-from paramserver.transport.rpc import Arrivals, Outgoing
-from paramserver.transport.segments import attach, reachable
+from paramserver.transport.messages import ApplyRequest, Future, ShardAssignment
+from paramserver.transport.rpc import PushAssembly, WireVersion
+from paramserver.transport.segments import attach, can_attach
 from paramserver.transport.shared_memory import gradients_key
 
 
@@ -52,27 +52,27 @@ class ShardServer:
         UnsupportedConfiguration: memory must be shared with the first server and cannot be.
     """
 
-    def __init__(self, task: Task, config: Config, server_index: int, enrollment: Enrollment) -> None:
+    def __init__(self, task: Task, config: Config, server_index: int, enrollment: ShardAssignment) -> None:
         self.config = config
         self.server_index = server_index
         self.version = enrollment.step
         self.finished = threading.Event()
-        self.outcome: Decision | Failure | None = None
+        self.outcome: Decision | RemoteError | None = None
         self._lock = threading.RLock()
         self._whole = enrollment.parameters
         self._segments = self._reachable(enrollment.segments)
         self._segments_key = enrollment.segments_key
         self._shared: dict[int, list[Tensor]] = {}
         self._pushes: dict[int, tuple[int, list[Tensor]]] = {}
-        self._arrivals: dict[int, tuple[int, Arrivals]] = {}
+        self._arrivals: dict[int, tuple[int, PushAssembly]] = {}
         self._kept: dict[int, list[Tensor]] = {}
         self._snapshot: list[Tensor] | None = None
-        self._order: Order | None = None
+        self._order: ApplyRequest | None = None
         self._answer: Future | None = None
         self.portion = self._build(task, enrollment)
         own = enrollment.shard.layout
         wire = own.narrowed(getattr(torch, config.server.wire_dtype))
-        self._outgoing = Outgoing(own, wire, self._current)
+        self._outgoing = WireVersion(own, wire, self._current)
 
     @property
     def shares_memory(self) -> bool:
@@ -80,7 +80,7 @@ class ShardServer:
         return self._segments is not None
 
     def _reachable(self, address: str | None) -> str | None:
-        if address is None or reachable(address, self.config.cluster.timeout_s):
+        if address is None or can_attach(address, self.config.cluster.timeout_s):
             return address
         if self.config.server.transport == "shared_memory":
             raise UnsupportedConfiguration(
@@ -89,11 +89,11 @@ class ShardServer:
             )
         return None
 
-    def _build(self, task: Task, enrollment: Enrollment) -> Portion:
+    def _build(self, task: Task, enrollment: ShardAssignment) -> ShardUpdater:
         """The model and the optimizer, with the memory of what is owned and without that of all else."""
         model = build_model(task, self.config.seed, CPU)
         parameters = trainable(model)
-        if Layout.of(parameters.items(), self.config.server.bucket_bytes) != self._whole:
+        if FlatLayout.of(parameters.items(), self.config.server.bucket_bytes) != self._whole:
             raise TrainingError(
                 f"server {self.server_index} built another model than server 0; build_model must give the same one in "
                 "every process"
@@ -101,7 +101,7 @@ class ShardServer:
         optimizer = build_optimizer(task, model)
         shard = enrollment.shard
         ranges = self._ranges(enrollment)
-        portion = Portion(self._whole, shard, ranges, list(parameters.values()), optimizer)
+        portion = ShardUpdater(self._whole, shard, ranges, list(parameters.values()), optimizer)
         views = shard.layout.views(ranges)
         whole = {
             slot.name
@@ -113,7 +113,7 @@ class ShardServer:
         portion.adopt(enrollment.states)
         return portion
 
-    def _ranges(self, enrollment: Enrollment) -> list[Tensor]:
+    def _ranges(self, enrollment: ShardAssignment) -> list[Tensor]:
         if self._segments is not None:
             return enrollment.shard.ranges_of(self._attach(self._segments_key))
         ranges = enrollment.shard.layout.allocate()
@@ -132,7 +132,7 @@ class ShardServer:
         with self._lock:
             current = version == self.version
             flats = self._outgoing.version() if current else self._outgoing.rounded(self._find(version))
-        return Arrivals(self.portion.leaves).edge(flats)
+        return PushAssembly(self.portion.leaves).edge(flats)
 
     def look(self, version: int | None) -> tuple[Tensor, ...]:
         """The same without a way back, for validation; None = whatever is current."""
@@ -146,11 +146,11 @@ class ShardServer:
         with self._lock:
             self._arrivals_of(trainer_index, version).take(number, gradient)
 
-    def _arrivals_of(self, trainer_index: int, version: int) -> Arrivals:
+    def _arrivals_of(self, trainer_index: int, version: int) -> PushAssembly:
         """Those of a push; what came for an earlier one of this trainer is let go."""
         known = self._arrivals.get(trainer_index)
         if known is None or known[0] != version:
-            known = self._arrivals[trainer_index] = version, Arrivals(self.portion.leaves)
+            known = self._arrivals[trainer_index] = version, PushAssembly(self.portion.leaves)
         return known[1]
 
     def take_push(self, context_id: int, trainer_index: int, version: int) -> None:
@@ -176,7 +176,7 @@ class ShardServer:
 
     # What the first server calls.
 
-    def apply(self, order: Order) -> Future:
+    def apply(self, order: ApplyRequest) -> Future:
         """Answered with None when the order's version is made, or with the norm of the gradients before that."""
         with self._lock:
             if order.version != self.version + 1:
@@ -199,7 +199,7 @@ class ShardServer:
         with self._lock:
             return self._current() if weights else None, self.portion.owned_states
 
-    def finish(self, outcome: Decision | Failure) -> None:
+    def finish(self, outcome: Decision | RemoteError) -> None:
         """The run is over."""
         self.outcome = outcome
         self.finished.set()
@@ -213,13 +213,13 @@ class ShardServer:
         try:
             answer: Any = self._carry_out(order)
         except Exception as error:  # noqa: BLE001 - it travels to the first server, who ends the run with it
-            answer = Failure.of(error, f"server {self.server_index}")
+            answer = RemoteError.of(error, f"server {self.server_index}")
         future.set_result(answer)
 
     def _is_here(self, trainer_index: int, version: int, shared: bool) -> bool:
         return shared or self._pushes.get(trainer_index, (None,))[0] == version
 
-    def _carry_out(self, order: Order) -> float | None:
+    def _carry_out(self, order: ApplyRequest) -> float | None:
         kept = {self.version: self._current()} if self.version in order.needed else {}
         self._kept = {v: flats for v, flats in self._kept.items() if v in order.needed} | kept
         gradients = [self._gradients(trainer, shared) for trainer, _, shared in order.pushes]
@@ -246,7 +246,7 @@ class ShardServer:
 _LOOK_S = 0.2
 
 
-def serve_shard(process: Process, task: Task, meeting: Meeting) -> Decision:
+def serve_shard(process: ProcessContext, task: Task, meeting: Rendezvous) -> Decision:
     """Own a shard until the first server says that the run is over; what ended it.
 
     Raises:
@@ -258,13 +258,13 @@ def serve_shard(process: Process, task: Task, meeting: Meeting) -> Decision:
         name = stack.enter_context(rpc_shard_server(meeting, index))
         remote = stack.enter_context(_first_server(config, index))
         try:
-            enrollment: Enrollment = remote.call(
+            enrollment: ShardAssignment = remote.call(
                 "conductor.enroll", Member(index, name, index, meeting.place, kind="server")
             )
             remote.start_heartbeat()
             server = ShardServer(task, config, index, enrollment)
-            rpc_calls.host(server)
-            stack.callback(rpc_calls.host, None)
+            rpc_calls.register_server(server)
+            stack.callback(rpc_calls.register_server, None)
             remote.call("conductor.ready", index, server.shares_memory)
             return _await_end(server, remote, process)
         except Exception as error:
@@ -273,16 +273,16 @@ def serve_shard(process: Process, task: Task, meeting: Meeting) -> Decision:
 
 
 @contextmanager
-def _first_server(config: Config, server_index: int) -> Iterator[RemoteServer]:
-    remote = RemoteServer(config, server_index, "conductor.beat")
+def _first_server(config: Config, server_index: int) -> Iterator[ServerClient]:
+    remote = ServerClient(config, server_index, "conductor.beat")
     try:
         yield remote
     finally:
         remote.close()
-        release_lifelines()
+        release_liveness_calls()
 
 
-def _await_end(server: ShardServer, remote: RemoteServer, process: Process) -> Decision:
+def _await_end(server: ShardServer, remote: ServerClient, process: ProcessContext) -> Decision:
     told = False
     while not server.finished.wait(min(process.config.server.heartbeat_s, _LOOK_S)):
         remote.check()
@@ -290,14 +290,14 @@ def _await_end(server: ShardServer, remote: RemoteServer, process: Process) -> D
             told = True
             remote.call("conductor.ask_to_stop", process.stop.state()[1])
     outcome: Any = server.outcome
-    if isinstance(outcome, Failure):
+    if isinstance(outcome, RemoteError):
         raise outcome.error()
     assert isinstance(outcome, Decision)
     return outcome
 
 
-def _give_up(remote: RemoteServer, server_index: int, error: Exception) -> None:
+def _give_up(remote: ServerClient, server_index: int, error: Exception) -> None:
     """Tell the first server why this one ends, unless that is how it knows."""
     if isinstance(error, (PeerLost, PeerRefused)):
         return
-    remote.call("conductor.give_up", server_index, Failure.told_by(f"server {server_index}", error))
+    remote.call("conductor.give_up", server_index, RemoteError.told_by(f"server {server_index}", error))

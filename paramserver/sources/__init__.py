@@ -6,13 +6,13 @@ from paramserver._lazy import attach
 
 if TYPE_CHECKING:
     from paramserver.sources.base import (
-        Leftover as Leftover,
         Partition as Partition,
+        ResumePosition as ResumePosition,
         Source as Source,
     )
     from paramserver.sources.dataset import (
         DatasetSource as DatasetSource,
-        Share as Share,
+        PartitionOrder as PartitionOrder,
         deal as deal,
     )
     from paramserver.sources.factory import (

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paramserver.errors import CheckpointError
-from paramserver.online.spec import Post
+from paramserver.online.spec import ReceiverSpec
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Partition:
 
 
 @dataclass(frozen=True)
-class Leftover:
+class ResumePosition:
     """How far one trainer of an earlier run had come, for a run with another number of trainers.
 
     Attributes:
@@ -81,7 +81,7 @@ class Source(ABC):
         """How many samples one pass over the data holds for all trainers together; None where unknown."""
         return None
 
-    def connect(self, post: Post) -> None:
+    def connect(self, post: ReceiverSpec) -> None:
         """Learn of the online run, before anything is read; for sources whose samples come over the network."""
 
     def enough(self) -> None:
@@ -112,7 +112,7 @@ class Source(ABC):
     def load_state_dict(self, state: dict[str, Any], mark: Any = None) -> None:
         """Take back ``state_dict()``, and the mark of the last group that the buffer got."""
 
-    def reshard(self, leftovers: Sequence[Leftover], held: Sequence[Any]) -> None:
+    def reshard(self, leftovers: Sequence[ResumePosition], held: Sequence[Any]) -> None:
         """Go on with this trainer's share of what another number of trainers left.
 
         Args:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from paramserver.errors import CheckpointError, TaskError, UnsupportedConfiguration
-from paramserver.sources.base import Leftover, Partition, Source
+from paramserver.sources.base import Partition, ResumePosition, Source
 
 
 def deal(
@@ -48,7 +48,7 @@ def deal(
 
 
 @dataclass(frozen=True)
-class Share:
+class PartitionOrder:
     """One trainer's sequence of indices; position n is its n-th index.
 
     Args:
@@ -109,7 +109,7 @@ class Share:
                 earlier.append(index)
         return position, earlier
 
-    def taking_over(self, leftovers: Sequence[Leftover], held: Sequence[int]) -> Share:
+    def taking_over(self, leftovers: Sequence[ResumePosition], held: Sequence[int]) -> PartitionOrder:
         """This trainer's share, where ``leftovers`` tell what another number of trainers had come to.
 
         What those had begun is dealt anew, in turn from each of them: the samples that they held and had not served,
@@ -123,7 +123,7 @@ class Share:
         begun = []
         for i, one in enumerate(leftovers):
             partition = Partition(i, len(leftovers))
-            share = Share(self.length, partition, self.options, one.state["rest"].tolist(), one.state["epoch"])
+            share = PartitionOrder(self.length, partition, self.options, one.state["rest"].tolist(), one.state["epoch"])
             begun.append((share, *share.rewound(one.position, one.unserved)))
         epoch = max(share.first_untouched(position) for share, position, _ in begun)
         left = [[*earlier, *chain.from_iterable(share.blocks(at, epoch))] for share, at, earlier in begun]
@@ -163,7 +163,7 @@ class DatasetSource(Source):
         self.options = {"seed": seed, **(sampler_kwargs or {})}
         if self.length == 0:
             raise TaskError("the training data set is empty; train_source must return at least one sample")
-        self._take(Share(self.length, partition, self.options))
+        self._take(PartitionOrder(self.length, partition, self.options))
         try:
             mine = self.share.per_pass
         except TypeError as error:
@@ -214,7 +214,7 @@ class DatasetSource(Source):
     @cached_property  # it is asked for in every step, and costs a pass over the indices
     def pass_samples(self) -> int:
         count = self.partition.count
-        return sum(Share(self.length, Partition(i, count), self.options).per_pass for i in range(count))
+        return sum(PartitionOrder(self.length, Partition(i, count), self.options).per_pass for i in range(count))
 
     def state_dict(self) -> dict[str, Any]:
         return {"length": self.length, "rest": self._rest, "epoch": self.share.epoch}
@@ -223,12 +223,12 @@ class DatasetSource(Source):
         self._check_length(state)
         self._take(replace(self.share, rest=state["rest"].tolist(), epoch=state["epoch"]))
 
-    def reshard(self, leftovers: Sequence[Leftover], held: Sequence[Any]) -> None:
+    def reshard(self, leftovers: Sequence[ResumePosition], held: Sequence[Any]) -> None:
         for leftover in leftovers:
             self._check_length(leftover.state)
         self._take(self.share.taking_over(leftovers, held))
 
-    def _take(self, share: Share) -> None:
+    def _take(self, share: PartitionOrder) -> None:
         # As a tensor, which is copied at once at every checkpoint, where a list would be copied number by number.
         self.share, self._rest = share, torch.tensor(share.rest, dtype=torch.int64)
 

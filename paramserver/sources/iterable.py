@@ -7,7 +7,7 @@ from copy import deepcopy
 from itertools import islice
 from typing import Any
 
-from paramserver.sources.base import Leftover, Partition, Source
+from paramserver.sources.base import Partition, ResumePosition, Source
 
 
 class IterableSource(Source):
@@ -47,7 +47,7 @@ class IterableSource(Source):
             self.iterable.load_state_dict(mark)  # type: ignore[attr-defined]
             self._placed = True
 
-    def reshard(self, leftovers: Sequence[Leftover], held: Sequence[Any]) -> None:
+    def reshard(self, leftovers: Sequence[ResumePosition], held: Sequence[Any]) -> None:
         if not self.keeps_place:
             super().reshard(leftovers, held)
         places = [leftover.mark for leftover in leftovers]

@@ -11,12 +11,12 @@ import torch
 
 from paramserver.config import SimulationsConfig
 from paramserver.errors import UnsupportedConfiguration
-from paramserver.online.received_log import Identities
-from paramserver.online.spec import Post
-from paramserver.sources.base import Leftover, Source
+from paramserver.online.received_log import ReceivedLog
+from paramserver.online.spec import ReceiverSpec
+from paramserver.sources.base import ResumePosition, Source
 
 if TYPE_CHECKING:
-    from paramserver.online.receiver import Reception
+    from paramserver.online.receiver import SampleReceiver
 
 
 class Stream(Source):
@@ -30,10 +30,10 @@ class Stream(Source):
     started_here = False
 
     def __init__(self) -> None:
-        self.identities = Identities()
+        self.identities = ReceivedLog()
         self._lock = threading.Lock()
-        self._post: Post | None = None
-        self._reception: Reception | None = None
+        self._post: ReceiverSpec | None = None
+        self._reception: SampleReceiver | None = None
         self._closed = False
         self._inherited = 0
 
@@ -61,7 +61,7 @@ class Stream(Source):
                 "it, or give paramserver.sources.Stream, whose samples come from outside"
             )
 
-    def connect(self, post: Post) -> None:
+    def connect(self, post: ReceiverSpec) -> None:
         self.check(post.plan.config)
         # Here, and not when it is read: where pyzmq is missing, this says so.
         import paramserver.online.receiver  # noqa: F401
@@ -80,9 +80,9 @@ class Stream(Source):
             # Asked for more: the buffer has got these.
             reception.taken(len(group))
 
-    def _receive(self, position: int) -> Reception | None:
+    def _receive(self, position: int) -> SampleReceiver | None:
         """Begin, once; None where it was closed already."""
-        from paramserver.online.receiver import Reception
+        from paramserver.online.receiver import SampleReceiver
 
         with self._lock:
             if self._post is None:
@@ -93,7 +93,7 @@ class Stream(Source):
                 return None
             self.identities.truncate(position)
             self._inherited = self.identities.inherited_for(self._post.trainer_index, self._post.trainers)
-            self._reception = Reception(self._post, self.identities)
+            self._reception = SampleReceiver(self._post, self.identities)
             self._reception.start()
             return self._reception
 
@@ -119,7 +119,7 @@ class Stream(Source):
         return planned - self.identities.inherited_for(index, trainers) + self.identities.held
 
     def figures(self) -> dict[str, Any]:
-        """As of ``Reception``; with this trainer's share of what other trainers had got before, which is ``inherited``.
+        """As of ``Handshake``; with this trainer's share of what other trainers had got before, which is ``inherited``.
 
         So the figures of all trainers add up to those of the whole run.
         """
@@ -150,7 +150,7 @@ class Stream(Source):
     def load_state_dict(self, state: Mapping[str, Any], mark: Any = None) -> None:
         self.identities.restore(state)
 
-    def reshard(self, leftovers: Sequence[Leftover], held: Sequence[Any]) -> None:
+    def reshard(self, leftovers: Sequence[ResumePosition], held: Sequence[Any]) -> None:
         states, positions = [one.state for one in leftovers], [one.position for one in leftovers]
         self.identities.take_over(states, positions, held)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-class PulledSnapshot(torch.autograd.Function):
+class PullFunction(torch.autograd.Function):
     """Hands out an immutable snapshot; its gradient goes to the server's flat leaf.
 
     So pull and push are the two directions of one edge, and ``dist_autograd.backward`` is the push; ``arrived`` is
@@ -29,7 +29,7 @@ class PulledSnapshot(torch.autograd.Function):
         return gradients[0], None, None
 
 
-class GradientSeal(torch.autograd.Function):
+class PushFunction(torch.autograd.Function):
     """A scalar whose gradient with respect to the pulled tensors is what a trainer has accumulated for them.
 
     The model's own backward ends at the trainer's copy of the parameters, so micro-batches, hooks and higher
@@ -47,7 +47,7 @@ class GradientSeal(torch.autograd.Function):
         return None, *ctx.gradients
 
 
-class Departure(torch.autograd.Function):
+class SendOutputs(torch.autograd.Function):
     """Outputs of a forward on their way out, behind a ticket whose gradient says which of them took part in the loss.
 
     Distributed autograd fills in zeros for what took no part. Here such an output has no gradient again, as it has
@@ -65,8 +65,8 @@ class Departure(torch.autograd.Function):
         return tuple(g if part else None for g, part in zip(gradients[1:], took_part, strict=True))
 
 
-class Arrival(torch.autograd.Function):
-    """The other end of ``Departure``: takes ticket and outputs, gives an anchor and the outputs.
+class RecvOutputs(torch.autograd.Function):
+    """The other end of ``SendOutputs``: takes ticket and outputs, gives an anchor and the outputs.
 
     The anchor is a scalar and a root of the backward beside the loss. So every reply takes part in the backward, which
     would else wait for those that do not.
@@ -82,29 +82,29 @@ class Arrival(torch.autograd.Function):
         return torch.tensor([float(g is not None) for g in gradients[1:]]), *gradients[1:]
 
 
-def departing(outputs: Sequence[Tensor]) -> list[Tensor]:
+def send_outputs(outputs: Sequence[Tensor]) -> list[Tensor]:
     """Ticket and outputs, as they leave the process that computed them; all of ``outputs`` have a gradient."""
-    apply: Any = Departure.apply
+    apply: Any = SendOutputs.apply
     return list(apply(*outputs))
 
 
-def arriving(departed: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Anchor and outputs, from what ``departing`` gave elsewhere."""
-    apply: Any = Arrival.apply
+def recv_outputs(departed: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Anchor and outputs, from what ``send_outputs`` gave elsewhere."""
+    apply: Any = RecvOutputs.apply
     anchor, *outputs = apply(*departed)
     return anchor, outputs
 
 
-def pulled(
+def pull(
     leaves: Sequence[Tensor], snapshot: Sequence[Tensor], arrived: Callable[[], None] | None = None
 ) -> list[Tensor]:
     """The snapshot as tensors whose gradients arrive at ``leaves``; ``arrived`` is called for each that does."""
-    apply: Any = PulledSnapshot.apply
+    apply: Any = PullFunction.apply
     return [apply(leaf, flat, arrived) for leaf, flat in zip(leaves, snapshot, strict=True)]
 
 
-def sealed(gradients: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
+def push_root(gradients: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
     """The root of the distributed backward that sends ``gradients`` to where ``tensors`` were pulled from."""
-    apply: Any = GradientSeal.apply
+    apply: Any = PushFunction.apply
     seal: Tensor = apply(list(gradients), *tensors)
     return seal

@@ -9,18 +9,18 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from paramserver.metrics.records import StepReport
-from paramserver.transport.messages import Look
+from paramserver.transport.messages import VersionView
 
 
 @dataclass(frozen=True)
-class Early:
+class GradientBucket:
     """Flat tensor ``number`` of those that server ``server`` owns."""
 
     server: int
     number: int
 
 
-class ServerEnd(ABC):
+class ServerTransport(ABC):
     """The server's end, one for each trainer. Called under the server's lock.
 
     ``in_place`` says that gradients lie in memory that several servers may share.
@@ -41,7 +41,7 @@ class ServerEnd(ABC):
         """The current version without a way back, for validation: its place, or itself. Good until the next offer."""
 
     def take_early(self, number: int, gradient: Tensor) -> None:
-        """The gradient of flat tensor ``number``, which comes before the context does; see ``TrainerEnd.early``."""
+        """The gradient of flat tensor ``number``, sent before the context; see ``TrainerTransport.early``."""
         raise AssertionError("no gradient comes early")
 
     @abstractmethod
@@ -56,9 +56,9 @@ class ServerEnd(ABC):
         """What a trainer gets of the module buffers of a version beside what it was offered."""
         return tuple(current)
 
-    def kept(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> Look:
+    def kept(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> VersionView:
         """A past version, for validation."""
-        return Look(None, tuple(parameters), tuple(buffers))
+        return VersionView(None, tuple(parameters), tuple(buffers))
 
     def completed(self, report: StepReport, buffers: Sequence[Tensor]) -> tuple[StepReport, Sequence[Tensor]]:
         """A push's report and module buffers, with what only this end knows. Called after ``gradients``."""
@@ -69,7 +69,7 @@ class ServerEnd(ABC):
         """The trainer has pushed, or is gone: it needs what it was offered no more."""
 
 
-class TrainerEnd(ABC):
+class TrainerTransport(ABC):
     """A trainer's end.
 
     ``name`` is the word of the key server.transport; ``in_place`` says that a version is found by its place, so that
@@ -82,9 +82,9 @@ class TrainerEnd(ABC):
     name: str
     in_place: bool
     gradient_views: Sequence[Tensor]
-    early: Mapping[Early, Sequence[int]] = {}
+    early: Mapping[GradientBucket, Sequence[int]] = {}
 
-    def departing(self, early: Early) -> Tensor:
+    def departing(self, early: GradientBucket) -> Tensor:
         """What such a message carries, from ``gradient_views``. It is not changed before the step has its answer."""
         raise AssertionError("no gradient leaves early")
 

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from paramserver.consistency import Announcement, Decision
 from paramserver.metrics.records import StepReport, StepResult
-from paramserver.parameters.flat import Layout
+from paramserver.parameters.flat import FlatLayout
 from paramserver.parameters.sharding import Shard, States
 
 Future: TypeAlias = "torch.futures.Future[Any]"
 
 
 @dataclass(frozen=True)
-class Welcome:
+class JoinReply:
     """What a trainer gets when it joins: what no optimizer changes of the model, and how the rest lies in flat tensors.
 
     ``wire`` is how that travels; ``lockstep`` says that all trainers take every step together; ``segments`` is where
@@ -28,9 +28,9 @@ class Welcome:
     """
 
     model: dict[str, Any]
-    parameters: Layout
-    wire: Layout
-    buffers: Layout
+    parameters: FlatLayout
+    wire: FlatLayout
+    buffers: FlatLayout
     step: int
     lockstep: bool
     segments: str | None
@@ -39,7 +39,7 @@ class Welcome:
 
 
 @dataclass(frozen=True)
-class Enrollment:
+class ShardAssignment:
     """What a server beside the first gets when it joins: what it owns, in the version that the run begins with.
 
     ``parameters`` is the layout of all of them, ``weights`` are the shard's ranges, ``states`` what the optimizer knows
@@ -47,7 +47,7 @@ class Enrollment:
     """
 
     shard: Shard
-    parameters: Layout
+    parameters: FlatLayout
     weights: list[Tensor]
     states: States
     step: int
@@ -56,7 +56,7 @@ class Enrollment:
 
 
 @dataclass(frozen=True)
-class Order:
+class ApplyRequest:
     """What makes ``version`` out of the one before, on a server beside the first.
 
     ``pushes`` are trainers in order, the version of each gradient, and whether it lies in shared memory; each is
@@ -73,7 +73,7 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Round:
+class StepGrant:
     """The answer to an announcement: what to do, and the version to do it with; or to a push: what came of it.
 
     ``place`` tells a trainer's end where the version is that it pulls; ``buffers`` are the version's module buffers,
@@ -90,7 +90,7 @@ class Round:
 
 
 @dataclass(frozen=True)
-class Look:
+class VersionView:
     """A version to be validated: ``place`` where a trainer's end finds it, else tensors of the trainer's own."""
 
     place: int | None
@@ -137,7 +137,7 @@ class Push:
     arrived: float
 
 
-class Gathering:
+class PendingReplies:
     """A round that is complete when every trainer has given its part: the parts, and the futures of their answers."""
 
     def __init__(self) -> None:

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from paramserver.distributed.rpc_calls import tensor_bytes
 from paramserver.errors import NotFinite
-from paramserver.parameters.flat import Layout
+from paramserver.parameters.flat import FlatLayout
 from paramserver.parameters.sharding import Shard, size_of
-from paramserver.transport.autograd import pulled, sealed
-from paramserver.transport.base import Early, ServerEnd, TrainerEnd
-from paramserver.transport.messages import Look
+from paramserver.transport.autograd import pull, push_root
+from paramserver.transport.base import GradientBucket, ServerTransport, TrainerTransport
+from paramserver.transport.messages import VersionView
 
 
-class Outgoing:
+class WireVersion:
     """The current version as it travels: rounded to the type of the wire where that is smaller, once for all.
 
     Args:
@@ -29,7 +29,7 @@ class Outgoing:
         snapshot: gives the current version, immutable, the same object while it is current.
     """
 
-    def __init__(self, layout: Layout, wire: Layout, snapshot: Callable[[], list[Tensor]]) -> None:
+    def __init__(self, layout: FlatLayout, wire: FlatLayout, snapshot: Callable[[], list[Tensor]]) -> None:
         self._layout = layout
         self._wire = wire
         self._snapshot = snapshot
@@ -52,7 +52,7 @@ class Outgoing:
         return rounded
 
 
-class Arrivals:
+class PushAssembly:
     """A push as it arrives: the gradient of the first flat tensor inside the context, those of the others before it.
 
     Distributed autograd sends gradients only when a trainer's backward is done. So the first flat tensor, whose
@@ -68,7 +68,7 @@ class Arrivals:
 
     def edge(self, flats: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """What is sent of a version."""
-        return *pulled(self._leaves[:1], flats[:1]), *flats[1:]
+        return *pull(self._leaves[:1], flats[:1]), *flats[1:]
 
     def take(self, number: int, gradient: Tensor) -> None:
         self._early[number] = gradient
@@ -88,7 +88,7 @@ class Arrivals:
         self._early.clear()
 
 
-class RpcServerEnd(ServerEnd):
+class RpcServerTransport(ServerTransport):
     """Sends a version and gets a gradient for each of its flat tensors.
 
     Args:
@@ -96,10 +96,10 @@ class RpcServerEnd(ServerEnd):
         outgoing: of all trainers.
     """
 
-    def __init__(self, leaves: Sequence[Tensor], outgoing: Outgoing) -> None:
+    def __init__(self, leaves: Sequence[Tensor], outgoing: WireVersion) -> None:
         self._outgoing = outgoing
         self._offered: list[Tensor] = []
-        self._arrivals = Arrivals(leaves)
+        self._arrivals = PushAssembly(leaves)
 
     def offer(self) -> int:
         self.release()
@@ -123,7 +123,7 @@ class RpcServerEnd(ServerEnd):
         self._arrivals.clear()
 
 
-class RpcTrainerEnd(TrainerEnd):
+class RpcTrainerTransport(TrainerTransport):
     """Copies what comes into the model's own parameters; gradients leave from memory that is used again.
 
     Args:
@@ -135,7 +135,7 @@ class RpcTrainerEnd(TrainerEnd):
     name = "rpc"
     in_place = False
 
-    def __init__(self, layout: Layout, wire: Layout, parameters: Sequence[Tensor]) -> None:
+    def __init__(self, layout: FlatLayout, wire: FlatLayout, parameters: Sequence[Tensor]) -> None:
         self._layout = layout
         self._narrows = wire != layout
         self._parameters = list(parameters)
@@ -143,7 +143,7 @@ class RpcTrainerEnd(TrainerEnd):
         self._by_context = [0]
         self.gradient_views = list(layout.views(self._outgoing).values())
         self.early = {
-            Early(0, number): [n for n, slot in enumerate(layout.slots) if slot.group == number]
+            GradientBucket(0, number): [n for n, slot in enumerate(layout.slots) if slot.group == number]
             for number in range(1, len(layout.sizes))
         }
 
@@ -154,11 +154,11 @@ class RpcTrainerEnd(TrainerEnd):
     def take(self, flats: Sequence[Tensor]) -> None:
         torch._foreach_copy_(self._parameters, list(self._layout.views(flats).values()))
 
-    def departing(self, early: Early) -> Tensor:
+    def departing(self, early: GradientBucket) -> Tensor:
         return self._checked(early.number)
 
     def seal(self, pulled: Sequence[Tensor]) -> Tensor:
-        return sealed([self._checked(place) for place in self._by_context], [pulled[p] for p in self._by_context])
+        return push_root([self._checked(place) for place in self._by_context], [pulled[p] for p in self._by_context])
 
     def _checked(self, place: int) -> Tensor:
         """One of the tensors that leave.
@@ -185,7 +185,7 @@ def on_gpu(parameters: Sequence[Tensor]) -> bool:
     return any(parameter.is_cuda for parameter in parameters)
 
 
-def check_fits(layout: Layout, exact: Sequence[Tensor], rounded: Sequence[Tensor], what: str) -> None:
+def check_fits(layout: FlatLayout, exact: Sequence[Tensor], rounded: Sequence[Tensor], what: str) -> None:
     """Refuse, by name, what became infinite when it was rounded.
 
     Raises:
@@ -209,7 +209,7 @@ def _check_one(name: str, exact: Tensor, rounded: Tensor, what: str) -> None:
         )
 
 
-class ShardServerEnd(RpcServerEnd):
+class ShardedServerTransport(RpcServerTransport):
     """The first server's end, which sends and gets its own shard only.
 
     Args:
@@ -217,15 +217,15 @@ class ShardServerEnd(RpcServerEnd):
         leaves, outgoing: of its ranges.
     """
 
-    def __init__(self, shard: Shard, leaves: Sequence[Tensor], outgoing: Outgoing) -> None:
+    def __init__(self, shard: Shard, leaves: Sequence[Tensor], outgoing: WireVersion) -> None:
         super().__init__(leaves, outgoing)
         self._shard = shard
 
-    def kept(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> Look:
-        return Look(None, tuple(self._shard.copies_of(parameters)), tuple(buffers))
+    def kept(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> VersionView:
+        return VersionView(None, tuple(self._shard.copies_of(parameters)), tuple(buffers))
 
 
-class SpreadTrainerEnd(RpcTrainerEnd):
+class ShardedTrainerTransport(RpcTrainerTransport):
     """Takes the ranges of all shards, in the order of servers, and sends a gradient for each.
 
     What is split between servers is gathered in one piece first, as a gradient is computed.
@@ -238,7 +238,7 @@ class SpreadTrainerEnd(RpcTrainerEnd):
     """
 
     def __init__(
-        self, layout: Layout, shards: Sequence[Shard], wire_dtype: torch.dtype, parameters: Sequence[Tensor]
+        self, layout: FlatLayout, shards: Sequence[Shard], wire_dtype: torch.dtype, parameters: Sequence[Tensor]
     ) -> None:
         self._layout = layout
         self._shards = list(shards)
@@ -253,7 +253,7 @@ class SpreadTrainerEnd(RpcTrainerEnd):
         self._split: dict[int, list[tuple[Tensor, Tensor]]] = {}
         self._lay_out(layout.narrowed(wire_dtype), parts)
         self.early = {
-            Early(server, number): shard.slots_in(number)
+            GradientBucket(server, number): shard.slots_in(number)
             for server, shard in enumerate(shards)
             for number in range(1, len(shard.ranges))
         }
@@ -265,7 +265,7 @@ class SpreadTrainerEnd(RpcTrainerEnd):
                 dense = torch.empty_strided(slot.shape, slot.stride, dtype=parameter.dtype, device=parameter.device)
                 parameter.data = dense.copy_(parameter.detach())
 
-    def _lay_out(self, wire: Layout, parts: Sequence[Sequence[Tensor]]) -> None:
+    def _lay_out(self, wire: FlatLayout, parts: Sequence[Sequence[Tensor]]) -> None:
         """Where gradients are put: in what leaves, or beside it where that is in several parts."""
         found: dict[int, Tensor] = {}
         for first, shard, flats in zip(self._first, self._shards, parts, strict=True):
@@ -296,7 +296,7 @@ class SpreadTrainerEnd(RpcTrainerEnd):
             ]
         torch._foreach_copy_(targets, sources)
 
-    def departing(self, early: Early) -> Tensor:
+    def departing(self, early: GradientBucket) -> Tensor:
         return self._checked(self._first[early.server] + early.number)
 
     def _checked(self, place: int) -> Tensor:
@@ -312,6 +312,6 @@ def _part(dense: Tensor, start: int, length: int) -> Tensor:
     return dense.as_strided((length,), (1,), dense.storage_offset() + start)
 
 
-def _part_of(parameter: Tensor, layout: Layout, slot: int, start: int, length: int) -> Tensor:
+def _part_of(parameter: Tensor, layout: FlatLayout, slot: int, start: int, length: int) -> Tensor:
     whole = length == size_of(layout.slots[slot])
     return parameter.detach() if whole else _part(parameter.detach(), start, length)

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paramserver.distributed.rpc_calls import Failure
+from paramserver.distributed.rpc_calls import RemoteError
 from paramserver.errors import (
     DeadlineExceeded,
     ParamserverError,
@@ -38,7 +38,7 @@ from paramserver.errors import (
     TrainingError,
     UnsupportedConfiguration,
 )
-from paramserver.parameters.flat import ALIGNMENT_BYTES, Layout
+from paramserver.parameters.flat import ALIGNMENT_BYTES, FlatLayout
 from paramserver.transport.memory_limits import require_memory, too_little_memory
 
 # A holder of the descriptor could else cut the file, and kill all others at their next touch.
@@ -46,7 +46,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG)
 
 
-def new_pages(what: str, layout: Layout) -> int:
+def create_memfd(what: str, layout: FlatLayout) -> int:
     """The descriptor of zeros for ``layout``. Its pages are there: with too little, this fails and not the first touch.
 
     Raises:
@@ -66,7 +66,7 @@ def new_pages(what: str, layout: Layout) -> int:
     return descriptor
 
 
-def map_pages(what: str, descriptor: int, layout: Layout) -> list[Tensor]:
+def map_memfd(what: str, descriptor: int, layout: FlatLayout) -> list[Tensor]:
     """Flat tensors in this memory, with starts aligned to 64 bytes; they need the descriptor no more afterwards.
 
     The mapping ends with the last of them. Each has the whole memory as its storage: clone before ``torch.save``.
@@ -83,7 +83,7 @@ def map_pages(what: str, descriptor: int, layout: Layout) -> list[Tensor]:
     return [whole[begin:end].view(dtype) for (begin, end), dtype in pairs]
 
 
-def pages_bytes(layout: Layout) -> int:
+def pages_bytes(layout: FlatLayout) -> int:
     """At least one line of the cache: nothing at all cannot be mapped."""
     return max([ALIGNMENT_BYTES, *(end for _, end in _places(layout))])
 
@@ -99,7 +99,7 @@ def _refused(what: str, size_bytes: int) -> Iterator[None]:
         raise
 
 
-def _places(layout: Layout) -> list[tuple[int, int]]:
+def _places(layout: FlatLayout) -> list[tuple[int, int]]:
     """Begin and end of each flat tensor in the memory, in bytes."""
     places, begin = [], 0
     for dtype, size in zip(layout.dtypes, layout.sizes, strict=True):
@@ -151,7 +151,7 @@ class SegmentHost:
         """
         return f"{self._name}:{self._secret}"
 
-    def allocate(self, key: str, layout: Layout) -> list[Tensor]:
+    def allocate(self, key: str, layout: FlatLayout) -> list[Tensor]:
         """Flat tensors of zeros in a new segment, one per dtype of ``layout``, with starts aligned to 64 bytes.
 
         The segment stays available to others until ``release``; its memory is in use until nobody has its tensors.
@@ -162,9 +162,9 @@ class SegmentHost:
         """
         with self._lock:
             self._require_new(key)
-        descriptor = new_pages(f"segment {key}", layout)  # this takes a while: clients are answered meanwhile
+        descriptor = create_memfd(f"segment {key}", layout)  # this takes a while: clients are answered meanwhile
         try:
-            tensors = map_pages(f"segment {key}", descriptor, layout)
+            tensors = map_memfd(f"segment {key}", descriptor, layout)
             with self._lock:
                 self._require_new(key)
                 self._segments[key] = descriptor, _in_words(layout)
@@ -298,7 +298,7 @@ class SegmentHost:
                 descriptors = self._asked_for(_peer_uid(client), request)
                 answer: dict[str, str] = {}
             except Exception as error:  # noqa: BLE001 - it travels to the client, who raises it
-                descriptors, answer = [], vars(Failure.of(error, "the segment host"))
+                descriptors, answer = [], vars(RemoteError.of(error, "the segment host"))
             socket.send_fds(client, [json.dumps(answer).encode()], descriptors)
 
     def _asked_for(self, uid: int, request: bytes) -> list[int]:
@@ -326,7 +326,7 @@ class SegmentHost:
         return segment
 
 
-def attach(address: str, key: str, layout: Layout, timeout_s: float) -> list[Tensor]:
+def attach(address: str, key: str, layout: FlatLayout, timeout_s: float) -> list[Tensor]:
     """The tensors that the host of ``address`` allocated as ``key``, in the same memory.
 
     Memory and mapping last until the tensors are gone, also when the host has released them or died.
@@ -343,10 +343,10 @@ def attach(address: str, key: str, layout: Layout, timeout_s: float) -> list[Ten
             raise TrainingError(
                 f"the descriptor of segment {key} must find a place in this process, and did not; raise ulimit -n"
             )
-        return map_pages(f"segment {key}", descriptor, layout)
+        return map_memfd(f"segment {key}", descriptor, layout)
 
 
-def reachable(address: str, timeout_s: float) -> bool:
+def can_attach(address: str, timeout_s: float) -> bool:
     """Whether this process may attach segments of ``address``: same network namespace, same user, and still there.
 
     Raises:
@@ -367,7 +367,7 @@ def _asked(address: str, key: str | None, laid_out: str, timeout_s: float) -> It
         answer, descriptors = _within(timeout_s, host, name, lambda: _exchange(host, name, [secret, key, laid_out]))
     try:
         if answer:
-            raise Failure(**answer).error()
+            raise RemoteError(**answer).error()
         yield descriptors[0] if descriptors else None
     finally:
         for descriptor in descriptors:
@@ -417,6 +417,6 @@ def _require_same_user(uid: int) -> None:
         )
 
 
-def _in_words(layout: Layout) -> str:
+def _in_words(layout: FlatLayout) -> str:
     pairs = zip(layout.dtypes, layout.sizes, strict=True)
     return ", ".join(f"{size} {str(dtype).removeprefix('torch.')}" for dtype, size in pairs)

@@ -21,12 +21,12 @@ from torch import Tensor
 from paramserver.config import ServerConfig
 from paramserver.distributed.rpc_calls import tensor_bytes
 from paramserver.errors import TaskError, UnsupportedConfiguration
-from paramserver.parameters.flat import Layout
+from paramserver.parameters.flat import FlatLayout
 from paramserver.parameters.sharding import Shard
-from paramserver.transport.autograd import pulled, sealed
-from paramserver.transport.base import ServerEnd, TrainerEnd
+from paramserver.transport.autograd import pull, push_root
+from paramserver.transport.base import ServerTransport, TrainerTransport
 from paramserver.transport.segments import SegmentHost, attach
-from paramserver.transport.snapshot_ring import Ring
+from paramserver.transport.snapshot_ring import SnapshotRing
 
 # The parameters themselves, where trainers read copies of them, and several servers own them together.
 LIVE_KEY = "parameters/live"
@@ -40,7 +40,7 @@ def gradients_key(trainer_index: int) -> str:
     return f"gradients/{trainer_index}"
 
 
-class Shelf(ABC):
+class SnapshotSource(ABC):
     """Where trainers of this host find versions."""
 
     slots: int
@@ -54,7 +54,7 @@ class Shelf(ABC):
         """One reader less."""
 
 
-class LiveShelf(Shelf):
+class LiveParameters(SnapshotSource):
     """The server's own parameters: nobody changes them while anybody reads them, because all step together."""
 
     slots = 1
@@ -66,7 +66,7 @@ class LiveShelf(Shelf):
         """The server itself waits for all readers."""
 
 
-class RingShelf(Shelf):
+class RingSnapshots(SnapshotSource):
     """Snapshots in a ring of two more than there are readers; a version that nobody pulls is never copied.
 
     Args:
@@ -77,11 +77,11 @@ class RingShelf(Shelf):
     """
 
     def __init__(
-        self, host: SegmentHost, layout: Layout, readers: int, current: Callable[[], tuple[int, Sequence[Tensor]]]
+        self, host: SegmentHost, layout: FlatLayout, readers: int, current: Callable[[], tuple[int, Sequence[Tensor]]]
     ) -> None:
         self.slots = readers + 2
         self._current = current
-        self._ring = Ring(self.slots)
+        self._ring = SnapshotRing(self.slots)
         self._flats = [host.allocate(parameters_key(slot), layout) for slot in range(self.slots)]
         self._version: int | None = None
 
@@ -99,7 +99,7 @@ class RingShelf(Shelf):
         self._ring.unpin(slot)
 
 
-class MemoryServerEnd(ServerEnd):
+class SharedMemoryServerTransport(ServerTransport):
     """Hands out tickets, and finds gradients in the trainer's own segment.
 
     Args:
@@ -111,7 +111,7 @@ class MemoryServerEnd(ServerEnd):
 
     in_place = True
 
-    def __init__(self, shelf: Shelf, gradients: list[Tensor], arrived: Callable[[], None]) -> None:
+    def __init__(self, shelf: SnapshotSource, gradients: list[Tensor], arrived: Callable[[], None]) -> None:
         self._shelf = shelf
         self._gradients = gradients
         self._arrived = arrived
@@ -125,7 +125,7 @@ class MemoryServerEnd(ServerEnd):
         return self._pinned
 
     def pull(self) -> tuple[Tensor, ...]:
-        return tuple(pulled([self._leaf], [torch.zeros(1)], self._ticket_came))
+        return tuple(pull([self._leaf], [torch.zeros(1)], self._ticket_came))
 
     def _ticket_came(self) -> None:
         self._is_back = True
@@ -144,7 +144,7 @@ class MemoryServerEnd(ServerEnd):
             self._pinned = None
 
 
-class MemoryTrainerEnd(TrainerEnd):
+class SharedMemoryTrainerTransport(TrainerTransport):
     """Makes the model's parameters views of the server's snapshots; on another device, copies of them.
 
     Args:
@@ -161,7 +161,7 @@ class MemoryTrainerEnd(TrainerEnd):
 
     def __init__(
         self,
-        layout: Layout,
+        layout: FlatLayout,
         parameters: Sequence[Tensor],
         address: str,
         slots: int,
@@ -206,7 +206,7 @@ class MemoryTrainerEnd(TrainerEnd):
     def seal(self, pulled: Sequence[Tensor]) -> Tensor:
         if self._on_cpu:
             self._check_unchanged()
-        return sealed([torch.ones(1)], pulled)
+        return push_root([torch.ones(1)], pulled)
 
     def _check_unchanged(self) -> None:
         for name, parameter, count in zip(self._names, self._parameters, self._counts, strict=True):
@@ -225,7 +225,7 @@ T = TypeVar("T")
 log = logging.getLogger("paramserver")
 
 
-class Sharing:
+class SharedMemory:
     """Gives memory that others read and write in place; where there is too little, all goes over RPC.
 
     Args:
@@ -243,7 +243,7 @@ class Sharing:
         self._lockstep = lockstep
         self._note = note
         self._outside = 0
-        self._shelf: Shelf | None = None
+        self._shelf: SnapshotSource | None = None
         self.parameters_key = parameters_key(0) if lockstep else LIVE_KEY
 
     @property
@@ -259,21 +259,23 @@ class Sharing:
         """From now on all goes over RPC."""
         self._host = None
 
-    def allocate_parameters(self, layout: Layout) -> list[Tensor]:
+    def allocate_parameters(self, layout: FlatLayout) -> list[Tensor]:
         """Memory for the parameters that others can reach, or of this process alone."""
         return self._made(lambda host: host.allocate(self.parameters_key, layout)) or layout.allocate()
 
-    def open_shelf(self, layout: Layout, trainers: int, current: Callable[[], tuple[int, Sequence[Tensor]]]) -> None:
-        """Where trainers find versions; ``current`` as for ``RingShelf``."""
+    def open_shelf(
+        self, layout: FlatLayout, trainers: int, current: Callable[[], tuple[int, Sequence[Tensor]]]
+    ) -> None:
+        """Where trainers find versions; ``current`` as for ``RingSnapshots``."""
         self._outside = trainers
         if self._lockstep:
-            self._shelf = self._made(lambda _: LiveShelf())
+            self._shelf = self._made(lambda _: LiveParameters())
         else:
-            self._shelf = self._made(lambda host: RingShelf(host, layout, trainers, current))
+            self._shelf = self._made(lambda host: RingSnapshots(host, layout, trainers, current))
 
     def make_end(
-        self, trainer_index: int, layout: Layout, shard: Shard, arrived: Callable[[], None]
-    ) -> tuple[MemoryServerEnd, int] | None:
+        self, trainer_index: int, layout: FlatLayout, shard: Shard, arrived: Callable[[], None]
+    ) -> tuple[SharedMemoryServerTransport, int] | None:
         """A trainer's way through this memory, and how many snapshots there are for it; None where there is none."""
         gradients = self._made(lambda host: host.allocate(gradients_key(trainer_index), layout))
         if gradients is None or self._shelf is None:
@@ -285,7 +287,7 @@ class Sharing:
                 f"server.wire_dtype ({wire_dtype}) rounds nothing here, as all trainers share the server's memory; "
                 "set server.transport: rpc to have it, or leave it out"
             )
-        return MemoryServerEnd(self._shelf, shard.ranges_of(gradients), arrived), self._shelf.slots
+        return SharedMemoryServerTransport(self._shelf, shard.ranges_of(gradients), arrived), self._shelf.slots
 
     def _made(self, make: Callable[[SegmentHost], T]) -> T | None:
         """What ``make`` makes in shared memory; None where there is none. All goes over RPC then, if the user lets it.

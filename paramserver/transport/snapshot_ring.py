@@ -8,12 +8,12 @@ from paramserver.errors import ParamserverError
 
 
 @dataclass
-class _Slot:
+class _RingSlot:
     version: int | None = None
     pins: int = 0
 
 
-class Ring:
+class SnapshotRing:
     """A ring of ``slots`` snapshots. Whoever reads a slot pins it; a pinned slot and the newest are not written to.
 
     Holders that pin one slot each leave one free for the next version if there are two slots more than holders: one for
@@ -31,7 +31,7 @@ class Ring:
             raise ParamserverError(
                 f"slots ({slots}) must be at least 2, the newest version and the next; use 2 or more"
             )
-        self._slots = [_Slot() for _ in range(slots)]
+        self._slots = [_RingSlot() for _ in range(slots)]
         self._newest: int | None = None
 
     def publish(self, version: int) -> int:

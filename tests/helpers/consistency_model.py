@@ -12,8 +12,8 @@ from paramserver.consistency import (
     Bounded,
     Decision,
     Readiness,
+    RunTerms,
     Stop,
-    Terms,
     Update,
     Verdict,
 )
@@ -86,7 +86,7 @@ class Fleet:
 
     def _rules(self):
         number, every = len(self.trainers), (self.stand_every, self.validate_every)
-        terms = Terms(number, self.limits, self.uneven, BATCH_SIZE, *every)
+        terms = RunTerms(number, self.limits, self.uneven, BATCH_SIZE, *every)
         if self.kind == "async":
             return Async(terms, self.step, self.samples)
         if self.kind == "bounded":

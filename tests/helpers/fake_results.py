@@ -4,7 +4,7 @@ import math
 import random
 
 from paramserver.metrics.records import DurationHistogram
-from paramserver.report.results import Result
+from paramserver.report.results import CaseResult
 
 ENVIRONMENT = {
     "versions": {"python": "3.11.9", "paramserver": "0.1.0", "torch": "2.13.0"},
@@ -48,12 +48,12 @@ def result(case="rpc, 2 trainers", repeat=0, speed=1000.0, **fields):
         "validation": tuple((speed * s, float(s), {"accuracy": 1 - math.exp(-speed * s / 3e3)}) for s in (2, 4)),
         "environment": ENVIRONMENT,
     }
-    return Result(case=case, repeat=repeat, **{**base, **fields})
+    return CaseResult(case=case, repeat=repeat, **{**base, **fields})
 
 
 def failed(case, repeat=0, error="TaskError: no data", **fields):
     plain = {"mode": "rpc", "trainers": 2, "servers": 1, "environment": ENVIRONMENT, **fields}
-    return Result(case=case, repeat=repeat, status="failed", error=error, **plain)
+    return CaseResult(case=case, repeat=repeat, status="failed", error=error, **plain)
 
 
 def repeats(case, speeds, **fields):

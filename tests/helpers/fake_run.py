@@ -6,17 +6,17 @@ from collections import Counter, defaultdict
 import zmq
 
 from paramserver.online.protocol import (
+    ArrayDescriptor,
     Header,
-    Kind,
-    Shaped,
-    Welcome,
+    MessageKind,
+    TrainerDirectory,
     array_of,
     pack_json,
     read_descriptor,
     read_parameters,
 )
 
-FIELDS = (Shaped("temperature", "<f4", (2, 3)),)
+FIELDS = (ArrayDescriptor("temperature", "<f4", (2, 3)),)
 
 
 class FakeRun:
@@ -36,7 +36,7 @@ class FakeRun:
         self.trainers = [self._router(host) for _ in range(trainers)]
         self.address = self._address(self.desk)
         given = {"only": None, "window": 4, "timeout_s": 20.0, "steps": 100, "fields": FIELDS, **welcome}
-        self.welcome = Welcome(trainers=tuple(map(self._address, self.trainers)), **given)
+        self.welcome = TrainerDirectory(trainers=tuple(map(self._address, self.trainers)), **given)
         self.samples = defaultdict(list)
         self.heard = []
         self.opened = []
@@ -121,7 +121,7 @@ class FakeRun:
     def _say_taken(self, who, peer):
         if self.takes:
             self.taken[who, peer] = self.arrived[who, peer]
-        self._send(who, peer, self._peers[who][peer].answer(Kind.TAKEN, self.taken[who, peer]))
+        self._send(who, peer, self._peers[who][peer].answer(MessageKind.TAKEN, self.taken[who, peer]))
 
     def _serve(self):
         try:
@@ -163,23 +163,23 @@ class FakeRun:
             self._at_trainer(who, peer, header, frames)
 
     def _at_desk(self, peer, header, frames):
-        if header.kind is Kind.HELLO:
+        if header.kind is MessageKind.HELLO:
             self.hellos.append((header, read_parameters(frames[0])))
-            self._send("desk", peer, header.answer(Kind.WELCOME), self.welcome.pack())
-        elif header.kind is Kind.BYE:
+            self._send("desk", peer, header.answer(MessageKind.WELCOME), self.welcome.pack())
+        elif header.kind is MessageKind.BYE:
             self.byes.append(header)
-        elif header.kind is Kind.PING:
-            self._send("desk", peer, header.answer(Kind.PONG), pack_json({"alive": True}))
+        elif header.kind is MessageKind.PING:
+            self._send("desk", peer, header.answer(MessageKind.PONG), pack_json({"alive": True}))
 
     def _at_trainer(self, who, peer, header, frames):
-        if header.kind is Kind.OPEN:
-            self.opened.append((who, header._replace(kind=Kind.OPEN), read_parameters(frames[0])))
-        elif header.kind is Kind.SAMPLE:
+        if header.kind is MessageKind.OPEN:
+            self.opened.append((who, header._replace(kind=MessageKind.OPEN), read_parameters(frames[0])))
+        elif header.kind is MessageKind.SAMPLE:
             described = read_descriptor(frames[0])
             arrays = {f.name: array_of(f, frame) for f, frame in zip(described, frames[1:], strict=True)}
             self.samples[who].append((header, arrays))
             self.arrived[who, peer] += 1
-        if self.takes or header.kind is Kind.TOUCH:
+        if self.takes or header.kind is MessageKind.TOUCH:
             self._say_taken(who, peer)
 
     def __enter__(self):

@@ -132,7 +132,7 @@ class Forked:
 def become(arguments, output, kept, environ=None):
     """Be a process of the command line from here on."""
     from paramserver import launch
-    from paramserver.process_utils import leave
+    from paramserver.process_utils import exit_process
 
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -146,7 +146,7 @@ def become(arguments, output, kept, environ=None):
         os.environ.clear()
         os.environ.update(environ)
     sys.argv = ["paramserver.launch", *arguments]
-    leave(launch.main(arguments))
+    exit_process(launch.main(arguments))
 
 
 def hatch(request, told):
@@ -169,7 +169,7 @@ def hatch(request, told):
         code = launch.main(request["arguments"])
     finally:
         os.write(told, f"{code}\n".encode())
-        process_utils.leave(code)
+        process_utils.exit_process(code)
 
 
 def main():

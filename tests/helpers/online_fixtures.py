@@ -8,8 +8,16 @@ import numpy as np
 import zmq
 
 from paramserver.config import SimulationsConfig
-from paramserver.online.protocol import Header, Joined, Kind, Report, describe, pack_parameters, raw
-from paramserver.online.spec import Plan, Post
+from paramserver.online.protocol import (
+    Header,
+    MessageKind,
+    SimulationReport,
+    TrainerJoined,
+    describe,
+    pack_parameters,
+    raw,
+)
+from paramserver.online.spec import IngestSpec, ReceiverSpec
 
 TOKEN = b"secret of the run"
 SHAPE = (4, 3)
@@ -17,11 +25,11 @@ PATIENCE_S = 20.0
 
 
 def plan(**keys):
-    return Plan.of(SimulationsConfig(**{"fields": {"u": list(SHAPE)}, **keys}))
+    return IngestSpec.of(SimulationsConfig(**{"fields": {"u": list(SHAPE)}, **keys}))
 
 
 def post(desk, *, index=0, trainers=1, timeout_s=10.0, **keys):
-    return Post(desk.address, TOKEN, plan(**keys), index, trainers, timeout_s=timeout_s)
+    return ReceiverSpec(desk.address, TOKEN, plan(**keys), index, trainers, timeout_s=timeout_s)
 
 
 def field(simulation, step, shape=SHAPE):
@@ -30,12 +38,12 @@ def field(simulation, step, shape=SHAPE):
 
 
 def opening(simulation=0, parameters=(), **head):
-    return [Header(Kind.OPEN, simulation, **head).pack(), pack_parameters(parameters)]
+    return [Header(MessageKind.OPEN, simulation, **head).pack(), pack_parameters(parameters)]
 
 
 def message(simulation, step, fields=None, **head):
     fields = {"u": field(simulation, step)} if fields is None else fields
-    head = Header(Kind.SAMPLE, simulation, step, **head).pack()
+    head = Header(MessageKind.SAMPLE, simulation, step, **head).pack()
     return [head, describe(fields), *(bytes(raw(array)) for array in fields.values())]
 
 
@@ -91,26 +99,26 @@ class Desk:
                 if word == b"end":
                     return
                 for peer in peers:
-                    self._socket.send_multipart([peer, Header(Kind.FINISH).pack()])
+                    self._socket.send_multipart([peer, Header(MessageKind.FINISH).pack()])
             if self._socket in due:
                 peer, *frames = self._socket.recv_multipart()
                 peers.add(peer)
                 self._note(frames)
                 if self.refuses:
-                    self._socket.send_multipart([peer, Header(Kind.REFUSED).pack(), self.refuses.encode()])
+                    self._socket.send_multipart([peer, Header(MessageKind.REFUSED).pack(), self.refuses.encode()])
                 elif self.answers:
-                    self._socket.send_multipart([peer, Header(Kind.READY).pack()])
+                    self._socket.send_multipart([peer, Header(MessageKind.READY).pack()])
 
     def _note(self, frames):
         header = Header.unpack(frames[0])
         with self._changed:
-            if header.kind is Kind.JOIN:
+            if header.kind is MessageKind.JOIN:
                 self.tokens.append(frames[1])
-                self.joined[header.simulation] = Joined.unpack(frames[2])
-            elif header.kind is Kind.OVER:
+                self.joined[header.simulation] = TrainerJoined.unpack(frames[2])
+            elif header.kind is MessageKind.OVER:
                 self.left.add(header.simulation)
             else:
-                report = Report.unpack(frames[1])
+                report = SimulationReport.unpack(frames[1])
                 self.reports.append(report)
                 self.counts.update({(header.simulation, key): n for key, n in report.received.items()})
                 self.heard.update(report.heard)
@@ -152,14 +160,14 @@ class Sender:
         return self.send(message(simulation, step, fields, **head))
 
     def touch(self, simulation=0, **head):
-        return self.send([Header(Kind.TOUCH, simulation, **head).pack()])
+        return self.send([Header(MessageKind.TOUCH, simulation, **head).pack()])
 
     def hear(self, timeout_s=PATIENCE_S):
         """One message: its header and sentence."""
         assert self.socket.poll(1000 * timeout_s), "no answer"
         frames = self.socket.recv_multipart()
         header = Header.unpack(frames[0])
-        if header.kind is Kind.TAKEN:
+        if header.kind is MessageKind.TAKEN:
             self.taken = header.step
         self.said.append((header.kind, frames[1].decode() if len(frames) > 1 else ""))
         return self.said[-1]

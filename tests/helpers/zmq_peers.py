@@ -4,7 +4,7 @@ import time
 
 import zmq
 
-from paramserver.online.protocol import Header, Joined, Kind, Report, pack_parameters
+from paramserver.online.protocol import Header, MessageKind, SimulationReport, TrainerJoined, pack_parameters
 from paramserver.online.security import peer_security
 
 DEADLINE_S = 20.0
@@ -76,11 +76,11 @@ class Client(Caller):
         self.say(Header(kind, self.simulation, step, **self.header), *frames)
 
     def hello(self, parameters=()):
-        self.tell(Kind.HELLO, pack_parameters(parameters))
+        self.tell(MessageKind.HELLO, pack_parameters(parameters))
         return self
 
     def bye(self, samples):
-        self.tell(Kind.BYE, step=samples)
+        self.tell(MessageKind.BYE, step=samples)
 
 
 class Trainer(Caller):
@@ -103,8 +103,8 @@ class Trainer(Caller):
     def join(self, token=None, inherited=None, **received):
         counts = {int(key[1:]): count for key, count in received.items()}
         self.counts = dict(counts)
-        joined = Joined(self.address, counts, inherited or {})
-        self.say(Header(Kind.JOIN, self.index), token or self.token, joined.pack())
+        joined = TrainerJoined(self.address, counts, inherited or {})
+        self.say(Header(MessageKind.JOIN, self.index), token or self.token, joined.pack())
         return self
 
     def report(self, heard=(), **received):
@@ -112,7 +112,7 @@ class Trainer(Caller):
         self.counts.update({int(key[1:]): count for key, count in received.items()})
         counted = {"received": sum(self.counts.values()), "duplicated": self.duplicated}
         figures = {**counted, "refused": 2, "refusals": {"late": 2}}
-        self.say(Header(Kind.REPORT, self.index), Report(self.counts, list(heard), figures).pack())
+        self.say(Header(MessageKind.REPORT, self.index), SimulationReport(self.counts, list(heard), figures).pack())
 
     def listen(self):
         """Deal with all that came from clients and the desk; whether anything did."""
@@ -123,12 +123,12 @@ class Trainer(Caller):
             self._take(peer, Header.unpack(first))
         while self.socket.poll(0):
             kind, *_ = self.heard()
-            self.finished = self.finished or kind is Kind.FINISH
+            self.finished = self.finished or kind is MessageKind.FINISH
         return anything
 
     def _take(self, peer, header):
         self._heard.add((header.simulation, header.member))
-        if header.kind is Kind.SAMPLE:
+        if header.kind is MessageKind.SAMPLE:
             key = (header.simulation, header.step)
             if key in self.samples:
                 self.duplicated += 1
@@ -137,7 +137,7 @@ class Trainer(Caller):
                 self.counts[header.simulation] = self.counts.get(header.simulation, 0) + 1
             self._dealt[peer] = self._dealt.get(peer, 0) + 1
         if self.takes:
-            self.router.send_multipart([peer, header.answer(Kind.TAKEN, self._dealt.get(peer, 0)).pack()])
+            self.router.send_multipart([peer, header.answer(MessageKind.TAKEN, self._dealt.get(peer, 0)).pack()])
 
 
 def serve(trainers, until, timeout_s=60.0, report_every_s=0.1):

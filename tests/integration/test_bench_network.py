@@ -12,9 +12,9 @@ import pytest
 from launching import environment, write_config
 
 from paramserver.bench import network
-from paramserver.bench.cases import Asked, make_cases
-from paramserver.bench.measure import Method, commands_of
-from paramserver.bench.network import Hosts, address, check_may_make_hosts, parse_bandwidth
+from paramserver.bench.cases import RequestedCases, make_cases
+from paramserver.bench.measure import MeasuringMethod, commands_of
+from paramserver.bench.network import NetworkHosts, address, check_may_make_hosts, parse_bandwidth
 from paramserver.errors import UnsupportedConfiguration
 
 
@@ -86,7 +86,7 @@ def pretended(monkeypatch):
 
 def test_both_ends_of_each_interface_have_the_bandwidth(pretended):
     made = pretended()
-    with Hosts(3, 12.5e6):
+    with NetworkHosts(3, 12.5e6):
         limits = [line for line in made.asked if " tc qdisc add " in line]
         assert len(limits) == 6
         assert all("rate 100000000bit" in line for line in limits)
@@ -97,7 +97,7 @@ def test_both_ends_of_each_interface_have_the_bandwidth(pretended):
 def test_hosts_that_could_not_be_made_are_let_go(pretended):
     made = pretended(fails_at="tc qdisc")
     with pytest.raises(UnsupportedConfiguration, match=r"^--bandwidth: not allowed"):
-        Hosts(2, 1e6).__enter__()
+        NetworkHosts(2, 1e6).__enter__()
     assert made.made == made.closed == 2
 
 
@@ -110,13 +110,13 @@ def test_a_tool_that_fails_is_told_in_one_sentence(monkeypatch):
 
 
 def test_ranks_that_communicate_have_a_host_each_and_others_none(tmp_path, pretended):
-    cases = {case.name: case for case in make_cases(Asked(write_config(tmp_path)))}
-    method = Method(tmp_path, [tmp_path], {}, 1.0, 1.0)
+    cases = {case.name: case for case in make_cases(RequestedCases(write_config(tmp_path)))}
+    method = MeasuringMethod(tmp_path, [tmp_path], {}, 1.0, 1.0)
     alone = commands_of(cases["rpc 2 trainers"], method, tmp_path / "c.yaml")
     assert len(alone) == 1
     assert "--rank" not in alone[0]
     pretended()
-    hosts = Hosts(3, 1e6)
+    hosts = NetworkHosts(3, 1e6)
     hosts.__enter__()
     with_hosts = replace(method, hosts=hosts)
     ranks = commands_of(cases["rpc 2 trainers"], with_hosts, tmp_path / "c.yaml")
@@ -151,7 +151,7 @@ def test_hosts_reach_each_other_and_are_gone_at_the_end_or_are_refused():
     refused, held = "", set()
     with ExitStack() as stack:
         try:
-            hosts = stack.enter_context(Hosts(2, 12.5e6))
+            hosts = stack.enter_context(NetworkHosts(2, 12.5e6))
         except UnsupportedConfiguration as error:  # no root, no iproute2, or a container that allows none
             refused = str(error)
         else:

@@ -17,13 +17,13 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the scripts that measure are modules of the checkout, which is not always importable
 
 from paramserver import benchmark  # noqa: E402
-from paramserver.bench.cases import Asked, make_cases  # noqa: E402
+from paramserver.bench.cases import RequestedCases, make_cases  # noqa: E402
 from paramserver.bench.measure import folder_name, measure, run_config  # noqa: E402
-from paramserver.bench.slowdown import Slow  # noqa: E402
-from paramserver.benchmark import Progress, remaining_s, told_s  # noqa: E402
+from paramserver.bench.slowdown import SlowdownSpec  # noqa: E402
+from paramserver.benchmark import BenchmarkProgress, duration_text, remaining_s  # noqa: E402
 from paramserver.errors import Interrupted, TaskError, TrainingError  # noqa: E402
 from paramserver.metrics.records import PHASES  # noqa: E402
-from paramserver.report.results import Result, append_result, read_results  # noqa: E402
+from paramserver.report.results import CaseResult, append_result, read_results  # noqa: E402
 from tests.measure import outside_clock  # noqa: E402
 
 
@@ -177,7 +177,7 @@ def test_an_interrupt_before_anything_is_finished_leaves_nothing(tmp_path):
 
 def cases_of(folder, *, slow=None, task="Truth", modes="rpc", overrides=(), **config):
     file = write_config(folder, task=task, **config)
-    asked = Asked(file, modes=modes, slow=slow, overrides=overrides)
+    asked = RequestedCases(file, modes=modes, slow=slow, overrides=overrides)
     return {case.name: case for case in make_cases(asked)}
 
 
@@ -185,7 +185,7 @@ def cases_of(folder, *, slow=None, task="Truth", modes="rpc", overrides=(), **co
 def test_samples_told_by_the_task_and_an_outside_clock_agree_with_the_record(tmp_path):
     pipe, file = tmp_path / "pipe", tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(outside_clock.config_of(pipe, "small", 2)))
-    case = make_cases(Asked(file, modes="rpc"))[-1]
+    case = make_cases(RequestedCases(file, modes="rpc"))[-1]
     method = outside_clock.method_of(tmp_path / "out", 1.5, 0.5)
     outside, record = outside_clock.heard_and_recorded(case, 0, method, pipe)
     assert record.samples_per_second == pytest.approx(outside, rel=0.1)
@@ -194,7 +194,7 @@ def test_samples_told_by_the_task_and_an_outside_clock_agree_with_the_record(tmp
 
 @pytest.mark.processes
 def test_trainers_without_communication_train_at_once_and_a_slow_one_is_slow(tmp_path):
-    case = cases_of(tmp_path, slow=Slow(1, 20.0))["no communication 2 trainers, trainer 1 slowed 20 times"]
+    case = cases_of(tmp_path, slow=SlowdownSpec(1, 20.0))["no communication 2 trainers, trainer 1 slowed 20 times"]
     record = measure(case, 0, outside_clock.method_of(tmp_path / "out", 0.8, 0.2))
     assert record.error is None
     fast, slow = record.per_trainer
@@ -266,7 +266,7 @@ def made(case, repeat, rate=100.0, **fields):
     known = {"samples_per_second": rate, "wall_s": 2.0, "seconds": 1.0} if rate else {"error": "it broke"}
     about = {"trainers": case.trainers, "servers": case.servers, "baseline": case.baseline}
     status = "completed" if rate else "failed"
-    return Result(case=case.name, repeat=repeat, mode=case.mode.name, status=status, **about, **known, **fields)
+    return CaseResult(case=case.name, repeat=repeat, mode=case.mode.name, status=status, **about, **known, **fields)
 
 
 @pytest.fixture
@@ -353,9 +353,9 @@ def test_the_time_that_is_left_is_that_of_runs_like_those(capsys, tmp_path):
     assert remaining_s(["a", "b"], {}, 7.0) == 14
     assert remaining_s(["a", "a", "b"], {"a": [2.0, 4.0]}, 7.0) == 9
     assert remaining_s([], {"a": [2.0]}, 7.0) == 0
-    assert told_s(125.4) == "0:02:05"
+    assert duration_text(125.4) == "0:02:05"
     case = cases_of(tmp_path)["local"]
-    progress = Progress(sys.stderr, [case, case], 1.0)
+    progress = BenchmarkProgress(sys.stderr, [case, case], 1.0)
     progress.begin()
     progress.done(made(case, 0))
     progress.done(made(case, 1, 0))

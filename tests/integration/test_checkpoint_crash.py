@@ -146,10 +146,10 @@ def killed_at_random_moments(base, seed, kills=50):
     """Kill a process whose writer's thread is at work, at moments drawn evenly from the time that a write takes."""
     import torch
 
-    from paramserver.checkpoint import CheckpointWriter, Pieces
+    from paramserver.checkpoint import CheckpointWriter, ChunkedFile
 
     folder = base / "checkpoints"
-    pieces = Pieces()
+    pieces = ChunkedFile()
     pieces.append(torch.arange(2**19, dtype=torch.uint8).numpy())
     objects = {"trainer-1.pt": pieces, **{name: {"w": torch.rand(2**18)} for name in ("model", "optimizer", "run")}}
     write_checkpoint(folder, 10, objects, {})

@@ -12,8 +12,8 @@ import zmq
 from fake_run import FakeRun
 
 import paramserver
-from paramserver.cluster.simulation import Producer
-from paramserver.online.protocol import Header, Kind
+from paramserver.cluster.simulation import SimulationEnvironment
+from paramserver.online.protocol import Header, MessageKind
 from paramserver.online.security import make_keys, server_security
 
 # Beside the package itself, wheels hold the libraries that it brings.
@@ -64,7 +64,7 @@ def simulate(bare, arguments="", identity="", environ=None):
 
 def check(run, simulation, attempt):
     run.wait_for(lambda: run.byes)
-    assert run.byes == [Header(Kind.BYE, simulation, 5, attempt=attempt)]
+    assert run.byes == [Header(MessageKind.BYE, simulation, 5, attempt=attempt)]
     got = {h.step: set(fields["temperature"].flat) for trainer in (0, 1) for h, fields in run.samples[trainer]}
     assert got == {step: {step + 0.5} for step in range(5)}
     assert sum(map(len, run.samples.values())) == 5
@@ -79,7 +79,7 @@ def test_it_sends_what_it_was_told(bare):
 def test_it_sends_as_a_simulation_of_the_run_with_keys(bare, tmp_path):
     make_keys(tmp_path / "keys")
     with FakeRun(security=lambda context: server_security(context, tmp_path / "keys")) as run:
-        told = Producer(run.address, 8, (0.5,), 1, 0, 1, str(tmp_path / "keys"))
+        told = SimulationEnvironment(run.address, 8, (0.5,), 1, 0, 1, str(tmp_path / "keys"))
         simulate(bare, environ=told.variables())
         check(run, 8, attempt=1)
 

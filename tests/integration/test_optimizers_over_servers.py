@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import SGD, Adafactor, Adam, AdamW
 
 from paramserver.errors import TaskError
-from paramserver.optim.parallel_step import ELEMENTWISE, PER_PARAMETER, may_split
+from paramserver.optim.parallel_step import ELEMENTWISE, PER_PARAMETER, is_elementwise
 
 LBFGS, SPARSE = torch.optim.LBFGS, torch.optim.SparseAdam  # refused with any number of servers
 
@@ -26,7 +26,7 @@ def derived(base, **attributes):
 def refuses(optimizer):
     said = r"^optimizer \(\w+\) must look at no two parameters together, .* cluster\.num_servers \(2\), .*"
     with pytest.raises(TaskError, match=said + r"updates_each = .*, else set cluster\.num_servers: 1$"):
-        may_split(optimizer, 2)
+        is_elementwise(optimizer, 2)
     return True
 
 
@@ -39,8 +39,8 @@ def step(self, closure=None):
 def test_every_optimizer_of_torch_has_a_verdict():
     classes = {c for c in vars(torch.optim).values() if isinstance(c, type) and c is not torch.optim.Optimizer}
     assert classes == {*ELEMENTWISE, *PER_PARAMETER, LBFGS, SPARSE}
-    assert [kind for kind in ELEMENTWISE if not may_split(made(kind), 2)] == []
-    assert [kind for kind in PER_PARAMETER if may_split(made(kind), 2)] == []
+    assert [kind for kind in ELEMENTWISE if not is_elementwise(made(kind), 2)] == []
+    assert [kind for kind in PER_PARAMETER if is_elementwise(made(kind), 2)] == []
     assert refuses(made(LBFGS))
 
 
@@ -49,10 +49,10 @@ def test_every_optimizer_of_torch_has_a_verdict():
 def test_one_that_is_derived_and_leaves_the_step_alone_gets_whole_parameters(base, first):
     own = derived(base, more=3)
     if first:
-        assert not may_split(made(own), 2)  # torch wraps the step that it inherits, in the class itself
+        assert not is_elementwise(made(own), 2)  # torch wraps the step that it inherits, in the class itself
     made(base)
-    assert not may_split(made(own), 2)
-    assert not may_split(made(derived(own)), 2)
+    assert not is_elementwise(made(own), 2)
+    assert not is_elementwise(made(derived(own)), 2)
 
 
 @pytest.mark.parametrize("base", [SGD, Adam, AdamW, Adafactor, torch.optim.Optimizer])
@@ -65,16 +65,16 @@ def test_one_with_a_step_of_its_own_is_refused_unless_it_says_what_it_does(base)
 
     assert refuses(like())
     assert refuses(like(updates_each="tensor"))
-    assert may_split(like(updates_each="element"), 2)
-    assert not may_split(like(updates_each="parameter"), 2)
+    assert is_elementwise(like(updates_each="element"), 2)
+    assert not is_elementwise(like(updates_each="parameter"), 2)
 
 
 def test_a_word_holds_for_the_step_that_it_was_said_of():
     spoken = derived(SGD, updates_each="element", step=step)
-    assert may_split(made(derived(spoken)), 2)
+    assert is_elementwise(made(derived(spoken)), 2)
     assert refuses(made(derived(spoken, step=SGD.step)))
-    assert may_split(made(derived(derived(spoken, step=step), updates_each="element")), 2)
-    assert may_split(made(derived(SGD, updates_each="element")), 2)
+    assert is_elementwise(made(derived(derived(spoken, step=step), updates_each="element")), 2)
+    assert is_elementwise(made(derived(SGD, updates_each="element")), 2)
 
 
 def test_a_step_that_is_dressed_as_the_one_it_calls_is_one_of_its_own():
@@ -90,7 +90,7 @@ def test_hooks_of_a_step_may_look_at_anything(register, base):
     for one in (optimizer, spoken):
         getattr(one, register)(lambda *_: None)
     assert refuses(optimizer)
-    assert not may_split(spoken, 2)
+    assert not is_elementwise(spoken, 2)
 
 
 @pytest.mark.processes

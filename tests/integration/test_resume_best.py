@@ -3,7 +3,7 @@
 import pytest
 from launching import STOPPING, compare, here, resume_here, same_bits
 
-from paramserver.checkpoint import Best
+from paramserver.checkpoint import BestMetric
 
 # By step: the best at 4; 6, 8 and 10 are no better, nor are 12 and 14. Step 7 is not scheduled.
 SCORES = [0, 1, 0, 3, 0, 2, 2.5, 2, 0, 1, 0, 2, 0, 2]
@@ -110,11 +110,11 @@ def test_the_last_checkpoint_becomes_the_best_though_it_was_saved_before_its_val
 
 
 def test_what_is_not_scheduled_may_be_the_best_but_is_not_counted():
-    best = Best("score", "max")
+    best = BestMetric("score", "max")
     told = [best.improved(value, step, step % 2 == 0) for step, value in ((2, 1.0), (3, 5.0), (4, 0.5), (6, 2.0))]
     assert told == [True, True, False, False]
     assert (best.value, best.step, best.without_improvement) == (5.0, 3, 0)  # 2.0 is the best of those that count
-    again = Best("score", "max")
+    again = BestMetric("score", "max")
     assert again.load_state_dict(best.state_dict()) is None
     assert again.state_dict() == best.state_dict()
-    assert "was score (max) and is score (min)" in str(Best("score", "min").load_state_dict(best.state_dict()))
+    assert "was score (max) and is score (min)" in str(BestMetric("score", "min").load_state_dict(best.state_dict()))

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from paramserver.sources import deal
 from paramserver.sources.base import Partition
-from paramserver.sources.dataset import Share
+from paramserver.sources.dataset import PartitionOrder
 
 pytestmark = pytest.mark.processes
 
@@ -54,9 +54,9 @@ def batches_by_hand(before, after):
     left = [deal(SAMPLES, Partition(i, before), seed=0, epoch=0)[STOP * BATCH :] for i in range(before)]
     in_turn = [index for turn in zip(*left, strict=True) for index in turn]
     if before == after:
-        shares = [Share(SAMPLES, Partition(i, after), options, left[i], 1) for i in range(after)]
+        shares = [PartitionOrder(SAMPLES, Partition(i, after), options, left[i], 1) for i in range(after)]
     else:
-        shares = [Share(SAMPLES, Partition(i, after), options, in_turn[i::after], 1) for i in range(after)]
+        shares = [PartitionOrder(SAMPLES, Partition(i, after), options, in_turn[i::after], 1) for i in range(after)]
     rows = [[index for block in share.blocks(0, 4) for index in block] for share in shares]
     return [[row[n * BATCH : (n + 1) * BATCH] for row in rows] for n in range(END - STOP)]
 

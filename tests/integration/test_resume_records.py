@@ -5,7 +5,7 @@ import torch
 from launching import TASKS, buffer_records, here, launch, resume, resume_here, trained
 from logging_tasks import OF_A_START
 
-from paramserver.metrics.records import StepResult, Window
+from paramserver.metrics.records import RecordWindow, StepResult
 from paramserver.runs.checkpoint_manager import unknown_kinds
 
 TASK = f"{TASKS.with_name('logging_tasks.py')}:Records"
@@ -100,7 +100,7 @@ def test_an_end_that_comes_again_is_recorded_once(tmp_path):
 
 def test_a_checkpoint_of_before_windows_were_stored_is_gone_on_from(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
-        patched.setattr("paramserver.runs.checkpoint_manager.Keeper._state", without_window())
+        patched.setattr("paramserver.runs.checkpoint_manager.CheckpointManager._state", without_window())
         run = here(tmp_path, **config_of(tmp_path, 1, max_steps=5))
     assert "window" not in run.load("run")
     assert "window" in resume_here(run, "--set", "training.max_steps=11").load("run")
@@ -108,9 +108,9 @@ def test_a_checkpoint_of_before_windows_were_stored_is_gone_on_from(tmp_path, mo
 
 
 def without_window():
-    from paramserver.runs.checkpoint_manager import Keeper
+    from paramserver.runs.checkpoint_manager import CheckpointManager
 
-    state = Keeper._state
+    state = CheckpointManager._state
     return lambda keeper, step: {k: v for k, v in state(keeper, step).items() if k != "window"}
 
 
@@ -119,12 +119,12 @@ def result(step):
 
 
 def test_a_window_goes_through_a_file_and_closes_the_same(tmp_path):
-    whole, first = Window(), Window()
+    whole, first = RecordWindow(), RecordWindow()
     for step in (1, 2, 3):
         whole.add(result(step))
     first.add(result(1))
     torch.save(dict(vars(first)), tmp_path / "window.pt")
-    second = Window(**torch.load(tmp_path / "window.pt", weights_only=True))
+    second = RecordWindow(**torch.load(tmp_path / "window.pt", weights_only=True))
     for step in (2, 3):
         second.add(result(step))
     one, other = (window.record(2) | {"time": 0} for window in (whole, second))

@@ -7,7 +7,7 @@ from cli_errors import has_table
 from launching import STOPPING, main_here, resume, resume_here, trained
 
 from paramserver.checkpoint.format import LATEST
-from paramserver.runs.attempt import Undo
+from paramserver.runs.attempt import ResumeJournal
 from paramserver.runs.rundir import RunDir
 
 STEPS = {
@@ -91,7 +91,7 @@ def test_so_it_does_with_several_processes(tmp_path, mode):
 def attempt_and_die(run, step, *, made=None):
     """What a process has done to the folder that was killed after it went back to ``step``; ``made`` it went on to."""
     folder = RunDir(run.run_dir)
-    Undo(folder).note(step)
+    ResumeJournal(folder).note(step)
     folder.config_file.write_text(folder.config_file.read_text().replace("seed: 0", "seed: 7"))
     (folder.checkpoints_dir / LATEST).write_text(f"step-{step:08d}\n")
     folder.summary_file.unlink()
@@ -105,7 +105,7 @@ def test_what_a_killed_attempt_left_is_undone_by_the_next(run):
     before = content(run)
     attempt_and_die(run, 4)
     assert content(run) != before
-    Undo(RunDir(run.run_dir)).settle()
+    ResumeJournal(RunDir(run.run_dir)).settle()
     assert content(run) == before
 
 
@@ -120,7 +120,7 @@ def test_the_next_resume_does_it(run):
 
 def test_an_attempt_that_made_a_step_stands(run):
     attempt_and_die(run, 4, made=5)
-    Undo(RunDir(run.run_dir)).settle()
+    ResumeJournal(RunDir(run.run_dir)).settle()
     assert "seed: 7" in (run.run_dir / "config.yaml").read_text()
     assert not (run.run_dir / ".attempt").exists()
 
@@ -129,7 +129,7 @@ def test_a_note_that_was_not_finished_says_nothing(run):
     before = content(run)
     (run.run_dir / ".attempt.new").mkdir()
     (run.run_dir / ".attempt.new" / "0-config.yaml").write_text("torn")
-    Undo(RunDir(run.run_dir)).settle()
+    ResumeJournal(RunDir(run.run_dir)).settle()
     assert {n: c for n, c in content(run).items() if ".attempt.new" not in n} == before
     assert resume_here(run, "--set", "training.max_steps=13").code == 0
     assert not (run.run_dir / ".attempt.new").exists()

@@ -16,19 +16,19 @@ from tasks import Truth
 
 import paramserver
 from paramserver.checkpoint import (
-    CopyMemory,
-    Pieces,
-    private_copy,
+    ChunkedFile,
+    StagingPool,
     read_checkpoint,
-    send_archive,
+    stage_copy,
     write_checkpoint,
+    write_chunks,
     writer,
 )
-from paramserver.checkpoint.sender import Courier
+from paramserver.checkpoint.sender import BackgroundSender
 from paramserver.checkpoint.serialization import PIECE_BYTES
 from paramserver.errors import DeadlineExceeded, ParamserverError, TrainingError
-from paramserver.runs.checkpoint_manager import Cut
-from paramserver.server.parameter_server import Deposits
+from paramserver.runs.checkpoint_manager import StagedCheckpoint
+from paramserver.server.parameter_server import PartCollector
 
 WAIT_S = 20.0
 CARRIERS = TASKS.with_name("faulty_senders.py")
@@ -40,7 +40,7 @@ MB = 2**20
 
 def test_a_courier_works_in_its_own_thread_one_job_at_a_time():
     gate, done = threading.Event(), []
-    with Courier(True, "a part") as courier:
+    with BackgroundSender(True, "a part") as courier:
         courier.carry(lambda: (gate.wait(WAIT_S), done.append(threading.current_thread().name)))
         assert done == []
         with pytest.raises(DeadlineExceeded, match=r"a part must be with rank 0 within 0.01 s"):
@@ -56,7 +56,7 @@ def test_a_courier_works_in_its_own_thread_one_job_at_a_time():
 
 def test_without_background_the_caller_carries():
     done = []
-    with Courier(False, "a part") as courier:
+    with BackgroundSender(False, "a part") as courier:
         courier.carry(lambda: done.append(threading.current_thread()))
         assert done == [threading.main_thread()]
         with pytest.raises(KeyError):
@@ -68,7 +68,7 @@ def test_a_courier_lets_go_of_what_it_carried():
         pass
 
     load, gone = Load(), threading.Event()
-    with Courier(True, "a part") as courier:
+    with BackgroundSender(True, "a part") as courier:
         weakref.finalize(load, gone.set)
         courier.carry(lambda kept=load: None)
         del load
@@ -77,7 +77,7 @@ def test_a_courier_lets_go_of_what_it_carried():
 
 def test_what_moves_is_waited_for_and_what_stands_still_is_not():
     gate, heard = threading.Event(), [0.0]
-    with Courier(True, "a part", lambda: heard[0]) as courier:
+    with BackgroundSender(True, "a part", lambda: heard[0]) as courier:
         courier.carry(lambda: gate.wait(WAIT_S))
         began = heard[0] = time.monotonic() + 0.5
         with pytest.raises(DeadlineExceeded, match=r"a part must be with rank 0 within 0.1 s"):
@@ -97,7 +97,7 @@ def test_a_failed_job_is_told_by_the_next_call(then, caplog):
         "carry": lambda c: c.carry(lambda: None),
         "close": lambda c: c.close(WAIT_S),
     }
-    with caplog.at_level(logging.WARNING), Courier(True, "a part") as courier:
+    with caplog.at_level(logging.WARNING), BackgroundSender(True, "a part") as courier:
         courier.carry(lambda: {}["missing"])
         with pytest.raises(KeyError, match="missing"):
             calls[then](courier)
@@ -112,13 +112,13 @@ def state_of(megabytes):
 
 
 def test_an_archive_in_pieces_is_the_file_that_torch_saves(tmp_path):
-    state, pieces, lengths = state_of(20), Pieces(), []
+    state, pieces, lengths = state_of(20), ChunkedFile(), []
 
     def send(piece):
         lengths.append(len(piece))
         pieces.append(piece.copy())
 
-    send_archive(state, send)
+    write_chunks(state, send)
     file = io.BytesIO()
     torch.save(state, file)
     assert b"".join(pieces) == file.getvalue()
@@ -135,7 +135,7 @@ def test_the_first_failure_to_send_is_the_one_that_is_told():
         raise ConnectionError(f"piece {len(sent)}")
 
     with pytest.raises(ConnectionError, match="piece 1"):
-        send_archive(state_of(20), send)
+        write_chunks(state_of(20), send)
     assert len(sent) == 1
 
 
@@ -150,7 +150,7 @@ class Accounts:
 
 
 def cut_of(step):
-    return Cut(step, {}, False, "periodic", 0.0)
+    return StagedCheckpoint(step, {}, False, "periodic", 0.0)
 
 
 def piece_of(text):
@@ -159,7 +159,7 @@ def piece_of(text):
 
 def test_a_checkpoint_is_complete_with_the_parts_of_all_trainers_of_its_step():
     accounts = Accounts()
-    deposits = Deposits(accounts, 2)
+    deposits = PartCollector(accounts, 2)
     deposits.begin(cut_of(3))
     for trainer, text in ((1, b"b"), (0, b"a"), (1, b"B")):
         deposits.add(trainer, 3, piece_of(text))
@@ -179,18 +179,18 @@ def test_a_checkpoint_is_complete_with_the_parts_of_all_trainers_of_its_step():
 
 
 def test_memory_is_used_again_once_nobody_refers_to_it():
-    memory = CopyMemory()
+    memory = StagingPool()
     source = torch.rand(2 * MB)
-    first = private_copy({"w": source}, memory)
+    first = stage_copy({"w": source}, memory)
     place, view = first["w"].data_ptr(), first["w"].view(2, -1)[1]
-    second = private_copy([source[: MB + 7]], memory)
+    second = stage_copy([source[: MB + 7]], memory)
     assert place <= first["w"].data_ptr() < second[0].data_ptr() or second[0].data_ptr() < place
     del first
-    third = private_copy(source, memory)
+    third = stage_copy(source, memory)
     assert third.data_ptr() != place  # a view of it is alive
     assert torch.equal(view, source[MB:])
     del view
-    fourth = private_copy(source[: MB + 1], memory)
+    fourth = stage_copy(source[: MB + 1], memory)
     assert fourth.data_ptr() == place
     assert fourth.untyped_storage().nbytes() == 4 * (MB + 1)  # what is saved is what was copied
     assert torch.equal(fourth, source[: MB + 1])
@@ -203,7 +203,7 @@ def test_memory_is_used_again_once_nobody_refers_to_it():
 
 
 def test_memory_is_not_wasted_on_small_copies():
-    memory = CopyMemory()
+    memory = StagingPool()
     large = memory.take(8 * MB)
     place = large.ctypes.data
     del large
@@ -216,7 +216,7 @@ def test_memory_is_not_wasted_on_small_copies():
 
 def test_a_private_copy_holds_sets_and_bytearrays_of_its_own():
     state = {"seen": {1, 2}, "raw": bytearray(b"ab"), "array": np.zeros(2)}
-    copied = private_copy(state)
+    copied = stage_copy(state)
     state["seen"].add(3)
     state["raw"][0] = 0
     assert copied["seen"] == {1, 2}
@@ -378,6 +378,6 @@ def test_a_trainer_that_dies_while_its_part_travels_leaves_the_checkpoint_before
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bfloat16, torch.complex64])
 def test_a_copy_into_lent_memory_takes_every_shape(shape, dtype):
     tensor = torch.ones(shape, dtype=dtype)
-    copied = private_copy({"t": tensor}, CopyMemory())["t"]
+    copied = stage_copy({"t": tensor}, StagingPool())["t"]
     assert (copied.shape, copied.dtype) == (tensor.shape, dtype)
     assert torch.equal(copied, tensor)

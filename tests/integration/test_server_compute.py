@@ -19,11 +19,11 @@ from paramserver.devices import CPU, Placement, place_server, place_trainer
 from paramserver.distributed.rpc_calls import WORKER_THREADS, agent_options
 from paramserver.errors import ModelIsElsewhere, TaskError, UnsupportedConfiguration
 from paramserver.metrics.records import StepReport
-from paramserver.parameters.flat import Layout, module_buffers, trainable
-from paramserver.rng import Draws
-from paramserver.server.model_service import Forwards, ServedEnd
-from paramserver.server.parameter_store import Versions
-from paramserver.transport.autograd import arriving, departing
+from paramserver.parameters.flat import FlatLayout, module_buffers, trainable
+from paramserver.rng import PrivateRng
+from paramserver.server.model_service import ModelService, ServedTransport
+from paramserver.server.parameter_store import ParameterStore
+from paramserver.transport.autograd import recv_outputs, send_outputs
 from paramserver.transport.messages import ModelCall
 from trainers.server_forward import RemoteModel
 from trainers.validation import evaluating
@@ -135,8 +135,8 @@ def test_a_model_that_a_copy_cannot_follow_is_refused(tmp_path):
 
 def an_end(model):
     parameters, buffers = trainable(model), module_buffers(model)
-    layouts = Layout.of(parameters.items()), Layout.of(buffers.items())
-    return ServedEnd(model, *layouts, lambda: flats_of(layouts, parameters, buffers), torch.device("cpu"))
+    layouts = FlatLayout.of(parameters.items()), FlatLayout.of(buffers.items())
+    return ServedTransport(model, *layouts, lambda: flats_of(layouts, parameters, buffers), torch.device("cpu"))
 
 
 def flats_of(layouts, *tensors):
@@ -157,7 +157,7 @@ def a_call(*args, batch=0, training=None, wants_grad=True, seed=0):
 
 def received(*answers):
     """What a trainer has of these answers, each one tensor: the outputs, and the anchors beside them."""
-    pairs = [arriving([answer.ticket, answer.output]) for answer in answers]
+    pairs = [recv_outputs([answer.ticket, answer.output]) for answer in answers]
     return [outputs[0] for _, outputs in pairs], [anchor for anchor, _ in pairs]
 
 
@@ -296,8 +296,8 @@ def test_a_model_may_be_spread_over_devices_of_the_server(monkeypatch):
         "paramserver.server.model_service.place_server", lambda config: Placement(CPU.devices * 2, "gloo")
     )
     task, config = Spread(), Config(server=ServerConfig(compute="server"))
-    versions = Versions(task, config)
-    forwards = Forwards(task, config, versions)
+    versions = ParameterStore(task, config)
+    forwards = ModelService(task, config, versions)
     assert task.seen == [1, 2]
     with torch.no_grad():  # as a checkpoint that is restored
         for parameter in versions.model.parameters():
@@ -371,7 +371,7 @@ def test_threads_draw_what_each_would_draw_alone():
     """Eight threads of dropout and normal numbers; and the process's own state is as it was."""
 
     def draw(seed):
-        with Draws(torch.Generator().manual_seed(seed).get_state()) as draws:
+        with PrivateRng(torch.Generator().manual_seed(seed).get_state()) as draws:
             return [F.dropout(torch.ones(5), 0.5) + torch.randn(5) for _ in range(100)], draws.state
 
     torch.manual_seed(3)
@@ -390,11 +390,11 @@ def test_threads_draw_what_each_would_draw_alone():
 
 def test_outputs_without_a_part_in_the_loss_have_no_gradient():
     one, two = torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)
-    anchor, (a, b) = arriving(departing([one * 2, two * 3]))
+    anchor, (a, b) = recv_outputs(send_outputs([one * 2, two * 3]))
     torch.autograd.backward([a.sum(), anchor])
     assert one.grad.tolist() == [2.0, 2.0]
     assert two.grad is None
-    a, b = arriving(departing([one * 2, two * 3]))[1]
+    a, b = recv_outputs(send_outputs([one * 2, two * 3]))[1]
     a += 1.0  # in place, as a task may
     assert b.tolist() == [3.0] * 3
 
@@ -403,9 +403,9 @@ def test_a_reply_without_a_part_in_the_loss_is_reached_all_the_same():
     """The anchor leads to it: so nobody waits for its gradients."""
     x = torch.ones(2, requires_grad=True)
     reached = []
-    out = departing([x * 2])
+    out = send_outputs([x * 2])
     out[0].register_hook(lambda grad: reached.append(grad.tolist()))
-    anchor, _ = arriving(out)
+    anchor, _ = recv_outputs(out)
     anchor.backward()
     assert reached == [[0.0]]
     assert x.grad is None

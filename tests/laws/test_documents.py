@@ -19,7 +19,7 @@ from packaging.utils import canonicalize_name
 from paramserver import benchmark, cli, evaluate, reporting
 from paramserver.config import KEYS, NOT_IN_THIS_VERSION, SECTIONS, config_from_mapping, describe_keys, load_config
 from paramserver.launch import make_parser
-from paramserver.online.spec import Plan
+from paramserver.online.spec import IngestSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
@@ -213,7 +213,7 @@ def test_the_limits_of_this_version_are_all_named():
 def test_yaml_in_the_contract_is_a_config():
     whole, online = map(yaml.safe_load, blocks(INTERFACE.read_text(), "yaml"))
     assert config_from_mapping(whole).training.max_epochs == 20
-    assert Plan.of(config_from_mapping({**whole, **online}).simulations).expected_samples == 10_000
+    assert IngestSpec.of(config_from_mapping({**whole, **online}).simulations).expected_samples == 10_000
 
 
 # Links and pins.

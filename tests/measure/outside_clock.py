@@ -23,11 +23,11 @@ from typing import Any
 import yaml
 from torch import Tensor, nn
 
-from paramserver.bench.cases import Asked, Case, interleaved, make_cases
-from paramserver.bench.measure import Method, measure
+from paramserver.bench.cases import Case, RequestedCases, interleaved, make_cases
+from paramserver.bench.measure import MeasuringMethod, measure
 from paramserver.cluster import child_environment, process_environ
 from paramserver.metrics.records import PHASES
-from paramserver.report.results import Result
+from paramserver.report.results import CaseResult
 from tests.measure.common import BATCH_SIZE, MODELS, Measured, origin, spread, verdict
 
 AGREES = 0.03
@@ -108,12 +108,12 @@ def config_of(pipe: Path, model: str, trainers: int) -> dict[str, Any]:
     }
 
 
-def method_of(folder: Path, seconds: float, warm_s: float) -> Method:
+def method_of(folder: Path, seconds: float, warm_s: float) -> MeasuringMethod:
     environ = {**child_environment(process_environ(), sharers=1, config_folder=ROOT), "OMP_NUM_THREADS": "1"}
-    return Method(out=folder, folders=[ROOT], environ=environ, seconds=seconds, warm_s=warm_s)
+    return MeasuringMethod(out=folder, folders=[ROOT], environ=environ, seconds=seconds, warm_s=warm_s)
 
 
-def heard_and_recorded(case: Case, repeat: int, method: Method, pipe: Path) -> tuple[float, Result]:
+def heard_and_recorded(case: Case, repeat: int, method: MeasuringMethod, pipe: Path) -> tuple[float, CaseResult]:
     """The throughput by the outside clock, and the record of the same run."""
     pipe.unlink(missing_ok=True)
     with Listener(pipe) as listener:
@@ -123,7 +123,7 @@ def heard_and_recorded(case: Case, repeat: int, method: Method, pipe: Path) -> t
     return listener.rate(method.warm_s), record
 
 
-def phase_share(record: Result) -> float:
+def phase_share(record: CaseResult) -> float:
     """What the phases sum to, in mean steps."""
     return sum(record.phases_ms[name] or 0.0 for name in PHASES) / (record.step_ms["mean"] or 1.0)
 
@@ -140,7 +140,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         pipe, file = Path(folder) / "pipe", Path(folder) / "config.yaml"
         file.write_text(yaml.safe_dump(config_of(pipe, arguments.model, arguments.trainers)), encoding="utf-8")
-        cases = make_cases(Asked(file))
+        cases = make_cases(RequestedCases(file))
         method = method_of(Path(folder) / "out", arguments.seconds, arguments.warm)
         ratios: dict[str, list[float]] = {case.name: [] for case in cases}
         shares: dict[str, list[float]] = {case.name: [] for case in cases}

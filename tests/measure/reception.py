@@ -25,8 +25,8 @@ from paramserver.buffers import make_buffer
 from paramserver.client import Client
 from paramserver.config import SimulationsConfig
 from paramserver.errors import BufferExhausted
-from paramserver.online.coordinator import Desk
-from paramserver.online.spec import Plan, Post
+from paramserver.online.coordinator import SimulationCoordinator
+from paramserver.online.spec import IngestSpec, ReceiverSpec
 from paramserver.sources import Feeder, Stream
 from tests.measure.common import measuring_environment, origin, spread, verdict
 
@@ -66,10 +66,10 @@ def receive_bare(samples: int) -> float:
 def receive(samples: int, window: int, kind: str) -> float:
     """Seconds."""
     told = SimulationsConfig(fields={"u": list(SHAPE)}, parameters={"a": [0, 1]}, count=1, steps=samples, window=window)
-    plan = Plan.of(told)
-    with tempfile.TemporaryDirectory() as logs, Desk(plan, 1, 0, Path(logs)) as desk:
+    plan = IngestSpec.of(told)
+    with tempfile.TemporaryDirectory() as logs, SimulationCoordinator(plan, 1, 0, Path(logs)) as desk:
         source = Stream()
-        source.connect(Post(desk.address, desk.token, plan, 0, 1))
+        source.connect(ReceiverSpec(desk.address, desk.token, plan, 0, 1))
         buffer = make_buffer(kind, capacity=2048, batch_size=BATCH)
         feeder = Feeder(source, buffer, 0)
         feeder.start()

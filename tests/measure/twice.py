@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paramserver.report.cases import SPEED, Case, cases_of
+from paramserver.report.cases import SPEED, ReportCase, cases_of
 from paramserver.report.results import read_results
 from paramserver.report.statistics import ratio
 from tests.measure.common import origin, spread, verdict
@@ -37,7 +37,7 @@ class Agreement:
     ratios: list[float] = field(default_factory=list)
     widths: list[float] = field(default_factory=list)
 
-    def add(self, before: Case, after: Case) -> None:
+    def add(self, before: ReportCase, after: ReportCase) -> None:
         """One more pair.
 
         Raises:
@@ -57,7 +57,7 @@ class Agreement:
         return sum(self.held) / len(self.held)
 
 
-def agreements(pairs: Sequence[tuple[Sequence[Case], Sequence[Case]]]) -> dict[str, Agreement]:
+def agreements(pairs: Sequence[tuple[Sequence[ReportCase], Sequence[ReportCase]]]) -> dict[str, Agreement]:
     """By case, in the order of the first benchmark."""
     found: dict[str, Agreement] = {}
     for first, second in pairs:
@@ -81,7 +81,7 @@ def table(found: dict[str, Agreement]) -> str:
     return "\n".join(rows)
 
 
-def benchmark(config: Path, flags: Sequence[str]) -> list[Case]:
+def benchmark(config: Path, flags: Sequence[str]) -> list[ReportCase]:
     """One fresh benchmark.
 
     Raises:

@@ -22,9 +22,9 @@ from pathlib import Path
 
 import yaml
 
-from paramserver.bench.cases import Asked, Case, make_cases
-from paramserver.bench.measure import Method, interpolated, measure
-from paramserver.bench.network import Hosts, parse_bandwidth
+from paramserver.bench.cases import Case, RequestedCases, make_cases
+from paramserver.bench.measure import MeasuringMethod, interpolated, measure
+from paramserver.bench.network import NetworkHosts, parse_bandwidth
 from tests.measure.common import origin, spread, verdict
 from tests.measure.outside_clock import Listener, config_of, method_of
 
@@ -35,7 +35,7 @@ LOOK_EVERY_S = 0.2
 class Counters:
     """Reads the counters of some hosts in a thread, added up. A context manager."""
 
-    def __init__(self, hosts: Hosts, numbers: range) -> None:
+    def __init__(self, hosts: NetworkHosts, numbers: range) -> None:
         self._hosts, self._numbers = hosts, numbers
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._read, name="counters")
@@ -72,10 +72,10 @@ def bytes_per_step(counters: Counters, heard: Sequence[tuple[float, int]], train
 def case_of(folder: Path, pipe: Path, trainers: int) -> Case:
     file = folder / f"config-{trainers}.yaml"
     file.write_text(yaml.safe_dump(config_of(pipe, "mlp", trainers)), encoding="utf-8")
-    return make_cases(Asked(file, modes="rpc", trainers=str(trainers)))[-1]
+    return make_cases(RequestedCases(file, modes="rpc", trainers=str(trainers)))[-1]
 
 
-def compared(case: Case, repeat: int, method: Method, pipe: Path) -> tuple[float, float]:
+def compared(case: Case, repeat: int, method: MeasuringMethod, pipe: Path) -> tuple[float, float]:
     """Bytes per step and trainer: the kernel's, and the record's."""
     assert method.hosts is not None
     pipe.unlink(missing_ok=True)
@@ -102,7 +102,7 @@ def main() -> None:
             ratios = []
             for repeat in range(arguments.repeats):
                 # New interfaces, whose counters begin at nothing.
-                with Hosts(case.trainers + case.servers, parse_bandwidth(arguments.bandwidth)) as hosts:
+                with NetworkHosts(case.trainers + case.servers, parse_bandwidth(arguments.bandwidth)) as hosts:
                     method = replace(method_of(Path(name) / "out", arguments.seconds, 1.0), hosts=hosts)
                     counted, told = compared(case, repeat, method, pipe)
                 ratios.append(counted / told)

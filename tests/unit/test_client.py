@@ -16,11 +16,11 @@ import zmq
 from fake_run import FIELDS, FakeRun
 
 from paramserver.client import Client, finish, ping
-from paramserver.cluster.simulation import Producer
+from paramserver.cluster.simulation import SimulationEnvironment
 from paramserver.errors import ClientError, RunOver, UnsupportedConfiguration
 from paramserver.online import coordinator_client, sender as postman_module
-from paramserver.online.connection import Presence
-from paramserver.online.protocol import VERSION, Header, Kind, Shaped, Welcome
+from paramserver.online.connection import ConnectionMonitor
+from paramserver.online.protocol import VERSION, ArrayDescriptor, Header, MessageKind, TrainerDirectory
 
 ZEROS = np.zeros((2, 3), np.float32)
 
@@ -97,7 +97,7 @@ def test_steps_go_round_the_trainers_and_arrive_as_they_were(run, simulation):
         (0, simulation, [1.5, -2.0]),
         (1, simulation, [1.5, -2.0]),
     ]
-    assert run.byes == [Header(Kind.BYE, simulation, 10)]
+    assert run.byes == [Header(MessageKind.BYE, simulation, 10)]
     assert (client.sent, client.refused) == (10, 0)  # known afterwards too
 
 
@@ -131,9 +131,9 @@ def test_members_of_a_group_send_their_parts(run):
         with Client(run.address, member=member, members=2, attempt=3).open(1, [2.0]) as client:
             client.send(0, {"temperature": np.full((rows, 3), member)})
     headers = [header for header, _ in run.samples[1]]
-    assert headers == [Header(Kind.SAMPLE, 1, 0, member, 2, 3) for member in (0, 1)]
+    assert headers == [Header(MessageKind.SAMPLE, 1, 0, member, 2, 3) for member in (0, 1)]
     assert [fields["temperature"].tolist() for _, fields in run.samples[1]] == [[[0.0] * 3], [[1.0] * 3]]
-    assert [header for header, _ in run.hellos] == [Header(Kind.HELLO, 1, 0, member, 2, 3) for member in (0, 1)]
+    assert [header for header, _ in run.hellos] == [Header(MessageKind.HELLO, 1, 0, member, 2, 3) for member in (0, 1)]
 
 
 def test_a_simulation_that_is_started_again_sends_each_step_to_the_same_trainer(run):
@@ -158,10 +158,10 @@ def test_a_full_window_holds_the_sender_and_each_trainer_has_its_own(run):
     send_all(client, [0, 2, 4, 6, 1])  # the window of trainer 0 is full, that of trainer 1 is not
     assert client.waited_s == 0
     held = Beside(client.send, 8, sample(8))
-    run.wait_for(lambda: run.kinds(0).count(Kind.TOUCH) >= 2)
+    run.wait_for(lambda: run.kinds(0).count(MessageKind.TOUCH) >= 2)
     assert held.waits()
     assert run.keys()[0] == [(0, 0), (0, 2), (0, 4), (0, 6)]
-    assert Kind.TOUCH not in run.kinds(1)
+    assert MessageKind.TOUCH not in run.kinds(1)
     run.release()
     assert held.ended() is None
     assert 1.5 < client.waited_s < 20
@@ -196,13 +196,13 @@ def test_close_waits_until_all_was_taken_and_says_bye_then(run):
     client = Client(run.address).open(0)
     send_all(client, range(3))
     closing = Beside(client.close)
-    run.wait_for(lambda: {Kind.TOUCH} <= set(run.kinds(0)) & set(run.kinds(1)))
+    run.wait_for(lambda: {MessageKind.TOUCH} <= set(run.kinds(0)) & set(run.kinds(1)))
     assert closing.waits()
     assert not run.byes
     run.release()
     assert closing.ended() is None
     run.wait_for(lambda: run.byes)
-    assert run.byes == [Header(Kind.BYE, 0, 3)]
+    assert run.byes == [Header(MessageKind.BYE, 0, 3)]
 
 
 def test_an_exception_leaves_without_bye_and_at_once(run):
@@ -216,7 +216,7 @@ def test_an_exception_leaves_without_bye_and_at_once(run):
     with Client(run.address).open(1):
         pass
     run.wait_for(lambda: run.byes)
-    assert run.byes == [Header(Kind.BYE, 1, 0)]  # of the second alone
+    assert run.byes == [Header(MessageKind.BYE, 1, 0)]  # of the second alone
     with pytest.raises(ClientError, match="this client is closed; make another one"):
         client.send(3, sample(3))
 
@@ -237,7 +237,7 @@ def test_a_client_that_nobody_closed_holds_nobody_up(run):
 
 
 def silence(run):
-    run.answers = {Kind.SAMPLE: None, Kind.TOUCH: None}
+    run.answers = {MessageKind.SAMPLE: None, MessageKind.TOUCH: None}
 
 
 def test_a_silent_trainer_is_named_after_the_time(run):
@@ -260,7 +260,7 @@ def test_a_trainer_that_lives_is_waited_for_longer_than_its_silence_may_last(run
     client = Client(run.address, timeout_s=1.0).open(0)
     send_all(client, [0, 2, 4, 6])
     held = Beside(client.send, 8, sample(8))
-    run.wait_for(lambda: run.kinds(0).count(Kind.TOUCH) >= 8)  # twice the limit
+    run.wait_for(lambda: run.kinds(0).count(MessageKind.TOUCH) >= 8)  # twice the limit
     assert held.waits()
     run.release()
     assert held.ended() is None
@@ -293,7 +293,7 @@ def test_what_a_trainer_said_before_it_closed_is_heard(run):
     run.takes = False
     send_all(client, range(2))
     run.wait_for(lambda: run.samples[0] and run.samples[1])
-    run.say(1, Kind.OVER, b"max_steps is reached")
+    run.say(1, MessageKind.OVER, b"max_steps is reached")
     run.order(lambda: run.trainers[1].close())
     with pytest.raises(RunOver, match=r"^max_steps is reached$"):
         client.close()
@@ -305,8 +305,8 @@ def test_over_ends_a_sender_that_waits_and_every_call_after(run, who):
     client = Client(run.address).open(0)
     send_all(client, [0, 2, 4, 6])
     held = Beside(client.send, 8, sample(8))
-    run.wait_for(lambda: run.kinds(0).count(Kind.TOUCH) >= 1)
-    run.say(who, Kind.OVER, b"the run wants no more samples")
+    run.wait_for(lambda: run.kinds(0).count(MessageKind.TOUCH) >= 1)
+    run.say(who, MessageKind.OVER, b"the run wants no more samples")
     error = held.ended()
     assert type(error) is RunOver
     assert str(error) == "the run wants no more samples"
@@ -323,7 +323,7 @@ def test_over_ends_a_sender_that_has_room(run, monkeypatch):
     run.takes = False
     client.send(0, sample(0))
     run.wait_for(lambda: run.samples[0])
-    run.say(0, Kind.OVER)
+    run.say(0, MessageKind.OVER)
     assert client._delivery._postmen[0].socket.poll(20_000)
     with pytest.raises(RunOver, match="the run wants no more samples"):
         client.send(2, sample(2))
@@ -331,7 +331,7 @@ def test_over_ends_a_sender_that_has_room(run, monkeypatch):
 
 
 def test_over_at_hello(run):
-    run.answers[Kind.HELLO] = lambda header: [header.answer(Kind.OVER).pack(), b"it is over"]
+    run.answers[MessageKind.HELLO] = lambda header: [header.answer(MessageKind.OVER).pack(), b"it is over"]
     with pytest.raises(RunOver, match=r"^it is over$"):
         Client(run.address).open(0)
 
@@ -343,9 +343,9 @@ def test_refusals_are_counted_logged_once_and_stop_nobody(run, caplog):
     client.send(0, sample(0))
     run.wait_for(lambda: run.samples[0])
     for _ in range(3):
-        run.say(0, Kind.REFUSED, b"temperature must be finite")
+        run.say(0, MessageKind.REFUSED, b"temperature must be finite")
     for number in range(30):
-        run.say(0, Kind.REFUSED, f"step {number} is odd".encode())
+        run.say(0, MessageKind.REFUSED, f"step {number} is odd".encode())
     run.release()
     send_all(client, range(2, 12, 2))
     client.close()
@@ -356,7 +356,10 @@ def test_refusals_are_counted_logged_once_and_stop_nobody(run, caplog):
 
 
 def test_a_run_that_refuses_says_why(run):
-    run.answers[Kind.HELLO] = lambda header: [header.answer(Kind.REFUSED).pack(), b"simulation (9) must be below 5"]
+    run.answers[MessageKind.HELLO] = lambda header: [
+        header.answer(MessageKind.REFUSED).pack(),
+        b"simulation (9) must be below 5",
+    ]
     client = Client(run.address)
     with pytest.raises(ClientError, match=r"the run at \S+ refused this client: simulation \(9\) must be below 5$"):
         client.open(9)
@@ -368,18 +371,18 @@ def test_a_run_that_refuses_says_why(run):
 
 def test_another_version_is_named(run):
     def newer(header):
-        packed = bytearray(header.answer(Kind.REFUSED).pack())
+        packed = bytearray(header.answer(MessageKind.REFUSED).pack())
         packed[2] = VERSION + 1
         return [bytes(packed), b"?"]
 
-    run.answers[Kind.HELLO] = newer
+    run.answers[MessageKind.HELLO] = newer
     with pytest.raises(ClientError, match=rf"protocol version \({VERSION + 1}\) must be {VERSION}; install the same"):
         Client(run.address).open(0)
 
 
 @pytest.mark.parametrize("body", [b"", b"{}", b"\xff", b"[1]", b'{"trainers": 5}'])
 def test_a_welcome_that_is_none(run, body):
-    run.answers[Kind.HELLO] = lambda header: [header.answer(Kind.WELCOME).pack(), body]
+    run.answers[MessageKind.HELLO] = lambda header: [header.answer(MessageKind.WELCOME).pack(), body]
     with pytest.raises(ClientError, match="answered what cannot be understood"):
         Client(run.address).open(0)
 
@@ -449,26 +452,26 @@ def test_a_client_may_come_before_the_run(free_port, run_of):
     assert opening.ended() is None
     client.close()
     run.wait_for(lambda: run.byes)
-    assert run.byes == [Header(Kind.BYE, 5)]
+    assert run.byes == [Header(MessageKind.BYE, 5)]
 
 
 def test_a_run_whose_trainers_are_not_there_yet_is_waited_for_while_it_lives(run, monkeypatch):
     monkeypatch.setattr("paramserver.online.coordinator_client._ASK_AGAIN_S", 0.1)
-    run.answers[Kind.HELLO] = None
+    run.answers[MessageKind.HELLO] = None
     client = Client(run.address, timeout_s=1.0)
     opening = Beside(client.open, 5)
-    run.wait_for(lambda: run.kinds("desk").count(Kind.PING) >= 20)  # twice the silence that is allowed
+    run.wait_for(lambda: run.kinds("desk").count(MessageKind.PING) >= 20)  # twice the silence that is allowed
     assert opening.waits()
-    run.say("desk", Kind.WELCOME, run.welcome.pack())
+    run.say("desk", MessageKind.WELCOME, run.welcome.pack())
     assert opening.ended() is None
     client.close()
-    assert run.kinds("desk").count(Kind.HELLO) == 1
+    assert run.kinds("desk").count(MessageKind.HELLO) == 1
 
 
 def test_but_not_for_ever(run, monkeypatch):
     monkeypatch.setattr("paramserver.online.coordinator_client._ASK_AGAIN_S", 0.1)
     monkeypatch.setattr("paramserver.online.coordinator_client._PATIENCE", 1.2)
-    run.answers[Kind.HELLO] = None
+    run.answers[MessageKind.HELLO] = None
     with pytest.raises(
         ClientError, match=r"lives, but its trainers were not ready within \d+ s; see the log of the run"
     ):
@@ -477,7 +480,12 @@ def test_but_not_for_ever(run, monkeypatch):
 
 # Fields.
 
-WHOLE = (Shaped("x", "<f4", (2,)), Shaped("n", "<i4", ()), Shaped("flag", "|b1", (1,)), Shaped("small", "<u2", (1,)))
+WHOLE = (
+    ArrayDescriptor("x", "<f4", (2,)),
+    ArrayDescriptor("n", "<i4", ()),
+    ArrayDescriptor("flag", "|b1", (1,)),
+    ArrayDescriptor("small", "<u2", (1,)),
+)
 GOOD = {"x": np.ones(2, np.float32), "n": 3, "flag": [True], "small": np.array([9], np.uint16)}
 
 
@@ -653,7 +661,7 @@ def test_beyond_this_machine_keys_are_needed():
 
 
 def test_all_comes_from_the_environment_and_arguments_come_first(run, monkeypatch):
-    told = Producer(run.address, simulation=6, parameters=(0.1, 2.0), attempt=2, member=1, members=3)
+    told = SimulationEnvironment(run.address, simulation=6, parameters=(0.1, 2.0), attempt=2, member=1, members=3)
     for name, value in told.variables().items():
         monkeypatch.setenv(name, value)
     with Client().open() as client:
@@ -663,22 +671,22 @@ def test_all_comes_from_the_environment_and_arguments_come_first(run, monkeypatc
     with Client().open(6, [3.0]) as client:
         assert client.parameters.tolist() == [3.0]
     assert [(header, vector.tolist()) for header, vector in run.hellos] == [
-        (Header(Kind.HELLO, 6, 0, 1, 3, 2), [0.1, 2.0]),
-        (Header(Kind.HELLO, 8, 0, 0, 3, 5), []),
-        (Header(Kind.HELLO, 6, 0, 1, 3, 2), [3.0]),
+        (Header(MessageKind.HELLO, 6, 0, 1, 3, 2), [0.1, 2.0]),
+        (Header(MessageKind.HELLO, 8, 0, 0, 3, 5), []),
+        (Header(MessageKind.HELLO, 6, 0, 1, 3, 2), [3.0]),
     ]
 
 
 @pytest.mark.parametrize(
     "producer",
     [
-        Producer(),
-        Producer("tcp://h:1", 3, (1.0, 1e-300, 0.1), 1, 2, 4, "/keys"),
-        Producer(parameters=(), simulation=0, attempt=0),
+        SimulationEnvironment(),
+        SimulationEnvironment("tcp://h:1", 3, (1.0, 1e-300, 0.1), 1, 2, 4, "/keys"),
+        SimulationEnvironment(parameters=(), simulation=0, attempt=0),
     ],
 )
 def test_what_is_told_is_what_is_read(producer):
-    assert Producer.of(producer.variables()) == producer
+    assert SimulationEnvironment.of(producer.variables()) == producer
 
 
 @pytest.mark.parametrize(
@@ -691,7 +699,7 @@ def test_what_is_told_is_what_is_read(producer):
     ],
 )
 def test_srun_tells_the_member_of_a_group(environ, member):
-    assert Producer.of(environ).member == member
+    assert SimulationEnvironment.of(environ).member == member
 
 
 @pytest.mark.parametrize(
@@ -706,7 +714,7 @@ def test_srun_tells_the_member_of_a_group(environ, member):
 )
 def test_an_environment_that_is_none_of_the_run(name, value, message):
     with pytest.raises(UnsupportedConfiguration, match=message):
-        Producer.of({f"PARAMSERVER_{name}": value})
+        SimulationEnvironment.of({f"PARAMSERVER_{name}": value})
 
 
 # Without a simulation.
@@ -720,23 +728,26 @@ def test_a_run_that_lives_answers_a_ping(run, free_port):
 
 def test_finish_returns_once_it_was_heard(run):
     finish(run.address)
-    assert run.kinds("desk")[:2] == [Kind.LAST, Kind.PING]
-    run.answers[Kind.LAST] = lambda header: [header.answer(Kind.REFUSED).pack(), b"it starts its simulations itself"]
+    assert run.kinds("desk")[:2] == [MessageKind.LAST, MessageKind.PING]
+    run.answers[MessageKind.LAST] = lambda header: [
+        header.answer(MessageKind.REFUSED).pack(),
+        b"it starts its simulations itself",
+    ]
     with pytest.raises(ClientError, match="refused this client: it starts its simulations itself"):
         finish(run.address)
-    run.answers[Kind.LAST] = lambda header: [header.answer(Kind.OVER).pack()]
+    run.answers[MessageKind.LAST] = lambda header: [header.answer(MessageKind.OVER).pack()]
     finish(run.address)
 
 
 def test_a_pong_that_is_none(run):
-    run.answers[Kind.PING] = lambda header: [header.answer(Kind.PONG).pack(), b"yes"]
+    run.answers[MessageKind.PING] = lambda header: [header.answer(MessageKind.PONG).pack(), b"yes"]
     with pytest.raises(ClientError, match="answered what cannot be understood: the body must be JSON"):
         ping(run.address)
 
 
 def test_a_welcome_travels():
-    welcome = Welcome(("tcp://a:1", "tcp://b:2"), None, 4, 20.0, None, FIELDS)
-    assert Welcome.unpack(welcome.pack()) == welcome
+    welcome = TrainerDirectory(("tcp://a:1", "tcp://b:2"), None, 4, 20.0, None, FIELDS)
+    assert TrainerDirectory.unpack(welcome.pack()) == welcome
     assert [replace(welcome, only=1).trainer_of(5, step) for step in range(3)] == [1, 1, 1]
 
 
@@ -748,7 +759,7 @@ def test_a_client_that_computes_for_long_keeps_its_other_lines():
         nobody.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{nobody.getsockname()[1]}"
         lines = [context.socket(zmq.DEALER) for _ in range(2)]
-        presence, told = Presence(lines[0]), lines[1].get_monitor_socket(zmq.EVENT_CONNECT_RETRIED)
+        presence, told = ConnectionMonitor(lines[0]), lines[1].get_monitor_socket(zmq.EVENT_CONNECT_RETRIED)
         for line in lines:
             line.linger, line.reconnect_ivl = 0, 1
             line.connect(address)

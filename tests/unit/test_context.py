@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from paramserver import context
-from paramserver.cluster import Identity
+from paramserver.cluster import ProcessIdentity
 from paramserver.config import Config, Role
 from paramserver.consistency import Stop
 from paramserver.context import (
-    Process,
-    StartClock,
+    ProcessContext,
+    StartupTimer,
     StopRequest,
     process_started,
     random_states,
@@ -177,7 +177,7 @@ def test_the_kernel_knows_when_this_process_began():
 
 
 def test_the_phases_of_a_start_sum_to_its_length(monkeypatch):
-    clock = StartClock(began=100.0)
+    clock = StartupTimer(began=100.0)
     for phase, now in (("imports", 102.5), ("meeting", 103.0), ("imports", 104.0)):
         monkeypatch.setattr(context.time, "time", lambda now=now: now)
         clock.mark(phase)
@@ -185,7 +185,7 @@ def test_the_phases_of_a_start_sum_to_its_length(monkeypatch):
 
 
 def test_a_clock_that_was_set_back_gives_no_negative_time(monkeypatch):
-    clock = StartClock(began=100.0)
+    clock = StartupTimer(began=100.0)
     monkeypatch.setattr(context.time, "time", lambda: 90.0)
     clock.mark("imports")
     monkeypatch.setattr(context.time, "time", lambda: 91.0)
@@ -194,15 +194,15 @@ def test_a_clock_that_was_set_back_gives_no_negative_time(monkeypatch):
 
 
 def test_without_a_command_a_start_begins_with_the_process():
-    clock = StartClock()
+    clock = StartupTimer()
     clock.mark("all")
     assert 0 < clock.phases["all"] <= time.time() - process_started() + 1.0
 
 
 def test_a_process_of_a_trainer_has_its_index_and_a_server_none():
-    identity = Identity(2, 3, 2, 3, 0, "127.0.0.1", 1, False, "job", "flags")
-    made = Process(Config(), identity, Role(2, "trainer", trainer_index=1), 2, CPU)
+    identity = ProcessIdentity(2, 3, 2, 3, 0, "127.0.0.1", 1, False, "job", "flags")
+    made = ProcessContext(Config(), identity, Role(2, "trainer", trainer_index=1), 2, CPU)
     assert made.trainer_index == 1
     assert made.stop.state() == (Stop.NO, "")
     with pytest.raises(AssertionError):
-        _ = Process(Config(), identity, Role(0, "server", server_index=0), 2, CPU).trainer_index
+        _ = ProcessContext(Config(), identity, Role(0, "server", server_index=0), 2, CPU).trainer_index

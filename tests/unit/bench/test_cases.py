@@ -2,8 +2,8 @@
 
 import pytest
 
-from paramserver.bench.cases import Asked, interleaved, make_cases, parse_sweep
-from paramserver.bench.slowdown import Slow
+from paramserver.bench.cases import RequestedCases, interleaved, make_cases, parse_sweep
+from paramserver.bench.slowdown import SlowdownSpec
 from paramserver.errors import UnsupportedConfiguration
 
 
@@ -11,7 +11,7 @@ from paramserver.errors import UnsupportedConfiguration
 def asked(tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text("task: a:B\ntraining: {max_steps: 5}\n")
-    return lambda **words: Asked(file, **words)
+    return lambda **words: RequestedCases(file, **words)
 
 
 def names(asked):
@@ -113,11 +113,11 @@ def test_overrides_hold_for_all_cases_and_sweeps_go_over_them(asked):
 def test_the_number_of_trainers_is_the_configs_where_none_is_given(tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text("task: a:B\ncluster: {num_trainers: 3}\ntraining: {max_steps: 5}\n")
-    assert names(Asked(file, modes="ddp")) == ["local", "no communication 3 trainers", "ddp 3 trainers"]
+    assert names(RequestedCases(file, modes="ddp")) == ["local", "no communication 3 trainers", "ddp 3 trainers"]
 
 
 def test_with_a_slow_trainer_all_but_the_single_process_are_there_without_and_with_it(asked):
-    slow = Slow(1, 5.0)
+    slow = SlowdownSpec(1, 5.0)
     found = make_cases(asked(slow=slow, modes="ddp"))
     assert [(case.name, case.slow) for case in found] == [
         ("local", None),
@@ -126,7 +126,7 @@ def test_with_a_slow_trainer_all_but_the_single_process_are_there_without_and_wi
         ("ddp 2 trainers", None),
         ("ddp 2 trainers, trainer 1 slowed 5 times", slow),
     ]
-    assert str(Slow(0, 2.5, 0.1)) == "trainer 0 slowed 2.5 times with probability 0.1"
+    assert str(SlowdownSpec(0, 2.5, 0.1)) == "trainer 0 slowed 2.5 times with probability 0.1"
 
 
 @pytest.mark.parametrize(
@@ -148,8 +148,8 @@ def test_with_a_slow_trainer_all_but_the_single_process_are_there_without_and_wi
         ({"sweeps": ["logging.name=a,b"]}, "logging.name is decided by the benchmark"),
         ({"sweeps": ["training.max_steps=1,2"]}, "training.max_steps is decided by the benchmark"),
         ({"overrides": ["server.consistancy=sync"]}, "did you mean server.consistency?"),
-        ({"slow": Slow(2, 5.0)}, "trainer (2) must be below the number of trainers of every case (2)"),
-        ({"slow": Slow(1, 5.0), "trainers": "1,2"}, "must be below the number of trainers of every case (1)"),
+        ({"slow": SlowdownSpec(2, 5.0)}, "trainer (2) must be below the number of trainers of every case (2)"),
+        ({"slow": SlowdownSpec(1, 5.0), "trainers": "1,2"}, "must be below the number of trainers of every case (1)"),
     ],
 )
 def test_what_is_wrong_is_told_in_one_sentence(asked, words, says):

@@ -6,9 +6,9 @@ import json
 import pytest
 from launching import write_config
 
-from paramserver.bench.cases import Asked, goal_of, make_cases, when_reached
-from paramserver.bench.measure import CpuWatch, Window, WireWatch, _wire_bytes, figures, interpolated, window_of
-from paramserver.bench.step_stamps import COLUMNS, Stamps, Step, processes_of_servers, read_stamps
+from paramserver.bench.cases import RequestedCases, goal_of, make_cases, when_reached
+from paramserver.bench.measure import CpuWatch, MeasuredWindow, WireWatch, _wire_bytes, figures, interpolated, window_of
+from paramserver.bench.step_stamps import COLUMNS, StepStamp, StepStamps, processes_of_servers, read_stamps
 from paramserver.config import config_from_mapping
 from paramserver.errors import TrainingError, UnsupportedConfiguration
 from paramserver.metrics.records import PHASES
@@ -20,7 +20,7 @@ PHASE_S = dict.fromkeys(COLUMNS, 0.0)
 
 def trainer(durations, begin=0.0, index=0, samples=32, gaps=None):
     """One whose steps follow each other, with ``gaps`` (seconds by number of the step) before some."""
-    made, end = Stamps(index, 100 + index, 400), begin
+    made, end = StepStamps(index, 100 + index, 400), begin
     for number, seconds in enumerate(durations):
         end += seconds + (gaps or {}).get(number, 0.0)
         made.add(
@@ -30,13 +30,13 @@ def trainer(durations, begin=0.0, index=0, samples=32, gaps=None):
 
 
 def test_the_warm_up_ends_with_a_step_and_not_before_the_third():
-    assert window_of([trainer([0.5] * 10)], 1.2) == Window(1.5, 5.0)
-    assert window_of([trainer([2.0] * 5)], 1.0) == Window(6.0, 10.0)
+    assert window_of([trainer([0.5] * 10)], 1.2) == MeasuredWindow(1.5, 5.0)
+    assert window_of([trainer([2.0] * 5)], 1.0) == MeasuredWindow(6.0, 10.0)
 
 
 def test_all_trainers_train_in_the_window():
     late, early = trainer([1.0] * 10, begin=3.0), trainer([1.0] * 8, index=1)
-    assert window_of([late, early], 1.0) == Window(6.0, 8.0)
+    assert window_of([late, early], 1.0) == MeasuredWindow(6.0, 8.0)
 
 
 @pytest.mark.parametrize("durations", [[], [1.0], [1.0] * 3, [0.1] * 9])
@@ -96,7 +96,7 @@ def test_stamps_are_read_as_they_were_written(tmp_path):
         trainer([0.1, 0.2], index=index).write(tmp_path)
     found = read_stamps(tmp_path, 2)
     assert found == [trainer([0.1, 0.2], index=index) for index in range(2)]
-    assert isinstance(found[0].steps[0], Step)
+    assert isinstance(found[0].steps[0], StepStamp)
     (tmp_path / "process-7").touch()
     (tmp_path / "process-100").touch()
     assert processes_of_servers(tmp_path, found) == [7]
@@ -197,14 +197,16 @@ class Counted:
 
 
 def test_bytes_of_a_group_are_the_kernels_or_computed_and_say_so(tmp_path, monkeypatch):
-    ddp = next(c for c in make_cases(Asked(write_config(tmp_path), modes="ddp", trainers="2")) if c.mode.name == "ddp")
+    ddp = next(
+        c for c in make_cases(RequestedCases(write_config(tmp_path), modes="ddp", trainers="2")) if c.mode.name == "ddp"
+    )
     trainers = [trainer([1.0] * 5, index=i) for i in range(2)]
-    computed = _wire_bytes(ddp, trainers, Window(1.0, 4.0), None)
+    computed = _wire_bytes(ddp, trainers, MeasuredWindow(1.0, 4.0), None)
     assert computed == {"wire_bytes_per_step": 2 * 400, "wire_bytes_source": "computed, ring all-reduce"}
     moments = iter([0.5, 4.5])
     monkeypatch.setattr("paramserver.bench.measure.time.perf_counter", lambda: next(moments))
     wire = WireWatch(Counted([0, 4000], [100, 4100]), 2)
     wire.look()
     wire.look()
-    counted = _wire_bytes(ddp, trainers, Window(1.0, 4.0), wire)  # 2 x 3 steps in 3 of 4 seconds
+    counted = _wire_bytes(ddp, trainers, MeasuredWindow(1.0, 4.0), wire)  # 2 x 3 steps in 3 of 4 seconds
     assert counted == {"wire_bytes_per_step": pytest.approx(1000), "wire_bytes_source": "counted by the kernel"}

@@ -7,19 +7,19 @@ import torch
 from torch import nn
 
 from paramserver.bench import instrumentation as slow_module
-from paramserver.bench.slowdown import Brake, Slow, drawn, parse_slow
+from paramserver.bench.slowdown import Slowdown, SlowdownSpec, drawn, parse_slowdown
 from paramserver.errors import UnsupportedConfiguration
 
 
 @pytest.mark.parametrize(
     ("text", "slow"),
     [
-        ("trainer=1,factor=5", Slow(1, 5.0, 1.0)),
-        ("probability=0.1, factor=2.5 ,trainer=0", Slow(0, 2.5, 0.1)),
+        ("trainer=1,factor=5", SlowdownSpec(1, 5.0, 1.0)),
+        ("probability=0.1, factor=2.5 ,trainer=0", SlowdownSpec(0, 2.5, 0.1)),
     ],
 )
 def test_what_is_written_is_read(text, slow):
-    assert parse_slow(text) == slow
+    assert parse_slowdown(text) == slow
 
 
 @pytest.mark.parametrize(
@@ -40,20 +40,20 @@ def test_what_is_written_is_read(text, slow):
 )
 def test_what_is_wrong_is_named(text, says):
     with pytest.raises(UnsupportedConfiguration) as caught:
-        parse_slow(text)
+        parse_slowdown(text)
     assert says in str(caught.value)
     assert str(caught.value).startswith(f"--slow {text}: ")
 
 
 def test_only_the_named_trainer_is_slow():
-    assert all(Slow(1, 5.0).hits(seed, 1, batch) for seed in range(3) for batch in range(50))
-    assert not any(Slow(1, 5.0).hits(0, 0, batch) for batch in range(50))
-    assert not any(Slow(1, 5.0, 0.0).hits(0, 1, batch) for batch in range(50))
+    assert all(SlowdownSpec(1, 5.0).hits(seed, 1, batch) for seed in range(3) for batch in range(50))
+    assert not any(SlowdownSpec(1, 5.0).hits(0, 0, batch) for batch in range(50))
+    assert not any(SlowdownSpec(1, 5.0, 0.0).hits(0, 1, batch) for batch in range(50))
 
 
 def test_chance_is_that_of_seed_trainer_and_batch():
     def hits(seed):
-        return [Slow(0, 5.0, 0.2).hits(seed, 0, batch) for batch in range(4000)]
+        return [SlowdownSpec(0, 5.0, 0.2).hits(seed, 0, batch) for batch in range(4000)]
 
     assert hits(0) == hits(0)
     assert hits(0) != hits(1)
@@ -93,7 +93,7 @@ class Heavy(torch.autograd.Function):
 
 
 def test_a_batch_waits_for_its_forward_and_the_last_backward(waits):
-    model, brake = nn.Linear(3, 1), Brake(Slow(0, 4.0), 0, 0)
+    model, brake = nn.Linear(3, 1), Slowdown(SlowdownSpec(0, 4.0), 0, 0)
     for batch in range(3):
         loss = model(Heavy.apply(torch.ones(2, 3, requires_grad=True)) if batch else torch.ones(2, 3)).sum()
         loss = Heavy.apply(loss)
@@ -106,7 +106,7 @@ def test_a_batch_waits_for_its_forward_and_the_last_backward(waits):
 
 
 def test_a_fast_trainer_never_waits(waits):
-    model, brake = nn.Linear(3, 1), Brake(Slow(1, 4.0), 0, 0)
+    model, brake = nn.Linear(3, 1), Slowdown(SlowdownSpec(1, 4.0), 0, 0)
     loss = model(torch.ones(2, 3)).sum()
     brake.computed_forward(model, loss, 0.01, 0)
     loss.backward()
@@ -114,7 +114,7 @@ def test_a_fast_trainer_never_waits(waits):
 
 
 def test_a_model_that_is_elsewhere_has_no_backward_to_see(waits):
-    brake = Brake(Slow(0, 3.0), 0, 0)
+    brake = Slowdown(SlowdownSpec(0, 3.0), 0, 0)
     for batch in range(2):
         loss = torch.ones((), requires_grad=True) * 2
         brake.computed_forward(object(), loss, 0.5, batch)

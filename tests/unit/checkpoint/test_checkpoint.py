@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from paramserver.checkpoint import (
-    Best,
+    BestMetric,
     clean,
     find_checkpoint,
     mark_best,
@@ -331,29 +331,29 @@ def test_one_that_was_moved_aside_by_a_dead_writer_is_found_and_returns(folder):
 
 
 def test_best_counts_and_remembers():
-    best = Best("accuracy", "max")
+    best = BestMetric("accuracy", "max")
     told = [best.improved(value, step) for step, value in enumerate([0.5, 0.5, float("nan"), 0.7, 0.6])]
     assert told == [True, False, False, True, False]
     assert (best.value, best.step, best.without_improvement) == (0.7, 3, 1)
-    again = Best("accuracy", "max")
+    again = BestMetric("accuracy", "max")
     again.load_state_dict(best.state_dict())
     assert again.state_dict() == best.state_dict()
     assert not again.improved(0.7)
 
 
 def test_best_by_min_starts_with_a_number_and_not_with_nan():
-    best = Best("loss", "min")
+    best = BestMetric("loss", "min")
     assert [best.improved(value) for value in (float("nan"), 2.0, 3.0, 1.0)] == [False, True, False, True]
 
 
 def test_best_of_another_metric_is_not_taken_over():
-    best = Best("loss", "min")
+    best = BestMetric("loss", "min")
     best.improved(1.0, 5)
-    other = Best("accuracy", "max")
+    other = BestMetric("accuracy", "max")
     other.load_state_dict(best.state_dict())
     assert other.value is None
     with pytest.raises(UnsupportedConfiguration, match=r"checkpoint.best.mode \(up\) must be min or max"):
-        Best("loss", "up")
+        BestMetric("loss", "up")
 
 
 def test_nothing_heavy_is_imported_until_it_is_used():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from paramserver.checkpoint import CheckpointWriter, find_checkpoint, private_copy, read_checkpoint, writer
+from paramserver.checkpoint import CheckpointWriter, find_checkpoint, read_checkpoint, stage_copy, writer
 from paramserver.errors import DeadlineExceeded, ParamserverError, TrainingError, UnsupportedConfiguration
 
 WAIT_S = 20.0
@@ -189,7 +189,7 @@ def test_a_private_copy_changes_no_more_and_is_what_was_written(folder, gate):
     model = torch.nn.Linear(3, 2)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with CheckpointWriter(folder, keep=1, background=True) as writing:
-        future = writing.submit(1, private_copy({"model": model.state_dict()}), {})
+        future = writing.submit(1, stage_copy({"model": model.state_dict()}), {})
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(-1)
@@ -200,7 +200,7 @@ def test_a_private_copy_changes_no_more_and_is_what_was_written(folder, gate):
 
 def test_views_of_a_flat_tensor_are_saved_without_the_rest(folder):
     flat = torch.arange(100_000.0)
-    copied = private_copy({"slice": flat[10:14], "columns": flat.view(100, 1000)[:, :2]})
+    copied = stage_copy({"slice": flat[10:14], "columns": flat.view(100, 1000)[:, :2]})
     assert copied["slice"].tolist() == [10, 11, 12, 13]
     assert torch.equal(copied["columns"], flat.view(100, 1000)[:, :2])
     assert [value.untyped_storage().nbytes() for value in copied.values()] == [16, 800]
@@ -211,7 +211,7 @@ def test_views_of_a_flat_tensor_are_saved_without_the_rest(folder):
 def test_private_copy_keeps_structure_classes_and_leaves():
     leaf = object()
     state = {"list": [torch.ones(1), (1, "a")], "pair": Pair(torch.zeros(2), leaf), "array": np.zeros(2), 3: None}
-    copied = private_copy(state)
+    copied = stage_copy(state)
     assert copied["list"][1] == (1, "a")
     assert isinstance(copied["pair"], Pair)
     assert copied["pair"].right is leaf
@@ -228,18 +228,18 @@ def test_private_copy_keeps_structure_classes_and_leaves():
 
 def test_private_copy_keeps_what_a_state_dict_carries_beside_its_entries():
     original = torch.nn.BatchNorm1d(2).state_dict()
-    copied = private_copy(original)
+    copied = stage_copy(original)
     assert type(copied) is OrderedDict
     assert copied._metadata[""] == {"version": 2}
     assert list(copied) == list(original)
     grouped = defaultdict(list, {"a": [torch.ones(1)]})
-    assert private_copy(grouped)["new"] == []
+    assert stage_copy(grouped)["new"] == []
     assert "new" not in grouped
 
 
 def test_private_copy_takes_parameters_detached_and_tied_weights_once():
     weight = torch.nn.Parameter(torch.ones(3))
-    copied = private_copy({"a": weight, "b": weight.detach(), "rest": weight[1:], "empty": [torch.empty(0)] * 2})
+    copied = stage_copy({"a": weight, "b": weight.detach(), "rest": weight[1:], "empty": [torch.empty(0)] * 2})
     assert type(copied["a"]) is torch.Tensor
     assert not copied["a"].requires_grad
     assert copied["a"] is copied["b"]
@@ -258,13 +258,13 @@ def test_private_copy_takes_parameters_detached_and_tied_weights_once():
     ids=["sparse", "bfloat16", "expanded", "integers", "scalar"],
 )
 def test_private_copy_of_every_kind_of_tensor(tensor):
-    copied = private_copy(tensor)
+    copied = stage_copy(tensor)
     assert copied.dtype == tensor.dtype
     assert torch.equal(copied.to_dense(), tensor.to_dense())
 
 
 def test_private_copy_tells_a_conjugate_from_its_original():
     value = torch.tensor([1 + 2j])
-    copied = private_copy([value, value.conj()])
+    copied = stage_copy([value, value.conj()])
     assert copied[0].item() == 1 + 2j
     assert copied[1].item() == 1 - 2j

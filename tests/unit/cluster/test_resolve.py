@@ -5,7 +5,14 @@ import dataclasses
 import pytest
 
 import paramserver.cluster
-from paramserver.cluster import FlagEnvironment, HandSet, Identity, RankFlags, Torchrun, resolve_identity
+from paramserver.cluster import (
+    EnvVarEnvironment,
+    FlagEnvironment,
+    ProcessIdentity,
+    RankFlags,
+    TorchrunEnvironment,
+    resolve_identity,
+)
 from paramserver.cluster.torchrun import VARIABLES
 from paramserver.config import ClusterConfig, Config
 from paramserver.errors import UnsupportedConfiguration
@@ -50,7 +57,7 @@ def test_nothing_says_a_rank_so_all_are_started_here():
 
 
 def test_a_rank_of_this_machine_by_flags():
-    assert resolve_identity(RankFlags(1, 3, "127.0.0.1", 1234), {}, config()) == Identity(
+    assert resolve_identity(RankFlags(1, 3, "127.0.0.1", 1234), {}, config()) == ProcessIdentity(
         global_rank=1,
         world_size=3,
         local_rank=1,
@@ -107,7 +114,7 @@ def test_wrong_flags(flags, message):
 @pytest.mark.parametrize("global_rank", range(6))
 def test_torchrun_on_several_nodes(global_rank):
     identity = resolve_identity(NO_FLAGS, torchrun(global_rank, nodes=3, per_node=2, restarts=1), config())
-    assert identity == Identity(
+    assert identity == ProcessIdentity(
         global_rank=global_rank,
         world_size=6,
         local_rank=global_rank % 2,
@@ -176,16 +183,16 @@ def test_the_mode_must_fit_the_world_that_torchrun_started():
 def test_variables_set_by_hand_are_completed_from_the_config():
     environ = {"RANK": "1", "WORLD_SIZE": "2"}
     identity = resolve_identity(NO_FLAGS, environ, config("ddp"))
-    assert identity == Identity(1, 2, 1, 2, 0, "127.0.0.1", 29500, False, "environment", "environment")
+    assert identity == ProcessIdentity(1, 2, 1, 2, 0, "127.0.0.1", 29500, False, "environment", "environment")
     identity = resolve_identity(NO_FLAGS, environ, config("ddp", master_addr="node0", master_port=1111))
-    assert identity == Identity(1, 2, 0, 1, 1, "node0", 1111, False, "environment", "environment")
+    assert identity == ProcessIdentity(1, 2, 0, 1, 1, "node0", 1111, False, "environment", "environment")
 
 
 def test_variables_set_by_hand_stand_above_the_config():
     given = {"RANK": "5", "WORLD_SIZE": "6", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "2222"}
     place = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "2"}
     identity = resolve_identity(NO_FLAGS, {**given, **place}, config(master_addr="node0", master_port=1111))
-    assert identity == Identity(5, 6, 1, 2, 2, "10.0.0.1", 2222, False, "environment", "environment")
+    assert identity == ProcessIdentity(5, 6, 1, 2, 2, "10.0.0.1", 2222, False, "environment", "environment")
     assert "LOCAL_RANK (2) must be below 2" in refused(NO_FLAGS, {**given, **place, "LOCAL_RANK": "2"}, config())
 
 
@@ -206,10 +213,18 @@ def test_other_flags_under_torchrun():
 
 def test_each_environment_detects_itself_only():
     by_hand = {"RANK": "0", "WORLD_SIZE": "2"}
-    assert [e.detect(torchrun()) for e in (FlagEnvironment(NO_FLAGS), Torchrun(), HandSet())] == [False, True, True]
-    assert [e.detect(by_hand) for e in (FlagEnvironment(RankFlags(0)), Torchrun(), HandSet())] == [True, False, True]
-    assert not HandSet().detect({"RANK": "0"})
-    assert not HandSet().detect({"WORLD_SIZE": "2"})
+    assert [e.detect(torchrun()) for e in (FlagEnvironment(NO_FLAGS), TorchrunEnvironment(), EnvVarEnvironment())] == [
+        False,
+        True,
+        True,
+    ]
+    assert [e.detect(by_hand) for e in (FlagEnvironment(RankFlags(0)), TorchrunEnvironment(), EnvVarEnvironment())] == [
+        True,
+        False,
+        True,
+    ]
+    assert not EnvVarEnvironment().detect({"RANK": "0"})
+    assert not EnvVarEnvironment().detect({"WORLD_SIZE": "2"})
 
 
 def test_every_public_name_is_there_and_no_other():

@@ -15,9 +15,9 @@ from paramserver.consistency import (
     Bounded,
     Decision,
     Readiness,
+    RunTerms,
     Stop,
     Sync,
-    Terms,
     Update,
     Verdict,
     make_consistency,
@@ -100,8 +100,8 @@ def test_as_many_versions_as_may_be_are_kept_for_validations_and_no_more(kind):
 # Single situations.
 
 
-def terms(trainers: int, limits: Limits = NONE, uneven_inputs: str = "join", **every) -> Terms:
-    return Terms(trainers, limits, uneven_inputs, 1, **every)
+def terms(trainers: int, limits: Limits = NONE, uneven_inputs: str = "join", **every) -> RunTerms:
+    return RunTerms(trainers, limits, uneven_inputs, 1, **every)
 
 
 def say(rules, index: int, word: Announcement = READY) -> dict[int, Verdict]:
@@ -338,7 +338,7 @@ def test_the_configuration_chooses(server, kind, option):
     assert rules.lockstep is (kind is Sync)
     apart = kind in (Async, Bounded)
     every = ((2,), 5) if apart else ((2, 5), 0)  # stands, validations of a kept version
-    assert rules.terms == Terms(4, Limits(max_steps=9), "join", 3, *every)
+    assert rules.terms == RunTerms(4, Limits(max_steps=9), "join", 3, *every)
 
 
 def test_what_is_saved_as_the_best_is_validated_at_a_stand():

@@ -9,13 +9,13 @@ from paramserver.consistency import (
     Announcement,
     Decision,
     Readiness,
+    RunTerms,
     Stop,
     Sync,
-    Terms,
     Update,
     Verdict,
-    buffer_source,
     decide,
+    module_buffer_owner,
 )
 from paramserver.limits import Limits
 
@@ -115,8 +115,8 @@ def test_the_order_of_arrival_does_not_matter():
 
 
 def test_the_module_buffers_are_those_of_ddp():
-    assert buffer_source((1, 2, 4), "stop") == 1
-    assert buffer_source((1, 2, 4), "join") == 4
+    assert module_buffer_owner((1, 2, 4), "stop") == 1
+    assert module_buffer_owner((1, 2, 4), "join") == 4
 
 
 # The rounds of a step.
@@ -140,7 +140,7 @@ def pushed(rules: Sync, index: int, samples: int) -> Update | None:
 
 
 def round_of(trainers: int = 2, step: int = 0, samples: int = 0, limits=NONE, uneven_inputs="stop") -> Sync:
-    return Sync(Terms(trainers, limits, uneven_inputs), step, samples)
+    return Sync(RunTerms(trainers, limits, uneven_inputs), step, samples)
 
 
 def started(trainers: int = 2, **options) -> Sync:

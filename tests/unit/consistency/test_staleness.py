@@ -6,15 +6,15 @@ import math
 import pytest
 from hypothesis import given, strategies as st
 
-from paramserver.consistency import Staleness, scale
+from paramserver.consistency import StalenessHistogram, scale
 from paramserver.errors import UnsupportedConfiguration
 
 ADDED = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 40)), max_size=120)
 NOTHING = {"mean": 0.0, "p95": 0, "max": 0, "histogram": {}}
 
 
-def counted(added) -> Staleness:
-    staleness = Staleness()
+def counted(added) -> StalenessHistogram:
+    staleness = StalenessHistogram()
     for trainer_index, value in added:
         staleness.add(trainer_index, value)
     return staleness

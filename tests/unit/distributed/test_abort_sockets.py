@@ -3,9 +3,9 @@
 import os
 import socket
 
-from test_link import connected
+from tcp_pairs import connected
 
-from paramserver.distributed.abort_sockets import Connections
+from paramserver.distributed.abort_sockets import OpenedSockets
 
 
 def is_open(connection):
@@ -17,7 +17,7 @@ def is_open(connection):
 
 
 def test_what_was_opened_in_the_block_is_cut_and_nothing_else():
-    connections = Connections()
+    connections = OpenedSockets()
     before = connected()
     with connections.recorded():
         inside, listener = connected(), socket.create_server(("127.0.0.1", 0))
@@ -42,7 +42,7 @@ def test_what_was_opened_in_the_block_is_cut_and_nothing_else():
 
 
 def test_a_number_that_is_used_again_is_somebody_elses():
-    connections = Connections()
+    connections = OpenedSockets()
     with connections.recorded():
         old = connected()
     numbers = {one.fileno() for one in old}

@@ -9,7 +9,7 @@ import pytest
 from tcp_pairs import connected
 
 from paramserver.distributed import control_channel as links_module
-from paramserver.distributed.control_channel import _HEAD, Link, Links
+from paramserver.distributed.control_channel import _HEAD, Connection, ControlChannel
 from paramserver.errors import PeerLost
 
 LONG_S = 20.0
@@ -26,8 +26,8 @@ class Ends:
         self.others = {peer: other for peer, (_, other) in pairs.items()}
         self.other = self.others[peers[0]]
         self.cut = threading.Event()
-        made = {peer: Link(one, peer, lost_after_s) for peer, (one, _) in pairs.items()}
-        self.links = Links(made, beat_s, self.cut.set)
+        made = {peer: Connection(one, peer, lost_after_s) for peer, (one, _) in pairs.items()}
+        self.links = ControlChannel(made, beat_s, self.cut.set)
 
     def say(self, kind, body=b"", peer=1):
         self.others[peer].sendall(_HEAD.pack(kind, len(body)) + body)
@@ -48,8 +48,8 @@ def ends(lost_after_s=LONG_S, **options):
 def pair(lost_after_s=LONG_S):
     """The links of rank 0 and rank 1, each to the other."""
     one, other = connected()
-    with_one = Links({1: Link(one, 1, lost_after_s)}, 0.05, lambda: None)
-    with_zero = Links({0: Link(other, 0, lost_after_s)}, 0.05, lambda: None)
+    with_one = ControlChannel({1: Connection(one, 1, lost_after_s)}, 0.05, lambda: None)
+    with_zero = ControlChannel({0: Connection(other, 0, lost_after_s)}, 0.05, lambda: None)
     try:
         yield with_one, with_zero
     finally:
@@ -82,8 +82,8 @@ def test_messages_of_every_length_come_in_order_between_beats():
     rng = np.random.default_rng(3)
     bodies = [rng.integers(0, 256, n, np.uint8) for n in (0, 1, 5, 20 * MB, 0, 70_000)]
     one, other = connected()
-    sender = Link(one, 1, LONG_S)
-    receiver = Links({0: Link(other, 0, LONG_S)}, 0.001, lambda: None)
+    sender = Connection(one, 1, LONG_S)
+    receiver = ControlChannel({0: Connection(other, 0, LONG_S)}, 0.001, lambda: None)
 
     def beats(over):
         while not over.wait(0.0001):
@@ -248,7 +248,7 @@ def test_others_are_not_blamed_while_this_process_stands_still(monkeypatch):
 
 def test_beats_that_nobody_reads_never_block_nor_tear_a_message():
     one, other = connected()
-    link = Link(one, 1, LONG_S)
+    link = Connection(one, 1, LONG_S)
     began = time.monotonic()
     filler = np.zeros(MB, np.uint8)
     with suppress(BlockingIOError):

@@ -8,11 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from paramserver.cluster import Identity
+from paramserver.cluster import ProcessIdentity
 from paramserver.config import ClusterConfig, Config, ServerConfig
 from paramserver.distributed import control_channel as star_module
-from paramserver.distributed.control_channel import Reception, star
-from paramserver.distributed.rendezvous import Meeting
+from paramserver.distributed.control_channel import Handshake, connect_ranks
+from paramserver.distributed.rendezvous import Rendezvous
 from paramserver.distributed.rpc_calls import host_identity
 from paramserver.errors import DeadlineExceeded, PeerLost
 
@@ -29,8 +29,8 @@ def hello(rank, token=TOKEN):
 
 
 def met(store, rank, world_size, timeout_s=LONG_S):
-    identity = Identity(rank, world_size, rank, world_size, 0, HOST, 29500, False, "test", "flags")
-    return Meeting(store, identity, timeout_s, host_identity())
+    identity = ProcessIdentity(rank, world_size, rank, world_size, 0, HOST, 29500, False, "test", "flags")
+    return Rendezvous(store, identity, timeout_s, host_identity())
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_strangers_are_refused_and_keep_nobody_out(door, caplog):
     again = visit(hello(2), b"first words")
     twice = visit(hello(2))
     with caplog.at_level(logging.WARNING), ThreadPoolExecutor(1, "peer-") as pool:
-        with Reception(listener, TOKEN, {1, 2}) as reception:
+        with Handshake(listener, TOKEN, {1, 2}) as reception:
             later = pool.submit(reception.receive, LONG_S)
             guest.sendall(hello(1)[3:])
             found = later.result(LONG_S)
@@ -86,7 +86,7 @@ def stranger_is_out(stranger):
 def test_who_does_not_come_is_named(door):
     listener, visit = door
     visit(hello(2))
-    with Reception(listener, TOKEN, {1, 2, 3}) as reception, pytest.raises(DeadlineExceeded, match="rank 1, 3 did not"):
+    with Handshake(listener, TOKEN, {1, 2, 3}) as reception, pytest.raises(DeadlineExceeded, match="rank 1, 3 did not"):
         reception.receive(0.3)
 
 
@@ -94,7 +94,7 @@ def test_ranks_are_linked_to_rank_zero_and_nobody_else_is_let_in():
     store, missed = HashStore(), []
 
     def other(rank):
-        with star(met(store, rank, 3), CONFIG, lambda: missed.append(rank)) as links:
+        with connect_ranks(met(store, rank, 3), CONFIG, lambda: missed.append(rank)) as links:
             assert links.peers == (0,)
             links.attend(True)
             links.send(0, rank, bytes([rank] * 3))
@@ -104,7 +104,7 @@ def test_ranks_are_linked_to_rank_zero_and_nobody_else_is_let_in():
 
     with ThreadPoolExecutor(2, "peer-") as pool:
         answers = [pool.submit(other, rank) for rank in (1, 2)]
-        with star(met(store, 0, 3), CONFIG, lambda: missed.append(0)) as links:
+        with connect_ranks(met(store, 0, 3), CONFIG, lambda: missed.append(0)) as links:
             host, port, token = store.get("star").decode().split()
             assert (host, len(bytes.fromhex(token))) == (HOST, 16)
             with pytest.raises(ConnectionRefusedError):
@@ -125,6 +125,6 @@ def test_a_rank_zero_that_is_not_there_is_told(monkeypatch):
     store.set(star_module._KEY, f"{HOST} {port} {TOKEN.hex()}")
     with (
         pytest.raises(PeerLost, match=f"rank 0 cannot be reached at {HOST}:{port}"),
-        star(met(store, 1, 2), CONFIG, print),
+        connect_ranks(met(store, 1, 2), CONFIG, print),
     ):
         pass

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
-from paramserver.cluster import Identity, bind_listener
+from paramserver.cluster import ProcessIdentity, bind_listener
 from paramserver.config import ClusterConfig, Config, DeviceConfig, LoggingConfig, TrainingConfig, dump_yaml
-from paramserver.distributed import rendezvous
-from paramserver.distributed.rendezvous import Meeting, meet
+from paramserver.distributed import rendezvous as rendezvous_module
+from paramserver.distributed.rendezvous import Rendezvous, rendezvous
 from paramserver.distributed.rpc_calls import host_identity
 from paramserver.errors import DeadlineExceeded, Interrupted, PeerLost, UnsupportedConfiguration
 
@@ -29,13 +29,13 @@ def config(timeout_s: float = LONG_S, **sections) -> Config:
     return Config(task="module:Task", cluster=ClusterConfig(timeout_s=timeout_s), **sections)
 
 
-def identity(rank: int, world_size: int, port: int, hosted: bool = False, job: str = "test") -> Identity:
-    return Identity(rank, world_size, rank, world_size, 0, HOST, port, hosted, job, "flags")
+def identity(rank: int, world_size: int, port: int, hosted: bool = False, job: str = "test") -> ProcessIdentity:
+    return ProcessIdentity(rank, world_size, rank, world_size, 0, HOST, port, hosted, job, "flags")
 
 
-def waited(rank, world_size, port, timeout_s=LONG_S, interrupted=None, listener=None, of=None, **about) -> Meeting:
+def waited(rank, world_size, port, timeout_s=LONG_S, interrupted=None, listener=None, of=None, **about) -> Rendezvous:
     event = threading.Event() if interrupted is None else interrupted
-    return meet(of or config(timeout_s), identity(rank, world_size, port, **about), event, listener)
+    return rendezvous(of or config(timeout_s), identity(rank, world_size, port, **about), event, listener)
 
 
 @contextmanager
@@ -67,7 +67,7 @@ def test_all_ranks_meet_and_tell_each_other(world_size):
 
 def test_a_rank_waits_for_a_rank_zero_that_starts_later(monkeypatch):
     knocked = threading.Event()
-    reachable = rendezvous._reachable
+    reachable = rendezvous_module._reachable
 
     def knock(host: str, port: int) -> bool | None:
         answer = reachable(host, port)
@@ -75,7 +75,7 @@ def test_a_rank_waits_for_a_rank_zero_that_starts_later(monkeypatch):
             knocked.set()
         return answer
 
-    monkeypatch.setattr(rendezvous, "_reachable", knock)
+    monkeypatch.setattr(rendezvous_module, "_reachable", knock)
     listener = socket.socket()
     listener.bind((HOST, 0))  # taken, and nobody listens yet
     port = listener.getsockname()[1]
@@ -92,7 +92,7 @@ def test_rank_zero_binds_its_port_where_nobody_did():
         port = probe.getsockname()[1]
     alone = waited(0, 1, port)
     assert alone.ask("config") == dump_yaml(config())
-    assert rendezvous._reachable(HOST, port)
+    assert rendezvous_module._reachable(HOST, port)
 
 
 def test_a_busy_port_is_refused_at_once():

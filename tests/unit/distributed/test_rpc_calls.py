@@ -8,7 +8,14 @@ from launching import launch
 
 from paramserver import errors
 from paramserver.config import config_from_mapping
-from paramserver.distributed.rpc_calls import Failure, answers, answers_later, host_identity, settled, tensor_bytes
+from paramserver.distributed.rpc_calls import (
+    RemoteError,
+    completed_future,
+    host_identity,
+    returns_errors,
+    returns_errors_async,
+    tensor_bytes,
+)
 
 CLASSES = [c for c in vars(errors).values() if isinstance(c, type)]
 
@@ -18,7 +25,7 @@ class OwnError(errors.TaskError):
 
 
 def there_and_back(error: BaseException) -> BaseException:
-    return pickle.loads(pickle.dumps(Failure.of(error))).error()
+    return pickle.loads(pickle.dumps(RemoteError.of(error))).error()
 
 
 @pytest.mark.parametrize("error_class", CLASSES)
@@ -44,12 +51,12 @@ def test_any_other_error_arrives_with_its_traceback(error):
 
 @pytest.mark.parametrize("kind", ["OwnError", "NoSuchError", ""])
 def test_a_class_that_the_other_end_lacks_becomes_a_training_error(kind):
-    assert type(Failure(kind, "x").error()) is errors.TrainingError
+    assert type(RemoteError(kind, "x").error()) is errors.TrainingError
     assert str(there_and_back(OwnError("mine"))) == "mine"
 
 
 def test_a_handler_returns_what_it_raises():
-    @answers
+    @returns_errors
     def divide(a: int, b: int = 1) -> float:
         """Divides."""
         if b < 0:
@@ -57,13 +64,13 @@ def test_a_handler_returns_what_it_raises():
         return a / b
 
     assert divide(6, b=3) == 2
-    assert divide(1, -1) == Failure("PeerLost", "gone")
+    assert divide(1, -1) == RemoteError("PeerLost", "gone")
     assert "ZeroDivisionError" in divide(1, 0).message
     assert (divide.__name__, divide.__doc__) == ("divide", "Divides.")
 
 
 def test_a_handler_never_hides_that_the_process_is_to_end():
-    @answers
+    @returns_errors
     def leave() -> None:
         raise SystemExit(1)
 
@@ -72,7 +79,7 @@ def test_a_handler_never_hides_that_the_process_is_to_end():
 
 
 def test_a_handler_that_answers_later_gives_its_error_as_a_future():
-    @answers_later
+    @returns_errors_async
     def later(fails: bool) -> torch.futures.Future:
         if fails:
             raise errors.TrainingError("refused")
@@ -83,8 +90,8 @@ def test_a_handler_that_answers_later_gives_its_error_as_a_future():
     assert not pending.done()
     refused = later(True)
     assert refused.done()
-    assert refused.value() == Failure("TrainingError", "refused")
-    assert settled(7).value() == 7
+    assert refused.value() == RemoteError("TrainingError", "refused")
+    assert completed_future(7).value() == 7
 
 
 def test_bytes_are_those_of_the_values():

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from paramserver.distributed.timeouts import call_within, poll_until
+from paramserver.distributed.timeouts import call_with_timeout, poll_until
 from paramserver.errors import DeadlineExceeded
 
 LONG_S = 60.0
@@ -16,12 +16,12 @@ def now(later_s: float = 0.0) -> float:
 
 
 def test_a_call_gives_its_result():
-    assert call_within(LONG_S, "the sum", lambda: 1 + 1) == 2
-    assert call_within(LONG_S, "nothing", lambda: None) is None
+    assert call_with_timeout(LONG_S, "the sum", lambda: 1 + 1) == 2
+    assert call_with_timeout(LONG_S, "nothing", lambda: None) is None
 
 
 def test_a_call_runs_in_a_thread_with_a_name_that_dies_with_the_process():
-    thread = call_within(LONG_S, "the store", threading.current_thread)
+    thread = call_with_timeout(LONG_S, "the store", threading.current_thread)
     assert (thread.name, thread.daemon) == ("within-the store", True)
 
 
@@ -31,7 +31,7 @@ def test_a_call_raises_what_it_raised(error):
         raise error
 
     with pytest.raises(type(error)) as caught:
-        call_within(LONG_S, "it", function)
+        call_with_timeout(LONG_S, "it", function)
     assert caught.value is error
     assert "function" in [entry.name for entry in caught.traceback]
 
@@ -45,7 +45,7 @@ def test_a_call_that_does_not_return_is_given_up():
 
     started = now()
     with pytest.raises(DeadlineExceeded, match=r"^the end of the world did not finish within 0\.05 s$"):
-        call_within(0.05, "the end of the world", function)
+        call_with_timeout(0.05, "the end of the world", function)
     assert 0.05 <= now() - started < LONG_S / 2
     assert not ended.is_set()
     go_on.set()

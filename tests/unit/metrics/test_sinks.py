@@ -18,7 +18,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from paramserver.errors import TrainingError, UnsupportedConfiguration
-from paramserver.metrics import Fan, JsonLines, Progress, Sink, TensorBoard, console
+from paramserver.metrics import FanOut, JsonLines, Progress, Sink, TensorBoard, console
 
 
 def record(kind, step=1, **fields):
@@ -55,7 +55,7 @@ def lines(path):
 
 def test_fan_drops_a_failing_sink_once_and_goes_on(caplog):
     failing, good = Collecting(failing_at=1), Collecting()
-    fan = Fan([failing, good])
+    fan = FanOut([failing, good])
     for step in range(4):
         fan.write(train(step))
     fan.close()
@@ -68,7 +68,7 @@ def test_fan_drops_a_failing_sink_once_and_goes_on(caplog):
 
 def test_fan_raises_the_failure_of_a_required_sink_after_the_others_had_the_record():
     required, good = Collecting(failing_at=0, required=True), Collecting()
-    fan = Fan([required, good])
+    fan = FanOut([required, good])
     with pytest.raises(OSError, match="no space left"):
         fan.write(train(1))
     assert len(good.records) == 1
@@ -111,7 +111,7 @@ def test_json_lines_begin_anew_after_a_torn_line(tmp_path):
 
 
 def test_a_full_disk_for_metrics_is_the_runs_failure():
-    fan = Fan([JsonLines(Path("/dev/full"))])
+    fan = FanOut([JsonLines(Path("/dev/full"))])
     with pytest.raises(TrainingError, match=r"metrics file /dev/full must be writable .*No space left"):
         fan.write(train(1))
     with pytest.raises(TrainingError):

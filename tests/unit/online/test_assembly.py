@@ -5,18 +5,18 @@ import random
 import numpy as np
 import pytest
 
-from paramserver.online.assembly import Assembly, Fate, Part, joined
+from paramserver.online.assembly import PartOutcome, SampleAssembly, SamplePart, joined
 
 
 def part(value, rows=2, giver=None):
-    return Part((np.full((rows, 3), value, np.float32), np.full((rows,), value, np.int64)), giver)
+    return SamplePart((np.full((rows, 3), value, np.float32), np.full((rows,), value, np.int64)), giver)
 
 
 def test_the_last_part_gives_all_in_the_order_of_members():
-    assembly = Assembly(3, 4)
+    assembly = SampleAssembly(3, 4)
     assembly.begin(7, 0)
-    assert assembly.add((7, 0), 0, 2, part(2, giver="c")) is Fate.WAITING
-    assert assembly.add((7, 0), 0, 0, part(0, giver="a")) is Fate.WAITING
+    assert assembly.add((7, 0), 0, 2, part(2, giver="c")) is PartOutcome.WAITING
+    assert assembly.add((7, 0), 0, 0, part(0, giver="a")) is PartOutcome.WAITING
     assert len(assembly) == 1
     parts = assembly.add((7, 0), 0, 1, part(1, rows=4, giver="b"))
     assert [one.giver for one in parts] == ["a", "b", "c"]
@@ -28,15 +28,15 @@ def test_the_last_part_gives_all_in_the_order_of_members():
 
 
 def test_a_part_that_came_before_is_a_duplicate():
-    assembly = Assembly(2, 4)
+    assembly = SampleAssembly(2, 4)
     assembly.begin(0, 0)
     assembly.add((0, 3), 0, 0, part(1, giver="first"))
-    assert assembly.add((0, 3), 0, 0, part(2, giver="second")) is Fate.DUPLICATE
+    assert assembly.add((0, 3), 0, 0, part(2, giver="second")) is PartOutcome.DUPLICATE
     assert [one.giver for one in assembly.add((0, 3), 0, 1, part(3))] == ["first", None]
 
 
 def test_a_new_attempt_drops_what_the_older_left():
-    assembly = Assembly(2, 4)
+    assembly = SampleAssembly(2, 4)
     assembly.begin(0, 0)
     assembly.begin(1, 0)
     assembly.add((0, 0), 0, 0, part(1, giver="old"))
@@ -45,29 +45,29 @@ def test_a_new_attempt_drops_what_the_older_left():
     assert assembly.begin(0, 0) == []  # the other member of the same attempt
     assert sorted(one.giver for one in assembly.begin(0, 1)) == ["old", "old too"]
     assert len(assembly) == 1
-    assert assembly.add((0, 0), 0, 1, part(1)) is Fate.STALE
+    assert assembly.add((0, 0), 0, 1, part(1)) is PartOutcome.STALE
     assert assembly.begin(0, 0) == []
-    assert assembly.add((0, 0), 0, 1, part(1)) is Fate.STALE  # an old one that opens late changes nothing
-    assert assembly.add((0, 0), 1, 1, part(5, giver="new")) is Fate.WAITING
+    assert assembly.add((0, 0), 0, 1, part(1)) is PartOutcome.STALE  # an old one that opens late changes nothing
+    assert assembly.add((0, 0), 1, 1, part(5, giver="new")) is PartOutcome.WAITING
     assert [one.giver for one in assembly.add((0, 0), 1, 0, part(6, giver="newer"))] == ["newer", "new"]
 
 
 def test_unfinished_samples_are_limited():
-    assembly = Assembly(2, 3)
+    assembly = SampleAssembly(2, 3)
     for simulation in (0, 1):
         assembly.begin(simulation, 0)
-        assert [assembly.add((simulation, step), 0, 0, part(step)) for step in range(3)] == [Fate.WAITING] * 3
-        assert assembly.add((simulation, 3), 0, 0, part(3)) is Fate.FULL
+        assert [assembly.add((simulation, step), 0, 0, part(step)) for step in range(3)] == [PartOutcome.WAITING] * 3
+        assert assembly.add((simulation, 3), 0, 0, part(3)) is PartOutcome.FULL
     assert len(assembly) == 6
     assert isinstance(assembly.add((0, 1), 0, 1, part(1)), list)
-    assert assembly.add((0, 3), 0, 0, part(3)) is Fate.WAITING
+    assert assembly.add((0, 3), 0, 0, part(3)) is PartOutcome.WAITING
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_any_order_of_parts_gives_each_sample_once(seed):
     draw = random.Random(seed)
     members, steps, simulations = draw.randint(2, 5), 12, 3
-    assembly, latest = Assembly(members, steps), [0] * simulations
+    assembly, latest = SampleAssembly(members, steps), [0] * simulations
     for simulation in range(simulations):
         assembly.begin(simulation, 0)
     missing = [(s, t, m, 0) for s in range(simulations) for t in range(steps) for m in range(members)]

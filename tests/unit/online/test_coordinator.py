@@ -16,10 +16,10 @@ from zmq_peers import Ends, serve
 from paramserver.config import SimulationsConfig
 from paramserver.distributed.timeouts import poll_until
 from paramserver.errors import TaskError, TrainingError, UnsupportedConfiguration
-from paramserver.online.coordinator import Desk
-from paramserver.online.protocol import Header, Kind, Welcome
+from paramserver.online.coordinator import SimulationCoordinator
+from paramserver.online.protocol import Header, MessageKind, TrainerDirectory
 from paramserver.online.security import make_keys
-from paramserver.online.spec import Plan
+from paramserver.online.spec import IngestSpec
 
 ROOT = Path(__file__).parents[3]
 OPEN_S = 0.3  # how long nothing must come where nothing may come
@@ -41,8 +41,8 @@ def desk_of(tmp_path, monkeypatch):
     def make(trainers=1, state=None, patience_s=60.0, seed=3, events=None, status=dict, **options):
         config = SimulationsConfig(**{"fields": {"t": [2]}, "timeout_s": 20.0, "launcher": "local", **options})
         told = (lambda *event: events.append(event)) if events is not None else (lambda *event: None)
-        desk = Desk(
-            Plan.of(config),
+        desk = SimulationCoordinator(
+            IngestSpec.of(config),
             trainers,
             seed,
             tmp_path / "logs",
@@ -63,7 +63,7 @@ def desk_of(tmp_path, monkeypatch):
 def joined(ends, desk, count=1, starts=True, **received):
     trainers = [ends.trainer(desk, index).join(**received) for index in range(count)]
     for trainer in trainers:
-        trainer.until(Kind.READY)
+        trainer.until(MessageKind.READY)
     if starts and desk.plan.started_here:
         await_start(desk)
     return trainers
@@ -78,7 +78,7 @@ def await_start(desk):
 
 
 def refusal(caller):
-    return caller.until(Kind.REFUSED)[0].decode()
+    return caller.until(MessageKind.REFUSED)[0].decode()
 
 
 # Who is welcome.
@@ -90,12 +90,12 @@ def test_a_client_is_welcome_when_all_trainers_have_joined(ends, desk_of):
     (first,) = joined(ends, desk, 1)
     assert early.heard(OPEN_S) is None
     second = ends.trainer(desk, 1).join()
-    told = Welcome.unpack(early.until(Kind.WELCOME)[0])
+    told = TrainerDirectory.unpack(early.until(MessageKind.WELCOME)[0])
     assert told.trainers == (first.address, second.address)
     assert (told.only, told.window, told.timeout_s, told.steps) == (None, 7, 20.0, 5)
     assert [(field.name, field.dtype, field.shape) for field in told.fields] == [("t", "<f4", (2, 3)), ("u", "<i8", ())]
     late = ends.client(desk.address, 5).hello()
-    assert Welcome.unpack(late.until(Kind.WELCOME)[0]) == told
+    assert TrainerDirectory.unpack(late.until(MessageKind.WELCOME)[0]) == told
 
 
 def test_simulations_are_dealt_to_trainers(ends, desk_of):
@@ -103,7 +103,9 @@ def test_simulations_are_dealt_to_trainers(ends, desk_of):
     joined(ends, desk, 2)
     only = []
     for number in (3, 8, 5, 3):
-        only.append(Welcome.unpack(ends.client(desk.address, number).hello().until(Kind.WELCOME)[0]).only)
+        only.append(
+            TrainerDirectory.unpack(ends.client(desk.address, number).hello().until(MessageKind.WELCOME)[0]).only
+        )
     assert only == [0, 1, 0, 0]
 
 
@@ -141,14 +143,14 @@ def test_other_parameters_of_a_simulation_that_is_open_are_refused_and_the_run_g
     desk = desk_of(group_size=2, parameters={"a": [0, 1], "b": [0, 1]}, **options)
     joined(ends, desk)
     first, same, other, member = (ends.client(desk.address, members=2, member=m) for m in (0, 0, 0, 1))
-    first.hello([0.5, 0.25]).until(Kind.WELCOME)
-    same.hello([0.5, 0.25]).until(Kind.WELCOME)
-    member.hello([0.5, 0.25]).until(Kind.WELCOME)
+    first.hello([0.5, 0.25]).until(MessageKind.WELCOME)
+    same.hello([0.5, 0.25]).until(MessageKind.WELCOME)
+    member.hello([0.5, 0.25]).until(MessageKind.WELCOME)
     assert refusal(other.hello([0.5, 0.75])) == (
         "parameters ([0.5, 0.75]) of simulation 0 must be those with which it was opened before, [0.5, 0.25]; give "
         "other parameters another simulation id"
     )
-    other.hello([0.5, 0.25]).until(Kind.WELCOME)
+    other.hello([0.5, 0.25]).until(MessageKind.WELCOME)
     assert desk.failure is None
 
 
@@ -159,17 +161,17 @@ def another_version(header):
 @pytest.mark.parametrize(
     ("frames", "sentence"),
     [
-        ([another_version(Header(Kind.HELLO).pack()), b""], "protocol version (9) must be 1; install the same"),
+        ([another_version(Header(MessageKind.HELLO).pack()), b""], "protocol version (9) must be 1; install the same"),
         ([b"nonsense"], "a header must have"),
-        ([b"x" * len(Header(Kind.HELLO).pack())], "these bytes do not begin"),
-        ([Header(Kind.SAMPLE).pack()], "SAMPLE is nothing that the desk is told"),
-        ([Header(Kind.HELLO).pack()], "HELLO must have 2 frames, it has 1"),
-        ([Header(Kind.HELLO).pack(), b"abc"], "parameters must be float64"),
-        ([Header(Kind.BYE).pack()], "member 0 of simulation 0 is not open"),
-        ([Header(Kind.JOIN, 0).pack(), b"guess", b"{}"], "JOIN must show the token"),
-        ([Header(Kind.JOIN, 0).pack()], "JOIN must show the token"),
-        ([Header(Kind.REPORT, 0).pack(), b"{}"], "trainer 0 did not join from here"),
-        ([Header(Kind.REPORT, 2**40).pack(), b"{}"], f"trainer {2**40} did not join from here"),
+        ([b"x" * len(Header(MessageKind.HELLO).pack())], "these bytes do not begin"),
+        ([Header(MessageKind.SAMPLE).pack()], "SAMPLE is nothing that the desk is told"),
+        ([Header(MessageKind.HELLO).pack()], "HELLO must have 2 frames, it has 1"),
+        ([Header(MessageKind.HELLO).pack(), b"abc"], "parameters must be float64"),
+        ([Header(MessageKind.BYE).pack()], "member 0 of simulation 0 is not open"),
+        ([Header(MessageKind.JOIN, 0).pack(), b"guess", b"{}"], "JOIN must show the token"),
+        ([Header(MessageKind.JOIN, 0).pack()], "JOIN must show the token"),
+        ([Header(MessageKind.REPORT, 0).pack(), b"{}"], "trainer 0 did not join from here"),
+        ([Header(MessageKind.REPORT, 2**40).pack(), b"{}"], f"trainer {2**40} did not join from here"),
     ],
 )
 def test_what_is_no_message_for_the_desk_is_answered_counted_and_logged_once(ends, desk_of, caplog, frames, sentence):
@@ -183,7 +185,7 @@ def test_what_is_no_message_for_the_desk_is_answered_counted_and_logged_once(end
     (told,) = [record.message for record in caplog.records]
     assert f" from 127.0.0.1: {sentence}" in told
     assert not re.search(r"\b00[0-9a-f]{8}\b", told), "an identity that means nothing to people"
-    ends.client(desk.address).hello().until(Kind.WELCOME)  # and it goes on
+    ends.client(desk.address).hello().until(MessageKind.WELCOME)  # and it goes on
 
 
 def test_only_trainers_of_the_run_may_join(ends, desk_of):
@@ -191,7 +193,7 @@ def test_only_trainers_of_the_run_may_join(ends, desk_of):
     assert refusal(ends.trainer(desk).join(token=b"0" * 32)).startswith("JOIN must show the token of this run")
     assert "trainer (1) must be below the number of trainers (1)" in refusal(ends.trainer(desk, 1).join())
     trainer = ends.trainer(desk)
-    trainer.say(Header(Kind.JOIN), desk.token, b"{}")
+    trainer.say(Header(MessageKind.JOIN), desk.token, b"{}")
     assert "no announcement of a trainer" in refusal(trainer)
     joined(ends, desk)
 
@@ -200,8 +202,8 @@ def test_a_report_is_answered_and_must_be_one(ends, desk_of):
     desk = desk_of()
     (trainer,) = joined(ends, desk)
     trainer.report()
-    trainer.until(Kind.READY)
-    trainer.say(Header(Kind.REPORT), b'{"received": {"a": 1}}')
+    trainer.until(MessageKind.READY)
+    trainer.say(Header(MessageKind.REPORT), b'{"received": {"a": 1}}')
     assert "no report of a trainer" in refusal(trainer)
 
 
@@ -211,20 +213,20 @@ def test_a_trainer_that_leaves_ends_the_welcome_and_the_starts(ends, desk_of, pr
     desk = desk_of(command=program("hang"), count=4, at_once=1, steps=6, events=events, timeout_s=1.0)
     stranger = ends.caller(desk.address)
     (trainer,) = joined(ends, desk)
-    stranger.say(Header(Kind.OVER))
+    stranger.say(Header(MessageKind.OVER))
     assert "did not join from here" in refusal(stranger)
     assert poll_until(time.monotonic() + 20, lambda: "started" in [kind for kind, _ in events] or None, Event())
-    trainer.say(Header(Kind.OVER))
+    trainer.say(Header(MessageKind.OVER))
     asked(stranger)
-    assert ends.client(desk.address, 1).hello().heard()[0] == Kind.OVER
+    assert ends.client(desk.address, 1).hello().heard()[0] == MessageKind.OVER
     before = list(events)
     assert poll_until(time.monotonic() + 3, lambda: events != before or None, Event()) is None
     assert desk.failure is None
 
 
 def asked(caller):
-    caller.say(Header(Kind.PING))
-    return json.loads(caller.until(Kind.PONG)[0])
+    caller.say(Header(MessageKind.PING))
+    return json.loads(caller.until(MessageKind.PONG)[0])
 
 
 def test_whoever_asks_learns_that_the_run_is_alive(ends, desk_of):
@@ -237,10 +239,10 @@ def test_whoever_asks_learns_that_the_run_is_alive(ends, desk_of):
         "trainers": [],
     }
     first, second = joined(ends, desk, 2)
-    ends.client(desk.address, 1).hello().until(Kind.WELCOME)
+    ends.client(desk.address, 1).hello().until(MessageKind.WELCOME)
     second.report()
     first.report(_1=8)
-    first.until(Kind.READY)
+    first.until(MessageKind.READY)
     told = asked(caller)
     assert told["simulations"] == {"waiting": 0, "running": 1, "complete": 0, "given_up": 0}
     assert [(one["index"], one["samples"], 0 <= one["reported_s"] < 5) for one in told["trainers"]] == [
@@ -258,19 +260,19 @@ def test_all_trainers_are_told_when_the_last_is_complete(ends, desk_of):
     first, second = joined(ends, desk, 2)
     clients = [ends.client(desk.address, number).hello() for number in range(2)]
     for client in clients:
-        client.until(Kind.WELCOME)
+        client.until(MessageKind.WELCOME)
     first.report(_0=2, _1=2)
     second.report(_0=2, _1=1)
-    second.until(Kind.READY)
+    second.until(MessageKind.READY)
     assert first.socket.poll(1000 * OPEN_S)
     assert not desk.finished
     second.report(_1=2)
-    first.until(Kind.FINISH)
-    second.until(Kind.FINISH)
+    first.until(MessageKind.FINISH)
+    second.until(MessageKind.FINISH)
     assert desk.finished
     assert desk.failure is None
     assert [kind for kind, _ in events] == ["complete", "complete", "finish"]
-    assert ends.client(desk.address, 1).hello().heard() == (Kind.OVER, b"the run wants no more samples")
+    assert ends.client(desk.address, 1).hello().heard() == (MessageKind.OVER, b"the run wants no more samples")
     assert desk.summary() == {
         "simulations": {
             "planned": 2,
@@ -289,17 +291,17 @@ def test_the_last_may_be_said(ends, desk_of):
     desk = desk_of()
     (trainer,) = joined(ends, desk)
     client = ends.client(desk.address, 7).hello()
-    client.until(Kind.WELCOME)
-    ends.caller(desk.address).say(Header(Kind.LAST))
+    client.until(MessageKind.WELCOME)
+    ends.caller(desk.address).say(Header(MessageKind.LAST))
     client.bye(12)
-    trainer.until(Kind.FINISH)
+    trainer.until(MessageKind.FINISH)
 
 
 def test_where_the_run_counts_itself_nobody_else_says_the_last(ends, desk_of):
     desk = desk_of(command="sleep 60", count=1)
     joined(ends, desk)
     caller = ends.caller(desk.address)
-    caller.say(Header(Kind.LAST))
+    caller.say(Header(MessageKind.LAST))
     assert "starts its simulations itself" in refusal(caller)
 
 
@@ -307,27 +309,27 @@ def test_a_silence_of_all_is_a_failure_that_can_be_asked_for(ends, desk_of):
     desk = desk_of(count=3, steps=4, patience_s=0.1, timeout_s=0.4)
     joined(ends, desk)
     client = ends.client(desk.address, 1).hello()
-    client.until(Kind.WELCOME)
+    client.until(MessageKind.WELCOME)
     desk._thread.join(20)
     assert isinstance(desk.failure, TrainingError)
     assert str(desk.failure).startswith("nothing came for 0.4 s, and simulation 1 is not complete")
-    client.until(Kind.OVER)
+    client.until(MessageKind.OVER)
 
 
 def test_a_resumed_run_knows_what_was_complete_and_a_trainer_may_come_anew(ends, desk_of):
     desk = desk_of(count=2, steps=4)
     (trainer,) = joined(ends, desk)
     for number in range(2):
-        ends.client(desk.address, number).hello().until(Kind.WELCOME)
+        ends.client(desk.address, number).hello().until(MessageKind.WELCOME)
     trainer.report(_0=4, _1=3)
-    trainer.until(Kind.READY)
+    trainer.until(MessageKind.READY)
     state = desk.state_dict()
     desk.close()
     again = desk_of(count=2, steps=4, state=state)
     (trainer,) = joined(ends, again, _0=4, _1=3)
     assert again.summary()["simulations"]["complete"] == 1
     replaced = ends.trainer(again).join(_0=4, _1=4)
-    replaced.until(Kind.FINISH)
+    replaced.until(MessageKind.FINISH)
     trainer.report()
     assert "did not join from here" in refusal(trainer)
 
@@ -338,19 +340,19 @@ def test_a_resumed_run_knows_what_was_complete_and_a_trainer_may_come_anew(ends,
 def test_closing_tells_clients_and_frees_the_port(ends, desk_of):
     desk = desk_of(trainers=2)
     held = ends.client(desk.address, 1).hello()
-    held.tell(Kind.PING)
-    held.until(Kind.PONG)
+    held.tell(MessageKind.PING)
+    held.until(MessageKind.PONG)
     (trainer,) = joined(ends, desk)
     ends.trainer(desk, 1).join()
-    held.until(Kind.WELCOME)
+    held.until(MessageKind.WELCOME)
     gone = ends.client(desk.address, 2).hello()
-    gone.until(Kind.WELCOME)
+    gone.until(MessageKind.WELCOME)
     gone.bye(0)
-    gone.tell(Kind.PING)
-    gone.until(Kind.PONG)
+    gone.tell(MessageKind.PING)
+    gone.until(MessageKind.PONG)
     desk.close()
     desk.close()
-    assert held.heard()[0] is Kind.OVER
+    assert held.heard()[0] is MessageKind.OVER
     assert gone.heard(OPEN_S) is None
     assert trainer.heard(0) is None
     with socket.socket() as free:
@@ -384,7 +386,7 @@ def test_with_keys_only_who_has_one_is_heard(ends, desk_of, tmp_path):
     make_keys(keys)
     desk = desk_of(keys=str(keys))
     trainer = ends.trainer(desk, keys=keys).join()
-    trainer.until(Kind.READY)
+    trainer.until(MessageKind.READY)
     stranger = ends.trainer(desk).join()
     assert stranger.heard(OPEN_S) is None
 
@@ -516,12 +518,12 @@ def test_one_that_goes_on_after_its_last_sample_is_told_and_ended(ends, desk_of)
     desk = desk_of(command="sleep 60", count=2, steps=5, events=events, timeout_s=1.0)
     (trainer,) = joined(ends, desk)
     client = ends.client(desk.address, 0).hello()
-    client.until(Kind.WELCOME)
+    client.until(MessageKind.WELCOME)
     trainer.report(_0=5)
-    client.until(Kind.OVER)
+    client.until(MessageKind.OVER)
     second = ends.client(desk.address, 1)
     serve([trainer], lambda: [kind for kind, _ in events].count("started") == 2)
-    second.hello().until(Kind.WELCOME)
+    second.hello().until(MessageKind.WELCOME)
     assert [kind for kind, _ in events] == ["started", "complete", "started"]
 
 

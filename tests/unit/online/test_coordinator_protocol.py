@@ -3,10 +3,10 @@
 import random
 
 from paramserver.config import SimulationsConfig
-from paramserver.online.coordinator_protocol import Clerk
-from paramserver.online.protocol import Header, Joined, Kind, Report, pack_parameters
-from paramserver.online.spec import Plan
-from paramserver.online.tracker import Outside
+from paramserver.online.coordinator_protocol import RequestHandler
+from paramserver.online.protocol import Header, MessageKind, SimulationReport, TrainerJoined, pack_parameters
+from paramserver.online.spec import IngestSpec
+from paramserver.online.tracker import ExternalSimulations
 
 TOKEN = b"0123456789abcdef"
 
@@ -20,11 +20,11 @@ def valid(random):
 
     return random.choice(
         [
-            [header(Kind.HELLO), pack_parameters([random.random()])],
-            [header(Kind.BYE, random.randrange(9))],
-            [header(Kind.PING)],
-            [Header(Kind.JOIN, 0).pack(), random.randbytes(16), Joined("tcp://9", {}, {}).pack()],
-            [Header(Kind.REPORT, 0).pack(), Report({simulation: 3}, [(simulation, 0)]).pack()],
+            [header(MessageKind.HELLO), pack_parameters([random.random()])],
+            [header(MessageKind.BYE, random.randrange(9))],
+            [header(MessageKind.PING)],
+            [Header(MessageKind.JOIN, 0).pack(), random.randbytes(16), TrainerJoined("tcp://9", {}, {}).pack()],
+            [Header(MessageKind.REPORT, 0).pack(), SimulationReport({simulation: 3}, [(simulation, 0)]).pack()],
         ]
     )
 
@@ -51,22 +51,26 @@ def test_of_twenty_thousand_messages_none_raises_and_no_stranger_passes_for_a_tr
     config = SimulationsConfig(
         fields={"t": [2]}, parameters={"a": [0, 1]}, group_size=2, count=5, steps=4, timeout_s=1e9
     )
-    study = Outside(config, 1, 1e9)
-    clerk = Clerk(Plan.of(config), study, 1, TOKEN, dict)
-    joined = [Header(Kind.JOIN, 0).pack(), TOKEN, Joined("tcp://1", {}, {}).pack()]
+    study = ExternalSimulations(config, 1, 1e9)
+    clerk = RequestHandler(IngestSpec.of(config), study, 1, TOKEN, dict)
+    joined = [Header(MessageKind.JOIN, 0).pack(), TOKEN, TrainerJoined("tcp://1", {}, {}).pack()]
     answers = clerk.hear(b"trainer", joined, 0.0)
-    assert [Header.unpack(frames[0]).kind for _, frames in answers] == [Kind.READY]
+    assert [Header.unpack(frames[0]).kind for _, frames in answers] == [MessageKind.READY]
     kinds = set()
     for i in range(20_000):
         message = mutated(seeded, valid(seeded))
         for peer, frames in clerk.hear(b"stranger-%d" % (i % 50), message, float(i)):
             assert peer.startswith(b"stranger")
             answer = Header.unpack(frames[0]).kind
-            assert answer in (Kind.REFUSED, Kind.WELCOME, Kind.PONG)
-            kinds.add((answer, Header.unpack(message[0]).kind if answer is not Kind.REFUSED else None))
+            assert answer in (MessageKind.REFUSED, MessageKind.WELCOME, MessageKind.PONG)
+            kinds.add((answer, Header.unpack(message[0]).kind if answer is not MessageKind.REFUSED else None))
         study.tick(float(i))
         assert not study.done
-    assert kinds == {(Kind.REFUSED, None), (Kind.WELCOME, Kind.HELLO), (Kind.PONG, Kind.PING)}
+    assert kinds == {
+        (MessageKind.REFUSED, None),
+        (MessageKind.WELCOME, MessageKind.HELLO),
+        (MessageKind.PONG, MessageKind.PING),
+    }
     assert clerk.trainers[0].peer == b"trainer"
     assert not any(study.received(number) for number in range(5))
     assert study.simulations.keys() == set(range(5))

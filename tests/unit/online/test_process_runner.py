@@ -13,9 +13,9 @@ import pytest
 
 from paramserver.config import SimulationsConfig
 from paramserver.errors import UnsupportedConfiguration
-from paramserver.online.process_runner import Runner
-from paramserver.online.spec import Plan
-from paramserver.online.tracker import Start
+from paramserver.online.process_runner import ProcessRunner
+from paramserver.online.spec import IngestSpec
+from paramserver.online.tracker import StartProcess
 
 ROOT = Path(__file__).parents[3]
 PARAMETERS = {"left": [0, 1], "right": [0, 1]}
@@ -25,7 +25,7 @@ ENDED = -signal.SIGKILL  # a leash that ends its group ends with it
 
 def plan_of(**options):
     defaults = {"count": 4, "fields": {"t": [2]}, "parameters": PARAMETERS, "launcher": "local"}
-    return Plan.of(SimulationsConfig(**{**defaults, **options}))
+    return IngestSpec.of(SimulationsConfig(**{**defaults, **options}))
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def runner_of(tmp_path):
 
     def make(environ=None, folders=(), **options):
         own = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), **(environ or {})}
-        made.append(Runner(plan_of(**options), tmp_path / "logs", folders, own))
+        made.append(ProcessRunner(plan_of(**options), tmp_path / "logs", folders, own))
         return made[-1]
 
     yield make
@@ -66,7 +66,7 @@ def log(tmp_path, simulation=0):
 
 
 def start(runner, simulation=0, attempt=0, parameters=(0.25, 1 / 3)):
-    runner.start(Start(simulation, attempt, parameters), "tcp://127.0.0.1:5")
+    runner.start(StartProcess(simulation, attempt, parameters), "tcp://127.0.0.1:5")
 
 
 def alive(pid):

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from paramserver.errors import CheckpointError
-from paramserver.online.received_log import Identities
+from paramserver.online.received_log import ReceivedLog
 
 
 def logged(keys):
-    made = Identities()
+    made = ReceivedLog()
     for key in keys:
         made.see(*key)
     made.extend(keys)
@@ -31,7 +31,7 @@ def drawn(seed, count):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_it_knows_what_it_has_seen_and_nothing_else(seed):
-    known, keys, others = Identities(), drawn(seed, 400), drawn(seed + 100, 400)
+    known, keys, others = ReceivedLog(), drawn(seed, 400), drawn(seed + 100, 400)
     for key in keys:
         assert not known.has(*key)
         known.see(*key)
@@ -42,7 +42,7 @@ def test_it_knows_what_it_has_seen_and_nothing_else(seed):
 
 
 def test_neighbours_are_not_mistaken_for_each_other():
-    known = Identities()
+    known = ReceivedLog()
     for step in (0, 63, 64, 127, 2**40):
         known.see(3, step)
     assert [step for step in (0, 1, 62, 63, 64, 65, 126, 127, 128, 2**40, 2**40 + 1) if known.has(3, step)] == [
@@ -69,7 +69,7 @@ def test_what_was_not_put_is_forgotten(position):
     keys = drawn(8, 250)
     made = logged(keys)
     made.see(77, 5)
-    fresh = Identities()
+    fresh = ReceivedLog()
     fresh.restore(made.state())
     fresh.truncate(position)
     assert [key for key in [*keys, (77, 5)] if fresh.has(*key)] == keys[:position]
@@ -86,7 +86,7 @@ def test_a_state_that_ends_at_a_position_is_that_of_then():
 
 def test_a_state_is_a_copy():
     keys = drawn(1, 100)
-    made, fresh = logged(keys), Identities()
+    made, fresh = logged(keys), ReceivedLog()
     state = made.state()
     made.extend([(1, 1)])
     # As it comes out of a checkpoint.
@@ -103,7 +103,7 @@ def test_a_position_beyond_the_log_is_refused():
 def test_all_trainers_inherit_what_any_had_put():
     old = [logged([(0, 0), (1, 1), (0, 2)]), logged([(0, 1), (1, 0), (5, 5)])]
     states, held = [one.state() for one in old], [(1, 1), (0, 1)]
-    made = Identities()
+    made = ReceivedLog()
     made.take_over(states, [3, 2], held)
     assert made.inherited() == {0: 3, 1: 2}
     assert not made.has(5, 5)  # handed over, and not put
@@ -118,20 +118,20 @@ def test_all_trainers_inherit_what_any_had_put():
 
 
 def test_what_was_taken_over_is_taken_over_again():
-    first, second = Identities(), Identities()
+    first, second = ReceivedLog(), ReceivedLog()
     first.take_over([logged([(0, 0), (0, 1)]).state()], [2], [(0, 1)])
     first.extend([(0, 2)])
-    restored = Identities()
+    restored = ReceivedLog()
     restored.restore(first.state())
     restored.truncate(2)
     assert (restored.counts(), restored.inherited(), restored.held) == ({0: 1}, {0: 2}, 1)
-    second.take_over([restored.state(), Identities().state()], [2, 0], [])
+    second.take_over([restored.state(), ReceivedLog().state()], [2, 0], [])
     assert second.inherited() == {0: 3}
     assert second.counts() == {}
 
 
 def test_states_are_whole_while_samples_are_handed_over():
-    made = Identities()
+    made = ReceivedLog()
     stop = threading.Event()
 
     def feed():
@@ -156,7 +156,7 @@ def test_a_sample_costs_the_same_however_many_there_are():
     """A hundred times as many take far less than a thousand times as long: no copy of all for each."""
 
     def seconds(count):
-        made, began = Identities(), time.perf_counter()
+        made, began = ReceivedLog(), time.perf_counter()
         for step in range(count):
             made.see(0, step)
             made.extend([(0, step)])

@@ -10,12 +10,12 @@ import zmq
 from online_fixtures import PATIENCE_S, SHAPE, TOKEN, Desk, field, message, opening, plan, post, senders
 
 from paramserver.errors import SourceError, UnsupportedConfiguration
-from paramserver.online.protocol import Header, Joined, Kind
-from paramserver.online.received_log import Identities
-from paramserver.online.receiver import GROUP, Reception
-from paramserver.online.receiver_stats import FieldMoments, Moments
+from paramserver.online.protocol import Header, MessageKind, TrainerJoined
+from paramserver.online.received_log import ReceivedLog
+from paramserver.online.receiver import GROUP, SampleReceiver
+from paramserver.online.receiver_stats import FieldStatistics, RunningMoments
 from paramserver.online.security import client_security, make_keys, server_security
-from paramserver.online.spec import Post
+from paramserver.online.spec import ReceiverSpec
 
 
 class Hearing:
@@ -23,12 +23,12 @@ class Hearing:
 
     def __init__(self, desk=None, identities=None, **keys):
         self.desk = desk or Desk()
-        self.identities = identities or Identities()
+        self.identities = identities or ReceivedLog()
         self.keys = keys
 
     def __enter__(self):
         self.desk.__enter__()
-        self.reception = Reception(post(self.desk, **self.keys), self.identities)
+        self.reception = SampleReceiver(post(self.desk, **self.keys), self.identities)
         self.reception.start()
         return self
 
@@ -70,7 +70,7 @@ def test_samples_arrive_and_are_told_when_they_are_taken(clients):
         assert all(np.array_equal(one.sample["u"], field(*one.key)) for one in taken)
         # Nothing was taken yet: a sign of life is answered, and gives no room.
         sender.touch(2).hear()
-        assert sender.said == [(Kind.TAKEN, "")]
+        assert sender.said == [(MessageKind.TAKEN, "")]
         assert sender.taken == 0
         hearing.reception.taken(3)
         sender.hear_taken(3)
@@ -81,7 +81,7 @@ def test_samples_arrive_and_are_told_when_they_are_taken(clients):
 
 
 def test_the_desk_is_told_who_and_what(clients):
-    before = Identities()
+    before = ReceivedLog()
     before.take_over([{"inherited": [], "log": [[7, 0], [7, 1]]}], [2], [(7, 1)])
     before.extend([(8, 0)])
     with Hearing(identities=before, index=1, trainers=3, timeout_s=0.4) as hearing:
@@ -173,7 +173,7 @@ def test_more_than_the_window_is_refused(clients):
         sender = clients(hearing.desk.trainer()).open()
         for step in range(3):
             sender.sample(0, step)
-        assert sender.hear()[0] is Kind.REFUSED
+        assert sender.hear()[0] is MessageKind.REFUSED
         sender.hear_taken(1)
         hearing.put(2)
         sender.hear_taken(3).sample(0, 2)
@@ -191,7 +191,7 @@ def test_refusals_are_answered_counted_and_logged_once_per_kind_and_source(clien
                 one.sample(0, 9).send([message(0, 0)[0], b"{}", b""]).send([b"noise"])
             other.sample(1, 9)
             one.hear_until(lambda: one.taken == 6)
-            one.hear_until(lambda: sum(kind is Kind.REFUSED for kind, _ in one.said) == 9)
+            one.hear_until(lambda: sum(kind is MessageKind.REFUSED for kind, _ in one.said) == 9)
             other.hear_taken(1)
     told = [record.message for record in caplog.records]
     assert len(told) == 4
@@ -231,12 +231,12 @@ def test_an_absurd_frame_costs_its_client_the_connection_and_no_memory(clients):
     with Hearing() as hearing:
         bad, good = (clients(hearing.desk.trainer()).open(i) for i in range(2))
         bad.touch(0).hear()
-        bad.send([Header(Kind.SAMPLE).pack(), b"[]", bytes(2**22)])
+        bad.send([Header(MessageKind.SAMPLE).pack(), b"[]", bytes(2**22)])
         for _ in range(100):
             bad.touch(0)  # those before it has connected anew may be lost
             if bad.socket.poll(200):
                 break
-        assert bad.hear() == (Kind.REFUSED, "simulation 0 (attempt 0, member 0) must be opened first")
+        assert bad.hear() == (MessageKind.REFUSED, "simulation 0 (attempt 0, member 0) must be opened first")
         assert set(hearing.reception.figures()["refusals"]) == {"unopened"}
         good.sample(1, 0)
         assert hearing.put(1) == [(1, 0)]
@@ -251,7 +251,7 @@ def test_what_an_older_attempt_sent_gives_the_newer_no_room(clients):
         hearing.take(1)
         hearing.reception.taken(2)
         sender.touch(0, attempt=1).hear()
-        assert sender.said == [(Kind.TAKEN, "")]
+        assert sender.said == [(MessageKind.TAKEN, "")]
         assert sender.taken == 0
         hearing.reception.taken(1)
         sender.hear_taken(1)
@@ -274,9 +274,9 @@ def test_after_the_last_simulation_what_waits_is_given_and_then_nothing(clients)
         assert len(taken) == 3
         sender.hear_taken(3)
         # Who comes late, or lives, is told.
-        sender.touch().hear_until(lambda: sender.said[-1][0] is Kind.OVER)
+        sender.touch().hear_until(lambda: sender.said[-1][0] is MessageKind.OVER)
         late = clients(hearing.desk.trainer()).open(5)
-        assert late.hear() == (Kind.OVER, "the run wants no more samples")
+        assert late.hear() == (MessageKind.OVER, "the run wants no more samples")
         assert hearing.reception.figures()["received"] == 3
 
 
@@ -291,14 +291,14 @@ def test_closing_wakes_who_takes_and_tells_all_clients(clients):
         hearing.reception.close()
         thread.join(PATIENCE_S)
         assert found == [None]
-        assert sender.hear() == (Kind.OVER, "the run wants no more samples")
+        assert sender.hear() == (MessageKind.OVER, "the run wants no more samples")
         hearing.desk.wait(lambda: hearing.desk.left == {0})
         hearing.reception.close()  # again: nothing
 
 
 def test_it_can_be_closed_before_it_began():
     with Desk() as desk:
-        reception = Reception(post(desk), Identities())
+        reception = SampleReceiver(post(desk), ReceivedLog())
         reception.close()
         assert reception.take(0.0) is None
 
@@ -343,7 +343,7 @@ def test_after_the_end_the_desk_may_go():
 
 def test_an_address_of_another_machine_is_refused():
     with Desk() as desk:
-        reception = Reception(Post(desk.address, TOKEN, plan(), 0, 1, host="203.0.113.7"), Identities())
+        reception = SampleReceiver(ReceiverSpec(desk.address, TOKEN, plan(), 0, 1, host="203.0.113.7"), ReceivedLog())
         reception.start()
         with pytest.raises(UnsupportedConfiguration, match=r"trainer 0 cannot listen on 203\.0\.113\.7"):
             reception.take(PATIENCE_S)
@@ -388,7 +388,7 @@ def test_who_was_never_opened_is_told_so(clients):
     with Hearing() as hearing:
         sender = clients(hearing.desk.trainer()).sample(3, 0)
         assert sender.hear() == (
-            Kind.REFUSED,
+            MessageKind.REFUSED,
             "simulation 3 (attempt 0, member 0) must be opened first",
         )
         sender.hear_taken(1)
@@ -404,7 +404,7 @@ def test_who_was_never_opened_is_told_so(clients):
 def test_moments_are_those_of_all_numbers_together(seed, dtype):
     rng = np.random.default_rng(seed)
     arrays = [(1000 + 5 * rng.standard_normal(rng.integers(0, 50))).astype(dtype) for _ in range(20)]
-    moments, all_numbers = Moments(), np.concatenate(arrays).astype("f8")
+    moments, all_numbers = RunningMoments(), np.concatenate(arrays).astype("f8")
     for array in arrays:
         moments.add(array)
     assert moments.count == len(all_numbers)
@@ -413,14 +413,14 @@ def test_moments_are_those_of_all_numbers_together(seed, dtype):
 
 
 def test_what_is_not_finite_is_counted_and_left_out():
-    moments = Moments()
+    moments = RunningMoments()
     moments.add(np.array([1.0, np.nan, 3.0, np.inf, -np.inf]))
     moments.add(np.array([np.nan, np.nan]))
     assert moments.row() == {"mean": 2.0, "deviation": 1.0, "count": 2, "not_finite": 5}
 
 
 def test_one_sample_in_seven_is_looked_at_from_one_reading_to_the_next():
-    fields = FieldMoments(["u"])
+    fields = FieldStatistics(["u"])
     for value in range(15):
         fields.see([{"u": np.full(2, value)}])
     assert fields.read() == {"u": {"mean": 7.0, "deviation": np.std([0, 7, 14]), "count": 6, "not_finite": 0}}
@@ -430,7 +430,7 @@ def test_one_sample_in_seven_is_looked_at_from_one_reading_to_the_next():
 
 
 def test_of_samples_that_came_together_one_is_looked_at():
-    fields = FieldMoments(["u"])
+    fields = FieldStatistics(["u"])
     samples = [{"u": np.full(1, value)} for value in range(40)]
     for first, last in ((0, 1), (1, 4), (4, 7), (7, 9), (9, 40)):  # 0; too few since; too few; 8; 39
         fields.see(samples[first:last])
@@ -455,11 +455,13 @@ def test_only_who_has_a_key_is_heard(tmp_path):
         desk = stack.enter_context(context.socket(zmq.ROUTER))
         security.protect(desk)
         port = desk.bind_to_random_port("tcp://127.0.0.1")
-        reception = Reception(Post(f"tcp://127.0.0.1:{port}", TOKEN, plan(keys=str(own)), 0, 1), Identities())
+        reception = SampleReceiver(
+            ReceiverSpec(f"tcp://127.0.0.1:{port}", TOKEN, plan(keys=str(own)), 0, 1), ReceivedLog()
+        )
         stack.callback(reception.close)
         reception.start()
         assert desk.poll(1000 * PATIENCE_S)  # the trainer has the run's own keys
-        address = Joined.unpack(desk.recv_multipart()[3]).address
+        address = TrainerJoined.unpack(desk.recv_multipart()[3]).address
         known, stranger, plain = (stack.enter_context(elsewhere.socket(zmq.DEALER)) for _ in range(3))
         client_security(known, own)
         client_security(stranger, others)

@@ -17,8 +17,8 @@ from paramserver import cli
 from paramserver.client import Client, ping
 from paramserver.cluster import own_address
 from paramserver.errors import ClientError, UnsupportedConfiguration
-from paramserver.online.coordinator_client import DeskLine
-from paramserver.online.protocol import Header, Kind
+from paramserver.online.coordinator_client import CoordinatorConnection
+from paramserver.online.protocol import Header, MessageKind
 from paramserver.online.security import client_file, client_security, make_keys, peer_security, server_security
 
 SHORT_S = 0.5
@@ -128,9 +128,9 @@ def test_a_process_of_the_run_has_its_own_secret(run, folder):
         peer_security(dealer, folder)
         dealer.linger = 0
         dealer.connect(run.address)
-        dealer.send(Header(Kind.PING).pack())
+        dealer.send(Header(MessageKind.PING).pack())
         assert dealer.poll(20_000)
-        assert Header.unpack(dealer.recv_multipart()[0]).kind is Kind.PONG
+        assert Header.unpack(dealer.recv_multipart()[0]).kind is MessageKind.PONG
     context.term()
 
 
@@ -233,7 +233,7 @@ def test_keys_that_are_none_are_refused_before_anything_is_sent(folder, spoil, m
     spoil(folder)
     context = zmq.Context()
     with pytest.raises(UnsupportedConfiguration, match=message):
-        DeskLine(context, "the run", "tcp://127.0.0.1:1", folder)
+        CoordinatorConnection(context, "the run", "tcp://127.0.0.1:1", folder)
     context.term()  # nothing was left open
 
 
@@ -263,7 +263,7 @@ def test_the_command_makes_keys(tmp_path, capsys):
 def test_the_command_pings(run, folder, capsys):
     assert cli.ping_main([run.address, "--keys", str(folder)]) == 0
     assert json.loads(capsys.readouterr().out) == {"alive": True}
-    run.answers[Kind.PING] = None
+    run.answers[MessageKind.PING] = None
     assert cli.ping_main([run.address, "--keys", str(folder), "--timeout-s", "0.2"]) == 1
     assert "gave no sign of life for 0.2 s" in capsys.readouterr().err
     assert cli.ping_main([run.address, "--keys", str(folder / "none")]) == 2

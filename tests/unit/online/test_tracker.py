@@ -6,17 +6,24 @@ from pathlib import Path
 import pytest
 
 from paramserver.config import SimulationsConfig
-from paramserver.online.protocol import Header, Joined, Kind, Report
-from paramserver.online.tracker import Kill, Note, Outside, Start, State, listed
-from paramserver.online.tracker_managed import Started, how_it_ended
+from paramserver.online.protocol import Header, MessageKind, SimulationReport, TrainerJoined
+from paramserver.online.tracker import (
+    ExternalSimulations,
+    KillProcess,
+    SimulationState,
+    StartProcess,
+    TrackerEvent,
+    listed,
+)
+from paramserver.online.tracker_managed import ManagedSimulations, how_it_ended
 
-NOBODY = Joined("tcp://127.0.0.1:1", {}, {})
+NOBODY = TrainerJoined("tcp://127.0.0.1:1", {}, {})
 
 
 def started(trainers=1, state=None, joined=None, begun=True, **options):
     defaults = {"command": "x", "count": 3, "steps": 10, "timeout_s": 60.0, "max_restarts": 2}
     config = SimulationsConfig(**{**defaults, **options})
-    study = Started(config, trainers, lambda index: [float(index)], Path("logs"))
+    study = ManagedSimulations(config, trainers, lambda index: [float(index)], Path("logs"))
     if state is not None:
         study.load_state_dict(state)
     if begun:
@@ -25,7 +32,7 @@ def started(trainers=1, state=None, joined=None, begun=True, **options):
 
 
 def outside(trainers=1, state=None, joined=None, first_s=100.0, **options):
-    study = Outside(SimulationsConfig(**{"timeout_s": 60.0, **options}), trainers, first_s)
+    study = ExternalSimulations(SimulationsConfig(**{"timeout_s": 60.0, **options}), trainers, first_s)
     if state is not None:
         study.load_state_dict(state)
     study.begin(joined or [NOBODY] * trainers, 0.0)
@@ -37,17 +44,17 @@ def header(kind, simulation, step=0, member=0, members=1, attempt=0):
 
 
 def hello(study, simulation, now=0.0, parameters=(), **fields):
-    told = header(Kind.HELLO, simulation, **fields)
+    told = header(MessageKind.HELLO, simulation, **fields)
     assert study.refusal(told) is None
     study.hello(told, parameters, now)
 
 
 def bye(study, simulation, samples, now=0.0, **fields):
-    study.bye(header(Kind.BYE, simulation, samples, **fields), now)
+    study.bye(header(MessageKind.BYE, simulation, samples, **fields), now)
 
 
 def report(study, received, now, heard=(), trainer=0):
-    study.reported(trainer, Report(received, [(simulation, 0) for simulation in heard]), now)
+    study.reported(trainer, SimulationReport(received, [(simulation, 0) for simulation in heard]), now)
 
 
 def of(kind, actions):
@@ -55,11 +62,11 @@ def of(kind, actions):
 
 
 def starts(study, now=0.0):
-    return [(one.simulation, one.attempt) for one in of(Start, study.tick(now))]
+    return [(one.simulation, one.attempt) for one in of(StartProcess, study.tick(now))]
 
 
 def notes(study, now):
-    return [(one.kind, one.simulation) for one in of(Note, study.tick(now))]
+    return [(one.kind, one.simulation) for one in of(TrackerEvent, study.tick(now))]
 
 
 def finish(study, simulation, now, attempt=0, total=10, settled=True):
@@ -77,7 +84,7 @@ def test_nothing_starts_before_all_trainers_have_joined():
     study = started(begun=False)
     assert study.tick(0.0) == []
     study.begin([NOBODY], 1.0)
-    assert of(Start, study.tick(1.0)) == [Start(0, 0, (0.0,))]
+    assert of(StartProcess, study.tick(1.0)) == [StartProcess(0, 0, (0.0,))]
 
 
 def test_at_most_so_many_run_at_once_and_a_place_is_free_when_a_process_is_gone():
@@ -104,7 +111,7 @@ def test_it_is_done_when_the_last_is_complete():
 
 
 def test_samples_of_all_trainers_and_of_earlier_runs_count():
-    joined = [Joined("a", {0: 2}, {0: 3, 1: 1}), Joined("b", {0: 1}, {0: 3, 1: 1})]
+    joined = [TrainerJoined("a", {0: 2}, {0: 3, 1: 1}), TrainerJoined("b", {0: 1}, {0: 3, 1: 1})]
     study = started(trainers=2, joined=joined, count=1)
     assert study.received(0) == 6
     assert study.received(1) == 1
@@ -123,10 +130,10 @@ def test_a_crash_is_followed_by_another_attempt_with_the_same_parameters(code, w
     report(study, {0: 4}, 1.0)
     study.exited(0, 0, code, 2.0)
     actions = study.tick(2.0)
-    (note,) = of(Note, actions)
+    (note,) = of(TrackerEvent, actions)
     assert note.kind == "restarted"
     assert why in note.text
-    assert of(Start, actions) == [Start(0, 1, (0.0,))]
+    assert of(StartProcess, actions) == [StartProcess(0, 1, (0.0,))]
     assert study.restarts == 1
 
 
@@ -137,10 +144,10 @@ def test_after_its_last_restart_it_is_given_up_and_a_new_one_takes_its_place():
     assert starts(study, 1.0) == [(0, 1)]
     study.exited(0, 1, 1, 2.0)
     actions = study.tick(2.0)
-    assert [(one.kind, one.text.endswith("given up for simulation 2")) for one in of(Note, actions)] == [
+    assert [(one.kind, one.text.endswith("given up for simulation 2")) for one in of(TrackerEvent, actions)] == [
         ("given_up", True)
     ]
-    assert of(Start, actions) == [Start(1, 0, (1.0,))]
+    assert of(StartProcess, actions) == [StartProcess(1, 0, (1.0,))]
     finish(study, 1, 3.0)
     assert starts(study, 3.0) == [(2, 0)]
     finish(study, 2, 4.0)
@@ -181,14 +188,14 @@ def test_silence_ends_a_process_and_then_counts_as_a_failure():
     study = started()
     study.tick(0.0)
     assert study.tick(60.0) == []
-    assert study.tick(60.5) == [Kill(0, "it was silent for 60 s")]
+    assert study.tick(60.5) == [KillProcess(0, "it was silent for 60 s")]
     assert study.tick(61.0) == []  # said once
-    hello_late = header(Kind.HELLO, 0)
+    hello_late = header(MessageKind.HELLO, 0)
     study.hello(hello_late, (), 61.0)
     study.exited(0, 0, 143, 62.0)
     actions = study.tick(62.0)
-    assert "silent for 60 s; it is started again" in of(Note, actions)[0].text
-    assert of(Start, actions) == [Start(0, 1, (0.0,))]
+    assert "silent for 60 s; it is started again" in of(TrackerEvent, actions)[0].text
+    assert of(StartProcess, actions) == [StartProcess(0, 1, (0.0,))]
 
 
 @pytest.mark.parametrize("sign", ["hello", "bye", "sample or touch"])
@@ -200,27 +207,27 @@ def test_any_sign_is_life(sign):
         "bye": lambda: bye(study, 0, 5, 50.0, members=2),
         "sample or touch": lambda: report(study, {}, 50.0, heard=[0]),
     }
-    study.reported(0, Report({}, [(0, 1)]), 55.0)
+    study.reported(0, SimulationReport({}, [(0, 1)]), 55.0)
     report(study, {0: 3}, 58.0)  # what was on its way says nothing of who sent it
     signs[sign]()
     assert study.tick(109.0) == []
     late = 111.0 if sign != "bye" else 116.0  # who said goodbye need say no more
     assert study.tick(late - 2) == []
-    assert of(Kill, study.tick(late)) == [Kill(0, "it was silent for 60 s")]
+    assert of(KillProcess, study.tick(late)) == [KillProcess(0, "it was silent for 60 s")]
 
 
 def test_one_silent_member_is_silence_though_the_others_wait_for_it_and_say_so():
     study = started(group_size=3)
     study.tick(0.0)
     for now in range(1, 62):
-        study.reported(0, Report({}, [(0, 0), (0, 2)]), float(now))
-        assert bool(of(Kill, study.tick(float(now)))) == (now == 61)
+        study.reported(0, SimulationReport({}, [(0, 0), (0, 2)]), float(now))
+        assert bool(of(KillProcess, study.tick(float(now)))) == (now == 61)
 
 
 def test_a_process_that_cannot_be_ended_fails_the_study():
     study = started(timeout_s=1.0)
     study.tick(0.0)
-    assert of(Kill, study.tick(2.0))
+    assert of(KillProcess, study.tick(2.0))
     study.tick(31.0)
     assert study.failure is None
     study.tick(33.0)
@@ -234,7 +241,7 @@ def test_one_that_goes_on_after_its_last_sample_is_complete_and_ended_later():
     assert notes(study, 1.0) == [("complete", 0)]
     report(study, {}, 60.0, heard=[0])  # it may send for ever
     assert study.tick(61.0) == []
-    assert study.tick(61.5) == [Kill(0, "it went on for 60 s after its last sample was received")]
+    assert study.tick(61.5) == [KillProcess(0, "it went on for 60 s after its last sample was received")]
     study.exited(0, 0, 143, 62.0)
     assert starts(study, 62.0) == [(1, 0)]
     assert study.restarts == 0
@@ -252,7 +259,7 @@ def test_an_end_too_early_counts_as_a_crash_once_all_trainers_had_told():
     report(study, {}, 3.1, trainer=1)
     assert notes(study, 3.1) == []
     report(study, {}, 3.2, trainer=1)
-    (note,) = of(Note, study.tick(3.2))
+    (note,) = of(TrackerEvent, study.tick(3.2))
     assert "it ended after 4 of 10 samples" in note.text
 
 
@@ -298,13 +305,13 @@ def test_a_crash_after_the_last_sample_is_told_and_not_started_again(order):
         report(study, {0: 4}, 1.0)
         study.exited(0, 0, 7, 2.0)
         begun = study.tick(2.0)
-        assert not of(Note, begun)
+        assert not of(TrackerEvent, begun)
         report(study, {0: 10}, 3.0)
     actions = study.tick(3.0)
-    assert of(Note, actions)[-1].text == (
+    assert of(TrackerEvent, actions)[-1].text == (
         "of simulation 0 all samples had arrived before it ended with exit code 7; it counts as complete"
     )
-    assert [one.simulation for one in of(Start, [*begun, *actions])][-1] == 1
+    assert [one.simulation for one in of(StartProcess, [*begun, *actions])][-1] == 1
     assert (study.restarts, study.complete) == (0, 1)
 
 
@@ -315,7 +322,7 @@ def test_a_crash_that_lacks_samples_is_told_by_its_exit_code():
     study.exited(0, 0, 7, 1.0)
     for now in (1.5, 2.5):
         report(study, {0: 9}, now)
-    (note,) = of(Note, study.tick(2.5))
+    (note,) = of(TrackerEvent, study.tick(2.5))
     assert note.text == "simulation 0, attempt 0: it ended with exit code 7; it is started again"
 
 
@@ -326,7 +333,7 @@ def test_a_crash_is_not_judged_while_its_last_samples_wait_for_room():
     hello(study, 0)
     study.exited(0, 0, 7, 1.0)
     for now in range(2, 200):
-        study.reported(0, Report({0: 4}, waiting=[0]), float(now))
+        study.reported(0, SimulationReport({0: 4}, waiting=[0]), float(now))
         assert notes(study, float(now)) == []
     report(study, {0: 10}, 200.0)
     assert notes(study, 200.0) == [("complete", 0), ("exited", 0)]
@@ -368,7 +375,7 @@ def test_where_steps_are_not_known_an_end_without_goodbye_or_samples_is_a_failur
     study.exited(0, 0, 0, 1.0)
     report(study, {}, 2.0)
     report(study, {}, 3.0)
-    (note,) = of(Note, study.tick(3.0))
+    (note,) = of(TrackerEvent, study.tick(3.0))
     assert why in note.text
 
 
@@ -381,17 +388,21 @@ def test_what_an_old_attempt_says_does_not_count():
     study.exited(0, 0, 0, 2.0)
     assert study.tick(2.0) == []
     assert study.simulations[0].alive
-    assert "must be the present 1" in study.refusal(header(Kind.HELLO, 0, attempt=0))
+    assert "must be the present 1" in study.refusal(header(MessageKind.HELLO, 0, attempt=0))
     hello(study, 0, attempt=1)
 
 
 def test_only_simulations_that_run_are_welcome():
     study = started(group_size=2)
     study.tick(0.0)
-    assert study.refusal(header(Kind.HELLO, 1, members=2)).startswith("simulation (1) must be one that the run has")
-    assert study.refusal(header(Kind.HELLO, 77, members=2)).startswith("simulation (77) must be")
-    assert "group of 3, which must be simulations.group_size (2)" in study.refusal(header(Kind.HELLO, 0, members=3))
-    assert study.refusal(header(Kind.HELLO, 0, members=2)) is None
+    assert study.refusal(header(MessageKind.HELLO, 1, members=2)).startswith(
+        "simulation (1) must be one that the run has"
+    )
+    assert study.refusal(header(MessageKind.HELLO, 77, members=2)).startswith("simulation (77) must be")
+    assert "group of 3, which must be simulations.group_size (2)" in study.refusal(
+        header(MessageKind.HELLO, 0, members=3)
+    )
+    assert study.refusal(header(MessageKind.HELLO, 0, members=2)) is None
     assert "starts its simulations itself" in study.last(0.0)
 
 
@@ -444,12 +455,12 @@ def test_a_resumed_run_starts_only_what_is_not_complete_with_new_attempts_and_th
     study.tick(1.0)
     study.exited(1, 0, 1, 2.0)
     study.tick(2.0)  # 1 runs in its attempt 1, 2 in its attempt 0
-    again = started(count=5, at_once=9, state=study.state_dict(), joined=[Joined("a", {0: 10, 1: 4}, {})])
-    assert of(Start, again.tick(0.0)) == [
-        Start(1, 2, (1.5,)),
-        Start(2, 1, (2.5,)),
-        Start(3, 0, (3.0,)),
-        Start(4, 0, (4.0,)),
+    again = started(count=5, at_once=9, state=study.state_dict(), joined=[TrainerJoined("a", {0: 10, 1: 4}, {})])
+    assert of(StartProcess, again.tick(0.0)) == [
+        StartProcess(1, 2, (1.5,)),
+        StartProcess(2, 1, (2.5,)),
+        StartProcess(3, 0, (3.0,)),
+        StartProcess(4, 0, (4.0,)),
     ]
     assert again.restarts == 1
     assert again.counts()["complete"] == 1
@@ -460,10 +471,10 @@ def test_counts_decide_what_is_complete_whatever_the_state_says():
     study.tick(0.0)
     finish(study, 0, 1.0)
     study.tick(1.0)
-    cut_earlier = [Joined("a", {0: 9, 1: 5}, {1: 5})]  # the trainer's part of the checkpoint
+    cut_earlier = [TrainerJoined("a", {0: 9, 1: 5}, {1: 5})]  # the trainer's part of the checkpoint
     again = started(count=2, at_once=2, state=study.state_dict(), joined=cut_earlier)
     assert starts(again) == [(0, 1)]
-    assert again.in_state(State.COMPLETE)[0].id == 1
+    assert again.in_state(SimulationState.COMPLETE)[0].id == 1
 
 
 def test_failures_and_replacements_go_on_over_a_resume():
@@ -487,7 +498,7 @@ def test_more_or_fewer_simulations_may_be_wanted_of_a_resumed_run():
     study.tick(1.0)
     more = started(count=4, at_once=9, state=study.state_dict())
     assert starts(more) == [(1, 1), (2, 0), (3, 0), (4, 0)]
-    fewer = started(count=1, state=more.state_dict(), joined=[Joined("a", {1: 10}, {})])
+    fewer = started(count=1, state=more.state_dict(), joined=[TrainerJoined("a", {1: 10}, {})])
     assert starts(fewer) == []
     assert fewer.done
 
@@ -504,7 +515,7 @@ def test_outside_it_is_done_with_as_many_as_are_counted():
         report(study, {number: 5}, 3.0)
         assert notes(study, 3.0) == [("complete", number)]
     assert study.done
-    assert "must be below simulations.count (2)" in study.refusal(header(Kind.HELLO, 2))
+    assert "must be below simulations.count (2)" in study.refusal(header(MessageKind.HELLO, 2))
 
 
 def test_outside_it_is_done_when_the_last_was_said_and_all_that_came_are_complete():
@@ -578,7 +589,7 @@ def test_outside_a_simulation_may_come_again():
     assert notes(study, 4.0) == []
     hello(study, 0, 5.0, members=2, member=1, attempt=3)
     assert "attempt (2) of simulation 0 must be at least 3" in study.refusal(
-        header(Kind.HELLO, 0, members=2, attempt=2)
+        header(MessageKind.HELLO, 0, members=2, attempt=2)
     )
     for member in (0, 1):
         assert notes(study, 6.0) == []
@@ -592,9 +603,9 @@ def test_outside_a_resumed_run_knows_who_was_complete():
     for number in (0, 1):
         hello(study, number, 1.0, attempt=4)
     study.last(2.0)
-    joined = [Joined("a", {0: 5, 1: 4, 8: 5}, {})]  # 8 came between the two parts of the checkpoint
+    joined = [TrainerJoined("a", {0: 5, 1: 4, 8: 5}, {})]  # 8 came between the two parts of the checkpoint
     again = outside(steps=5, state=study.state_dict(), joined=joined)
-    assert {one.id for one in again.in_state(State.COMPLETE)} == {0, 8}
+    assert {one.id for one in again.in_state(SimulationState.COMPLETE)} == {0, 8}
     again.tick(0.0)
     assert not again.done
     hello(again, 1, 1.0, attempt=0)
@@ -620,7 +631,7 @@ class World:
 
     def restart(self, state):
         self.processes.clear()
-        joined = [Joined("a", dict(counts), {}) for counts in self.counts]
+        joined = [TrainerJoined("a", dict(counts), {}) for counts in self.counts]
         self.study = started(self.trainers, state, joined, begun=False, **self.options)
         self.study.begin(joined, self.now)
 
@@ -630,7 +641,7 @@ class World:
             self.move(number, process)
         for trainer, counts in enumerate(self.counts):
             if self.random.random() < 0.7:
-                self.study.reported(trainer, Report(dict(counts)), self.now)
+                self.study.reported(trainer, SimulationReport(dict(counts)), self.now)
         self.obey(self.study.tick(self.now))
 
     def move(self, number, process):
@@ -649,7 +660,7 @@ class World:
                 counts = self.counts[(number + step) % self.trainers]
                 counts[number] = counts.get(number, 0) + 1
         else:
-            self.study.bye(header(Kind.BYE, number, steps, attempt=process["attempt"]), self.now)
+            self.study.bye(header(MessageKind.BYE, number, steps, attempt=process["attempt"]), self.now)
             self.end(number, 0)
 
     def end(self, number, code):
@@ -657,11 +668,11 @@ class World:
 
     def obey(self, actions):
         for action in actions:
-            if isinstance(action, Start):
+            if isinstance(action, StartProcess):
                 assert action.simulation not in self.processes
                 assert action.parameters == (float(action.simulation),)
                 self.processes[action.simulation] = {"attempt": action.attempt, "sent": 0, "hangs": False}
-            elif isinstance(action, Kill):
+            elif isinstance(action, KillProcess):
                 self.end(action.simulation, 143)
         self.check()
 
@@ -670,8 +681,8 @@ class World:
         assert {one.id for one in self.study.simulations.values() if one.alive} == self.processes.keys()
         for one in self.study.simulations.values():
             assert one.failures <= self.options["max_restarts"] + 1
-            assert (one.state is State.GIVEN_UP) == (one.failures > self.options["max_restarts"])
-            if one.state is State.COMPLETE:
+            assert (one.state is SimulationState.GIVEN_UP) == (one.failures > self.options["max_restarts"])
+            if one.state is SimulationState.COMPLETE:
                 assert self.study.received(one.id) == self.options["steps"]
         assert sum(self.study.counts().values()) - self.study.counts()["given_up"] == self.options["count"]
 
@@ -692,7 +703,7 @@ def test_whatever_happens_to_processes_all_that_was_wanted_is_complete_in_the_en
             world.restart(world.study.state_dict())
     assert world.study.done
     assert world.study.failure is None
-    complete = [one.id for one in world.study.in_state(State.COMPLETE)]
+    complete = [one.id for one in world.study.in_state(SimulationState.COMPLETE)]
     assert len(complete) == len(set(complete)) == 12
     assert all((number, step) in world.seen for number in complete for step in range(9))
     assert restarts > 0 or seed % 3 == 0

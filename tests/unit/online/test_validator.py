@@ -9,33 +9,33 @@ import pytest
 from online_fixtures import field, message, opening, plan
 
 from paramserver.errors import UnsupportedConfiguration
-from paramserver.online.protocol import Header, Kind, describe, pack_parameters, raw
-from paramserver.online.received_log import Identities
+from paramserver.online.protocol import Header, MessageKind, describe, pack_parameters, raw
+from paramserver.online.received_log import ReceivedLog
 from paramserver.online.validator import (
     REASONS,
-    Accepted,
-    Duplicate,
-    Inspector,
-    Opened,
-    Refused,
-    Touched,
-    Waiting,
+    DuplicateSample,
+    MessageRefused,
+    MessageValidator,
+    PartReceived,
+    SampleAccepted,
+    SessionAlive,
+    SessionOpened,
 )
 
 PEER, OTHER = b"\0peer", b"\0other"
 
 
 def inspector(**keys):
-    return Inspector(plan(**{"window": 1000, **keys}), Identities())
+    return MessageValidator(plan(**{"window": 1000, **keys}), ReceivedLog())
 
 
 def reason(verdict):
-    return verdict.reason if isinstance(verdict, Refused) else type(verdict)
+    return verdict.reason if isinstance(verdict, MessageRefused) else type(verdict)
 
 
 def settle(verdict):
     """The buffer has got it."""
-    if isinstance(verdict, Accepted):
+    if isinstance(verdict, SampleAccepted):
         for giver in verdict.givers:
             giver.dealt += 1
     return verdict
@@ -43,17 +43,17 @@ def settle(verdict):
 
 def test_a_sample_carries_simulation_step_and_parameters():
     judge = inspector(parameters={"a": [0, 1], "b": [0, 1]}).judge
-    assert isinstance(judge(PEER, opening(3, [0.25, 0.5])), Opened)
+    assert isinstance(judge(PEER, opening(3, [0.25, 0.5])), SessionOpened)
     frames = message(3, 7)
     verdict = judge(PEER, frames)
-    assert isinstance(verdict, Accepted)
+    assert isinstance(verdict, SampleAccepted)
     assert verdict.key == (3, 7)
     assert list(verdict.sample) == ["simulation", "step", "parameters", "u"]
     assert (verdict.sample["simulation"], verdict.sample["step"]) == (3, 7)
     assert verdict.sample["parameters"].tolist() == [0.25, 0.5]
     assert np.array_equal(verdict.sample["u"], field(3, 7))
     assert np.shares_memory(verdict.sample["u"], np.frombuffer(frames[2], np.uint8))  # no copy
-    assert reason(judge(PEER, frames)) is Duplicate
+    assert reason(judge(PEER, frames)) is DuplicateSample
 
 
 def test_fields_may_come_in_any_order():
@@ -71,8 +71,8 @@ def test_fields_may_come_in_any_order():
         ([], "malformed", "a header must have 28 bytes, this one has 0"),
         ([b"ps"], "malformed", "28 bytes"),
         (opening(0)[:1], "malformed", "must have 2 frames, this one has 1"),
-        ([Header(Kind.HELLO).pack()], "kind", "HELLO must not be sent to a trainer"),
-        ([Header(Kind.TOUCH, 8).pack()], "unopened", "simulation 8 (attempt 0, member 0) must be opened first"),
+        ([Header(MessageKind.HELLO).pack()], "kind", "HELLO must not be sent to a trainer"),
+        ([Header(MessageKind.TOUCH, 8).pack()], "unopened", "simulation 8 (attempt 0, member 0) must be opened first"),
         (message(8, 0), "unopened", "must be opened first"),
         (message(0, 0, attempt=1), "unopened", "attempt 1"),
         (message(0, 0, members=2), "group", "members (2) must be simulations.group_size (1)"),
@@ -102,18 +102,18 @@ def test_what_is_wrong_is_refused_in_one_sentence(frames, why, says):
         count=20,
         window=1000,
     )
-    judge = Inspector(told, Identities()).judge
+    judge = MessageValidator(told, ReceivedLog()).judge
     judge(PEER, opening(0, [0.0, 0.0]))
     verdict = judge(PEER, frames)
     assert verdict.reason == why
     assert says in verdict.sentence
     assert verdict.sentence.isprintable()
     assert why in REASONS
-    assert isinstance(judge(PEER, message(0, 0)), Accepted)  # it does no harm to what follows
+    assert isinstance(judge(PEER, message(0, 0)), SampleAccepted)  # it does no harm to what follows
 
 
 def test_a_number_beyond_the_count_is_the_runs_own_matter():
-    assert isinstance(inspector(count=2, command="solve").judge(PEER, opening(5)), Opened)
+    assert isinstance(inspector(count=2, command="solve").judge(PEER, opening(5)), SessionOpened)
 
 
 def test_booleans_are_zero_or_one():
@@ -129,8 +129,8 @@ def test_a_client_sends_what_it_opened_itself():
     judge(PEER, opening(1))
     assert reason(judge(OTHER, message(1, 0))) == "unopened"
     judge(OTHER, opening(1))
-    assert reason(judge(OTHER, message(1, 0))) is Accepted
-    assert reason(judge(PEER, message(1, 0))) is Duplicate
+    assert reason(judge(OTHER, message(1, 0))) is SampleAccepted
+    assert reason(judge(PEER, message(1, 0))) is DuplicateSample
 
 
 def test_all_that_comes_is_counted_so_that_nobody_waits_for_ever():
@@ -138,7 +138,7 @@ def test_all_that_comes_is_counted_so_that_nobody_waits_for_ever():
     stranger = judge(PEER, message(1, 0)).visitor
     judge(PEER, message(1, 1))
     assert (stranger.received, stranger.dealt) == (2, 2)
-    assert judge(PEER, [Header(Kind.TOUCH, 1).pack()]).told == (stranger,)
+    assert judge(PEER, [Header(MessageKind.TOUCH, 1).pack()]).told == (stranger,)
     visitor = judge(PEER, opening(1)).visitor
     assert visitor is not stranger
     settle(judge(PEER, message(1, 0)))
@@ -156,9 +156,9 @@ def test_more_than_the_window_is_refused():
     judge = inspector(window=3).judge
     visitor = judge(PEER, opening()).visitor
     sent = [judge(PEER, message(0, step)) for step in range(5)]
-    assert [reason(one) for one in sent] == [Accepted] * 3 + ["window"] * 2
+    assert [reason(one) for one in sent] == [SampleAccepted] * 3 + ["window"] * 2
     settle(sent[0])
-    assert reason(judge(PEER, message(0, 3))) is Accepted
+    assert reason(judge(PEER, message(0, 3))) is SampleAccepted
     assert (visitor.received, visitor.dealt) == (6, 3)
 
 
@@ -168,7 +168,7 @@ def test_visitors_who_are_gone_are_forgotten(monkeypatch):
     first = made.judge(PEER, opening(0)).visitor
     for simulation in range(1, 40):
         made.judge(b"%d" % simulation, opening(simulation))
-        assert reason(made.judge(PEER, [Header(Kind.TOUCH).pack()])) is Touched  # it is heard of, and stays
+        assert reason(made.judge(PEER, [Header(MessageKind.TOUCH).pack()])) is SessionAlive  # it is heard of, and stays
     assert made.is_current(first)
     assert len(made.visitors()) == 10
 
@@ -188,14 +188,14 @@ def test_parts_become_a_sample():
     judge = inspector(group_size=2).judge
     givers = [judge(peer, opening(0, member=i, members=2)).visitor for i, peer in enumerate((PEER, OTHER))]
     first, second = halves(0, 4)
-    assert reason(judge(OTHER, second)) is Waiting
-    assert reason(judge(OTHER, second)) is Duplicate
+    assert reason(judge(OTHER, second)) is PartReceived
+    assert reason(judge(OTHER, second)) is DuplicateSample
     verdict = judge(PEER, first)
     assert np.array_equal(verdict.sample["u"], field(0, 4))
     assert verdict.givers == tuple(givers)
     settle(verdict)
     assert [(one.received, one.dealt) for one in givers] == [(1, 1), (2, 2)]
-    assert reason(judge(PEER, first)) is Duplicate
+    assert reason(judge(PEER, first)) is DuplicateSample
 
 
 def test_parts_of_an_older_attempt_are_dropped_and_refused():
@@ -209,14 +209,14 @@ def test_parts_of_an_older_attempt_are_dropped_and_refused():
     assert reason(judge(OTHER, halves(0, 0)[1])) == "stale"
     judge(new[1], opening(0, member=1, members=2, attempt=1))
     parts = halves(0, 0, attempt=1)
-    assert reason(judge(new[1], parts[1])) is Waiting
-    assert reason(judge(new[0], parts[0])) is Accepted
+    assert reason(judge(new[1], parts[1])) is PartReceived
+    assert reason(judge(new[0], parts[0])) is SampleAccepted
 
 
 def test_parts_that_make_no_whole_are_refused_all():
     judge = inspector(group_size=2).judge
     givers = [judge(peer, opening(0, member=i, members=2)).visitor for i, peer in enumerate((PEER, OTHER))]
-    assert reason(judge(PEER, message(0, 0, {"u": field(0, 0)}, member=0, members=2))) is Waiting
+    assert reason(judge(PEER, message(0, 0, {"u": field(0, 0)}, member=0, members=2))) is PartReceived
     verdict = judge(OTHER, message(0, 0, {"u": field(0, 0)}, member=1, members=2))
     assert verdict.reason == "shape"
     assert "u ([8, 3]) must have the shape [4, 3] when its parts are put together" in verdict.sentence
@@ -261,7 +261,7 @@ class Truth:
             return self.of_open(peer, frames, simulation, member, members, attempt)
         opened = self.opened.get((peer, simulation))
         if kind == 35:
-            return "malformed" if len(frames) != 1 else "unopened" if opened is None else Touched
+            return "malformed" if len(frames) != 1 else "unopened" if opened is None else SessionAlive
         if kind != 34:
             return "kind"
         if opened is None:
@@ -287,7 +287,7 @@ class Truth:
         if self.parameters.setdefault(simulation, numbers) != numbers:
             return "parameters"
         self.opened[peer, simulation] = (attempt, member)
-        return Opened
+        return SessionOpened
 
     def of_fields(self, frames, key):
         if not 2 <= len(frames) <= 5:
@@ -318,9 +318,9 @@ class Truth:
             if name == "u" and not all(abs(value) < float("inf") for value in struct.unpack("<12f", frame)):
                 return "values"
         if key in self.seen:
-            return Duplicate
+            return DuplicateSample
         self.seen.add(key)
-        return Accepted
+        return SampleAccepted
 
     @staticmethod
     def is_row(row):
@@ -365,7 +365,7 @@ class Mutator:
         if kind < 0.03:
             frames = opening(self.draw.randrange(SIMULATIONS + 1), [self.draw.choice([0.5, 0.5, 0.5, 1.0]), 2.0])
         elif kind < 0.05:
-            frames = [Header(Kind.TOUCH, self.draw.randrange(SIMULATIONS)).pack()]
+            frames = [Header(MessageKind.TOUCH, self.draw.randrange(SIMULATIONS)).pack()]
         else:
             frames = self.valid()
         for _ in range(self.draw.choice([0, 0, 1, 1, 1, 2, 3])):
@@ -475,39 +475,46 @@ class Mutator:
 def test_of_a_hundred_thousand_messages_each_is_judged_right(seed):
     """Ten times ten thousand, mutated from valid ones."""
     told = plan(fields=WIDE, steps=STEPS, count=SIMULATIONS, parameters={"a": [0, 1], "b": [0, 9]}, window=10**6)
-    judge, truth, mutator = Inspector(told, Identities()).judge, Truth(), Mutator(seed)
+    judge, truth, mutator = MessageValidator(told, ReceivedLog()).judge, Truth(), Mutator(seed)
     found = {}
     for peer in (PEER, OTHER):
         for simulation in range(SIMULATIONS - 1):
-            assert truth.of(peer, opening(simulation, [0.5, 2.0])) is Opened
-            assert isinstance(judge(peer, opening(simulation, [0.5, 2.0])), Opened)
+            assert truth.of(peer, opening(simulation, [0.5, 2.0])) is SessionOpened
+            assert isinstance(judge(peer, opening(simulation, [0.5, 2.0])), SessionOpened)
     for i in range(10_000):
         if i % 700 == 699:
             # A new run of the same simulations: or soon all would be duplicates.
-            identities = Identities()
+            identities = ReceivedLog()
             judge.__self__.identities, truth.seen = identities, set()
         peer, frames = mutator.draw.choice([PEER, OTHER]), mutator.message()
         expected = truth.of(peer, frames)
         verdict = settle(judge(peer, frames))
         assert reason(verdict) == expected, (i, frames, getattr(verdict, "sentence", ""))
-        if isinstance(verdict, Accepted):
+        if isinstance(verdict, SampleAccepted):
             rows = json.loads(frames[1])
             for name, (dtype, shape, _) in SHAPES.items():
                 at = 2 + [row[0] for row in rows].index(name)
                 assert verdict.sample[name].tobytes() == frames[at]
                 assert (verdict.sample[name].dtype.str, list(verdict.sample[name].shape)) == (dtype, shape)
         found[expected] = found.get(expected, 0) + 1
-    wanted = {Accepted, Duplicate, Opened, Touched, *REASONS} - {"window", "stale", "unfinished"}
+    wanted = {SampleAccepted, DuplicateSample, SessionOpened, SessionAlive, *REASONS} - {
+        "window",
+        "stale",
+        "unfinished",
+    }
     assert set(found) == wanted
-    assert 0.15 < found[Accepted] / 10_000 < 0.6
+    assert 0.15 < found[SampleAccepted] / 10_000 < 0.6
 
 
 def test_the_example_of_the_protocol_is_what_clients_send():
     """The oracle reads the messages that the package makes."""
     fields = {"u": np.ones((4, 3), "f4"), "v": np.ones(2), "n": np.array(1, "i2")}
     truth = Truth()
-    assert truth.of(PEER, opening(0, [0.5, 2.0])) is Opened
-    assert truth.of(PEER, [Header(Kind.SAMPLE, 0, 1).pack(), describe(fields), *map(raw, fields.values())]) is Accepted
+    assert truth.of(PEER, opening(0, [0.5, 2.0])) is SessionOpened
+    assert (
+        truth.of(PEER, [Header(MessageKind.SAMPLE, 0, 1).pack(), describe(fields), *map(raw, fields.values())])
+        is SampleAccepted
+    )
     assert len(pack_parameters([0.5, 2.0])) == 16
 
 
@@ -516,10 +523,10 @@ def test_nothing_crashes_it_in_groups_either(seed):
     """And of all that was sent, all is dealt with, or waits for other parts, or is with the buffer."""
     twice = {"u": [8, 3], "v": {"shape": [4], "dtype": "float64"}, "n": {"shape": [2], "dtype": "int16"}}
     told = plan(fields=twice, steps=STEPS, count=SIMULATIONS, group_size=2, window=20)
-    made, mutator, accepted = Inspector(told, Identities()), Mutator(seed, (1,)), []
+    made, mutator, accepted = MessageValidator(told, ReceivedLog()), Mutator(seed, (1,)), []
     for i in range(4000):
         if i % 500 == 0:
-            made.identities = Identities()
+            made.identities = ReceivedLog()
             for peer, member in ((PEER, 0), (OTHER, 1)):
                 for simulation in range(SIMULATIONS):
                     made.judge(peer, opening(simulation, [0.5, 2.0], member=member, members=2, attempt=i // 500))
@@ -528,8 +535,8 @@ def test_nothing_crashes_it_in_groups_either(seed):
             if frames and len(frames[0]) == 28:
                 frames[0] = frames[0][:20] + struct.pack("!HHI", member, 2, i // 500)
             verdict = made.judge(peer, frames)
-            assert isinstance(verdict, Refused) == bool(reason(verdict) in REASONS)
-            if isinstance(verdict, Accepted):
+            assert isinstance(verdict, MessageRefused) == bool(reason(verdict) in REASONS)
+            if isinstance(verdict, SampleAccepted):
                 accepted.append(settle(verdict))
     assert len(accepted) > 500
     assert len(made.assembly) <= SIMULATIONS * 40

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from paramserver.optim.parallel_step import ELEMENTWISE, PER_PARAMETER, Crew, PartedStep, spare_helpers
-from paramserver.optim.shard_updater import Portion
-from paramserver.parameters.flat import Layout
-from paramserver.parameters.sharding import whole
+from paramserver.optim.parallel_step import ELEMENTWISE, PER_PARAMETER, ParallelStep, ThreadTeam, num_spare_threads
+from paramserver.optim.shard_updater import ShardUpdater
+from paramserver.parameters.flat import FlatLayout
+from paramserver.parameters.sharding import full_shard
 
 SHAPES = [(301, 97), (301,), (1,), (513, 33), (0, 4), (7, 5), (2000, 3)]
 MATRICES = [shape for shape in SHAPES if len(shape) == 2 and 0 not in shape]
@@ -29,7 +29,7 @@ def one_thread():
 
 @pytest.fixture(params=[1, 2, 6])
 def crew(request):
-    made = Crew(request.param)
+    made = ThreadTeam(request.param)
     yield made
     made.close()
 
@@ -50,7 +50,7 @@ def test_every_optimizer_makes_the_same_step(crew, kind):
     one, many = parameters(kind, 1), parameters(kind, 1)
     alone, together = optimizer_of(kind, one), optimizer_of(kind, many)
     schedules = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8) for optimizer in (alone, together)]
-    parted = PartedStep(together, crew)
+    parted = ParallelStep(together, crew)
     assert parted.can_part(together)
     generator = torch.Generator().manual_seed(2)
     for step in range(6):
@@ -73,7 +73,7 @@ def test_every_optimizer_makes_the_same_step(crew, kind):
 def test_a_hook_sees_all_parameters_at_once(crew):
     own = parameters(torch.optim.SGD, 1)
     optimizer = optimizer_of(torch.optim.SGD, own)
-    parted = PartedStep(optimizer, crew)
+    parted = ParallelStep(optimizer, crew)
     seen = []
     optimizer.register_step_pre_hook(
         lambda optimizer, *_: seen.append(sum(len(g["params"]) for g in optimizer.param_groups))
@@ -87,7 +87,7 @@ def test_a_hook_sees_all_parameters_at_once(crew):
 @pytest.mark.parametrize("register", [register_optimizer_step_pre_hook, register_optimizer_step_post_hook])
 def test_so_does_a_hook_of_all_optimizers(crew, register):
     own = parameters(torch.optim.SGD, 1)
-    parted = PartedStep(optimizer_of(torch.optim.SGD, own), crew)
+    parted = ParallelStep(optimizer_of(torch.optim.SGD, own), crew)
     for parameter in own:
         parameter.grad = torch.ones_like(parameter)
     seen = []
@@ -113,8 +113,8 @@ def test_a_step_that_somebody_put_in_place_is_the_one_that_is_made(crew, schedul
     optimizer.step = types.MethodType(counted, optimizer)
     if scheduled:
         torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
-    assert not PartedStep.can_part(optimizer)
-    PartedStep(optimizer, crew)()
+    assert not ParallelStep.can_part(optimizer)
+    ParallelStep(optimizer, crew)()
     assert seen == [2]
 
 
@@ -123,8 +123,8 @@ def test_what_may_look_at_several_parameters_is_left_alone():
         pass
 
     own = parameters(torch.optim.SGD, 1)
-    assert not PartedStep.can_part(Own(own, lr=0.1))
-    assert not PartedStep.can_part(torch.optim.LBFGS(own))
+    assert not ParallelStep.can_part(Own(own, lr=0.1))
+    assert not ParallelStep.can_part(torch.optim.LBFGS(own))
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -135,7 +135,7 @@ def test_a_mean_has_the_same_bits(crew, seed):
         (f"{n}", torch.randn(size, generator=generator, dtype=t))
         for n, (size, t) in enumerate(zip(sizes, (torch.float32, torch.float64, torch.float32), strict=True))
     ]
-    layout = Layout.of(named)
+    layout = FlatLayout.of(named)
     pushes = [
         [torch.randn(n, generator=generator, dtype=t) for n, t in zip(layout.sizes, layout.dtypes, strict=True)]
         for _ in range(3)
@@ -144,7 +144,7 @@ def test_a_mean_has_the_same_bits(crew, seed):
 
     def mean(by):
         own = [nn.Parameter(tensor.clone()) for _, tensor in named]
-        portion = Portion(layout, whole(layout), layout.allocate(), own, torch.optim.SGD(own, lr=0.1))
+        portion = ShardUpdater(layout, full_shard(layout), layout.allocate(), own, torch.optim.SGD(own, lr=0.1))
         if by is not None:
             portion.work_with(by)
         return portion.average(copy.deepcopy(pushes), factors)
@@ -181,4 +181,4 @@ def test_the_others_are_done_when_one_has_failed(crew):
 )
 def test_helpers_are_for_cores_that_are_left(monkeypatch, cores, threads, helpers):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    assert spare_helpers(cores) == max(helpers, 0)
+    assert num_spare_threads(cores) == max(helpers, 0)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from paramserver.errors import UnsupportedConfiguration
-from paramserver.parameters.flat import ALIGNMENT_BYTES, FlatTensors, Layout, module_buffers, trainable
+from paramserver.parameters.flat import ALIGNMENT_BYTES, FlatLayout, FlatTensors, module_buffers, trainable
 
 
 class Zoo(nn.Module):
@@ -100,7 +100,7 @@ def test_dense_strides_are_kept(zoo):
 def test_a_tensor_with_gaps_becomes_contiguous(sparse_memory):
     store = FlatTensors({"x": sparse_memory.clone(memory_format=torch.preserve_format)})
     gappy = {"x": sparse_memory.detach()}
-    layout = Layout.of(gappy.items())
+    layout = FlatLayout.of(gappy.items())
     assert layout.slots[0].stride == sparse_memory.contiguous().stride()
     assert torch.equal(store.views["x"], sparse_memory)
 
@@ -140,7 +140,9 @@ def test_few_tensors_are_no_special_case(tensors):
 
 
 def test_the_layout_counts_its_bytes():
-    layout = Layout.of({"a": torch.zeros(17), "b": torch.zeros(1, dtype=torch.float64), "c": torch.zeros(1)}.items())
+    layout = FlatLayout.of(
+        {"a": torch.zeros(17), "b": torch.zeros(1, dtype=torch.float64), "c": torch.zeros(1)}.items()
+    )
     assert (layout.dtypes, layout.sizes) == ((torch.float32, torch.float64), (48, 8))
     assert layout.bytes == 48 * 4 + 8 * 8 == sum(f.numel() * f.element_size() for f in layout.allocate())
     assert not any(flat.any() for flat in layout.allocate())
@@ -182,7 +184,7 @@ def test_another_number_of_flat_tensors_is_an_error(zoo):
 
 def test_sparse_tensors_are_refused():
     with pytest.raises(UnsupportedConfiguration, match=r"rows is a sparse tensor; .* must be dense"):
-        Layout.of([("rows", torch.eye(3).to_sparse())])
+        FlatLayout.of([("rows", torch.eye(3).to_sparse())])
 
 
 def test_a_parameter_without_a_mean_is_refused_by_name():

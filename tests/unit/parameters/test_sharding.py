@@ -9,15 +9,15 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 
 from paramserver.errors import UnsupportedConfiguration
-from paramserver.optim.parallel_step import ELEMENTWISE, may_split
-from paramserver.optim.shard_updater import Portion
-from paramserver.parameters.flat import ALIGNMENT_BYTES, FlatTensors, Layout, trainable
-from paramserver.parameters.sharding import numbers_of, plan, put_together, size_of, take_apart, whole
+from paramserver.optim.parallel_step import ELEMENTWISE, is_elementwise
+from paramserver.optim.shard_updater import ShardUpdater
+from paramserver.parameters.flat import ALIGNMENT_BYTES, FlatLayout, FlatTensors, trainable
+from paramserver.parameters.sharding import full_shard, merge_state, numbers_of, plan_shards, size_of, split_state
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 SHAPES = st.lists(st.integers(0, 40), max_size=3).map(tuple)
 LAYOUTS = st.lists(st.tuples(SHAPES, st.sampled_from(DTYPES)), min_size=1, max_size=9).map(
-    lambda kinds: Layout.of((f"t{i}", torch.empty(shape, dtype=dtype)) for i, (shape, dtype) in enumerate(kinds))
+    lambda kinds: FlatLayout.of((f"t{i}", torch.empty(shape, dtype=dtype)) for i, (shape, dtype) in enumerate(kinds))
 )
 
 
@@ -29,7 +29,7 @@ def bytes_of(shard):
 @given(LAYOUTS, st.integers(1, 7), st.booleans())
 def test_every_element_has_one_owner_and_shares_are_even(layout, servers, splittable):
     try:
-        shards = plan(layout, servers, splittable)
+        shards = plan_shards(layout, servers, splittable)
     except UnsupportedConfiguration:
         tensors = sum(size_of(slot) > 0 for slot in layout.slots)
         assert servers > max(tensors, 1)
@@ -52,15 +52,15 @@ def test_every_element_has_one_owner_and_shares_are_even(layout, servers, splitt
     assert all(bool((view == 1).all()) for view in layout.views(marks).values())
     biggest = max(-(-size_of(s) * layout.dtypes[s.group].itemsize // 64) * 64 for s in layout.slots)
     if servers == 1:
-        assert shards == (whole(layout),)
+        assert shards == (full_shard(layout),)
     elif sum(size_of(s) > 0 for s in layout.slots) >= 2 * servers:  # or each must get one, however small
         assert max(map(bytes_of, shards)) <= layout.bytes / servers + 2 * biggest
 
 
 @pytest.mark.parametrize("servers", [2, 3, 5])
 def test_one_large_tensor_is_cut_into_equal_parts(servers):
-    layout = Layout.of([("small", torch.empty(3)), ("large", torch.empty(1000, 100)), ("last", torch.empty(7, 7))])
-    shards = plan(layout, servers, True)
+    layout = FlatLayout.of([("small", torch.empty(3)), ("large", torch.empty(1000, 100)), ("last", torch.empty(7, 7))])
+    shards = plan_shards(layout, servers, True)
     sizes = [bytes_of(shard) for shard in shards]
     assert max(sizes) - min(sizes) <= 2 * ALIGNMENT_BYTES
     assert [shard.pieces[0].slot for shard in shards[1:]] == [1] * (servers - 1)
@@ -70,10 +70,10 @@ def test_one_large_tensor_is_cut_into_equal_parts(servers):
 
 
 def test_more_servers_than_parts_are_refused():
-    layout = Layout.of([("weight", torch.empty(4, 4)), ("bias", torch.empty(4)), ("none", torch.empty(0))])
-    assert [len(shard.pieces) for shard in plan(layout, 2, False)] == [1, 1]
+    layout = FlatLayout.of([("weight", torch.empty(4, 4)), ("bias", torch.empty(4)), ("none", torch.empty(0))])
+    assert [len(shard.pieces) for shard in plan_shards(layout, 2, False)] == [1, 1]
     with pytest.raises(UnsupportedConfiguration, match=r"cluster.num_servers \(3\) must be at most 2"):
-        plan(layout, 3, False)
+        plan_shards(layout, 3, False)
 
 
 # Optimizers.
@@ -121,13 +121,13 @@ class Split:
             self.whole.load_state_dict(state)
         parameters = list(self.flat.tensors.values())
         numbers = numbers_of(self.whole, parameters)
-        self.shards = plan(self.layout, servers, may_split(self.whole, servers))
+        self.shards = plan_shards(self.layout, servers, is_elementwise(self.whole, servers))
         self.portions = []
         states = dict(enumerate_states(self.whole))
         for shard in self.shards:
             optimizer = made(kind, model)
-            portion = Portion(self.layout, shard, shard.ranges_of(self.flat.flats), parameters, optimizer)
-            portion.adopt(take_apart(states, numbers, self.layout, shard))
+            portion = ShardUpdater(self.layout, shard, shard.ranges_of(self.flat.flats), parameters, optimizer)
+            portion.adopt(split_state(states, numbers, self.layout, shard))
             self.portions.append(portion)
         self.numbers = numbers
 
@@ -147,7 +147,7 @@ class Split:
 
     def state_dict(self):
         parts = [(portion.shard, portion.owned_states) for portion in self.portions]
-        states = put_together(parts, self.numbers, self.layout)
+        states = merge_state(parts, self.numbers, self.layout)
         return {"state": states, "param_groups": self.whole.state_dict()["param_groups"]}
 
 

@@ -15,7 +15,7 @@ from fake_results import failed, repeats, stale
 from paramserver.errors import UnsupportedConfiguration
 from paramserver.report import plots, svg
 from paramserver.report.cases import cases_of
-from paramserver.report.document import Code, Note, Picture, Sentences, Table, as_html, as_markdown
+from paramserver.report.document import Code, NoteBlock, Picture, Sentences, Table, as_html, as_markdown
 from paramserver.report.findings import findings
 from paramserver.report.page import NO_PLOTS, write_report
 from paramserver.report.results import Results
@@ -255,7 +255,7 @@ if BROWSER is not None:  # conftest.py says in one sentence where it is not
 
 def test_both_languages_say_the_same_blocks():
     blocks = [
-        Note("a `b` <c>"),
+        NoteBlock("a `b` <c>"),
         Sentences(["one `x`", "two"]),
         Code("``` fenced\n<d>"),
         Table(("n", "v"), [("`p|q`", "1")]),
@@ -268,7 +268,7 @@ def test_both_languages_say_the_same_blocks():
     assert "a <code>b</code> &lt;c&gt;" in html
     assert "<pre>``` fenced\n&lt;d&gt;</pre>" in html
     assert "<td><code>p|q</code></td>" in html
-    assert "<p>lone ` here</p>" in as_html("T", [Note("lone ` here")])
+    assert "<p>lone ` here</p>" in as_html("T", [NoteBlock("lone ` here")])
     assert "plots/p.svg" in as_markdown("T", [Picture("p", "<svg></svg>", "c")])
 
 

@@ -10,12 +10,12 @@ from launching import STOPPING, launch
 from lock_holder import hold
 
 from paramserver.errors import UnsupportedConfiguration
-from paramserver.runs.attempt import claim_folder
+from paramserver.runs.attempt import reserve_folder
 from paramserver.runs.rundir import RunDir
 
 
 def claimed(base, name, default="default"):
-    with claim_folder(base, name, default) as run:
+    with reserve_folder(base, name, default) as run:
         return run
 
 
@@ -56,9 +56,9 @@ def test_a_name_is_one_folder(tmp_path, name):
 def test_of_many_that_want_a_name_each_gets_its_own(tmp_path):
     with ExitStack() as held, ThreadPoolExecutor(8) as pool:
         enter = held.enter_context
-        runs = list(pool.map(lambda _: enter(claim_folder(tmp_path, None, "default")).name, range(24)))
+        runs = list(pool.map(lambda _: enter(reserve_folder(tmp_path, None, "default")).name, range(24)))
         assert len(set(runs)) == 24
-        claims = [pool.submit(lambda: enter(claim_folder(tmp_path, "wanted", ""))) for _ in range(8)]
+        claims = [pool.submit(lambda: enter(reserve_folder(tmp_path, "wanted", ""))) for _ in range(8)]
         assert sum(claim.exception() is None for claim in claims) == 1
 
 
@@ -68,7 +68,7 @@ def test_of_many_that_find_a_folder_in_which_nothing_began_one_takes_it(tmp_path
         with ExitStack() as held, ThreadPoolExecutor(8) as pool:
             name, enter = f"left-{number}", held.enter_context
             claims = [
-                pool.submit(lambda name=name, enter=enter: enter(claim_folder(tmp_path, name, ""))) for _ in "x" * 8
+                pool.submit(lambda name=name, enter=enter: enter(reserve_folder(tmp_path, name, ""))) for _ in "x" * 8
             ]
             assert sum(claim.exception() is None for claim in claims) == 1
 
@@ -79,7 +79,7 @@ def test_what_a_start_left_is_taken_over_and_tidied(tmp_path):
     left = ("summary.json", ".launch-41.yaml", "..launch-41.yaml.41.tmp", ".config.yaml.42.tmp", ".lock", ".claim")
     for name in left:
         (run.path / name).write_text("{}")
-    with claim_folder(tmp_path, "first", "") as again:
+    with reserve_folder(tmp_path, "first", "") as again:
         assert again == run
         assert sorted(path.name for path in run.path.iterdir()) == [
             ".claim",

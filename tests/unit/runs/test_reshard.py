@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from paramserver.buffers import Fifo, make_buffer
-from paramserver.buffers.reshard import redistribute
+from paramserver.buffers.reshard import reshard_buffers
 from paramserver.errors import CheckpointError
-from paramserver.runs.reshard import reshard
-from paramserver.sources import DatasetSource, IterableSource, Leftover, Partition
+from paramserver.runs.reshard import reshard_parts
+from paramserver.sources import DatasetSource, IterableSource, Partition, ResumePosition
 
 COUNTERS = {"batch_idx": 3, "samples_served": 5, "epoch": 1, "epoch_open": True, "seconds": 0.5}
 
@@ -59,14 +59,16 @@ class Trainer:
 
     def resume(self, part):
         if "leftovers" in part:
-            self.source.reshard([Leftover(**one) for one in part["leftovers"]], part["buffer"]["keys"])
+            self.source.reshard([ResumePosition(**one) for one in part["leftovers"]], part["buffer"]["keys"])
         else:
             self.source.load_state_dict(part["source"])
         self.buffer.load_state_dict({**part["buffer"], "finished": False}, self.source.fetch)
 
 
 def resumed(trainers, count, passes, **options):
-    parts = reshard([one.part() for one in trainers], count, capacity=options.get("capacity", 1000), entropy=(4, 1))
+    parts = reshard_parts(
+        [one.part() for one in trainers], count, capacity=options.get("capacity", 1000), entropy=(4, 1)
+    )
     new = [Trainer(trainers[0].source.dataset, i, count, passes, **options) for i in range(count)]
     for one, part in zip(new, parts, strict=True):
         one.resume(part)
@@ -162,7 +164,7 @@ def restored(states, kind="fifo", capacity=16, **options):
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 def test_held_samples_are_dealt_in_turn_in_columns_and_as_objects(sample, count):
     states = [state_of("fifo", [sample(n) for n in range(3)]), state_of("fifo", [sample(n) for n in range(10, 15)])]
-    new, unserved = redistribute(states, count, capacity=16, entropy=(0, 1))
+    new, unserved = reshard_buffers(states, count, capacity=16, entropy=(0, 1))
     assert unserved == [[], []]
     buffers = restored(new)
     values = [[float(x[0]) for x in b.get_batch(len(b), 1.0).samples] if len(b) else [] for b in buffers]
@@ -172,13 +174,13 @@ def test_held_samples_are_dealt_in_turn_in_columns_and_as_objects(sample, count)
 
 def test_states_of_different_layouts_become_objects():
     states = [state_of("fifo", [torch.zeros(2)] * 2), state_of("fifo", [torch.zeros(3)] * 2)]
-    (buffer,) = restored(redistribute(states, 1, capacity=8, entropy=(0, 1))[0])
+    (buffer,) = restored(reshard_buffers(states, 1, capacity=8, entropy=(0, 1))[0])
     assert [len(x) for x in buffer.get_batch(4, 1.0).samples] == [2, 3, 2, 3]
 
 
 def test_a_sample_that_was_served_once_of_twice_is_served_once_more():
     states = [state_of("fifo", [1, 2, 3, 4], served=2, pseudo_epochs=2), state_of("fifo", [5, 6], pseudo_epochs=2)]
-    (buffer,) = restored(redistribute(states, 1, capacity=8, entropy=(0, 1))[0], pseudo_epochs=2)
+    (buffer,) = restored(reshard_buffers(states, 1, capacity=8, entropy=(0, 1))[0], pseudo_epochs=2)
     buffer.finish()
     assert buffer.servings_left() == 10
     assert buffer.info().gets == 2
@@ -188,29 +190,29 @@ def test_a_sample_that_was_served_once_of_twice_is_served_once_more():
 def test_what_does_not_fit_is_refused_with_the_number_that_would():
     states = [state_of("fifo", range(16)), state_of("fifo", range(16))]
     with pytest.raises(CheckpointError, match=r"hold 32 samples that must stay.*room for 16.*2 times"):
-        redistribute(states, 1, capacity=16, entropy=(0, 1))
+        reshard_buffers(states, 1, capacity=16, entropy=(0, 1))
 
 
 def test_a_reservoir_keeps_what_was_never_served_and_evicts_of_the_rest():
     states = [state_of("reservoir", range(8), served=6, capacity=8), state_of("reservoir", range(8, 16), capacity=8)]
     unseen = int((states[0]["served"] == 0).sum()) + 8
-    (state,), _ = redistribute(states, 1, capacity=12, entropy=(0, 1))
+    (state,), _ = reshard_buffers(states, 1, capacity=12, entropy=(0, 1))
     (buffer,) = restored([state], "reservoir", capacity=12)
     assert (len(buffer), buffer.info().unseen) == (12, unseen)
-    again = redistribute(states, 1, capacity=12, entropy=(0, 1))[0][0]
+    again = reshard_buffers(states, 1, capacity=12, entropy=(0, 1))[0][0]
     assert again["keys"] == state["keys"]
     with pytest.raises(CheckpointError, match="must stay"):
-        redistribute(states, 1, capacity=unseen - 1, entropy=(0, 1))
+        reshard_buffers(states, 1, capacity=unseen - 1, entropy=(0, 1))
 
 
 def test_old_trainers_keep_their_random_numbers_and_new_ones_draw_their_own():
     trainers = [Trainer(range(20), i, 2, 1) for i in range(2)]
-    parts = reshard([one.part() for one in trainers], 4, capacity=16, entropy=(4, 1))
+    parts = reshard_parts([one.part() for one in trainers], 4, capacity=16, entropy=(4, 1))
     assert [part["random"] for part in parts] == [{"of": 0}, {"of": 1}, None, None]
     assert [part["task"] for part in parts] == [{"of": 0}, {"of": 1}, {}, {}]
     draws = [str(part["buffer"]["rng"]) for part in parts]
     assert len(set(draws)) == 4
-    other = reshard([one.part() for one in trainers], 4, capacity=16, entropy=(4, 2))
+    other = reshard_parts([one.part() for one in trainers], 4, capacity=16, entropy=(4, 2))
     assert [str(part["buffer"]["rng"]) == draw for part, draw in zip(other, draws, strict=True)] == [
         True,
         True,
@@ -225,7 +227,7 @@ def test_counted_samples_stay_the_same_in_all():
         one.put(4 + one.index)
         one.serve(2 + one.index)
     for count in (1, 2, 5):
-        parts = reshard([one.part() for one in trainers], count, capacity=16, entropy=(4, 1))
+        parts = reshard_parts([one.part() for one in trainers], count, capacity=16, entropy=(4, 1))
         assert sum(part["counters"]["samples_served"] for part in parts) == 9
 
 
@@ -265,7 +267,7 @@ def test_an_iterable_that_keeps_its_place_is_read_on_and_dealt_anew():
     same = IterableSource(Lines([]), Partition(0, 2))
     same.load_state_dict({}, old[0][1].state_dict()["mark"])
     assert next(iter(same.samples(7))) == (7, 12)
-    leftovers = [Leftover({}, 7, (), buffer.state_dict()["mark"]) for _, buffer in old]
+    leftovers = [ResumePosition({}, 7, (), buffer.state_dict()["mark"]) for _, buffer in old]
     new = [IterableSource(Lines([]), Partition(i, 3)) for i in range(3)]
     for one in new:
         one.reshard(leftovers, [])
@@ -275,7 +277,7 @@ def test_an_iterable_that_keeps_its_place_is_read_on_and_dealt_anew():
 
 def test_a_plain_iterable_has_a_share_for_the_same_number_only():
     with pytest.raises(CheckpointError, match=r"a checkpoint of 2 trainers.*IterableSource.*resumed with 2"):
-        IterableSource(iter([1]), Partition(0, 1)).reshard([Leftover({}, 0)] * 2, [])
+        IterableSource(iter([1]), Partition(0, 1)).reshard([ResumePosition({}, 0)] * 2, [])
 
 
 @pytest.mark.parametrize("ahead", [0, 3, 17, 60])
@@ -300,7 +302,7 @@ def without_reading_ahead(trainer):
 def test_a_place_is_known_after_dealing_anew_also_when_nothing_more_was_read():
     """Stopped again before anything was put: the place is that of the share, not the beginning."""
     source = IterableSource(Lines([]), Partition(0, 1))
-    source.reshard([Leftover({}, 5, (), {"left": [[7, 8]]}), Leftover({}, 5, (), {"left": []})], [])
+    source.reshard([ResumePosition({}, 5, (), {"left": [[7, 8]]}), ResumePosition({}, 5, (), {"left": []})], [])
     mark = source.mark()
     assert mark == {"left": [[7, 8]]}
     assert [sample for _, sample in source.samples(3)] == [7, 8]

@@ -11,7 +11,7 @@ import pytest
 from lock_holder import hold
 
 from paramserver.errors import CheckpointError, UnsupportedConfiguration
-from paramserver.runs.attempt import claim_folder
+from paramserver.runs.attempt import reserve_folder
 from paramserver.runs.resume import open_run
 from paramserver.runs.rundir import (
     environment_record,
@@ -22,7 +22,7 @@ from paramserver.runs.rundir import (
 
 
 def create_run(base, name, default):
-    with claim_folder(base, name, default) as run:
+    with reserve_folder(base, name, default) as run:
         return run
 
 

@@ -15,7 +15,7 @@ from paramserver.devices import CPU
 from paramserver.errors import TaskError, UnsupportedConfiguration
 from paramserver.metrics.records import StepReport
 from paramserver.parameters.model import build_model
-from paramserver.server.parameter_store import Versions
+from paramserver.server.parameter_store import ParameterStore
 from paramserver.transport.messages import Push
 
 # What torch.optim offers, but those that need a closure or sparse gradients.
@@ -98,7 +98,7 @@ def plainly(task, steps, trainers, clip=None, scales=None):
 
 
 def served(task, steps, trainers, staleness=None, **training):
-    versions = Versions(task, config(**training))
+    versions = ParameterStore(task, config(**training))
     for step in range(steps):
         pushes = [push(versions, i, gradients(versions.model, 100 * step + i)) for i in range(trainers)]
         stale = (staleness[step],) if staleness else (0,) * trainers
@@ -162,7 +162,7 @@ def test_a_parameter_without_a_gradient_is_not_stepped_though_it_decays():
 
 
 def test_a_gradient_that_one_trainer_has_counts_as_zero_for_the_other():
-    versions = Versions(Given("SGD"), config())
+    versions = ParameterStore(Given("SGD"), config())
     before = versions.model.scale.detach().clone()
     lacking = {n: g for n, g in gradients(versions.model, 1).items() if n != "scale"}
     having = {**lacking, "scale": torch.tensor(2.0)}
@@ -171,7 +171,7 @@ def test_a_gradient_that_one_trainer_has_counts_as_zero_for_the_other():
 
 
 def test_a_snapshot_stays_what_it_was():
-    versions = Versions(Given("SGD"), config())
+    versions = ParameterStore(Given("SGD"), config())
     flats, _ = versions.snapshot()
     held = [flat.clone() for flat in flats]
     versions.keep(0)
@@ -186,7 +186,7 @@ def test_a_snapshot_stays_what_it_was():
 
 def test_no_push_is_held_on_to():
     """In async a gradient's memory is the trainer's next one's."""
-    versions = Versions(Given("SGD"), config())
+    versions = ParameterStore(Given("SGD"), config())
     versions.apply(1, Update((0,), (0,), 0), [push(versions, 0, gradients(versions.model, 1))])
     assert all(p.grad is None for p in versions.model.parameters())
 
@@ -197,7 +197,7 @@ def test_an_optimizer_that_needs_a_closure_is_refused():
             return torch.optim.LBFGS(model.parameters())
 
     with pytest.raises(TaskError, match="LBFGS needs a closure"):
-        Versions(Closure("SGD"), config())
+        ParameterStore(Closure("SGD"), config())
 
 
 def test_an_optimizer_of_sparse_gradients_is_refused():
@@ -206,7 +206,7 @@ def test_an_optimizer_of_sparse_gradients_is_refused():
             return torch.optim.SparseAdam(list(model.parameters()))
 
     with pytest.raises(TaskError, match="SparseAdam needs sparse gradients"):
-        Versions(Sparse("SGD"), config())
+        ParameterStore(Sparse("SGD"), config())
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.int64])
@@ -220,13 +220,13 @@ def test_parameters_that_cannot_be_averaged_are_refused_by_name(dtype):
 
     if dtype.is_complex:
         with pytest.raises(UnsupportedConfiguration, match="parameter odd has dtype"):
-            Versions(Odd("SGD"), config())
+            ParameterStore(Odd("SGD"), config())
     else:
-        assert "odd" not in Versions(Odd("SGD"), config()).parameters.tensors
+        assert "odd" not in ParameterStore(Odd("SGD"), config()).parameters.tensors
 
 
 def test_the_forward_on_the_server_is_the_models():
-    versions = Versions(Given("SGD"), config())
+    versions = ParameterStore(Given("SGD"), config())
     images = torch.randn(4, 1, 6, 6)
     expected = copy.deepcopy(versions.model)(images)
     assert torch.equal(versions.forward(versions.snapshot()[0], [images]), expected)

@@ -15,10 +15,10 @@ from paramserver.buffers import make_buffer
 from paramserver.checkpoint.serialization import load_archive
 from paramserver.config import Config, SimulationsConfig
 from paramserver.errors import BufferClosed, BufferExhausted, CheckpointError, SourceError, UnsupportedConfiguration
-from paramserver.online.protocol import Header, Kind
-from paramserver.online.spec import Post
-from paramserver.runs.reshard import reshard
-from paramserver.sources import Feeder, Leftover, Partition, Simulations, Stream, make_source
+from paramserver.online.protocol import Header, MessageKind
+from paramserver.online.spec import ReceiverSpec
+from paramserver.runs.reshard import reshard_parts
+from paramserver.sources import Feeder, Partition, ResumePosition, Simulations, Stream, make_source
 
 KINDS = ("fifo", "firo", "reservoir")
 STEPS, SIMULATIONS = 30, 4
@@ -41,7 +41,7 @@ class Trainer:
     def load(self, state):
         """As trainers.data does."""
         if (left := state.get("leftovers")) is not None:
-            self.source.reshard([Leftover(**one) for one in left], state["buffer"]["keys"])
+            self.source.reshard([ResumePosition(**one) for one in left], state["buffer"]["keys"])
         else:
             self.source.load_state_dict(state["source"], state["buffer"]["mark"])
         self.buffer.load_state_dict({**state["buffer"], "finished": False})
@@ -175,7 +175,7 @@ def test_a_full_buffer_holds_back_who_sends(capacity):
                 line = new(desk.trainer()).open(9)
                 for step in range(8):
                     line.sample(9, step)
-                assert line.touch(9).hear()[0] is Kind.TAKEN
+                assert line.touch(9).hear()[0] is MessageKind.TAKEN
                 assert trainer.get()
             received = threading.Thread(target=trainer.drain)
             received.start()
@@ -267,7 +267,7 @@ def test_another_number_of_trainers_goes_on(before, after, kind):
             for one in trainers
         ]
     served = [key for one in trainers for key in one.served]
-    parts = reshard(parts, after, capacity=1000, entropy=(1, 1))
+    parts = reshard_parts(parts, after, capacity=1000, entropy=(1, 1))
     with ExitStack() as stack:
         desk = stack.enter_context(Desk())
         trainers = [Trainer(desk, kind, state=parts[i], index=i, trainers=after) for i in range(after)]
@@ -293,7 +293,7 @@ def test_another_number_of_trainers_goes_on(before, after, kind):
     assert kind == "reservoir" or len(served) == len(ALL)
     # And once more, back to one: all is known.
     again = Stream()
-    again.reshard([Leftover(state["source"], state["buffer"]["counters"]["puts"])], state["buffer"]["keys"])
+    again.reshard([ResumePosition(state["source"], state["buffer"]["counters"]["puts"])], state["buffer"]["keys"])
     assert sum(again.identities.inherited().values()) >= len(keys) // 2
 
 
@@ -346,7 +346,7 @@ def test_what_is_expected_is_what_the_plan_deals_to_a_trainer():
         assert [one.total for one in streams] == [None] * 3
         # Of what was received before, only what the buffer begins with counts.
         old = {"inherited": [], "log": [[0, 0], [0, 1], [1, 0], [1, 1]], "held": 0}
-        streams[1].reshard([Leftover(old, 3)], [(0, 0)])
+        streams[1].reshard([ResumePosition(old, 3)], [(0, 0)])
         assert streams[1].expected == dealt[1] - 2 + 1
         streams[0].connect(post(desk, count=5, steps=7, deal="simulation", trainers=2))
         assert streams[0].expected is None
@@ -386,7 +386,7 @@ def test_without_pyzmq_there_is_one_sentence(monkeypatch):
         monkeypatch.delitem(sys.modules, f"paramserver.online.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "zmq", None)
     with pytest.raises(UnsupportedConfiguration, match=r"needs pyzmq; install paramserver\[online\]"):
-        Stream().connect(Post("tcp://127.0.0.1:1", b"", plan(), 0, 1))
+        Stream().connect(ReceiverSpec("tcp://127.0.0.1:1", b"", plan(), 0, 1))
 
 
 def test_who_still_lives_after_the_end_is_told():
@@ -396,5 +396,5 @@ def test_who_still_lives_after_the_end_is_told():
             line = new(desk.trainer()).open()
             desk.finish()
             trainer.drain()
-            line.send([Header(Kind.TOUCH).pack()])
-            assert line.hear()[0] is Kind.OVER
+            line.send([Header(MessageKind.TOUCH).pack()])
+            assert line.hear()[0] is MessageKind.OVER

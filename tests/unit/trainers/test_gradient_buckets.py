@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from paramserver import Task
-from paramserver.parameters.flat import Layout, trainable
-from paramserver.transport.base import Early
-from paramserver.transport.rpc import RpcTrainerEnd
+from paramserver.parameters.flat import FlatLayout, trainable
+from paramserver.transport.base import GradientBucket
+from paramserver.transport.rpc import RpcTrainerTransport
 from trainers.base import overrides
-from trainers.gradient_buckets import Departures
+from trainers.gradient_buckets import GradientBuckets
 from trainers.rpc import RpcTrainer
 
 SMALL = 600  # bytes: most parameters of the models here travel alone
@@ -23,10 +23,10 @@ class Sent:
 
     def __init__(self, model, flat_bytes=SMALL):
         self.parameters = trainable(model)
-        self.layout = Layout.of(self.parameters.items(), flat_bytes)
-        self.way = RpcTrainerEnd(self.layout, self.layout, list(self.parameters.values()))
+        self.layout = FlatLayout.of(self.parameters.items(), flat_bytes)
+        self.way = RpcTrainerTransport(self.layout, self.layout, list(self.parameters.values()))
         self.messages, self.during, self.in_backward = {}, [], False
-        self.departures = Departures(self.way, list(self.parameters.values()), self.send)
+        self.departures = GradientBuckets(self.way, list(self.parameters.values()), self.send)
 
     def send(self, early):
         self.messages[early] = self.way.departing(early).clone()
@@ -43,7 +43,7 @@ class Sent:
         pulled = [torch.zeros(n, requires_grad=True) for n in self.layout.sizes]
         self.way.seal(pulled).backward()
         assert [flat.grad is None for flat in pulled] == [False] + [True] * len(self.way.early)
-        flats = [pulled[0].grad, *(self.messages[Early(0, n)] for n in range(1, len(self.layout.sizes)))]
+        flats = [pulled[0].grad, *(self.messages[GradientBucket(0, n)] for n in range(1, len(self.layout.sizes)))]
         return self.layout.views(flats)
 
     def check(self):
@@ -213,6 +213,11 @@ def test_bytes_that_go_again_are_counted_again():
     trainer._round = SimpleNamespace(decision=SimpleNamespace(step=3))
     trainer.remote = SimpleNamespace(begin_early=none, end_early=none)
     trainer.way = SimpleNamespace(departing=lambda _: torch.zeros(10))
-    for early, counted in ((Early(0, 1), 0), (Early(0, 2), 0), (Early(0, 1), 40), (Early(0, 1), 80)):
+    for early, counted in (
+        (GradientBucket(0, 1), 0),
+        (GradientBucket(0, 2), 0),
+        (GradientBucket(0, 1), 40),
+        (GradientBucket(0, 1), 80),
+    ):
         trainer._send_early(early)
         assert trainer.wire_bytes == counted

@@ -5,11 +5,11 @@ import time
 import pytest
 import torch
 
-from paramserver.transport.messages import Gathering, union
+from paramserver.transport.messages import PendingReplies, union
 
 
 def test_a_gathering_keeps_parts_and_futures_by_trainer():
-    gathering = Gathering()
+    gathering = PendingReplies()
     before = time.perf_counter()
     futures = {i: gathering.add(i, f"part {i}") for i in (2, 0, 1)}
     after = time.perf_counter()
@@ -21,7 +21,7 @@ def test_a_gathering_keeps_parts_and_futures_by_trainer():
 
 
 def test_what_was_taken_does_not_grow_with_the_next_round():
-    gathering = Gathering()
+    gathering = PendingReplies()
     gathering.add(0, "first")
     parts, held, arrived = gathering.take()
     assert (gathering.parts, gathering.futures, gathering.arrived) == ({}, {}, {})
@@ -32,11 +32,11 @@ def test_what_was_taken_does_not_grow_with_the_next_round():
 
 
 def test_an_empty_gathering_gives_nothing():
-    assert Gathering().take() == ({}, {}, {})
+    assert PendingReplies().take() == ({}, {}, {})
 
 
 def test_each_future_gets_its_own_answer():
-    gathering = Gathering()
+    gathering = PendingReplies()
     futures = [gathering.add(i, None) for i in range(3)]
     _, held, _ = gathering.take()
     for index, future in held.items():

@@ -23,14 +23,14 @@ from memory_maps import shared_maps
 
 from paramserver.distributed.timeouts import poll_until
 from paramserver.errors import DeadlineExceeded, ParamserverError, PeerLost, PeerRefused, UnsupportedConfiguration
-from paramserver.parameters.flat import Layout
+from paramserver.parameters.flat import FlatLayout
 from paramserver.transport import memory_limits, segments
 from paramserver.transport.memory_limits import available_bytes
-from paramserver.transport.segments import SegmentHost, attach, reachable
+from paramserver.transport.segments import SegmentHost, attach, can_attach
 
-MIXED = Layout((torch.float32, torch.bfloat16, torch.bool, torch.float64, torch.int64), (33, 5, 7, 0, 3), ())
-SMALL = Layout((torch.float32,), (16,), ())
-LARGE = Layout((torch.uint8,), (64 * 2**20,), ())
+MIXED = FlatLayout((torch.float32, torch.bfloat16, torch.bool, torch.float64, torch.int64), (33, 5, 7, 0, 3), ())
+SMALL = FlatLayout((torch.float32,), (16,), ())
+LARGE = FlatLayout((torch.uint8,), (64 * 2**20,), ())
 NAME = "memfd:paramserver-segment"
 NOBODY = 65534
 _CLONE_NEWNET = 0x40000000
@@ -148,7 +148,7 @@ def limited(kind: int, most: int):
 # Memory in two processes.
 
 
-@pytest.mark.parametrize("layout", [MIXED, SMALL, Layout((torch.bfloat16,), (0,), ()), Layout((), (), ())])
+@pytest.mark.parametrize("layout", [MIXED, SMALL, FlatLayout((torch.bfloat16,), (0,), ()), FlatLayout((), (), ())])
 def test_what_one_process_writes_another_reads(host, other, layout):
     ours = host.allocate("key", layout)
     assert [(t.dtype, t.numel()) for t in ours] == list(zip(layout.dtypes, layout.sizes, strict=True))
@@ -199,7 +199,7 @@ def test_a_released_segment_is_served_no_more_and_its_tensors_stay(host):
 
 
 def test_the_pages_are_there_and_nobody_can_cut_them(host):
-    host.allocate("key", Layout((torch.float32,), (2**18,), ()))
+    host.allocate("key", FlatLayout((torch.float32,), (2**18,), ()))
     assert os.fstat(descriptor()).st_blocks * 512 >= 2**20
     assert not os.get_inheritable(descriptor())
     for size_bytes in (0, 2**21):
@@ -280,14 +280,14 @@ def test_a_host_is_reached_within_its_network_namespace_only(host):
 
     def elsewhere():
         moved = ctypes.CDLL(None).unshare(_CLONE_NEWNET) == 0  # this thread alone
-        seen.extend([moved, reachable(host.address, 5)])
+        seen.extend([moved, can_attach(host.address, 5)])
 
     thread = threading.Thread(target=elsewhere)
     thread.start()
     thread.join(30)
     moved, reached = seen
     assert reached is (not moved)
-    assert reachable(host.address, 5)
+    assert can_attach(host.address, 5)
 
 
 # Clients that say nothing, or go.
@@ -303,7 +303,7 @@ def test_a_silent_client_blocks_nobody_and_is_sent_away():
 def test_many_silent_clients_leave_room_for_one_that_asks(host):
     with contextlib.ExitStack() as crowd:
         silent = [crowd.enter_context(knock(host)) for _ in range(segments._MOST_WAITING + 20)]
-        assert reachable(host.address, 5)
+        assert can_attach(host.address, 5)
         assert [client.recv(1) for client in silent[:20]] == [b""] * 20
         assert select.select(silent[22:], [], [], 0)[0] == []
 
@@ -317,7 +317,7 @@ def test_a_client_that_goes_leaves_nothing(host, says):
             request = [host.address.partition(":")[2], "key", "16 float32"] if says == "request" else {}
             client.send(json.dumps(request).encode())
     settle(before)
-    assert reachable(host.address, 5)
+    assert can_attach(host.address, 5)
 
 
 def test_without_descriptors_a_host_goes_on_when_there_are_some(host, caplog):
@@ -327,14 +327,14 @@ def test_without_descriptors_a_host_goes_on_when_there_are_some(host, caplog):
         limited(resource.RLIMIT_NOFILE, free + 1),
         pytest.raises(DeadlineExceeded, match=r"did not answer within 0\.3 s"),
     ):
-        reachable(host.address, 0.3)
-    assert reachable(host.address, 5)
+        can_attach(host.address, 0.3)
+    assert can_attach(host.address, 5)
     assert "cannot let a client in" in caplog.text
 
 
 def test_clients_are_answered_while_memory_is_made(host, monkeypatch):
     seen = []
-    monkeypatch.setattr(os, "posix_fallocate", lambda *_: seen.append(reachable(host.address, 5)))
+    monkeypatch.setattr(os, "posix_fallocate", lambda *_: seen.append(can_attach(host.address, 5)))
     host.allocate("key", SMALL)
     assert seen == [True]
 
@@ -353,7 +353,7 @@ def test_a_closed_host_is_gone_also_for_who_was_waiting():
         theirs = host.allocate("key", SMALL)
     assert silent.recv(1) == b""
     silent.close()
-    assert not reachable(host.address, 5)
+    assert not can_attach(host.address, 5)
     assert theirs[0].fill_(1).sum() == 16
     with pytest.raises(ParamserverError, match="must be open"):
         host.allocate("more", SMALL)
@@ -364,10 +364,10 @@ def test_a_closed_host_is_gone_also_where_a_forked_child_keeps_its_sockets():
     with SegmentHost("tests", 5) as host:
         sockets = [link for link in Path("/proc/self/fd").iterdir() if link.resolve().name.startswith("socket")]
         copies = [os.dup(int(link.name)) for link in sockets]  # what fork does
-        assert reachable(host.address, 5)
+        assert can_attach(host.address, 5)
     try:
         assert len(copies) > len([name for name in before if name.startswith("socket")])
-        assert not reachable(host.address, 5)
+        assert not can_attach(host.address, 5)
     finally:
         for copy in copies:
             os.close(copy)
@@ -396,7 +396,7 @@ def test_a_killed_host_leaves_nothing(doomed, tmp_path):
     assert not [line for line in shared_maps(doomed.process.pid) if NAME not in line]
     doomed.die()
     assert "@doomed-" not in Path("/proc/net/unix").read_text()
-    assert not reachable(address, 5)
+    assert not can_attach(address, 5)
     with pytest.raises(PeerLost):
         attach(address, "key", SMALL, 5)
     assert theirs[0].fill_(1).sum() == 16  # ends with this tensor, which the last look at this process asserts
@@ -420,7 +420,7 @@ def test_a_frozen_host_holds_nobody_up(doomed):
             except BlockingIOError:
                 break
         with pytest.raises(DeadlineExceeded, match=r"did not answer within 0\.2 s"):
-            reachable(address, 0.2)
+            can_attach(address, 0.2)
 
 
 # Too little memory.

@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given, seed, settings, strategies as st
 
 from paramserver.errors import ParamserverError
-from paramserver.transport.snapshot_ring import Ring
+from paramserver.transport.snapshot_ring import SnapshotRing
 
 
 def test_versions_take_the_oldest_free_slot():
-    ring = Ring(3)
+    ring = SnapshotRing(3)
     assert [ring.publish(version) for version in (4, 5, 7)] == [0, 1, 2]
     assert ring.publish(8) == 0  # holds 4, the oldest
     assert ring.pin(5) == (1, 5)
@@ -18,7 +18,7 @@ def test_versions_take_the_oldest_free_slot():
 
 
 def test_the_newest_stays_until_it_is_replaced():
-    ring = Ring(2)
+    ring = SnapshotRing(2)
     ring.publish(0)
     ring.pin()
     ring.unpin(0)
@@ -27,7 +27,7 @@ def test_the_newest_stays_until_it_is_replaced():
 
 
 def test_a_slot_is_free_when_its_last_pin_is_gone():
-    ring = Ring(2)
+    ring = SnapshotRing(2)
     ring.publish(1)
     assert ring.pin() == ring.pin(1) == (0, 1)
     ring.publish(2)
@@ -48,12 +48,12 @@ def test_a_slot_is_free_when_its_last_pin_is_gone():
         (lambda ring: ring.unpin(0), r"slot \(0\) must be pinned"),
         (lambda ring: ring.unpin(2), r"slot \(2\) must be from 0 to 1"),
         (lambda ring: ring.unpin(-1), r"slot \(-1\) must be from 0 to 1"),
-        (lambda ring: Ring(2).pin(), r"the newest version must be in a slot .*slot 0 is empty"),
-        (lambda ring: Ring(1), r"slots \(1\) must be at least 2"),
+        (lambda ring: SnapshotRing(2).pin(), r"the newest version must be in a slot .*slot 0 is empty"),
+        (lambda ring: SnapshotRing(1), r"slots \(1\) must be at least 2"),
     ],
 )
 def test_errors_name_the_slot_and_the_rule(act, message):
-    ring = Ring(2)
+    ring = SnapshotRing(2)
     ring.publish(5)
     with pytest.raises(ParamserverError, match=f"^{message}"):
         act(ring)
@@ -66,7 +66,7 @@ def test_errors_name_the_slot_and_the_rule(act, message):
     acts=st.lists(st.tuples(st.sampled_from(["publish", "pull", "leave"]), st.integers(0, 4))),
 )
 def test_with_two_slots_more_than_holders_there_is_always_one_to_publish_to(holders, acts):
-    ring = Ring(holders + 2)
+    ring = SnapshotRing(holders + 2)
     memory = {ring.publish(0): 0}  # what is written in each slot
     held: dict[int, tuple[int, int]] = {}
     newest = 0

@@ -5,14 +5,14 @@ import torch
 from torch import nn
 
 from paramserver.errors import ParamserverError, TaskError, TrainingError
-from paramserver.parameters.flat import FlatTensors, Layout, trainable
-from paramserver.transport.rpc import Outgoing, RpcServerEnd, RpcTrainerEnd
+from paramserver.parameters.flat import FlatLayout, FlatTensors, trainable
+from paramserver.transport.rpc import RpcServerTransport, RpcTrainerTransport, WireVersion
 from paramserver.transport.segments import SegmentHost
 from paramserver.transport.shared_memory import (
-    LiveShelf,
-    MemoryServerEnd,
-    MemoryTrainerEnd,
-    RingShelf,
+    LiveParameters,
+    RingSnapshots,
+    SharedMemoryServerTransport,
+    SharedMemoryTrainerTransport,
     gradients_key,
     parameters_key,
 )
@@ -39,8 +39,8 @@ def wired(dtype, value=1.0, start=1.0):
     theirs = own(model(start), flat.layout)
     leaves = [tensor.detach().requires_grad_() for tensor in flat.flats]
     snapshots = [flat.clone()]
-    server = RpcServerEnd(leaves, Outgoing(flat.layout, wire, lambda: snapshots[0]))
-    return server, RpcTrainerEnd(flat.layout, wire, theirs), leaves, theirs, snapshots
+    server = RpcServerTransport(leaves, WireVersion(flat.layout, wire, lambda: snapshots[0]))
+    return server, RpcTrainerTransport(flat.layout, wire, theirs), leaves, theirs, snapshots
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -114,7 +114,7 @@ def test_a_gradient_that_was_infinite_before_is_no_fault_of_the_wire():
 
 
 def test_types_as_small_as_the_wires_stay():
-    layout = Layout.of(
+    layout = FlatLayout.of(
         [("a", torch.zeros(2)), ("b", torch.zeros(2, dtype=torch.bfloat16)), ("c", torch.zeros(1).double())]
     )
     assert layout.narrowed(torch.float16).dtypes == (torch.float16, torch.bfloat16, torch.float16)
@@ -133,9 +133,15 @@ def host():
 def live(host):
     flat = FlatTensors(trainable(model(1.0)), lambda layout: host.allocate(parameters_key(0), layout))
     gradients = host.allocate(gradients_key(0), flat.layout)
-    server = MemoryServerEnd(LiveShelf(), gradients, lambda: None)
+    server = SharedMemoryServerTransport(LiveParameters(), gradients, lambda: None)
     theirs = own(model(5.0), flat.layout)
-    return flat, gradients, server, theirs, MemoryTrainerEnd(flat.layout, theirs, host.address, 1, 0, TIMEOUT_S)
+    return (
+        flat,
+        gradients,
+        server,
+        theirs,
+        SharedMemoryTrainerTransport(flat.layout, theirs, host.address, 1, 0, TIMEOUT_S),
+    )
 
 
 def test_parameters_are_read_in_place_and_gradients_written_in_place(host):
@@ -174,12 +180,14 @@ def test_a_copy_can_be_held_and_left_again(host):
 def test_free_trainers_read_snapshots_that_stay_while_they_are_pinned(host):
     flat = FlatTensors(trainable(model(0.0)))
     version = [0]
-    shelf = RingShelf(host, flat.layout, 2, lambda: (version[0], flat.flats))
+    shelf = RingSnapshots(host, flat.layout, 2, lambda: (version[0], flat.flats))
     ends, models = [], []
     for index in range(2):
-        ends.append(MemoryServerEnd(shelf, host.allocate(gradients_key(index), flat.layout), lambda: None))
+        ends.append(SharedMemoryServerTransport(shelf, host.allocate(gradients_key(index), flat.layout), lambda: None))
         theirs = own(model(5.0), flat.layout)
-        models.append((theirs, MemoryTrainerEnd(flat.layout, theirs, host.address, shelf.slots, index, TIMEOUT_S)))
+        models.append(
+            (theirs, SharedMemoryTrainerTransport(flat.layout, theirs, host.address, shelf.slots, index, TIMEOUT_S))
+        )
 
     def advance():
         version[0] += 1
@@ -202,7 +210,7 @@ def test_free_trainers_read_snapshots_that_stay_while_they_are_pinned(host):
 def test_a_version_that_nobody_pulls_is_never_copied(host):
     flat = FlatTensors(trainable(model(0.0)))
     version = [0]
-    shelf = RingShelf(host, flat.layout, 1, lambda: (version[0], flat.flats))
+    shelf = RingSnapshots(host, flat.layout, 1, lambda: (version[0], flat.flats))
     first = shelf.pin()
     assert shelf.pin() == first
     version[0] = 9
@@ -212,7 +220,7 @@ def test_a_version_that_nobody_pulls_is_never_copied(host):
 def test_too_many_readers_are_an_error_and_not_a_torn_snapshot(host):
     flat = FlatTensors(trainable(model(0.0)))
     version = [0]
-    shelf = RingShelf(host, flat.layout, 0, lambda: (version[0], flat.flats))
+    shelf = RingSnapshots(host, flat.layout, 0, lambda: (version[0], flat.flats))
     shelf.pin()
     version[0] = 1
     shelf.pin()
