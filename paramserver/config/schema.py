@@ -153,6 +153,10 @@ _INTERFACE = text(r"\S+", "the name of a network interface", "eth0", nullable=Tr
 _FOLDER = text(r"(?!\.{1,2}$)[^/\0\n]+", "the plain name of a folder, without /", "digits-1", nullable=True)
 
 
+# The kinds of a family, as the config names them. A test compares each with the registry that builds the objects.
+CONSISTENCIES = ("sync", "bounded", "async")
+BUFFERS = ("fifo", "firo", "reservoir")
+
 # Two defaults wait for their feature: cluster.max_restarts (to be 3) and server.on_loss (to be continue).
 
 
@@ -200,7 +204,7 @@ class TrainingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    consistency: str = key("sync", choice("sync", "bounded", "async"), "who may go on when")
+    consistency: str = key("sync", choice(*CONSISTENCIES), "who may go on when")
     staleness_bound: int = key(4, whole(0), "bounded: clocks that a trainer may start ahead of the slowest")
     backup_trainers: int = key(0, whole(0), "sync: an update goes on without the slowest ones, so many")
     stale_scaling: str = key("none", choice("none", "inverse"), "inverse = gradient / (1 + staleness)")
@@ -236,7 +240,7 @@ class DdpConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class BufferConfig:
-    kind: str = key("fifo", choice("fifo", "firo", "reservoir"), "order in which samples are served")
+    kind: str = key("fifo", choice(*BUFFERS), "order in which samples are served")
     capacity: int = key(4096, whole(1), "samples per trainer")
     watermark: int = key(0, whole(0), "samples held before the first get")
     pseudo_epochs: int = key(1, whole(1), "fifo, firo: every sample is served so often")
