@@ -165,9 +165,9 @@ def test_hosts_reach_each_other_and_are_gone_at_the_end_or_are_refused():
 
 KILLED = """
 import os, signal, sys
-from paramserver.bench.network import Hosts
+from paramserver.bench.network import NetworkHosts
 from paramserver.errors import UnsupportedConfiguration
-hosts = Hosts(2, 12.5e6)
+hosts = NetworkHosts(2, 12.5e6)
 try:
     hosts.__enter__()
 except UnsupportedConfiguration:

@@ -16,11 +16,11 @@ def test_the_code_and_all_that_was_owed(torch):
         f"""
 import atexit, sys, threading, time
 {torch}
-from paramserver.process_utils import leave
+from paramserver.process_utils import exit_process
 atexit.register(lambda: print("handler"))
 threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
 print("work", end="\\n")
-leave(3)
+exit_process(3)
 """
     )
     assert done.returncode == 3, done.stderr
@@ -34,13 +34,13 @@ def test_a_store_that_a_daemon_thread_waits_for_does_not_abort_a_good_end():
 import socket, threading, time
 from datetime import timedelta
 from torch.distributed import TCPStore
-from paramserver.process_utils import leave
+from paramserver.process_utils import exit_process
 store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 waiting = TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
 threading.Thread(target=lambda: waiting.get("never"), daemon=True).start()
 time.sleep(0.2)  # it is inside the wait by now, or never ends there
 del store
-leave(0)
+exit_process(0)
 """
     )
     assert done.returncode == 0, done.stderr

@@ -360,7 +360,7 @@ def test_nothing_heavy_is_imported_until_it_is_used():
     program = (
         "import sys, paramserver.checkpoint, paramserver.runs.rundir, paramserver.metrics\n"
         "from paramserver.checkpoint import CheckpointWriter, find_checkpoint, read_checkpoint, clean\n"
-        "from paramserver.metrics import Fan, JsonLines, Progress, TensorBoard\n"
+        "from paramserver.metrics import FanOut, JsonLines, Progress, TensorBoard\n"
         "print([name for name in ('torch', 'tensorboard', 'tqdm', 'numpy') if name in sys.modules])"
     )
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=REPOSITORY, timeout=60)

@@ -561,10 +561,10 @@ def test_simulations_end_when_their_desk_is_killed(ends, tmp_path, program):
 import signal, sys
 from pathlib import Path
 from paramserver.config import SimulationsConfig
-from paramserver.online.coordinator import Desk
-from paramserver.online.spec import Plan
+from paramserver.online.coordinator import SimulationCoordinator
+from paramserver.online.spec import IngestSpec
 config = SimulationsConfig(command="sh -c 'echo $$; sleep 600'", count=1, fields={{"t": [2]}}, launcher="local")
-with Desk(Plan.of(config), 1, 0, Path({str(tmp_path)!r})) as desk:
+with SimulationCoordinator(IngestSpec.of(config), 1, 0, Path({str(tmp_path)!r})) as desk:
     print(desk.address, desk.token.decode(), flush=True)
     signal.pause()
 """

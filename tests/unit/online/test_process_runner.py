@@ -264,12 +264,12 @@ RUN = """
 import os, signal, sys
 from pathlib import Path
 from paramserver.config import SimulationsConfig
-from paramserver.online.spec import Plan
-from paramserver.online.process_runner import Runner
-from paramserver.online.tracker import Start
+from paramserver.online.spec import IngestSpec
+from paramserver.online.process_runner import ProcessRunner
+from paramserver.online.tracker import StartProcess
 config = SimulationsConfig(command=sys.argv[1], count=1, fields={"t": [2]}, launcher="local")
-runner = Runner(Plan.of(config), Path(sys.argv[2]))
-runner.start(Start(0, 0, ()), "tcp://127.0.0.1:5")
+runner = ProcessRunner(IngestSpec.of(config), Path(sys.argv[2]))
+runner.start(StartProcess(0, 0, ()), "tcp://127.0.0.1:5")
 signal.pause()
 """
 

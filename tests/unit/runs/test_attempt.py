@@ -103,7 +103,7 @@ def test_a_folder_with_something_to_lose_is_left_alone(tmp_path, there):
 
 def test_a_folder_that_another_start_holds_is_left_alone_until_that_one_is_killed(tmp_path):
     with hold(
-        "from paramserver.runs.attempt import claim_folder", "claim_folder(folder, 'first', '')", tmp_path
+        "from paramserver.runs.attempt import reserve_folder", "reserve_folder(folder, 'first', '')", tmp_path
     ) as holder:
         with pytest.raises(UnsupportedConfiguration, match="exists already"):
             claimed(tmp_path, "first")

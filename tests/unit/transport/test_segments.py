@@ -36,9 +36,9 @@ NOBODY = 65534
 _CLONE_NEWNET = 0x40000000
 PROGRAM = """
 import gc, os, socket, sys, torch
-from paramserver.parameters.flat import Layout
+from paramserver.parameters.flat import FlatLayout
 from paramserver.transport import segments
-from paramserver.transport.segments import SegmentHost, attach, reachable
+from paramserver.transport.segments import SegmentHost, attach, can_attach
 print("ready", flush=True)
 for line in sys.stdin:
     try:
@@ -263,7 +263,7 @@ def test_another_user_is_refused_on_both_sides(host, other):
     assert answer.startswith('0 {"kind": "UnsupportedConfiguration"' if foreign else "1 {}")
     answer = other.does(f"theirs = attach({host.address!r}, 'key', {SMALL!r}, 5); del theirs")
     assert ("all processes of a host must have one user" in answer) is foreign
-    assert other.does(f"print(reachable({host.address!r}, 5))") == str(not foreign)
+    assert other.does(f"print(can_attach({host.address!r}, 5))") == str(not foreign)
     other.does(f"os.seteuid({os.geteuid()})")
 
 
