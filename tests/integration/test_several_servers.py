@@ -27,7 +27,7 @@ from launching import (
 from step_oracle import Ledger, Paced, Replay
 from tasks import OPTIMIZERS, Truth
 
-from paramserver.server import parameter_server
+from paramserver.server import shard_server
 from trainers import RpcTrainer
 
 pytestmark = pytest.mark.processes
@@ -64,7 +64,7 @@ class Apart(Truth):
     def __init__(self, **options):
         super().__init__(**options)
         if "--rank 1 " in " ".join(psutil.Process().cmdline()):
-            parameter_server.can_attach = lambda *_: False
+            shard_server.can_attach = lambda *_: False
 
 
 class Asks(RpcTrainer):
