@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from paramserver.cluster.simulation import ADDRESS, SIMULATION, SimulationEnvironment
 from paramserver.errors import ClientError, RunOver
-from paramserver.online.coordinator_client import CoordinatorConnection
+from paramserver.online.sender import CoordinatorConnection
 from paramserver.online.encoder import SampleEncoder, SentSteps, whole
 from paramserver.online.protocol import (
     Header,

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from paramserver.cluster import process_environ
 from paramserver.cluster.network import producer_environment
-from paramserver.cluster.simulation import SimulationEnvironment, in_allocation
+from paramserver.cluster.simulation import SimulationEnvironment, in_slurm_allocation
 from paramserver.errors import UnsupportedConfiguration
 from paramserver.importing import load_object
 from paramserver.online.process_guard import GRACE_S
@@ -50,7 +50,7 @@ class LaunchCommand:
     def __init__(self, plan: IngestSpec, folders: Sequence[Path], environ: Mapping[str, str]) -> None:
         self._names = tuple(name for name, _, _ in plan.parameters)
         launcher = plan.config.launcher
-        self.by_srun = launcher == "srun" or (launcher == "auto" and in_allocation(environ))
+        self.by_srun = launcher == "srun" or (launcher == "auto" and in_slurm_allocation(environ))
         search = environ.get("PATH")
         if plan.config.function is not None:
             load_object(plan.config.function, "simulations.function", folders)  # refused here and not by each process

@@ -11,7 +11,7 @@ A message is a list of frames. The first is a ``Header``; what follows depends o
                          REFUSED a sentence                      this client or message was not taken, and why
                          OVER    a sentence                      the run wants no more samples
     client -> trainer    OPEN    parameters (float64)            samples of this simulation follow
-                         SAMPLE  descriptor, one frame a field   one step of one member; see ``describe``
+                         SAMPLE  descriptor, one frame a field   one step of one member; see ``describe_error``
                          TOUCH   -                               the client lives and waits for room
     trainer -> client    TAKEN   -                               ``step`` = samples of this member dealt with so far
                          REFUSED a sentence
@@ -177,7 +177,7 @@ def raw(array: npt.NDArray[Any]) -> memoryview:
 
 
 def read_descriptor(frame: bytes) -> tuple[ArrayDescriptor, ...]:
-    """The fields that ``describe`` wrote.
+    """The fields that ``describe_error`` wrote.
 
     Raises:
         Malformed: anything else.

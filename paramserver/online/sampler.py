@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paramserver.errors import TaskError, UnsupportedConfiguration
-from paramserver.importing import describe_import, load_object
+from paramserver.importing import describe_user_error, load_object
 
 Ranges = Sequence[tuple[str, float, float]]
 """(name, low, high) of each parameter."""
@@ -90,7 +90,7 @@ class Checked:
             vector = np.asarray(self._sampler.draw(index), dtype=np.float64)
         except Exception as error:
             raise TaskError(
-                f"simulations.sampler ({self._reference}).draw({index}) raised {describe_import(error)}"
+                f"simulations.sampler ({self._reference}).draw({index}) raised {describe_user_error(error)}"
             ) from error
         if vector.shape != (self._size,) or not np.isfinite(vector).all():
             raise TaskError(
@@ -127,7 +127,7 @@ def make_sampler(name: str, ranges: Ranges, seed: int, count: int, folders: Sequ
     try:
         sampler = user_class(list(ranges), seed, count)
     except Exception as error:
-        raise TaskError(f"simulations.sampler ({name}) raised {describe_import(error)} when it was made") from error
+        raise TaskError(f"simulations.sampler ({name}) raised {describe_user_error(error)} when it was made") from error
     return Checked(sampler, ranges, name)
 
 

@@ -1,4 +1,10 @@
-"""The samples of one member on their way to all trainers, a window of them at once to each.
+"""A connection from a client to one party of a run: messages out, messages in, and when it was heard last.
+
+Whether anybody listens at the other end of a connection.
+
+What a client asks the desk of a run, and the answer.
+
+The samples of one member on their way to all trainers, a window of them at once to each.
 
 The way from a client to one trainer: how many samples are on it, and whether there is somebody at its end.
 """
@@ -6,18 +12,255 @@ The way from a client to one trainer: how many samples are on it, and whether th
 from __future__ import annotations
 
 import logging
+import struct
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from paramserver.errors import ClientError
-from paramserver.online.connection import ClientConnection, Message, sentence
-from paramserver.online.coordinator_client import CoordinatorConnection
-from paramserver.online.protocol import Header, MalformedMessage, MessageKind, TrainerDirectory
+from paramserver.cluster.network import is_loopback
+from paramserver.errors import ClientError, RunOver
+from paramserver.online.protocol import ENOUGH, Header, MalformedMessage, MessageKind, TrainerDirectory
+from paramserver.online.security import client_security
 from paramserver.online.zmq_import import zmq
+
+Message = tuple[Header, list[bytes]]
+
+
+class ClientConnection:
+    """One DEALER socket. For one thread; closed by its owner before the context is terminated.
+
+    Args:
+        context: where the socket lives.
+        name: of the other end, for messages.
+        address: of the other end: ``tcp://host:port``.
+        keys: as in ``client_security``.
+
+    Raises:
+        ClientError: no address, or one that others reach, without keys.
+        UnsupportedConfiguration: the keys are none.
+    """
+
+    def __init__(self, context: zmq.Context[Any], name: str, address: str, keys: str | Path | None) -> None:
+        self.name, self.address = name, address
+        self.heard = time.monotonic()
+        _check_keys(address, keys)
+        self.socket = context.socket(zmq.DEALER)
+        try:
+            # What waits to leave is bounded by whoever sends; a program that ends without close() must not hang.
+            self.socket.sndhwm, self.socket.linger = 0, 0
+            self.socket.ipv6 = "[" in address
+            client_security(self.socket, keys)
+            self._connect()
+        except BaseException:
+            self.close()
+            raise
+
+    def _connect(self) -> None:
+        try:
+            self.socket.connect(self.address)
+        except zmq.ZMQError as error:
+            raise ClientError(
+                f"address ({self.address}) must be tcp://host:port ({error.strerror}); take the one that the run tells"
+            ) from error
+
+    @property
+    def sockets(self) -> list[zmq.Socket[Any]]:
+        """Whoever waits for news of this line polls these."""
+        return [self.socket]
+
+    def __str__(self) -> str:
+        return f"{self.name} at {self.address}"
+
+    def send(self, header: Header, *frames: Any) -> None:
+        """What a frame is made of may change afterwards: it is copied.
+
+        Raises:
+            ClientError: the other end has broken off the connection for good.
+        """
+        try:
+            self.socket.send_multipart([header.pack(), *frames], zmq.NOBLOCK)
+        except zmq.Again as error:
+            # Without a limit on what waits to leave, a send has to wait only where there is no connection any more:
+            # ZeroMQ does not try again after a handshake that failed.
+            raise ClientError(
+                f"{self} has broken off the connection to this client: it is no run, or it does not know this client's "
+                "key; correct the address, or the keys on both sides"
+            ) from error
+
+    def receive(self) -> Iterator[Message]:
+        """Every message that is there; does not wait.
+
+        Raises:
+            ClientError: what came is no message of this protocol and version.
+            RunOver: the run wants no more samples.
+        """
+        while True:
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self.heard = time.monotonic()
+            try:
+                header = Header.unpack(frames[0])
+            except MalformedMessage as error:
+                raise ClientError(f"{self} answered what cannot be understood: {error}") from error
+            if header.kind is MessageKind.OVER:
+                raise RunOver(sentence(frames[1:]) or ENOUGH)
+            yield header, frames[1:]
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """What has not left by then is dropped."""
+        self.socket.close(linger=round(1000 * linger_s))
+
+
+def sentence(frames: list[bytes]) -> str:
+    """What OVER and REFUSED say."""
+    return b" ".join(frames).decode(errors="replace").strip()
+
+
+def _check_keys(address: str, keys: str | Path | None) -> None:
+    host = address.partition("://")[2].rpartition(":")[0]
+    if keys is None and host and not is_loopback(host):
+        raise ClientError(
+            f"keys (None) must be given with the address {address}, which is beyond this machine; name the folder of "
+            "the run's keys"
+        )
+
+
+_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_DISCONNECTED
+
+
+class ConnectionMonitor:
+    """What ZeroMQ tells of one socket's connection, which it makes again and again by itself.
+
+    Args:
+        socket: not connected yet.
+
+    Attributes:
+        connections: how many there were so far.
+    """
+
+    def __init__(self, socket: zmq.Socket[Any]) -> None:
+        self.connections = 0
+        self._absent_since: float | None = None
+        self._socket = socket
+        address = f"inproc://presence-{socket.underlying}"
+        socket.monitor(address, _EVENTS)
+        monitor = socket.context.socket(zmq.PAIR)
+        # Where these messages had a limit, the thread that writes them, which serves every socket of the context, would
+        # wait for a program that computes and reads none.
+        monitor.rcvhwm = 0
+        monitor.connect(address)
+        self._monitor: zmq.Socket[Any] | None = monitor
+
+    def absent_s(self) -> float:
+        """For how long nobody has listened there, or who did has left; 0 where somebody may."""
+        now = time.monotonic()
+        while self._monitor is not None and self._monitor.poll(0):
+            (event,) = struct.unpack_from("=H", self._monitor.recv_multipart()[0])
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.connections += 1
+                self._absent_since = None
+            elif self._absent_since is None and (self.connections or event == zmq.EVENT_CONNECT_RETRIED):
+                self._absent_since = now
+        return 0.0 if self._absent_since is None else now - self._absent_since
+
+    def close(self) -> None:
+        """Before the socket is closed. Again: no effect."""
+        if self._monitor is not None:
+            self._socket.disable_monitor()
+            self._monitor.close(linger=0)
+            self._monitor = None
+
+
+_ASK_AGAIN_S = 1.0
+# A run that lives is waited for so many times longer than one that is silent.
+_PATIENCE = 10
+# Who takes a port again after a moment is there.
+_GONE_S = 5.0
+
+
+class CoordinatorConnection(ClientConnection):
+    """The connection to the desk, which can be asked before the run is there.
+
+    Nobody listens before a run, and nobody after it. So who was not connected waits; who was, or whom the run has
+    started, knows soon that it is gone.
+
+    Args:
+        context, name, address, keys: as for ``ClientConnection``.
+        was_there: whether this run has begun.
+    """
+
+    def __init__(
+        self, context: zmq.Context[Any], name: str, address: str, keys: str | Path | None, was_there: bool = False
+    ) -> None:
+        self._was_there = was_there
+        self._presence: ConnectionMonitor | None = None
+        super().__init__(context, name, address, keys)
+
+    def _connect(self) -> None:
+        self._presence = ConnectionMonitor(self.socket)
+        super()._connect()
+
+    def close(self, linger_s: float = 0.0) -> None:
+        if self._presence is not None:
+            self._presence.close()
+        super().close(linger_s)
+
+    def ask(self, question: Header, *frames: Any, answer: MessageKind, timeout_s: float) -> list[bytes]:
+        """The frames of the answer.
+
+        The desk answers HELLO when all trainers are there. Meanwhile it is asked each second whether it lives.
+
+        Raises:
+            ClientError: the desk refused, with its sentence, was silent for ``timeout_s``, did not answer this in
+                ten times as long, or is gone.
+            RunOver: the run wants no more samples.
+        """
+        assert self._presence is not None
+        self.heard = asked = began = time.monotonic()
+        self.send(question, *frames)
+        unanswered, connections = answer is MessageKind.PONG, 1
+        while True:
+            self._wait(min(asked + _ASK_AGAIN_S, self.heard + timeout_s))
+            for header, body in self.receive():
+                if header.kind is answer:
+                    return body
+                if header.kind is MessageKind.REFUSED:
+                    raise ClientError(f"{self} refused this client: {sentence(body)}")
+                unanswered = unanswered and header.kind is not MessageKind.PONG
+            now = time.monotonic()
+            self._check_patience(now - began, now - self.heard, timeout_s)
+            if now >= asked + _ASK_AGAIN_S:
+                asked = now
+                if self._presence.connections > connections:
+                    connections = self._presence.connections
+                    self.send(question, *frames)  # somebody new is there, who was not asked
+                if not unanswered:
+                    unanswered = True
+                    self.send(Header(MessageKind.PING))
+
+    def _wait(self, until: float) -> None:
+        self.socket.poll(max(0, round(1000 * (until - time.monotonic())) + 1), zmq.POLLIN)
+
+    def _check_patience(self, waited_s: float, silent_s: float, timeout_s: float) -> None:
+        assert self._presence is not None
+        absent_s = self._presence.absent_s()
+        if absent_s >= _GONE_S and (self._was_there or self._presence.connections):
+            raise ClientError(f"{self} is gone, nobody has listened there for {absent_s:.0f} s; see its log")
+        if silent_s >= timeout_s:
+            told = f"{self} gave no sign of life for {timeout_s:g} s; see that it runs and that this is its address"
+            if self.socket.mechanism == zmq.CURVE:
+                told += ", and that the public key of this client is in the folder clients of its keys"
+            raise ClientError(told)
+        if waited_s >= _PATIENCE * timeout_s:
+            raise ClientError(
+                f"{self} lives, but its trainers were not ready within {waited_s:.0f} s; see the log of the run"
+            )
+
 
 _TOUCH_EVERY_S = 1.0
 # A trainer whose connection ends may have been told that the run is over, as the desk is about to tell.

@@ -19,8 +19,8 @@ from paramserver.client import Client, finish, ping
 from paramserver.cluster.simulation import SimulationEnvironment
 from paramserver.errors import ClientError, RunOver, UnsupportedConfiguration
 from paramserver.online import coordinator_client, sender as postman_module
-from paramserver.online.connection import ConnectionMonitor
 from paramserver.online.protocol import VERSION, ArrayDescriptor, Header, MessageKind, TrainerDirectory
+from paramserver.online.sender import ConnectionMonitor
 
 ZEROS = np.zeros((2, 3), np.float32)
 
@@ -456,7 +456,7 @@ def test_a_client_may_come_before_the_run(free_port, run_of):
 
 
 def test_a_run_whose_trainers_are_not_there_yet_is_waited_for_while_it_lives(run, monkeypatch):
-    monkeypatch.setattr("paramserver.online.coordinator_client._ASK_AGAIN_S", 0.1)
+    monkeypatch.setattr("paramserver.online.sender._ASK_AGAIN_S", 0.1)
     run.answers[MessageKind.HELLO] = None
     client = Client(run.address, timeout_s=1.0)
     opening = Beside(client.open, 5)
@@ -469,8 +469,8 @@ def test_a_run_whose_trainers_are_not_there_yet_is_waited_for_while_it_lives(run
 
 
 def test_but_not_for_ever(run, monkeypatch):
-    monkeypatch.setattr("paramserver.online.coordinator_client._ASK_AGAIN_S", 0.1)
-    monkeypatch.setattr("paramserver.online.coordinator_client._PATIENCE", 1.2)
+    monkeypatch.setattr("paramserver.online.sender._ASK_AGAIN_S", 0.1)
+    monkeypatch.setattr("paramserver.online.sender._PATIENCE", 1.2)
     run.answers[MessageKind.HELLO] = None
     with pytest.raises(
         ClientError, match=r"lives, but its trainers were not ready within \d+ s; see the log of the run"

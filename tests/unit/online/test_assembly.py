@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from paramserver.online.assembly import PartOutcome, SampleAssembly, SamplePart, joined
+from paramserver.online.validator import PartOutcome, SampleAssembly, SamplePart, joined
 
 
 def part(value, rows=2, giver=None):

@@ -17,9 +17,9 @@ from paramserver import cli
 from paramserver.client import Client, ping
 from paramserver.cluster import own_address
 from paramserver.errors import ClientError, UnsupportedConfiguration
-from paramserver.online.coordinator_client import CoordinatorConnection
 from paramserver.online.protocol import Header, MessageKind
 from paramserver.online.security import client_file, client_security, make_keys, peer_security, server_security
+from paramserver.online.sender import CoordinatorConnection
 
 SHORT_S = 0.5
 
