@@ -80,14 +80,14 @@ def place_trainer(config: Config, local_index: int, trainers_here: int, gpus_her
     return Placement(devices, "nccl" if backend == "auto" else backend)
 
 
-def move(batch: Any, device: torch.device) -> Any:
+def move_to_device(batch: Any, device: torch.device) -> Any:
     """The batch with its tensors on ``device``; nested tuples, lists and dicts keep their form."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(move(item, device) for item in batch))
+        return type(batch)(*(move_to_device(item, device) for item in batch))
     if isinstance(batch, (tuple, list)):
-        return type(batch)(move(item, device) for item in batch)
+        return type(batch)(move_to_device(item, device) for item in batch)
     if isinstance(batch, dict):
-        return {name: move(item, device) for name, item in batch.items()}
+        return {name: move_to_device(item, device) for name, item in batch.items()}
     return batch

@@ -31,7 +31,7 @@ class ParamserverError(Exception):
     """Root of the tree. ``exit_code`` is what the command line returns for it."""
 
     exit_code = 1
-    says_all = False  # where it was raised says nothing more, so it is told without a traceback
+    self_explanatory = False  # where it was raised says nothing more, so it is told without a traceback
     relayed = False  # told by another process, with its traceback in the message: this one's says nothing
 
     def __init__(self, message: str) -> None:
@@ -67,11 +67,11 @@ class SourceError(TrainingError):
 
 
 class NotFinite(TrainingError):  # noqa: N818
-    says_all = True
+    self_explanatory = True
 
 
 class PeerLost(TrainingError):  # noqa: N818
-    says_all = True
+    self_explanatory = True
 
 
 class PeerFailed(PeerLost):
@@ -110,7 +110,7 @@ class BufferClosed(BufferError):  # noqa: N818
     pass
 
 
-def failed_elsewhere(error: ParamserverError) -> ParamserverError:
+def as_peer_error(error: ParamserverError) -> ParamserverError:
     """What the others are told of it."""
     kind = PeerRefused if isinstance(error, PeerRefused) else PeerFailed
     return kind(f"the run failed elsewhere: {error}")

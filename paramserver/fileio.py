@@ -64,7 +64,7 @@ class HashingFile:
             self._error = self._error or error
 
 
-def sync_folder(folder: Path) -> None:
+def fsync_folder(folder: Path) -> None:
     """Make the creations, renames and removals inside ``folder`` durable."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -76,12 +76,12 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def move(source: Path, target: Path) -> None:
+def atomic_rename(source: Path, target: Path) -> None:
     """Rename in one indivisible act; a file takes the place of ``target``."""
     os.replace(source, target)  # noqa: PTH105 - by its own name, so that tests can let it fail on every Python
 
 
-def replace_text(path: Path, text: str) -> None:
+def atomic_write_text(path: Path, text: str) -> None:
     """Replace the content of ``path``: a reader, or a crash, sees the old text or the new one.
 
     Raises:
@@ -93,11 +93,11 @@ def replace_text(path: Path, text: str) -> None:
         file = HashingFile(temporary)
         file.write(text.encode())
         file.finish()
-        move(temporary, path)
+        atomic_rename(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
+    fsync_folder(path.parent)
 
 
 def json_text(value: Any, indent: int | None = None) -> str:

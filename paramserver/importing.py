@@ -19,7 +19,7 @@ _NOT_THE_USERS = ("<frozen", sys.prefix, sys.base_prefix, str(Path(__file__).par
 
 
 @contextmanager
-def importing_torch() -> Iterator[None]:
+def torch_import_without_gc() -> Iterator[None]:
     """Inside, torch is imported, and nothing is looked through for garbage; if it is there already, nothing is done.
 
     It makes objects by the hundred thousand, all of which stay: they are left out of later collections too. That is a
@@ -70,7 +70,7 @@ def _load_module(name: str, key: str) -> ModuleType:
             ) from error
         raise TaskError(f"{key}: importing {name} failed: {error}") from error
     except Exception as error:
-        raise TaskError(f"{key}: importing {name} raised {describe_import(error)}") from error
+        raise TaskError(f"{key}: importing {name} raised {describe_user_error(error)}") from error
 
 
 def find_file(place: str, key: str, folders: Sequence[Path]) -> Path:
@@ -104,11 +104,11 @@ def _load_file(place: str, key: str, folders: Sequence[Path]) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        raise TaskError(f"{key}: importing {path} raised {describe_import(error)}") from error
+        raise TaskError(f"{key}: importing {path} raised {describe_user_error(error)}") from error
     return module
 
 
-def describe_import(error: Exception) -> str:
+def describe_user_error(error: Exception) -> str:
     """What a user's code raised, and the last line of that code on the way there, where no traceback is shown."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if not f.filename.startswith(_NOT_THE_USERS)]
@@ -120,7 +120,7 @@ def _classes_of(module: ModuleType) -> str:
     return ", ".join(sorted(own))
 
 
-def reference_to(user_class: type) -> str:
+def class_reference(user_class: type) -> str:
     """The reference under which other processes find ``user_class``.
 
     Raises:

@@ -27,7 +27,7 @@ class Limits:
             return f"training.max_samples ({self.max_samples}) reached"
         return None
 
-    def out_of_time(self, seconds: float) -> str | None:
+    def reached_time(self, seconds: float) -> str | None:
         if self.max_seconds is not None and seconds >= self.max_seconds:
             return f"training.max_seconds ({self.max_seconds:g}) reached"
         return None
@@ -43,6 +43,6 @@ def epoch_of(samples: int, epoch_samples: int | None) -> int:
     return samples // epoch_samples if epoch_samples else 0
 
 
-def due(step: int, every: int) -> bool:
+def is_due(step: int, every: int) -> bool:
     """Whether what happens every so many steps happens after this one; 0 is never."""
     return every > 0 and step % every == 0

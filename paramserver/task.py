@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from paramserver.errors import ParamserverError, TaskError
-from paramserver.importing import describe_import, load_object
+from paramserver.importing import describe_user_error, load_object
 from paramserver.sources.base import Partition
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ def _kind(sample: Any) -> str:
     return f"{type(sample).__name__} {shape}".rstrip()
 
 
-def default_batching(task: Task) -> bool:
+def uses_default_batching(task: Task) -> bool:
     """Whether batches are plain stacks of samples, so that a buffer may gather them without looking at each."""
     return type(task).process_sample is Task.process_sample and type(task).collate is Task.collate
 
@@ -215,10 +215,10 @@ def make_task(config: Config, folders: Sequence[Path], task_class: type[Task] | 
     if task_class is None:
         assert config.task is not None
         task_class = check_task_class(load_object(config.task, "task", folders), config.task)
-    return construct(task_class, config.task, config.task_args)
+    return construct_task(task_class, config.task, config.task_args)
 
 
-def construct(task_class: type[Task], reference: str | None, task_args: Mapping[str, Any]) -> Task:
+def construct_task(task_class: type[Task], reference: str | None, task_args: Mapping[str, Any]) -> Task:
     """Call the constructor of a task.
 
     Raises:
@@ -231,5 +231,5 @@ def construct(task_class: type[Task], reference: str | None, task_args: Mapping[
     except Exception as error:  # a user's constructor may raise anything
         kind = "takes other arguments" if isinstance(error, TypeError) else "raised"
         raise TaskError(
-            f"task ({reference}): {task_class.__name__}(**task_args) {kind}: {describe_import(error)}"
+            f"task ({reference}): {task_class.__name__}(**task_args) {kind}: {describe_user_error(error)}"
         ) from error

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from paramserver.config.schema import Config, at, show
+from paramserver.config.schema import Config, format_value, origin_prefix
 from paramserver.config.world import mode_of, num_trainers_of, server_computes
 from paramserver.errors import UnsupportedConfiguration
 
@@ -24,7 +24,7 @@ class Relation:
     """``broken(config)`` says in one sentence what is wrong between ``keys``, or gives None."""
 
     keys: tuple[str, ...]
-    broken: Callable[[Config], str | None]
+    check: Callable[[Config], str | None]
 
 
 def value_of(config: Config, name: str) -> Any:
@@ -50,14 +50,14 @@ def check_config(config: Config, origins: Mapping[str, str], source: str = "") -
     for name, accepted in NOT_IN_THIS_VERSION.items():
         value = value_of(config, name)
         if value not in accepted:
-            shown, use = show(value, 60), " or ".join(map(show, accepted))
+            shown, use = format_value(value, 60), " or ".join(map(format_value, accepted))
             raise UnsupportedConfiguration(
-                f"{at(origins.get(name, ''))}not in this version: {name} ({shown}); use {use}"
+                f"{origin_prefix(origins.get(name, ''))}not in this version: {name} ({shown}); use {use}"
             )
     for relation in RELATIONS:
-        if message := relation.broken(config):
+        if message := relation.check(config):
             given = [origin for name, origin in origins.items() if name in relation.keys]
-            raise UnsupportedConfiguration(at(given[-1] if given else source) + message)
+            raise UnsupportedConfiguration(origin_prefix(given[-1] if given else source) + message)
 
 
 def _task(config: Config) -> str | None:
@@ -210,7 +210,7 @@ def _one_producer(config: Config) -> str | None:
     if told is None or told.command is None or told.function is None:
         return None
     return (
-        f"simulations.command ({show(told.command, 40)}) and simulations.function ({told.function}) must not both be "
+        f"simulations.command ({format_value(told.command, 40)}) and simulations.function ({told.function}) must not both be "
         "given; keep one"
     )
 

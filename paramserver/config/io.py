@@ -11,9 +11,17 @@ from types import MappingProxyType
 from typing import Any
 
 from paramserver.config.checks import NOT_IN_THIS_VERSION, check_config
-from paramserver.config.layers import KEYS, SECTIONS, Settings, apply_flags, apply_overrides, everywhere, join
+from paramserver.config.layers import (
+    KEYS,
+    SECTIONS,
+    Settings,
+    apply_flags,
+    apply_overrides,
+    constant_origin,
+    dotted_name,
+)
 from paramserver.config.parsing import dump, read_file
-from paramserver.config.schema import Config, show
+from paramserver.config.schema import Config, format_value
 
 _NO_FLAGS: Mapping[str, Any] = MappingProxyType({})
 
@@ -46,7 +54,7 @@ def load_config(
         settings.assign((), document.value, lambda path: f"{source}:{document.lines.get(path, 1)}")
     elif base is not None:
         source = "the stored config"
-        settings.assign((), base, everywhere(source))
+        settings.assign((), base, constant_origin(source))
     apply_overrides(settings, overrides)
     apply_flags(settings, flags)
     return _checked(settings, source)
@@ -60,7 +68,7 @@ def config_from_mapping(mapping: Mapping[str, Any], origin: str | None = None) -
     """
     source = origin or ""
     settings = Settings()
-    settings.assign((), mapping, everywhere(source))
+    settings.assign((), mapping, constant_origin(source))
     return _checked(settings, source)
 
 
@@ -80,33 +88,33 @@ def dump_yaml(config: Config) -> str:
 
 def differences(a: Config, b: Config) -> list[str]:
     """One line per key whose value differs: "training.batch_size: 32 -> 64", in the order of the keys."""
-    before, after = dict(leaves(a.to_mapping())), dict(leaves(b.to_mapping()))
+    before, after = dict(flatten_mapping(a.to_mapping())), dict(flatten_mapping(b.to_mapping()))
     names = [*before, *(name for name in after if name not in before)]
     pairs = ((name, before.get(name, _ABSENT), after.get(name, _ABSENT)) for name in names)
     # By repr: 1, 1.0 and true are equal and yet not the same argument; nan is the same as nan.
     return [f"{name}: {_shown(old)} -> {_shown(new)}" for name, old, new in pairs if repr(old) != repr(new)]
 
 
-def leaves(mapping: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten_mapping(mapping: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """The keys of a config as a mapping, by dotted name, with their values."""
     for name, value in mapping.items():
-        dotted = join(prefix, show(name))
+        dotted = dotted_name(prefix, format_value(name))
         if isinstance(value, dict) and (value or dotted in KEYS):
-            yield from leaves(value, dotted)
+            yield from flatten_mapping(value, dotted)
         elif value is not None or dotted not in SECTIONS:
             yield dotted, value
 
 
 def _shown(value: Any) -> str:
-    return "(not given)" if value is _ABSENT else show(value)
+    return "(not given)" if value is _ABSENT else format_value(value)
 
 
 def describe_keys() -> list[str]:
     """One line per key: name, default, what it accepts, what it is for."""
     lines = []
     for key in KEYS.values():
-        default = "(required)" if key.required else show(key.default)
+        default = "(required)" if key.required else format_value(key.default)
         only = NOT_IN_THIS_VERSION.get(key.name)
-        limit = f" (in this version only {' or '.join(map(show, only))})" if only else ""
+        limit = f" (in this version only {' or '.join(map(format_value, only))})" if only else ""
         lines.append(f"{key.name} = {default}  # {key.rule.wanted()}{limit}: {key.help}")
     return lines

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paramserver.config.parsing import check_value, read_text
-from paramserver.config.schema import REQUIRED, Config, KeyPath, Rule, at, nearest, show
+from paramserver.config.schema import REQUIRED, Config, KeyPath, Rule, closest_match, format_value, origin_prefix
 from paramserver.errors import UnsupportedConfiguration
 
 
@@ -40,13 +40,13 @@ class Section:
     help: str
 
 
-def join(prefix: str, name: str) -> str:
+def dotted_name(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
 def _entries(kind: type, prefix: str = "") -> Iterator[Key | Section]:
     for field in dataclasses.fields(kind):
-        name, metadata = join(prefix, field.name), field.metadata
+        name, metadata = dotted_name(prefix, field.name), field.metadata
         if "section" in metadata:
             yield Section(name, metadata["nullable"], metadata["help"])
             yield from _entries(metadata["section"], name)
@@ -76,13 +76,13 @@ def free_key(path: tuple[str, ...]) -> Key | None:
     return next((KEYS[name] for name in names if name in KEYS and KEYS[name].is_free), None)
 
 
-def members(prefix: str) -> list[str]:
+def child_names(prefix: str) -> list[str]:
     """List the last names of the keys and sections right below a section ("" = the top level)."""
     names = [*KEYS, *SECTIONS]
     return [name.rpartition(".")[2] for name in names if name.rpartition(".")[0] == prefix]
 
 
-def unknown_key(name: str) -> str:
+def unknown_key_message(name: str) -> str:
     """Say why ``name`` is refused, with the key that was probably meant."""
     parent, _, leaf = name.rpartition(".")
     if parent in KEYS:
@@ -91,31 +91,31 @@ def unknown_key(name: str) -> str:
     namesakes = [known for known in (*KEYS, *SECTIONS) if "." in known and known.rpartition(".")[2] == leaf]
     if len(namesakes) == 1:
         return f"{name} is not a key: {leaf} belongs to {namesakes[0].rpartition('.')[0]}; write {namesakes[0]}"
-    meant = _meant(name)
+    meant = _closest_key(name)
     if meant:
         return f"{name} is not a key; did you mean {meant}?"
     where = parent if parent in SECTIONS else ""
-    return f"{name} is not a key; the keys of {where or 'a config'} are {', '.join(members(where))}"
+    return f"{name} is not a key; the keys of {where or 'a config'} are {', '.join(child_names(where))}"
 
 
-def _meant(name: str) -> str | None:
+def _closest_key(name: str) -> str | None:
     """Find the nearest name in the same section, else the nearest of all, by whole or by last names."""
     parent, _, leaf = name.rpartition(".")
     everything = [*SECTIONS, *KEYS]
     # A misspelt section: the last name alone could belong to another one (kind, server, mode).
     if parent and parent not in SECTIONS:
-        return nearest(name, everything)
-    if near := nearest(leaf, members(parent)):
-        return join(parent, near)
+        return closest_match(name, everything)
+    if near := closest_match(leaf, child_names(parent)):
+        return dotted_name(parent, near)
     lasts = {known.rpartition(".")[2]: known for known in everything}
-    near = nearest(leaf, list(lasts))
+    near = closest_match(leaf, list(lasts))
     return lasts[near] if near else None
 
 
-Where = Callable[[KeyPath], str]
+OriginOf = Callable[[KeyPath], str]
 
 
-def everywhere(origin: str) -> Where:
+def constant_origin(origin: str) -> OriginOf:
     """Give the same origin for every path: an option has no lines."""
     return lambda _: origin
 
@@ -130,7 +130,7 @@ class Settings:
         self.values: dict[str, Any] = {}
         self.origins: dict[str, str] = {}
 
-    def assign(self, path: KeyPath, value: Any, where: Where) -> None:
+    def assign(self, path: KeyPath, value: Any, where: OriginOf) -> None:
         """Set a key, every key of a section (a mapping), or a name inside a free dictionary.
 
         Args:
@@ -149,21 +149,23 @@ class Settings:
         elif free := free_key(path):
             self._assign_inside(free, path, value, where(path))
         else:
-            raise UnsupportedConfiguration(at(where(path)) + unknown_key(name))
+            raise UnsupportedConfiguration(origin_prefix(where(path)) + unknown_key_message(name))
 
-    def _name(self, path: KeyPath, where: Where) -> str:
+    def _name(self, path: KeyPath, where: OriginOf) -> str:
         if path and not isinstance(path[-1], str):
-            raise UnsupportedConfiguration(f"{at(where(path))}{unknown_key('.'.join(map(show, path)))}")
+            raise UnsupportedConfiguration(
+                f"{origin_prefix(where(path))}{unknown_key_message('.'.join(map(format_value, path)))}"
+            )
         name = ".".join(path)
         parent = ".".join(path[:-1])
         if path and "." in path[-1] and (not parent or parent in SECTIONS):
             section, _, leaf = name.rpartition(".")
             raise UnsupportedConfiguration(
-                f"{at(where(path))}{name} must be written as a section: {section} on a line of its own, {leaf} below it"
+                f"{origin_prefix(where(path))}{name} must be written as a section: {section} on a line of its own, {leaf} below it"
             )
         return name
 
-    def _assign_section(self, path: KeyPath, value: Any, where: Where) -> None:
+    def _assign_section(self, path: KeyPath, value: Any, where: OriginOf) -> None:
         name = ".".join(path)
         nullable = name in SECTIONS and SECTIONS[name].nullable
         if nullable:  # It is one value: given as a whole, it leaves nothing of what was given before.
@@ -173,10 +175,10 @@ class Settings:
         if value is None:
             return
         if not isinstance(value, Mapping) or (nullable and not value):
-            example = members(name)[0]
+            example = child_names(name)[0]
             raise UnsupportedConfiguration(
-                f"{at(where(path))}{name or 'the config'} ({show(value, 60)}) must be a section of keys; "
-                f"write {join(name, example)} and the like"
+                f"{origin_prefix(where(path))}{name or 'the config'} ({format_value(value, 60)}) must be a section of keys; "
+                f"write {dotted_name(name, example)} and the like"
             )
         for leaf, item in value.items():
             self.assign((*path, leaf), item, where)
@@ -190,7 +192,7 @@ class Settings:
             inner = inner.setdefault(path[length], {})
             if not isinstance(inner, dict):
                 raise UnsupportedConfiguration(
-                    f"{at(origin)}{'.'.join(path[: length + 1])} ({show(inner, 60)}) must be a mapping to hold "
+                    f"{origin_prefix(origin)}{'.'.join(path[: length + 1])} ({format_value(inner, 60)}) must be a mapping to hold "
                     f"{'.'.join(path[length + 1 :])}; set it as a whole"
                 )
         inner[path[-1]] = value
@@ -218,7 +220,7 @@ class Settings:
     def _construct(self, kind: type, prefix: str) -> Any:
         arguments: dict[str, Any] = {}
         for field in dataclasses.fields(kind):
-            name = join(prefix, field.name)
+            name = dotted_name(prefix, field.name)
             if name in SECTIONS:
                 if not SECTIONS[name].nullable or any(given.startswith(f"{name}.") for given in self.values):
                     arguments[field.name] = self._construct(field.metadata["section"], name)
@@ -226,7 +228,7 @@ class Settings:
                 arguments[field.name] = self.values[name]
             elif KEYS[name].required:
                 origin = next((o for given, o in self.origins.items() if given.startswith(f"{prefix}.")), "")
-                raise UnsupportedConfiguration(f"{at(origin)}{name} is missing; give {KEYS[name].help}")
+                raise UnsupportedConfiguration(f"{origin_prefix(origin)}{name} is missing; give {KEYS[name].help}")
         return kind(**arguments)
 
 
@@ -239,7 +241,7 @@ def apply_overrides(settings: Settings, overrides: Sequence[str]) -> None:
     for override in overrides:
         origin = f"--set {override}"
         path, value = _parse(override, origin)
-        settings.assign(path, value, everywhere(origin))
+        settings.assign(path, value, constant_origin(origin))
 
 
 def _parse(override: str, origin: str) -> tuple[tuple[str, ...], Any]:
@@ -255,4 +257,4 @@ def apply_flags(settings: Settings, flags: Mapping[str, Any]) -> None:
     """Assign values by dotted key; None means that the flag was not given. The flag of a key has its last name."""
     for name, value in flags.items():
         if value is not None:
-            settings.assign(tuple(name.split(".")), value, everywhere(f"--{name.rpartition('.')[2]}"))
+            settings.assign(tuple(name.split(".")), value, constant_origin(f"--{name.rpartition('.')[2]}"))

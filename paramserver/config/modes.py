@@ -26,7 +26,7 @@ class Mode:
     summary: str
 
     @property
-    def unused(self) -> tuple[str, ...]:
+    def unused_prefixes(self) -> tuple[str, ...]:
         """How the names of the keys begin that mean nothing in this mode."""
         return (
             *(() if self.has_servers else ("server.", "cluster.num_servers")),

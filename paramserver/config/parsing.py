@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from paramserver.config.schema import NOUNS, KeyPath, Kind, Rule, at, nearest, show
+from paramserver.config.schema import NOUNS, KeyPath, Kind, Rule, closest_match, format_value, origin_prefix
 from paramserver.errors import UnsupportedConfiguration
 
 # What YAML 1.1 takes for text although everybody means a number: 1e-3, 1E6, 2.5e4.
@@ -43,21 +43,23 @@ def check_value(name: str, rule: Rule, value: Any, origin: str = "") -> Any:
         _check_bounds(converted, rule)
     except _BrokenRuleError as broken:
         cure = broken.cure or f"give {rule.wanted()}"
-        raise UnsupportedConfiguration(f"{at(origin)}{name} ({show(value, 60)}) must {broken}; {cure}") from None
+        raise UnsupportedConfiguration(
+            f"{origin_prefix(origin)}{name} ({format_value(value, 60)}) must {broken}; {cure}"
+        ) from None
     return converted
 
 
 def _check_bounds(value: Any, rule: Rule) -> None:
     if rule.minimum is not None and value < rule.minimum:
-        raise _BrokenRuleError(f"be at least {show(rule.minimum)}")
+        raise _BrokenRuleError(f"be at least {format_value(rule.minimum)}")
     if rule.above is not None and value <= rule.above:
-        raise _BrokenRuleError(f"be above {show(rule.above)}")
+        raise _BrokenRuleError(f"be above {format_value(rule.above)}")
     if rule.maximum is not None and value > rule.maximum:
-        raise _BrokenRuleError(f"be at most {show(rule.maximum)}")
+        raise _BrokenRuleError(f"be at most {format_value(rule.maximum)}")
 
 
-def _whole(value: Any, rule: Rule) -> int:
-    value = _meant(value)
+def _to_int(value: Any, rule: Rule) -> int:
+    value = _parse_exponent(value)
     # The abstract types, so that scalars of numpy from a script are welcome; bool is one of them and is not.
     if not isinstance(value, bool) and isinstance(value, numbers.Integral):
         return int(value)
@@ -66,8 +68,8 @@ def _whole(value: Any, rule: Rule) -> int:
     raise _BrokenRuleError("be a whole number")
 
 
-def _number(value: Any, rule: Rule) -> float:
-    value = _meant(value)
+def _to_float(value: Any, rule: Rule) -> float:
+    value = _parse_exponent(value)
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise _BrokenRuleError("be a number")
     try:
@@ -79,24 +81,24 @@ def _number(value: Any, rule: Rule) -> float:
     return converted
 
 
-def _meant(value: Any) -> Any:
+def _parse_exponent(value: Any) -> Any:
     return float(value) if isinstance(value, str) and EXPONENT_NUMBER.fullmatch(value) else value
 
 
-def _switch(value: Any, rule: Rule) -> bool:
+def _to_bool(value: Any, rule: Rule) -> bool:
     if not isinstance(value, bool):
         raise _BrokenRuleError("be true or false", "write it without quotes")
     return value
 
 
-def _text(value: Any, rule: Rule) -> str:
+def _to_str(value: Any, rule: Rule) -> str:
     # YAML 1.1 reads the words on and off as booleans; where they are choices, the words were meant.
     if isinstance(value, bool) and {"on", "off"} <= set(rule.choices):
         value = "on" if value else "off"
     if isinstance(value, PurePath):
         value = str(value)
     if rule.choices and value not in rule.choices:
-        meant = nearest(show(value), rule.choices)
+        meant = closest_match(format_value(value), rule.choices)
         raise _BrokenRuleError(
             f"be one of {', '.join(rule.choices)}", f"did you mean {meant}?" if meant else "choose one of them"
         )
@@ -109,18 +111,18 @@ def _text(value: Any, rule: Rule) -> str:
     return value
 
 
-def _mapping(value: Any, rule: Rule) -> dict[str, Any]:
+def _to_mapping(value: Any, rule: Rule) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
         raise _BrokenRuleError(f"be {NOUNS['mapping']}", "write lines like name: value below it")
     for name in value:
         if not isinstance(name, str):
-            raise _BrokenRuleError(f"have names that are text, not {show(name, 40)}", "put the name in quotes")
-    return {name: _plain(item, (id(value),)) for name, item in value.items()}
+            raise _BrokenRuleError(f"have names that are text, not {format_value(name, 40)}", "put the name in quotes")
+    return {name: _copy_plain(item, (id(value),)) for name, item in value.items()}
 
 
-def _plain(value: Any, inside: tuple[int, ...]) -> Any:
+def _copy_plain(value: Any, inside: tuple[int, ...]) -> Any:
     """Copy a value in types that YAML can store and give back; a tuple becomes a list."""
     # The exact types: a subclass (an enum, a scalar of numpy) would come back from a file as something else.
     if value is None or type(value) in (bool, int, float, str):
@@ -129,9 +131,9 @@ def _plain(value: Any, inside: tuple[int, ...]) -> Any:
         raise _BrokenRuleError("not contain itself", "write the inner value out")
     inside = (*inside, id(value))
     if isinstance(value, Mapping):
-        return {_plain(name, inside): _plain(item, inside) for name, item in value.items()}
+        return {_copy_plain(name, inside): _copy_plain(item, inside) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item, inside) for item in value]
+        return [_copy_plain(item, inside) for item in value]
     raise _BrokenRuleError(
         f"hold plain values only, not {type(value).__name__}",
         "use text, numbers, true, false, null, lists and mappings",
@@ -139,11 +141,11 @@ def _plain(value: Any, inside: tuple[int, ...]) -> Any:
 
 
 _CONVERTERS: dict[Kind, Callable[[Any, Rule], Any]] = {
-    "int": _whole,
-    "float": _number,
-    "bool": _switch,
-    "str": _text,
-    "mapping": _mapping,
+    "int": _to_int,
+    "float": _to_float,
+    "bool": _to_bool,
+    "str": _to_str,
+    "mapping": _to_mapping,
 }
 
 
@@ -196,17 +198,17 @@ def read_file(file: Path) -> Document:
     Raises:
         UnsupportedConfiguration: unreadable, not UTF-8, empty, malformed, not a mapping, a key twice, a foreign tag.
     """
-    document = read_text(_text_of(file), str(file))
+    document = read_text(_read_utf8(file), str(file))
     if document.value is None:
         raise UnsupportedConfiguration(f"{file} is empty; give at least task: module:Class")
     if not isinstance(document.value, dict):
         raise UnsupportedConfiguration(
-            f"{file} ({show(document.value, 40)}) must be a mapping of keys to values; write lines like mode: rpc"
+            f"{file} ({format_value(document.value, 40)}) must be a mapping of keys to values; write lines like mode: rpc"
         )
     return document
 
 
-def _text_of(file: Path) -> str:
+def _read_utf8(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
@@ -265,7 +267,7 @@ class _Reader:
 
     def _error(self, line: int | None, message: str) -> UnsupportedConfiguration:
         origin = f"{self._name}:{line}" if self._numbered and line else self._name
-        return UnsupportedConfiguration(at(origin) + message)
+        return UnsupportedConfiguration(origin_prefix(origin) + message)
 
     def _convert(self, node: yaml.Node, path: KeyPath) -> Any:
         line = node.start_mark.line + 1
@@ -291,7 +293,7 @@ class _Reader:
         # With an explicit tag PyYAML lets out what its own conversion raises: !!int x, !!bool x, !!float "".
         except (yaml.YAMLError, ValueError, KeyError, IndexError):
             kind = node.tag.replace(_TAG, "")
-            message = f"{show(node.value, 40)} cannot be read as {kind}; correct it, or put it in quotes"
+            message = f"{format_value(node.value, 40)} cannot be read as {kind}; correct it, or put it in quotes"
             raise self._error(node.start_mark.line + 1, message) from None
 
     def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[Any, Any]:
@@ -305,11 +307,13 @@ class _Reader:
                 continue
             key = self._convert(key_node, ())
             if not isinstance(key, Hashable):
-                raise self._error(line, f"a key ({show(key, 40)}) must be text; write lines like mode: rpc")
+                raise self._error(line, f"a key ({format_value(key, 40)}) must be text; write lines like mode: rpc")
             here = (*path, key)
             if key in own:
                 first = self._lines[here]
-                raise self._error(line, f"{show(key)} is given twice, first in line {first}; remove one of the two")
+                raise self._error(
+                    line, f"{format_value(key)} is given twice, first in line {first}; remove one of the two"
+                )
             self._lines[here] = line
             own[key] = self._convert(value_node, here)
         return {**merged, **own}

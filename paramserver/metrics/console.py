@@ -57,7 +57,7 @@ class Progress(Sink):
     def _display_for(self, stream: TextIO, style: str, clock: Callable[[], float]) -> _Display:
         tqdm = _tqdm() if style == "on" or _is_terminal(stream) else None
         if tqdm is None:
-            return _Lines(stream, self._unit, self._total, clock)
+            return _PlainLines(stream, self._unit, self._total, clock)
         return _LiveLine(tqdm, stream, self._unit, self._total)
 
     def write(self, record: Record) -> None:
@@ -138,7 +138,7 @@ class _Display(Protocol):
     def abandon(self) -> None: ...
 
 
-class _Lines:
+class _PlainLines:
     """Plain lines for logs and pipes."""
 
     def __init__(self, stream: TextIO, unit: str, total: int | None, clock: Callable[[], float]) -> None:

@@ -77,11 +77,11 @@ class RecordWindow:
         self.losses += result.loss
         self.step, self.samples, self.seconds, self.lr = result.step, result.samples, result.seconds, result.lr
 
-    def following(self) -> RecordWindow:
+    def next_window(self) -> RecordWindow:
         """The one that opens where this one closes."""
         return RecordWindow(self.samples, self.seconds)
 
-    def record(self, epoch: int) -> Record:
+    def to_record(self, epoch: int) -> Record:
         elapsed_s = max(self.seconds - self.seconds_before, 1e-9)
         is_timed = self.samples_before > 0  # the first one holds the start of the run
         return make_record(
@@ -135,7 +135,7 @@ class DurationHistogram:
         place = bisect.bisect_left(cumulated, q * self.count)
         return min(self._SMALLEST_S * math.exp(indices[min(place, len(indices) - 1)] * self._GROWTH), self.max_s)
 
-    def milliseconds(self) -> dict[str, float]:
+    def summary_ms(self) -> dict[str, float]:
         mean_s = self.total_s / self.count if self.count else 0.0
         quantiles = {f"p{int(q * 100)}": round(self.quantile_s(q) * 1e3, 4) for q in (0.5, 0.9, 0.95, 0.99)}
         return {"mean": round(mean_s * 1e3, 4), **quantiles, "max": round(self.max_s * 1e3, 4)}
@@ -174,7 +174,7 @@ class PhaseClock:
             self._step[phase] -= share_s
             self._step[other] += share_s
 
-    def hide(self, seconds: float) -> None:
+    def add_hidden(self, seconds: float) -> None:
         """So long something of this step went on beside what the laps account for."""
         self._step_hidden_s += seconds
 
@@ -242,7 +242,7 @@ class WeightedSums:
         return {name: value / self.counts[name] for name, value in self.sums.items() if self.counts[name]}
 
 
-def merge_all(parts: Mapping[int, WeightedSums]) -> WeightedSums:
+def merge_sums(parts: Mapping[int, WeightedSums]) -> WeightedSums:
     """The shares of all trainers, added in the order of their indices so that the result does not depend on timing."""
     total = WeightedSums()
     for index in sorted(parts):

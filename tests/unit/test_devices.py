@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paramserver.config import ClusterConfig, Config, DeviceConfig
-from paramserver.devices import CPU, Placement, move, place_trainer
+from paramserver.devices import CPU, Placement, move_to_device, place_trainer
 from paramserver.errors import UnsupportedConfiguration
 
 
@@ -95,7 +95,7 @@ Pair = namedtuple("Pair", "x y")
 def test_a_batch_moves_with_its_form():
     one = torch.ones(2)
     batch = {"a": [one, (one, "text")], "b": Pair(one, None), "c": 3}
-    moved = move(batch, torch.device("meta"))
+    moved = move_to_device(batch, torch.device("meta"))
     assert moved["a"][0].device.type == "meta"
     assert moved["a"][1][0].device.type == "meta"
     assert isinstance(moved["b"], Pair)
@@ -107,5 +107,5 @@ def test_a_batch_moves_with_its_form():
 
 def test_what_is_there_already_is_not_copied():
     one = torch.ones(2)
-    assert move([one], torch.device("cpu"))[0] is one
-    assert list(move(OrderedDict(b=one, a=one), torch.device("cpu"))) == ["b", "a"]
+    assert move_to_device([one], torch.device("cpu"))[0] is one
+    assert list(move_to_device(OrderedDict(b=one, a=one), torch.device("cpu"))) == ["b", "a"]

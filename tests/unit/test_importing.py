@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paramserver.errors import TaskError, UnsupportedConfiguration
-from paramserver.importing import importing_torch, load_object, reference_to
+from paramserver.importing import class_reference, load_object, torch_import_without_gc
 
 CLASS = "class Digits:\n    where = {where!r}\n"
 
@@ -134,8 +134,8 @@ class AtTheTop:
 
 
 def test_a_class_at_the_top_of_a_module_is_found_by_it():
-    assert reference_to(AtTheTop) == f"{__name__}:AtTheTop"
-    assert load_object(reference_to(AtTheTop), "task") is AtTheTop
+    assert class_reference(AtTheTop) == f"{__name__}:AtTheTop"
+    assert load_object(class_reference(AtTheTop), "task") is AtTheTop
 
 
 def test_a_class_that_others_cannot_find_is_refused():
@@ -147,17 +147,17 @@ def test_a_class_that_others_cannot_find_is_refused():
 
     for hidden in (AtTheTop.Inside, maker()):
         with pytest.raises(TaskError, match="must be defined at the top of a module"):
-            reference_to(hidden)
+            class_reference(hidden)
 
 
 def test_a_class_of_the_script_is_found_by_its_file(tmp_path, monkeypatch):
     script = write(tmp_path, "script.py")
     typed = type("Digits", (), {"__module__": "__main__", "__qualname__": "Digits"})
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)
-    assert reference_to(typed) == f"{script}:Digits"
+    assert class_reference(typed) == f"{script}:Digits"
     monkeypatch.delattr(sys.modules["__main__"], "__file__")
     with pytest.raises(TaskError, match=r"Digits was defined at a prompt .* or use mode: local"):
-        reference_to(typed)
+        class_reference(typed)
 
 
 @pytest.mark.parametrize("error", [None, ValueError("while it was imported")])
@@ -165,7 +165,7 @@ def test_torch_is_imported_without_collecting_garbage(monkeypatch, error):
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     frozen = gc.get_freeze_count()
     try:
-        with pytest.raises(ValueError) if error else nullcontext(), importing_torch():
+        with pytest.raises(ValueError) if error else nullcontext(), torch_import_without_gc():
             assert not gc.isenabled()
             if error:
                 raise error
@@ -177,12 +177,12 @@ def test_torch_is_imported_without_collecting_garbage(monkeypatch, error):
 
 def test_where_torch_is_there_or_the_user_collects_nothing_it_is_left_so(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", sys)
-    with importing_torch():
+    with torch_import_without_gc():
         assert gc.isenabled()
     monkeypatch.delitem(sys.modules, "torch")
     gc.disable()
     try:
-        with importing_torch():
+        with torch_import_without_gc():
             assert not gc.isenabled()
         assert not gc.isenabled()
         assert gc.get_freeze_count() == 0

@@ -3,7 +3,7 @@
 import pytest
 
 from paramserver.config import TrainingConfig
-from paramserver.limits import Limits, due, epoch_of
+from paramserver.limits import Limits, epoch_of, is_due
 
 
 @pytest.mark.parametrize(
@@ -28,9 +28,9 @@ def test_the_first_limit_that_is_reached_is_named(limits, steps, samples, reason
     ("seconds", "reason"), [(0.0, None), (1.49, None), (1.5, "training.max_seconds (1.5) reached"), (9.0, "training")]
 )
 def test_time_is_a_limit_of_its_own(seconds, reason):
-    told = Limits(max_seconds=1.5).out_of_time(seconds)
+    told = Limits(max_seconds=1.5).reached_time(seconds)
     assert told is None if reason is None else told.startswith(reason)
-    assert Limits(max_steps=1).out_of_time(1e9) is None
+    assert Limits(max_steps=1).reached_time(1e9) is None
 
 
 def test_limits_are_those_of_the_config():
@@ -49,6 +49,6 @@ def test_a_source_of_unknown_length_has_one_epoch(unknown):
 
 
 def test_what_happens_every_so_often_is_due_at_multiples():
-    assert [step for step in range(1, 10) if due(step, 3)] == [3, 6, 9]
-    assert [step for step in range(1, 4) if due(step, 1)] == [1, 2, 3]
-    assert not any(due(step, 0) for step in range(10))
+    assert [step for step in range(1, 10) if is_due(step, 3)] == [3, 6, 9]
+    assert [step for step in range(1, 4) if is_due(step, 1)] == [1, 2, 3]
+    assert not any(is_due(step, 0) for step in range(10))

@@ -7,7 +7,7 @@ from torch import nn
 from paramserver import Partition, Task, rank_zero_only
 from paramserver.context import set_trainer_index
 from paramserver.errors import TaskError
-from paramserver.task import REQUIRED, check_task_class, default_batching
+from paramserver.task import REQUIRED, check_task_class, uses_default_batching
 
 
 class Complete(Task):
@@ -110,9 +110,9 @@ def test_what_need_not_be_written_has_a_default():
 
 
 def test_only_unchanged_batching_is_default():
-    assert default_batching(Complete())
+    assert uses_default_batching(Complete())
     for name in ("process_sample", "collate"):
-        assert not default_batching(type("Own", (Complete,), {name: lambda self, x: x})())
+        assert not uses_default_batching(type("Own", (Complete,), {name: lambda self, x: x})())
 
 
 def test_a_number_is_logged_by_the_trainer():

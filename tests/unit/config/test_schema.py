@@ -12,7 +12,7 @@ import yaml
 
 from paramserver.config import KEYS, NOT_IN_THIS_VERSION, SECTIONS, Config, Key, config_from_mapping, describe_keys
 from paramserver.config.parsing import check_value
-from paramserver.config.schema import Rule, show
+from paramserver.config.schema import Rule, format_value
 from paramserver.errors import UnsupportedConfiguration
 
 # The block of docs/interface.md without its comments; where this version departs from it, see `DEPARTURES`.
@@ -255,9 +255,9 @@ def test_a_config_is_frozen_and_hashable():
     ],
 )
 def test_values_are_shown_as_yaml_on_one_line(value, line):
-    assert show(value) == line
+    assert format_value(value) == line
 
 
 def test_long_values_are_cut_in_messages():
-    assert show("x" * 100, 10) == "xxxxxxx..."
+    assert format_value("x" * 100, 10) == "xxxxxxx..."
     assert len(refusal(KEYS["mode"], "x" * 10_000)) < 200

@@ -15,7 +15,7 @@ from paramserver.metrics.records import (
     PhaseClock,
     WeightedSums,
     make_record,
-    merge_all,
+    merge_sums,
     peak_rss_mb,
 )
 
@@ -67,13 +67,13 @@ def test_histograms_merge_exactly():
 
 
 def test_milliseconds_are_those_of_the_summary():
-    told = histogram([0.010] * 98 + [0.2, 0.4]).milliseconds()
+    told = histogram([0.010] * 98 + [0.2, 0.4]).summary_ms()
     assert list(told) == ["mean", "p50", "p90", "p95", "p99", "max"]
     assert told["mean"] == pytest.approx((0.98 + 0.6) * 10)
     assert told["p50"] == told["p95"] == pytest.approx(10, rel=0.01)
     assert told["p99"] == pytest.approx(200, rel=0.01)
     assert told["max"] == 400
-    assert set(DurationHistogram().milliseconds().values()) == {0.0}
+    assert set(DurationHistogram().summary_ms().values()) == {0.0}
 
 
 @pytest.fixture
@@ -159,14 +159,14 @@ def test_shares_add_up_to_the_mean_over_all_samples(shares):
             batch = own[start : start + 8]
             part.add({"loss": float(sum(batch)) / len(batch)}, len(batch))
         parts[index] = part
-    merged = merge_all(parts)
+    merged = merge_sums(parts)
     assert merged.samples == 101
     assert merged.means()["loss"] == pytest.approx(float(sum(values) / 101), rel=1e-12)
 
 
 def test_shares_are_added_in_the_order_of_trainers():
     parts = {i: WeightedSums({"x": v}, {"x": 1}, 1) for i, v in ((2, -1e16), (0, 1e16), (1, 1.0))}
-    assert merge_all(parts).sums == {"x": (1e16 + 1.0) - 1e16}
+    assert merge_sums(parts).sums == {"x": (1e16 + 1.0) - 1e16}
     assert parts[0].sums == {"x": 1e16}  # the shares themselves stay as they are
 
 
