@@ -1,13 +1,9 @@
-"""What one process of a run knows of itself, and how it is asked to stop.
-
-Code that only one trainer runs.
-"""
+"""What a process of a run knows about itself: identity, role, devices, requests to stop, and start-up times."""
 
 from __future__ import annotations
 
 import functools
 import os
-import random
 import signal
 import threading
 import time
@@ -15,9 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
-
-import numpy as np
-import torch
 
 from paramserver.cluster import ProcessIdentity
 from paramserver.config import Config, Role
@@ -29,11 +22,21 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class StopRequest:
-    """Remembers the first signal that asks this process to stop; a second SIGINT leaves at once.
+    """Records the first request to stop this process, made by a signal or by :meth:`request`.
+
+    As a context manager it installs handlers for SIGTERM, SIGINT and SIGUSR1, if used in the main thread. A SIGINT
+    after the first request ends the process at once.
 
     Args:
-        restore: put the earlier handlers back at the end. A process that ends with its rank keeps these: a signal to
-            all ranks may come when one has just finished, and must not make a good end look like a death.
+        restore: install the previous handlers again on exit. A process that ends with its rank keeps these handlers: a
+            signal to all ranks may arrive when one has just finished, and must not turn its success into a failure.
+
+    Example::
+
+        >>> with StopRequest() as stop:
+        ...     signal.raise_signal(signal.SIGUSR1)
+        >>> stop.state()
+        (<Stop.SIGNAL: 2>, 'signal SIGUSR1')
     """
 
     def __init__(self, restore: bool = True) -> None:
@@ -42,10 +45,12 @@ class StopRequest:
         self._reason = ""
 
     def request(self, reason: str) -> None:
+        """Request a stop. The first reason is kept."""
         self._reason = self._reason or reason
         self.event.set()
 
     def state(self) -> tuple[Stop, str]:
+        """Return whether a stop was requested, and the reason."""
         return (Stop.SIGNAL, self._reason) if self.event.is_set() else (Stop.NO, "")
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -55,6 +60,7 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         self._previous = {}
+        # Python allows handlers in the main thread only; a run inside another thread leaves signals to its owner.
         if threading.current_thread() is threading.main_thread():
             self._previous = {number: signal.signal(number, self._handle) for number in _SIGNALS}
         return self
@@ -67,26 +73,34 @@ class StopRequest:
 
 
 class StartupTimer:
-    """Where the time from the command to the first step goes.
+    """Divides the time from the command to the first step into named phases.
 
     Args:
-        began: ``time.time()`` of the command; of this process where nobody says so.
+        began: ``time.time()`` of the command; None = of this process.
+
+    Example::
+
+        >>> timer = StartupTimer(began=time.time())
+        >>> timer.mark("imports")
+        >>> list(timer.phases)
+        ['imports']
     """
 
     def __init__(self, began: float | None = None) -> None:
-        self._last = process_started() if began is None else began
+        self._last = process_start_time() if began is None else began
         self.phases: dict[str, float] = {}
 
     def mark(self, phase: str) -> None:
-        """The time since the last mark belongs to ``phase``."""
+        """Add the time since the last mark to ``phase``, in seconds."""
         now = time.time()
         self.phases[phase] = self.phases.get(phase, 0.0) + max(now - self._last, 0.0)
         self._last = now
 
 
-def process_started() -> float:
-    """``time.time()`` of the moment at which the kernel started this process."""
+def process_start_time() -> float:
+    """Return ``time.time()`` of the moment at which the kernel started this process."""
     with open("/proc/self/stat", encoding="ascii") as stat:  # noqa: PTH123 - a kernel file
+        # Field 22 of proc(5); the command in field 2 may hold spaces, so count from its closing parenthesis.
         ticks = int(stat.read().rsplit(")", 1)[1].split()[19])
     uptime_s = time.clock_gettime(time.CLOCK_BOOTTIME)
     return time.time() - (uptime_s - ticks / os.sysconf("SC_CLK_TCK"))
@@ -94,7 +108,18 @@ def process_started() -> float:
 
 @dataclass(frozen=True)
 class ProcessContext:
-    """One process of a run: who it is, where it computes, and who may stop it."""
+    """One process of a run.
+
+    Args:
+        config: effective configuration.
+        identity: rank and addresses.
+        role: server or trainer, with its index.
+        trainers: number of trainers in the run.
+        placement: devices on which this process computes.
+        stop: request to stop this process.
+        startup_timer: times of the start-up.
+        receiver_spec: how this trainer receives samples of simulations; None where there are none.
+    """
 
     config: Config
     identity: ProcessIdentity
@@ -102,45 +127,13 @@ class ProcessContext:
     trainers: int
     placement: Placement
     stop: StopRequest = field(default_factory=StopRequest)
-    start_clock: StartupTimer = field(default_factory=StartupTimer)
-    post: ReceiverSpec | None = None
-    """Where this trainer receives samples of simulations; None where there are none."""
+    startup_timer: StartupTimer = field(default_factory=StartupTimer)
+    receiver_spec: ReceiverSpec | None = None
 
     @property
     def trainer_index(self) -> int:
         assert self.role.trainer_index is not None
         return self.role.trainer_index
-
-
-def seed_all(*entropy: int) -> None:
-    """Seed torch, numpy and random from several whole numbers, so that nearby ones give unrelated streams."""
-    words = np.random.SeedSequence(entropy).generate_state(4)
-    torch.manual_seed((int(words[0]) << 32 | int(words[1])) & (2**63 - 1))
-    np.random.seed(int(words[2]))
-    random.seed(int(words[3]))
-
-
-def random_states() -> dict[str, Any]:
-    """The states of all random generators of this process, in types that ``torch.load(weights_only=True)`` takes."""
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    states: dict[str, Any] = {
-        "torch": torch.get_rng_state(),
-        "random": random.getstate(),
-        "numpy": [name, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, float(cached)],
-    }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        states["cuda"] = torch.cuda.get_rng_state_all()
-    return states
-
-
-def restore_random_states(states: dict[str, Any]) -> None:
-    torch.set_rng_state(states["torch"])
-    version, numbers, gauss = states["random"]
-    random.setstate((version, tuple(numbers), gauss))
-    name, keys, position, has_gauss, cached = states["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(states["cuda"])
 
 
 P = ParamSpec("P")
@@ -150,13 +143,27 @@ _trainer_index: int | None = None
 
 
 def set_trainer_index(trainer_index: int | None) -> None:
-    """Say which trainer this process is; None for none."""
+    """Set the index of the trainer that this process is; None = no trainer."""
     global _trainer_index
     _trainer_index = trainer_index
 
 
 def rank_zero_only(function: Callable[P, T]) -> Callable[P, T | None]:
-    """Call ``function`` on the first trainer alone (in rpc that is not rank 0, which is a server); None elsewhere."""
+    """Decorate ``function`` so that it runs on the first trainer only; elsewhere it returns None.
+
+    In rpc mode rank 0 is a server, so the first trainer is not rank 0. Outside of a run the function is called.
+
+    Example::
+
+        >>> @rank_zero_only
+        ... def report():
+        ...     return "reported"
+        >>> report()
+        'reported'
+        >>> set_trainer_index(1)
+        >>> report()
+        >>> set_trainer_index(None)
+    """
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T | None:

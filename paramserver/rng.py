@@ -1,33 +1,107 @@
-"""Random numbers of a forward that runs beside others: those of the trainer that called it, and of nobody else."""
+"""Random numbers of a process: seeding, saving and restoring all generators, and private streams for one thread.
+
+A trainer seeds its generators once per run (:func:`seed_all`) and stores their states in its part of a checkpoint
+(:func:`random_states`). A server that runs forward passes for several trainers gives each one its own stream
+(:class:`PrivateRng`).
+"""
 
 # mypy: disable-error-code="no-untyped-call"
 
 from __future__ import annotations
 
+import random
 import sys
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paramserver.errors import TaskError
 
-# torch has one generator for all threads of a process.
-_generator = threading.Lock()
+
+def seed_all(*entropy: int) -> None:
+    """Seed the generators of torch, numpy and ``random`` from several whole numbers.
+
+    The numbers are mixed by ``numpy.random.SeedSequence``, so that neighboring ones, such as the indices of two
+    trainers, give unrelated streams.
+
+    Args:
+        entropy: for example the seed of the run and the index of the trainer.
+
+    Example::
+
+        >>> seed_all(0, 1)
+        >>> first = torch.rand(1)
+        >>> seed_all(0, 1)
+        >>> torch.equal(torch.rand(1), first)
+        True
+    """
+    words = np.random.SeedSequence(entropy).generate_state(4)
+    torch.manual_seed((int(words[0]) << 32 | int(words[1])) & (2**63 - 1))
+    np.random.seed(int(words[2]))
+    random.seed(int(words[3]))
+
+
+def random_states() -> dict[str, Any]:
+    """Return the states of all generators of this process, in types that ``torch.load(weights_only=True)`` accepts.
+
+    Example::
+
+        >>> states = random_states()
+        >>> first = random.random()
+        >>> restore_random_states(states)
+        >>> random.random() == first
+        True
+    """
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    states: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "random": random.getstate(),
+        # torch.load refuses numpy arrays, and torch has no arithmetic for uint32: store the keys as int64.
+        "numpy": [name, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, float(cached)],
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state_all()
+    return states
+
+
+def restore_random_states(states: dict[str, Any]) -> None:
+    """Set all generators to the states that :func:`random_states` returned."""
+    torch.set_rng_state(states["torch"])
+    version, numbers, gauss = states["random"]
+    random.setstate((version, tuple(numbers), gauss))
+    name, keys, position, has_gauss, cached = states["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(states["cuda"])
+
+
+# torch has one CPU generator for all threads of a process. Code that swaps its state holds this lock.
+_generator_lock = threading.Lock()
 
 
 class PrivateRng(TorchDispatchMode):
-    """Makes the operations of one thread draw from a state of their own, while other threads draw from theirs.
+    """A context in which the operations of this thread use a random state of their own.
 
-    Dropout and its like name no generator. So each operation that draws (torch tags them) borrows the process's
-    generator for as long as it runs; all else goes on side by side. Numbers of ``random``, numpy and of other devices
-    than the CPU are left as they are.
+    Dropout and similar operations take no generator argument. Inside the context, each operation that torch tags as
+    random swaps the state of the process's generator for as long as it runs; all other operations of all threads run
+    concurrently. The generators of ``random``, numpy and of devices other than the CPU are not touched.
 
     Args:
-        state: of torch's CPU generator, as ``torch.get_rng_state()`` gives it; afterwards that of the next draw.
+        state: of torch's CPU generator, as ``torch.get_rng_state()`` returns it. Updated in place of that generator.
+
+    Example::
+
+        >>> seed_all(0)
+        >>> before = torch.get_rng_state()
+        >>> with PrivateRng(before) as private:
+        ...     numbers = torch.rand(2)
+        >>> torch.equal(torch.get_rng_state(), before), torch.equal(private.state, before)
+        (True, False)
     """
 
     def __init__(self, state: Tensor) -> None:
@@ -40,18 +114,18 @@ class PrivateRng(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **(kwargs or {}))
         _refuse_recomputation()
-        with _generator:
-            others = torch.get_rng_state()
+        with _generator_lock:
+            process_state = torch.get_rng_state()
             torch.set_rng_state(self.state)
             try:
                 return func(*args, **(kwargs or {}))
             finally:
                 self.state = torch.get_rng_state()
-                torch.set_rng_state(others)
+                torch.set_rng_state(process_state)
 
 
 def _refuse_recomputation() -> None:
-    """Activation checkpointing draws again in the backward, from the process's state and not from that of the call."""
+    """Raise inside activation checkpointing: it recomputes in the backward, with the process's state, not this one."""
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paramserver.context import seed_all
 from paramserver.devices import Placement
 from paramserver.errors import CheckpointError, TaskError
+from paramserver.rng import seed_all
 from paramserver.task import Task
 
 
@@ -68,15 +68,15 @@ def _shape(value: object) -> tuple[int, ...] | str:
     return tuple(value.shape) if isinstance(value, Tensor) else f"none ({type(value).__name__})"
 
 
-def plain_weights(model: nn.Module) -> dict[str, Any]:
+def detached_state_dict(model: nn.Module) -> dict[str, Any]:
     """The model's ``state_dict()``, detached: what model.pt holds."""
     return {n: t.detach() if isinstance(t, Tensor) else t for n, t in model.state_dict().items()}
 
 
-def untrained_weights(model: nn.Module) -> dict[str, Any]:
+def untrained_state_dict(model: nn.Module) -> dict[str, Any]:
     """The part of it that no optimizer changes: module buffers, frozen parameters and what else a model stores."""
     trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
-    return {name: value for name, value in plain_weights(model).items() if name not in trained}
+    return {name: value for name, value in detached_state_dict(model).items() if name not in trained}
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:

@@ -18,7 +18,7 @@ from tasks import Everything, Truth
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from paramserver.context import seed_all
+from paramserver.rng import seed_all
 from trainers import RpcTrainer
 
 # The task.
