@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from paramserver.checkpoint import StagingPool, check_storable, stage_copy, unpack
 from paramserver.consistency import Announcement, Decision, Stop, Verdict
-from paramserver.context import ProcessContext, random_states, restore_random_states, seed_all
-from paramserver.devices import move
-from paramserver.limits import due, epoch_of
+from paramserver.context import ProcessContext
+from paramserver.devices import move_to_device
+from paramserver.limits import epoch_of, is_due
 from paramserver.metrics.records import (
     PhaseClock,
     Record,
@@ -33,9 +33,11 @@ from paramserver.metrics.records import (
     make_record,
     peak_rss_mb,
 )
-from paramserver.optim.updater import check_loss
 from paramserver.parameters.model import autocast
+from paramserver.parameters.numerics import check_loss
+from paramserver.rng import random_states, restore_random_states, seed_all
 from paramserver.runs.checkpoint_manager import CheckpointManager
+from paramserver.runs.monitor import RunMonitor
 from paramserver.sources import Partition
 from paramserver.task import Task
 from trainers.data import DataStream
@@ -77,7 +79,7 @@ class Overridable(ABC):
 
     def on_before_forward(self, batch: Any) -> Any:
         """The batch as the model gets it."""
-        return move(batch, self.process.placement.device) if self.is_single_process_per_device else batch
+        return move_to_device(batch, self.process.placement.device) if self.is_single_process_per_device else batch
 
     def on_after_setup_optimizers(self) -> None:
         """The optimizer exists."""
@@ -170,7 +172,7 @@ class Standing(Overridable):
 
     def is_due(self, step: int) -> bool:
         """Whether something is done at this step, at which all trainers stand."""
-        return due(step, self.config.training.validate_every) or due(step, self._save_every)
+        return is_due(step, self.config.training.validate_every) or is_due(step, self._save_every)
 
     @property
     def _save_every(self) -> int:
@@ -179,8 +181,8 @@ class Standing(Overridable):
 
     def _validate_and_save(self) -> None:
         """What is due at this step, at which all trainers stand."""
-        improved = due(self.step, self.config.training.validate_every) and self.validate()
-        if improved or due(self.step, self._save_every):
+        improved = is_due(self.step, self.config.training.validate_every) and self.validate()
+        if improved or is_due(self.step, self._save_every):
             self.save("best" if improved else "periodic")
 
     def validate(self) -> bool:
@@ -250,7 +252,7 @@ class Standing(Overridable):
 
 T = TypeVar("T")
 
-_BESIDE_STEPS = (Verdict.STAND, Verdict.VALIDATE)
+_BESIDE_STEPS = (Verdict.BARRIER, Verdict.VALIDATE)
 
 
 class Trainer(Standing):
@@ -259,15 +261,16 @@ class Trainer(Standing):
     Args:
         process: who this trainer is.
         task: the user's; its ``trainer`` is this object.
-        keeper: rank 0's account where this process is rank 0, None elsewhere.
+        checkpoints: saves and restores, on rank 0; None elsewhere.
     """
 
     computes: str | None = None
     """The word of the key server.compute that this trainer is for; None where that key means nothing."""
 
-    def __init__(self, process: ProcessContext, task: Task, keeper: CheckpointManager | None) -> None:
+    def __init__(self, process: ProcessContext, task: Task, checkpoints: CheckpointManager | None) -> None:
         super().__init__(process, task)
-        self.keeper = keeper
+        self.checkpoints = checkpoints
+        self.monitor: RunMonitor | None = None if checkpoints is None else checkpoints.monitor
         self._ahead = 0  # 1 while the step after ``step`` is being made
         self.records: list[Record] = []
         self.wire_bytes = 0
@@ -318,7 +321,7 @@ class Trainer(Standing):
             self.task.on_train_start()
             self.data.start()
             decision = self._fit()
-            self.data.enough()  # before the last validation and checkpoint, which may take long
+            self.data.stop_feeding()  # before the last validation and checkpoint, which may take long
             self._end(decision)
         except BaseException as error:
             self.give_up(error)
@@ -341,11 +344,13 @@ class Trainer(Standing):
     def prepare_data(self) -> None:
         """Make source, buffer and feeder. Called once the model is there."""
         partition = Partition(self.trainer_index, self.process.trainers)
-        self.data = self.open(DataStream(self.task, partition, self.config, self.sampler_kwargs, self.process.post))
+        self.data = self.open(
+            DataStream(self.task, partition, self.config, self.sampler_kwargs, self.process.receiver_spec)
+        )
         self.validation_loader = validation_batches(self.task, partition, self.config)
-        if self.keeper is not None:
-            self.keeper.expect(self.data.epoch_samples)
-        self.process.start_clock.mark("model and data")
+        if self.monitor is not None:
+            self.monitor.expect_samples(self.data.epoch_samples)
+        self.process.startup_timer.mark("model and data")
 
     def begin_stream(self, part: bytes | None) -> None:
         """Start this trainer's own random numbers, or go on from what it stored. Called last in ``init_connection``."""
@@ -397,7 +402,7 @@ class Trainer(Standing):
     def with_stop(self, announcement: Announcement) -> Announcement:
         """The announcement with this trainer's wish to stop, where it has one."""
         stop, reason = self.process.stop.state()
-        if stop is Stop.NO and self.keeper is not None and (wish := self.keeper.stop_reason()) is not None:
+        if stop is Stop.NO and self.monitor is not None and (wish := self.monitor.stop_reason()) is not None:
             stop, reason = Stop.LIMIT, wish
         return Announcement(announcement.readiness, announcement.batches, stop, reason)
 
@@ -418,9 +423,9 @@ class Trainer(Standing):
         result = self.update(
             StepReport(self.trainer_index, decision.step, samples, summed / len(batches), self.seconds)
         )
-        if result is not None and self.keeper is not None:
-            self.keeper.stepped(result)
-        if "first step" not in self.process.start_clock.phases:
+        if result is not None and self.monitor is not None:
+            self.monitor.update_applied(result)
+        if "first step" not in self.process.startup_timer.phases:
             self._report_start()
         return result
 
@@ -467,8 +472,8 @@ class Trainer(Standing):
             counters.epoch = epoch + 1
         if not counters.epoch_open:
             counters.epoch_open = True
-            if self.keeper is not None:
-                self.keeper.entered_epoch(counters.epoch)
+            if self.monitor is not None:
+                self.monitor.enter_epoch(counters.epoch)
             self.task.on_epoch_start(counters.epoch)
 
     def _close_epoch(self) -> None:
@@ -515,7 +520,7 @@ class Trainer(Standing):
         self.deliver(self.records)
 
     def _report_start(self) -> None:
-        clock = self.process.start_clock
+        clock = self.process.startup_timer
         clock.mark("first step")
         self.emit("phase", phases=dict(clock.phases))
 

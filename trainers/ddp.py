@@ -24,16 +24,16 @@ from paramserver.context import ProcessContext
 from paramserver.distributed.abort_sockets import OpenedSockets
 from paramserver.distributed.control_channel import ControlChannel, connect_ranks
 from paramserver.distributed.rendezvous import Rendezvous
-from paramserver.distributed.session import exchange, process_group
+from paramserver.distributed.session import all_gather_objects, process_group
 from paramserver.errors import PeerLost
 from paramserver.limits import Limits
-from paramserver.metrics.records import Record, StepReport, StepResult, TrainerTotals, WeightedSums, merge_all
+from paramserver.metrics.records import Record, StepReport, StepResult, TrainerTotals, WeightedSums, merge_sums
 from paramserver.optim.updater import Updater
 from paramserver.parameters.model import build_model
 from paramserver.runs.checkpoint_manager import CheckpointManager, StagedCheckpoint
 from paramserver.task import Task
 from trainers.base import Trainer
-from trainers.ddp_control import AgreedStep, PartGather, StepAgreement, StepTotals, peers_may_be_lost
+from trainers.ddp_control import AgreedStep, PartGather, StepAgreement, StepTotals, translate_peer_loss
 
 
 def _none(model: DistributedDataParallel) -> None:
@@ -82,11 +82,15 @@ class DdpTrainer(Trainer):
     """
 
     def __init__(
-        self, process: ProcessContext, task: Task, keeper: CheckpointManager | None, meeting: Rendezvous | None = None
+        self,
+        process: ProcessContext,
+        task: Task,
+        checkpoints: CheckpointManager | None,
+        rendezvous: Rendezvous | None = None,
     ) -> None:
-        super().__init__(process, task, keeper)
-        assert meeting is not None
-        self.meeting = meeting
+        super().__init__(process, task, checkpoints)
+        assert rendezvous is not None
+        self.rendezvous = rendezvous
         self.limits = Limits.of(self.config.training)
         self.joins = self.config.training.uneven_inputs == "join"
         self.samples = 0
@@ -106,26 +110,26 @@ class DdpTrainer(Trainer):
 
     def give_up(self, error: BaseException) -> None:
         if isinstance(error, PeerLost) and self._links is not None:
-            self._links.await_loss(_NAMED_AFTER_S)
+            self._links.wait_loss(_NAMED_AFTER_S)
 
     # The connection and the model.
 
     def init_connection(self) -> None:
         if self.process.placement.device.type == "cuda":
             torch.cuda.set_device(self.process.placement.device)  # nccl's collectives use the current device
-        with self._connections.recorded():
-            self.open(process_group(self.meeting, self.process.placement.backend))
-            self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.meeting.timeout_s))
+        with self._connections.record():
+            self.open(process_group(self.rendezvous, self.process.placement.backend))
+            self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.rendezvous.timeout_s))
         self._agreement = StepAgreement(self._control, self.process.trainers, self.trainer_index)
         # Where somebody is lost, the loop may wait for it in a collective, and would until its own timeout.
-        self._links = links = self.open(connect_ranks(self.meeting, self.config, self._connections.cut))
+        self._links = links = self.open(connect_ranks(self.rendezvous, self.config, self._connections.abort))
         self._collection = PartGather(links)
         self._courier = self.open(
-            BackgroundSender(self.config.checkpoint.background, "a part of a checkpoint", lambda: links.moved)
+            BackgroundSender(self.config.checkpoint.background, "a part of a checkpoint", lambda: links.last_progress)
         )
         model = build_model(self.task, self.config.seed, self.process.placement)
-        if self.keeper is not None:
-            self.keeper.restore_model(model)
+        if self.checkpoints is not None:
+            self.checkpoints.restore_model(model)
         placement = self.process.placement
         device_ids = [placement.device] if placement.device.type == "cuda" and len(placement.devices) == 1 else None
         self.model = self.configure_ddp(model, device_ids)
@@ -141,14 +145,18 @@ class DdpTrainer(Trainer):
         """Rank 0's step, optimizer and stored parts, to every rank; the model came with DDP's constructor."""
         self.prepare_data()
         start: list[Any] = [None]
-        if self.keeper is not None:
-            start = [(self.keeper.step, self.keeper.samples, self.keeper.updater_state())]
+        if self.checkpoints is not None and self.monitor is not None:
+            start = [(self.monitor.step, self.monitor.samples, self.checkpoints.updater_state())]
         dist.broadcast_object_list(start, src=0, group=self._control)
         self.step, self.samples, state = start[0]
         if state is not None:
             self.updater.load_state_dict(state)
         part: list[Any] = [None]
-        parts = [self.keeper.stored_part(i) for i in range(self.process.trainers)] if self.keeper is not None else None
+        parts = (
+            [self.checkpoints.trainer_part(i) for i in range(self.process.trainers)]
+            if self.checkpoints is not None
+            else None
+        )
         dist.scatter_object_list(part, parts, src=0, group=self._control)
         self.begin_stream(part[0])
 
@@ -186,10 +194,10 @@ class DdpTrainer(Trainer):
     # A step.
 
     def step_scope(self) -> AbstractContextManager[Any]:
-        return peers_may_be_lost()
+        return translate_peer_loss()
 
     def agree(self, announcement: Announcement) -> Decision:
-        decision = self._decide() if self._agreement.begun else None
+        decision = self._decide() if self._agreement.started else None
         if decision is None or decision.verdict is Verdict.WAIT:
             self._begin_agreement(announcement)
             decision = self._decide()
@@ -204,23 +212,23 @@ class DdpTrainer(Trainer):
         self._begin_agreement(self.with_stop(following), StepTotals(loss, samples))
 
     def _begin_agreement(self, announcement: Announcement, done: StepTotals | None = None) -> None:
-        collect = self.keeper is not None and time.monotonic() - self._collected > _COLLECT_EVERY_S
-        self._agreement.begin(announcement, done, collect)
+        collect = self.monitor is not None and time.monotonic() - self._collected > _COLLECT_EVERY_S
+        self._agreement.start(announcement, done, collect)
 
     def _decide(self) -> Decision:
         agreed = self._finish_agreement()
-        return decide(agreed.announced, self.step, self.samples, self.limits, self.config.training.uneven_inputs)
+        return decide(agreed.announcements, self.step, self.samples, self.limits, self.config.training.uneven_inputs)
 
     def _finish_agreement(self) -> AgreedStep:
         """The words of all; the step that they belong to is accounted for."""
-        agreed = self._agreement.finish()
-        if agreed.done is not None:
-            self.samples += agreed.done.samples
-            if self.keeper is not None:
+        agreed = self._agreement.wait()
+        if agreed.totals is not None:
+            self.samples += agreed.totals.samples
+            if self.monitor is not None:
                 lr = self.updater.lr
-                self.keeper.stepped(StepResult(self.step, self.samples, agreed.done.loss, lr, self.seconds))
-        if agreed.collect:
-            self._collect(exchange(list(self.records), self._control))
+                self.monitor.update_applied(StepResult(self.step, self.samples, agreed.totals.loss, lr, self.seconds))
+        if agreed.collect_records:
+            self._collect(all_gather_objects(list(self.records), self._control))
         return agreed
 
     def update(self, report: StepReport) -> None:
@@ -231,7 +239,7 @@ class DdpTrainer(Trainer):
     def idle(self, decision: Decision) -> None:
         """Answer the collectives of those who still have data, as DDP's join does."""
         self._begin_agreement(self.with_stop(Announcement(Readiness.DRAINED)))
-        with peers_may_be_lost():
+        with translate_peer_loss():
             for _ in range(decision.batches):
                 dist.all_reduce(torch.zeros(1, device=self._ddp().join_device))  # "one process that has no data"
                 self._shadow.main_hook()
@@ -244,10 +252,10 @@ class DdpTrainer(Trainer):
 
     def refresh(self) -> None:
         """The same model and module buffers on all ranks, before they are validated or saved."""
-        if self._agreement.begun:
+        if self._agreement.started:
             self._finish_agreement()  # for the figures of the last step; what it said of the next one may be too old
         source = module_buffer_owner(self._active, self.config.training.uneven_inputs)
-        with peers_may_be_lost():
+        with translate_peer_loss():
             for buffer in self.unwrapped_model.buffers():
                 dist.broadcast(buffer, src=source)
             if len(self._active) == self.process.trainers:
@@ -262,11 +270,11 @@ class DdpTrainer(Trainer):
             self._behind = False
 
     def merge_validation(self, sums: WeightedSums) -> tuple[Mapping[str, float], bool]:
-        with peers_may_be_lost():
-            shares = exchange((sums, list(self.records)), self._control)
+        with translate_peer_loss():
+            shares = all_gather_objects((sums, list(self.records)), self._control)
             self._collect([records for _, records in shares])
-            merged = merge_all({index: share for index, (share, _) in enumerate(shares)})
-            verdict = [self.keeper is not None and self.keeper.validated(self.step, merged)]
+            merged = merge_sums({index: share for index, (share, _) in enumerate(shares)})
+            verdict = [self.monitor is not None and self.monitor.validated(self.step, merged)]
             dist.broadcast_object_list(verdict, src=0, group=self._control)
         self.updater.validated(self.step, merged.means())
         return merged.means(), verdict[0]
@@ -275,22 +283,22 @@ class DdpTrainer(Trainer):
         self.settle()  # all ranks end the same travel, and so meet again
         self._attend(True)
         self.refresh()
-        with peers_may_be_lost():
-            self._collect(exchange(list(self.records), self._control))
+        with translate_peer_loss():
+            self._collect(all_gather_objects(list(self.records), self._control))
         part = self.part()
-        keeper = self.keeper
-        if keeper is None:
+        checkpoints = self.checkpoints
+        if checkpoints is None:
             pause_s = time.perf_counter() - since
             self._carry(lambda: self._collection.send(part, pause_s))
         else:
-            cut = keeper.cut(self.step, self.unwrapped_model, self.updater, reason, since)
+            cut = checkpoints.stage(self.step, self.unwrapped_model, self.updater, reason, since)
             own_s = time.perf_counter() - since
-            self._carry(lambda: self._complete(keeper, cut, part, own_s))
+            self._carry(lambda: self._complete(checkpoints, cut, part, own_s))
 
     def _attend(self, attentive: bool) -> None:
         """While a part travels, a rank that falls silent is lost."""
         assert self._links is not None
-        self._links.attend(attentive)
+        self._links.watch_silence(attentive)
 
     def _carry(self, job: Callable[[], None]) -> None:
         def carried() -> None:
@@ -300,35 +308,35 @@ class DdpTrainer(Trainer):
         self._courier.carry(carried)
 
     def _complete(
-        self, keeper: CheckpointManager, cut: StagedCheckpoint, part: Mapping[str, Any], pause_s: float
+        self, checkpoints: CheckpointManager, cut: StagedCheckpoint, part: Mapping[str, Any], pause_s: float
     ) -> None:
         """On rank 0: the other ranks' parts, and then the checkpoint. Whatever happens, they are answered."""
         taken = False
         try:
             parts, others_s = self._collection.receive()
-            keeper.write(cut, {self.trainer_index: part, **parts}, max(pause_s, others_s))
+            checkpoints.commit(cut, {self.trainer_index: part, **parts}, max(pause_s, others_s))
             taken = True
         finally:
-            self._collection.answer(taken)
+            self._collection.acknowledge(taken)
 
     def settle(self) -> None:
         self._courier.finish()
 
     def deliver(self, records: Sequence[Record]) -> None:
-        if self.keeper is not None:
+        if self.monitor is not None:
             self._collect([list(records)])
 
     def _collect(self, gathered: Sequence[Sequence[Record]]) -> None:
         self.records.clear()
         self._collected = time.monotonic()
-        if self.keeper is not None:
+        if self.monitor is not None:
             for records in gathered:
                 for record in records:
-                    self.keeper.record(record)
+                    self.monitor.record(record)
 
     def leave(self, totals: TrainerTotals, decision: Decision) -> None:
-        with peers_may_be_lost():
-            everything = exchange((totals, list(self.records)), self._control)
+        with translate_peer_loss():
+            everything = all_gather_objects((totals, list(self.records)), self._control)
         self._collect([records for _, records in everything])
         self.all_totals = [one for one, _ in everything]
         if self._links is not None:

@@ -14,6 +14,7 @@ from paramserver.metrics.records import Record, StepReport, StepResult, TrainerT
 from paramserver.optim.updater import Updater
 from paramserver.parameters.model import build_model
 from paramserver.runs.checkpoint_manager import CheckpointManager
+from paramserver.runs.monitor import RunMonitor
 from paramserver.task import Task
 from trainers.base import Trainer
 
@@ -21,24 +22,29 @@ from trainers.base import Trainer
 class LocalTrainer(Trainer):
     """Trains the task alone."""
 
-    keeper: CheckpointManager
+    checkpoints: CheckpointManager
+    monitor: RunMonitor
 
     def __init__(
-        self, process: ProcessContext, task: Task, keeper: CheckpointManager | None, meeting: Rendezvous | None = None
+        self,
+        process: ProcessContext,
+        task: Task,
+        checkpoints: CheckpointManager | None,
+        rendezvous: Rendezvous | None = None,
     ) -> None:
-        super().__init__(process, task, keeper)
+        super().__init__(process, task, checkpoints)
         self.limits = Limits.of(self.config.training)
         self.samples = 0
 
     def init_connection(self) -> None:
         self.model = build_model(self.task, self.config.seed, self.process.placement)
-        self.keeper.restore_model(self.model)
+        self.checkpoints.restore_model(self.model)
         self.updater = Updater(self.task, self.model, self.config.training)
-        self.keeper.restore_updater(self.updater)
+        self.checkpoints.restore_optimizer(self.updater)
         self.on_after_setup_optimizers()
-        self.step, self.samples = self.keeper.step, self.keeper.samples
+        self.step, self.samples = self.monitor.step, self.monitor.samples
         self.prepare_data()
-        self.begin_stream(self.keeper.stored_part(self.trainer_index))
+        self.begin_stream(self.checkpoints.trainer_part(self.trainer_index))
 
     def agree(self, announcement: Announcement) -> Decision:
         return decide(
@@ -56,18 +62,18 @@ class LocalTrainer(Trainer):
         self.updater.epoch_ended()
 
     def merge_validation(self, sums: WeightedSums) -> tuple[Mapping[str, float], bool]:
-        improved = self.keeper.validated(self.step, sums)
+        improved = self.monitor.validated(self.step, sums)
         self.updater.validated(self.step, sums.means())
         return sums.means(), improved
 
     def deposit(self, reason: str, since: float) -> None:
         part = self.part()
-        cut = self.keeper.cut(self.step, self.model, self.updater, reason, since)
-        self.keeper.write(cut, {self.trainer_index: part}, time.perf_counter() - since)
+        cut = self.checkpoints.stage(self.step, self.model, self.updater, reason, since)
+        self.checkpoints.commit(cut, {self.trainer_index: part}, time.perf_counter() - since)
 
     def deliver(self, records: Sequence[Record]) -> None:
         for record in records:
-            self.keeper.record(record)
+            self.monitor.record(record)
         self.records.clear()
 
     def leave(self, totals: TrainerTotals, decision: Decision) -> None:

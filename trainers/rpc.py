@@ -23,8 +23,8 @@ from paramserver.distributed.session import rpc_trainer
 from paramserver.errors import PeerLost, PeerRefused, TaskError, UnsupportedConfiguration
 from paramserver.metrics.records import Record, StepReport, StepResult, TrainerTotals, WeightedSums
 from paramserver.optim.distributed_optimizer import SharedOptimizer
-from paramserver.parameters.flat import FlatLayout, module_buffers, trainable
-from paramserver.parameters.model import build_model, load_weights, plain_weights
+from paramserver.parameters.flat import FlatLayout, module_buffers, trainable_parameters
+from paramserver.parameters.model import build_model, load_weights, detached_state_dict
 from paramserver.runs.checkpoint_manager import CheckpointManager
 from paramserver.server.client import ServerClient
 from paramserver.task import Task
@@ -68,11 +68,15 @@ class RpcTrainer(Trainer):
     computes = "trainer"
 
     def __init__(
-        self, process: ProcessContext, task: Task, keeper: CheckpointManager | None, meeting: Rendezvous | None = None
+        self,
+        process: ProcessContext,
+        task: Task,
+        checkpoints: CheckpointManager | None,
+        rendezvous: Rendezvous | None = None,
     ) -> None:
-        super().__init__(process, task, keeper)
-        assert meeting is not None
-        self.meeting = meeting
+        super().__init__(process, task, checkpoints)
+        assert rendezvous is not None
+        self.rendezvous = rendezvous
         self._arrived = False
         self._context_id = 0
         self._next: StepGrant | None = None
@@ -92,14 +96,14 @@ class RpcTrainer(Trainer):
     def connect(self) -> None:
         """Make the servers reachable."""
         servers = self.config.cluster.num_servers
-        self._name, self._worker_id = self.open(rpc_trainer(self.meeting, self.trainer_index, servers))
+        self._name, self._worker_id = self.open(rpc_trainer(self.rendezvous, self.trainer_index, servers))
         self.remote = ServerClient(self.config, self.trainer_index)
         self.open(self._goodbye())
         self._courier = self.open(BackgroundSender(self.config.checkpoint.background, "a part of a checkpoint"))
 
     def arrive(self) -> JoinReply:
         """Take a place among the trainers, once this one is ready to step."""
-        member = Member(self.trainer_index, self._name, self._worker_id, self.meeting.place)
+        member = Member(self.trainer_index, self._name, self._worker_id, self.rendezvous.host_and_pid)
         self.remote.start_heartbeat()
         welcome: JoinReply = self.remote.call_later(
             "arrive", member, self.data.epoch_samples, timeout_s=self.config.cluster.timeout_s
@@ -114,23 +118,23 @@ class RpcTrainer(Trainer):
         self.hold(welcome)
         self.optimizer = SharedOptimizer(self.remote)
         self.on_after_setup_optimizers()
-        self.begin_stream(welcome.part)
-        self.process.start_clock.mark("connection")
+        self.begin_stream(welcome.stored_part)
+        self.process.startup_timer.mark("connection")
 
     def hold(self, welcome: JoinReply) -> None:
         """Make the model that of the server, and open the way by which it stays so."""
-        load_weights(self.model, {**plain_weights(self.model), **welcome.model}, "the server")
-        self._lay_out(welcome.parameters, welcome.buffers)
+        load_weights(self.model, {**detached_state_dict(self.model), **welcome.model}, "the server")
+        self._lay_out(welcome.parameter_layout, welcome.buffer_layout)
         self.way = self._way(welcome)
         self._departures = self.open(closing(GradientBuckets(self.way, self._parameters, self._send_early)))
         log.info("trainer %d: parameters and gradients travel by %s", self.trainer_index, self.way.name)
         # Trainers that run freely may have gone on since the welcome; each step pulls its own version.
-        self._show(self.remote.look(None))
+        self._show(self.remote.view_version(None))
 
     def _lay_out(self, parameters: FlatLayout, buffers: FlatLayout) -> None:
         """Where each tensor of the model lies in what travels; gradients leave from memory that is used again."""
         self._layout, self._buffer_layout = parameters, buffers
-        own, own_buffers = trainable(self.model), module_buffers(self.model)
+        own, own_buffers = trainable_parameters(self.model), module_buffers(self.model)
         for slot in parameters.slots:
             if slot.name not in own or tuple(own[slot.name].shape) != slot.shape:
                 raise TaskError(
@@ -145,23 +149,23 @@ class RpcTrainer(Trainer):
     def _way(self, welcome: JoinReply) -> TrainerTransport:
         """How parameters and gradients travel: through the server's memory where this process can reach it."""
         wanted, timeout_s = self.config.server.transport, self.config.cluster.timeout_s
-        address = welcome.segments
+        address = welcome.segments_address
         if address is not None and can_attach(address, timeout_s):
             slots = self.remote.call("share_segments", self.trainer_index)
             if slots:
                 return SharedMemoryTrainerTransport(
-                    welcome.parameters, self._parameters, address, slots, self.trainer_index, timeout_s
+                    welcome.parameter_layout, self._parameters, address, slots, self.trainer_index, timeout_s
                 )
         if wanted == "shared_memory":
             raise UnsupportedConfiguration(
                 f"server.transport (shared_memory) must have all ranks on one host; trainer {self.trainer_index} "
-                f"({self.meeting.place}) cannot reach the server's memory; use auto or rpc"
+                f"({self.rendezvous.host_and_pid}) cannot reach the server's memory; use auto or rpc"
             )
         if welcome.shards:
             self.remote.spread(len(welcome.shards))
             wire_dtype = getattr(torch, self.config.server.wire_dtype)
-            return ShardedTrainerTransport(welcome.parameters, welcome.shards, wire_dtype, self._parameters)
-        return RpcTrainerTransport(welcome.parameters, welcome.wire, self._parameters)
+            return ShardedTrainerTransport(welcome.parameter_layout, welcome.shards, wire_dtype, self._parameters)
+        return RpcTrainerTransport(welcome.parameter_layout, welcome.wire_layout, self._parameters)
 
     @contextmanager
     def _goodbye(self) -> Iterator[None]:
@@ -197,11 +201,11 @@ class RpcTrainer(Trainer):
         self._pulling = InFlightCall(self.remote.begin_pull(self._round.decision.step))
 
     def before_batches(self) -> None:
-        if self.way.in_place:
-            self.way.find(self._round.place)
+        if self.way.zero_copy:
+            self.way.map_version(self._round.slot)
         else:
             self._pulled = self._end_pull()
-            self.way.take(self._pulled)
+            self.way.load(self._pulled)
         self._take_buffers(self._round.buffers)
         for parameter in self._parameters:
             parameter.grad = None
@@ -221,7 +225,7 @@ class RpcTrainer(Trainer):
         again = early in self._leaving
         if again:
             self._await_early(early)  # the server may take two messages in any order
-        gradient = self.way.departing(early)
+        gradient = self.way.bucket_tensor(early)
         self.wire_bytes += again * tensor_bytes([gradient])  # ``bytes_of`` counts it once
         future = self.remote.begin_early(self._round.decision.step, early, gradient)
         self._leaving[early] = InFlightCall(future)
@@ -232,17 +236,17 @@ class RpcTrainer(Trainer):
     def update(self, report: StepReport) -> StepResult:
         self._check_gradients()
         used = self._departures.finish()
-        if self.way.in_place:
+        if self.way.zero_copy:
             self._pulled = self._end_pull()
-        seal = self.way.seal(self._pulled)
+        seal = self.way.backward_root(self._pulled)
         buffers = self._pack_buffers() if self._round.wants_buffers else []
         report = StepReport(**{**vars(report), "used": used})
-        self.wire_bytes += self.way.bytes_of(self._pulled) + tensor_bytes([*buffers, *self._round.buffers])
+        self.wire_bytes += self.way.step_bytes(self._pulled) + tensor_bytes([*buffers, *self._round.buffers])
         words = report, buffers, self.following(report.version + 1)
-        if self.way.in_place:
+        if self.way.zero_copy:
             self.optimizer.request(self._context_id, *words)
         if self._leaving:
-            self.clock.hide(max(leaving.beside_s() for leaving in self._leaving.values()))
+            self.clock.add_hidden(max(leaving.beside_s() for leaving in self._leaving.values()))
         self.remote.backward(self._context_id, seal)
         for early in list(self._leaving):
             self._await_early(early)
@@ -256,7 +260,7 @@ class RpcTrainer(Trainer):
         return answer.result
 
     def _end_pull(self) -> tuple[Tensor, ...]:
-        self.clock.hide(self._pulling.beside_s())
+        self.clock.add_hidden(self._pulling.beside_s())
         return self.remote.end_pull(self._pulling.future)
 
     def following(self, step: int) -> Announcement | None:
@@ -292,13 +296,13 @@ class RpcTrainer(Trainer):
     # Validation, checkpoints, records.
 
     def refresh(self) -> None:
-        self._show(self.remote.look(self.step))
+        self._show(self.remote.view_version(self.step))
 
     def _show(self, look: VersionView) -> None:
-        if look.place is None:
-            self.way.take(look.parameters)
+        if look.slot is None:
+            self.way.load(look.parameters)
         else:
-            self.way.find(look.place)
+            self.way.map_version(look.slot)
         self._take_buffers(look.buffers)
 
     def merge_validation(self, sums: WeightedSums) -> tuple[Mapping[str, float], bool]:
@@ -351,7 +355,7 @@ class RpcTrainer(Trainer):
             self._courier.wind_up()
             self.remote.call("give_up", self.trainer_index, told)
         else:
-            self.meeting.tell_failure(told)
+            self.rendezvous.report_failure(told)
 
     def optimizer_state(self) -> dict[str, Any]:
         return self.optimizer.state_dict()

@@ -16,7 +16,7 @@ from paramserver.metrics.records import PHASES, DurationHistogram, TrainerTotals
 class CountedRun(Protocol):
     """How stale gradients were."""
 
-    def figures(self) -> dict[str, Any]: ...
+    def summary(self) -> dict[str, Any]: ...
 
     def by_trainer(self) -> list[dict[str, Any]]: ...
 
@@ -31,19 +31,21 @@ class RunAccount(Protocol):
     seconds: float
     loss: float | None
     validation: dict[str, float]
-    checkpoint_pauses_s: list[float]
 
     @property
     def staleness(self) -> CountedRun: ...
 
-    dropped: int
-
-    @property
-    def last_checkpoint(self) -> str | None: ...
+    dropped_pushes: int
 
 
 def summarize(
-    account: RunAccount, status: str, totals: Sequence[TrainerTotals], reason: str, error: str | None
+    account: RunAccount,
+    status: str,
+    totals: Sequence[TrainerTotals],
+    reason: str,
+    error: str | None,
+    checkpoint: str | None,
+    checkpoint_pauses_s: Sequence[float],
 ) -> dict[str, Any]:
     """The fields of summary.json (docs/interface.md, section 5). What is unknown is null."""
     config = account.config
@@ -68,12 +70,12 @@ def summarize(
         "samples_per_second": applied / seconds if seconds else None,
         "train_loss": account.loss,
         "validation": account.validation,
-        "step_ms": steps.milliseconds(),
+        "step_ms": steps.summary_ms(),
         "phases_ms": _phases_ms(totals, steps.count),
         "wire_bytes_per_step": sum(t.wire_bytes for t in totals) / steps.count if steps.count else 0,
         "staleness": {
-            **account.staleness.figures(),
-            "dropped": account.dropped,
+            **account.staleness.summary(),
+            "dropped": account.dropped_pushes,
             "trainers": account.staleness.by_trainer(),
         }
         if has_servers
@@ -86,8 +88,8 @@ def summarize(
             "server": round(peak_rss_mb(), 1) if has_servers else None,
             "trainer": round(max((t.peak_rss_mb for t in totals), default=0.0), 1) or None,
         },
-        "checkpoint": account.last_checkpoint,
-        "checkpoint_pause_ms": [round(pause_s * 1e3, 3) for pause_s in account.checkpoint_pauses_s],
+        "checkpoint": checkpoint,
+        "checkpoint_pause_ms": [round(pause_s * 1e3, 3) for pause_s in checkpoint_pauses_s],
         "error": error,
     }
 

@@ -20,7 +20,7 @@ from filelock import FileLock, Timeout
 
 from paramserver.checkpoint.save import disk_errors_explained
 from paramserver.errors import CheckpointError, UnsupportedConfiguration
-from paramserver.fileio import json_text, replace_text
+from paramserver.fileio import json_text, atomic_write_text
 from paramserver.version import __version__
 
 _GIT_TIMEOUT_S = 5.0
@@ -146,7 +146,7 @@ def _acquire(file_lock: FileLock, holder_file: Path) -> None:
 
 def _sign(folder: Path, holder_file: Path) -> None:
     try:
-        replace_text(holder_file, json_text({"pid": os.getpid(), "host": socket.gethostname()}))
+        atomic_write_text(holder_file, json_text({"pid": os.getpid(), "host": socket.gethostname()}))
     except OSError as error:
         raise not_writable(f"run folder {folder}", error) from error
 
@@ -225,7 +225,7 @@ def write_text(path: Path, text: str) -> None:
         TrainingError: the disk refused; ``path`` is as it was.
     """
     with disk_errors_explained(path, "file"):
-        replace_text(path, text)
+        atomic_write_text(path, text)
 
 
 def supersede_metrics(metrics_file: Path, step: int, kinds: Collection[str] = ()) -> int:
@@ -250,8 +250,8 @@ def supersede_metrics(metrics_file: Path, step: int, kinds: Collection[str] = ()
     before = superseded_file.read_text(errors="replace") if superseded_file.exists() else ""
     block = _joined(moved)
     if not before.endswith(block):  # else: an earlier call got so far and no further
-        replace_text(superseded_file, before + block)
-    replace_text(metrics_file, _joined([line for line in lines if _holds_at(line, step, kinds)]))
+        atomic_write_text(superseded_file, before + block)
+    atomic_write_text(metrics_file, _joined([line for line in lines if _holds_at(line, step, kinds)]))
     return len(moved)
 
 

@@ -24,50 +24,50 @@ _KEY = "desk"
 
 @contextmanager
 def start_coordinator(
-    process: ProcessContext, keeper: CheckpointManager, told: SimulationsConfig, folders: Sequence[Path]
+    process: ProcessContext, checkpoints: CheckpointManager, told: SimulationsConfig, folders: Sequence[Path]
 ) -> Iterator[SimulationCoordinator]:
     """The desk of this run, which tells its address to people. What it did before a resume it takes back."""
-    with _make_desk(process, keeper, told, folders) as desk:
-        keeper.note(f"clients reach this run at {desk.address}")
+    with _make_desk(process, checkpoints, told, folders) as desk:
+        checkpoints.monitor.note(f"clients reach this run at {desk.address}")
         yield desk
 
 
 def _make_desk(
-    process: ProcessContext, keeper: CheckpointManager, told: SimulationsConfig, folders: Sequence[Path]
+    process: ProcessContext, checkpoints: CheckpointManager, told: SimulationsConfig, folders: Sequence[Path]
 ) -> SimulationCoordinator:
     from paramserver.online.coordinator import SimulationCoordinator
 
     def record(event: str, details: Mapping[str, Any]) -> None:
-        keeper.record(make_record("simulation", keeper.step, rank=0, event=event, **details))
+        checkpoints.monitor.record(make_record("simulation", checkpoints.monitor.step, rank=0, event=event, **details))
 
     desk = SimulationCoordinator(
         IngestSpec.of(told),
         process.trainers,
         process.config.seed,
-        keeper.run.logs_dir,
+        checkpoints.run.logs_dir,
         timeout_s=process.config.cluster.timeout_s,
         folders=folders,
-        state=keeper.simulations_state,
-        status=lambda: {"run": keeper.run.name, "step": keeper.step},
+        state=checkpoints.simulations_state,
+        status=lambda: {"run": checkpoints.run.name, "step": checkpoints.monitor.step},
         on_event=record,
     )
-    keeper.simulations = desk
+    checkpoints.simulations = desk
     return desk
 
 
 def publish_endpoint(
-    process: ProcessContext, desk: SimulationCoordinator | None, meeting: Rendezvous | None
+    process: ProcessContext, desk: SimulationCoordinator | None, rendezvous: Rendezvous | None
 ) -> ReceiverSpec | None:
     """What this trainer needs to receive samples; rank 0 tells it to the others. None on a server."""
     told = process.config.simulations
     assert told is not None
     if desk is not None:
         address, token = desk.address, desk.token
-        if meeting is not None:
-            meeting.tell(_KEY, json.dumps([address, token.decode()]))
+        if rendezvous is not None:
+            rendezvous.set(_KEY, json.dumps([address, token.decode()]))
     else:
-        assert meeting is not None
-        address, text = json.loads(meeting.ask(_KEY))
+        assert rendezvous is not None
+        address, text = json.loads(rendezvous.get(_KEY))
         token = text.encode()
     if process.role.trainer_index is None:
         return None

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from paramserver.checkpoint import Checkpoint, clean, find_checkpoint, load_chosen, read_checkpoint
 from paramserver.checkpoint.format import LATEST
-from paramserver.cluster import ProcessIdentity, bind_interface, cores_here, interface_towards, process_environ
+from paramserver.cluster import ProcessIdentity, bind_interface, num_usable_cores, interface_to, process_environ
 from paramserver.config import Config, Role, dump_yaml, mode_of, roles, server_computes, trainer_of
 from paramserver.consistency import Decision
 from paramserver.context import ProcessContext, StartupTimer, StopRequest, set_trainer_index
 from paramserver.devices import Placement, place_server, place_trainer
-from paramserver.distributed.rendezvous import Rendezvous, rendezvous
+from paramserver.distributed.rendezvous import Rendezvous, join_rendezvous
 from paramserver.distributed.session import rpc_server
 from paramserver.errors import (
     CheckpointError,
@@ -34,7 +34,8 @@ from paramserver.importing import load_object
 from paramserver.metrics import FanOut, JsonLines, Sink, TensorBoard
 from paramserver.metrics.records import TrainerTotals, make_record
 from paramserver.runs.attempt import reserve_run, start_transaction
-from paramserver.runs.checkpoint_manager import CheckpointManager, unknown_kinds
+from paramserver.runs.checkpoint_manager import CheckpointManager
+from paramserver.runs.monitor import RunMonitor, kinds_recorded_later
 from paramserver.runs.rundir import (
     RunDir,
     environment_record,
@@ -102,32 +103,34 @@ def run_rank(plan: RankPlan) -> dict[str, Any] | None:
         task = make_task(config, plan.folders, plan.task_class)
         process = ProcessContext(config, identity, role, trainers, _place(config, identity, role), stop, clock)
         clock.mark("task")
-        meeting = _meet(plan, process)
-        clock.mark("meeting")
-        keeper = stack.enter_context(_keeping(plan, process)) if identity.global_rank == 0 else None
-        name = keeper.run.name if keeper is not None else ""
-        if meeting is not None:
-            name = _share_run_name(meeting, keeper)
+        rendezvous = _meet(plan, process)
+        clock.mark("rendezvous")
+        checkpoints = stack.enter_context(_open_checkpoints(plan, process)) if identity.global_rank == 0 else None
+        name = checkpoints.run.name if checkpoints is not None else ""
+        if rendezvous is not None:
+            name = _share_run_name(rendezvous, checkpoints)
         if plan.logs:
-            run = RunDir(Path(config.logging.run_dir) / name) if keeper is None else keeper.run
+            run = RunDir(Path(config.logging.run_dir) / name) if checkpoints is None else checkpoints.run
             stack.enter_context(_log_file(run, identity.global_rank))
         if (told := config.simulations) is not None:
             desk = (
-                None if keeper is None else stack.enter_context(start_coordinator(process, keeper, told, plan.folders))
+                None
+                if checkpoints is None
+                else stack.enter_context(start_coordinator(process, checkpoints, told, plan.folders))
             )
-            process = replace(process, post=publish_endpoint(process, desk, meeting))
+            process = replace(process, post=publish_endpoint(process, desk, rendezvous))
         devices = ", ".join(str(device) for device in process.placement.devices)
         log.info("rank %d of %d: %s on %s, run %s", identity.global_rank, identity.world_size, role, devices, name)
         task.devices, task.config = process.placement.devices, config
         set_trainer_index(role.trainer_index)
         stack.callback(set_trainer_index, None)
         if role.kind == "server":
-            assert meeting is not None
-            if keeper is not None:
-                return _serve(process, task, keeper, meeting)
-            _serve_shard(process, task, meeting)
+            assert rendezvous is not None
+            if checkpoints is not None:
+                return _serve(process, task, checkpoints, rendezvous)
+            _serve_shard(process, task, rendezvous)
             return None
-        return _train(process, task, keeper, meeting, plan.folders)
+        return _train(process, task, checkpoints, rendezvous, plan.folders)
 
 
 def _place(config: Config, identity: ProcessIdentity, role: Role) -> Placement:
@@ -143,18 +146,18 @@ def _meet(plan: RankPlan, process: ProcessContext) -> Rendezvous | None:
     config, identity = plan.config, plan.identity
     if mode_of(config).single_process:
         return None
-    interface = config.cluster.interface or interface_towards(identity.master_addr)
+    interface = config.cluster.interface or interface_to(identity.master_addr)
     if interface is not None:
         bind_interface(process_environ(), interface)
-    return rendezvous(config, identity, process.stop.event, plan.listener)
+    return join_rendezvous(config, identity, process.stop.event, plan.listener)
 
 
-def _share_run_name(meeting: Rendezvous, keeper: CheckpointManager | None) -> str:
+def _share_run_name(rendezvous: Rendezvous, checkpoints: CheckpointManager | None) -> str:
     """Rank 0 names the run; the others hear the name, and that rank 0 is ready, before they go on."""
-    if keeper is None:
-        return meeting.ask("run")
-    meeting.tell("run", keeper.run.name)
-    return keeper.run.name
+    if checkpoints is None:
+        return rendezvous.get("run")
+    rendezvous.set("run", checkpoints.run.name)
+    return checkpoints.run.name
 
 
 @contextmanager
@@ -178,8 +181,8 @@ def _log_file(run: RunDir, global_rank: int) -> Iterator[None]:
 
 
 @contextmanager
-def _keeping(plan: RankPlan, process: ProcessContext) -> Iterator[CheckpointManager]:
-    """The run's folder, locked and described, and the keeper of its account."""
+def _open_checkpoints(plan: RankPlan, process: ProcessContext) -> Iterator[CheckpointManager]:
+    """The run's folder, locked and described, and the manager of its checkpoints."""
     config = process.config
     with ExitStack() as stack:
         run = plan.run or stack.enter_context(reserve_run(config))
@@ -194,16 +197,16 @@ def _keeping(plan: RankPlan, process: ProcessContext) -> Iterator[CheckpointMana
         folders = [str(folder.resolve()) for folder in plan.folders]
         write_json(run.environment_file, {**about, "device": str(process.placement.device), "folders": folders})
         if checkpoint is not None:
-            supersede_metrics(run.metrics_file, checkpoint.step, unknown_kinds(checkpoint.load("run")))
+            supersede_metrics(run.metrics_file, checkpoint.step, kinds_recorded_later(checkpoint.load("run")))
         sinks: list[Sink] = [JsonLines(run.metrics_file)]
         if config.logging.tensorboard:
             sinks.append(TensorBoard(run.tensorboard_dir, None if checkpoint is None else checkpoint.step + 1))
         fan = FanOut([*sinks, *plan.shown])
-        keeper = CheckpointManager(config, run, fan, checkpoint, weights)
-        keeper.begun(
+        checkpoints = CheckpointManager(config, run, RunMonitor(config, fan, run.summary_file), checkpoint, weights)
+        checkpoints.monitor.run_started(
             make_record(
                 "start",
-                keeper.step,
+                checkpoints.monitor.step,
                 rank=0,
                 name=run.name,
                 mode=config.mode,
@@ -214,7 +217,7 @@ def _keeping(plan: RankPlan, process: ProcessContext) -> Iterator[CheckpointMana
                 resumed=checkpoint is not None,
             )
         )
-        yield keeper
+        yield checkpoints
 
 
 def _stored(run: RunDir) -> Checkpoint:
@@ -249,24 +252,26 @@ def _initial_weights(config: Config) -> tuple[str, Any] | None:
         ) from error
 
 
-def _close(keeper: CheckpointManager, totals: Sequence[TrainerTotals], work: Callable[[], str]) -> dict[str, Any]:
+def _close(checkpoints: CheckpointManager, totals: Sequence[TrainerTotals], work: Callable[[], str]) -> dict[str, Any]:
     """Run ``work`` and write the summary of how it ended; ``work`` returns the reason of a regular end."""
     try:
         reason = work()
     except Interrupted as interrupted:
-        keeper.close("interrupted", totals, str(interrupted))
+        checkpoints.close("interrupted", totals, str(interrupted))
         saved = "nothing was saved yet"
-        if keeper.checkpoint is not None and keeper.step == keeper.checkpoint.step:
-            command = f"python -m paramserver.launch --resume {shlex.quote(str(keeper.checkpoint.path))}"
+        if checkpoints.checkpoint is not None and checkpoints.monitor.step == checkpoints.checkpoint.step:
+            command = f"python -m paramserver.launch --resume {shlex.quote(str(checkpoints.checkpoint.path))}"
             saved = f"no step was made, so the run is as it was before. Resume with: {command}"
-        elif keeper.last_checkpoint is not None:
-            saved = f"its checkpoint is written. Resume with: {keeper.run.resume_command}"
-        raise Interrupted(f"interrupted ({interrupted}) after step {keeper.step}; {saved}") from interrupted
+        elif checkpoints.last_checkpoint is not None:
+            saved = f"its checkpoint is written. Resume with: {checkpoints.run.resume_command}"
+        raise Interrupted(
+            f"interrupted ({interrupted}) after step {checkpoints.monitor.step}; {saved}"
+        ) from interrupted
     except BaseException as error:
         told = str(error) if isinstance(error, PeerFailed) else f"{type(error).__name__}: {error}"
-        keeper.close("failed", totals, error=told)
+        checkpoints.close("failed", totals, error=told)
         raise
-    summary = keeper.close("completed", totals, reason)
+    summary = checkpoints.close("completed", totals, reason)
     if summary["status"] == "failed":
         raise TrainingError(summary["error"])
     return summary
@@ -275,7 +280,9 @@ def _close(keeper: CheckpointManager, totals: Sequence[TrainerTotals], work: Cal
 # A server.
 
 
-def _serve(process: ProcessContext, task: Task, keeper: CheckpointManager, meeting: Rendezvous) -> dict[str, Any]:
+def _serve(
+    process: ProcessContext, task: Task, checkpoints: CheckpointManager, rendezvous: Rendezvous
+) -> dict[str, Any]:
     from paramserver.distributed.membership import release_liveness_calls
     from paramserver.distributed.rpc_calls import register_server
     from paramserver.optim.parallel_step import ThreadTeam, num_spare_threads
@@ -289,14 +296,14 @@ def _serve(process: ProcessContext, task: Task, keeper: CheckpointManager, meeti
             segments = None
             if process.config.server.shares_memory:
                 segments = stack.enter_context(SegmentHost("paramserver", process.config.cluster.timeout_s))
-            server = ParameterServer(task, process.config, process.trainers, keeper, process.stop, segments)
+            server = ParameterServer(task, process.config, process.trainers, checkpoints, process.stop, segments)
             register_server(server)
             stack.callback(register_server, None)
-            if server.is_whole and server.rounds.rules.lockstep and (helpers := num_spare_threads(cores_here())):
+            if server.is_whole and server.rounds.rules.lockstep and (helpers := num_spare_threads(num_usable_cores())):
                 server.versions.work_with(stack.enter_context(closing(ThreadTeam(helpers))))
-            with rpc_server(meeting, process.trainers * server_computes(process.config)):
+            with rpc_server(rendezvous, process.trainers * server_computes(process.config)):
                 try:
-                    _watch_over(server, process, meeting)
+                    _watch_over(server, process, rendezvous)
                     server.wait_for_goodbyes(_GOODBYE_S)
                 finally:
                     totals.extend(t for _, t in sorted(server.totals.items()))
@@ -308,26 +315,26 @@ def _serve(process: ProcessContext, task: Task, keeper: CheckpointManager, meeti
         assert server.last_decision is not None
         return _reason_of(server.last_decision)
 
-    return _close(keeper, totals, work)
+    return _close(checkpoints, totals, work)
 
 
-def _serve_shard(process: ProcessContext, task: Task, meeting: Rendezvous) -> None:
+def _serve_shard(process: ProcessContext, task: Task, rendezvous: Rendezvous) -> None:
     from paramserver.server.shard_server import serve_shard
 
-    _reason_of(serve_shard(process, task, meeting))
+    _reason_of(serve_shard(process, task, rendezvous))
 
 
 _GOODBYE_S = 5.0
 
 
-def _watch_over(server: Any, process: ProcessContext, meeting: Rendezvous) -> None:
+def _watch_over(server: Any, process: ProcessContext, rendezvous: Rendezvous) -> None:
     """Until the server has finished: look after the trainers, and give up a world that does not fill."""
     config = process.config
     deadline = time.monotonic() + config.cluster.timeout_s
     while not server.finished.wait(config.server.heartbeat_s):
         server.look_for_silent_peers()
         missing = server.missing()
-        if missing and (told := meeting.failure()) is not None:
+        if missing and (told := rendezvous.reported_failure()) is not None:
             server.fail(told.error())
         elif missing and process.stop.event.is_set():
             server.fail(Interrupted(f"{process.stop.state()[1]} before {', '.join(missing)} had arrived"))
@@ -342,11 +349,11 @@ def _watch_over(server: Any, process: ProcessContext, meeting: Rendezvous) -> No
 def _train(
     process: ProcessContext,
     task: Task,
-    keeper: CheckpointManager | None,
-    meeting: Rendezvous | None,
+    checkpoints: CheckpointManager | None,
+    rendezvous: Rendezvous | None,
     folders: Sequence[Path],
 ) -> dict[str, Any] | None:
-    trainer: Trainer = _trainer_class(process.config, folders)(process, task, keeper, meeting)
+    trainer: Trainer = _trainer_class(process.config, folders)(process, task, checkpoints, rendezvous)
     totals: list[TrainerTotals] = []
 
     def work() -> str:
@@ -361,8 +368,8 @@ def _train(
             totals.extend(trainer.all_totals)
         return _reason_of(decision)
 
-    if keeper is not None:
-        return _close(keeper, totals, work)
+    if checkpoints is not None:
+        return _close(checkpoints, totals, work)
     work()
     return None
 

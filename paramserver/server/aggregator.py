@@ -1,4 +1,4 @@
-"""The steps of all trainers on the server: announcements come in and rounds go out, pushes come in, versions follow."""
+"""The server's part of every step: announcements become step grants, and pushes become updates."""
 
 from __future__ import annotations
 
@@ -15,133 +15,156 @@ from paramserver.consistency import Announcement, Consistency, Decision, Stop, U
 from paramserver.context import StopRequest
 from paramserver.distributed.rpc_calls import RemoteError, completed_future
 from paramserver.errors import TrainingError
-from paramserver.limits import due, epoch_of
+from paramserver.limits import epoch_of, is_due
 from paramserver.metrics.records import StepReport, StepResult
-from paramserver.runs.checkpoint_manager import CheckpointManager
+from paramserver.runs.monitor import RunMonitor
 from paramserver.server.coordinator import ShardCoordinator
 from paramserver.server.parameter_store import ParameterStore
 from paramserver.transport.base import ServerTransport
 from paramserver.transport.messages import Future, PendingReplies, Push, StepGrant, VersionView
 
+ReleaseFn = Callable[[], None]
+
 
 class Aggregator:
-    """What the rules say is done here, and nothing else decides. Its owner's lock covers every call.
+    """Carries out what the consistency model decides. Every call holds the lock of the ``ParameterServer``.
+
+    A trainer announces its next step (``announce``, or together with a push). Once the consistency model allows the
+    step, the trainer gets a ``StepGrant`` with the version to pull. Its push waits here until the model names it in an
+    ``Update``; then the update is applied, and the trainers whose gradients it holds get their replies.
+
+    All of that happens in ``_process``, the only loop: whatever adds an announcement or a push calls it afterwards.
 
     Args:
-        rules: who may go on, and which gradients make an update.
-        versions: the parameters.
-        keeper: rank 0's account.
+        rules: the consistency model.
+        store: the parameters.
+        monitor: counts updates.
         stop: set by a signal to this process.
-        fail: ends the run with what was raised.
-        conductor: of several servers.
+        fail: ends the run with an error.
+        coordinator: of the other servers, if there are several.
     """
 
     def __init__(
         self,
         rules: Consistency,
-        versions: ParameterStore,
-        keeper: CheckpointManager,
+        store: ParameterStore,
+        monitor: RunMonitor,
         stop: StopRequest,
         fail: Callable[[Exception], None],
-        conductor: ShardCoordinator | None = None,
+        coordinator: ShardCoordinator | None = None,
     ) -> None:
         self.rules = rules
-        self.versions = versions
-        self.keeper = keeper
+        self.store = store
+        self.monitor = monitor
         self.stop = stop
-        self.ends: dict[int, ServerTransport] = {}
+        self.transports: dict[int, ServerTransport] = {}
         self.epoch_samples: int | None = None
         self._fail = fail
-        self._epoch = keeper.epoch
-        self._seconds = keeper.seconds
+        self._coordinator = coordinator
+        self._epoch = monitor.epoch
+        self._seconds = monitor.seconds
         self._announcements = PendingReplies()
-        self._results: dict[int, StepResult] = {}
-        self._followers = PendingReplies()
-        self._pushes: dict[int, Push] = {}
-        self._expected: dict[int, Push] = {}
-        self._conductor = conductor
-        self._offered: dict[int, int] = {}
-        self._errands: deque[Callable[[Callable[[], None]], None]] = deque()
-        self._busy = self._making = False
-
-    def take_waiting(self) -> list[Future]:
-        """Everybody who waits for an answer; they get it from the caller."""
-        waiting = [f for g in (self._announcements, self._followers) for f in g.take()[1].values()]
-        waiting += [push.future for push in (*self._pushes.values(), *self._expected.values())]
-        self._pushes.clear()
-        self._expected.clear()
-        return waiting
+        self._version_waits = PendingReplies()
+        self._results: dict[int, StepResult] = {}  # of pushes whose reply waits for the next grant
+        self._pushes: dict[int, Push] = {}  # complete, not applied yet
+        self._incomplete: dict[int, Push] = {}  # reported, with gradients still on their way
+        self._granted: dict[int, int] = {}  # the version that each trainer was granted and has not pushed for
+        self._exclusive: deque[Callable[[ReleaseFn], None]] = deque()
+        self._processing = False
+        self._busy = False  # other servers are at work; nothing else may start
+        self._applying = False  # on an update, which ``rules.step`` counts already
 
     # Announcements.
 
-    def begin(self, trainer_index: int, announcement: Announcement) -> Future:
-        """Answered with a ``StepGrant`` when the consistency lets the trainer go on."""
-        future = self._announce(trainer_index, announcement)
-        self._go_on()
+    def announce(self, trainer_index: int, announcement: Announcement) -> torch.futures.Future[StepGrant]:
+        """Reply with a ``StepGrant`` once the consistency model lets the trainer continue."""
+        future: torch.futures.Future[StepGrant] = torch.futures.Future()
+        self._enqueue(trainer_index, announcement, future)
+        self._process()
         return future
 
-    def _announce(self, trainer_index: int, announcement: Announcement, future: Future | None = None) -> Future:
-        self.rules.announce(trainer_index, self._with_own_stop(announcement))
-        return self._announcements.add(trainer_index, None, future)
-
-    def _with_own_stop(self, announcement: Announcement) -> Announcement:
+    def _enqueue(self, trainer_index: int, announcement: Announcement, future: Future) -> None:
         own, reason = self.stop.state()
-        if own is Stop.NO and (wish := self.keeper.stop_reason()) is not None:
-            own, reason = Stop.LIMIT, wish
-        return replace(announcement, stop=own, reason=reason) if own > announcement.stop else announcement
+        if own is Stop.NO and (limit := self.monitor.stop_reason()) is not None:
+            own, reason = Stop.LIMIT, limit
+        if own > announcement.stop:  # the stronger request to stop counts
+            announcement = replace(announcement, stop=own, reason=reason)
+        self.rules.announce(trainer_index, announcement)
+        self._announcements.add(trainer_index, None, future)
 
-    def _go_on(self) -> None:
-        """Make the updates that are due, and answer those who wait no longer. What fails ends the run.
+    def _process(self) -> None:
+        """Apply every update that is due, then grant every step that is allowed. An error ends the run.
 
-        While several servers are at work, neither is done.
+        Not re-entrant: a call from within returns at once, and the loop picks up what was added. While other servers
+        are at work (``_busy``) nothing is done; ``_release`` continues.
         """
+        if self._processing:
+            return
+        self._processing = True
         try:
-            while self._errands and not self._busy:
-                self._busy = True
-                self._errands.popleft()(self._released)
-            while not self._busy and (update := self.rules.due()) is not None:
-                self._advance(update)
-            answers = {} if self._busy else self.rules.answers()
-            for index, decision in answers.items():
-                future, arrived = self._announcements.take_one(index)
-                future.set_result(self._round(index, decision, time.perf_counter() - arrived))
-        except Exception as error:  # noqa: BLE001 - it ends the run and travels to every trainer
+            while not self._busy:
+                if self._exclusive:
+                    self._busy = True
+                    self._exclusive.popleft()(self._release)
+                elif (update := self.rules.next_update()) is not None:
+                    self._apply_update(update)
+                else:
+                    for trainer_index, decision in self.rules.pop_decisions().items():
+                        self._grant(trainer_index, decision)
+                    return
+        except Exception as error:  # noqa: BLE001 - ends the run and is sent to every trainer
             self._fail(error)
+        finally:
+            self._processing = False
 
-    def _round(self, trainer_index: int, decision: Decision, held_s: float) -> StepGrant:
+    def _release(self) -> None:
+        """Continue after an exclusive task or an update on several servers."""
+        self._busy = False
+        self._process()
+
+    def run_exclusively(self, task: Callable[[ReleaseFn], None]) -> None:
+        """Run ``task`` while no update is applied; it calls the function that it is given when it is done."""
+        self._exclusive.append(task)
+        self._process()
+
+    def _grant(self, trainer_index: int, decision: Decision) -> None:
+        future, announced = self._announcements.pop(trainer_index)
+        held_s = time.perf_counter() - announced
         result = self._results.pop(trainer_index, None)
         if decision.verdict is Verdict.GO:
             self._enter_epoch(decision.samples)
         if trainer_index not in decision.active:
-            return StepGrant(decision, result=result, held_s=held_s)
-        end = self.ends[trainer_index]
-        place, buffers = end.offer(), end.buffers(self.versions.snapshot_of_buffers())
-        self._offered[trainer_index] = decision.step
-        return StepGrant(decision, place, buffers, self.rules.keeps_buffers_of(trainer_index), result, held_s)
+            future.set_result(StepGrant(decision, result=result, held_s=held_s))
+            return
+        transport = self.transports[trainer_index]
+        place, buffers = transport.pin_version(), transport.buffers_to_send(self.store.snapshot_of_buffers())
+        self._granted[trainer_index] = decision.step
+        wants_buffers = self.rules.wants_buffers_from(trainer_index)
+        future.set_result(StepGrant(decision, place, buffers, wants_buffers, result, held_s))
 
     def _enter_epoch(self, samples: int) -> None:
-        """The schedule of epochs, advanced before the first step of a new one."""
+        """Step the schedule of epochs before the first step of a new epoch."""
         epoch = epoch_of(samples, self.epoch_samples)
         while self._epoch < epoch:
             self._epoch += 1
-            self.versions.updater.epoch_ended()
-        self.keeper.entered_epoch(self._epoch)
+            self.store.updater.on_epoch_end()
+        self.monitor.enter_epoch(self._epoch)
 
     def pull(self, trainer_index: int) -> tuple[Tensor, ...]:
-        """The version that a trainer's round offered, as tensors whose gradients are its push."""
-        return self.ends[trainer_index].pull()
+        """Return the version that a trainer was granted, as tensors whose gradients are its push."""
+        return self.transports[trainer_index].pull()
 
     # Pushes.
 
-    def take_early(self, trainer_index: int, version: int, number: int, gradient: Tensor) -> None:
-        """A part of a push that comes before it.
+    def receive_bucket(self, trainer_index: int, version: int, number: int, gradient: Tensor) -> None:
+        """Accept a part of a push that arrives before the push itself.
 
         Raises:
-            TrainingError: the trainer was not offered that version.
+            TrainingError: the trainer was not granted that version.
         """
-        if self._offered.get(trainer_index) != version:
+        if self._granted.get(trainer_index) != version:
             raise TrainingError(f"trainer {trainer_index} has no part in version {version} and sent a gradient for it")
-        self.ends[trainer_index].take_early(number, gradient)
+        self.transports[trainer_index].receive_bucket(number, gradient)
 
     def push(
         self,
@@ -149,129 +172,133 @@ class Aggregator:
         report: StepReport,
         buffers: Sequence[Tensor],
         announcement: Announcement | None,
-    ) -> Future:
-        """Take the gradients that a context holds.
+    ) -> torch.futures.Future[StepGrant]:
+        """Accept the gradients that a distributed-autograd context holds.
 
         Raises:
-            TrainingError: it holds none, or the rules refuse them.
+            TrainingError: it holds none, or the consistency model rejects them.
         """
-        gradients = self.ends[report.trainer_index].gradients(held)
+        gradients = self.transports[report.trainer_index].collect_gradients(held)
         if gradients is None:
             raise TrainingError(
                 f"trainer {report.trainer_index} stepped a context without gradients; call backward first"
             )
-        future: Future = torch.futures.Future()
-        self._take(Push(gradients, report, buffers, announcement, future, time.perf_counter()))
+        future: torch.futures.Future[StepGrant] = torch.futures.Future()
+        self._accept(Push(gradients, report, buffers, announcement, future, time.perf_counter()))
         return future
 
-    def expect(self, report: StepReport, buffers: Sequence[Tensor], announcement: Announcement | None) -> Future:
-        """The same of gradients that are on their way: they are taken when they have ``arrived``."""
-        future: Future = torch.futures.Future()
-        self._expected[report.trainer_index] = Push([], report, buffers, announcement, future, time.perf_counter())
-        self.arrived(report.trainer_index)
+    def push_in_place(
+        self, report: StepReport, buffers: Sequence[Tensor], announcement: Announcement | None
+    ) -> torch.futures.Future[StepGrant]:
+        """The same for gradients in shared memory: they are accepted once ``gradients_arrived``."""
+        future: torch.futures.Future[StepGrant] = torch.futures.Future()
+        self._incomplete[report.trainer_index] = Push([], report, buffers, announcement, future, time.perf_counter())
+        self.gradients_arrived(report.trainer_index)
         return future
 
-    def arrived(self, trainer_index: int) -> None:
-        """A trainer's gradients may be where they belong, and its word on them too; the later of both counts."""
-        expected = self._expected.get(trainer_index)
-        gradients = self.ends[trainer_index].gradients({}) if expected is not None else None
-        if expected is None or gradients is None:
+    def gradients_arrived(self, trainer_index: int) -> None:
+        """Accept a push in place if both its report and its gradients have arrived; they come in either order."""
+        push = self._incomplete.get(trainer_index)
+        gradients = self.transports[trainer_index].collect_gradients({}) if push is not None else None
+        if push is None or gradients is None:
             return
-        del self._expected[trainer_index]
+        del self._incomplete[trainer_index]
         try:
-            self._take(replace(expected, gradients=gradients, arrived=time.perf_counter()))
+            self._accept(replace(push, gradients=gradients, arrival_s=time.perf_counter()))
         except TrainingError as error:
-            expected.future.set_result(RemoteError.of(error))
+            push.future.set_result(RemoteError.of(error))  # raised by the caller
 
-    def _take(self, push: Push) -> None:
-        report, index = push.report, push.report.trainer_index
-        refusal = self.rules.refusal(index, report.version)
-        if refusal is not None:
-            raise TrainingError(refusal)
-        report, buffers = self.ends[index].completed(report, push.buffers)
+    def _accept(self, push: Push) -> None:
+        """Keep a complete push for the update that will hold it, or drop it."""
+        trainer_index, version = push.report.trainer_index, push.report.version
+        rejection = self.rules.rejection_reason(trainer_index, version)
+        if rejection is not None:
+            raise TrainingError(rejection)
+        transport = self.transports[trainer_index]
+        report, buffers = transport.complete_push(push.report, push.buffers)
         push = replace(push, report=report, buffers=buffers)
-        self.ends[index].release()
-        self._offered.pop(index, None)
-        if self.rules.push(index, report.version, report.samples):
-            self._pushes[index] = push
+        transport.unpin()
+        self._granted.pop(trainer_index, None)
+        if self.rules.push(trainer_index, version, report.samples):
+            self._pushes[trainer_index] = push
         else:
-            self.keeper.drop()
-            self._answer(push, self._result([push], dropped=True))
-        self._go_on()
+            self.monitor.push_dropped()
+            self._reply(push, self._result([push], dropped=True))
+        self._process()
 
-    def _advance(self, update: Update) -> None:
-        """One version more, and the answers to those whose gradients made it."""
+    # Updates.
+
+    def _apply_update(self, update: Update) -> None:
         pushes = [self._pushes[i] for i in update.trainers]
-        # Of trainers that run freely, this one may have been on its way when the last epoch ended.
+        # With trainers that run freely, these gradients may have been in flight when the last epoch ended.
         self._enter_epoch(self.rules.samples - sum(push.report.samples for push in pushes))
         started = time.perf_counter()
-        if self._conductor is None:
-            self.versions.apply(self.rules.step, update, pushes)
-            self._advanced(update, pushes, started)
+        if self._coordinator is None:
+            self.store.apply(self.rules.step, update, pushes)
+            self._after_update(update, pushes, started)
             return
-        self._busy = self._making = True
-        shared = [self.ends[i].in_place for i in update.trainers]
-        made = partial(self._made, update, pushes, started)
-        self._conductor.update(self.rules.step, update, pushes, shared, self._needed(), made)
+        self._busy = self._applying = True
+        in_place = [self.transports[i].in_place for i in update.trainers]
+        applied = partial(self._shards_applied, update, pushes, started)
+        self._coordinator.apply(self.rules.step, update, pushes, in_place, self._versions_in_use(), applied)
 
-    def _needed(self) -> set[int]:
-        """Versions that trainers may still pull from other servers, or look at there."""
-        outside = [i for i, end in self.ends.items() if not end.in_place]
-        pulled = {self._offered[i] for i in outside if i in self._offered}
-        return pulled | self.versions.kept_versions if outside else set()
+    def _versions_in_use(self) -> set[int]:
+        """Versions that trainers may still pull from other servers, or validate there."""
+        remote = [i for i, transport in self.transports.items() if not transport.in_place]
+        pulled = {self._granted[i] for i in remote if i in self._granted}
+        return pulled | self.store.retained_versions if remote else set()
 
-    def _made(self, update: Update, pushes: Sequence[Push], started: float) -> None:
-        """All servers have made their parts."""
-        self._making = False
-        self._advanced(update, pushes, started)
-        self._released()
+    def _shards_applied(self, update: Update, pushes: Sequence[Push], started: float) -> None:
+        self._applying = False
+        self._after_update(update, pushes, started)
+        self._release()
 
-    def _released(self) -> None:
-        self._busy = False
-        self._go_on()
-
-    def when_idle(self, errand: Callable[[Callable[[], None]], None]) -> None:
-        """Do what no update may go beside; the errand gets what it is to call when it is done."""
-        self._errands.append(errand)
-        self._go_on()
-
-    def _advanced(self, update: Update, pushes: Sequence[Push], started: float) -> None:
+    def _after_update(self, update: Update, pushes: Sequence[Push], started: float) -> None:
+        """Record the update, and reply to the trainers whose gradients it holds."""
         apply_s = time.perf_counter() - started
-        if due(self.rules.step, self.rules.terms.validate_every):
-            self.versions.keep(self.rules.step)
+        if is_due(self.rules.step, self.rules.terms.validate_every):
+            self.store.retain(self.rules.step)
         result = self._result(pushes, apply_s)
-        self.keeper.stepped(result, dict(zip(update.trainers, update.staleness, strict=True)))
+        self.monitor.update_applied(result, dict(zip(update.trainers, update.staleness, strict=True)))
         for push in pushes:
             del self._pushes[push.report.trainer_index]
-            self._answer(push, replace(result, held_s=max(started - push.arrived, 0.0)))
-        for follower in self._followers.take()[1].values():
-            follower.set_result(None)
+            self._reply(push, replace(result, held_s=max(started - push.arrival_s, 0.0)))
+        for future in self._version_waits.pop_all()[1].values():
+            future.set_result(None)
 
-    def _answer(self, push: Push, result: StepResult) -> None:
-        """Now, or together with the decision on the next step, where the trainer has asked for it."""
+    def _reply(self, push: Push, result: StepResult) -> None:
+        """Reply now, or with the grant of the next step if the push carried its announcement."""
         if push.announcement is None:
             push.future.set_result(StepGrant(result=result))
             return
         self._results[push.report.trainer_index] = result
-        self._announce(push.report.trainer_index, push.announcement, push.future)
+        self._enqueue(push.report.trainer_index, push.announcement, push.future)
 
     def _result(self, pushes: Sequence[Push], apply_s: float = 0.0, dropped: bool = False) -> StepResult:
         loss = sum(push.report.loss for push in pushes) / len(pushes)
         self._seconds = max(self._seconds, *(push.report.seconds for push in pushes))
-        lr = self.versions.updater.lr
+        lr = self.store.updater.lr
         return StepResult(self.rules.step, self.rules.samples, loss, lr, self._seconds, apply_s, dropped=dropped)
 
-    # Those who only read.
+    # Reading.
 
-    def follow(self, trainer_index: int, step: int) -> Future:
-        """Answered when version ``step`` is there."""
-        made = self.rules.step - self._making
-        return completed_future(None) if made >= step else self._followers.add(trainer_index, None)
+    def wait_version(self, trainer_index: int, version: int) -> torch.futures.Future[None]:
+        """Reply once ``version`` exists."""
+        applied = self.rules.step - self._applying
+        return completed_future(None) if applied >= version else self._version_waits.add(trainer_index, None)
 
-    def look(self, trainer_index: int, version: int | None) -> VersionView:
-        """A version that is kept, or the current one; None = whatever is current."""
-        end = self.ends[trainer_index]
+    def view_version(self, trainer_index: int, version: int | None) -> VersionView:
+        """Return a retained version, or the current one; None for whichever is current."""
+        transport = self.transports[trainer_index]
         if version not in (None, self.rules.step):
-            return end.kept(*self.versions.kept(version))
-        place, flats = end.look()
-        return VersionView(place, tuple(flats), end.buffers(self.versions.snapshot_of_buffers()))
+            return transport.view_retained(*self.store.retained(version))
+        place, flats = transport.view_version()
+        return VersionView(place, tuple(flats), transport.buffers_to_send(self.store.snapshot_of_buffers()))
+
+    def pop_waiters(self) -> list[Future]:
+        """Remove and return the futures of all calls that wait; the caller replies to them."""
+        waiting = [f for table in (self._announcements, self._version_waits) for f in table.pop_all()[1].values()]
+        waiting += [push.future for push in (*self._pushes.values(), *self._incomplete.values())]
+        self._pushes.clear()
+        self._incomplete.clear()
+        return waiting

@@ -2,8 +2,6 @@
 
 Handlers never block: what has to wait for other trainers returns a future. Errors travel back as values.
 
-The checkpoint that is being put together: what the server cut, and the trainers' parts as they come in.
-
 What PyTorch's RPC tutorial calls on its parameter server, off the hot path.
 """
 
@@ -25,10 +23,10 @@ from paramserver.consistency import Announcement, Decision, make_consistency
 from paramserver.context import StopRequest
 from paramserver.distributed.membership import Member, Members, watch_peer
 from paramserver.distributed.rpc_calls import RemoteError
-from paramserver.errors import ParamserverError, PeerLost, TrainingError, UnsupportedConfiguration, failed_elsewhere
-from paramserver.metrics.records import Record, StepReport, TrainerTotals, WeightedSums, merge_all
-from paramserver.parameters.model import untrained_weights
-from paramserver.runs.checkpoint_manager import CheckpointManager, StagedCheckpoint, Stateful
+from paramserver.errors import ParamserverError, PeerLost, TrainingError, UnsupportedConfiguration, as_peer_error
+from paramserver.metrics.records import Record, StepReport, TrainerTotals, WeightedSums, merge_sums
+from paramserver.parameters.model import untrained_state_dict
+from paramserver.runs.checkpoint_manager import CheckpointManager, PartCollector, Stateful
 from paramserver.server.aggregator import Aggregator
 from paramserver.server.coordinator import CollectedState, ShardCoordinator
 from paramserver.server.model_service import ModelService, ServedTransport
@@ -36,68 +34,10 @@ from paramserver.server.parameter_store import ParameterStore
 from paramserver.task import Task
 from paramserver.transport.autograd import pull
 from paramserver.transport.base import ServerTransport
-from paramserver.transport.messages import Future, JoinReply, ModelAnswer, ModelCall, PendingReplies, VersionView
+from paramserver.transport.messages import Future, JoinReply, ModelReply, ModelCall, PendingReplies, VersionView
 from paramserver.transport.rpc import RpcServerTransport, ShardedServerTransport, WireVersion
 from paramserver.transport.segments import SegmentHost
 from paramserver.transport.shared_memory import SharedMemory
-
-
-class PartCollector:
-    """Takes the parts of one checkpoint after the other and gives it to the keeper when all are there. Thread-safe.
-
-    A trainer takes part in the next cut only when its part of the last one has arrived, so there is one at a time.
-    Until then the cut and what came of the parts are in memory, beside what the writer holds. Where a trainer dies
-    before, nothing is written, and the checkpoint before stays the newest.
-
-    Args:
-        keeper: writes.
-        trainers: how many parts a checkpoint has.
-    """
-
-    def __init__(self, keeper: CheckpointManager, trainers: int) -> None:
-        self._keeper = keeper
-        self._trainers = trainers
-        self._lock = threading.Lock()
-        self._cut: StagedCheckpoint | None = None
-        self._parts: dict[int, ChunkedFile] = {}
-        self._pauses_s: dict[int, float] = {}
-
-    def begin(self, cut: StagedCheckpoint) -> None:
-        """The next parts are of ``cut``."""
-        with self._lock:
-            assert self._cut is None, "a trainer waits for its last part before it takes part in a cut"
-            self._cut, self._pauses_s = cut, {}
-            self._parts = {index: ChunkedFile() for index in range(self._trainers)}
-
-    def add(self, trainer_index: int, step: int, piece: Tensor) -> None:
-        """The next piece of a trainer's file.
-
-        Raises:
-            TrainingError: no cut of that step waits for parts.
-        """
-        with self._lock:
-            self._expected(trainer_index, step)
-            self._parts[trainer_index].append(piece.numpy())
-
-    def complete(self, trainer_index: int, step: int, pause_s: float) -> None:
-        """A trainer's part is here. With the last one the checkpoint is submitted; without background, written.
-
-        Raises:
-            TrainingError: no cut of that step waits for parts, or an earlier one could not be written.
-        """
-        with self._lock:
-            cut = self._expected(trainer_index, step)
-            self._pauses_s[trainer_index] = pause_s
-            if len(self._pauses_s) < self._trainers:
-                return
-            parts, pauses_s = self._parts, self._pauses_s
-            self._cut, self._parts = None, {}
-        self._keeper.write(cut, parts, max(pauses_s.values()))
-
-    def _expected(self, trainer_index: int, step: int) -> StagedCheckpoint:
-        if self._cut is None or self._cut.step != step or trainer_index in self._pauses_s:
-            raise TrainingError(f"trainer {trainer_index}: a part of step {step} must follow a cut of that step")
-        return self._cut
 
 
 class TutorialMethods(nn.Module):
@@ -144,7 +84,7 @@ class ParameterServer(TutorialMethods):
         task: builds the model and the optimizer.
         config: the run's.
         trainers: how many trainers the run has.
-        keeper: rank 0's account, which writes checkpoints and records.
+        checkpoints: saves and restores; its monitor writes records.
         stop: set by a signal to this process.
         segments: gives memory that trainers of this host share; None where all is to travel over RPC.
     """
@@ -154,35 +94,36 @@ class ParameterServer(TutorialMethods):
         task: Task,
         config: Config,
         trainers: int,
-        keeper: CheckpointManager,
+        checkpoints: CheckpointManager,
         stop: StopRequest,
         segments: SegmentHost | None = None,
     ) -> None:
         super().__init__()
         self.config = config
-        self.keeper = keeper
+        self.checkpoints = checkpoints
+        self.monitor = monitor = checkpoints.monitor
         self.trainers = trainers
         self.members = Members()
-        rules = make_consistency(config, trainers, keeper.step, keeper.samples)
-        rules.load_state_dict(keeper.consistency_state)
+        rules = make_consistency(config, trainers, monitor.step, monitor.samples)
+        rules.load_state_dict(checkpoints.consistency_state)
         several = config.cluster.num_servers > 1
-        self._sharing = SharedMemory(segments, config.server, rules.lockstep, keeper.note)
+        self._sharing = SharedMemory(segments, config.server, rules.lockstep, monitor.note)
         in_place = (rules.lockstep or several) and segments is not None
         self.versions = ParameterStore(task, config, self._sharing.allocate_parameters if in_place else None)
         parameters = self.versions.parameters
         self._forwards = ModelService(task, config, self.versions) if server_computes(config) else None
-        self._sharing.open_shelf(parameters.layout, trainers, lambda: (rules.step, parameters.flats))
+        self._sharing.open_snapshots(parameters.layout, trainers, lambda: (rules.step, parameters.flats))
         wire_dtype = getattr(torch, config.server.wire_dtype)
         self._wire = parameters.layout.narrowed(wire_dtype)
-        keeper.restore_model(self.versions.model)
-        keeper.restore_updater(self.versions.updater)
+        checkpoints.restore_model(self.versions.model)
+        checkpoints.restore_optimizer(self.versions.updater)
         self._lock = threading.RLock()
         self.conductor = self._make_conductor(stop) if several else None
         self.is_whole = self.conductor is None
         own = self.versions.shard.layout
         self._outgoing = WireVersion(own, own.narrowed(wire_dtype), self.versions.own_snapshot)
         self.rounds = Aggregator(
-            rules, self.versions, keeper, stop, lambda error: self.fail(RemoteError.of(error).error()), self.conductor
+            rules, self.versions, monitor, stop, lambda error: self.fail(RemoteError.of(error).error()), self.conductor
         )
         self.finished = threading.Event()
         self.error: ParamserverError | None = None
@@ -191,15 +132,17 @@ class ParameterServer(TutorialMethods):
         self._arrivals = PendingReplies()
         self._validations: dict[int, PendingReplies] = {}
         self._cuts = PendingReplies()
-        self._deposits = PartCollector(keeper, trainers)
+        self._deposits = PartCollector(checkpoints, trainers)
 
     def _make_conductor(self, stop: StopRequest) -> ShardCoordinator:
-        where, begun = self._sharing.where, self._check_arrivals
-        return ShardCoordinator(self.config, self.versions, self._lock, stop, self.keeper.step, where, self.fail, begun)
+        where, begun = self._sharing.location, self._check_arrivals
+        return ShardCoordinator(
+            self.config, self.versions, self._lock, stop, self.monitor.step, where, self.fail, begun
+        )
 
     def _make_end(self) -> ServerTransport:
         if self._forwards is not None:
-            return self._forwards.new_end()
+            return self._forwards.new_transport()
         if self.conductor is not None:
             return ShardedServerTransport(self.versions.shard, self.versions.leaves, self._outgoing)
         return RpcServerTransport(self.versions.leaves, self._outgoing)
@@ -225,16 +168,16 @@ class ParameterServer(TutorialMethods):
                 return
             if self.conductor is not None and not self.conductor.complete:
                 return
-            futures = self._arrivals.take()[1]
+            futures = self._arrivals.pop_all()[1]
         self._conclude(futures, self._welcomes)
 
     def _welcomes(self) -> dict[int, JoinReply]:
-        self.keeper.expect(self.rounds.epoch_samples)
-        model = stage_copy(untrained_weights(self.versions.model)) if self._forwards is None else {}
+        self.monitor.expect_samples(self.rounds.epoch_samples)
+        model = stage_copy(untrained_state_dict(self.versions.model)) if self._forwards is None else {}
         layouts = self.versions.parameters.layout, self._wire, self.versions.buffers.layout
-        step, lockstep, stored = self.rounds.rules.step, self.rounds.rules.lockstep, self.keeper.stored_part
+        step, lockstep, stored = self.rounds.rules.step, self.rounds.rules.lockstep, self.checkpoints.trainer_part
         if self.conductor is not None and not self.conductor.shares_memory:
-            self._sharing.stop()
+            self._sharing.disable()
         where, shards = self._sharing.address, () if self.conductor is None else self.conductor.shards
         return {i: JoinReply(model, *layouts, step, lockstep, where, stored(i), shards) for i in range(self.trainers)}
 
@@ -246,7 +189,9 @@ class ParameterServer(TutorialMethods):
         """
         with self._lock:
             layout, shard = self.versions.parameters.layout, self.versions.shard
-            made = self._sharing.make_end(trainer_index, layout, shard, lambda: self._gradients_arrived(trainer_index))
+            made = self._sharing.make_transport(
+                trainer_index, layout, shard, lambda: self._gradients_arrived(trainer_index)
+            )
             if made is None:
                 return 0
             self.rounds.ends[trainer_index], slots = made
@@ -264,7 +209,7 @@ class ParameterServer(TutorialMethods):
             future.set_result(values[index])
 
     def beat(self, trainer_index: int) -> None:
-        self.members.beat(trainer_index)
+        self.members.record_heartbeat(trainer_index)
 
     def leave(self, totals: TrainerTotals, decision: Decision) -> None:
         """A trainer is done. After the last one the server ends."""
@@ -282,7 +227,7 @@ class ParameterServer(TutorialMethods):
 
     def wait_for_goodbyes(self, timeout_s: float) -> None:
         """Until every trainer that is alive has let go of this server, which it does when it needs it no more."""
-        self.members.await_goodbyes(timeout_s)
+        self.members.wait_for_disconnects(timeout_s)
 
     def give_up(self, trainer_index: int, told: RemoteError) -> None:
         """A trainer failed, and says why; so the run fails."""
@@ -290,7 +235,7 @@ class ParameterServer(TutorialMethods):
         self.fail(told.error())
 
     def _gone(self, trainer_index: int, reason: str | None) -> None:
-        self.members.say_goodbye(trainer_index)
+        self.members.mark_disconnected(trainer_index)
         if reason is not None:
             self._lost(trainer_index, reason)
 
@@ -302,10 +247,10 @@ class ParameterServer(TutorialMethods):
     def look_for_silent_peers(self) -> None:
         if self.conductor is not None:
             self.conductor.look_for_silent()
-        for member in self.members.silent(self.config.server.lost_after_s):
+        for member in self.members.overdue(self.config.server.lost_after_s):
             silence_s = self.config.server.lost_after_s
             self._lost(member.trainer_index, f"no heartbeat for server.lost_after_s ({silence_s:g} s)")
-            self.members.say_goodbye(member.trainer_index)  # it will say none
+            self.members.mark_disconnected(member.trainer_index)  # it will say none
 
     def fail(self, error: ParamserverError) -> None:
         """End the run: every trainer that waits, and every one that calls later, gets the error."""
@@ -314,16 +259,16 @@ class ParameterServer(TutorialMethods):
                 self.error = error
             if self.conductor is not None:
                 self.conductor.end()
-            failure = RemoteError.of(failed_elsewhere(self.error))
+            failure = RemoteError.of(as_peer_error(self.error))
             gatherings = [self._arrivals, self._cuts, *self._validations.values()]
-            waiting = [f for g in gatherings for f in g.take()[1].values()] + self.rounds.take_waiting()
+            waiting = [f for g in gatherings for f in g.pop_all()[1].values()] + self.rounds.take_waiting()
         for future in waiting:
             future.set_result(failure)
         self.finished.set()
 
     def _check_running(self) -> None:
         if self.error is not None:
-            raise failed_elsewhere(self.error)
+            raise as_peer_error(self.error)
 
     # A step: see ``Aggregator``.
 
@@ -389,7 +334,7 @@ class ParameterServer(TutorialMethods):
         assert self._forwards is not None
         return self._forwards.as_built
 
-    def compute(self, trainer_index: int, call: ModelCall) -> ModelAnswer:
+    def compute(self, trainer_index: int, call: ModelCall) -> ModelReply:
         """The model's output for one trainer, at the version of its round. Without the lock: others compute too."""
         self._check_running()
         end = self.rounds.ends[trainer_index]
@@ -406,8 +351,8 @@ class ParameterServer(TutorialMethods):
             future = gathering.add(trainer_index, sums)
             if len(gathering.parts) < self.trainers:
                 return future
-            parts, futures, _ = self._validations.pop(version).take()
-        self._conclude(futures, lambda: dict.fromkeys(futures, self._validated(version, merge_all(parts))))
+            parts, futures, _ = self._validations.pop(version).pop_all()
+        self._conclude(futures, lambda: dict.fromkeys(futures, self._validated(version, merge_sums(parts))))
         return future
 
     def take_share(self, trainer_index: int, version: int, sums: WeightedSums) -> None:
@@ -418,7 +363,7 @@ class ParameterServer(TutorialMethods):
         with self._lock:
             self.versions.forget(version)
             means = merged.means()
-            improved = self.keeper.validated(version, merged)
+            improved = self.monitor.validated(version, merged)
             self.versions.updater.validated(version, means)
             return means, improved
 
@@ -433,7 +378,7 @@ class ParameterServer(TutorialMethods):
             future = self._cuts.add(trainer_index, None)
             if len(self._cuts.parts) < self.trainers:
                 return future
-            _, futures, arrived = self._cuts.take()
+            _, futures, arrived = self._cuts.pop_all()
 
         def cut(state: Stateful) -> None:
             self._conclude(futures, lambda: self._cut(list(futures), state, reason, min(arrived.values())))
@@ -461,20 +406,20 @@ class ParameterServer(TutorialMethods):
     def _cut(self, trainers: Sequence[int], updater: Stateful, reason: str, since: float) -> dict[int, None]:
         with self._lock:
             rules = self.rounds.rules
-            cut = self.keeper.cut(rules.step, self.versions.model, updater, reason, since, rules.state_dict())
-            self._deposits.begin(cut)
+            cut = self.checkpoints.stage(rules.step, self.versions.model, updater, reason, since, rules.state_dict())
+            self._deposits.start(cut)
             return dict.fromkeys(trainers)
 
     def deposit(self, trainer_index: int, step: int, piece: Tensor) -> None:
         """A piece of a trainer's part of the checkpoint of ``step``; taken also from a run that has failed since."""
-        self._deposits.add(trainer_index, step, piece)
+        self._deposits.add_chunk(trainer_index, step, piece)
 
     def complete_deposit(self, trainer_index: int, step: int, pause_s: float) -> Future:
         """A trainer's part is here; it had stopped for ``pause_s`` seconds. With the last part all is written."""
         future: Future = torch.futures.Future()
 
         def complete() -> dict[int, None]:
-            self._deposits.complete(trainer_index, step, pause_s)
+            self._deposits.finish_part(trainer_index, step, pause_s)
             return {trainer_index: None}
 
         self._conclude({trainer_index: future}, complete)
@@ -482,7 +427,7 @@ class ParameterServer(TutorialMethods):
 
     def take_records(self, records: Sequence[Record]) -> None:
         for record in records:
-            self.keeper.record(record)
+            self.monitor.record(record)
 
     def optimizer_state(self) -> Future:
         """Answered with the state of the optimizer in the standard form, when no update is under way."""

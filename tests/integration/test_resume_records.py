@@ -6,7 +6,7 @@ from launching import TASKS, buffer_records, here, launch, resume, resume_here, 
 from logging_tasks import OF_A_START
 
 from paramserver.metrics.records import RecordWindow, StepResult
-from paramserver.runs.checkpoint_manager import unknown_kinds
+from paramserver.runs.monitor import kinds_recorded_later
 
 TASK = f"{TASKS.with_name('logging_tasks.py')}:Records"
 # An epoch is four steps, a window three; a checkpoint is due in the middle of one and at the end of another.
@@ -100,7 +100,7 @@ def test_an_end_that_comes_again_is_recorded_once(tmp_path):
 
 def test_a_checkpoint_of_before_windows_were_stored_is_gone_on_from(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
-        patched.setattr("paramserver.runs.checkpoint_manager.CheckpointManager._state", without_window())
+        patched.setattr("paramserver.runs.monitor.RunMonitor.state_dict", without_window())
         run = here(tmp_path, **config_of(tmp_path, 1, max_steps=5))
     assert "window" not in run.load("run")
     assert "window" in resume_here(run, "--set", "training.max_steps=11").load("run")
@@ -108,10 +108,10 @@ def test_a_checkpoint_of_before_windows_were_stored_is_gone_on_from(tmp_path, mo
 
 
 def without_window():
-    from paramserver.runs.checkpoint_manager import CheckpointManager
+    from paramserver.runs.monitor import RunMonitor
 
-    state = CheckpointManager._state
-    return lambda keeper, step: {k: v for k, v in state(keeper, step).items() if k != "window"}
+    state_dict = RunMonitor.state_dict
+    return lambda monitor: {k: v for k, v in state_dict(monitor).items() if k != "window"}
 
 
 def result(step):
@@ -127,13 +127,13 @@ def test_a_window_goes_through_a_file_and_closes_the_same(tmp_path):
     second = RecordWindow(**torch.load(tmp_path / "window.pt", weights_only=True))
     for step in (2, 3):
         second.add(result(step))
-    one, other = (window.record(2) | {"time": 0} for window in (whole, second))
+    one, other = (window.to_record(2) | {"time": 0} for window in (whole, second))
     assert one == other
     assert one["loss"] == pytest.approx((1 + 1 / 2 + 1 / 3) / 3)
     assert (one["step_ms"], one["samples_per_second"]) == (None, None)
-    following = whole.following()
+    following = whole.next_window()
     following.add(result(4))
-    timed = following.record(2)
+    timed = following.to_record(2)
     assert (timed["step"], timed["samples"], timed["loss"]) == (4, 32, 0.25)
     assert (timed["step_ms"], timed["samples_per_second"]) == (pytest.approx(500), pytest.approx(16))
 
@@ -148,4 +148,4 @@ def test_a_window_goes_through_a_file_and_closes_the_same(tmp_path):
     ],
 )
 def test_which_records_of_its_own_step_a_checkpoint_does_not_know(state, kinds):
-    assert unknown_kinds(state) == kinds
+    assert kinds_recorded_later(state) == kinds

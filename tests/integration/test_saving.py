@@ -27,8 +27,7 @@ from paramserver.checkpoint import (
 from paramserver.checkpoint.sender import BackgroundSender
 from paramserver.checkpoint.serialization import PIECE_BYTES
 from paramserver.errors import DeadlineExceeded, ParamserverError, TrainingError
-from paramserver.runs.checkpoint_manager import StagedCheckpoint
-from paramserver.server.parameter_server import PartCollector
+from paramserver.runs.checkpoint_manager import PartCollector, StagedCheckpoint
 
 WAIT_S = 20.0
 CARRIERS = TASKS.with_name("faulty_senders.py")
@@ -140,13 +139,13 @@ def test_the_first_failure_to_send_is_the_one_that_is_told():
 
 
 class Accounts:
-    """What a keeper is to the deposits."""
+    """In the place of the checkpoint manager."""
 
     def __init__(self):
         self.written = []
 
-    def write(self, cut, parts, pause_s):
-        self.written.append((cut.step, {i: b"".join(p) for i, p in parts.items()}, pause_s))
+    def commit(self, staged, parts, pause_s):
+        self.written.append((staged.step, {i: b"".join(p) for i, p in parts.items()}, pause_s))
 
 
 def cut_of(step):
@@ -160,18 +159,18 @@ def piece_of(text):
 def test_a_checkpoint_is_complete_with_the_parts_of_all_trainers_of_its_step():
     accounts = Accounts()
     deposits = PartCollector(accounts, 2)
-    deposits.begin(cut_of(3))
+    deposits.start(cut_of(3))
     for trainer, text in ((1, b"b"), (0, b"a"), (1, b"B")):
-        deposits.add(trainer, 3, piece_of(text))
-    deposits.complete(1, 3, 0.5)
+        deposits.add_chunk(trainer, 3, piece_of(text))
+    deposits.finish_part(1, 3, 0.5)
     assert accounts.written == []
-    for wrong in (lambda: deposits.add(0, 4, piece_of(b"x")), lambda: deposits.complete(1, 3, 0.1)):
-        with pytest.raises(TrainingError, match="must follow a cut of that step"):
+    for wrong in (lambda: deposits.add_chunk(0, 4, piece_of(b"x")), lambda: deposits.finish_part(1, 3, 0.1)):
+        with pytest.raises(TrainingError, match="must follow the staging of that step"):
             wrong()
-    deposits.complete(0, 3, 0.25)
+    deposits.finish_part(0, 3, 0.25)
     assert accounts.written == [(3, {0: b"a", 1: b"bB"}, 0.5)]
-    deposits.begin(cut_of(6))
-    deposits.complete(0, 6, 0.1)
+    deposits.start(cut_of(6))
+    deposits.finish_part(0, 6, 0.1)
     assert len(accounts.written) == 1
 
 

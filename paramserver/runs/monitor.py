@@ -1,0 +1,250 @@
+"""Rank 0's figures of a run: steps, samples, losses, validations, staleness, and the records of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from paramserver.checkpoint import BestMetric
+from paramserver.config import Config
+from paramserver.consistency import StalenessHistogram
+from paramserver.errors import TaskError
+from paramserver.limits import Limits, is_due
+from paramserver.metrics import Sink
+from paramserver.metrics.records import Record, RecordWindow, StepResult, TrainerTotals, WeightedSums, make_record
+from paramserver.metrics.summary import summarize
+from paramserver.runs.rundir import write_json
+
+
+class RunMonitor:
+    """Counts what a run does, writes its records and, at the end, its summary. Thread-safe.
+
+    There is one, on rank 0. The server (``rpc``) or the trainer of rank 0 (``ddp``, ``local``) reports every update to
+    it; a checkpoint stores its ``state_dict``.
+
+    Args:
+        config: the run's.
+        sink: receives every record.
+        summary_file: where ``close`` writes the summary.
+
+    Attributes:
+        step, samples, seconds, epoch, loss: of the newest update.
+        first_samples: how many samples were applied before this start; 0 in a new run.
+        validation: the values of the newest validation, by name.
+        best: the best value of ``checkpoint.best.metric``; None where none is configured.
+        improved_step: the step of the newest validation that was the best.
+        staleness, dropped_pushes: of the gradients that the server applied, and those that came too late for it.
+        resumes: how often the run was resumed.
+    """
+
+    def __init__(self, config: Config, sink: Sink, summary_file: Path) -> None:
+        self.config = config
+        self.step = self.samples = self.first_samples = self.epoch = self.resumes = self.dropped_pushes = 0
+        self.seconds = 0.0
+        self.loss: float | None = None
+        self.validation: dict[str, float] = {}
+        self.improved_step: int | None = None
+        self.staleness = StalenessHistogram()
+        best = config.checkpoint.best
+        self.best = None if best is None else BestMetric(best.metric, best.mode)
+        self.resume_note: str | None = None
+        self._sink = sink
+        self._summary_file = summary_file
+        # Re-entrant: a method that holds it writes records, and ``record`` takes it.
+        self._lock = threading.RLock()
+        self._limits = Limits.of(config.training)
+        self._window = RecordWindow()
+        self._validated_step: int | None = None
+
+    # Records.
+
+    def record(self, record: Record) -> None:
+        """Write a record to the sink."""
+        with self._lock:
+            self._sink.write(record)
+
+    def note(self, text: str) -> None:
+        """Record one sentence for the user."""
+        self.record(make_record("note", self.step, rank=0, text=text))
+
+    def run_started(self, record: Record) -> None:
+        """Write the first record of this start, and after it what the user should know about resuming."""
+        self.record(record)
+        if self.resume_note is not None:
+            self.note(self.resume_note)
+
+    def expect_samples(self, epoch_samples: int | None) -> None:
+        """Record how many samples the run will apply, for sinks that show progress.
+
+        Args:
+            epoch_samples: of one epoch over all trainers; None where that is unknown.
+        """
+        passes = self.config.training.max_epochs
+        if epoch_samples is not None and passes is not None:
+            self.record(make_record("expected", self.step, rank=0, total_samples=passes * epoch_samples))
+
+    # Progress.
+
+    def update_applied(self, result: StepResult, staleness: Mapping[int, int] | None = None) -> None:
+        """Count an update.
+
+        Args:
+            result: its version, samples and loss.
+            staleness: of each trainer's gradient in it, in versions, where there is a server.
+        """
+        with self._lock:
+            for trainer_index, versions in (staleness or {}).items():
+                self.staleness.add(trainer_index, versions)
+            self.step, self.samples, self.loss = result.step, result.samples, result.loss
+            self.seconds = result.seconds
+            self._window.add(result)
+            if result.step % self.config.logging.log_every == 0:
+                self._close_window()
+
+    def push_dropped(self) -> None:
+        """Count a gradient that came too late to be applied."""
+        with self._lock:
+            self.dropped_pushes += 1
+
+    def _close_window(self) -> None:
+        self.record(self._window.to_record(self.epoch))
+        window = self.staleness.pop_window()
+        if window["histogram"]:
+            each = self.staleness.by_trainer()
+            self.record(make_record("staleness", self.step, **window, dropped=self.dropped_pushes, trainers=each))
+        self._window = self._window.next_window()
+
+    def enter_epoch(self, epoch: int) -> None:
+        """Set the epoch of the updates that follow."""
+        self.epoch = epoch
+
+    def validated(self, step: int, sums: WeightedSums) -> bool:
+        """Record a validation over all samples.
+
+        A second validation of the same step, as at the end of a run that had ended already, is ignored.
+
+        Returns:
+            Whether it is the best one so far.
+
+        Raises:
+            TaskError: it lacks the metric of ``checkpoint.best``.
+        """
+        with self._lock:
+            values = sums.means()
+            if step == self._validated_step:
+                return False
+            improved = self.best is not None and self._improves(self.best, values, step)
+            if not sums.samples:
+                return False
+            self.validation = values
+            self._validated_step = step
+            self.improved_step = step if improved else self.improved_step
+            self.record(
+                make_record(
+                    "validation", step, values=values, samples=sums.samples, seconds=self.seconds, best=improved
+                )
+            )
+            return improved
+
+    def _improves(self, best: BestMetric, values: Mapping[str, float], step: int) -> bool:
+        if best.metric not in values:
+            raise TaskError(
+                f"checkpoint.best.metric ({best.metric}) must be among what validation_step returns; it returns "
+                f"{', '.join(sorted(values)) or 'nothing: validation_source gave no samples'}"
+            )
+        return best.improved(values[best.metric], step, is_due(step, self.config.training.validate_every))
+
+    def stop_reason(self) -> str | None:
+        """Return why the run must end now: patience or time; None to continue. Every rank checks the other limits."""
+        patience = self.config.training.patience
+        if patience is not None and self.best is not None and self.best.without_improvement >= patience:
+            return f"no improvement of {self.best.metric} in training.patience ({patience}) validations"
+        return self._limits.reached_time(self.seconds)
+
+    # Checkpoints.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint stores: plain numbers, strings, lists and dicts."""
+        with self._lock:
+            return {
+                "step": self.step,
+                "samples": self.samples,
+                "seconds": self.seconds,
+                "epoch": self.epoch,
+                "resumes": self.resumes,
+                "validation": dict(self.validation),
+                "validated_step": self._validated_step,
+                "best": None if self.best is None else self.best.state_dict(),
+                "window": dict(vars(self._window)),
+                "staleness": self.staleness.state_dict(),
+                "dropped": self.dropped_pushes,
+            }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state``, and count this as a resume. ``resume_note`` says where the best metric changed."""
+        self.step, self.samples, self.seconds = state["step"], state["samples"], state["seconds"]
+        self.first_samples = self.samples
+        self.validation = dict(state["validation"])
+        self._validated_step = state.get("validated_step")
+        self.epoch = state["epoch"]
+        self.resumes = state["resumes"] + 1
+        if "staleness" in state:
+            self.staleness.load_state_dict(state["staleness"])
+            self.dropped_pushes = state["dropped"]
+        self._window = (
+            RecordWindow(**state["window"]) if "window" in state else RecordWindow(self.samples, self.seconds)
+        )
+        if self.best is not None and state["best"] is not None:
+            self.resume_note = self.best.load_state_dict(state["best"])
+
+    # The end.
+
+    def close(
+        self,
+        status: str,
+        totals: Sequence[TrainerTotals],
+        reason: str = "",
+        error: str | None = None,
+        *,
+        checkpoint: str | None = None,
+        checkpoint_pauses_s: Sequence[float] = (),
+        simulations: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Write the last records and the summary, and close the sink.
+
+        Args:
+            status: ``completed``, ``interrupted`` or ``failed``.
+            totals: of each trainer that reported them.
+            reason: why the run ended, for the user.
+            error: what made it fail.
+            checkpoint: the name of its newest checkpoint.
+            checkpoint_pauses_s: how long training stopped for each of this start's checkpoints.
+            simulations: further fields of the summary, of an online run.
+
+        Returns:
+            The summary, as in ``summary.json``.
+        """
+        if self._window.steps:
+            self._close_window()
+        summary = summarize(self, status, totals, reason, error, checkpoint, checkpoint_pauses_s)
+        summary |= simulations or {}
+        write_json(self._summary_file, summary)
+        self.record(make_record("end", self.step, status=status, summary=summary))
+        self._sink.close()
+        return summary
+
+
+def kinds_recorded_later(state: Mapping[str, Any]) -> set[str]:
+    """Return the kinds of records of a checkpoint's own step that were written after the checkpoint.
+
+    Args:
+        state: the content of ``run.pt``.
+    """
+    kinds: set[str] = set()
+    if state.get("window", {}).get("steps"):
+        kinds.update(("train", "staleness"))  # of a window that only the end of the run closed
+    if state.get("validated_step", state["step"]) != state["step"]:
+        kinds.add("validation")  # the last one of a run, after a checkpoint that was due
+    return kinds
