@@ -13,12 +13,12 @@ import torch.distributed.autograd as dist_autograd
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from paramserver.context import restore_random_states
 from paramserver.distributed.rpc_calls import tensor_bytes
 from paramserver.errors import ModelIsElsewhere, TaskError
 from paramserver.metrics.records import StepReport, StepResult
+from paramserver.rng import restore_random_states
 from paramserver.transport.autograd import recv_outputs
-from paramserver.transport.messages import JoinReply, ModelAnswer, ModelCall
+from paramserver.transport.messages import JoinReply, ModelCall, ModelReply
 from trainers.rpc import RpcTrainer
 
 _OFFERED = frozenset({"forward", "train", "eval", "training", "modules", "begin_step", "next_batch", "end_step"})
@@ -37,7 +37,7 @@ class RemoteModel(nn.Module):
     _before: bool | None = None
     _built = True
 
-    def __init__(self, call: Callable[[ModelCall], ModelAnswer], training: bool) -> None:
+    def __init__(self, call: Callable[[ModelCall], ModelReply], training: bool) -> None:
         super().__init__()
         self._call = call
         self._built = training
@@ -127,7 +127,7 @@ class RemoteModel(nn.Module):
             ModelCall(sent_args, sent_kwargs, self._batch or 0, self._training, records, dtype, torch.get_rng_state())
         )
         torch.set_rng_state(answer.random_state)
-        return answer.output if answer.ticket is None else self._anchored(answer.output, answer.ticket)
+        return answer.output if answer.token is None else self._anchored(answer.output, answer.token)
 
     def _anchored(self, output: Any, ticket: Tensor) -> Any:
         leaves, form = tree_flatten(output)
@@ -205,8 +205,8 @@ class ServedTrainer(RpcTrainer):
     def on_loss_known(self, loss: float, samples: int) -> None:
         """Gradients are on the server; none leaves early."""
 
-    def _call(self, call: ModelCall) -> ModelAnswer:
-        answer: ModelAnswer = self.remote.call_through("compute", self.trainer_index, call)
+    def _call(self, call: ModelCall) -> ModelReply:
+        answer: ModelReply = self.remote.call_through("compute", self.trainer_index, call)
         there_and_back = 2 if call.wants_grad else 1
         self.wire_bytes += _bytes_of((call.args, call.kwargs)) + there_and_back * _bytes_of(answer.output)
         return answer

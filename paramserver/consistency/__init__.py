@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     )
     from paramserver.consistency.staleness import (
         StalenessHistogram as StalenessHistogram,
-        scale as scale,
     )
 else:
     __getattr__, __dir__, __all__ = attach(__name__, __file__)

@@ -19,19 +19,19 @@ class Async(FreeRunning):
 
     def __init__(self, terms: RunTerms, step: int = 0, samples: int = 0) -> None:
         super().__init__(terms, step, samples)
-        self.clocks = dict.fromkeys(range(terms.trainers), 0)
+        self.clocks = dict.fromkeys(range(terms.num_trainers), 0)
         self._arrived: deque[tuple[int, int, int]] = deque()
 
     def may_start(self, trainer_index: int) -> bool:
-        return self.has_room()
+        return self.has_version_slot()
 
     def push(self, trainer_index: int, version: int, samples: int) -> bool:
-        del self._tickets[trainer_index]
+        del self._permits[trainer_index]
         self.clocks[trainer_index] += 1
         self._arrived.append((trainer_index, version, samples))
         return True
 
-    def due(self) -> Update | None:
+    def next_update(self) -> Update | None:
         if not self._arrived:
             return None
         trainer_index, version, samples = self._arrived.popleft()
@@ -40,7 +40,7 @@ class Async(FreeRunning):
         self._advance()
         return update
 
-    def keeps_buffers_of(self, trainer_index: int) -> bool:
+    def wants_buffers_from(self, trainer_index: int) -> bool:
         return True
 
     def state_dict(self) -> dict[str, Any]:
@@ -48,7 +48,7 @@ class Async(FreeRunning):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Trainers of another number begin at the same clock."""
-        self.clocks = sequence_of(state.get("clocks", ()), self.terms.trainers) or self.clocks
+        self.clocks = sequence_of(state.get("clocks", ()), self.terms.num_trainers) or self.clocks
 
 
 class Bounded(Async):

@@ -27,24 +27,24 @@ class BackupSync(FreeRunning):
         """Whether it has not given its gradient of this version."""
         return trainer_index not in self._held
 
-    def is_wanted(self, coming: int) -> bool:
+    def may_still_apply(self, coming: int) -> bool:
         """Always: all who are let go with a version make the next one together, and late ones are dropped."""
         return True
 
     @property
-    def update_is_under_way(self) -> bool:
+    def has_partial_update(self) -> bool:
         return bool(self._held)
 
     def push(self, trainer_index: int, version: int, samples: int) -> bool:
-        del self._tickets[trainer_index]
+        del self._permits[trainer_index]
         if version < self.step:
             self.dropped[trainer_index] += 1
             return False
         self._held[trainer_index] = samples
         return True
 
-    def due(self) -> Update | None:
-        if not self._held or len(self._held) < self.terms.trainers - len(self._absent) - self.backups:
+    def next_update(self) -> Update | None:
+        if not self._held or len(self._held) < self.terms.num_trainers - len(self._absent) - self.backups:
             return None
         trainers = tuple(sorted(self._held))
         self.samples += sum(self._held.values())
@@ -58,5 +58,5 @@ class BackupSync(FreeRunning):
         waiting = {i for i, a in self._announced.items() if a.readiness is Readiness.WAITING}
         return (self._drained | (waiting if self._end is not None else set())) - self._held.keys()
 
-    def keeps_buffers_of(self, trainer_index: int) -> bool:
+    def wants_buffers_from(self, trainer_index: int) -> bool:
         return True

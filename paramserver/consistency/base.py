@@ -41,7 +41,7 @@ class Verdict(Enum):
     GO = "go"
     WAIT = "wait"
     END = "end"
-    STAND = "stand"
+    BARRIER = "barrier"
     VALIDATE = "validate"
 
 
@@ -82,15 +82,15 @@ class RunTerms:
         limits: the first that is reached ends the run.
         uneven_inputs: "stop" or "join", where one trainer's data ends before another's.
         batch_size: samples of a batch at most; tells how many samples are on their way.
-        stand_every: steps at whose multiples trainers that run freely all stand still (checkpoints); 0 is never.
+        barrier_every: steps at whose multiples trainers that run freely all stand still (checkpoints); 0 is never.
         validate_every: steps at whose multiples they validate a version that is kept for them; 0 is never.
     """
 
-    trainers: int
+    num_trainers: int
     limits: Limits
     uneven_inputs: str = "stop"
     batch_size: int = 1
-    stand_every: tuple[int, ...] = ()
+    barrier_every: tuple[int, ...] = ()
     validate_every: int = 0
 
 
@@ -125,7 +125,7 @@ class Consistency(ABC):
         self.terms = terms
         self.step = step
         self.samples = samples
-        self.dropped = dict.fromkeys(range(terms.trainers), 0)
+        self.dropped = dict.fromkeys(range(terms.num_trainers), 0)
         self._announced: dict[int, Announcement] = {}
 
     def announce(self, trainer_index: int, announcement: Announcement) -> None:
@@ -133,11 +133,11 @@ class Consistency(ABC):
         self._announced[trainer_index] = announcement
 
     @abstractmethod
-    def answers(self) -> dict[int, Decision]:
+    def pop_decisions(self) -> dict[int, Decision]:
         """The trainers that wait no longer, and what each does next. Each announcement is answered once."""
 
     @abstractmethod
-    def refusal(self, trainer_index: int, version: int) -> str | None:
+    def rejection_reason(self, trainer_index: int, version: int) -> str | None:
         """Why a push may not be counted, or None: the update after the last, a second push, one out of turn."""
 
     @abstractmethod
@@ -145,11 +145,11 @@ class Consistency(ABC):
         """Count a push that was not refused; False where it came too late and is dropped."""
 
     @abstractmethod
-    def due(self) -> Update | None:
+    def next_update(self) -> Update | None:
         """The next update that can be made; ``step`` and ``samples`` then count it."""
 
     @abstractmethod
-    def keeps_buffers_of(self, trainer_index: int) -> bool:
+    def wants_buffers_from(self, trainer_index: int) -> bool:
         """Whether the module buffers of a trainer's next push may become those of the version."""
 
     def state_dict(self) -> dict[str, Any]:

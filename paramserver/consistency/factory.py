@@ -24,7 +24,7 @@ def make_consistency(config: Config, trainers: int, step: int = 0, samples: int 
         Limits.of(training),
         training.uneven_inputs,
         training.batch_size,
-        stand_every=(every, training.validate_every) if together else (every,),
+        barrier_every=(every, training.validate_every) if together else (every,),
         validate_every=0 if together else training.validate_every,
     )
     if server.consistency == "async":

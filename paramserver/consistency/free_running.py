@@ -7,9 +7,9 @@ from collections import deque
 from dataclasses import dataclass
 
 from paramserver.consistency.base import Announcement, Consistency, Decision, Readiness, RunTerms, Stop, Verdict
-from paramserver.limits import due
+from paramserver.limits import is_due
 
-KEPT_VERSIONS = 2
+MAX_RETAINED_VERSIONS = 2
 """So many versions are kept for validations at once: one that is validated, and the next."""
 
 
@@ -33,8 +33,8 @@ class FreeRunning(Consistency):
 
     def __init__(self, terms: RunTerms, step: int = 0, samples: int = 0) -> None:
         super().__init__(terms, step, samples)
-        self._tickets: dict[int, StepPermit] = {}
-        self._owed: dict[int, deque[int]] = {i: deque() for i in range(terms.trainers)}
+        self._permits: dict[int, StepPermit] = {}
+        self._owed: dict[int, deque[int]] = {i: deque() for i in range(terms.num_trainers)}
         self._validating: set[int] = set()
         self._drained: set[int] = set()
         self._stood = step
@@ -46,19 +46,19 @@ class FreeRunning(Consistency):
     def may_start(self, trainer_index: int) -> bool:
         """Whether a trainer that has data may start its next step, as far as the others are concerned."""
 
-    def is_wanted(self, coming: int) -> bool:
+    def may_still_apply(self, coming: int) -> bool:
         """Whether one more push, of at most ``coming`` samples, will be applied in whatever order all arrive."""
-        terms, under_way = self.terms, len(self._tickets)
-        last = [every * (self.step // every + 1) for every in terms.stand_every if every]
+        terms, under_way = self.terms, len(self._permits)
+        last = [every * (self.step // every + 1) for every in terms.barrier_every if every]
         last += [terms.limits.max_steps] if terms.limits.max_steps is not None else []
         if last and self.step + under_way >= min(last):
             return False
         if terms.limits.max_samples is None:
             return True
-        brought = [coming, *(ticket.samples for ticket in self._tickets.values())]
+        brought = [coming, *(ticket.samples for ticket in self._permits.values())]
         return self.samples + sum(brought) - min(brought) < terms.limits.max_samples  # the smallest may come last
 
-    def has_room(self) -> bool:
+    def has_version_slot(self) -> bool:
         """Whether one more push makes no version that would have to be kept beside ``KEPT_VERSIONS`` others.
 
         A hold until those who owe validations have made some: each does at its next boundary, whoever is held, so all
@@ -68,11 +68,11 @@ class FreeRunning(Consistency):
         if not every:
             return True
         kept = max(len(owed) + (i in self._validating) for i, owed in self._owed.items())
-        coming = (self.step + len(self._tickets) + 1) // every - self.step // every
-        return kept + coming <= KEPT_VERSIONS
+        coming = (self.step + len(self._permits) + 1) // every - self.step // every
+        return kept + coming <= MAX_RETAINED_VERSIONS
 
     @property
-    def update_is_under_way(self) -> bool:
+    def has_partial_update(self) -> bool:
         """Whether a push waits for others, who must be let go before anything is done together."""
         return False
 
@@ -85,7 +85,7 @@ class FreeRunning(Consistency):
             self._ask_to_end(announcement.stop, announcement.reason)
         if announcement.readiness is Readiness.DRAINED:
             self._drained.add(trainer_index)  # also while it stands or validates
-            if len(self._drained) == self.terms.trainers:
+            if len(self._drained) == self.terms.num_trainers:
                 self._ask_to_end(Stop.LIMIT, "all data was served")
             elif self.terms.uneven_inputs == "stop":
                 self._ask_to_end(Stop.LIMIT, f"trainer {trainer_index} has no more data (training.uneven_inputs: stop)")
@@ -95,11 +95,11 @@ class FreeRunning(Consistency):
         if self._end is None or stop > self._end[0]:
             self._end = stop, reason
 
-    def answers(self) -> dict[int, Decision]:
+    def pop_decisions(self) -> dict[int, Decision]:
         if (limit := self.terms.limits.reached(self.step, self.samples)) is not None:
             self._end = Stop.LIMIT, limit  # such a run is complete, whatever else would end it (see ``decide``)
         answered = self._validations()
-        if (self._stands_wanted or self._end is not None) and not self.update_is_under_way:
+        if (self._stands_wanted or self._end is not None) and not self.has_partial_update:
             return answered or self._stand()
         for index in sorted(set(self._announced) - set(answered)):
             decision = self._alone(index, self._announced[index])
@@ -110,7 +110,7 @@ class FreeRunning(Consistency):
 
     @property
     def _stands_wanted(self) -> bool:
-        return self._stood != self.step and any(due(self.step, every) for every in self.terms.stand_every)
+        return self._stood != self.step and any(is_due(self.step, every) for every in self.terms.barrier_every)
 
     def _validations(self) -> dict[int, Decision]:
         """Those that are at a boundary and owe the validation of a version that is kept for them, also before an end.
@@ -125,13 +125,13 @@ class FreeRunning(Consistency):
 
     def _stand(self) -> dict[int, Decision]:
         """One answer for all, once all are at a boundary."""
-        if len(self._announced) < self.terms.trainers:
+        if len(self._announced) < self.terms.num_trainers:
             return {}
         everybody = sorted(self._announced)
         self._announced.clear()
         if self._stands_wanted:
             self._stood = self.step
-            return dict.fromkeys(everybody, Decision(Verdict.STAND, (), self.step, self.samples))
+            return dict.fromkeys(everybody, Decision(Verdict.BARRIER, (), self.step, self.samples))
         assert self._end is not None
         interrupted = self._end[0] is Stop.SIGNAL
         end = Decision(Verdict.END, (), self.step, self.samples, self._end[1], interrupted)
@@ -143,15 +143,15 @@ class FreeRunning(Consistency):
         if announcement.readiness is Readiness.DRAINED or not self.may_start(trainer_index):
             return None
         coming = announcement.batches * self.terms.batch_size
-        if not self.is_wanted(coming):
+        if not self.may_still_apply(coming):
             return None
-        self._tickets[trainer_index] = StepPermit(self.step, coming)
+        self._permits[trainer_index] = StepPermit(self.step, coming)
         return Decision(Verdict.GO, (trainer_index,), self.step, self.samples, batches=announcement.batches)
 
     # Pushes.
 
-    def refusal(self, trainer_index: int, version: int) -> str | None:
-        ticket = self._tickets.get(trainer_index)
+    def rejection_reason(self, trainer_index: int, version: int) -> str | None:
+        ticket = self._permits.get(trainer_index)
         if ticket is None:
             return f"trainer {trainer_index} pushed outside a step that it takes part in (step {self.step})"
         if version != ticket.version:
@@ -163,6 +163,6 @@ class FreeRunning(Consistency):
     def _advance(self) -> None:
         """One version more; where it is to be validated, each trainer owes its share."""
         self.step += 1
-        if due(self.step, self.terms.validate_every):
+        if is_due(self.step, self.terms.validate_every):
             for owed in self._owed.values():
                 owed.append(self.step)

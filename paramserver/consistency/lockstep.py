@@ -58,8 +58,8 @@ class Sync(Consistency):
         self._active: tuple[int, ...] = ()
         self._pushed: dict[int, int] = {}
 
-    def answers(self) -> dict[int, Decision]:
-        if len(self._announced) < self.terms.trainers:
+    def pop_decisions(self) -> dict[int, Decision]:
+        if len(self._announced) < self.terms.num_trainers:
             return {}
         decision = decide(self._announced, self.step, self.samples, self.terms.limits, self.terms.uneven_inputs)
         if decision.verdict is Verdict.GO:
@@ -68,7 +68,7 @@ class Sync(Consistency):
         self._announced.clear()
         return answered
 
-    def refusal(self, trainer_index: int, version: int) -> str | None:
+    def rejection_reason(self, trainer_index: int, version: int) -> str | None:
         if trainer_index not in self._active:
             return f"trainer {trainer_index} pushed outside a step that it takes part in (step {self.step})"
         if trainer_index in self._pushed:
@@ -81,7 +81,7 @@ class Sync(Consistency):
         self._pushed[trainer_index] = samples
         return True
 
-    def due(self) -> Update | None:
+    def next_update(self) -> Update | None:
         if not self._active or len(self._pushed) < len(self._active):
             return None
         update = Update(self._active, (0,) * len(self._active), self._buffer_source)
@@ -90,7 +90,7 @@ class Sync(Consistency):
         self.samples += sum(self._pushed.values())
         return update
 
-    def keeps_buffers_of(self, trainer_index: int) -> bool:
+    def wants_buffers_from(self, trainer_index: int) -> bool:
         return bool(self._active) and trainer_index == self._buffer_source
 
     @property

@@ -7,29 +7,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
-from paramserver.errors import UnsupportedConfiguration
-
 _P95 = Fraction(95, 100)  # exact, so that no count of gradients moves the rank by rounding
-
-
-def scale(staleness: int, rule: str) -> float:
-    """What a gradient is multiplied with that is ``staleness`` versions old (``server.stale_scaling``).
-
-    ``inverse`` is after Zhang, Gupta, Lian and Liu, "Staleness-aware Async-SGD for distributed deep learning", IJCAI
-    2016, who divide the learning rate by the staleness; here by one more, so that a fresh gradient counts in full.
-
-    Args:
-        staleness: versions, at least 0.
-        rule: "none" (1) or "inverse" (1 / (1 + ``staleness``)).
-
-    Raises:
-        UnsupportedConfiguration: there is no such rule.
-    """
-    if rule == "none":
-        return 1.0
-    if rule == "inverse":
-        return 1.0 / (1 + staleness)
-    raise UnsupportedConfiguration(f"server.stale_scaling ({rule}) must be none or inverse; use one of them")
 
 
 class StalenessHistogram:
@@ -44,7 +22,7 @@ class StalenessHistogram:
         self._counts.setdefault(trainer_index, Counter())[staleness] += 1
         self._window[staleness] += 1
 
-    def figures(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, Any]:
         """Of all trainers: ``mean``, ``p95`` (the smallest that 95 % do not exceed), ``max``, ``histogram``.
 
         ``histogram`` is {staleness as a string: number of gradients}, from the smallest on. Without a gradient all are
@@ -52,15 +30,15 @@ class StalenessHistogram:
         """
         return _figures(sum(self._counts.values(), Counter()))
 
-    def of(self, trainer_index: int) -> dict[str, Any]:
+    def for_trainer(self, trainer_index: int) -> dict[str, Any]:
         """The figures of one trainer."""
         return _figures(self._counts.get(trainer_index, Counter()))
 
     def by_trainer(self) -> list[dict[str, Any]]:
         """The figures of each trainer that has given a gradient, with its index as ``trainer``."""
-        return [{"trainer": index, **self.of(index)} for index in sorted(self._counts)]
+        return [{"trainer": index, **self.for_trainer(index)} for index in sorted(self._counts)]
 
-    def take_window(self) -> dict[str, Any]:
+    def pop_window(self) -> dict[str, Any]:
         """The figures of what was added since the last call."""
         window, self._window = self._window, Counter()
         return _figures(window)

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paramserver.errors import UnsupportedConfiguration
 from paramserver.optim.parallel_step import ThreadTeam
 from paramserver.parameters.flat import FlatLayout
-from paramserver.parameters.sharding import Shard, States, hyperparameters, numbers_of, set_hyperparameters
+from paramserver.parameters.sharding import Shard, States, get_hyperparameters, optimizer_indices, set_hyperparameters
 
 
 class ShardUpdater:
@@ -40,12 +41,12 @@ class ShardUpdater:
         self.ranges = list(ranges)
         self.optimizer = optimizer
         self._crew: ThreadTeam | None = None
-        self.numbers = numbers_of(optimizer, parameters)
+        self.numbers = optimizer_indices(optimizer, parameters)
         self.leaves = [flat.detach().requires_grad_() for flat in self.ranges]
         views = shard.layout.views(self.ranges)
         self._owned: list[tuple[int, str, Tensor]] = []
         split: dict[int, Tensor] = {}
-        for piece, slot in zip(shard.pieces, shard.layout.slots, strict=True):
+        for piece, slot in zip(shard.slices, shard.layout.slots, strict=True):
             owned = parameters[piece.slot]
             if not shard.is_whole(piece, layout):
                 owned = nn.Parameter(views[slot.name])
@@ -105,7 +106,7 @@ class ShardUpdater:
 
     def groups(self) -> list[dict[str, Any]]:
         """The optimizer's hyper-parameters, for other servers."""
-        return hyperparameters(self.optimizer)
+        return get_hyperparameters(self.optimizer)
 
     def clone(self) -> list[Tensor]:
         """Immutable by convention: a snapshot that nobody writes to."""
@@ -126,7 +127,7 @@ class ShardUpdater:
     @property
     def owned_states(self) -> States:
         """The same for what is owned."""
-        owned = {self.numbers[piece.slot] for piece in self.shard.pieces}
+        owned = {self.numbers[piece.slot] for piece in self.shard.slices}
         return {number: state for number, state in self.states.items() if number in owned}
 
     def adopt(self, states: Mapping[int, Mapping[str, Any]]) -> None:
@@ -135,6 +136,26 @@ class ShardUpdater:
         self.optimizer.state.clear()
         for number, state in states.items():
             self.optimizer.state[parameters[number]] = dict(state)
+
+
+def staleness_factor(staleness: int, rule: str) -> float:
+    """What a gradient is multiplied with that is ``staleness`` versions old (``server.stale_scaling``).
+
+    ``inverse`` is after Zhang, Gupta, Lian and Liu, "Staleness-aware Async-SGD for distributed deep learning", IJCAI
+    2016, who divide the learning rate by the staleness; here by one more, so that a fresh gradient counts in full.
+
+    Args:
+        staleness: versions, at least 0.
+        rule: "none" (1) or "inverse" (1 / (1 + ``staleness``)).
+
+    Raises:
+        UnsupportedConfiguration: there is no such rule.
+    """
+    if rule == "none":
+        return 1.0
+    if rule == "inverse":
+        return 1.0 / (1 + staleness)
+    raise UnsupportedConfiguration(f"server.stale_scaling ({rule}) must be none or inverse; use one of them")
 
 
 def _average(gradients: Sequence[Sequence[Tensor]], factors: Sequence[float]) -> None:

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from paramserver.config import TrainingConfig
-from paramserver.errors import CheckpointError, NotFinite, TaskError
-from paramserver.limits import due
+from paramserver.errors import CheckpointError, TaskError
+from paramserver.limits import is_due
 from paramserver.optim.parallel_step import ParallelStep, ThreadTeam
-from paramserver.parameters.numerics import check_norm
+from paramserver.parameters.numerics import check_gradient_norm
 from paramserver.task import Task
 
 _EVERY = ("step", "epoch", "validation")
@@ -48,7 +48,7 @@ class Updater:
             NotFinite: they are clipped, and their norm is NaN or infinite; nothing was applied.
         """
         if self.clip_grad_norm is not None:
-            check_norm(float(nn.utils.clip_grad_norm_(self.parameters, self.clip_grad_norm)), step)
+            check_gradient_norm(float(nn.utils.clip_grad_norm_(self.parameters, self.clip_grad_norm)), step)
         if self._parted is None:
             self.optimizer.step()
         else:
@@ -74,7 +74,7 @@ class Updater:
 
         One that comes only because the run ends is left out, so that a run that goes on later is as if it never ended.
         """
-        if self.every != "validation" or not due(step, self.validate_every):
+        if self.every != "validation" or not is_due(step, self.validate_every):
             return
         if self.metric is not None and self.metric not in values:
             raise TaskError(
@@ -185,30 +185,3 @@ def _scheduler_of(built: Any) -> tuple[Any, str, str | None]:
     if metric is not None and every != "validation":
         raise TaskError(f'build_scheduler: metric ({metric!r}) needs every="validation"')
     return scheduler, every, metric
-
-
-def check_loss(loss: object, trainer_index: int, batch_idx: int) -> float:
-    """The loss as a number.
-
-    Raises:
-        TaskError: it is not a scalar tensor that takes part in a graph.
-        NotFinite: it is NaN or infinite; nothing of this batch was applied.
-    """
-    where = f"training_step, trainer {trainer_index}, batch {batch_idx}"
-    if not isinstance(loss, torch.Tensor):
-        raise TaskError(f"{where}: returned {type(loss).__name__}; it must return the loss as a scalar tensor")
-    if loss.numel() != 1:
-        raise TaskError(
-            f"{where}: returned a tensor of shape {tuple(loss.shape)}; the loss must be one number: take .mean()"
-        )
-    if not loss.requires_grad:
-        raise TaskError(
-            f"{where}: the loss does not depend on a trained parameter; compute it from model(...) with gradients on"
-        )
-    value = float(loss.detach())
-    if value != value or value in (float("inf"), float("-inf")):
-        raise NotFinite(
-            f"{where}: the loss is {value}; nothing of this batch was applied. "
-            "Lower the learning rate, set training.clip_grad_norm, or look at the batch"
-        )
-    return value

@@ -59,7 +59,7 @@ class FlatLayout:
         return cls(tuple(dtypes), tuple(sizes), tuple(slots))
 
     @property
-    def bytes(self) -> int:
+    def total_bytes(self) -> int:
         return sum(n * dtype.itemsize for n, dtype in zip(self.sizes, self.dtypes, strict=True))
 
     def narrowed(self, dtype: torch.dtype) -> FlatLayout:
@@ -120,7 +120,7 @@ class FlatTensors:
                 self.views[name].copy_(tensor)
                 tensor.data = self.views[name]
 
-    def check_in_place(self) -> None:
+    def check_views(self) -> None:
         """Raise where a tensor is no longer the view that it was made (``p.data = ...``)."""
         for name, tensor in self.tensors.items():
             if tensor.data_ptr() != self.views[name].data_ptr():
@@ -128,7 +128,7 @@ class FlatTensors:
                     f"{name} was replaced by another tensor; copy into it instead (with torch.no_grad(): p.copy_(new))"
                 )
 
-    def copy_from(self, flats: Sequence[Tensor]) -> None:
+    def copy_(self, flats: Sequence[Tensor]) -> None:
         """Overwrite all tensors; ``flats`` may lie on another device."""
         with torch.no_grad():
             for mine, theirs in zip(self.flats, flats, strict=True):
@@ -149,7 +149,7 @@ def _refuse_shared_memory(tensors: Mapping[str, Tensor]) -> None:
             )
 
 
-def trainable(model: nn.Module) -> dict[str, Tensor]:
+def trainable_parameters(model: nn.Module) -> dict[str, Tensor]:
     """The parameters that are trained, by name; refused by name where no gradient can be averaged."""
     parameters: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():

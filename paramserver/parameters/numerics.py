@@ -8,10 +8,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from paramserver.errors import NotFinite
+from paramserver.errors import NotFinite, TaskError
 
 
-def check_norm(norm: float, step: int) -> None:
+def check_gradient_norm(norm: float, step: int) -> None:
     """Refuse gradients by their norm, before any of them is applied.
 
     Raises:
@@ -24,7 +24,7 @@ def check_norm(norm: float, step: int) -> None:
         )
 
 
-def first_infinite(tensors: Mapping[str, Tensor]) -> str | None:
+def first_nonfinite(tensors: Mapping[str, Tensor]) -> str | None:
     """The name of the first tensor with an element that is NaN or infinite.
 
     The sum of such a tensor is not finite. That of another one may overflow, so it is looked at again, element by
@@ -37,7 +37,7 @@ def first_infinite(tensors: Mapping[str, Tensor]) -> str | None:
     return None
 
 
-def check_storable_weights(parameters: Mapping[str, Tensor], step: int, resume_command: str | None) -> None:
+def check_parameters_finite(parameters: Mapping[str, Tensor], step: int, resume_command: str | None) -> None:
     """Refuse to store parameters that no training can go on from.
 
     Args:
@@ -48,7 +48,7 @@ def check_storable_weights(parameters: Mapping[str, Tensor], step: int, resume_c
     Raises:
         NotFinite: one is NaN or infinite.
     """
-    name = first_infinite(parameters)
+    name = first_nonfinite(parameters)
     if name is None:
         return
     again = "start anew" if resume_command is None else f"go on from the last checkpoint ({resume_command})"
@@ -57,3 +57,30 @@ def check_storable_weights(parameters: Mapping[str, Tensor], step: int, resume_c
         f"the loss was; no checkpoint of this step is written: {again} with a lower learning rate or "
         "training.clip_grad_norm, which stops at the first such gradient"
     )
+
+
+def check_loss(loss: object, trainer_index: int, batch_idx: int) -> float:
+    """The loss as a number.
+
+    Raises:
+        TaskError: it is not a scalar tensor that takes part in a graph.
+        NotFinite: it is NaN or infinite; nothing of this batch was applied.
+    """
+    where = f"training_step, trainer {trainer_index}, batch {batch_idx}"
+    if not isinstance(loss, torch.Tensor):
+        raise TaskError(f"{where}: returned {type(loss).__name__}; it must return the loss as a scalar tensor")
+    if loss.numel() != 1:
+        raise TaskError(
+            f"{where}: returned a tensor of shape {tuple(loss.shape)}; the loss must be one number: take .mean()"
+        )
+    if not loss.requires_grad:
+        raise TaskError(
+            f"{where}: the loss does not depend on a trained parameter; compute it from model(...) with gradients on"
+        )
+    value = float(loss.detach())
+    if value != value or value in (float("inf"), float("-inf")):
+        raise NotFinite(
+            f"{where}: the loss is {value}; nothing of this batch was applied. "
+            "Lower the learning rate, set training.clip_grad_norm, or look at the batch"
+        )
+    return value

@@ -40,27 +40,27 @@ class Shard:
     """
 
     ranges: tuple[tuple[int, int, int], ...]
-    pieces: tuple[ShardSlice, ...]
+    slices: tuple[ShardSlice, ...]
     layout: FlatLayout
 
-    def ranges_of(self, flats: Sequence[Tensor]) -> list[Tensor]:
+    def slice_flats(self, flats: Sequence[Tensor]) -> list[Tensor]:
         """This shard's ranges as views of the flat tensors of everything."""
         return [flats[group][first:end] for group, first, end in self.ranges]
 
-    def copies_of(self, flats: Sequence[Tensor]) -> list[Tensor]:
+    def copy_flats(self, flats: Sequence[Tensor]) -> list[Tensor]:
         """The same in memory of their own: of a view, all that lies around it may travel too."""
-        return [part.detach().clone() for part in self.ranges_of(flats)]
+        return [part.detach().clone() for part in self.slice_flats(flats)]
 
-    def slots_in(self, number: int) -> list[int]:
+    def slots_of_range(self, number: int) -> list[int]:
         """The slots of all tensors of which a piece is in range ``number``."""
-        return [p.slot for p, own in zip(self.pieces, self.layout.slots, strict=True) if own.group == number]
+        return [p.slot for p, own in zip(self.slices, self.layout.slots, strict=True) if own.group == number]
 
     def is_whole(self, piece: ShardSlice, whole: FlatLayout) -> bool:
         """Whether the piece is all of its tensor."""
-        return piece.length == size_of(whole.slots[piece.slot])
+        return piece.length == slot_numel(whole.slots[piece.slot])
 
 
-def size_of(slot: TensorSlot) -> int:
+def slot_numel(slot: TensorSlot) -> int:
     """Elements of the tensor in a slot."""
     size = 1
     for n in slot.shape:
@@ -71,7 +71,7 @@ def size_of(slot: TensorSlot) -> int:
 def full_shard(layout: FlatLayout) -> Shard:
     """All of the parameters, for the only server."""
     ranges = tuple((group, 0, size) for group, size in enumerate(layout.sizes))
-    pieces = tuple(ShardSlice(number, 0, size_of(slot)) for number, slot in enumerate(layout.slots))
+    pieces = tuple(ShardSlice(number, 0, slot_numel(slot)) for number, slot in enumerate(layout.slots))
     return Shard(ranges, pieces, layout)
 
 
@@ -92,14 +92,14 @@ def plan_shards(layout: FlatLayout, servers: int, splittable: bool) -> tuple[Sha
     """
     if servers == 1:
         return (full_shard(layout),)
-    targets = [layout.bytes * k / servers for k in range(1, servers)]
+    targets = [layout.total_bytes * k / servers for k in range(1, servers)]
     cuts = sorted({*_between(layout), *(_inside(layout, targets) if splittable else ())})
     if len(cuts) < servers - 1:
         raise UnsupportedConfiguration(
             f"cluster.num_servers ({servers}) must be at most {len(cuts) + 1}, as the parameters of this model fall "
             "into so many parts; lower it"
         )
-    chosen = [0, *_nearest(cuts, targets), layout.bytes]
+    chosen = [0, *_nearest(cuts, targets), layout.total_bytes]
     return tuple(_shard(layout, first, end) for first, end in pairwise(chosen))
 
 
@@ -118,8 +118,8 @@ def _spans(layout: FlatLayout) -> Iterator[tuple[int, int]]:
     for slot in layout.slots:
         item_bytes = layout.dtypes[slot.group].itemsize
         before = ends[slot.group] - layout.sizes[slot.group] * item_bytes
-        if size_of(slot):
-            yield before + slot.offset * item_bytes, before + (slot.offset + size_of(slot)) * item_bytes
+        if slot_numel(slot):
+            yield before + slot.offset * item_bytes, before + (slot.offset + slot_numel(slot)) * item_bytes
 
 
 def _between(layout: FlatLayout) -> list[int]:
@@ -129,7 +129,7 @@ def _between(layout: FlatLayout) -> list[int]:
 
 def _inside(layout: FlatLayout, targets: Sequence[float]) -> Iterator[int]:
     """The aligned bytes nearest to the targets that lie inside of large tensors."""
-    large = min(_LARGE_BYTES, layout.bytes * _LARGE_SHARE)
+    large = min(_LARGE_BYTES, layout.total_bytes * _LARGE_SHARE)
     for first, end in _spans(layout):
         for target in targets if end - first > large else ():
             cut = round(target / ALIGNMENT_BYTES) * ALIGNMENT_BYTES
@@ -169,10 +169,10 @@ def _shard(layout: FlatLayout, first_byte: int, end_byte: int) -> Shard:
         if slot.group not in places:
             continue
         _, first, end = ranges[places[slot.group]]
-        begin, stop = max(slot.offset, first), min(slot.offset + size_of(slot), end)
+        begin, stop = max(slot.offset, first), min(slot.offset + slot_numel(slot), end)
         if begin < stop:
             pieces.append(ShardSlice(number, begin - slot.offset, stop - begin))
-            whole = stop - begin == size_of(slot)
+            whole = stop - begin == slot_numel(slot)
             shape, stride = (slot.shape, slot.stride) if whole else ((stop - begin,), (1,))
             slots.append(TensorSlot(slot.name, places[slot.group], begin - first, shape, stride))
     own = FlatLayout(tuple(dtypes), tuple(end - first for _, first, end in ranges), tuple(slots))
@@ -184,14 +184,14 @@ State: TypeAlias = dict[str, Any]
 States: TypeAlias = dict[int, State]
 
 
-def numbers_of(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> list[int | None]:
+def optimizer_indices(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> list[int | None]:
     """Of each parameter the number by which the optimizer's ``state_dict()`` knows it; None where it is not in it."""
     ids = [id(p) for group in optimizer.param_groups for p in group["params"]]
     known = {identity: number for number, identity in enumerate(ids)}
     return [known.get(id(parameter)) for parameter in parameters]
 
 
-def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+def get_hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """What each group says beside its parameters."""
     return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
 
@@ -213,7 +213,7 @@ def slice_state(state: Mapping[str, Any], slot: TensorSlot, piece: ShardSlice) -
 def _sliced(value: Any, slot: TensorSlot, piece: ShardSlice) -> Any:
     if not isinstance(value, Tensor):
         return value
-    if piece.length == size_of(slot) or tuple(value.shape) != slot.shape:
+    if piece.length == slot_numel(slot) or tuple(value.shape) != slot.shape:
         return value.detach().clone()
     ordered = torch.empty_strided(slot.shape, slot.stride, dtype=value.dtype).copy_(value.detach())
     return ordered.as_strided((piece.length,), (1,), piece.start).clone()
@@ -222,7 +222,7 @@ def _sliced(value: Any, slot: TensorSlot, piece: ShardSlice) -> Any:
 def join_state(parts: Sequence[tuple[ShardSlice, Mapping[str, Any]]], slot: TensorSlot) -> State:
     """The state of a parameter from those of its pieces."""
     first, state = parts[0]
-    if first.length == size_of(slot):
+    if first.length == slot_numel(slot):
         return dict(state)
     return {name: _joined(name, value, parts, slot) for name, value in state.items()}
 
@@ -230,7 +230,7 @@ def join_state(parts: Sequence[tuple[ShardSlice, Mapping[str, Any]]], slot: Tens
 def _joined(name: str, value: Any, parts: Sequence[tuple[ShardSlice, Mapping[str, Any]]], slot: TensorSlot) -> Any:
     if not isinstance(value, Tensor) or tuple(value.shape) != (parts[0][0].length,):
         return value
-    memory = torch.empty(size_of(slot), dtype=value.dtype)
+    memory = torch.empty(slot_numel(slot), dtype=value.dtype)
     for piece, state in parts:
         memory[piece.start : piece.start + piece.length] = state[name]
     return memory.as_strided(slot.shape, slot.stride)
@@ -248,7 +248,7 @@ def split_state(
         shard: the server's.
     """
     parts: States = {}
-    for piece in shard.pieces:
+    for piece in shard.slices:
         number = numbers[piece.slot]
         if number is not None and number in states:
             parts[number] = slice_state(states[number], layout.slots[piece.slot], piece)
@@ -261,7 +261,7 @@ def merge_state(
     """The states of all parameters from what each server has, in the order of servers: ``split_state`` undone."""
     found: dict[int, list[tuple[ShardSlice, Mapping[str, Any]]]] = {}
     for shard, states in parts:
-        for piece in shard.pieces:
+        for piece in shard.slices:
             number = numbers[piece.slot]
             if number is not None and number in states:
                 found.setdefault(piece.slot, []).append((piece, states[number]))

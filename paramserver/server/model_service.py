@@ -16,18 +16,17 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from paramserver.config import Config
-from paramserver.context import random_states
-from paramserver.devices import CPU, move, place_server
+from paramserver.devices import CPU, move_to_device, place_server
 from paramserver.errors import TaskError, UnsupportedConfiguration
 from paramserver.metrics.records import StepReport
 from paramserver.parameters.flat import FlatLayout
-from paramserver.parameters.model import build_model, load_weights, plain_weights
-from paramserver.rng import PrivateRng
+from paramserver.parameters.model import build_model, detached_state_dict, load_weights
+from paramserver.rng import PrivateRng, random_states
 from paramserver.server.parameter_store import ParameterStore
 from paramserver.task import Task
 from paramserver.transport.autograd import send_outputs
 from paramserver.transport.base import ServerTransport
-from paramserver.transport.messages import ModelAnswer, ModelCall, VersionView
+from paramserver.transport.messages import ModelCall, ModelReply, VersionView
 
 Flats: TypeAlias = Sequence[Tensor]
 
@@ -67,7 +66,7 @@ class ModelReplica:
                     "use server.compute: trainer"
                 )
 
-    def hold(self, tensors: Mapping[str, Tensor]) -> None:
+    def bind(self, tensors: Mapping[str, Tensor]) -> None:
         """Compute with these parameters from now on; what was computed before must have had its backward."""
         if self._held is tensors:
             return
@@ -75,7 +74,7 @@ class ModelReplica:
             leaf.data = tensors[name]
         self._held = tensors
 
-    def switch(self, training: bool | None) -> None:
+    def set_training(self, training: bool | None) -> None:
         """``train()`` or ``eval()``; with None as the task built it."""
         for module, built in self._built:
             module.training = built if training is None else training
@@ -126,21 +125,21 @@ class ServedTransport(ServerTransport):
 
     # Versions.
 
-    def offer(self) -> int:
+    def pin_version(self) -> int:
         self._offered = self._snapshot()
         return 0
 
     def pull(self) -> tuple[Tensor, ...]:
         return ()
 
-    def look(self) -> tuple[int | None, Flats]:
-        return self.offer(), ()
+    def view_version(self) -> tuple[int | None, Flats]:
+        return self.pin_version(), ()
 
-    def kept(self, parameters: Flats, buffers: Flats) -> VersionView:
+    def view_retained(self, parameters: Flats, buffers: Flats) -> VersionView:
         self._offered = parameters, buffers
         return VersionView(0, (), ())
 
-    def buffers(self, current: Flats) -> tuple[Tensor, ...]:
+    def buffers_to_send(self, current: Flats) -> tuple[Tensor, ...]:
         return ()
 
     @torch.no_grad()
@@ -154,13 +153,13 @@ class ServedTransport(ServerTransport):
 
     # Calls.
 
-    def compute(self, call: ModelCall) -> ModelAnswer:
+    def compute(self, call: ModelCall) -> ModelReply:
         """The model's output at the version that was offered or looked at last, and the random state after it."""
         if self._offered is not None:
             self._hold(*self._offered)
             self._offered = None
         skeleton = self._skeleton(call)
-        args, kwargs = move((call.args, call.kwargs), self._device)
+        args, kwargs = move_to_device((call.args, call.kwargs), self._device)
         autocast = torch.autocast(self._device.type, call.autocast_dtype, enabled=call.autocast_dtype is not None)
         with PrivateRng(call.random_state) as draws, torch.set_grad_enabled(call.wants_grad), autocast:
             output = skeleton.module(*args, **kwargs)
@@ -174,14 +173,14 @@ class ServedTransport(ServerTransport):
         if call.wants_grad:
             self._batches.append(call.batch)
         skeleton = self._skeletons[place]
-        skeleton.hold(self._tensors)
-        skeleton.switch(call.training)
+        skeleton.bind(self._tensors)
+        skeleton.set_training(call.training)
         return skeleton
 
     # A push.
 
     @torch.no_grad()
-    def gradients(self, held: Mapping[Tensor, Tensor]) -> list[Tensor] | None:
+    def collect_gradients(self, held: Mapping[Tensor, Tensor]) -> list[Tensor] | None:
         self._refuse_strangers(held)
         calls = list(zip(self._batches, self._skeletons, strict=False))
         # As where a trainer computes: each batch's calls from the last, as its backward goes, then batch after batch.
@@ -205,13 +204,13 @@ class ServedTransport(ServerTransport):
                 )
 
     @torch.no_grad()
-    def completed(self, report: StepReport, buffers: Flats) -> tuple[StepReport, Flats]:
+    def complete_push(self, report: StepReport, buffers: Flats) -> tuple[StepReport, Flats]:
         flats = self._buffer_layout.allocate()
         for name, view in self._buffer_layout.views(flats).items():
             view.copy_(self._buffers[name])
         return replace(report, used=None if all(self._used) else tuple(self._used)), flats
 
-    def release(self) -> None:
+    def unpin(self) -> None:
         """A snapshot lives as long as somebody holds it."""
 
 
@@ -227,7 +226,7 @@ def _add_up(name: str, batches: Sequence[Sequence[Tensor]], total: Tensor) -> bo
     return bool(batches)
 
 
-def _answer(output: Any, random_state: Tensor) -> ModelAnswer:
+def _answer(output: Any, random_state: Tensor) -> ModelReply:
     """What travels back: tensors of the CPU; those that have a gradient behind one ticket.
 
     Raises:
@@ -243,11 +242,11 @@ def _answer(output: Any, random_state: Tensor) -> ModelAnswer:
     leaves = [leaf.to("cpu") if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not places:
-        return ModelAnswer(output=tree_unflatten(leaves, form), ticket=None, random_state=random_state)
+        return ModelReply(output=tree_unflatten(leaves, form), token=None, random_state=random_state)
     ticket, *departed = send_outputs([leaves[place] for place in places])
     for place, leaf in zip(places, departed, strict=True):
         leaves[place] = leaf
-    return ModelAnswer(output=tree_unflatten(leaves, form), ticket=ticket, random_state=random_state)
+    return ModelReply(output=tree_unflatten(leaves, form), token=ticket, random_state=random_state)
 
 
 class ModelService:
@@ -268,11 +267,11 @@ class ModelService:
         self._device = placement.device
         self._model = versions.model if placement == CPU else build_model(task, config.seed, placement)
 
-    def new_end(self) -> ServedTransport:
+    def new_transport(self) -> ServedTransport:
         """Of a trainer that arrives; it can call the model at once."""
         if self._model is not self._versions.model:  # what is not trained never changes after the start
-            load_weights(self._model, plain_weights(self._versions.model), "the server")
+            load_weights(self._model, detached_state_dict(self._versions.model), "the server")
         parameters, buffers = self._versions.parameters.layout, self._versions.buffers.layout
         end = ServedTransport(self._model, parameters, buffers, self._versions.snapshot, self._device)
-        end.offer()
+        end.pin_version()
         return end

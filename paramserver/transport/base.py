@@ -16,8 +16,8 @@ from paramserver.transport.messages import VersionView
 class GradientBucket:
     """Flat tensor ``number`` of those that server ``server`` owns."""
 
-    server: int
-    number: int
+    server_index: int
+    flat_index: int
 
 
 class ServerTransport(ABC):
@@ -29,7 +29,7 @@ class ServerTransport(ABC):
     in_place = False
 
     @abstractmethod
-    def offer(self) -> int:
+    def pin_version(self) -> int:
         """Set the current version aside for the trainer's next pull; the place by which the other end finds it."""
 
     @abstractmethod
@@ -37,35 +37,35 @@ class ServerTransport(ABC):
         """What was offered, as tensors whose gradients come back."""
 
     @abstractmethod
-    def look(self) -> tuple[int | None, Sequence[Tensor]]:
+    def view_version(self) -> tuple[int | None, Sequence[Tensor]]:
         """The current version without a way back, for validation: its place, or itself. Good until the next offer."""
 
-    def take_early(self, number: int, gradient: Tensor) -> None:
+    def receive_bucket(self, number: int, gradient: Tensor) -> None:
         """The gradient of flat tensor ``number``, sent before the context; see ``TrainerTransport.early``."""
         raise AssertionError("no gradient comes early")
 
     @abstractmethod
-    def gradients(self, held: Mapping[Tensor, Tensor]) -> list[Tensor] | None:
+    def collect_gradients(self, held: Mapping[Tensor, Tensor]) -> list[Tensor] | None:
         """The flat gradients of a push, which the caller may change; None where the context holds none.
 
         Args:
             held: the gradients of the context, by leaf.
         """
 
-    def buffers(self, current: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def buffers_to_send(self, current: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """What a trainer gets of the module buffers of a version beside what it was offered."""
         return tuple(current)
 
-    def kept(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> VersionView:
+    def view_retained(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> VersionView:
         """A past version, for validation."""
         return VersionView(None, tuple(parameters), tuple(buffers))
 
-    def completed(self, report: StepReport, buffers: Sequence[Tensor]) -> tuple[StepReport, Sequence[Tensor]]:
+    def complete_push(self, report: StepReport, buffers: Sequence[Tensor]) -> tuple[StepReport, Sequence[Tensor]]:
         """A push's report and module buffers, with what only this end knows. Called after ``gradients``."""
         return report, buffers
 
     @abstractmethod
-    def release(self) -> None:
+    def unpin(self) -> None:
         """The trainer has pushed, or is gone: it needs what it was offered no more."""
 
 
@@ -80,26 +80,26 @@ class TrainerTransport(ABC):
     """
 
     name: str
-    in_place: bool
+    zero_copy: bool
     gradient_views: Sequence[Tensor]
-    early: Mapping[GradientBucket, Sequence[int]] = {}
+    buckets: Mapping[GradientBucket, Sequence[int]] = {}
 
-    def departing(self, early: GradientBucket) -> Tensor:
+    def bucket_tensor(self, early: GradientBucket) -> Tensor:
         """What such a message carries, from ``gradient_views``. It is not changed before the step has its answer."""
         raise AssertionError("no gradient leaves early")
 
     @abstractmethod
-    def find(self, place: int) -> None:
+    def map_version(self, place: int) -> None:
         """Make the model hold the version at a place. Only with ``in_place``."""
 
     @abstractmethod
-    def take(self, flats: Sequence[Tensor]) -> None:
+    def load(self, flats: Sequence[Tensor]) -> None:
         """Make the model hold what is in these flat tensors, which nobody else uses."""
 
     @abstractmethod
-    def seal(self, pulled: Sequence[Tensor]) -> Tensor:
+    def backward_root(self, pulled: Sequence[Tensor]) -> Tensor:
         """The root of the distributed backward that hands over what is in ``gradient_views``."""
 
     @abstractmethod
-    def bytes_of(self, pulled: Sequence[Tensor]) -> int:
+    def step_bytes(self, pulled: Sequence[Tensor]) -> int:
         """What a step with this version moves between two processes, both ways."""

@@ -28,10 +28,10 @@ def require_memory(what: str, needed_bytes: int) -> None:
         UnsupportedConfiguration: fewer than ``needed_bytes`` are available.
     """
     if needed_bytes > available_bytes():
-        raise too_little_memory(what, needed_bytes)
+        raise insufficient_memory(what, needed_bytes)
 
 
-def too_little_memory(what: str, needed_bytes: int, reason: str = "") -> UnsupportedConfiguration:
+def insufficient_memory(what: str, needed_bytes: int, reason: str = "") -> UnsupportedConfiguration:
     """The error, for raising; ``reason`` is the system's own where it refused."""
     said = f" and the system refused it ({reason})" if reason else ""
     return UnsupportedConfiguration(

@@ -28,13 +28,13 @@ class JoinReply:
     """
 
     model: dict[str, Any]
-    parameters: FlatLayout
-    wire: FlatLayout
-    buffers: FlatLayout
+    parameter_layout: FlatLayout
+    wire_layout: FlatLayout
+    buffer_layout: FlatLayout
     step: int
     lockstep: bool
-    segments: str | None
-    part: bytes | None
+    segments_address: str | None
+    stored_part: bytes | None
     shards: tuple[Shard, ...] = ()
 
 
@@ -47,11 +47,11 @@ class ShardAssignment:
     """
 
     shard: Shard
-    parameters: FlatLayout
+    parameter_layout: FlatLayout
     weights: list[Tensor]
     states: States
     step: int
-    segments: str | None
+    segments_address: str | None
     segments_key: str
 
 
@@ -69,7 +69,7 @@ class ApplyRequest:
     factors: tuple[float, ...]
     used: tuple[bool, ...] | None
     groups: list[dict[str, Any]] | None
-    needed: frozenset[int]
+    retained_versions: frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class StepGrant:
     """
 
     decision: Decision | None = None
-    place: int = 0
+    slot: int = 0
     buffers: tuple[Tensor, ...] = ()
     wants_buffers: bool = False
     result: StepResult | None = None
@@ -93,7 +93,7 @@ class StepGrant:
 class VersionView:
     """A version to be validated: ``place`` where a trainer's end finds it, else tensors of the trainer's own."""
 
-    place: int | None
+    slot: int | None
     parameters: tuple[Tensor, ...]
     buffers: tuple[Tensor, ...]
 
@@ -117,11 +117,11 @@ class ModelCall:
 
 
 @dataclass(frozen=True)
-class ModelAnswer:
+class ModelReply:
     """What the model returned, with a ticket (see ``edge.Departure``) where some of it has a gradient."""
 
     output: Any
-    ticket: Tensor | None
+    token: Tensor | None
     random_state: Tensor
 
 
@@ -134,7 +134,7 @@ class Push:
     buffers: Sequence[Tensor]
     announcement: Announcement | None
     future: Future
-    arrived: float
+    arrival_s: float
 
 
 class PendingReplies:
@@ -143,29 +143,29 @@ class PendingReplies:
     def __init__(self) -> None:
         self.parts: dict[int, Any] = {}
         self.futures: dict[int, Future] = {}
-        self.arrived: dict[int, float] = {}
+        self.arrival_s: dict[int, float] = {}
 
     def add(self, trainer_index: int, part: Any, future: Future | None = None) -> Future:
         """Its part, and the future of its answer: a new one, or one that it waits for already."""
         future = torch.futures.Future() if future is None else future
         self.parts[trainer_index] = part
         self.futures[trainer_index] = future
-        self.arrived[trainer_index] = time.perf_counter()
+        self.arrival_s[trainer_index] = time.perf_counter()
         return future
 
-    def take_one(self, trainer_index: int) -> tuple[Future, float]:
+    def pop(self, trainer_index: int) -> tuple[Future, float]:
         """One trainer's future, and when it came."""
         del self.parts[trainer_index]
-        return self.futures.pop(trainer_index), self.arrived.pop(trainer_index)
+        return self.futures.pop(trainer_index), self.arrival_s.pop(trainer_index)
 
-    def take(self) -> tuple[dict[int, Any], dict[int, Future], dict[int, float]]:
+    def pop_all(self) -> tuple[dict[int, Any], dict[int, Future], dict[int, float]]:
         """Everything so far; the next round begins empty."""
-        taken = self.parts, self.futures, self.arrived
-        self.parts, self.futures, self.arrived = {}, {}, {}
+        taken = self.parts, self.futures, self.arrival_s
+        self.parts, self.futures, self.arrival_s = {}, {}, {}
         return taken
 
 
-def union(masks: Sequence[tuple[bool, ...] | None]) -> tuple[bool, ...] | None:
+def merge_used(masks: Sequence[tuple[bool, ...] | None]) -> tuple[bool, ...] | None:
     """Which parameters got a gradient from any trainer; None for all of them."""
     present = [mask for mask in masks if mask is not None]
     if len(present) < len(masks):

@@ -14,7 +14,7 @@ from torch import Tensor
 from paramserver.distributed.rpc_calls import tensor_bytes
 from paramserver.errors import NotFinite
 from paramserver.parameters.flat import FlatLayout
-from paramserver.parameters.sharding import Shard, size_of
+from paramserver.parameters.sharding import Shard, slot_numel
 from paramserver.transport.autograd import pull, push_root
 from paramserver.transport.base import GradientBucket, ServerTransport, TrainerTransport
 from paramserver.transport.messages import VersionView
@@ -36,14 +36,14 @@ class WireVersion:
         self._of: list[Tensor] | None = None
         self._rounded: list[Tensor] = []
 
-    def version(self) -> list[Tensor]:
+    def current(self) -> list[Tensor]:
         """Immutable as well."""
         current = self._snapshot()
         if self._of is not current:
-            self._rounded, self._of = self.rounded(current), current
+            self._rounded, self._of = self.encode(current), current
         return self._rounded
 
-    def rounded(self, flats: list[Tensor]) -> list[Tensor]:
+    def encode(self, flats: list[Tensor]) -> list[Tensor]:
         """The same of a version that is not the current one any more."""
         if self._wire == self._layout:
             return flats
@@ -66,11 +66,11 @@ class PushAssembly:
         self._leaves = leaves
         self._early: dict[int, Tensor] = {}
 
-    def edge(self, flats: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def pull(self, flats: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """What is sent of a version."""
         return *pull(self._leaves[:1], flats[:1]), *flats[1:]
 
-    def take(self, number: int, gradient: Tensor) -> None:
+    def add_bucket(self, number: int, gradient: Tensor) -> None:
         self._early[number] = gradient
 
     def complete(self, held: Mapping[Tensor, Tensor]) -> list[Tensor] | None:
@@ -101,24 +101,24 @@ class RpcServerTransport(ServerTransport):
         self._offered: list[Tensor] = []
         self._arrivals = PushAssembly(leaves)
 
-    def offer(self) -> int:
-        self.release()
-        self._offered = self._outgoing.version()
+    def pin_version(self) -> int:
+        self.unpin()
+        self._offered = self._outgoing.current()
         return 0
 
     def pull(self) -> tuple[Tensor, ...]:
-        return self._arrivals.edge(self._offered)
+        return self._arrivals.pull(self._offered)
 
-    def look(self) -> tuple[None, Sequence[Tensor]]:
-        return None, self._outgoing.version()
+    def view_version(self) -> tuple[None, Sequence[Tensor]]:
+        return None, self._outgoing.current()
 
-    def gradients(self, held: Mapping[Tensor, Tensor]) -> list[Tensor] | None:
+    def collect_gradients(self, held: Mapping[Tensor, Tensor]) -> list[Tensor] | None:
         return self._arrivals.complete(held)
 
-    def take_early(self, number: int, gradient: Tensor) -> None:
-        self._arrivals.take(number, gradient)
+    def receive_bucket(self, number: int, gradient: Tensor) -> None:
+        self._arrivals.add_bucket(number, gradient)
 
-    def release(self) -> None:
+    def unpin(self) -> None:
         self._offered = []
         self._arrivals.clear()
 
@@ -142,22 +142,22 @@ class RpcTrainerTransport(TrainerTransport):
         self._outgoing = wire.allocate(pinned=on_gpu(parameters))
         self._by_context = [0]
         self.gradient_views = list(layout.views(self._outgoing).values())
-        self.early = {
+        self.buckets = {
             GradientBucket(0, number): [n for n, slot in enumerate(layout.slots) if slot.group == number]
             for number in range(1, len(layout.sizes))
         }
 
-    def find(self, place: int) -> None:
+    def map_version(self, place: int) -> None:
         raise AssertionError("versions come with the answer to a pull")
 
     @torch.no_grad()
-    def take(self, flats: Sequence[Tensor]) -> None:
+    def load(self, flats: Sequence[Tensor]) -> None:
         torch._foreach_copy_(self._parameters, list(self._layout.views(flats).values()))
 
-    def departing(self, early: GradientBucket) -> Tensor:
-        return self._checked(early.number)
+    def bucket_tensor(self, early: GradientBucket) -> Tensor:
+        return self._checked(early.flat_index)
 
-    def seal(self, pulled: Sequence[Tensor]) -> Tensor:
+    def backward_root(self, pulled: Sequence[Tensor]) -> Tensor:
         return push_root([self._checked(place) for place in self._by_context], [pulled[p] for p in self._by_context])
 
     def _checked(self, place: int) -> Tensor:
@@ -176,7 +176,7 @@ class RpcTrainerTransport(TrainerTransport):
             if parameter.grad is not None:
                 _check_one(slot.name, parameter.grad, view, "the gradient of parameter")
 
-    def bytes_of(self, pulled: Sequence[Tensor]) -> int:
+    def step_bytes(self, pulled: Sequence[Tensor]) -> int:
         return tensor_bytes(pulled) + tensor_bytes(self._outgoing)
 
 
@@ -221,8 +221,8 @@ class ShardedServerTransport(RpcServerTransport):
         super().__init__(leaves, outgoing)
         self._shard = shard
 
-    def kept(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> VersionView:
-        return VersionView(None, tuple(self._shard.copies_of(parameters)), tuple(buffers))
+    def view_retained(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> VersionView:
+        return VersionView(None, tuple(self._shard.copy_flats(parameters)), tuple(buffers))
 
 
 class ShardedTrainerTransport(RpcTrainerTransport):
@@ -252,8 +252,8 @@ class ShardedTrainerTransport(RpcTrainerTransport):
         self._by_context = self._first
         self._split: dict[int, list[tuple[Tensor, Tensor]]] = {}
         self._lay_out(layout.narrowed(wire_dtype), parts)
-        self.early = {
-            GradientBucket(server, number): shard.slots_in(number)
+        self.buckets = {
+            GradientBucket(server, number): shard.slots_of_range(number)
             for server, shard in enumerate(shards)
             for number in range(1, len(shard.ranges))
         }
@@ -270,7 +270,7 @@ class ShardedTrainerTransport(RpcTrainerTransport):
         found: dict[int, Tensor] = {}
         for first, shard, flats in zip(self._first, self._shards, parts, strict=True):
             views = shard.layout.views(flats)
-            for piece, own in zip(shard.pieces, shard.layout.slots, strict=True):
+            for piece, own in zip(shard.slices, shard.layout.slots, strict=True):
                 if shard.is_whole(piece, self._layout):
                     found[piece.slot] = views[own.name]
                     continue
@@ -285,19 +285,19 @@ class ShardedTrainerTransport(RpcTrainerTransport):
         ]
 
     @torch.no_grad()
-    def take(self, flats: Sequence[Tensor]) -> None:
+    def load(self, flats: Sequence[Tensor]) -> None:
         targets, sources, at = [], [], 0
         for shard in self._shards:
             views = shard.layout.views(flats[at : at + len(shard.ranges)])
             at += len(shard.ranges)
             sources += list(views.values())
             targets += [
-                _part_of(self._parameters[p.slot], self._layout, p.slot, p.start, p.length) for p in shard.pieces
+                _part_of(self._parameters[p.slot], self._layout, p.slot, p.start, p.length) for p in shard.slices
             ]
         torch._foreach_copy_(targets, sources)
 
-    def departing(self, early: GradientBucket) -> Tensor:
-        return self._checked(self._first[early.server] + early.number)
+    def bucket_tensor(self, early: GradientBucket) -> Tensor:
+        return self._checked(self._first[early.server_index] + early.flat_index)
 
     def _checked(self, place: int) -> Tensor:
         if place in self._split:
@@ -313,5 +313,5 @@ def _part(dense: Tensor, start: int, length: int) -> Tensor:
 
 
 def _part_of(parameter: Tensor, layout: FlatLayout, slot: int, start: int, length: int) -> Tensor:
-    whole = length == size_of(layout.slots[slot])
+    whole = length == slot_numel(layout.slots[slot])
     return parameter.detach() if whole else _part(parameter.detach(), start, length)

@@ -39,7 +39,7 @@ from paramserver.errors import (
     UnsupportedConfiguration,
 )
 from paramserver.parameters.flat import ALIGNMENT_BYTES, FlatLayout
-from paramserver.transport.memory_limits import require_memory, too_little_memory
+from paramserver.transport.memory_limits import require_memory, insufficient_memory
 
 # A holder of the descriptor could else cut the file, and kill all others at their next touch.
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -52,7 +52,7 @@ def create_memfd(what: str, layout: FlatLayout) -> int:
     Raises:
         UnsupportedConfiguration: there is too little memory; ``what`` needs it.
     """
-    size_bytes = pages_bytes(layout)
+    size_bytes = segment_bytes(layout)
     require_memory(what, size_bytes)
     descriptor = os.memfd_create("paramserver-segment", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -74,7 +74,7 @@ def map_memfd(what: str, descriptor: int, layout: FlatLayout) -> list[Tensor]:
     Raises:
         UnsupportedConfiguration: the system refuses the mapping.
     """
-    size_bytes = pages_bytes(layout)
+    size_bytes = segment_bytes(layout)
     with _refused(what, size_bytes):
         # torch, when it is refused, keeps the descriptor that it opened, and with it the memory: so this asks first.
         mmap.mmap(descriptor, size_bytes).close()
@@ -83,7 +83,7 @@ def map_memfd(what: str, descriptor: int, layout: FlatLayout) -> list[Tensor]:
     return [whole[begin:end].view(dtype) for (begin, end), dtype in pairs]
 
 
-def pages_bytes(layout: FlatLayout) -> int:
+def segment_bytes(layout: FlatLayout) -> int:
     """At least one line of the cache: nothing at all cannot be mapped."""
     return max([ALIGNMENT_BYTES, *(end for _, end in _places(layout))])
 
@@ -95,7 +95,7 @@ def _refused(what: str, size_bytes: int) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in _NO_ROOM:
-            raise too_little_memory(what, size_bytes, str(error.strerror)) from error
+            raise insufficient_memory(what, size_bytes, str(error.strerror)) from error
         raise
 
 

@@ -43,7 +43,7 @@ def gradients_key(trainer_index: int) -> str:
 class SnapshotSource(ABC):
     """Where trainers of this host find versions."""
 
-    slots: int
+    num_slots: int
 
     @abstractmethod
     def pin(self) -> int:
@@ -79,10 +79,10 @@ class RingSnapshots(SnapshotSource):
     def __init__(
         self, host: SegmentHost, layout: FlatLayout, readers: int, current: Callable[[], tuple[int, Sequence[Tensor]]]
     ) -> None:
-        self.slots = readers + 2
+        self.num_slots = readers + 2
         self._current = current
-        self._ring = SnapshotRing(self.slots)
-        self._flats = [host.allocate(parameters_key(slot), layout) for slot in range(self.slots)]
+        self._ring = SnapshotRing(self.num_slots)
+        self._flats = [host.allocate(parameters_key(slot), layout) for slot in range(self.num_slots)]
         self._version: int | None = None
 
     def pin(self) -> int:
@@ -119,8 +119,8 @@ class SharedMemoryServerTransport(ServerTransport):
         self._leaf = torch.zeros(1, requires_grad=True)
         self._pinned: int | None = None
 
-    def offer(self) -> int:
-        self.release()
+    def pin_version(self) -> int:
+        self.unpin()
         self._pinned = self._shelf.pin()
         return self._pinned
 
@@ -131,13 +131,13 @@ class SharedMemoryServerTransport(ServerTransport):
         self._is_back = True
         self._arrived()
 
-    def look(self) -> tuple[int, Sequence[Tensor]]:
-        return self.offer(), ()
+    def view_version(self) -> tuple[int, Sequence[Tensor]]:
+        return self.pin_version(), ()
 
-    def gradients(self, held: Mapping[Tensor, Tensor]) -> list[Tensor] | None:
+    def collect_gradients(self, held: Mapping[Tensor, Tensor]) -> list[Tensor] | None:
         return list(self._gradients) if self._is_back or self._leaf in held else None
 
-    def release(self) -> None:
+    def unpin(self) -> None:
         self._is_back = False
         if self._pinned is not None:
             self._shelf.unpin(self._pinned)
@@ -182,7 +182,7 @@ class SharedMemoryTrainerTransport(TrainerTransport):
         self._counts: list[int] = []
 
     @torch.no_grad()
-    def find(self, place: int) -> None:
+    def map_version(self, place: int) -> None:
         if not self._on_cpu:
             torch._foreach_copy_(self._parameters, self._snapshots[place])
         elif place != self._place:
@@ -191,7 +191,7 @@ class SharedMemoryTrainerTransport(TrainerTransport):
         self._counts = [parameter._version for parameter in self._parameters]
 
     @torch.no_grad()
-    def take(self, flats: Sequence[Tensor]) -> None:
+    def load(self, flats: Sequence[Tensor]) -> None:
         views = list(self._layout.views(flats).values())
         if self._on_cpu:
             self._move(views)
@@ -203,7 +203,7 @@ class SharedMemoryTrainerTransport(TrainerTransport):
         for parameter, view in zip(self._parameters, views, strict=True):
             parameter.data = view
 
-    def seal(self, pulled: Sequence[Tensor]) -> Tensor:
+    def backward_root(self, pulled: Sequence[Tensor]) -> Tensor:
         if self._on_cpu:
             self._check_unchanged()
         return push_root([torch.ones(1)], pulled)
@@ -216,7 +216,7 @@ class SharedMemoryTrainerTransport(TrainerTransport):
                     "build_model or through the optimizer, or use server.transport: rpc, where such a change is lost"
                 )
 
-    def bytes_of(self, pulled: Sequence[Tensor]) -> int:
+    def step_bytes(self, pulled: Sequence[Tensor]) -> int:
         return 2 * tensor_bytes(pulled)
 
 
@@ -251,11 +251,11 @@ class SharedMemory:
         """Where others find the memory; None where none is shared (any more)."""
         return None if self._host is None else self._host.address
 
-    def where(self) -> tuple[str | None, str]:
+    def location(self) -> tuple[str | None, str]:
         """Address and key of the parameters themselves."""
         return self.address, self.parameters_key
 
-    def stop(self) -> None:
+    def disable(self) -> None:
         """From now on all goes over RPC."""
         self._host = None
 
@@ -263,7 +263,7 @@ class SharedMemory:
         """Memory for the parameters that others can reach, or of this process alone."""
         return self._made(lambda host: host.allocate(self.parameters_key, layout)) or layout.allocate()
 
-    def open_shelf(
+    def open_snapshots(
         self, layout: FlatLayout, trainers: int, current: Callable[[], tuple[int, Sequence[Tensor]]]
     ) -> None:
         """Where trainers find versions; ``current`` as for ``RingSnapshots``."""
@@ -273,7 +273,7 @@ class SharedMemory:
         else:
             self._shelf = self._made(lambda host: RingSnapshots(host, layout, trainers, current))
 
-    def make_end(
+    def make_transport(
         self, trainer_index: int, layout: FlatLayout, shard: Shard, arrived: Callable[[], None]
     ) -> tuple[SharedMemoryServerTransport, int] | None:
         """A trainer's way through this memory, and how many snapshots there are for it; None where there is none."""
@@ -287,7 +287,7 @@ class SharedMemory:
                 f"server.wire_dtype ({wire_dtype}) rounds nothing here, as all trainers share the server's memory; "
                 "set server.transport: rpc to have it, or leave it out"
             )
-        return SharedMemoryServerTransport(self._shelf, shard.ranges_of(gradients), arrived), self._shelf.slots
+        return SharedMemoryServerTransport(self._shelf, shard.slice_flats(gradients), arrived), self._shelf.num_slots
 
     def _made(self, make: Callable[[SegmentHost], T]) -> T | None:
         """What ``make`` makes in shared memory; None where there is none. All goes over RPC then, if the user lets it.

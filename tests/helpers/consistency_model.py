@@ -17,7 +17,7 @@ from paramserver.consistency import (
     Update,
     Verdict,
 )
-from paramserver.consistency.free_running import KEPT_VERSIONS
+from paramserver.consistency.free_running import MAX_RETAINED_VERSIONS
 from paramserver.limits import Limits
 
 KINDS = ("async", "bounded", "backup")
@@ -55,7 +55,7 @@ class Fleet:
             max_steps=random.choice((None, None, random.randint(1, 80))),
             max_samples=random.choice((None, None, random.randint(1, 300))),
         )
-        self.stand_every = random.choice(((), (0,), (random.randint(1, 9),), (random.randint(1, 9), 6)))
+        self.barrier_every = random.choice(((), (0,), (random.randint(1, 9),), (random.randint(1, 9), 6)))
         self.validate_every = random.choice((0, 1, 3, random.randint(1, 12)))
         self.waits = random.choice((0.0, 0.2, 0.6))
         self.patient = random.random() < 0.5  # does not announce itself while its push is held
@@ -85,7 +85,7 @@ class Fleet:
             self.silent = {i for i in everybody if self.random.random() < 0.7}
 
     def _rules(self):
-        number, every = len(self.trainers), (self.stand_every, self.validate_every)
+        number, every = len(self.trainers), (self.barrier_every, self.validate_every)
         terms = RunTerms(number, self.limits, self.uneven, BATCH_SIZE, *every)
         if self.kind == "async":
             return Async(terms, self.step, self.samples)
@@ -131,15 +131,15 @@ class Fleet:
             self._announce(index)
         else:
             self._push(index)
-        while (update := self.rules.due()) is not None:
+        while (update := self.rules.next_update()) is not None:
             self._apply(update)
-        answers = self.rules.answers()
+        answers = self.rules.pop_decisions()
         self._check_together(answers)
         for i, decision in answers.items():
             self._answered(i, decision)
-        assert self.rules.answers() == {}
+        assert self.rules.pop_decisions() == {}
         self.most_kept = max(self.most_kept, self.kept)
-        assert self.kept <= KEPT_VERSIONS or self.kind == "backup"
+        assert self.kept <= MAX_RETAINED_VERSIONS or self.kind == "backup"
         self._check_waiting()
 
     def _announce(self, index: int) -> None:
@@ -161,11 +161,11 @@ class Fleet:
     def _push(self, index: int) -> None:
         trainer = self.trainers[index]
         taken, trainer.batches = trainer.batches[: trainer.word.batches], trainer.batches[trainer.word.batches :]
-        assert self.rules.refusal(index, trainer.version) is None
-        assert self.rules.refusal(index, trainer.version + self.random.choice((-1, 1))) is not None
+        assert self.rules.rejection_reason(index, trainer.version) is None
+        assert self.rules.rejection_reason(index, trainer.version + self.random.choice((-1, 1))) is not None
         late = self.kind == "backup" and trainer.version < self.step
         assert self.rules.push(index, trainer.version, sum(taken)) is not late
-        assert self.rules.refusal(index, trainer.version) is not None  # once is enough
+        assert self.rules.rejection_reason(index, trainer.version) is not None  # once is enough
         trainer.clock += 1
         self.served += sum(taken)
         trainer.state = "boundary"
@@ -219,7 +219,7 @@ class Fleet:
 
     @property
     def stand_is_due(self) -> bool:
-        return self.step in self._multiples(*self.stand_every) and self.step not in self.stands
+        return self.step in self._multiples(*self.barrier_every) and self.step not in self.stands
 
     def _multiples(self, *every: int) -> list[int]:
         return [n for n in range(self.start + 1, self.step + 1) if any(e and n % e == 0 for e in every)]
@@ -266,7 +266,7 @@ class Fleet:
     def _check_together(self, answers: dict[int, Decision]) -> None:
         """All stand or end at once, with one answer, and nothing is under way."""
         verdicts = {d.verdict for d in answers.values()}
-        if not verdicts & {Verdict.STAND, Verdict.END}:
+        if not verdicts & {Verdict.BARRIER, Verdict.END}:
             return
         assert set(answers) == set(range(len(self.trainers)))
         assert len(set(answers.values())) == 1
@@ -274,7 +274,7 @@ class Fleet:
         assert self.arrived == []
         decision = answers[0]
         assert (decision.active, decision.step) == ((), self.step)
-        if decision.verdict is Verdict.STAND:
+        if decision.verdict is Verdict.BARRIER:
             assert self.stand_is_due
             self.stands.append(self.step)
         else:
@@ -288,12 +288,12 @@ class Fleet:
         assert all(t.validated == self._multiples(self.validate_every) for t in asked.values())
         if self.kind == "backup":
             assert not self.arrived or len(self.arrived) < self.needed
-        last = [self.step - self.step % every + every for every in self.stand_every if every]
+        last = [self.step - self.step % every + every for every in self.barrier_every if every]
         last += [self.limits.max_steps] if self.limits.max_steps else []
         busy = [t for t in self.trainers if t.state == "busy"]
         full = self.kind != "backup" and any(self.step + len(busy) >= n for n in last)
         following = range(self.step + 1, self.step + len(busy) + 2) if self.validate_every else ()
-        crowded = self.kept + sum(n % self.validate_every == 0 for n in following) > KEPT_VERSIONS
+        crowded = self.kept + sum(n % self.validate_every == 0 for n in following) > MAX_RETAINED_VERSIONS
         full = full or (self.kind != "backup" and crowded)
         if self.stand_is_due or full or (self.limits.max_samples and busy and self.kind != "backup"):
             return
@@ -309,7 +309,7 @@ class Fleet:
         assert end.reason == (self.limit or end.reason)
         if end.interrupted:
             assert end.reason == "SIGNAL asked"
-        stands, validations = self._multiples(*self.stand_every), self._multiples(self.validate_every)
+        stands, validations = self._multiples(*self.barrier_every), self._multiples(self.validate_every)
         assert self.stands == stands
         assert all(trainer.validated == validations for trainer in self.trainers)
         assert self.served - self.lost == self.samples - self.samples_before
@@ -317,4 +317,4 @@ class Fleet:
         assert all(count <= self.backups for count in self.dropped_of.values())
         if self.limit is None and self.asked is Stop.NO and self.uneven == "join":
             assert not any(t.batches for t in self.trainers), "not all data was served"
-        assert all(self.rules.refusal(i, self.step) for i in range(len(self.trainers)))
+        assert all(self.rules.rejection_reason(i, self.step) for i in range(len(self.trainers)))

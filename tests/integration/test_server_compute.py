@@ -19,14 +19,14 @@ from paramserver.devices import CPU, Placement, place_server, place_trainer
 from paramserver.distributed.rpc_calls import WORKER_THREADS, agent_options
 from paramserver.errors import ModelIsElsewhere, TaskError, UnsupportedConfiguration
 from paramserver.metrics.records import StepReport
-from paramserver.parameters.flat import FlatLayout, module_buffers, trainable
+from paramserver.parameters.flat import FlatLayout, module_buffers, trainable_parameters
 from paramserver.rng import PrivateRng
 from paramserver.server.model_service import ModelService, ServedTransport
 from paramserver.server.parameter_store import ParameterStore
 from paramserver.transport.autograd import recv_outputs, send_outputs
 from paramserver.transport.messages import ModelCall
 from trainers.server_forward import RemoteModel
-from trainers.validation import evaluating
+from trainers.validation import eval_mode
 
 SERVED = TASKS.with_name("server_forward_tasks.py")
 SERVER = {"compute": "server"}
@@ -134,7 +134,7 @@ def test_a_model_that_a_copy_cannot_follow_is_refused(tmp_path):
 
 
 def an_end(model):
-    parameters, buffers = trainable(model), module_buffers(model)
+    parameters, buffers = trainable_parameters(model), module_buffers(model)
     layouts = FlatLayout.of(parameters.items()), FlatLayout.of(buffers.items())
     return ServedTransport(model, *layouts, lambda: flats_of(layouts, parameters, buffers), torch.device("cpu"))
 
@@ -166,8 +166,8 @@ def gradients(end, loss, anchors):
     leaves = [leaf for skeleton in end._skeletons for leaf in skeleton.leaves.values()]
     grads = torch.autograd.grad([loss, *anchors], leaves, allow_unused=True)
     held = {leaf: grad for leaf, grad in zip(leaves, grads, strict=True) if grad is not None}
-    flats = end.gradients(held)
-    report, buffers = end.completed(StepReport(0, 0, 1, 0.0, 0.0), [])
+    flats = end.collect_gradients(held)
+    report, buffers = end.complete_push(StepReport(0, 0, 1, 0.0, 0.0), [])
     return end._parameters.views(flats), report.used, end._buffer_layout.views(buffers)
 
 
@@ -193,7 +193,7 @@ def test_forwards_run_side_by_side():
     model = Meeting(threading.Barrier(8))
     ends = [an_end(model) for _ in range(8)]
     for end in ends:
-        end.offer()
+        end.pin_version()
     with ThreadPoolExecutor(8) as pool:
         outputs = list(pool.map(lambda end: end.compute(a_call(torch.ones(1, 2))).output, ends))
     assert all(torch.equal(output, model.layer(torch.ones(1, 2))) for output in outputs)
@@ -210,8 +210,8 @@ def test_threads_neither_share_versions_nor_module_buffers_nor_random_numbers():
         end, own, made = end_of[index], models[index], []
         for step in range(10):
             images = torch.randn(4, 1, 6, 6, generator=torch.Generator().manual_seed(100 * index + step))
-            end._snapshot = lambda: flats_of(layouts, trainable(own), module_buffers(own))
-            end.offer()
+            end._snapshot = lambda: flats_of(layouts, trainable_parameters(own), module_buffers(own))
+            end.pin_version()
             answer = end.compute(a_call(images, seed=step))
             (output,), anchors = received(answer)
             grads, used, buffers = gradients(end, output.pow(2).sum(), anchors)
@@ -238,7 +238,7 @@ def test_threads_neither_share_versions_nor_module_buffers_nor_random_numbers():
 def test_several_calls_of_a_step_go_on_with_the_same_module_buffers():
     model = Everything(dropout=0.0, unused=False)
     end, images = an_end(model), torch.randn(3, 4, 1, 6, 6)
-    end.offer()
+    end.pin_version()
     answers = [end.compute(a_call(images[i], batch=i)) for i in range(3)]
     end.compute(a_call(images[0], wants_grad=False, training=False))
     outputs, anchors = received(*answers)
@@ -253,13 +253,13 @@ def test_several_calls_of_a_step_go_on_with_the_same_module_buffers():
 def test_a_version_that_follows_does_not_reach_what_was_computed_before():
     model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
     end = an_end(model)
-    end.offer()
+    end.pin_version()
     (output,), anchors = received(end.compute(a_call(x := torch.randn(3, 2))))
     expected = torch.autograd.grad(model(x).pow(3).sum(), list(model.parameters()))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(1.0)
-    end.offer()
+    end.pin_version()
     grads, _, _ = gradients(end, output.pow(3).sum(), anchors)
     assert all(torch.equal(grad, want) for grad, want in zip(grads.values(), expected, strict=True))
     assert torch.equal(end.compute(a_call(x)).output, model(x))
@@ -269,7 +269,7 @@ def test_modes_travel_with_the_call():
     """Also the mode in which the task built each module."""
     model = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5).eval(), nn.Linear(8, 1))
     end, x = an_end(model), torch.ones(1, 8)
-    end.offer()
+    end.pin_version()
     torch.manual_seed(0)
     built = model(x)
     assert torch.equal(end.compute(a_call(x)).output, built)
@@ -302,7 +302,7 @@ def test_a_model_may_be_spread_over_devices_of_the_server(monkeypatch):
     with torch.no_grad():  # as a checkpoint that is restored
         for parameter in versions.model.parameters():
             parameter.add_(0.1)
-    end, images = forwards.new_end(), torch.randn(4, 1, 6, 6)
+    end, images = forwards.new_transport(), torch.randn(4, 1, 6, 6)
     (output,), anchors = received(end.compute(a_call(images)))
     grads, used, _ = gradients(end, output.square().mean(), anchors)
     versions.model(images).square().mean().backward()
@@ -334,7 +334,7 @@ def recomputed(draws):
 )
 def test_what_a_model_may_not_do_on_a_server(what, message):
     end = an_end(Returns(what))
-    end.offer()
+    end.pin_version()
     with pytest.raises(TaskError, match=message):
         end.compute(a_call(torch.ones(1, 2)))
 
@@ -345,7 +345,7 @@ def test_recomputation_without_draws_uses_the_version_of_the_call():
     model.what = lambda layer, x: layer(x).tanh()
     expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))
     model.what = lambda layer, x: checkpoint(lambda v: layer(v).tanh(), x, use_reentrant=False)
-    end.offer()
+    end.pin_version()
     (output,), anchors = received(end.compute(a_call(x)))
     with torch.no_grad():
         model.layer.weight.zero_()
@@ -357,11 +357,11 @@ def test_a_model_that_cannot_be_copied_is_refused_and_so_are_sparse_gradients():
     model = nn.Linear(2, 2)
     model.lock = threading.Lock()
     end = an_end(model)
-    end.offer()
+    end.pin_version()
     with pytest.raises(UnsupportedConfiguration, match="cannot be copied"):
         end.compute(a_call(torch.ones(1, 2)))
     end = an_end(nn.Embedding(4, 2, sparse=True))
-    end.offer()
+    end.pin_version()
     (output,), anchors = received(end.compute(a_call(torch.tensor([1]))))
     with pytest.raises(TaskError, match="weight is sparse"):
         gradients(end, output.sum(), anchors)
@@ -422,7 +422,7 @@ def calls():
 @pytest.fixture
 def stand_in(calls):
     end = an_end(nn.Linear(2, 1))
-    end.offer()
+    end.pin_version()
 
     def call(made):
         calls.append(made)
@@ -470,13 +470,13 @@ def test_what_python_asks_of_a_container_is_refused_in_the_same_sentence(stand_i
 def test_the_mode_is_put_back_after_a_validation(stand_in, calls):
     x = torch.ones(1, 2)
     stand_in(x)
-    with evaluating(stand_in):
+    with eval_mode(stand_in):
         assert not stand_in.training
         stand_in(x)
     assert stand_in.training
     stand_in(x)
     stand_in.eval()
-    with evaluating(stand_in):
+    with eval_mode(stand_in):
         stand_in(x)
     stand_in(x)
     stand_in.train()(x)
@@ -549,7 +549,7 @@ def test_one_server_alone_holds_the_model():
     from paramserver.config.checks import RELATIONS
 
     config = served(task="a:B", cluster=ClusterConfig(num_servers=2))
-    said = [message for relation in RELATIONS if (message := relation.broken(config))]
+    said = [message for relation in RELATIONS if (message := relation.check(config))]
     assert [message.split(" must")[0] for message in said] == ["cluster.num_servers (2)"]
 
 

@@ -22,7 +22,7 @@ from paramserver.consistency import (
     Verdict,
     make_consistency,
 )
-from paramserver.consistency.free_running import KEPT_VERSIONS
+from paramserver.consistency.free_running import MAX_RETAINED_VERSIONS
 from paramserver.limits import Limits
 
 READY, WAITING, DRAINED = (Announcement(readiness) for readiness in Readiness)
@@ -93,8 +93,8 @@ def test_backups_are_never_stale_and_some_come_too_late():
 @pytest.mark.parametrize("kind", ["async", "bounded"])
 def test_as_many_versions_as_may_be_are_kept_for_validations_and_no_more(kind):
     kept = [run.most_kept for run in fleets(kind)]
-    assert max(kept) == KEPT_VERSIONS
-    assert sum(n == KEPT_VERSIONS for n in kept) > 20
+    assert max(kept) == MAX_RETAINED_VERSIONS
+    assert sum(n == MAX_RETAINED_VERSIONS for n in kept) > 20
 
 
 # Single situations.
@@ -107,16 +107,16 @@ def terms(trainers: int, limits: Limits = NONE, uneven_inputs: str = "join", **e
 def say(rules, index: int, word: Announcement = READY) -> dict[int, Verdict]:
     """Who is told what after an announcement (and what it makes due)."""
     rules.announce(index, word)
-    while rules.due() is not None:
+    while rules.next_update() is not None:
         pass
-    return {i: decision.verdict for i, decision in rules.answers().items()}
+    return {i: decision.verdict for i, decision in rules.pop_decisions().items()}
 
 
 def push(rules, index: int, version: int, samples: int = 1) -> Update | None:
-    assert rules.refusal(index, version) is None
+    assert rules.rejection_reason(index, version) is None
     rules.push(index, version, samples)
-    update = rules.due()
-    assert rules.due() is None
+    update = rules.next_update()
+    assert rules.next_update() is None
     return update
 
 
@@ -140,23 +140,23 @@ def test_the_worst_staleness_of_the_bounded_rule_is_reached(trainers, bound):
         assert say(rules, index) == {index: GO}
     for _ in range(2 * bound + 1):
         for index in range(1, trainers):
-            push(rules, index, rules._tickets[index].version)
+            push(rules, index, rules._permits[index].version)
             say(rules, index)
-    assert not rules._tickets.keys() - {0}  # nobody else may start now
+    assert not rules._permits.keys() - {0}  # nobody else may start now
     assert push(rules, 0, version).staleness == ((trainers - 1) * (2 * bound + 1),)
-    assert set(rules.answers()) == set(range(1, trainers))
+    assert set(rules.pop_decisions()) == set(range(1, trainers))
 
 
 def test_a_drained_trainer_holds_nobody_up_while_it_validates_or_stands():
-    rules = Bounded(terms(2, stand_every=(2,), validate_every=1), bound=0)
+    rules = Bounded(terms(2, barrier_every=(2,), validate_every=1), bound=0)
     assert say(rules, 0, DRAINED) == {}
     turn(rules, 1)
-    assert rules.answers() == {0: Decision(Verdict.VALIDATE, (), 1, 1)}
+    assert rules.pop_decisions() == {0: Decision(Verdict.VALIDATE, (), 1, 1)}
     assert say(rules, 1) == {1: Verdict.VALIDATE}
     turn(rules, 1)  # trainer 0 still validates
     assert [say(rules, i, w) for i, w in ((1, READY), (0, DRAINED))] == [{1: Verdict.VALIDATE}, {0: Verdict.VALIDATE}]
     assert say(rules, 1) == {}
-    assert say(rules, 0, DRAINED) == {0: Verdict.STAND, 1: Verdict.STAND}
+    assert say(rules, 0, DRAINED) == {0: Verdict.BARRIER, 1: Verdict.BARRIER}
     assert say(rules, 1) == {1: GO}  # trainer 0 has not come back
 
 
@@ -182,7 +182,7 @@ def test_a_small_batch_may_come_last_and_is_applied_all_the_same():
     assert say(rules, 1, Announcement(Readiness.READY, batches=3)) == {1: GO}
     assert say(rules, 2, Announcement(Readiness.READY, batches=6)) == {}  # 3 + 6 would leave no room for the 1
     push(rules, 0, 0, 1)
-    assert rules.answers().keys() == {2}  # now the 3 may come last
+    assert rules.pop_decisions().keys() == {2}  # now the 3 may come last
     push(rules, 2, 1, 6)
     push(rules, 1, 0, 3)
     assert rules.samples == 10
@@ -195,20 +195,20 @@ def test_a_limit_that_is_reached_completes_a_run_that_a_signal_asked_to_end():
     push(rules, 0, 0)
     rules.announce(0, SIGNAL)
     end = Decision(Verdict.END, (), 1, 1, "training.max_steps (1) reached")
-    assert rules.answers() == {0: end, 1: end}
+    assert rules.pop_decisions() == {0: end, 1: end}
 
 
 def test_what_is_due_is_done_before_a_signal_ends_a_run_and_it_outweighs_a_limit_that_was_asked_for():
-    rules = Async(terms(2, validate_every=1, stand_every=(1,)))
+    rules = Async(terms(2, validate_every=1, barrier_every=(1,)))
     turn(rules, 0)
     assert say(rules, 1, Announcement(Readiness.READY, stop=Stop.LIMIT, reason="time")) == {1: Verdict.VALIDATE}
     assert say(rules, 1, SIGNAL) == {}
     assert say(rules, 0) == {0: Verdict.VALIDATE}
-    assert say(rules, 0) == {0: Verdict.STAND, 1: Verdict.STAND}
+    assert say(rules, 0) == {0: Verdict.BARRIER, 1: Verdict.BARRIER}
     assert say(rules, 0) == {}
     rules.announce(1, READY)
     end = Decision(Verdict.END, (), 1, 1, "signal SIGTERM", interrupted=True)
-    assert rules.answers() == {0: end, 1: end}
+    assert rules.pop_decisions() == {0: end, 1: end}
 
 
 def test_the_clocks_of_a_run_that_goes_on_are_those_it_had():
@@ -220,7 +220,7 @@ def test_the_clocks_of_a_run_that_goes_on_are_those_it_had():
     assert resumed.clocks == {0: 2, 1: 0}
     assert say(resumed, 0) == {}
     turn(resumed, 1)
-    assert resumed.answers().keys() == {0}
+    assert resumed.pop_decisions().keys() == {0}
 
 
 @pytest.mark.parametrize("state", [{}, {"clocks": [5, 3, 4]}])
@@ -231,10 +231,10 @@ def test_with_other_trainers_or_after_another_rule_all_clocks_are_equal(state):
 
 
 def test_a_run_that_goes_on_at_a_stand_does_not_stand_again():
-    rules = Async(terms(1, stand_every=(4,)), step=4, samples=4)
+    rules = Async(terms(1, barrier_every=(4,)), step=4, samples=4)
     for _ in range(4):
         turn(rules, 0)
-    assert say(rules, 0) == {0: Verdict.STAND}
+    assert say(rules, 0) == {0: Verdict.BARRIER}
     assert say(rules, 0) == {0: GO}
 
 
@@ -255,7 +255,7 @@ def test_the_first_that_push_make_the_update_and_the_late_one_is_dropped():
     assert (rules.step, rules.samples) == (1, 12)
     assert say(rules, 1) == {1: GO}
     assert rules.push(0, 0, 3) is False
-    assert (rules.due(), rules.dropped, rules.samples) == (None, {0: 1, 1: 0, 2: 0}, 12)
+    assert (rules.next_update(), rules.dropped, rules.samples) == (None, {0: 1, 1: 0, 2: 0}, 12)
     assert say(rules, 0) == {0: GO}
 
 
@@ -263,9 +263,9 @@ def test_who_has_pushed_waits_for_the_version():
     rules = backups(3, 1)
     push(rules, 2, 0)
     assert say(rules, 2) == {}
-    assert "outside a step" in rules.refusal(2, 0)
+    assert "outside a step" in rules.rejection_reason(2, 0)
     assert push(rules, 0, 0).trainers == (0, 2)
-    assert rules.answers().keys() == {2}
+    assert rules.pop_decisions().keys() == {2}
 
 
 def test_the_last_gradient_of_a_drained_trainer_counts_before_it_is_gone():
@@ -289,10 +289,10 @@ def test_a_signal_is_heeded_though_nobody_has_data_to_complete_the_update():
     rules = backups(3, 0)
     for index in (1, 2):
         rules.push(index, 0, 4)
-    assert rules.due() is None
+    assert rules.next_update() is None
     assert say(rules, 1, SIGNAL) == {}
     rules.push(0, 0, 4)
-    assert rules.due().trainers == (0, 1, 2)
+    assert rules.next_update().trainers == (0, 1, 2)
     rules = BackupSync(terms(3), 0)
     assert turn(rules, 2) is None
     assert say(rules, 1, WAITING) == {1: Verdict.WAIT}
@@ -334,7 +334,7 @@ def test_the_configuration_chooses(server, kind, option):
     rules = made(server, every=2)
     assert type(rules) is kind
     assert option.items() <= vars(rules).items()
-    assert (rules.step, rules.samples, rules.terms.trainers) == (1, 2, 4)
+    assert (rules.step, rules.samples, rules.terms.num_trainers) == (1, 2, 4)
     assert rules.lockstep is (kind is Sync)
     apart = kind in (Async, Bounded)
     every = ((2,), 5) if apart else ((2, 5), 0)  # stands, validations of a kept version
@@ -343,5 +343,5 @@ def test_the_configuration_chooses(server, kind, option):
 
 def test_what_is_saved_as_the_best_is_validated_at_a_stand():
     rules = made(ServerConfig(consistency="async"), best={"metric": "accuracy", "mode": "max"})
-    assert (set(rules.terms.stand_every), rules.terms.validate_every) == ({5}, 0)
-    assert made(ServerConfig(consistency="async")).terms.stand_every == (5,)  # checkpoints follow validations
+    assert (set(rules.terms.barrier_every), rules.terms.validate_every) == ({5}, 0)
+    assert made(ServerConfig(consistency="async")).terms.barrier_every == (5,)  # checkpoints follow validations

@@ -125,17 +125,17 @@ def test_the_module_buffers_are_those_of_ddp():
 def say(rules: Sync, index: int, word: Announcement = GO) -> Decision | None:
     """What an announcement brings: nothing, or the same answer for all."""
     rules.announce(index, word)
-    answers = rules.answers()
-    assert set(answers) in (set(), set(range(rules.terms.trainers)))
+    answers = rules.pop_decisions()
+    assert set(answers) in (set(), set(range(rules.terms.num_trainers)))
     assert len(set(answers.values())) <= 1
-    assert rules.answers() == {}  # each is answered once
+    assert rules.pop_decisions() == {}  # each is answered once
     return answers.get(index)
 
 
 def pushed(rules: Sync, index: int, samples: int) -> Update | None:
     assert rules.push(index, rules.step, samples)
-    update = rules.due()
-    assert rules.due() is None
+    update = rules.next_update()
+    assert rules.next_update() is None
     return update
 
 
@@ -164,8 +164,8 @@ def test_a_round_is_complete_with_the_last_push_in_the_order_of_trainers():
 def test_a_second_push_is_refused():
     rules = started()
     pushed(rules, 1, 4)
-    assert rules.refusal(1, 0) == "trainer 1 pushed twice in step 0"
-    assert rules.refusal(0, 0) is None
+    assert rules.rejection_reason(1, 0) == "trainer 1 pushed twice in step 0"
+    assert rules.rejection_reason(0, 0) is None
 
 
 @pytest.mark.parametrize("version", [-1, 1])
@@ -175,25 +175,25 @@ def test_a_gradient_of_another_version_is_refused(version):
 
 def test_a_push_outside_a_step_is_refused():
     rules = round_of(2)
-    assert "outside a step" in rules.refusal(0, 0)
+    assert "outside a step" in rules.rejection_reason(0, 0)
     say(rules, 0)
-    assert "outside a step" in rules.refusal(0, 0)  # not all have spoken
+    assert "outside a step" in rules.rejection_reason(0, 0)  # not all have spoken
     say(rules, 1)
-    assert rules.refusal(0, 0) is None
-    assert "trainer 2 pushed outside" in rules.refusal(2, 0)
+    assert rules.rejection_reason(0, 0) is None
+    assert "trainer 2 pushed outside" in rules.rejection_reason(2, 0)
     pushed(rules, 0, 1)
     pushed(rules, 1, 1)
-    assert "(step 1)" in rules.refusal(0, 1)  # the round is over
+    assert "(step 1)" in rules.rejection_reason(0, 1)  # the round is over
 
 
 def test_a_drained_trainer_may_not_push_while_others_go_on():
     rules = round_of(2, uneven_inputs="join")
     say(rules, 0, Announcement(DRAINED))
     assert say(rules, 1).active == (1,)
-    assert rules.refusal(0, 0) is not None
-    assert [rules.keeps_buffers_of(i) for i in range(2)] == [False, True]
+    assert rules.rejection_reason(0, 0) is not None
+    assert [rules.wants_buffers_from(i) for i in range(2)] == [False, True]
     assert pushed(rules, 1, 8) == Update((1,), (0,), buffers_from=1)
-    assert not rules.keeps_buffers_of(1)  # no step is under way
+    assert not rules.wants_buffers_from(1)  # no step is under way
 
 
 def test_the_update_after_the_last_is_refused():
@@ -202,8 +202,8 @@ def test_the_update_after_the_last_is_refused():
     pushed(rules, 1, 1)
     say(rules, 0)
     assert say(rules, 1).verdict is Verdict.END
-    assert rules.refusal(0, 1) is not None
-    assert rules.refusal(1, 0) is not None
+    assert rules.rejection_reason(0, 1) is not None
+    assert rules.rejection_reason(1, 0) is not None
     assert rules.step == 1
 
 
@@ -211,15 +211,15 @@ def test_a_wait_asks_everybody_again():
     rules = round_of(2)
     say(rules, 0)
     assert say(rules, 1, Announcement(WAITING)).verdict is Verdict.WAIT
-    assert rules.refusal(0, 0) is not None
+    assert rules.rejection_reason(0, 0) is not None
     assert say(rules, 1) is None  # trainer 0 has to speak again too
     assert say(rules, 0).verdict is Verdict.GO
 
 
 def test_a_resumed_run_goes_on_from_its_counts():
     rules = started(2, step=7, samples=100)
-    assert rules.refusal(0, 7) is None
-    assert "version 0 to version 7" in rules.refusal(0, 0)
+    assert rules.rejection_reason(0, 7) is None
+    assert "version 0 to version 7" in rules.rejection_reason(0, 0)
     pushed(rules, 0, 3)
     pushed(rules, 1, 3)
     assert (rules.step, rules.samples) == (8, 106)
@@ -267,7 +267,7 @@ class Fleet:
             self.active = decision.active
 
     def push(self, index: int) -> None:
-        assert self.rules.refusal(index, self.rules.step) is None
+        assert self.rules.rejection_reason(index, self.rules.step) is None
         self.to_push.discard(index)
         self.left[index] -= 1
         samples = self.random.randint(1, 32)
@@ -281,9 +281,9 @@ class Fleet:
         """Whoever is not due to push is refused, and whoever is due, with another version."""
         index = self.random.randrange(self.trainers + 1)
         wrong = self.rules.step + self.random.choice((-2, -1, 1))
-        assert self.rules.refusal(index, wrong) is not None
+        assert self.rules.rejection_reason(index, wrong) is not None
         if index not in self.to_push:
-            assert self.rules.refusal(index, self.rules.step) is not None
+            assert self.rules.rejection_reason(index, self.rules.step) is not None
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -296,4 +296,4 @@ def test_any_order_of_events_gives_the_same_run(seed):
     assert fleet.ended
     assert fleet.rules.step == fleet.expected
     assert fleet.rules.samples == fleet.samples
-    assert all(fleet.rules.refusal(i, fleet.rules.step) for i in range(fleet.trainers))
+    assert all(fleet.rules.rejection_reason(i, fleet.rules.step) for i in range(fleet.trainers))

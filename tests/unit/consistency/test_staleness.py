@@ -1,4 +1,4 @@
-"""Counts of staleness against plain lists of all that was added, and the scaling of stale gradients."""
+"""The staleness histogram against plain lists of all added values."""
 
 import json
 import math
@@ -6,8 +6,7 @@ import math
 import pytest
 from hypothesis import given, strategies as st
 
-from paramserver.consistency import StalenessHistogram, scale
-from paramserver.errors import UnsupportedConfiguration
+from paramserver.consistency import StalenessHistogram
 
 ADDED = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 40)), max_size=120)
 NOTHING = {"mean": 0.0, "p95": 0, "max": 0, "histogram": {}}
@@ -33,26 +32,26 @@ def figures_of(values: list[int]) -> dict:
 @given(ADDED)
 def test_the_figures_are_those_of_the_list(added):
     staleness = counted(added)
-    assert staleness.figures() == figures_of([value for _, value in added])
-    assert list(staleness.figures()["histogram"]) == [str(v) for v in sorted({value for _, value in added})]
+    assert staleness.summary() == figures_of([value for _, value in added])
+    assert list(staleness.summary()["histogram"]) == [str(v) for v in sorted({value for _, value in added})]
     for index in range(5):  # the last one never pushed
-        assert staleness.of(index) == figures_of([value for i, value in added if i == index])
+        assert staleness.for_trainer(index) == figures_of([value for i, value in added if i == index])
 
 
 @pytest.mark.parametrize(("stale", "p95"), [(0, 0), (5, 0), (6, 9), (95, 9), (100, 9)])
 def test_the_p95_is_the_smallest_that_95_percent_do_not_exceed(stale, p95):
-    assert counted([(0, 0)] * (100 - stale) + [(1, 9)] * stale).figures()["p95"] == p95
+    assert counted([(0, 0)] * (100 - stale) + [(1, 9)] * stale).summary()["p95"] == p95
 
 
 @given(ADDED, ADDED)
 def test_a_window_holds_what_was_added_since_the_last(one, two):
     staleness = counted(one)
-    assert staleness.take_window() == figures_of([value for _, value in one])
+    assert staleness.pop_window() == figures_of([value for _, value in one])
     for trainer_index, value in two:
         staleness.add(trainer_index, value)
-    assert staleness.take_window() == figures_of([value for _, value in two])
-    assert staleness.take_window() == NOTHING
-    assert staleness.figures() == figures_of([value for _, value in one + two])
+    assert staleness.pop_window() == figures_of([value for _, value in two])
+    assert staleness.pop_window() == NOTHING
+    assert staleness.summary() == figures_of([value for _, value in one + two])
 
 
 @given(ADDED, ADDED, ADDED)
@@ -62,16 +61,5 @@ def test_the_state_goes_on_after_json(before, replaced, after):
     for trainer_index, value in after:
         staleness.add(trainer_index, value)
     assert staleness.state_dict() == counted(before + after).state_dict()
-    assert staleness.take_window() == figures_of([value for _, value in before + after])
-    assert staleness.of(2) == figures_of([value for i, value in before + after if i == 2])
-
-
-@pytest.mark.parametrize(("staleness", "inverse"), [(0, 1.0), (1, 0.5), (3, 0.25), (9, 0.1)])
-def test_a_stale_gradient_is_scaled_by_the_rule(staleness, inverse):
-    assert scale(staleness, "inverse") == inverse
-    assert scale(staleness, "none") == 1.0
-
-
-def test_a_rule_that_is_not_there_is_refused():
-    with pytest.raises(UnsupportedConfiguration, match=r"stale_scaling \(linear\) must be none or inverse"):
-        scale(1, "linear")
+    assert staleness.pop_window() == figures_of([value for _, value in before + after])
+    assert staleness.for_trainer(2) == figures_of([value for i, value in before + after if i == 2])

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from paramserver.errors import UnsupportedConfiguration
-from paramserver.parameters.flat import ALIGNMENT_BYTES, FlatLayout, FlatTensors, module_buffers, trainable
+from paramserver.parameters.flat import ALIGNMENT_BYTES, FlatLayout, FlatTensors, module_buffers, trainable_parameters
 
 
 class Zoo(nn.Module):
@@ -48,7 +48,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 def test_flattening_changes_no_bit(zoo):
     before = bits(zoo)
-    FlatTensors(trainable(zoo))
+    FlatTensors(trainable_parameters(zoo))
     FlatTensors(module_buffers(zoo))
     assert same(bits(zoo), before)
 
@@ -56,12 +56,12 @@ def test_flattening_changes_no_bit(zoo):
 def test_special_values_survive():
     odd = torch.tensor([float("nan"), float("inf"), -0.0, 1e-45])
     model = nn.ParameterDict({"odd": nn.Parameter(odd.clone())})
-    FlatTensors(trainable(model))
+    FlatTensors(trainable_parameters(model))
     assert torch.equal(model["odd"].view(torch.int32), odd.view(torch.int32))
 
 
 def test_each_tensor_is_a_view_of_the_flat_one_of_its_type(zoo):
-    store = FlatTensors(trainable(zoo))
+    store = FlatTensors(trainable_parameters(zoo))
     assert [flat.dtype for flat in store.flats] == [torch.float32, torch.float64, torch.bfloat16]
     for slot in store.layout.slots:
         tensor, flat = store.tensors[slot.name], store.flats[slot.group]
@@ -73,7 +73,7 @@ def test_each_tensor_is_a_view_of_the_flat_one_of_its_type(zoo):
 
 
 def test_views_do_not_overlap_and_begin_at_cache_lines(zoo):
-    for tensors in (trainable(zoo), module_buffers(zoo)):
+    for tensors in (trainable_parameters(zoo), module_buffers(zoo)):
         store = FlatTensors(tensors)
         spans = []
         for slot in store.layout.slots:
@@ -88,7 +88,7 @@ def test_views_do_not_overlap_and_begin_at_cache_lines(zoo):
 
 
 def test_dense_strides_are_kept(zoo):
-    FlatTensors(trainable(zoo))
+    FlatTensors(trainable_parameters(zoo))
     assert zoo.conv.weight.is_contiguous(memory_format=torch.channels_last)
     assert zoo.turned.stride() == (1, 6)
     assert zoo.linear.weight.is_contiguous()
@@ -106,7 +106,7 @@ def test_a_tensor_with_gaps_becomes_contiguous(sparse_memory):
 
 
 def test_ties_survive(zoo):
-    parameters = trainable(zoo)
+    parameters = trainable_parameters(zoo)
     assert "tied.weight" not in parameters
     FlatTensors(parameters)
     assert zoo.tied.weight is zoo.linear.weight
@@ -117,7 +117,7 @@ def test_ties_survive(zoo):
 
 def test_frozen_parameters_are_left_alone(zoo):
     before = zoo.frozen.weight.data_ptr()
-    store = FlatTensors(trainable(zoo))
+    store = FlatTensors(trainable_parameters(zoo))
     assert not any(name.startswith("frozen") for name in store.tensors)
     assert zoo.frozen.weight.data_ptr() == before
 
@@ -127,15 +127,15 @@ def test_module_buffers_of_any_type_are_held(zoo):
     assert {"norm.running_mean", "norm.num_batches_tracked", "mask"} == set(store.tensors) - {"norm.running_var"}
     zoo.norm(torch.randn(2, 5, 3, 3))
     assert store.views["norm.num_batches_tracked"].item() == 1
-    store.check_in_place()
+    store.check_views()
 
 
 @pytest.mark.parametrize("tensors", [{}, {"nothing": torch.empty(0)}, {"one": torch.tensor(2.0)}])
 def test_few_tensors_are_no_special_case(tensors):
     before = {name: tensor.clone() for name, tensor in tensors.items()}
     store = FlatTensors(tensors)
-    store.check_in_place()
-    store.copy_from(store.clone())
+    store.check_views()
+    store.copy_(store.clone())
     assert same(store.views, before)
 
 
@@ -144,42 +144,42 @@ def test_the_layout_counts_its_bytes():
         {"a": torch.zeros(17), "b": torch.zeros(1, dtype=torch.float64), "c": torch.zeros(1)}.items()
     )
     assert (layout.dtypes, layout.sizes) == ((torch.float32, torch.float64), (48, 8))
-    assert layout.bytes == 48 * 4 + 8 * 8 == sum(f.numel() * f.element_size() for f in layout.allocate())
+    assert layout.total_bytes == 48 * 4 + 8 * 8 == sum(f.numel() * f.element_size() for f in layout.allocate())
     assert not any(flat.any() for flat in layout.allocate())
 
 
 def test_one_layout_reads_what_another_process_wrote(zoo):
-    store = FlatTensors(trainable(zoo))
+    store = FlatTensors(trainable_parameters(zoo))
     received = [flat.clone() for flat in store.flats]
     assert same(store.layout.views(received), {name: t.detach() for name, t in store.tensors.items()})
 
 
 def test_a_replaced_tensor_is_found_by_name(zoo):
-    store = FlatTensors(trainable(zoo))
-    store.check_in_place()
+    store = FlatTensors(trainable_parameters(zoo))
+    store.check_views()
     zoo.conv.bias.data.add_(1)
-    store.check_in_place()
+    store.check_views()
     zoo.narrow.bias.data = zoo.narrow.bias.data.clone()
     with pytest.raises(UnsupportedConfiguration, match=r"narrow\.bias was replaced .* p\.copy_\(new\)"):
-        store.check_in_place()
+        store.check_views()
 
 
 def test_a_clone_is_not_touched_by_what_follows(zoo):
-    store = FlatTensors(trainable(zoo))
+    store = FlatTensors(trainable_parameters(zoo))
     snapshot = store.clone()
     kept = [flat.clone() for flat in snapshot]
     for flat in store.flats:
         flat.add_(1)
     assert all(map(torch.equal, snapshot, kept))
     assert not any(flat.requires_grad for flat in snapshot)
-    store.copy_from(snapshot)
+    store.copy_(snapshot)
     assert all(map(torch.equal, store.flats, kept))
 
 
 def test_another_number_of_flat_tensors_is_an_error(zoo):
-    store = FlatTensors(trainable(zoo))
+    store = FlatTensors(trainable_parameters(zoo))
     with pytest.raises(ValueError, match="argument"):
-        store.copy_from(store.clone()[:1])
+        store.copy_(store.clone()[:1])
 
 
 def test_sparse_tensors_are_refused():
@@ -190,7 +190,7 @@ def test_sparse_tensors_are_refused():
 def test_a_parameter_without_a_mean_is_refused_by_name():
     model = nn.ParameterDict({"phase": nn.Parameter(torch.zeros(2, dtype=torch.complex64))})
     with pytest.raises(UnsupportedConfiguration, match=r"parameter phase has dtype torch\.complex64"):
-        trainable(model)
+        trainable_parameters(model)
 
 
 OPTIMIZERS = {
@@ -204,11 +204,11 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_over_views_equals_one_over_a_plain_copy(zoo, name):
     plain = copy.deepcopy(zoo)
-    store = FlatTensors(trainable(zoo))
+    store = FlatTensors(trainable_parameters(zoo))
     gradients = store.layout.allocate()
     gradient_views = store.layout.views(gradients)
     optimizers = [OPTIMIZERS[name]([p for p in m.parameters() if p.requires_grad]) for m in (zoo, plain)]
-    plain_parameters = trainable(plain)
+    plain_parameters = trainable_parameters(plain)
     generator = torch.Generator().manual_seed(2)
     for step in range(20):
         for place, (key, parameter) in enumerate(store.tensors.items()):
@@ -219,7 +219,7 @@ def test_an_optimizer_over_views_equals_one_over_a_plain_copy(zoo, name):
             plain_parameters[key].grad = None if absent else drawn
         for optimizer in optimizers:
             optimizer.step()
-        store.check_in_place()
+        store.check_views()
     assert same(bits(zoo), bits(plain))
     states = [o.state_dict()["state"] for o in optimizers]
     assert states[0].keys() == states[1].keys()
@@ -234,4 +234,4 @@ def test_two_parameters_in_one_place_are_refused_by_name():
             self.other = nn.Parameter(self.one.data)
 
     with pytest.raises(UnsupportedConfiguration, match="one and other share memory"):
-        FlatTensors(trainable(Shared()))
+        FlatTensors(trainable_parameters(Shared()))

@@ -11,8 +11,15 @@ from torch import nn
 from paramserver.errors import UnsupportedConfiguration
 from paramserver.optim.parallel_step import ELEMENTWISE, is_elementwise
 from paramserver.optim.shard_updater import ShardUpdater
-from paramserver.parameters.flat import ALIGNMENT_BYTES, FlatLayout, FlatTensors, trainable
-from paramserver.parameters.sharding import full_shard, merge_state, numbers_of, plan_shards, size_of, split_state
+from paramserver.parameters.flat import ALIGNMENT_BYTES, FlatLayout, FlatTensors, trainable_parameters
+from paramserver.parameters.sharding import (
+    full_shard,
+    merge_state,
+    optimizer_indices,
+    plan_shards,
+    slot_numel,
+    split_state,
+)
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 SHAPES = st.lists(st.integers(0, 40), max_size=3).map(tuple)
@@ -31,17 +38,17 @@ def test_every_element_has_one_owner_and_shares_are_even(layout, servers, splitt
     try:
         shards = plan_shards(layout, servers, splittable)
     except UnsupportedConfiguration:
-        tensors = sum(size_of(slot) > 0 for slot in layout.slots)
+        tensors = sum(slot_numel(slot) > 0 for slot in layout.slots)
         assert servers > max(tensors, 1)
         return
     assert len(shards) == servers
     flats = [torch.zeros(n, dtype=torch.int64) for n in layout.sizes]
     marks = [torch.zeros(n, dtype=torch.int64) for n in layout.sizes]
     for shard in shards:
-        for mine in shard.ranges_of(flats):
+        for mine in shard.slice_flats(flats):
             mine += 1
-        views = shard.layout.views(shard.ranges_of(marks))
-        for piece, slot in zip(shard.pieces, shard.layout.slots, strict=True):
+        views = shard.layout.views(shard.slice_flats(marks))
+        for piece, slot in zip(shard.slices, shard.layout.slots, strict=True):
             assert views[slot.name].numel() == piece.length
             views[slot.name].add_(1)
             assert splittable or shard.is_whole(piece, layout)
@@ -50,11 +57,11 @@ def test_every_element_has_one_owner_and_shares_are_even(layout, servers, splitt
             assert piece.length or servers == 1
     assert all(bool((flat == 1).all()) for flat in flats)
     assert all(bool((view == 1).all()) for view in layout.views(marks).values())
-    biggest = max(-(-size_of(s) * layout.dtypes[s.group].itemsize // 64) * 64 for s in layout.slots)
+    biggest = max(-(-slot_numel(s) * layout.dtypes[s.group].itemsize // 64) * 64 for s in layout.slots)
     if servers == 1:
         assert shards == (full_shard(layout),)
-    elif sum(size_of(s) > 0 for s in layout.slots) >= 2 * servers:  # or each must get one, however small
-        assert max(map(bytes_of, shards)) <= layout.bytes / servers + 2 * biggest
+    elif sum(slot_numel(s) > 0 for s in layout.slots) >= 2 * servers:  # or each must get one, however small
+        assert max(map(bytes_of, shards)) <= layout.total_bytes / servers + 2 * biggest
 
 
 @pytest.mark.parametrize("servers", [2, 3, 5])
@@ -63,15 +70,15 @@ def test_one_large_tensor_is_cut_into_equal_parts(servers):
     shards = plan_shards(layout, servers, True)
     sizes = [bytes_of(shard) for shard in shards]
     assert max(sizes) - min(sizes) <= 2 * ALIGNMENT_BYTES
-    assert [shard.pieces[0].slot for shard in shards[1:]] == [1] * (servers - 1)
+    assert [shard.slices[0].slot for shard in shards[1:]] == [1] * (servers - 1)
     for one, other in pairwise(shards):
-        assert one.pieces[-1 if one is not shards[0] else 1].slot == 1
-        assert other.pieces[0].start > 0
+        assert one.slices[-1 if one is not shards[0] else 1].slot == 1
+        assert other.slices[0].start > 0
 
 
 def test_more_servers_than_parts_are_refused():
     layout = FlatLayout.of([("weight", torch.empty(4, 4)), ("bias", torch.empty(4)), ("none", torch.empty(0))])
-    assert [len(shard.pieces) for shard in plan_shards(layout, 2, False)] == [1, 1]
+    assert [len(shard.slices) for shard in plan_shards(layout, 2, False)] == [1, 1]
     with pytest.raises(UnsupportedConfiguration, match=r"cluster.num_servers \(3\) must be at most 2"):
         plan_shards(layout, 3, False)
 
@@ -114,19 +121,19 @@ class Split:
 
     def __init__(self, model, kind, servers, state=None):
         self.model = model
-        self.flat = FlatTensors(trainable(model))
+        self.flat = FlatTensors(trainable_parameters(model))
         self.layout = self.flat.layout
         self.whole = made(kind, model)
         if state is not None:
             self.whole.load_state_dict(state)
         parameters = list(self.flat.tensors.values())
-        numbers = numbers_of(self.whole, parameters)
+        numbers = optimizer_indices(self.whole, parameters)
         self.shards = plan_shards(self.layout, servers, is_elementwise(self.whole, servers))
         self.portions = []
         states = dict(enumerate_states(self.whole))
         for shard in self.shards:
             optimizer = made(kind, model)
-            portion = ShardUpdater(self.layout, shard, shard.ranges_of(self.flat.flats), parameters, optimizer)
+            portion = ShardUpdater(self.layout, shard, shard.slice_flats(self.flat.flats), parameters, optimizer)
             portion.adopt(split_state(states, numbers, self.layout, shard))
             self.portions.append(portion)
         self.numbers = numbers
@@ -142,7 +149,7 @@ class Split:
                 views[name].copy_(parameter.grad)
             parameter.grad = None
         for portion in self.portions:
-            portion.hand_out(portion.average([portion.shard.ranges_of(flats)], [1.0]), tuple(used))
+            portion.hand_out(portion.average([portion.shard.slice_flats(flats)], [1.0]), tuple(used))
             portion.step(portion.groups())
 
     def state_dict(self):
@@ -181,7 +188,7 @@ def test_optimizers_over_parts_are_the_optimizer_over_all(kind, servers):
     torch.manual_seed(3)
     model = Zoo()
     plain, split = copy.deepcopy(model), Split(copy.deepcopy(model), kind, servers)
-    cut = [p for shard in split.shards for p in shard.pieces if not shard.is_whole(p, split.layout)]
+    cut = [p for shard in split.shards for p in shard.slices if not shard.is_whole(p, split.layout)]
     assert bool(cut) is (kind in ELEMENTWISE)
     optimizer = made(kind, plain)
     one, other = torch.Generator().manual_seed(5), torch.Generator().manual_seed(5)
@@ -218,7 +225,7 @@ def test_the_norm_of_all_parts_is_the_norm_of_all():
             split.layout.views(flats)[name].copy_(parameter.grad)
         parameter.grad = None
     for portion in split.portions:
-        portion.hand_out([flat.clone() for flat in portion.shard.ranges_of(flats)], None)
+        portion.hand_out([flat.clone() for flat in portion.shard.slice_flats(flats)], None)
     total = sum(portion.norm() ** 2 for portion in split.portions) ** 0.5
     assert total == pytest.approx(float(nn.utils.get_total_norm([g.double() for g in gradients])), rel=1e-3)
     for portion in split.portions:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from paramserver import Task
-from paramserver.parameters.flat import FlatLayout, trainable
+from paramserver.parameters.flat import FlatLayout, trainable_parameters
 from paramserver.transport.base import GradientBucket
 from paramserver.transport.rpc import RpcTrainerTransport
 from trainers.base import overrides
@@ -22,14 +22,14 @@ class Sent:
     """Where messages go: a copy of each as it was when it left, and whether backward was going on."""
 
     def __init__(self, model, flat_bytes=SMALL):
-        self.parameters = trainable(model)
+        self.parameters = trainable_parameters(model)
         self.layout = FlatLayout.of(self.parameters.items(), flat_bytes)
         self.way = RpcTrainerTransport(self.layout, self.layout, list(self.parameters.values()))
         self.messages, self.during, self.in_backward = {}, [], False
         self.departures = GradientBuckets(self.way, list(self.parameters.values()), self.send)
 
     def send(self, early):
-        self.messages[early] = self.way.departing(early).clone()
+        self.messages[early] = self.way.bucket_tensor(early).clone()
         if self.in_backward:
             self.during.append(early)
 
@@ -41,8 +41,8 @@ class Sent:
     def arrived(self):
         """By name: the last of each message, and what goes with the context."""
         pulled = [torch.zeros(n, requires_grad=True) for n in self.layout.sizes]
-        self.way.seal(pulled).backward()
-        assert [flat.grad is None for flat in pulled] == [False] + [True] * len(self.way.early)
+        self.way.backward_root(pulled).backward()
+        assert [flat.grad is None for flat in pulled] == [False] + [True] * len(self.way.buckets)
         flats = [pulled[0].grad, *(self.messages[GradientBucket(0, n)] for n in range(1, len(self.layout.sizes)))]
         return self.layout.views(flats)
 
@@ -78,12 +78,12 @@ def loss_of(made, seed=0):
 
 
 def test_messages_leave_while_backward_goes_on(sent):
-    assert len(sent.way.early) > 2
+    assert len(sent.way.buckets) > 2
     sent.departures.begin()
     sent.backward(loss_of(sent))
-    assert sorted(sent.during, key=lambda early: early.number) == list(sent.way.early)
+    assert sorted(sent.during, key=lambda early: early.number) == list(sent.way.buckets)
     assert sent.departures.finish() is None
-    assert len(sent.during) == len(sent.way.early)  # none twice
+    assert len(sent.during) == len(sent.way.buckets)  # none twice
     sent.check()
 
 
@@ -113,7 +113,7 @@ def test_what_was_changed_since_it_left_leaves_again(sent, change):
     change(sent.parameters["2.weight"])
     before = len(sent.during)
     used = sent.departures.finish()
-    assert before == len(sent.during) == len(sent.way.early)
+    assert before == len(sent.during) == len(sent.way.buckets)
     assert (used is None) == all(p.grad is not None for p in sent.parameters.values())
     sent.check()
 
@@ -132,21 +132,21 @@ def test_a_hook_that_comes_later_may_change_gradients_unseen(sent):
     hook = parameter.register_post_accumulate_grad_hook(halved_unseen)
     sent.departures.begin()
     sent.backward(loss_of(sent))
-    assert len(sent.during) == len(sent.way.early) - 1
+    assert len(sent.during) == len(sent.way.buckets) - 1
     sent.departures.finish()
     sent.check()
     hook.remove()
     sent.departures.begin()
     sent.during.clear()
     sent.backward(loss_of(sent))
-    assert len(sent.during) == len(sent.way.early)
+    assert len(sent.during) == len(sent.way.buckets)
 
 
 def test_a_parameter_without_a_gradient_holds_up_only_its_own_message(sent):
     sent.departures.begin()
     names = ["2.weight", "3.weight", "3.bias"]
     sent.backward(sum(sent.parameters[name].sum() for name in names))
-    assert 0 < len(sent.during) < len(sent.way.early)
+    assert 0 < len(sent.during) < len(sent.way.buckets)
     assert sent.departures.finish() == tuple(name in names for name in sent.parameters)
     sent.check()
 

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from paramserver.transport.messages import PendingReplies, union
+from paramserver.transport.messages import PendingReplies, merge_used
 
 
 def test_a_gathering_keeps_parts_and_futures_by_trainer():
@@ -13,7 +13,7 @@ def test_a_gathering_keeps_parts_and_futures_by_trainer():
     before = time.perf_counter()
     futures = {i: gathering.add(i, f"part {i}") for i in (2, 0, 1)}
     after = time.perf_counter()
-    parts, held, arrived = gathering.take()
+    parts, held, arrived = gathering.pop_all()
     assert parts == {2: "part 2", 0: "part 0", 1: "part 1"}
     assert held == futures
     assert before <= arrived[2] <= arrived[0] <= arrived[1] <= after
@@ -23,22 +23,22 @@ def test_a_gathering_keeps_parts_and_futures_by_trainer():
 def test_what_was_taken_does_not_grow_with_the_next_round():
     gathering = PendingReplies()
     gathering.add(0, "first")
-    parts, held, arrived = gathering.take()
-    assert (gathering.parts, gathering.futures, gathering.arrived) == ({}, {}, {})
+    parts, held, arrived = gathering.pop_all()
+    assert (gathering.parts, gathering.futures, gathering.arrival_s) == ({}, {}, {})
     gathering.add(0, "second")
     assert parts == {0: "first"}
     assert len(held) == len(arrived) == 1
-    assert gathering.take()[0] == {0: "second"}
+    assert gathering.pop_all()[0] == {0: "second"}
 
 
 def test_an_empty_gathering_gives_nothing():
-    assert PendingReplies().take() == ({}, {}, {})
+    assert PendingReplies().pop_all() == ({}, {}, {})
 
 
 def test_each_future_gets_its_own_answer():
     gathering = PendingReplies()
     futures = [gathering.add(i, None) for i in range(3)]
-    _, held, _ = gathering.take()
+    _, held, _ = gathering.pop_all()
     for index, future in held.items():
         future.set_result(index * 10)
     assert torch.futures.wait_all(futures) == [0, 10, 20]
@@ -55,10 +55,10 @@ def test_each_future_gets_its_own_answer():
     ],
 )
 def test_a_parameter_is_used_where_any_trainer_used_it(masks, expected):
-    assert union(masks) == expected
-    assert union(list(reversed(masks))) == expected
+    assert merge_used(masks) == expected
+    assert merge_used(list(reversed(masks))) == expected
 
 
 def test_masks_of_different_models_are_an_error():
     with pytest.raises(ValueError, match="argument"):
-        union([(True,), (True, False)])
+        merge_used([(True,), (True, False)])

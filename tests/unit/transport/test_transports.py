@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from paramserver.errors import ParamserverError, TaskError, TrainingError
-from paramserver.parameters.flat import FlatLayout, FlatTensors, trainable
+from paramserver.parameters.flat import FlatLayout, FlatTensors, trainable_parameters
 from paramserver.transport.rpc import RpcServerTransport, RpcTrainerTransport, WireVersion
 from paramserver.transport.segments import SegmentHost
 from paramserver.transport.shared_memory import (
@@ -28,13 +28,13 @@ def model(value=1.0):
 
 
 def own(module, layout):
-    named = trainable(module)
+    named = trainable_parameters(module)
     return [named[slot.name] for slot in layout.slots]
 
 
 def wired(dtype, value=1.0, start=1.0):
     """A server's parameters, a trainer's, and the two ends over RPC between them."""
-    flat = FlatTensors(trainable(model(value)))
+    flat = FlatTensors(trainable_parameters(model(value)))
     wire = flat.layout.narrowed(dtype)
     theirs = own(model(start), flat.layout)
     leaves = [tensor.detach().requires_grad_() for tensor in flat.flats]
@@ -46,55 +46,55 @@ def wired(dtype, value=1.0, start=1.0):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_version_goes_down_and_a_gradient_comes_up(dtype):
     server, trainer, leaves, theirs, _ = wired(dtype, value=1 / 3)
-    server.offer()
+    server.pin_version()
     pulled = server.pull()
     assert all(tensor.dtype == dtype for tensor in pulled)
-    trainer.take(pulled)
+    trainer.load(pulled)
     expected = torch.tensor(1 / 3).to(dtype).float()
     assert all(torch.equal(p, expected.expand_as(p)) for p in theirs)
     assert all(p.dtype == torch.float32 for p in theirs)
     for view in trainer.gradient_views:
         view.fill_(0.1)
-    trainer.seal(pulled).backward()
-    got = server.gradients({leaf: leaf.grad for leaf in leaves})
+    trainer.backward_root(pulled).backward()
+    got = server.collect_gradients({leaf: leaf.grad for leaf in leaves})
     rounded = torch.tensor(0.1).to(dtype).float()
     assert got is not None
     assert all(flat.dtype == torch.float32 for flat in got)
     assert torch.equal(got[0][:6], rounded.expand(6))
-    assert trainer.bytes_of(pulled) == 2 * sum(t.numel() for t in pulled) * dtype.itemsize
+    assert trainer.step_bytes(pulled) == 2 * sum(t.numel() for t in pulled) * dtype.itemsize
 
 
 def test_a_context_without_gradients_is_no_push():
     server, *_ = wired(torch.float32)
-    assert server.gradients({}) is None
+    assert server.collect_gradients({}) is None
 
 
 def test_an_offer_stays_when_the_version_changes():
     server, _, _, _, snapshots = wired(torch.float32)
-    server.offer()
+    server.pin_version()
     offered = snapshots[0][0].clone()
     snapshots[0] = [flat + 1 for flat in snapshots[0]]
     assert torch.equal(server.pull()[0], offered)
-    server.offer()
+    server.pin_version()
     assert torch.equal(server.pull()[0], offered + 1)
 
 
 def test_a_version_is_rounded_once_for_all_trainers():
     server, _, _, _, snapshots = wired(torch.bfloat16)
-    assert server._outgoing.version() is server._outgoing.version()
+    assert server._outgoing.current() is server._outgoing.current()
     snapshots[0] = [flat + 1 for flat in snapshots[0]]
-    assert float(server._outgoing.version()[0][0]) == 2.0
+    assert float(server._outgoing.current()[0][0]) == 2.0
 
 
 def test_a_parameter_too_large_for_the_wire_is_named():
     server, *_ = wired(torch.float16, value=1e5)
     with pytest.raises(TrainingError, match=r"parameter 0\.weight has a value of 1e\+05, .* \(float16\)"):
-        server.offer()
+        server.pin_version()
 
 
 def test_a_gradient_too_large_for_the_wire_is_named():
     server, trainer, _, theirs, _ = wired(torch.float16)
-    server.offer()
+    server.pin_version()
     pulled = server.pull()
     for parameter, view in zip(theirs, trainer.gradient_views, strict=True):
         parameter.grad = torch.ones_like(parameter)
@@ -102,15 +102,15 @@ def test_a_gradient_too_large_for_the_wire_is_named():
     theirs[2].grad[0, 1] = -7e4
     trainer.gradient_views[2].copy_(theirs[2].grad)
     with pytest.raises(TrainingError, match=r"the gradient of parameter 1\.weight has a value of 7e\+04"):
-        trainer.seal(pulled)
+        trainer.backward_root(pulled)
 
 
 def test_a_gradient_that_was_infinite_before_is_no_fault_of_the_wire():
     server, trainer, _, theirs, _ = wired(torch.float16)
-    server.offer()
+    server.pin_version()
     theirs[0].grad = torch.full_like(theirs[0], float("inf"))
     trainer.gradient_views[0].fill_(float("inf"))
-    assert trainer.seal(server.pull()).requires_grad
+    assert trainer.backward_root(server.pull()).requires_grad
 
 
 def test_types_as_small_as_the_wires_stay():
@@ -131,7 +131,7 @@ def host():
 
 
 def live(host):
-    flat = FlatTensors(trainable(model(1.0)), lambda layout: host.allocate(parameters_key(0), layout))
+    flat = FlatTensors(trainable_parameters(model(1.0)), lambda layout: host.allocate(parameters_key(0), layout))
     gradients = host.allocate(gradients_key(0), flat.layout)
     server = SharedMemoryServerTransport(LiveParameters(), gradients, lambda: None)
     theirs = own(model(5.0), flat.layout)
@@ -146,39 +146,39 @@ def live(host):
 
 def test_parameters_are_read_in_place_and_gradients_written_in_place(host):
     flat, gradients, server, theirs, trainer = live(host)
-    trainer.find(server.offer())
+    trainer.map_version(server.pin_version())
     assert all(torch.equal(p, torch.ones_like(p)) for p in theirs)
     flat.flats[0].fill_(2.0)
     assert all(torch.equal(p, torch.full_like(p, 2.0)) for p in theirs)
     pulled = server.pull()
     trainer.gradient_views[0].fill_(3.0)
-    trainer.seal(pulled).backward()
+    trainer.backward_root(pulled).backward()
     assert float(gradients[0][0]) == 3.0
-    assert server.gradients({server._leaf: server._leaf.grad}) == gradients
-    assert trainer.bytes_of(pulled) == 8
+    assert server.collect_gradients({server._leaf: server._leaf.grad}) == gradients
+    assert trainer.step_bytes(pulled) == 8
 
 
 def test_a_parameter_that_was_changed_on_a_trainer_is_named(host):
     _, _, server, theirs, trainer = live(host)
-    trainer.find(server.offer())
+    trainer.map_version(server.pin_version())
     with torch.no_grad():
         theirs[1].mul_(1.0)
     with pytest.raises(TaskError, match=r"parameter 0\.bias was changed in place on a trainer"):
-        trainer.seal(server.pull())
+        trainer.backward_root(server.pull())
 
 
 def test_a_copy_can_be_held_and_left_again(host):
     flat, _, server, theirs, trainer = live(host)
-    trainer.find(server.offer())
-    trainer.take([torch.full_like(tensor, 7.0) for tensor in flat.flats])
+    trainer.map_version(server.pin_version())
+    trainer.load([torch.full_like(tensor, 7.0) for tensor in flat.flats])
     assert theirs[0][0, 0].item() == 7.0
     assert float(flat.flats[0][0]) == 1.0
-    trainer.find(server.offer())
+    trainer.map_version(server.pin_version())
     assert theirs[0][0, 0].item() == 1.0
 
 
 def test_free_trainers_read_snapshots_that_stay_while_they_are_pinned(host):
-    flat = FlatTensors(trainable(model(0.0)))
+    flat = FlatTensors(trainable_parameters(model(0.0)))
     version = [0]
     shelf = RingSnapshots(host, flat.layout, 2, lambda: (version[0], flat.flats))
     ends, models = [], []
@@ -186,7 +186,7 @@ def test_free_trainers_read_snapshots_that_stay_while_they_are_pinned(host):
         ends.append(SharedMemoryServerTransport(shelf, host.allocate(gradients_key(index), flat.layout), lambda: None))
         theirs = own(model(5.0), flat.layout)
         models.append(
-            (theirs, SharedMemoryTrainerTransport(flat.layout, theirs, host.address, shelf.slots, index, TIMEOUT_S))
+            (theirs, SharedMemoryTrainerTransport(flat.layout, theirs, host.address, shelf.num_slots, index, TIMEOUT_S))
         )
 
     def advance():
@@ -196,19 +196,19 @@ def test_free_trainers_read_snapshots_that_stay_while_they_are_pinned(host):
     def held(index):
         return models[index][0][0][0, 0].item()
 
-    models[0][1].find(ends[0].offer())
+    models[0][1].map_version(ends[0].pin_version())
     for _ in range(20):  # trainer 1 goes on while trainer 0 stands still
         advance()
-        models[1][1].find(ends[1].offer())
+        models[1][1].map_version(ends[1].pin_version())
         assert (held(0), held(1)) == (0.0, float(version[0]))
-        ends[1].release()
-    ends[0].release()
-    models[0][1].find(ends[0].offer())
+        ends[1].unpin()
+    ends[0].unpin()
+    models[0][1].map_version(ends[0].pin_version())
     assert held(0) == 20.0
 
 
 def test_a_version_that_nobody_pulls_is_never_copied(host):
-    flat = FlatTensors(trainable(model(0.0)))
+    flat = FlatTensors(trainable_parameters(model(0.0)))
     version = [0]
     shelf = RingSnapshots(host, flat.layout, 1, lambda: (version[0], flat.flats))
     first = shelf.pin()
@@ -218,7 +218,7 @@ def test_a_version_that_nobody_pulls_is_never_copied(host):
 
 
 def test_too_many_readers_are_an_error_and_not_a_torn_snapshot(host):
-    flat = FlatTensors(trainable(model(0.0)))
+    flat = FlatTensors(trainable_parameters(model(0.0)))
     version = [0]
     shelf = RingSnapshots(host, flat.layout, 0, lambda: (version[0], flat.flats))
     shelf.pin()
