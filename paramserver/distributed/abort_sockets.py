@@ -1,7 +1,7 @@
-"""Connections that a library opened for itself, and how they end from here.
+"""Ends connections that a library opened and gives no access to.
 
-gloo waits for a peer until its own timeout; neither ``abort`` nor a signal ends that wait. The end of the connection
-does, as if the peer had died.
+gloo waits for a peer until its own timeout, and neither ``abort`` nor a signal ends that wait. The end of the
+connection does, as if the peer had died.
 """
 
 from __future__ import annotations
@@ -16,29 +16,43 @@ _DESCRIPTORS = Path("/proc/self/fd")
 
 
 class OpenedSockets:
-    """Those opened inside ``recorded``, by whatever thread. Thread-safe once they are recorded."""
+    """The sockets that this process opens while :meth:`record` is active, in any thread.
+
+    ``abort`` may be called from any thread once all recording is done.
+
+    Example::
+
+        >>> opened = OpenedSockets()
+        >>> with opened.record():
+        ...     near, far = socket.socketpair()
+        >>> opened.abort()
+        >>> near.recv(1)
+        b''
+        >>> near.close(), far.close()
+        (None, None)
+    """
 
     def __init__(self) -> None:
         self._inodes: frozenset[int] = frozenset()
 
     @contextmanager
-    def recorded(self) -> Iterator[None]:
+    def record(self) -> Iterator[None]:
         before = frozenset(_sockets())
         yield
         self._inodes |= frozenset(_sockets()) - before
 
-    def cut(self) -> None:
-        """Shut down those that are still open, without closing them."""
+    def abort(self) -> None:
+        """Shut down the recorded sockets that are still open. Their owner closes them."""
         for inode, descriptor in _sockets().items():
             if inode in self._inodes:
                 _shut_down(descriptor, inode)
 
 
 def _sockets() -> dict[int, int]:
-    """Descriptors of this process's sockets, by inode."""
+    """Return the descriptors of this process's sockets, by inode."""
     found = {}
     for entry in _DESCRIPTORS.iterdir():
-        with suppress(OSError):  # the one that lists, or closed meanwhile
+        with suppress(OSError):  # closed since it was listed, such as the descriptor of the listing
             kind, _, inode = str(entry.readlink()).partition(":")
             if kind == "socket":
                 found[int(inode.strip("[]"))] = int(entry.name)
@@ -46,7 +60,8 @@ def _sockets() -> dict[int, int]:
 
 
 def _shut_down(descriptor: int, inode: int) -> None:
-    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as copy:  # an error: it ended by itself
-        # The number may be another's by now, the copy's is not; a listener that is shut down makes gloo abort.
+    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as copy:  # an error: it is closed already
+        # The number may have been reused since it was listed; the inode of the copy is checked, and stays the same.
+        # A listener is left alone: gloo aborts the process when one of its listeners is shut down.
         if os.fstat(copy.fileno()).st_ino == inode and not copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             copy.shutdown(socket.SHUT_RDWR)

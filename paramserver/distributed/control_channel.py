@@ -1,8 +1,8 @@
-"""All links of a rank, and the thread that listens to them.
+"""TCP connections between rank 0 and each other rank of a ddp run, next to its collectives.
 
-A stream between two ranks: messages in order, and signs of life. The kernel tells at once that a process is gone.
-
-Links between rank 0 and each other rank of a run, made when they have met.
+A rank learns over them within moments that another process is gone or frozen, which gloo notices only at its own
+timeout, and parts of a checkpoint travel over them while the ranks train. :func:`connect_ranks` makes the connections
+after the rendezvous, :class:`ControlChannel` owns them and the thread that reads from all of them.
 """
 
 from __future__ import annotations
@@ -31,143 +31,70 @@ from paramserver.errors import DeadlineExceeded, PeerLost
 
 Body = npt.NDArray[np.uint8]
 
-# Kind and length of what follows.
-_HEAD = struct.Struct("!BI")
-_BEAT = 0
+_log = logging.getLogger(__name__)
 
-# A sender looks so often whether the peer was found to be lost.
-_LOOK_S = 0.2
+# Kind of the message, and length of the body that follows.
+_HEADER = struct.Struct("!BI")
+# Kinds below 254 belong to the users of a channel.
+_HEARTBEAT, _LOSS, _BYE = 0, 254, 255
+# A sender that waits for room checks this often whether the reading thread found the peer to be lost.
+_LOST_CHECK_S = 0.2
+_CLOSE_S = 5.0
+
+# Each rank authenticates with a token that only members of the run can read, then states its rank.
+_KEY = "control-channel"
+_TOKEN_BYTES = 16
+_RANK = struct.Struct("!I")
+_HELLO_BYTES = _TOKEN_BYTES + _RANK.size
 
 
-class Connection:
-    """One end. One thread sends; another polls, beats and tells the first whom it found to be lost.
+@contextmanager
+def connect_ranks(rendezvous: Rendezvous, config: Config, on_lost: Callable[[], None]) -> Iterator[ControlChannel]:
+    """Connect rank 0 with each other rank, and yield this rank's channel. Called once by all ranks.
 
-    A peer is lost when its connection ends, or when nothing came from it for ``lost_after_s``: no message, no part of
-    one, no beat. How long a message takes does not matter.
+    Rank 0 listens only until all ranks are connected, at the address over which it is reached anyway.
 
     Args:
-        connection: of TCP, this object's from now on.
-        peer: global rank at the other end.
-        lost_after_s: ``server.lost_after_s``.
+        rendezvous, config: this rank's.
+        on_lost: as for :class:`ControlChannel`.
+
+    Raises:
+        DeadlineExceeded: ranks are missing after ``cluster.timeout_s``.
+        PeerLost: rank 0 cannot be reached.
     """
-
-    def __init__(self, connection: socket.socket, peer: int, lost_after_s: float) -> None:
-        connection.setblocking(False)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.peer = peer
-        self.lost_after_s = lost_after_s
-        self.lost: PeerLost | None = None
-        self.heard = time.monotonic()
-        self._socket = connection
-        self._writing = threading.Lock()
-        self._kind = 0
-        self._body: Body | None = None
-        self._expect(np.empty(_HEAD.size, np.uint8))
-
-    def fileno(self) -> int:
-        return self._socket.fileno()
-
-    def send(self, kind: int, body: bytes | memoryview = b"") -> None:
-        """Send a message of ``kind`` (1 to 255); returns when the kernel has it.
-
-        Raises:
-            PeerLost: the peer is gone.
-        """
-        with self._writing:
-            for data in (_HEAD.pack(kind, len(body)), body):
-                self._write(memoryview(data))
-
-    def _write(self, data: memoryview) -> None:
-        while data:
-            try:
-                data = data[self._socket.send(data) :]
-            except BlockingIOError:
-                wait_ready([self], select.POLLOUT, _LOOK_S)
-                if self.lost is not None:
-                    raise self.lost from None
-            except OSError as error:
-                raise self._lose(f"its connection was closed ({error.strerror})") from error
-
-    def poll(self) -> tuple[int, Body] | None:
-        """The next message, kind and body; None where it is not all here. Beats are left out."""
-        while True:
-            if self._left:
-                if not self._read():
-                    return None
-            elif self._body is None:
-                self._kind, length = _HEAD.unpack(self._target.data)
-                self._body = None if self._kind == _BEAT else np.empty(length, np.uint8)
-                self._expect(np.empty(_HEAD.size, np.uint8) if self._body is None else self._body)
-            else:
-                kind, body, self._body = self._kind, self._body, None
-                self._expect(np.empty(_HEAD.size, np.uint8))
-                return kind, body
-
-    def _expect(self, target: Body) -> None:
-        self._target = target
-        self._left = target.data
-
-    def _read(self) -> bool:
-        try:
-            count = self._socket.recv_into(self._left)
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            raise self._lose(f"its connection was closed ({error.strerror})") from error
-        if not count:
-            raise self._lose("its connection was closed")
-        self.heard = time.monotonic()
-        self._left = self._left[count:]
-        return True
-
-    def _lose(self, why: str) -> PeerLost:
-        self.lost = self.lost or PeerLost(f"rank {self.peer} is lost: {why}; look for its own error")
-        return self.lost
-
-    def check_silence(self) -> None:
-        """Raises PeerLost: nothing came for too long."""
-        if time.monotonic() - self.heard > self.lost_after_s:
-            raise self._lose(f"it gave no sign of life for server.lost_after_s ({self.lost_after_s:g} s)")
-
-    def offer(self, kind: int, body: bytes = b"") -> None:
-        """Send a few bytes if that is possible at once: not while a message is sent, nor where nobody reads."""
-        if self._writing.acquire(blocking=False):
-            try:
-                # The end of the connection is met by who polls, and told there.
-                with suppress(OSError, ValueError):
-                    if wait_ready([self], select.POLLOUT, 0.0):  # and so there is room for all of it
-                        self._socket.send(_HEAD.pack(kind, len(body)) + body)
-            finally:
-                self._writing.release()
-
-    def beat(self) -> None:
-        """Give a sign of life, unless a message is just being sent, which is one."""
-        self.offer(_BEAT)
-
-    def end(self) -> None:
-        """End the connection, which the peer notices at once, and whoever waits here."""
-        with suppress(OSError):  # it has ended
-            self._socket.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        self._socket.close()
+    if rendezvous.identity.global_rank == 0:
+        sockets = _accept(rendezvous, own_address(rendezvous.identity.master_addr, config.cluster.interface))
+    else:
+        sockets = {0: _connect(rendezvous)}
+    connections = {rank: Connection(found, rank, config.server.lost_after_s) for rank, found in sockets.items()}
+    with closing(ControlChannel(connections, config.server.heartbeat_s, on_lost)) as channel:
+        yield channel
 
 
-def wait_ready(links: Collection[Connection], events: int, timeout_s: float) -> dict[int, int]:
-    """What poll(2) says of the links, by descriptor; those of which it says nothing are left out."""
-    poller = select.poll()
-    for link in links:
-        poller.register(link, events)
-    return dict(poller.poll(timeout_s * 1e3))
+def _connect(rendezvous: Rendezvous) -> socket.socket:
+    host, port, token = rendezvous.get(_KEY).split()
+    try:
+        connection = socket.create_connection((host, int(port)), timeout=rendezvous.timeout_s)
+        connection.sendall(bytes.fromhex(token) + _RANK.pack(rendezvous.identity.global_rank))
+    except OSError as error:
+        raise PeerLost(
+            f"rank 0 cannot be reached at {host}:{port} ({error.strerror or error}); look for its own error, at the "
+            "network, and at cluster.interface"
+        ) from error
+    return connection
 
 
-_BYE = 255
-_LOSS = 254
-_CLOSE_S = 5.0
+def _accept(rendezvous: Rendezvous, address: str) -> dict[int, socket.socket]:
+    token = secrets.token_bytes(_TOKEN_BYTES)
+    family = socket.AF_INET6 if ip_address(address).version == 6 else socket.AF_INET
+    with socket.create_server((address, 0), family=family, backlog=512) as listener:
+        rendezvous.set(_KEY, f"{address} {listener.getsockname()[1]} {token.hex()}")
+        with Handshake(listener, token, set(range(1, rendezvous.identity.world_size))) as handshake:
+            return handshake.accept(rendezvous.timeout_s)
 
 
 class ControlMessage(NamedTuple):
-    """``kind`` and ``body`` as they were sent by rank ``peer``."""
+    """A message of ``kind`` with ``body``, sent by rank ``peer``."""
 
     peer: int
     kind: int
@@ -175,36 +102,58 @@ class ControlMessage(NamedTuple):
 
 
 class ControlChannel:
-    """Takes what comes over all links as it comes, gives signs of life, and notices who is lost.
+    """The connections of a rank: messages in order, heartbeats, and detection of lost peers.
 
-    The end of a connection without a goodbye is a loss at any time, silence only while ``attend`` is on: a process may
-    have reasons to stand still that are nobody else's business. One thread uses this object beside the one that it has.
+    A connection that ends before the peer left is a loss at any time. Silence is a loss only after
+    ``watch_silence(True)``: between checkpoints a process may have reasons of its task to stop for a while.
+
+    Threads: the owner's thread sends and receives; one more thread, ``control-channel``, reads all connections and
+    sends heartbeats.
 
     Args:
-        links: by the rank at their other end; closed with this object.
-        beat_s: ``server.heartbeat_s``.
-        on_lost: called once, in the listening thread, when somebody is lost before this rank said goodbye.
+        connections: by the rank of the peer; closed with this object.
+        heartbeat_s: ``server.heartbeat_s``.
+        on_lost: called once, in the reading thread, when a peer is lost before this rank left. Must not block.
+
+    Example::
+
+        >>> with socket.create_server(("127.0.0.1", 0)) as listener:
+        ...     far = socket.create_connection(listener.getsockname())
+        ...     near, _ = listener.accept()
+        >>> zero = ControlChannel({1: Connection(near, 1, 5.0)}, 1.0, lambda: None)
+        >>> one = ControlChannel({0: Connection(far, 0, 5.0)}, 1.0, lambda: None)
+        >>> one.send(0, 7, b"ready")
+        >>> peer, kind, body = zero.receive()
+        >>> peer, kind, bytes(body)
+        (1, 7, b'ready')
+        >>> for channel in (zero, one):
+        ...     channel.leave()
+        >>> for channel in (zero, one):
+        ...     channel.close()
     """
 
-    def __init__(self, links: Mapping[int, Connection], beat_s: float, on_lost: Callable[[], None]) -> None:
-        self._links = dict(links)
-        self._beat_s = beat_s
+    def __init__(self, connections: Mapping[int, Connection], heartbeat_s: float, on_lost: Callable[[], None]) -> None:
+        self._connections = dict(connections)
+        self._heartbeat_s = heartbeat_s
         self._on_lost = on_lost
+        # Guards the inbox and ``lost``. Never held while a socket is used.
         self._changed = threading.Condition()
         self._inbox: deque[ControlMessage] = deque()
-        self._attentive = False
+        self._watches_silence = False
         self._leaving = False
         self.lost: PeerLost | None = None
-        self.moved = 0.0
-        self._here = list(self._links.values())
-        self._slice_s = min([beat_s, *(link.lost_after_s / 10 for link in self._here)])
+        self.last_progress = 0.0
+        self._active = list(self._connections.values())
+        self._poll_s = min([heartbeat_s, *(connection.lost_after_s / 10 for connection in self._active)])
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._listen, name="links", daemon=True)
+        # Takes ``_changed`` to deliver a message or a loss; a connection's send lock only without waiting. Calls
+        # ``on_lost``. Ends with the last connection, or with close().
+        self._thread = threading.Thread(target=self._run, name="control-channel", daemon=True)
         self._thread.start()
 
     @property
     def peers(self) -> tuple[int, ...]:
-        return tuple(self._links)
+        return tuple(self._connections)
 
     # The owner's thread.
 
@@ -214,162 +163,246 @@ class ControlChannel:
         Raises:
             PeerLost: that peer is gone.
         """
-        self._links[peer].send(kind, body)
-        self.moved = time.monotonic()
+        self._connections[peer].send(kind, body)
+        self.last_progress = time.monotonic()
 
     def receive(self) -> ControlMessage:
-        """The next message of anybody. ``moved`` is the last moment at which this waited, and all were alive.
+        """Wait for the next message of any peer.
+
+        ``last_progress`` is the last moment at which this method waited with all peers alive.
 
         Raises:
-            PeerLost: somebody is lost, and nothing came before that.
+            PeerLost: a peer is lost, and no message arrived before that; or all peers have left.
         """
         with self._changed:
+            # Messages first: one that arrived before the loss is still delivered.
             while not self._inbox:
                 if self.lost is not None:
                     raise self.lost
                 if not self._thread.is_alive():
-                    raise PeerLost("all other ranks have said goodbye, and nothing more comes from them")
-                self.moved = time.monotonic()
-                self._changed.wait(self._slice_s)
+                    raise PeerLost("all other ranks have left, so no message can arrive from them")
+                self.last_progress = time.monotonic()
+                self._changed.wait(self._poll_s)
             return self._inbox.popleft()
 
-    def await_loss(self, timeout_s: float) -> None:
-        """Where something else failed because somebody is lost: wait until it is known here who."""
+    def wait_loss(self, timeout_s: float) -> None:
+        """Wait until ``lost`` names the lost peer. Called when another operation, such as a collective, failed."""
         with self._changed:
             self._changed.wait_for(lambda: self.lost is not None, timeout_s)
 
-    def attend(self, attentive: bool) -> None:
-        """Whether silence matters from now on. What was before does not count."""
-        for link in self._here:
-            link.heard = time.monotonic()
-        self._attentive = attentive
+    def watch_silence(self, watch: bool) -> None:
+        """Start or stop treating silence as a loss. Silence before this call does not count."""
+        for connection in self._active:
+            connection.last_received = time.monotonic()
+        self._watches_silence = watch
 
     def leave(self) -> None:
-        """Say goodbye: from now on nobody is missed here, nor this rank elsewhere."""
+        """Announce the end of this rank: from now on neither side treats a closed connection as a loss."""
         self._leaving = True
-        for link in self._here:
-            if link.lost is None:
-                link.send(_BYE)
+        for connection in self._active:
+            if connection.lost is None:
+                connection.send(_BYE)
 
     def close(self) -> None:
-        """End all connections; those who were told no goodbye miss this rank."""
+        """Close all connections. A peer to which this rank did not announce its end treats that as a loss."""
         self._leaving = True
         self._closed.set()
-        for link in self._links.values():
-            link.end()
+        for connection in self._connections.values():
+            connection.shut_down()  # wakes the thread
         self._thread.join(_CLOSE_S)
-        for link in self._links.values():
-            link.close()
+        for connection in self._connections.values():
+            connection.close()
 
-    # The listening thread.
+    # The reading thread.
 
-    def _listen(self) -> None:
-        beaten = 0.0
-        while self._here and not self._closed.is_set():
-            if time.monotonic() - beaten >= self._beat_s:
-                beaten = time.monotonic()
-                for link in self._here:
-                    link.beat()
-            self._wait()
-            for link in list(self._here):
+    def _run(self) -> None:
+        last_sent = 0.0
+        while self._active and not self._closed.is_set():
+            if time.monotonic() - last_sent >= self._heartbeat_s:
+                last_sent = time.monotonic()
+                for connection in self._active:
+                    connection.send_heartbeat()
+            self._wait_readable()
+            # All connections, not only the readable ones: silence and losses found by a sender count too.
+            for connection in list(self._active):
                 try:
-                    self._take(link)
+                    self._read_one(connection)
                 except PeerLost as loss:
-                    self._here.remove(link)
-                    self._miss(loss)
+                    self._active.remove(connection)
+                    self._on_peer_lost(loss)
 
-    def _wait(self) -> None:
+    def _wait_readable(self) -> None:
         began = time.monotonic()
-        wait_ready(self._here, select.POLLIN, self._slice_s)
-        late_s = max(time.monotonic() - began - self._slice_s, 0.0)
-        for link in self._here:
-            link.heard += late_s  # this process stood still: others cannot be blamed for that time
+        wait_ready(self._active, select.POLLIN, self._poll_s)
+        late_s = max(time.monotonic() - began - self._poll_s, 0.0)
+        for connection in self._active:
+            # This process was stopped or starved for that time, so no peer can be blamed for its silence.
+            connection.last_received += late_s
 
-    def _take(self, link: Connection) -> None:
-        message = link.poll()
+    def _read_one(self, connection: Connection) -> None:
+        """Take at most one message, so that a peer that sends without pause does not starve the others."""
+        message = connection.poll()
         if message is None:
-            if self._attentive:
-                link.check_silence()
+            if self._watches_silence:
+                connection.check_silence()
         elif message[0] == _BYE:
-            self._here.remove(link)
+            self._active.remove(connection)
         elif message[0] == _LOSS:
             raise PeerLost(bytes(message[1]).decode())
         else:
             with self._changed:
-                self._inbox.append(ControlMessage(link.peer, *message))
+                self._inbox.append(ControlMessage(connection.peer, *message))
                 self._changed.notify_all()
 
-    def _miss(self, loss: PeerLost) -> None:
+    def _on_peer_lost(self, loss: PeerLost) -> None:
         if self._leaving or self.lost is not None:
-            return  # it ends later than this rank, which needs nobody any more; or because of the first loss
-        for link in self._here:
-            link.offer(_LOSS, str(loss).encode())  # others have no connection to the one who is lost
+            return  # the peer ended later than this rank, or because of the first loss
+        for connection in self._active:
+            connection.try_send(_LOSS, str(loss).encode())  # the others have no connection to the lost peer
         with self._changed:
             self.lost = loss
             self._changed.notify_all()
         self._on_lost()
 
 
-_log = logging.getLogger(__name__)
-_KEY = "star"
-_TOKEN_BYTES = 16
-_RANK = struct.Struct("!I")
-_HELLO_BYTES = _TOKEN_BYTES + _RANK.size
+class Connection:
+    """One end of a TCP connection to a peer. One thread sends; another thread polls and sends heartbeats.
 
-
-@contextmanager
-def connect_ranks(meeting: Rendezvous, config: Config, on_lost: Callable[[], None]) -> Iterator[ControlChannel]:
-    """This rank's links by the rank at their other end: rank 0 has one to each, each other rank one to rank 0.
-
-    Rank 0 listens until all are there, at the address over which it is reached anyway. Each first tells the token that
-    the store holds, or is refused.
+    A peer is lost when its connection ends, or when nothing arrived from it for ``lost_after_s``: no message, no part
+    of one, no heartbeat. A message may take any time as long as bytes arrive.
 
     Args:
-        meeting, config: this rank's.
-        on_lost: as for ``ControlChannel``.
-
-    Raises:
-        DeadlineExceeded: ranks are missing after ``cluster.timeout_s``.
-        PeerLost: rank 0 cannot be reached.
+        connection: owned by this object from now on.
+        peer: global rank of the other end.
+        lost_after_s: ``server.lost_after_s``.
     """
-    if meeting.identity.global_rank == 0:
-        connections = _accept(meeting, own_address(meeting.identity.master_addr, config.cluster.interface))
-    else:
-        connections = {0: _connect(meeting)}
-    made = {rank: Connection(found, rank, config.server.lost_after_s) for rank, found in connections.items()}
-    with closing(ControlChannel(made, config.server.heartbeat_s, on_lost)) as links:
-        yield links
+
+    def __init__(self, connection: socket.socket, peer: int, lost_after_s: float) -> None:
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.peer = peer
+        self.lost_after_s = lost_after_s
+        self.lost: PeerLost | None = None
+        self.last_received = time.monotonic()
+        self._socket = connection
+        # Held for a whole message, so that no heartbeat is written into the middle of one.
+        self._send_lock = threading.Lock()
+        self._kind = 0
+        self._body: Body | None = None
+        self._read_into(np.empty(_HEADER.size, np.uint8))
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, kind: int, body: bytes | memoryview = b"") -> None:
+        """Send a message of ``kind`` (1 to 255). Returns when the kernel has all of it.
+
+        Raises:
+            PeerLost: the peer is gone.
+        """
+        with self._send_lock:
+            for data in (_HEADER.pack(kind, len(body)), body):
+                self._write(memoryview(data))
+
+    def _write(self, data: memoryview) -> None:
+        while data:
+            try:
+                data = data[self._socket.send(data) :]
+            except BlockingIOError:
+                wait_ready([self], select.POLLOUT, _LOST_CHECK_S)
+                if self.lost is not None:
+                    raise self.lost from None
+            except OSError as error:
+                raise self._mark_lost(f"its connection was closed ({error.strerror})") from error
+
+    def poll(self) -> tuple[int, Body] | None:
+        """Read what has arrived. Return the next message, kind and body, or None while it is incomplete.
+
+        Heartbeats are consumed here.
+        """
+        while True:
+            if self._unread:
+                if not self._read():
+                    return None
+            elif self._body is None:  # the header is complete
+                self._kind, length = _HEADER.unpack(self._target.data)
+                self._body = None if self._kind == _HEARTBEAT else np.empty(length, np.uint8)
+                self._read_into(np.empty(_HEADER.size, np.uint8) if self._body is None else self._body)
+            else:
+                kind, body, self._body = self._kind, self._body, None
+                self._read_into(np.empty(_HEADER.size, np.uint8))
+                return kind, body
+
+    def _read_into(self, target: Body) -> None:
+        self._target = target
+        self._unread = target.data
+
+    def _read(self) -> bool:
+        try:
+            count = self._socket.recv_into(self._unread)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise self._mark_lost(f"its connection was closed ({error.strerror})") from error
+        if not count:
+            raise self._mark_lost("its connection was closed")
+        self.last_received = time.monotonic()
+        self._unread = self._unread[count:]
+        return True
+
+    def _mark_lost(self, why: str) -> PeerLost:
+        self.lost = self.lost or PeerLost(f"rank {self.peer} is lost: {why}; look for its own error")
+        return self.lost
+
+    def check_silence(self) -> None:
+        """Raise ``PeerLost`` if nothing arrived for ``lost_after_s``."""
+        if time.monotonic() - self.last_received > self.lost_after_s:
+            raise self._mark_lost(f"it gave no sign of life for server.lost_after_s ({self.lost_after_s:g} s)")
+
+    def try_send(self, kind: int, body: bytes = b"") -> None:
+        """Send a few bytes if that needs no wait. Does nothing while a message is sent, or if the peer does not read.
+
+        Never blocks: the reading thread serves all peers.
+        """
+        if self._send_lock.acquire(blocking=False):
+            try:
+                with suppress(OSError, ValueError):  # poll() reports the end of a connection
+                    # POLLOUT means room for far more than these bytes, so send() takes all of them.
+                    if wait_ready([self], select.POLLOUT, 0.0):
+                        self._socket.send(_HEADER.pack(kind, len(body)) + body)
+            finally:
+                self._send_lock.release()
+
+    def send_heartbeat(self) -> None:
+        """Send a sign of life, unless a message is being sent, which is one."""
+        self.try_send(_HEARTBEAT)
+
+    def shut_down(self) -> None:
+        """End the connection in both directions, which wakes the peer and every thread that waits here."""
+        with suppress(OSError):  # it has ended already
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._socket.close()
 
 
-def _connect(meeting: Rendezvous) -> socket.socket:
-    host, port, token = meeting.ask(_KEY).split()
-    try:
-        connection = socket.create_connection((host, int(port)), timeout=meeting.timeout_s)
-        connection.sendall(bytes.fromhex(token) + _RANK.pack(meeting.identity.global_rank))
-    except OSError as error:
-        raise PeerLost(
-            f"rank 0 cannot be reached at {host}:{port} ({error.strerror or error}); look for its own error, at the "
-            "network, and at cluster.interface"
-        ) from error
-    return connection
-
-
-def _accept(meeting: Rendezvous, address: str) -> dict[int, socket.socket]:
-    token = secrets.token_bytes(_TOKEN_BYTES)
-    family = socket.AF_INET6 if ip_address(address).version == 6 else socket.AF_INET
-    with socket.create_server((address, 0), family=family, backlog=512) as listener:
-        meeting.tell(_KEY, f"{address} {listener.getsockname()[1]} {token.hex()}")
-        with Handshake(listener, token, set(range(1, meeting.identity.world_size))) as reception:
-            return reception.receive(meeting.timeout_s)
+def wait_ready(connections: Collection[Connection], events: int, timeout_s: float) -> dict[int, int]:
+    """Return the events of poll(2) by file descriptor; connections without events are left out."""
+    poller = select.poll()
+    for connection in connections:
+        poller.register(connection, events)
+    return dict(poller.poll(timeout_s * 1e3))
 
 
 class Handshake:
-    """Tells guests from strangers, at a door that many may come to at once. A context manager.
+    """Accepts and authenticates the connections of several ranks at the same time. A context manager.
+
+    A connection that sends nothing, too little or another token keeps no rank from connecting, and is closed.
 
     Args:
-        listener: its owner closes it.
-        token: what each guest says first, and then its rank.
-        missing: who is expected.
+        listener: closed by its owner.
+        token: the first bytes that a rank sends; its rank follows.
+        missing: ranks that are expected.
     """
 
     def __init__(self, listener: socket.socket, token: bytes, missing: set[int]) -> None:
@@ -377,16 +410,16 @@ class Handshake:
         self._token = token
         self._missing = missing
         self._selector = selectors.DefaultSelector()
-        self._said: dict[socket.socket, bytes] = {}
-        self._guests: dict[int, socket.socket] = {}
+        self._pending: dict[socket.socket, bytes] = {}  # with the bytes that each has sent so far
+        self._accepted: dict[int, socket.socket] = {}
         self._selector.register(listener, selectors.EVENT_READ)
         listener.setblocking(False)
 
-    def receive(self, timeout_s: float) -> dict[int, socket.socket]:
-        """The connections of all who are expected, by rank.
+    def accept(self, timeout_s: float) -> dict[int, socket.socket]:
+        """Wait for all ranks that are expected, and return their connections by rank.
 
         Raises:
-            DeadlineExceeded: some did not come.
+            DeadlineExceeded: ranks are missing after ``timeout_s``.
         """
         deadline = time.monotonic() + timeout_s
         while self._missing:
@@ -397,43 +430,40 @@ class Handshake:
                     f"rank {names} did not connect to rank 0 within cluster.timeout_s ({timeout_s:g} s)"
                 )
             for key, _ in ready:
-                self._meet(key.fileobj)  # type: ignore[arg-type]
-        guests, self._guests = self._guests, {}
-        return guests
+                self._on_readable(key.fileobj)  # type: ignore[arg-type]
+        accepted, self._accepted = self._accepted, {}  # the caller's from now on
+        return accepted
 
-    def _meet(self, ready: socket.socket) -> None:
+    def _on_readable(self, ready: socket.socket) -> None:
         if ready is self._listener:
-            visitor, _ = ready.accept()
-            visitor.setblocking(False)
-            self._selector.register(visitor, selectors.EVENT_READ)
-            self._said[visitor] = b""
+            connection, _ = ready.accept()
+            connection.setblocking(False)
+            self._selector.register(connection, selectors.EVENT_READ)
+            self._pending[connection] = b""
             return
-        said = self._said[ready] + _hear(ready, _HELLO_BYTES - len(self._said[ready]))
-        if said != self._said[ready] and len(said) < _HELLO_BYTES:
-            self._said[ready] = said
+        received = b""
+        with suppress(OSError):  # a reset counts as an end
+            # Not a byte more than the hello: what follows belongs to the Connection.
+            received = ready.recv(_HELLO_BYTES - len(self._pending[ready]))
+        hello = self._pending[ready] + received
+        if received and len(hello) < _HELLO_BYTES:
+            self._pending[ready] = hello
             return
         self._selector.unregister(ready)
-        del self._said[ready]
-        token, rank = said[:_TOKEN_BYTES], _RANK.unpack(said[_TOKEN_BYTES:])[0] if len(said) == _HELLO_BYTES else None
-        if secrets.compare_digest(token, self._token) and rank in self._missing:
+        del self._pending[ready]
+        rank = _RANK.unpack(hello[_TOKEN_BYTES:])[0] if len(hello) == _HELLO_BYTES else None
+        # In constant time: the time of an answer must not reveal how much of a token is right.
+        if secrets.compare_digest(hello[:_TOKEN_BYTES], self._token) and rank in self._missing:
             self._missing.remove(rank)
-            self._guests[rank] = ready
+            self._accepted[rank] = ready
             return
         ready.close()
-        _log.warning("somebody who does not belong to this run was refused")
+        _log.warning("refused a connection that does not belong to this run")
 
     def __enter__(self) -> Handshake:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._selector.close()
-        for visitor in (*self._said, *self._guests.values()):
-            visitor.close()
-
-
-def _hear(visitor: socket.socket, most: int) -> bytes:
-    """What a visitor said; nothing where it went away."""
-    try:
-        return visitor.recv(most)
-    except OSError:
-        return b""
+        for connection in (*self._pending, *self._accepted.values()):
+            connection.close()

@@ -19,7 +19,7 @@ OUR_THREADS = (
     "heartbeat",
     "checkpoint-writer",
     "checkpoint-courier",
-    "links",
+    "control-channel",
     "peer-",
     "watch-",
     "segment-host",
@@ -35,7 +35,7 @@ _LISTEN = "0A"
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class ProcessSnapshot:
     """This process between two tests."""
 
     threads: frozenset[threading.Thread]
@@ -46,7 +46,7 @@ class Snapshot:
     states: frozenset[str]
 
     @classmethod
-    def take(cls) -> Snapshot:
+    def take(cls) -> ProcessSnapshot:
         return cls(
             frozenset(threading.enumerate()),
             frozenset(_children()),
@@ -60,10 +60,10 @@ class Snapshot:
         """What is here now and was not at the snapshot, in words; what only ends slowly is waited for."""
         for thread in _ours(set(threading.enumerate()) - self.threads):
             thread.join(_PATIENCE_S)
-        now = Snapshot.take()
+        now = ProcessSnapshot.take()
         if now.ports - self.ports or now.states - self.states:
             gc.collect()  # a store or agent may hang on a caught error's traceback
-            now = Snapshot.take()
+            now = ProcessSnapshot.take()
         found = [f"thread {thread.name}" for thread in _ours(now.threads - self.threads)]
         found += [f"child process {pid} ({_command(pid)})" for pid in now.children - self.children]
         names = sorted(now.environ.keys() | self.environ.keys())

@@ -1,9 +1,9 @@
-"""Connections that were opened in a block are ended from outside, and no others."""
+"""Sockets that were opened in a block are aborted, and no others."""
 
 import os
 import socket
 
-from tcp_pairs import connected
+from tcp_pairs import connected_pair
 
 from paramserver.distributed.abort_sockets import OpenedSockets
 
@@ -16,41 +16,41 @@ def is_open(connection):
         return True
 
 
-def test_what_was_opened_in_the_block_is_cut_and_nothing_else():
-    connections = OpenedSockets()
-    before = connected()
-    with connections.recorded():
-        inside, listener = connected(), socket.create_server(("127.0.0.1", 0))
+def test_sockets_opened_in_the_block_are_aborted_and_no_others():
+    opened = OpenedSockets()
+    before = connected_pair()
+    with opened.record():
+        inside, listener = connected_pair(), socket.create_server(("127.0.0.1", 0))
         pipe = os.pipe()
-    with connections.recorded():
-        later = connected()
-    after = connected()
-    connections.cut()
+    with opened.record():
+        later = connected_pair()
+    after = connected_pair()
+    opened.abort()
     assert [is_open(one) for pair in (before, inside, later, after) for one in pair] == [
         *(True, True),
         *(False, False),
         *(False, False),
         *(True, True),
     ]
-    with socket.create_connection(listener.getsockname(), timeout=5), listener.accept()[0] as met:
-        assert is_open(met)  # a listener goes on
+    with socket.create_connection(listener.getsockname(), timeout=5), listener.accept()[0] as accepted:
+        assert is_open(accepted)  # a listener stays open
     for descriptor in pipe:
         os.close(descriptor)
     for one in (*before, *inside, *later, *after, listener):
         one.close()
-    connections.cut()
+    opened.abort()
 
 
-def test_a_number_that_is_used_again_is_somebody_elses():
-    connections = OpenedSockets()
-    with connections.recorded():
-        old = connected()
+def test_a_reused_descriptor_is_left_alone():
+    opened = OpenedSockets()
+    with opened.record():
+        old = connected_pair()
     numbers = {one.fileno() for one in old}
     for one in old:
         one.close()
-    new = connected()
+    new = connected_pair()
     assert numbers & {one.fileno() for one in new}
-    connections.cut()
+    opened.abort()
     assert all(is_open(one) for one in new)
     for one in new:
         one.close()

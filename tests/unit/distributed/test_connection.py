@@ -1,4 +1,4 @@
-"""The stream between two ranks: what comes over it, and how soon it tells that the other end is gone or frozen."""
+"""A connection between two ranks: messages in order, and how soon the loss of a peer is detected."""
 
 import threading
 import time
@@ -6,31 +6,31 @@ from contextlib import contextmanager, suppress
 
 import numpy as np
 import pytest
-from tcp_pairs import connected
+from tcp_pairs import connected_pair
 
-from paramserver.distributed import control_channel as links_module
-from paramserver.distributed.control_channel import _HEAD, Connection, ControlChannel
+from paramserver.distributed import control_channel
+from paramserver.distributed.control_channel import _HEADER, Connection, ControlChannel
 from paramserver.errors import PeerLost
 
 LONG_S = 20.0
 SHORT_S = 0.4
 MB = 2**20
-BEAT = _HEAD.pack(0, 0)
+HEARTBEAT = _HEADER.pack(0, 0)
 
 
 class Ends:
-    """A rank with one peer, rank 1: its links, and the bare socket at the other end."""
+    """The channel of a rank with one peer, rank 1, and the bare socket at the other end."""
 
-    def __init__(self, lost_after_s, beat_s=0.05, peers=(1,)):
-        pairs = {peer: connected() for peer in peers}
+    def __init__(self, lost_after_s, heartbeat_s=0.05, peers=(1,)):
+        pairs = {peer: connected_pair() for peer in peers}
         self.others = {peer: other for peer, (_, other) in pairs.items()}
         self.other = self.others[peers[0]]
-        self.cut = threading.Event()
-        made = {peer: Connection(one, peer, lost_after_s) for peer, (one, _) in pairs.items()}
-        self.links = ControlChannel(made, beat_s, self.cut.set)
+        self.lost = threading.Event()
+        connections = {peer: Connection(one, peer, lost_after_s) for peer, (one, _) in pairs.items()}
+        self.channel = ControlChannel(connections, heartbeat_s, self.lost.set)
 
-    def say(self, kind, body=b"", peer=1):
-        self.others[peer].sendall(_HEAD.pack(kind, len(body)) + body)
+    def send(self, kind, body=b"", peer=1):
+        self.others[peer].sendall(_HEADER.pack(kind, len(body)) + body)
 
 
 @contextmanager
@@ -39,61 +39,61 @@ def ends(lost_after_s=LONG_S, **options):
     try:
         yield made
     finally:
-        made.links.close()
+        made.channel.close()
         for other in made.others.values():
             other.close()
 
 
 @contextmanager
 def pair(lost_after_s=LONG_S):
-    """The links of rank 0 and rank 1, each to the other."""
-    one, other = connected()
-    with_one = ControlChannel({1: Connection(one, 1, lost_after_s)}, 0.05, lambda: None)
-    with_zero = ControlChannel({0: Connection(other, 0, lost_after_s)}, 0.05, lambda: None)
+    """The channels of rank 0 and rank 1, connected to each other."""
+    one, other = connected_pair()
+    to_one = ControlChannel({1: Connection(one, 1, lost_after_s)}, 0.05, lambda: None)
+    to_zero = ControlChannel({0: Connection(other, 0, lost_after_s)}, 0.05, lambda: None)
     try:
-        yield with_one, with_zero
+        yield to_one, to_zero
     finally:
-        with_one.close()
-        with_zero.close()
+        to_one.close()
+        to_zero.close()
 
 
 @contextmanager
-def beside(work):
-    """``work`` in a thread; it is told when the block ends."""
-    over = threading.Event()
-    thread = threading.Thread(target=work, args=(over,), name="peer-at-work")
+def in_thread(work):
+    """Run ``work`` in a thread during the block; its argument is set when the block ends."""
+    ended = threading.Event()
+    thread = threading.Thread(target=work, args=(ended,), name="peer-at-work")
     thread.start()
     try:
         yield
     finally:
-        over.set()
+        ended.set()
         thread.join(LONG_S)
 
 
 def elapsed(call, match):
-    """Seconds until ``call`` told that a peer is lost."""
+    """Seconds until ``call`` raises that a peer is lost."""
     began = time.monotonic()
     with pytest.raises(PeerLost, match=match):
         call()
     return time.monotonic() - began
 
 
-def test_messages_of_every_length_come_in_order_between_beats():
+def test_messages_of_every_length_arrive_in_order_between_heartbeats():
     rng = np.random.default_rng(3)
     bodies = [rng.integers(0, 256, n, np.uint8) for n in (0, 1, 5, 20 * MB, 0, 70_000)]
-    one, other = connected()
+    one, other = connected_pair()
     sender = Connection(one, 1, LONG_S)
     receiver = ControlChannel({0: Connection(other, 0, LONG_S)}, 0.001, lambda: None)
 
-    def beats(over):
-        while not over.wait(0.0001):
-            sender.beat()
+    def heartbeats(ended):
+        while not ended.wait(0.0001):
+            sender.send_heartbeat()
 
     try:
-        with beside(beats):
+        with in_thread(heartbeats):
             for kind, body in enumerate(bodies, start=1):
                 sender.send(kind, body.data)
-                sender.beat()
+                sender.send_heartbeat()
             found = [receiver.receive() for _ in bodies]
     finally:
         receiver.close()
@@ -102,164 +102,164 @@ def test_messages_of_every_length_come_in_order_between_beats():
     assert all(np.array_equal(message.body, sent) for message, sent in zip(found, bodies, strict=True))
 
 
-@pytest.mark.parametrize("said", [b"", BEAT, _HEAD.pack(1, 10) + b"12345"])
-def test_the_end_of_a_process_is_noticed_at_once_and_told_to_the_owner(said):
+@pytest.mark.parametrize("sent", [b"", HEARTBEAT, _HEADER.pack(1, 10) + b"12345"])
+def test_the_end_of_a_process_is_detected_at_once_and_reported_to_the_owner(sent):
     with ends() as made:
-        made.other.sendall(said)
+        made.other.sendall(sent)
         made.other.close()
-        assert elapsed(made.links.receive, "rank 1 is lost: its connection was closed") < 2
-        assert made.cut.wait(LONG_S)
-        elapsed(lambda: made.links.send(1, 2), "rank 1 is lost")
+        assert elapsed(made.channel.receive, "rank 1 is lost: its connection was closed") < 2
+        assert made.lost.wait(LONG_S)
+        elapsed(lambda: made.channel.send(1, 2), "rank 1 is lost")
 
 
-def test_what_came_before_the_end_is_taken_before_it_is_told():
+def test_messages_before_the_end_are_received_before_the_loss_is_raised():
     with ends() as made:
-        made.say(2, b"abc")
+        made.send(2, b"abc")
         made.other.close()
-        assert made.cut.wait(LONG_S)
-        assert bytes(made.links.receive().body) == b"abc"
-        elapsed(made.links.receive, "rank 1 is lost")
+        assert made.lost.wait(LONG_S)
+        assert bytes(made.channel.receive().body) == b"abc"
+        elapsed(made.channel.receive, "rank 1 is lost")
 
 
-def test_silence_is_noticed_where_somebody_attends_and_beats_are_none():
+def test_silence_is_a_loss_while_it_is_watched_and_heartbeats_end_it():
     with pair(SHORT_S) as (here, there):
-        for links in (here, there):
-            links.attend(True)
+        for channel in (here, there):
+            channel.watch_silence(True)
         threading.Timer(4 * SHORT_S, there.send, [0, 7]).start()
         began = time.monotonic()
         assert here.receive().kind == 7
         assert time.monotonic() - began > 2 * SHORT_S
-        assert began < here.moved <= time.monotonic()
+        assert began < here.last_progress <= time.monotonic()
     with ends(SHORT_S) as made:
-        assert not made.cut.wait(3 * SHORT_S)  # nobody attends
-        made.links.attend(True)
+        assert not made.lost.wait(3 * SHORT_S)  # silence is not watched
+        made.channel.watch_silence(True)
         silent_s = elapsed(
-            made.links.receive, r"rank 1 is lost: it gave no sign of life for server.lost_after_s \(0.4 s"
+            made.channel.receive, r"rank 1 is lost: it gave no sign of life for server.lost_after_s \(0.4 s"
         )
         assert SHORT_S / 2 < silent_s < SHORT_S + 2
-        assert made.cut.wait(LONG_S)
+        assert made.lost.wait(LONG_S)
 
 
 def test_a_message_may_take_longer_than_the_limit_as_long_as_it_moves():
-    message = _HEAD.pack(2, 20) + bytes(range(20))
+    message = _HEADER.pack(2, 20) + bytes(range(20))
     with ends(SHORT_S) as made:
-        made.links.attend(True)
+        made.channel.watch_silence(True)
 
-        def trickle(over):
+        def trickle(ended):
             for i in range(len(message)):
-                over.wait(SHORT_S / 5)
+                ended.wait(SHORT_S / 5)
                 made.other.send(message[i : i + 1])
 
         began = time.monotonic()
-        with beside(trickle):
-            _, kind, body = made.links.receive()
+        with in_thread(trickle):
+            _, kind, body = made.channel.receive()
             assert time.monotonic() - began > 2 * SHORT_S
     assert (kind, body.tolist()) == (2, list(range(20)))
 
 
-def test_who_sends_waits_for_one_who_lives_and_does_not_read():
+def test_a_sender_waits_for_a_living_peer_that_does_not_read():
     with ends(SHORT_S) as made:
-        made.links.attend(True)
+        made.channel.watch_silence(True)
         read = []
 
-        def live_and_then_read(over):
+        def live_and_then_read(ended):
             for _ in range(20):
-                over.wait(SHORT_S / 5)
-                made.other.sendall(BEAT)
-            while sum(read) < 30 * MB + _HEAD.size:
+                ended.wait(SHORT_S / 5)
+                made.other.sendall(HEARTBEAT)
+            while sum(read) < 30 * MB + _HEADER.size:
                 read.append(len(made.other.recv(MB)))
 
         began = time.monotonic()
-        with beside(live_and_then_read):
-            made.links.send(1, 1, bytes(30 * MB))
+        with in_thread(live_and_then_read):
+            made.channel.send(1, 1, bytes(30 * MB))
             assert time.monotonic() - began > 2 * SHORT_S
 
 
-def test_who_sends_notices_silence_and_an_end():
+def test_a_sender_detects_silence_and_an_end():
     body = bytes(30 * MB)
     with ends(SHORT_S) as made:
-        made.links.attend(True)
-        assert elapsed(lambda: made.links.send(1, 1, body), "no sign of life") < SHORT_S + 2
+        made.channel.watch_silence(True)
+        assert elapsed(lambda: made.channel.send(1, 1, body), "no sign of life") < SHORT_S + 2
     with ends() as made:
         threading.Timer(0.2, made.other.close).start()
-        assert elapsed(lambda: made.links.send(1, 1, body), "rank 1 is lost: its connection was closed") < 2
+        assert elapsed(lambda: made.channel.send(1, 1, body), "rank 1 is lost: its connection was closed") < 2
 
 
-def test_one_that_dies_is_noticed_beside_one_that_sends_without_a_pause():
+def test_a_death_is_detected_while_another_peer_sends_without_a_pause():
     with ends(peers=(1, 2)) as made:
         threading.Timer(0.3, made.others[2].close).start()
 
-        def flood(over):
+        def flood(ended):
             with suppress(OSError):
-                while not over.is_set():
-                    made.say(1, bytes(100_000))
+                while not ended.is_set():
+                    made.send(1, bytes(100_000))
 
-        with beside(flood):
-            assert made.cut.wait(3)
-            assert "rank 2 is lost" in str(made.links.lost)
+        with in_thread(flood):
+            assert made.lost.wait(3)
+            assert "rank 2 is lost" in str(made.channel.lost)
 
 
-def test_a_loss_is_told_to_those_who_have_no_connection_to_the_lost():
+def test_a_loss_is_forwarded_to_ranks_without_a_connection_to_the_lost_one():
     with ends(peers=(1, 2)) as zero, ends() as one:
         zero.others[2].close()
-        assert zero.cut.wait(LONG_S)
-        told = b""
-        while b"rank 2 is lost" not in told:
-            told += zero.others[1].recv(MB)
-        one.other.sendall(told)
-        assert one.cut.wait(LONG_S)
-        assert str(one.links.lost).startswith("rank 2 is lost: its connection was closed")
-        one.links.await_loss(0.0)
+        assert zero.lost.wait(LONG_S)
+        received = b""
+        while b"rank 2 is lost" not in received:
+            received += zero.others[1].recv(MB)
+        one.other.sendall(received)
+        assert one.lost.wait(LONG_S)
+        assert str(one.channel.lost).startswith("rank 2 is lost: its connection was closed")
+        one.channel.wait_loss(0.0)
 
 
-def test_who_said_goodbye_is_not_missed():
+def test_a_peer_that_left_is_not_a_loss():
     with pair() as (here, there):
         there.leave()
         there.close()
-        here.await_loss(0.5)
+        here.wait_loss(0.5)
         assert here.lost is None
-        elapsed(here.receive, "all other ranks have said goodbye")
+        elapsed(here.receive, "all other ranks have left")
     with ends() as made:
-        made.links.leave()
-        made.other.close()  # nor does one who has left miss anybody
-        assert not made.cut.wait(0.3)
-        assert made.links.lost is None
+        made.channel.leave()
+        made.other.close()  # nor is any peer a loss for a rank that left
+        assert not made.lost.wait(0.3)
+        assert made.channel.lost is None
 
 
-def test_others_are_not_blamed_while_this_process_stands_still(monkeypatch):
+def test_peers_are_not_blamed_for_the_time_in_which_this_process_was_stopped(monkeypatch):
     """As after SIGSTOP and SIGCONT of all ranks: the wait is over late, and the peer's beats come after it."""
-    ready, stood_still = links_module.wait_ready, threading.Event()
+    ready, was_stopped = control_channel.wait_ready, threading.Event()
 
-    def late(links, events, timeout_s):
-        found = ready(links, events, timeout_s)
-        if not stood_still.is_set():
+    def late(connections, events, timeout_s):
+        found = ready(connections, events, timeout_s)
+        if not was_stopped.is_set():
             time.sleep(3 * SHORT_S)
-            stood_still.set()
+            was_stopped.set()
         return found
 
-    monkeypatch.setattr(links_module, "wait_ready", late)
+    monkeypatch.setattr(control_channel, "wait_ready", late)
     with ends(SHORT_S) as made:
-        made.links.attend(True)
-        assert stood_still.wait(LONG_S)
+        made.channel.watch_silence(True)
+        assert was_stopped.wait(LONG_S)
         time.sleep(SHORT_S / 4)
-        made.say(5)
-        assert made.links.receive().kind == 5
+        made.send(5)
+        assert made.channel.receive().kind == 5
 
 
-def test_beats_that_nobody_reads_never_block_nor_tear_a_message():
-    one, other = connected()
-    link = Connection(one, 1, LONG_S)
+def test_unread_heartbeats_never_block_nor_tear_a_message():
+    one, other = connected_pair()
+    connection = Connection(one, 1, LONG_S)
     began = time.monotonic()
     filler = np.zeros(MB, np.uint8)
     with suppress(BlockingIOError):
         while True:
             one.send(filler.data)
     for _ in range(1000):
-        link.beat()
+        connection.send_heartbeat()
     assert time.monotonic() - began < 5
-    link.end()
-    link.beat()  # after the end: told by who polls
+    connection.shut_down()
+    connection.send_heartbeat()  # after the end: poll() reports it
     with pytest.raises(PeerLost, match="its connection was closed"):
-        link.send(1)
-    link.close()
+        connection.send(1)
+    connection.close()
     other.close()

@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import TCPStore
 from paramserver.cluster import ProcessIdentity, bind_listener
 from paramserver.config import ClusterConfig, Config, DeviceConfig, LoggingConfig, TrainingConfig, dump_yaml
 from paramserver.distributed import rendezvous as rendezvous_module
-from paramserver.distributed.rendezvous import Rendezvous, rendezvous
+from paramserver.distributed.rendezvous import Rendezvous, join_rendezvous
 from paramserver.distributed.rpc_calls import host_identity
 from paramserver.errors import DeadlineExceeded, Interrupted, PeerLost, UnsupportedConfiguration
 
@@ -35,7 +35,7 @@ def identity(rank: int, world_size: int, port: int, hosted: bool = False, job: s
 
 def waited(rank, world_size, port, timeout_s=LONG_S, interrupted=None, listener=None, of=None, **about) -> Rendezvous:
     event = threading.Event() if interrupted is None else interrupted
-    return rendezvous(of or config(timeout_s), identity(rank, world_size, port, **about), event, listener)
+    return join_rendezvous(of or config(timeout_s), identity(rank, world_size, port, **about), event, listener)
 
 
 @contextmanager
@@ -58,11 +58,11 @@ def test_all_ranks_meet_and_tell_each_other(world_size):
         later = [pool.submit(waited, rank, world_size, port) for rank in range(1, world_size)]
         first = waited(0, world_size, port, listener=listener)
         others = [future.result(LONG_S) for future in later]
-        first.tell("run", "digits-1")
-        assert [other.ask("run") for other in others] == ["digits-1"] * (world_size - 1)
+        first.set("run", "digits-1")
+        assert [other.get("run") for other in others] == ["digits-1"] * (world_size - 1)
         assert [m.identity.global_rank for m in (first, *others)] == list(range(world_size))
         assert {m.host for m in (first, *others)} == {host_identity()}
-        assert "process" in first.place
+        assert "process" in first.host_and_pid
 
 
 def test_a_rank_waits_for_a_rank_zero_that_starts_later(monkeypatch):
@@ -84,14 +84,14 @@ def test_a_rank_waits_for_a_rank_zero_that_starts_later(monkeypatch):
         assert knocked.wait(LONG_S)
         listener.listen()
         first = waited(0, 2, port, listener=listener)
-        assert other.result(LONG_S).ask("rank/0") == first.place
+        assert other.result(LONG_S).get("rank/0") == first.host_and_pid
 
 
 def test_rank_zero_binds_its_port_where_nobody_did():
     with bind_listener(HOST, 0) as probe:
         port = probe.getsockname()[1]
     alone = waited(0, 1, port)
-    assert alone.ask("config") == dump_yaml(config())
+    assert alone.get("config") == dump_yaml(config())
     assert rendezvous_module._reachable(HOST, port)
 
 
@@ -125,17 +125,17 @@ def test_a_rank_that_is_taken_is_refused_with_its_holder():
 def test_two_attempts_on_one_store_do_not_see_each_other():
     with agents_store() as store:
         earlier = waited(0, 1, store.port, hosted=True, job="job-0")
-        earlier.tell("run", "digits-1")
+        earlier.set("run", "digits-1")
         later = waited(0, 1, store.port, hosted=True, job="job-1", of=config(seed=3))
         assert not later.store.check(["run"])
-        assert (earlier.ask("config"), later.ask("config")) == (dump_yaml(config()), dump_yaml(config(seed=3)))
+        assert (earlier.get("config"), later.get("config")) == (dump_yaml(config()), dump_yaml(config(seed=3)))
 
 
 def test_a_store_that_an_agent_serves_is_used_by_all():
     with agents_store() as store, threads(1) as pool:
         other = pool.submit(waited, 1, 2, store.port, hosted=True)
-        waited(0, 2, store.port, hosted=True).tell("run", "a")
-        assert other.result(LONG_S).ask("run") == "a"
+        waited(0, 2, store.port, hosted=True).set("run", "a")
+        assert other.result(LONG_S).get("run") == "a"
         assert store.get("paramserver/test/run") == b"a"
 
 
@@ -224,7 +224,7 @@ def test_what_nobody_tells_is_asked_for_so_long_and_no_longer():
         mine = waited(0, 1, store.port, SHORT_S, hosted=True)
         started = time.monotonic()
         with pytest.raises(DeadlineExceeded, match=r"the store's answer for run did not come within .* \(0\.5 s\)"):
-            mine.ask("run")
+            mine.get("run")
         assert SHORT_S * 0.9 <= time.monotonic() - started < LONG_S / 2
         assert not [t for t in threading.enumerate() if t.name.startswith("within-")]
 
