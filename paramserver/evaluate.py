@@ -16,7 +16,7 @@ from paramserver.config import Config, load_config
 from paramserver.errors import TaskError
 from paramserver.launch import add_overrides, report_error
 from paramserver.process_utils import exit_process, print_output
-from paramserver.runs.resume import config_file_of, open_run
+from paramserver.runs.resume import find_config_file, open_run
 from paramserver.runs.rundir import RunDir
 
 
@@ -34,7 +34,7 @@ class Evaluation:
     logged: dict[str, float]
 
 
-class Evaluator:
+class EvaluationTrainer:
     """Stands where a task expects its trainer, ``self.trainer``, while nothing is trained."""
 
     trainer_index = 0
@@ -96,7 +96,7 @@ def evaluate_run(run_dir: Path, which: str = "latest", overrides: Sequence[str] 
         TaskError: the task validates nothing.
     """
     run = open_run(run_dir)
-    config = load_config(config_file_of(run), overrides=overrides)
+    config = load_config(find_config_file(run), overrides=overrides)
     if run.chosen is not None and which == LATEST:
         which = str(step_of(run.chosen.name))
     # All of it at once: a run that goes on may remove the checkpoint while the model is built.
@@ -111,10 +111,10 @@ def _evaluate(
     from paramserver.parameters.model import build_model, load_weights
     from paramserver.sources import Partition
     from paramserver.task import make_task
-    from trainers.validation import evaluate, input_on, validation_batches
+    from trainers.validation import evaluate, make_input_mover, validation_batches
 
     task = make_task(config, [Path.cwd(), *run.task_folders()])
-    placement, task.trainer = place_trainer(config, 0, 1), Evaluator()
+    placement, task.trainer = place_trainer(config, 0, 1), EvaluationTrainer()
     task.config = config
     model = build_model(task, config.seed, placement)
     load_weights(model, weights, str(checkpoint.path))
@@ -124,7 +124,7 @@ def _evaluate(
         raise TaskError(f"{type(task).__name__}.validation_source gives nothing to validate; write one")
     batch_idx = part["counters"]["batch_idx"]
     task.on_validation_start(batch_idx)
-    sums = evaluate(task, model, batches, batch_idx, input_on(placement), config.training.precision, placement.device)
+    sums = evaluate(task, model, batches, batch_idx, make_input_mover(placement), config.training.precision, placement.device)
     task.on_validation_end(batch_idx)
     return Evaluation(checkpoint.path.name, checkpoint.step, sums.samples, sums.means(), task.trainer.logged)
 

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
         choose_checkpoint as choose_checkpoint,
         find_checkpoint as find_checkpoint,
         load_chosen as load_chosen,
-        passed_over as passed_over,
+        skipped_checkpoints as skipped_checkpoints,
         read_checkpoint as read_checkpoint,
     )
     from paramserver.checkpoint.save import (
         ChunkedFile as ChunkedFile,
-        clean as clean,
+        remove_leftovers as remove_leftovers,
         mark_best as mark_best,
-        retain as retain,
+        apply_retention as apply_retention,
         write_checkpoint as write_checkpoint,
     )
     from paramserver.checkpoint.serialization import (

@@ -28,7 +28,7 @@ class BestMetric:
         self.scheduled_value: float | None = None
         self.without_improvement = 0
 
-    def improved(self, value: float, step: int | None = None, scheduled: bool = True) -> bool:
+    def update(self, value: float, step: int | None = None, scheduled: bool = True) -> bool:
         """Take in the next validation's value; True if it is strictly better than all before. NaN never is."""
         value = float(value)
         if scheduled and self._better(value, self.scheduled_value):

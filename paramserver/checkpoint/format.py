@@ -29,8 +29,8 @@ from paramserver.fileio import json_text
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
-_SEAL = "manifest_sha256"
-_OWN_KEYS = ("format_version", "step", "created", "files", _SEAL)
+_DIGEST_KEY = "manifest_sha256"
+_OWN_KEYS = ("format_version", "step", "created", "files", _DIGEST_KEY)
 _CHUNK_BYTES = 1 << 20
 # What a text raises on the way from JSON to a manifest that it is none of.
 _WRONG = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError)
@@ -51,11 +51,11 @@ class Manifest:
     step: int
     created: str
     files: Mapping[str, FileEntry]
-    about: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:
-        taken = sorted(set(_OWN_KEYS) & set(self.about))
+        taken = sorted(set(_OWN_KEYS) & set(self.metadata))
         if taken:
             raise ValueError(f"about ({', '.join(taken)}) must not use the manifest's own keys; rename them")
 
@@ -63,12 +63,12 @@ class Manifest:
     def total_bytes(self) -> int:
         return sum(entry.bytes for entry in self.files.values())
 
-    def text(self) -> str:
+    def to_text(self) -> str:
         """Return the JSON text, sealed with a digest of itself; ``parse`` is the inverse."""
         files = {name: {"bytes": entry.bytes, "sha256": entry.sha256} for name, entry in self.files.items()}
         own = {"format_version": self.format_version, "step": self.step, "created": self.created}
-        content = json.loads(json_text({**own, **self.about, "files": files}))
-        return json.dumps({**content, _SEAL: _seal(content)}, indent=2) + "\n"
+        content = json.loads(json_text({**own, **self.metadata, "files": files}))
+        return json.dumps({**content, _DIGEST_KEY: _manifest_digest(content)}, indent=2) + "\n"
 
     @classmethod
     def parse(cls, text: str) -> Manifest:
@@ -79,17 +79,17 @@ class Manifest:
                 known format, or was altered.
         """
         content = json.loads(text)
-        if content.pop(_SEAL) != _seal(content):
-            raise ValueError(f"{_SEAL} is not the digest of the rest")
+        if content.pop(_DIGEST_KEY) != _manifest_digest(content):
+            raise ValueError(f"{_DIGEST_KEY} is not the digest of the rest")
         files = {
-            _plain(name): FileEntry(int(entry["bytes"]), str(entry["sha256"]))
+            _checked_file_name(name): FileEntry(int(entry["bytes"]), str(entry["sha256"]))
             for name, entry in content["files"].items()
         }
         about = {key: value for key, value in content.items() if key not in _OWN_KEYS}
         return cls(int(content["step"]), str(content["created"]), files, about, int(content["format_version"]))
 
 
-def _plain(name: str) -> str:
+def _checked_file_name(name: str) -> str:
     """The name of a file in the checkpoint's own folder."""
     if Path(name).name != name or "\0" in name:
         raise ValueError(f"{name!r} is not the plain name of a file")
@@ -97,7 +97,7 @@ def _plain(name: str) -> str:
     return name
 
 
-def _seal(content: Mapping[str, Any]) -> str:
+def _manifest_digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -140,7 +140,7 @@ def newer_format(text: str) -> int | None:
     return version if isinstance(version, int) and version > FORMAT_VERSION else None
 
 
-def incomplete(folder: Path, manifest: Manifest) -> str | None:
+def check_sizes(folder: Path, manifest: Manifest) -> str | None:
     """Say what is missing or of a wrong size in ``folder``; None if nothing. Reads no content."""
     for name, entry in manifest.files.items():
         path = folder / name
@@ -161,9 +161,9 @@ def _size_bytes(path: Path) -> int | None:
     return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
-def altered(folder: Path, manifest: Manifest) -> str | None:
-    """As ``incomplete``, and the content of every file is compared with its SHA-256."""
-    problem = incomplete(folder, manifest)
+def check_digests(folder: Path, manifest: Manifest) -> str | None:
+    """As ``check_sizes``, and the content of every file is compared with its SHA-256."""
+    problem = check_sizes(folder, manifest)
     if problem:
         return problem
     for name, entry in manifest.files.items():
@@ -217,7 +217,7 @@ def step_of(name: str) -> int | None:
     return int(match.group(1)) if match else None
 
 
-def beside(final: Path, kind: str) -> Path:
+def temporary_path(final: Path, kind: str) -> Path:
     """Where this process keeps the ``tmp``, ``old`` or ``gone`` state of ``final``."""
     return final.with_name(f".{final.name}.{os.getpid()}.{kind}")
 
@@ -230,7 +230,7 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def pointed(folder: Path, pointer: str) -> Path | None:
+def read_pointer(folder: Path, pointer: str) -> Path | None:
     """Return the checkpoint that the file ``pointer`` (``latest`` or ``best``) names, there or not, or None.
 
     Raises:
@@ -252,19 +252,19 @@ def pointed(folder: Path, pointer: str) -> Path | None:
     return folder / name if step_of(name) is not None else None
 
 
-def leftovers(folder: Path) -> list[UnfinishedWrite]:
+def unfinished_writes(folder: Path) -> list[UnfinishedWrite]:
     """Everything in ``folder`` that is being written, replaced or removed, or was when its writer died."""
     matches = [(path, _LEFTOVER.fullmatch(path.name)) for path in sorted(folder.iterdir())]
     return [UnfinishedWrite(path, folder / m["name"], int(m["pid"]), m["kind"]) for path, m in matches if m]
 
 
-def problem(checkpoint: Path) -> str | None:
+def why_incomplete(checkpoint: Path) -> str | None:
     """Why ``checkpoint`` is not complete, from its manifest and the sizes of its files; None if it is complete.
 
     One of a newer format counts as complete: somebody else can read it.
     """
     try:
-        return incomplete(checkpoint, read_manifest(checkpoint))
+        return check_sizes(checkpoint, read_manifest(checkpoint))
     except CheckpointError as error:
         return None if _of_newer_format(checkpoint) else str(error)
 
@@ -277,7 +277,7 @@ def _of_newer_format(checkpoint: Path) -> bool:
         return False
 
 
-def is_written(checkpoint: Path) -> bool:
+def has_manifest(checkpoint: Path) -> bool:
     """Whether the folder has a manifest, which is written last: without one it never was a checkpoint."""
     try:
         os.lstat(checkpoint / MANIFEST)
@@ -288,12 +288,12 @@ def is_written(checkpoint: Path) -> bool:
     return True
 
 
-def history(folder: Path) -> list[Path]:
-    """All complete checkpoints, in the order of ``written``."""
-    return [path for path in written(folder) if problem(path) is None]
+def list_complete(folder: Path) -> list[Path]:
+    """All complete checkpoints, in the order of ``list_written``."""
+    return [path for path in list_written(folder) if why_incomplete(path) is None]
 
 
-def written(folder: Path) -> list[Path]:
+def list_written(folder: Path) -> list[Path]:
     """All checkpoints, whole or damaged since they were written, newest first.
 
     Steps beyond ``latest`` come last: they are of a future that was given up when the run went back.
@@ -302,14 +302,14 @@ def written(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     places = {path.name: path for path in folder.iterdir() if step_of(path.name) is not None}
-    for leftover in leftovers(folder):
+    for leftover in unfinished_writes(folder):
         if leftover.kind == "old" and step_of(leftover.final.name) is not None:
             places.setdefault(leftover.final.name, leftover.path)
-    latest = pointed(folder, LATEST)
+    latest = read_pointer(folder, LATEST)
     newest_step = step_of(latest.name) if latest else None
 
     def age(name: str) -> tuple[bool, int]:
         step = step_of(name) or 0
         return newest_step is not None and step > newest_step, -step
 
-    return [places[name] for name in sorted(places, key=age) if is_written(places[name])]
+    return [places[name] for name in sorted(places, key=age) if has_manifest(places[name])]

@@ -11,20 +11,20 @@ from paramserver.checkpoint.format import (
     MANIFEST,
     FileEntry,
     Manifest,
-    altered,
-    history,
-    is_written,
-    pointed,
-    problem,
+    check_digests,
+    list_complete,
+    has_manifest,
+    read_pointer,
+    why_incomplete,
     read_manifest,
     step_name,
     step_of,
-    written,
+    list_written,
 )
 from paramserver.errors import CheckpointError
 
 # A run that saves every step and keeps one removes what a reader has chosen as often as it makes steps.
-_LOOKS = 10
+_MAX_ATTEMPTS = 10
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ class Checkpoint:
         return self.manifest.step
 
     @property
-    def trainers(self) -> int:
+    def num_trainers(self) -> int:
         """How many trainers stored a part.
 
         Raises:
             CheckpointError: the manifest does not say it.
         """
-        trainers = self.manifest.about.get("trainers")
+        trainers = self.manifest.metadata.get("trainers")
         if not isinstance(trainers, int) or isinstance(trainers, bool) or trainers < 1:
             raise CheckpointError(
                 f"trainers ({trainers}) in {self.path / MANIFEST} must be how many trainers stored a part of that "
@@ -66,13 +66,13 @@ class Checkpoint:
         """
         from paramserver.checkpoint.serialization import load_archive
 
-        return load_archive(self.file(name))
+        return load_archive(self.file_path(name))
 
-    def bytes(self, name: str) -> bytes:
+    def read_bytes(self, name: str) -> bytes:
         """Return the content of the file saved as ``name``, as it is."""
-        return self.file(name).read_bytes()
+        return self.file_path(name).read_bytes()
 
-    def file(self, name: str) -> Path:
+    def file_path(self, name: str) -> Path:
         """Return where ``name`` is stored.
 
         Raises:
@@ -93,9 +93,9 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """
     path = Path(path)
     try:
-        return _verified(path)
+        return _verify(path)
     except CheckpointError as error:
-        good = _newest_good(path.parent, besides=path)
+        good = _newest_intact(path.parent, besides=path)
         cure = "no other checkpoint beside it is good; start anew, or --resume another run"
         if good is not None:
             cure = f"the newest good one is {good}; go on from it with --resume {good}"
@@ -115,28 +115,28 @@ def load_chosen(run: Path, which: str, *names: str) -> tuple[Checkpoint, list[An
     Raises:
         CheckpointError: there is no such checkpoint, or no longer; or it is damaged, or went away each time.
     """
-    for look in range(1, _LOOKS + 1):
+    for look in range(1, _MAX_ATTEMPTS + 1):
         try:
             path = choose_checkpoint(run, which)
         except CheckpointError:
-            if which not in (LATEST, BEST) or look == _LOOKS:
+            if which not in (LATEST, BEST) or look == _MAX_ATTEMPTS:
                 raise
             continue  # it may have been removed after the pointer to it was read
         folder = _identity(path)
         try:
-            checkpoint = _verified(path)
+            checkpoint = _verify(path)
             return checkpoint, [checkpoint.load(name) for name in names]
         except CheckpointError as error:
             if folder == _identity(path) is not None:
                 raise CheckpointError(f"{error}; {_alternative(path)}") from error
     raise CheckpointError(
-        f"checkpoint {which} of {run} was removed or replaced {_LOOKS} times while it was read; try again when the run "
+        f"checkpoint {which} of {run} was removed or replaced {_MAX_ATTEMPTS} times while it was read; try again when the run "
         "has ended, or give that run a larger checkpoint.keep"
     )
 
 
 def _alternative(damaged: Path) -> str:
-    good = _newest_good(damaged.parent, besides=damaged)
+    good = _newest_intact(damaged.parent, besides=damaged)
     return "no other checkpoint beside it is good" if good is None else f"the newest good one is {good}"
 
 
@@ -148,18 +148,18 @@ def _identity(folder: Path) -> int | None:
         return None
 
 
-def _verified(path: Path) -> Checkpoint:
+def _verify(path: Path) -> Checkpoint:
     manifest = read_manifest(path)
     if step_of(path.name) not in (None, manifest.step):
         raise CheckpointError(f"{path} holds the checkpoint of step {manifest.step}; give it the name of that step")
-    wrong = altered(path, manifest)
+    wrong = check_digests(path, manifest)
     if wrong:
         raise CheckpointError(wrong)
     return Checkpoint(path, manifest)
 
 
-def _newest_good(folder: Path, besides: Path) -> Path | None:
-    for candidate in history(folder):
+def _newest_intact(folder: Path, besides: Path) -> Path | None:
+    for candidate in list_complete(folder):
         if candidate.name != besides.name and _is_good(candidate):
             return candidate
     return None
@@ -167,7 +167,7 @@ def _newest_good(folder: Path, besides: Path) -> Path | None:
 
 def _is_good(path: Path) -> bool:
     try:
-        return bool(_verified(path))
+        return bool(_verify(path))
     except CheckpointError:
         return False
 
@@ -182,14 +182,14 @@ def find_checkpoint(run: Path) -> Path:
         CheckpointError: there is none; says what was looked at.
     """
     folder = Path(run) / "checkpoints"
-    latest = pointed(folder, LATEST)
-    if latest is not None and is_written(latest):
+    latest = read_pointer(folder, LATEST)
+    if latest is not None and has_manifest(latest):
         return latest
-    there = written(folder)
+    there = list_written(folder)
     if there:
         return there[0]
     raise CheckpointError(
-        f"{folder} must hold a complete checkpoint ({_looked_at(folder)}); name another run, or start without --resume"
+        f"{folder} must hold a complete checkpoint ({_describe_folder(folder)}); name another run, or start without --resume"
     )
 
 
@@ -202,28 +202,28 @@ def choose_checkpoint(run: Path, which: str) -> Path:
     if which == LATEST:
         return find_checkpoint(run)
     folder = Path(run) / "checkpoints"
-    found = pointed(folder, BEST) if which == BEST else None
+    found = read_pointer(folder, BEST) if which == BEST else None
     if which.isascii() and which.isdecimal():
         found = folder / step_name(int(which))
     if found is not None and found.is_dir():
         return found
-    there = ", ".join(str(step_of(path.name)) for path in history(folder)) or "none"
+    there = ", ".join(str(step_of(path.name)) for path in list_complete(folder)) or "none"
     raise CheckpointError(f"checkpoint {which} of {run} must exist; there are {LATEST} and the steps {there}")
 
 
-def passed_over(checkpoint: Path) -> list[str]:
+def skipped_checkpoints(checkpoint: Path) -> list[str]:
     """What is wrong with those checkpoints beside ``checkpoint`` that are newer and not complete; newest first."""
     found = [(step_of(path.name), path) for path in checkpoint.parent.iterdir()]
     own = step_of(checkpoint.name) or 0
     newer = sorted(((step, path) for step, path in found if step is not None and step > own), reverse=True)
-    return [wrong for _, path in newer if (wrong := problem(path)) is not None]
+    return [wrong for _, path in newer if (wrong := why_incomplete(path)) is not None]
 
 
-def _looked_at(folder: Path) -> str:
+def _describe_folder(folder: Path) -> str:
     if not folder.is_dir():
         return "there is no such folder"
-    latest = pointed(folder, LATEST)
+    latest = read_pointer(folder, LATEST)
     steps = sorted((path for path in folder.iterdir() if step_of(path.name) is not None), reverse=True)
     seen = [f"{LATEST} names {latest.name}" if latest else f"no {LATEST}"]
-    seen += [str(problem(path)) for path in steps[:3]] or ["no step folder"]
+    seen += [str(why_incomplete(path)) for path in steps[:3]] or ["no step folder"]
     return "looked at: " + "; ".join(seen)

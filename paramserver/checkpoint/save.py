@@ -26,17 +26,17 @@ from paramserver.checkpoint.format import (
     FileEntry,
     Manifest,
     UnfinishedWrite,
-    beside,
-    history,
-    leftovers,
-    pointed,
-    problem,
+    temporary_path,
+    list_complete,
+    unfinished_writes,
+    read_pointer,
+    why_incomplete,
     remove,
     step_name,
     step_of,
 )
 from paramserver.errors import TrainingError, UnsupportedConfiguration
-from paramserver.fileio import HashingFile, move, replace_text, sync_folder
+from paramserver.fileio import HashingFile, atomic_rename, atomic_write_text, fsync_folder
 
 if TYPE_CHECKING:
     import numpy as np
@@ -85,19 +85,19 @@ def write_checkpoint(folder: Path, step: int, objects: Mapping[str, Any], about:
     """
     files = _file_names(objects)
     final = folder / step_name(step)
-    temporary, aside = beside(final, "tmp"), beside(final, "old")
-    with disk_errors_explained(final):
+    temporary, aside = temporary_path(final, "tmp"), temporary_path(final, "old")
+    with explain_disk_errors(final):
         folder.mkdir(parents=True, exist_ok=True)
         remove(temporary)
         try:
             temporary.mkdir()
             entries = {name: _write_file(temporary / name, obj) for name, obj in files.items()}
-            _write_file(temporary / MANIFEST, Manifest(step, _now(), entries, about).text().encode())
-            sync_folder(temporary)
+            _write_file(temporary / MANIFEST, Manifest(step, _now(), entries, about).to_text().encode())
+            fsync_folder(temporary)
             _publish(temporary, final, aside)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)  # the first error is the one to tell
-            _settle(aside, final)
+            _roll_back(aside, final)
             raise
         remove(aside)
     return final
@@ -107,14 +107,14 @@ def _now() -> str:
     return datetime.now(timezone.utc).isoformat()
 
 
-def _settle(aside: Path, final: Path) -> None:
+def _roll_back(aside: Path, final: Path) -> None:
     """After a failure: the checkpoint that was moved aside returns, unless its successor is in place."""
     if not os.path.lexists(aside):
         return
     if os.path.lexists(final):
         shutil.rmtree(aside, ignore_errors=True)
     else:
-        move(aside, final)
+        atomic_rename(aside, final)
 
 
 def _file_names(objects: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,7 +128,7 @@ def _file_names(objects: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def disk_errors_explained(path: Path, what: str = "checkpoint") -> Iterator[None]:
+def explain_disk_errors(path: Path, what: str = "checkpoint") -> Iterator[None]:
     """Tell an ``OSError`` about ``path`` as the run's failure, with its cure."""
     try:
         yield
@@ -138,7 +138,7 @@ def disk_errors_explained(path: Path, what: str = "checkpoint") -> Iterator[None
 
 
 def _write_file(path: Path, obj: Any) -> FileEntry:
-    with disk_errors_explained(path):
+    with explain_disk_errors(path):
         file = HashingFile(path)
         try:
             if isinstance(obj, _RAW):
@@ -166,9 +166,9 @@ def _write_object(obj: Any, file: HashingFile, name: str) -> None:
 
 def _refuse_unloadable(path: Path) -> None:
     """Refuse a state that cannot be loaded again now, not on the day it is needed."""
-    from paramserver.checkpoint.serialization import refused_types
+    from paramserver.checkpoint.serialization import unloadable_types
 
-    refused = refused_types(path)
+    refused = unloadable_types(path)
     if refused:
         raise TrainingError(
             f"checkpoint object {path.stem} ({', '.join(refused)}) must load with torch.load(weights_only=True); "
@@ -180,23 +180,23 @@ def _publish(temporary: Path, final: Path, aside: Path) -> None:
     folder = final.parent
     if os.path.lexists(final):  # also a link that leads nowhere
         # ``latest`` must not name a hole while two folders change places.
-        others = [path for path in history(folder) if path != final]
-        if others and pointed(folder, LATEST) == final:
-            replace_text(folder / LATEST, f"{others[0].name}\n")
+        others = [path for path in list_complete(folder) if path != final]
+        if others and read_pointer(folder, LATEST) == final:
+            atomic_write_text(folder / LATEST, f"{others[0].name}\n")
         remove(aside)
-        move(final, aside)
-    move(temporary, final)
-    sync_folder(folder)
-    replace_text(folder / LATEST, f"{final.name}\n")
+        atomic_rename(final, aside)
+    atomic_rename(temporary, final)
+    fsync_folder(folder)
+    atomic_write_text(folder / LATEST, f"{final.name}\n")
 
 
 def mark_best(folder: Path, step: int) -> None:
     """Let ``folder/best`` name the checkpoint of ``step``, which retention then keeps."""
-    with disk_errors_explained(folder / BEST):
-        replace_text(folder / BEST, f"{step_name(step)}\n")
+    with explain_disk_errors(folder / BEST):
+        atomic_write_text(folder / BEST, f"{step_name(step)}\n")
 
 
-def point_best(folder: Path, step: int | None) -> None:
+def restore_best_pointer(folder: Path, step: int | None) -> None:
     """Let ``folder/best`` name the checkpoint of ``step`` where that is there, and nothing otherwise."""
     if step is not None and (folder / step_name(step)).is_dir():
         mark_best(folder, step)
@@ -204,7 +204,7 @@ def point_best(folder: Path, step: int | None) -> None:
         (folder / BEST).unlink(missing_ok=True)
 
 
-def retain(folder: Path, keep: int) -> list[Path]:
+def apply_retention(folder: Path, keep: int) -> list[Path]:
     """Remove all complete checkpoints but the ``keep`` newest, the one ``best`` names and the one ``latest`` names.
 
     Returns:
@@ -215,23 +215,23 @@ def retain(folder: Path, keep: int) -> list[Path]:
     """
     if keep < 1:
         raise UnsupportedConfiguration(f"checkpoint.keep ({keep}) must be at least 1; resuming needs one")
-    protected = (pointed(folder, LATEST), pointed(folder, BEST))
-    old = [path for path in history(folder)[keep:] if path not in protected and step_of(path.name) is not None]
+    protected = (read_pointer(folder, LATEST), read_pointer(folder, BEST))
+    old = [path for path in list_complete(folder)[keep:] if path not in protected and step_of(path.name) is not None]
     for path in old:
-        with disk_errors_explained(path):
+        with explain_disk_errors(path):
             _discard(path)
     return old
 
 
 def _discard(path: Path) -> None:
     """Away in one rename: a removal that is cut short must not leave a folder that looks like a checkpoint."""
-    gone = beside(path, "gone")
+    gone = temporary_path(path, "gone")
     remove(gone)
-    move(path, gone)
+    atomic_rename(path, gone)
     remove(gone)
 
 
-def clean(folder: Path) -> list[Path]:
+def remove_leftovers(folder: Path) -> list[Path]:
     """Remove what dead writers left in ``folder``; to be called at the start of a run, before its first write.
 
     A checkpoint that was moved aside returns where its successor never took its place.
@@ -241,17 +241,17 @@ def clean(folder: Path) -> list[Path]:
     """
     if not folder.is_dir():
         return []
-    with disk_errors_explained(folder):
+    with explain_disk_errors(folder):
         return [
             leftover.path
-            for leftover in leftovers(folder)
-            if not _is_alive(leftover.pid) and _settle_pointers(leftover)
+            for leftover in unfinished_writes(folder)
+            if not _is_alive(leftover.pid) and _remove_or_restore(leftover)
         ]
 
 
-def _settle_pointers(leftover: UnfinishedWrite) -> bool:
-    if leftover.kind == "old" and not leftover.final.exists() and problem(leftover.path) is None:
-        move(leftover.path, leftover.final)
+def _remove_or_restore(leftover: UnfinishedWrite) -> bool:
+    if leftover.kind == "old" and not leftover.final.exists() and why_incomplete(leftover.path) is None:
+        atomic_rename(leftover.path, leftover.final)
         return False
     remove(leftover.path)
     return True

@@ -13,7 +13,7 @@ _log = logging.getLogger(__name__)
 _WAKE_S = 5.0
 _GIVE_UP_S = 3.0
 
-TRAVEL_S = 600.0
+SEND_TIMEOUT_S = 600.0
 """How long a part of a checkpoint may take from its trainer to the disk's queue on rank 0."""
 
 
@@ -39,7 +39,7 @@ class BackgroundSender:
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
-    def carry(self, job: Callable[[], None], timeout_s: float = TRAVEL_S) -> None:
+    def submit(self, job: Callable[[], None], timeout_s: float = SEND_TIMEOUT_S) -> None:
         """Begin ``job`` once the last one has ended.
 
         Raises:
@@ -49,17 +49,17 @@ class BackgroundSender:
         if not self.background:
             job()
             return
-        self.finish(timeout_s)
+        self.wait(timeout_s)
         with self._changed:
             if self._closed:
                 raise ParamserverError(f"the courier of {self.what} must be open to take a job; it is closed")
             self._job = job
             self._changed.notify_all()
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="checkpoint-courier", daemon=True)
+                self._thread = threading.Thread(target=self._work, name="checkpoint-sender", daemon=True)
                 self._thread.start()
 
-    def finish(self, timeout_s: float = TRAVEL_S) -> None:
+    def wait(self, timeout_s: float = SEND_TIMEOUT_S) -> None:
         """Wait until nothing is in progress.
 
         Raises:
@@ -120,9 +120,9 @@ class BackgroundSender:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.wind_up()
+        self.abort()
 
-    def wind_up(self) -> None:
+    def abort(self) -> None:
         """Close on the failing path (an owner that ends well has called ``finish``): a moment for what is in progress.
 
         Raises nothing: what failed here is recorded, what ends the owner is told by the owner.

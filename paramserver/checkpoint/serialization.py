@@ -20,7 +20,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 from paramserver.errors import CheckpointError, TaskError
 
 # Small enough that what else crosses the same connection hardly waits for one, large enough that a call costs little.
-PIECE_BYTES = 8 * 2**20
+CHUNK_BYTES = 8 * 2**20
 
 # numpy moved these two functions between its versions, so they are asked for, not named.
 _NUMPY_FUNCTIONS: list[Any] = [np.zeros(0).__reduce__()[0], np.float64(0).__reduce__()[0]]
@@ -62,7 +62,7 @@ class _ChunkWriter:
 
     def __init__(self, send: Callable[[npt.NDArray[np.uint8]], None]) -> None:
         self._send = send
-        self._piece = np.empty(PIECE_BYTES, np.uint8)
+        self._piece = np.empty(CHUNK_BYTES, np.uint8)
         self._filled = 0
         self._error: Exception | None = None
 
@@ -71,11 +71,11 @@ class _ChunkWriter:
         start = 0
         # torch.save calls this from C++ and hides what it raises: the first error is kept for ``finish``.
         while start < len(source) and self._error is None:
-            taken = source[start : start + PIECE_BYTES - self._filled]
+            taken = source[start : start + CHUNK_BYTES - self._filled]
             self._piece[self._filled : self._filled + len(taken)] = taken
             self._filled += len(taken)
             start += len(taken)
-            if self._filled == PIECE_BYTES:
+            if self._filled == CHUNK_BYTES:
                 self._hand_on()
         return len(source)
 
@@ -96,7 +96,7 @@ class _ChunkWriter:
             raise self._error
 
 
-def refused_types(path: Path) -> list[str]:
+def unloadable_types(path: Path) -> list[str]:
     """Name what in the archive at ``path`` would be refused when it is loaded. Reads its small pickle only."""
     try:
         return sorted(set(get_unsafe_globals_in_checkpoint(str(path))) - _NUMPY_NAMES)

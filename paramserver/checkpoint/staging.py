@@ -33,7 +33,7 @@ class StagingPool:
         self._free: dict[int, list[mmap.mmap]] = {}
         self._bytes = 0
 
-    def take(self, size_bytes: int) -> npt.NDArray[np.uint8]:
+    def acquire(self, size_bytes: int) -> npt.NDArray[np.uint8]:
         """Lend ``size_bytes`` of memory with any content; small ones come from the allocator, which keeps its own."""
         if size_bytes < _LARGE_BYTES:
             return np.empty(size_bytes, np.uint8)
@@ -62,7 +62,7 @@ class StagingPool:
             self._free.clear()
 
     @property
-    def bytes(self) -> int:
+    def size_bytes(self) -> int:
         """What is lent or kept."""
         return self._bytes
 
@@ -119,5 +119,5 @@ def _tensor(tensor: torch.Tensor, memo: _Memo, memory: StagingPool | None) -> to
 def _empty_like(tensor: torch.Tensor, memory: StagingPool | None) -> torch.Tensor:
     if memory is None or tensor.is_quantized or tensor.numel() == 0:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-    lent = torch.from_numpy(memory.take(tensor.numel() * tensor.element_size()))
+    lent = torch.from_numpy(memory.acquire(tensor.numel() * tensor.element_size()))
     return lent.view(tensor.dtype).view(tensor.shape)

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from paramserver.checkpoint.format import read_manifest
-from paramserver.checkpoint.save import mark_best, retain, write_checkpoint
+from paramserver.checkpoint.save import mark_best, apply_retention, write_checkpoint
 from paramserver.errors import DeadlineExceeded, ParamserverError, UnsupportedConfiguration
 
 _log = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ class WrittenCheckpoint:
 
     step: int
     path: Path
-    bytes: int
+    size_bytes: int
     seconds: float
     is_best: bool
 
@@ -72,9 +72,9 @@ class CheckpointWriter:
             self._thread.start()
 
     @property
-    def bytes(self) -> int:
+    def size_bytes(self) -> int:
         """Bytes of all writes so far."""
-        return sum(one.bytes for one in self.written)
+        return sum(one.size_bytes for one in self.written)
 
     @property
     def seconds(self) -> float:
@@ -121,7 +121,7 @@ class CheckpointWriter:
         self._changed.notify_all()
         return displaced
 
-    def idle(self, timeout_s: float = 0.0) -> bool:
+    def wait_idle(self, timeout_s: float = 0.0) -> bool:
         """Wait until nothing is being written and nothing waits; False if that took longer than ``timeout_s``."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._waiting and self._current is None, timeout_s)
@@ -145,7 +145,7 @@ class CheckpointWriter:
                 )
         self._raise_kept()
 
-    def check(self) -> None:
+    def raise_error(self) -> None:
         """Raise the failure of an earlier write."""
         with self._changed:
             self._raise_kept()
@@ -188,7 +188,7 @@ class CheckpointWriter:
         path = write_checkpoint(self.folder, job.step, job.objects, job.about)
         if job.is_best:
             mark_best(self.folder, job.step)
-        retain(self.folder, self.keep)
+        apply_retention(self.folder, self.keep)
         size_bytes = read_manifest(path).total_bytes
         return WrittenCheckpoint(job.step, path, size_bytes, time.perf_counter() - started, job.is_best)
 

@@ -13,7 +13,7 @@ from paramserver.config import Config, mode_of, num_servers_of, num_trainers_of
 from paramserver.metrics.records import PHASES, DurationHistogram, TrainerTotals, peak_rss_mb
 
 
-class CountedRun(Protocol):
+class StalenessCounts(Protocol):
     """How stale gradients were."""
 
     def summary(self) -> dict[str, Any]: ...
@@ -21,7 +21,7 @@ class CountedRun(Protocol):
     def by_trainer(self) -> list[dict[str, Any]]: ...
 
 
-class RunAccount(Protocol):
+class RunFigures(Protocol):
     """What rank 0 counted while the run went on."""
 
     config: Config
@@ -33,13 +33,13 @@ class RunAccount(Protocol):
     validation: dict[str, float]
 
     @property
-    def staleness(self) -> CountedRun: ...
+    def staleness(self) -> StalenessCounts: ...
 
     dropped_pushes: int
 
 
 def summarize(
-    account: RunAccount,
+    account: RunFigures,
     status: str,
     totals: Sequence[TrainerTotals],
     reason: str,

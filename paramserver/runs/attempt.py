@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from paramserver.checkpoint import find_checkpoint, read_checkpoint
-from paramserver.checkpoint.format import BEST, LATEST, pointed, remove, step_of
+from paramserver.checkpoint.format import BEST, LATEST, read_pointer, remove, step_of
 from paramserver.config import Config
 from paramserver.errors import UnsupportedConfiguration
-from paramserver.runs.resume import refuse_unwritable
+from paramserver.runs.resume import check_writable
 from paramserver.runs.rundir import RunDir, not_writable, read_mapping, write_text
 
 
@@ -90,7 +90,7 @@ def _claimed(path: Path, claim: ExitStack, may_be_there: bool) -> bool:
         if not may_be_there or not _never_began(path):
             return False
     try:
-        claim.enter_context(RunDir(path).claim())
+        claim.enter_context(RunDir(path).reserve())
     except UnsupportedConfiguration:
         return False
     if not _never_began(path):  # somebody was there between the look and the claim
@@ -144,10 +144,10 @@ class ResumeJournal:
         self._files = {f"{number}-{path.name}": path for number, path in enumerate(files)}
 
     @property
-    def is_noted(self) -> bool:
+    def exists(self) -> bool:
         return self._folder.is_dir()
 
-    def note(self, first_step: int) -> None:
+    def record(self, first_step: int) -> None:
         """Copy what an attempt changes before it makes a step, which will be the one after ``first_step``."""
         fresh = self._folder.with_name(".attempt.new")
         remove(fresh)
@@ -157,19 +157,19 @@ class ResumeJournal:
                 shutil.copy2(path, fresh / name)
         known = {"first_step": first_step, "checkpoints": self._checkpoints(), "events": self._events()}
         (fresh / _NOTE).write_text(json.dumps(known), encoding="utf-8")
-        self.forget()
+        self.discard()
         fresh.rename(self._folder)
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         """The attempt came to something, or was undone."""
         remove(self._folder)
 
-    def settle(self) -> None:
+    def roll_back(self) -> None:
         """Undo what an attempt left that made no step; forget one that did. Nothing where there is no note."""
         known = self._known()
         if known and not self._went_on(known):
             self._undo(known)
-        self.forget()
+        self.discard()
 
     def _known(self) -> dict[str, Any]:
         """The note; empty where there is none that was written to its end."""
@@ -246,7 +246,7 @@ def start_transaction(run: RunDir) -> Iterator[None]:
 
 
 @contextmanager
-def resumed_attempt(run: RunDir) -> Iterator[None]:
+def resume_transaction(run: RunDir) -> Iterator[None]:
     """Go on with a run, from ``run.chosen`` where one checkpoint was chosen: ``latest`` then names that one.
 
     Where this is refused, fails or is interrupted before a step was made, or was killed there, config, environment,
@@ -257,34 +257,34 @@ def resumed_attempt(run: RunDir) -> Iterator[None]:
         UnsupportedConfiguration: another process holds the folder; nothing in it was touched.
     """
     undo = ResumeJournal(run)
-    with run.claim(resuming=True):
-        refuse_unwritable(run)
+    with run.reserve(resuming=True):
+        check_writable(run)
         with run.lock(resuming=True):
-            undo.settle()
+            undo.roll_back()
             first_step = step_of((run.chosen or find_checkpoint(run.path)).name) or 0
             if run.chosen is not None:
                 read_checkpoint(run.chosen)
             for pointer in (LATEST, BEST):
-                pointed(run.checkpoints_dir, pointer)  # refuses one that is no file
-            undo.note(first_step)
+                read_pointer(run.checkpoints_dir, pointer)  # refuses one that is no file
+            undo.record(first_step)
             if run.chosen is not None:
                 write_text(run.checkpoints_dir / LATEST, f"{run.chosen.name}\n")
         try:
             yield
         except BaseException:
-            _unless_in_use(run, undo.settle)
+            _unless_in_use(run, undo.roll_back)
             raise
-        _unless_in_use(run, undo.forget)
+        _unless_in_use(run, undo.discard)
 
 
-def recover_attempt(run: RunDir) -> None:
+def recover(run: RunDir) -> None:
     """Undo what an attempt left that was killed before it made a step: before the settings of the run are read."""
     undo = ResumeJournal(run)
-    if not undo.is_noted:
+    if not undo.exists:
         return
     try:
-        with run.claim(), run.lock():
-            undo.settle()
+        with run.reserve(), run.lock():
+            undo.roll_back()
     except UnsupportedConfiguration:
         return  # it is no earlier one: another process goes on with the run, which whoever asks next is told
 

@@ -19,7 +19,7 @@ from paramserver.checkpoint import (
     pack,
     stage_copy,
 )
-from paramserver.checkpoint.save import point_best
+from paramserver.checkpoint.save import restore_best_pointer
 from paramserver.config import Config, num_trainers_of, world_size_of
 from paramserver.errors import TrainingError
 from paramserver.metrics.records import TrainerTotals, make_record
@@ -107,8 +107,8 @@ class CheckpointManager:
         self.simulations_state = state.get("simulations")
         if self.monitor.best is not None and self.monitor.resume_note is None:
             # Another was the best in a future that is given up; or this one was not marked before a crash.
-            point_best(self.run.checkpoints_dir, self.monitor.best.step)
-        before, now = checkpoint.trainers, num_trainers_of(self.config)
+            restore_best_pointer(self.run.checkpoints_dir, self.monitor.best.step)
+        before, now = checkpoint.num_trainers, num_trainers_of(self.config)
         if before != now:
             parts = [checkpoint.load(f"trainer-{i}") for i in range(before)]
             capacity, entropy = self.config.buffer.capacity, (self.config.seed, self.monitor.resumes)
@@ -138,7 +138,7 @@ class CheckpointManager:
         """Return the packed state that a trainer resumes from; None in a new run."""
         if self.checkpoint is None or self._resharded is not None:
             return None if self._resharded is None else self._resharded[trainer_index]
-        return self.checkpoint.bytes(f"trainer-{trainer_index}.pt")
+        return self.checkpoint.read_bytes(f"trainer-{trainer_index}.pt")
 
     # Saving.
 
@@ -170,7 +170,7 @@ class CheckpointManager:
             Exception: the failure of an earlier write.
             NotFinite: a parameter that is trained is NaN or infinite.
         """
-        self.writer.check()
+        self.writer.raise_error()
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         check_parameters_finite(trained, step, self.run.resume_command if self.last_checkpoint else None)
         state = updater.state_dict()
@@ -233,7 +233,7 @@ class CheckpointManager:
                 written.step,
                 path=str(written.path),
                 seconds=written.seconds,
-                bytes=written.bytes,
+                bytes=written.size_bytes,
                 pause_ms=pause_s * 1e3,
                 reason=reason,
             )

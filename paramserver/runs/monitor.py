@@ -154,7 +154,7 @@ class RunMonitor:
                 f"checkpoint.best.metric ({best.metric}) must be among what validation_step returns; it returns "
                 f"{', '.join(sorted(values)) or 'nothing: validation_source gave no samples'}"
             )
-        return best.improved(values[best.metric], step, is_due(step, self.config.training.validate_every))
+        return best.update(values[best.metric], step, is_due(step, self.config.training.validate_every))
 
     def stop_reason(self) -> str | None:
         """Return why the run must end now: patience or time; None to continue. Every rank checks the other limits."""

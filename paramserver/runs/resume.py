@@ -9,7 +9,7 @@ import os
 import shlex
 from pathlib import Path
 
-from paramserver.checkpoint import find_checkpoint, passed_over
+from paramserver.checkpoint import find_checkpoint, skipped_checkpoints
 from paramserver.checkpoint.format import BEST, LATEST, step_of
 from paramserver.config import Config, differences, load_config, num_trainers_of
 from paramserver.errors import CheckpointError, UnsupportedConfiguration
@@ -50,7 +50,7 @@ def _refuse_odd(run: RunDir) -> None:
             raise CheckpointError(f"{file} must be a file, as the run wrote it, and is none; move it away")
 
 
-def refuse_unwritable(run: RunDir) -> None:
+def check_writable(run: RunDir) -> None:
     """Refuse now what could not be gone on with when a step was made.
 
     Raises:
@@ -87,7 +87,7 @@ def _is_folder(path: Path) -> bool:
         return False
 
 
-def config_file_of(run: RunDir, given: Path | None = None) -> Path:
+def find_config_file(run: RunDir, given: Path | None = None) -> Path:
     """The file with the config that holds: the run's own, or ``given`` where the run has lost it.
 
     Raises:
@@ -113,7 +113,7 @@ def _refuse_empty(run: RunDir) -> None:
         ) from error
 
 
-def config_changes(run: RunDir, config: Config) -> list[str]:
+def describe_resume(run: RunDir, config: Config) -> list[str]:
     """From where and in which ways the run goes on, as lines.
 
     Raises:
@@ -121,7 +121,7 @@ def config_changes(run: RunDir, config: Config) -> list[str]:
     """
     checkpoint = run.chosen or find_checkpoint(run.path)
     lines = [f"resuming {run.path} from {checkpoint.name}"]
-    lines += [f"  passed over: {wrong}" for wrong in (() if run.chosen else passed_over(checkpoint))]
+    lines += [f"  passed over: {wrong}" for wrong in (() if run.chosen else skipped_checkpoints(checkpoint))]
     if not run.config_file.is_file():
         return [*lines, "  note: the run holds no config.yaml, so the given one holds"]
     stored = load_config(run.config_file)

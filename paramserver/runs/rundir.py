@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 from filelock import FileLock, Timeout
 
-from paramserver.checkpoint.save import disk_errors_explained
+from paramserver.checkpoint.save import explain_disk_errors
 from paramserver.errors import CheckpointError, UnsupportedConfiguration
 from paramserver.fileio import json_text, atomic_write_text
 from paramserver.version import __version__
@@ -97,7 +97,7 @@ class RunDir:
             yield
 
     @contextmanager
-    def claim(self, resuming: bool = False) -> Iterator[None]:
+    def reserve(self, resuming: bool = False) -> Iterator[None]:
         """Hold the folder from before an attempt to start or resume its run until that attempt is over.
 
         Rank 0 locks the folder later, and may be another process. In between, nobody else may take it. The kernel lets
@@ -224,7 +224,7 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         TrainingError: the disk refused; ``path`` is as it was.
     """
-    with disk_errors_explained(path, "file"):
+    with explain_disk_errors(path, "file"):
         atomic_write_text(path, text)
 
 

@@ -11,7 +11,7 @@ from paramserver.checkpoint import serialization
 from trainers import DdpTrainer, RpcTrainer
 
 
-class Held:
+class DelayedParts:
     """A part leaves only when this trainer has trained some steps more, or has come to its end, and takes its time."""
 
     steps = 3
@@ -20,7 +20,7 @@ class Held:
     def init_connection(self):
         super().init_connection()
         self._trained = threading.Condition()
-        carry = self._courier.carry
+        carry = self._courier.submit
 
         def carry_late(job, *rest):
             step = self.step
@@ -34,7 +34,7 @@ class Held:
 
             carry(late, *rest)
 
-        self._courier.carry = carry_late
+        self._courier.submit = carry_late
 
     def agree(self, announcement):
         with self._trained:
@@ -49,25 +49,25 @@ class Held:
         super().save(reason)
 
 
-class HeldRpc(Held, RpcTrainer):
+class DelayedRpc(DelayedParts, RpcTrainer):
     pass
 
 
-class HeldDdp(Held, DdpTrainer):
+class DelayedDdp(DelayedParts, DdpTrainer):
     pass
 
 
-class LateRpc(HeldRpc):
+class SlowRpc(DelayedRpc):
     """Parts are on their way for a while, and nothing else."""
 
     steps = 0
 
 
-class LateDdp(HeldDdp):
+class SlowDdp(DelayedDdp):
     steps = 0
 
 
-class DyingRpc(RpcTrainer):
+class KilledRpc(RpcTrainer):
     """Trainer 1 dies when half of its second part is with the server."""
 
     def init_connection(self):
@@ -83,7 +83,7 @@ class DyingRpc(RpcTrainer):
         self.remote.call = called
 
 
-class Faulting(DdpTrainer):
+class FaultyDdp(DdpTrainer):
     """One rank gets a signal when two pieces of trainer 1's second part have left, or have come to rank 0.
 
     ``died`` in the folder of the runs then says who, when, and how many pieces there were.
@@ -93,7 +93,7 @@ class Faulting(DdpTrainer):
     at = 1
 
     def init_connection(self):
-        serialization.PIECE_BYTES = 512
+        serialization.CHUNK_BYTES = 512
         super().init_connection()
         if self.trainer_index == self.at:
             name = "_send_piece" if self.at else "_take_piece"
@@ -112,15 +112,15 @@ class Faulting(DdpTrainer):
         return counting
 
 
-class KilledSender(Faulting):
+class KilledSender(FaultyDdp):
     pass
 
 
-class KilledReceiver(Faulting):
+class KilledReceiver(FaultyDdp):
     at = 0
 
 
-class FrozenSender(Faulting):
+class FrozenSender(FaultyDdp):
     number = signal.SIGSTOP
 
 

@@ -18,7 +18,7 @@ OUR_THREADS = (
     "reception",
     "heartbeat",
     "checkpoint-writer",
-    "checkpoint-courier",
+    "checkpoint-sender",
     "control-channel",
     "peer-",
     "watch-",

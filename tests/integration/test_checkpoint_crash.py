@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from paramserver.checkpoint import clean, find_checkpoint, mark_best, read_checkpoint, retain, write_checkpoint
+from paramserver.checkpoint import remove_leftovers, find_checkpoint, mark_best, read_checkpoint, apply_retention, write_checkpoint
 from paramserver.checkpoint.format import MANIFEST
 from paramserver.errors import TrainingError
-from paramserver.fileio import HashingFile, replace_text
+from paramserver.fileio import HashingFile, atomic_write_text
 
 REPOSITORY = Path(__file__).parents[2]
 DOOMED_CALLS = ("fsync", "replace", "mkdir", "unlink", "rmdir")
@@ -37,7 +37,7 @@ def state(kind, step, generation):
 
 def generation_in(checkpoint, kind):
     if kind == "bytes":
-        return int(checkpoint.bytes("b"))
+        return int(checkpoint.read_bytes("b"))
     assert checkpoint.load("a")["generation"] == checkpoint.load("b")[0]
     return checkpoint.load("b")[0]
 
@@ -94,7 +94,7 @@ def save(folder, kind, step, generation):
     """What the writer does at every checkpoint."""
     write_checkpoint(folder, step, state(kind, step, generation), {})
     mark_best(folder, step)
-    retain(folder, 2)
+    apply_retention(folder, 2)
 
 
 def check(folder, kind, doomed_step, newest_before):
@@ -104,7 +104,7 @@ def check(folder, kind, doomed_step, newest_before):
     assert found in (newest_before, (doomed_step, 2), (10, 1)), found
     latest = folder / (folder / "latest").read_text().strip()
     assert read_checkpoint(latest), "latest must name a whole checkpoint"
-    clean(folder)
+    remove_leftovers(folder)
     assert not [path.name for path in folder.iterdir() if path.name.startswith(".")]
     assert read_checkpoint(find_checkpoint(folder.parent)).step == checkpoint.step
     for path in folder.glob("step-*"):
@@ -179,16 +179,16 @@ def killed_at_random_moments(base, seed, kills=50):
     def whole():
         """The newest checkpoint's step; everything in it, and in the one before, is as it was written."""
         newest = read_checkpoint(find_checkpoint(folder.parent))
-        assert read_checkpoint(folder / "step-00000010").bytes("trainer-1.pt") == pieces_bytes
+        assert read_checkpoint(folder / "step-00000010").read_bytes("trainer-1.pt") == pieces_bytes
         for name in ("model", "optimizer", "run"):
             assert torch.equal(newest.load(name)["w"], objects[name]["w"])
         return newest.step
 
     def reset():
-        clean(folder)
+        remove_leftovers(folder)
         assert not [path.name for path in folder.iterdir() if path.name.startswith(".")]
         shutil.rmtree(folder / "step-00000020", ignore_errors=True)
-        replace_text(folder / "latest", "step-00000010\n")
+        atomic_write_text(folder / "latest", "step-00000010\n")
 
     pieces_bytes = b"".join(pieces)
     full_s = []

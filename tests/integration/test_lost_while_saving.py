@@ -5,7 +5,7 @@ import time
 
 import psutil
 import pytest
-from launching import TASKS, launch, together
+from launching import TASKS, launch, run_concurrently
 
 from paramserver.checkpoint import read_checkpoint
 
@@ -41,13 +41,13 @@ def check(finished, died):
     left = sorted(path.name for path in (finished.run_dir / "checkpoints").iterdir())
     assert left == ["latest", "step-00000003"]
     before = read_checkpoint(finished.run_dir / "checkpoints" / "step-00000003")
-    assert before.file("trainer-1").stat().st_size > 512 * (died["pieces"] + 2)  # two pieces are not all
+    assert before.file_path("trainer-1").stat().st_size > 512 * (died["pieces"] + 2)  # two pieces are not all
     assert finished.summary["status"] == "failed"
     assert finished.summary["checkpoint"] == "step-00000003"
 
 
 def test_a_rank_that_dies_on_the_way_is_noticed_at_once(tmp_path):
-    (sender, died, sender_s), (receiver, zero_died, receiver_s) = together(
+    (sender, died, sender_s), (receiver, zero_died, receiver_s) = run_concurrently(
         lambda: faulted(tmp_path / "sender", "KilledSender", 2),
         lambda: faulted(tmp_path / "receiver", "KilledReceiver", 2),
     )
@@ -76,7 +76,7 @@ def test_a_rank_that_freezes_on_the_way_is_noticed_by_its_silence(tmp_path):
 
 
 def test_a_rank_zero_that_freezes_and_a_rank_that_freezes_a_waiting_loop_are_noticed(tmp_path):
-    zero, waiting = together(
+    zero, waiting = run_concurrently(
         lambda: faulted(tmp_path / "zero", "FrozenReceiver", 2),
         lambda: faulted(tmp_path / "waiting", "FrozenSender", 2, background=False),
     )

@@ -4,7 +4,7 @@ import json
 
 import pytest
 from cli_errors import has_table
-from launching import STOPPING, main_here, resume, resume_here, trained
+from launching import SIGNAL_TASKS, main_in_process, resume, resume_in_process, train
 
 from paramserver.checkpoint.format import LATEST
 from paramserver.runs.attempt import ResumeJournal
@@ -20,7 +20,7 @@ TENSORBOARD = {"logging": {"tensorboard": True}}
 
 @pytest.fixture
 def run(tmp_path):
-    return trained(tmp_path, "local", 1, **STEPS, **TENSORBOARD)
+    return train(tmp_path, "local", 1, **STEPS, **TENSORBOARD)
 
 
 def content(run):
@@ -38,11 +38,11 @@ def without_logs(files):
 def test_a_refused_resume_from_an_older_step_loses_no_record(run):
     before = without_logs(content(run))
     chosen = run.run_dir / "checkpoints" / "step-00000004"
-    code, said = main_here("--resume", chosen, "--set", "task_args.batch_norm=false")
+    code, said = main_in_process("--resume", chosen, "--set", "task_args.batch_norm=false")
     assert code == 2
     assert "another model" in said
     assert without_logs(content(run)) == before
-    more = resume_here(run, "--set", "training.max_steps=14")
+    more = resume_in_process(run, "--set", "training.max_steps=14")
     assert more.code == 0, more.output
     assert [r["step"] for r in more.of_kind("train")] == list(range(1, 15))
 
@@ -53,34 +53,34 @@ def test_a_resume_that_ends_before_it_makes_a_step_leaves_the_run_as_it_was(run,
     """Its settings too: the next one has those of the run, not those of an attempt that came to nothing."""
     before = without_logs(content(run))
     given = run.run_dir if step is None else run.run_dir / "checkpoints" / f"step-{step:08d}"
-    changed = (f"task={STOPPING}:EndsAtTheStart", f"task_args={{how: {how}}}", "training.max_steps=20")
-    said = main_here("--resume", given, *(word for change in changed for word in ("--set", change)))
+    changed = (f"task={SIGNAL_TASKS}:EndsAtTheStart", f"task_args={{how: {how}}}", "training.max_steps=20")
+    said = main_in_process("--resume", given, *(word for change in changed for word in ("--set", change)))
     assert said[0] == code, said[1]
     assert not has_table(said[1])
     assert without_logs(content(run)) == before
     if code == 3:
         last = run.run_dir / "checkpoints" / f"step-{step or 12:08d}"
         assert f"no step was made, so the run is as it was before. Resume with: {' '.join(WORDS)} {last}\n" in said[1]
-    more = resume_here(run, "--set", "training.max_steps=14")
+    more = resume_in_process(run, "--set", "training.max_steps=14")
     assert more.code == 0, more.output
     assert [r["step"] for r in more.of_kind("train")] == list(range(1, 15))
 
 
 def test_a_resume_that_has_nothing_to_do_says_so_and_tells_no_figures(run):
-    more = resume_here(run)
+    more = resume_in_process(run)
     assert more.code == 0, more.output
     assert not has_table(more.output)
     assert more.output.endswith("completed at step 12, no step was made: training.max_steps (12) reached\n")
     assert more.summary["status"] == "completed"
-    assert has_table(resume_here(run, "--set", "training.max_steps=13").output)
+    assert has_table(resume_in_process(run, "--set", "training.max_steps=13").output)
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("mode", ["rpc", "ddp"])
 def test_so_it_does_with_several_processes(tmp_path, mode):
-    run = trained(tmp_path, mode, 2, **STEPS)
+    run = train(tmp_path, mode, 2, **STEPS)
     before = without_logs(content(run))
-    changed = (f"task={STOPPING}:EndsAtTheStart", "task_args={how: raise}", "seed=3")
+    changed = (f"task={SIGNAL_TASKS}:EndsAtTheStart", "task_args={how: raise}", "seed=3")
     more = resume(run, *(word for change in changed for word in ("--set", change)))
     assert more.code == 1, more.output
     assert "it ends here" in more.output
@@ -91,7 +91,7 @@ def test_so_it_does_with_several_processes(tmp_path, mode):
 def attempt_and_die(run, step, *, made=None):
     """What a process has done to the folder that was killed after it went back to ``step``; ``made`` it went on to."""
     folder = RunDir(run.run_dir)
-    ResumeJournal(folder).note(step)
+    ResumeJournal(folder).record(step)
     folder.config_file.write_text(folder.config_file.read_text().replace("seed: 0", "seed: 7"))
     (folder.checkpoints_dir / LATEST).write_text(f"step-{step:08d}\n")
     folder.summary_file.unlink()
@@ -105,13 +105,13 @@ def test_what_a_killed_attempt_left_is_undone_by_the_next(run):
     before = content(run)
     attempt_and_die(run, 4)
     assert content(run) != before
-    ResumeJournal(RunDir(run.run_dir)).settle()
+    ResumeJournal(RunDir(run.run_dir)).roll_back()
     assert content(run) == before
 
 
 def test_the_next_resume_does_it(run):
     attempt_and_die(run, 4)
-    more = resume_here(run, "--set", "training.max_steps=14")
+    more = resume_in_process(run, "--set", "training.max_steps=14")
     assert more.code == 0, more.output
     assert "seed: 0" in (run.run_dir / "config.yaml").read_text()
     assert [r["step"] for r in more.of_kind("train")] == list(range(1, 15))
@@ -120,7 +120,7 @@ def test_the_next_resume_does_it(run):
 
 def test_an_attempt_that_made_a_step_stands(run):
     attempt_and_die(run, 4, made=5)
-    ResumeJournal(RunDir(run.run_dir)).settle()
+    ResumeJournal(RunDir(run.run_dir)).roll_back()
     assert "seed: 7" in (run.run_dir / "config.yaml").read_text()
     assert not (run.run_dir / ".attempt").exists()
 
@@ -129,7 +129,7 @@ def test_a_note_that_was_not_finished_says_nothing(run):
     before = content(run)
     (run.run_dir / ".attempt.new").mkdir()
     (run.run_dir / ".attempt.new" / "0-config.yaml").write_text("torn")
-    ResumeJournal(RunDir(run.run_dir)).settle()
+    ResumeJournal(RunDir(run.run_dir)).roll_back()
     assert {n: c for n, c in content(run).items() if ".attempt.new" not in n} == before
-    assert resume_here(run, "--set", "training.max_steps=13").code == 0
+    assert resume_in_process(run, "--set", "training.max_steps=13").code == 0
     assert not (run.run_dir / ".attempt.new").exists()

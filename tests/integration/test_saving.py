@@ -11,8 +11,8 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from launching import TASKS, launch, same_bits, trained
-from tasks import Truth
+from launching import TASKS, launch, differing_tensors, train
+from tasks import ReferenceTask
 
 import paramserver
 from paramserver.checkpoint import (
@@ -25,7 +25,7 @@ from paramserver.checkpoint import (
     writer,
 )
 from paramserver.checkpoint.sender import BackgroundSender
-from paramserver.checkpoint.serialization import PIECE_BYTES
+from paramserver.checkpoint.serialization import CHUNK_BYTES
 from paramserver.errors import DeadlineExceeded, ParamserverError, TrainingError
 from paramserver.runs.checkpoint_manager import PartCollector, StagedCheckpoint
 
@@ -34,32 +34,32 @@ CARRIERS = TASKS.with_name("faulty_senders.py")
 MB = 2**20
 
 
-# The courier.
+# Sending in the background.
 
 
 def test_a_courier_works_in_its_own_thread_one_job_at_a_time():
     gate, done = threading.Event(), []
-    with BackgroundSender(True, "a part") as courier:
-        courier.carry(lambda: (gate.wait(WAIT_S), done.append(threading.current_thread().name)))
+    with BackgroundSender(True, "a part") as sender:
+        sender.submit(lambda: (gate.wait(WAIT_S), done.append(threading.current_thread().name)))
         assert done == []
         with pytest.raises(DeadlineExceeded, match=r"a part must be with rank 0 within 0.01 s"):
-            courier.carry(lambda: done.append("too early"), 0.01)
+            sender.submit(lambda: done.append("too early"), 0.01)
         gate.set()
-        courier.carry(lambda: done.append("second"), WAIT_S)
-        courier.finish(WAIT_S)
-        assert done == ["checkpoint-courier", "second"]
-    assert "checkpoint-courier" not in [thread.name for thread in threading.enumerate()]
+        sender.submit(lambda: done.append("second"), WAIT_S)
+        sender.wait(WAIT_S)
+        assert done == ["checkpoint-sender", "second"]
+    assert "checkpoint-sender" not in [thread.name for thread in threading.enumerate()]
     with pytest.raises(ParamserverError, match="it is closed"):
-        courier.carry(lambda: None)
+        sender.submit(lambda: None)
 
 
 def test_without_background_the_caller_carries():
     done = []
-    with BackgroundSender(False, "a part") as courier:
-        courier.carry(lambda: done.append(threading.current_thread()))
+    with BackgroundSender(False, "a part") as sender:
+        sender.submit(lambda: done.append(threading.current_thread()))
         assert done == [threading.main_thread()]
         with pytest.raises(KeyError):
-            courier.carry(lambda: {}["missing"])
+            sender.submit(lambda: {}["missing"])
 
 
 def test_a_courier_lets_go_of_what_it_carried():
@@ -67,39 +67,39 @@ def test_a_courier_lets_go_of_what_it_carried():
         pass
 
     load, gone = Load(), threading.Event()
-    with BackgroundSender(True, "a part") as courier:
+    with BackgroundSender(True, "a part") as sender:
         weakref.finalize(load, gone.set)
-        courier.carry(lambda kept=load: None)
+        sender.submit(lambda kept=load: None)
         del load
         assert gone.wait(WAIT_S)
 
 
 def test_what_moves_is_waited_for_and_what_stands_still_is_not():
     gate, heard = threading.Event(), [0.0]
-    with BackgroundSender(True, "a part", lambda: heard[0]) as courier:
-        courier.carry(lambda: gate.wait(WAIT_S))
+    with BackgroundSender(True, "a part", lambda: heard[0]) as sender:
+        sender.submit(lambda: gate.wait(WAIT_S))
         began = heard[0] = time.monotonic() + 0.5
         with pytest.raises(DeadlineExceeded, match=r"a part must be with rank 0 within 0.1 s"):
-            courier.finish(0.1)
+            sender.wait(0.1)
         assert time.monotonic() >= began + 0.1
         heard[0] += WAIT_S
         with pytest.raises(DeadlineExceeded):
-            courier.close(0.1)  # who closes has failed already, and waits a moment only
+            sender.close(0.1)  # who closes has failed already, and waits a moment only
         assert time.monotonic() < heard[0]
         gate.set()
 
 
-@pytest.mark.parametrize("then", ["finish", "carry", "close"])
+@pytest.mark.parametrize("then", ["wait", "submit", "close"])
 def test_a_failed_job_is_told_by_the_next_call(then, caplog):
     calls = {
-        "finish": lambda c: c.finish(WAIT_S),
-        "carry": lambda c: c.carry(lambda: None),
+        "wait": lambda c: c.wait(WAIT_S),
+        "submit": lambda c: c.submit(lambda: None),
         "close": lambda c: c.close(WAIT_S),
     }
-    with caplog.at_level(logging.WARNING), BackgroundSender(True, "a part") as courier:
-        courier.carry(lambda: {}["missing"])
+    with caplog.at_level(logging.WARNING), BackgroundSender(True, "a part") as sender:
+        sender.submit(lambda: {}["missing"])
         with pytest.raises(KeyError, match="missing"):
-            calls[then](courier)
+            calls[then](sender)
     assert "a part did not arrive: 'missing'" in caplog.text
 
 
@@ -121,9 +121,9 @@ def test_an_archive_in_pieces_is_the_file_that_torch_saves(tmp_path):
     file = io.BytesIO()
     torch.save(state, file)
     assert b"".join(pieces) == file.getvalue()
-    assert lengths[:-1] == [PIECE_BYTES] * 2
+    assert lengths[:-1] == [CHUNK_BYTES] * 2
     checkpoint = read_checkpoint(write_checkpoint(tmp_path, 1, {"trainer-0.pt": pieces, "same": state}, {}))
-    assert same_bits(checkpoint.load("trainer-0"), state) == same_bits(checkpoint.load("same"), state) == []
+    assert differing_tensors(checkpoint.load("trainer-0"), state) == differing_tensors(checkpoint.load("same"), state) == []
 
 
 def test_the_first_failure_to_send_is_the_one_that_is_told():
@@ -193,24 +193,24 @@ def test_memory_is_used_again_once_nobody_refers_to_it():
     assert fourth.data_ptr() == place
     assert fourth.untyped_storage().nbytes() == 4 * (MB + 1)  # what is saved is what was copied
     assert torch.equal(fourth, source[: MB + 1])
-    before = memory.bytes
+    before = memory.size_bytes
     memory.trim()
-    assert memory.bytes == before
+    assert memory.size_bytes == before
     del second, third, fourth
     memory.trim()
-    assert memory.bytes == 0
+    assert memory.size_bytes == 0
 
 
 def test_memory_is_not_wasted_on_small_copies():
     memory = StagingPool()
-    large = memory.take(8 * MB)
+    large = memory.acquire(8 * MB)
     place = large.ctypes.data
     del large
-    small = memory.take(3 * MB)
+    small = memory.acquire(3 * MB)
     assert small.ctypes.data != place
-    assert memory.take(8 * MB).ctypes.data == place
-    assert memory.take(100).nbytes == 100
-    assert memory.bytes == 11 * MB
+    assert memory.acquire(8 * MB).ctypes.data == place
+    assert memory.acquire(100).nbytes == 100
+    assert memory.size_bytes == 11 * MB
 
 
 def test_a_private_copy_holds_sets_and_bytearrays_of_its_own():
@@ -225,7 +225,7 @@ def test_a_private_copy_holds_sets_and_bytearrays_of_its_own():
 # A run: what is written late is what was there at the cut.
 
 
-class Changing(Truth):
+class Changing(ReferenceTask):
     """All that a checkpoint holds changes with every batch: weights, buffer, random numbers, the task's own state."""
 
     gate = threading.Event()
@@ -272,7 +272,7 @@ def test_what_is_written_later_is_what_was_there_at_the_cut(tmp_path, monkeypatc
     monkeypatch.setattr(writer, "write_checkpoint", write_late)
     later = changing_run(tmp_path, background=True)
     for name in ("model", "optimizer", "trainer-0"):
-        assert same_bits(at_once.load(name), later.load(name)) == [], name
+        assert differing_tensors(at_once.load(name), later.load(name)) == [], name
     one, other = at_once.load("trainer-0"), later.load("trainer-0")
     assert one["task"]["seen"] == other["task"]["seen"] == set(range(4))
     assert one["task"]["own"][0] == 4
@@ -295,14 +295,14 @@ STREAM = {
 @pytest.mark.processes
 def test_parts_travel_while_the_trainers_train_in_rpc(tmp_path):
     """Each part is held back until three steps later, so a trainer that waited for it would never end."""
-    held = trained(
+    held = train(
         tmp_path / "held", "rpc", 2, trainer=f"{CARRIERS}:HeldRpc", checkpoint={"every": 4, "keep": 9}, **STREAM
     )
-    at_once = trained(tmp_path / "once", "rpc", 2, checkpoint={"every": 4, "keep": 9, "background": False}, **STREAM)
+    at_once = train(tmp_path / "once", "rpc", 2, checkpoint={"every": 4, "keep": 9, "background": False}, **STREAM)
     assert held.checkpoints == at_once.checkpoints == [f"step-{step:08d}" for step in (4, 8, 12)]
     for step in (4, 8, 12):
         for name in ("model", "optimizer", "trainer-0", "trainer-1"):
-            assert same_bits(held.load(name, step), at_once.load(name, step)) == []
+            assert differing_tensors(held.load(name, step), at_once.load(name, step)) == []
     pauses_ms = held.summary["checkpoint_pause_ms"]
     assert len(pauses_ms) == 3
     assert [r["pause_ms"] for r in held.of_kind("checkpoint")] == pytest.approx(pauses_ms, abs=0.01)

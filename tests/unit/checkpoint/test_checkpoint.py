@@ -14,11 +14,11 @@ import torch
 
 from paramserver.checkpoint import (
     BestMetric,
-    clean,
+    remove_leftovers,
     find_checkpoint,
     mark_best,
     read_checkpoint,
-    retain,
+    apply_retention,
     write_checkpoint,
 )
 from paramserver.errors import CheckpointError, TrainingError, UnsupportedConfiguration
@@ -55,10 +55,10 @@ def test_a_checkpoint_reads_back_as_it_was_written(folder):
     checkpoint = read_checkpoint(path)
     assert path == folder / "step-00000100"
     assert checkpoint.step == 100
-    assert checkpoint.manifest.about == {"mode": "rpc", "trainers": 2}
+    assert checkpoint.manifest.metadata == {"mode": "rpc", "trainers": 2}
     assert checkpoint.names == ("model", "trainer-0", "notes.txt")
     assert torch.equal(checkpoint.load("model")["weight"], OBJECTS["model"]["weight"])
-    assert checkpoint.bytes("notes.txt") == b"as it is"
+    assert checkpoint.read_bytes("notes.txt") == b"as it is"
     assert (folder / "latest").read_text() == "step-00000100\n"
     assert names(folder) == ["latest", "step-00000100"]
 
@@ -90,7 +90,7 @@ def test_manifest_says_what_the_interface_promises(folder):
 
 def test_bytes_of_a_pt_file_are_found_by_the_name_of_the_object(folder):
     source = read_checkpoint(write_checkpoint(folder, 1, OBJECTS, {}))
-    copied = {"trainer-0.pt": source.bytes("trainer-0")}
+    copied = {"trainer-0.pt": source.read_bytes("trainer-0")}
     assert read_checkpoint(write_checkpoint(folder, 2, copied, {})).load("trainer-0")["counts"] == [1, 2]
 
 
@@ -212,7 +212,7 @@ def test_find_says_what_it_looked_at(tmp_path, folder):
 def test_the_same_step_again_replaces_what_was_there(folder):
     write(folder, 1, b"old")
     write(folder, 1, b"new")
-    assert read_checkpoint(folder / "step-00000001").bytes("state") == b"new"
+    assert read_checkpoint(folder / "step-00000001").read_bytes("state") == b"new"
     assert names(folder) == ["latest", "step-00000001"]
 
 
@@ -267,7 +267,7 @@ def test_a_failed_replacement_brings_the_old_one_back(folder, monkeypatch):
     monkeypatch.setattr(os, "replace", refuse_new)
     with pytest.raises(TrainingError):
         write(folder, 1, b"new")
-    assert read_checkpoint(find_checkpoint(folder.parent)).bytes("state") == b"old"
+    assert read_checkpoint(find_checkpoint(folder.parent)).read_bytes("state") == b"old"
     assert names(folder) == ["latest", "step-00000001"]
 
 
@@ -281,17 +281,17 @@ def test_retention_keeps_the_newest_the_best_and_latest(folder):
     for step in range(1, 7):
         write(folder, step)
     mark_best(folder, 2)
-    assert retain(folder, 2) == [folder / f"step-0000000{step}" for step in (4, 3, 1)]
+    assert apply_retention(folder, 2) == [folder / f"step-0000000{step}" for step in (4, 3, 1)]
     assert names(folder) == ["best", "latest", "step-00000002", "step-00000005", "step-00000006"]
     with pytest.raises(UnsupportedConfiguration, match=r"checkpoint.keep \(0\) must be at least 1"):
-        retain(folder, 0)
+        apply_retention(folder, 0)
 
 
 def test_retention_after_going_back_gives_up_the_old_future_first(folder):
     for step in (1, 2, 3, 8, 9):
         write(folder, step)
     write(folder, 4)
-    retain(folder, 3)
+    apply_retention(folder, 3)
     assert names(folder) == ["latest", "step-00000002", "step-00000003", "step-00000004"]
 
 
@@ -299,7 +299,7 @@ def test_retention_leaves_alone_what_is_not_complete(folder):
     for step in (1, 2, 3):
         write(folder, step)
     (folder / "step-00000001" / "manifest.json").unlink()
-    retain(folder, 1)
+    apply_retention(folder, 1)
     assert names(folder) == ["latest", "step-00000001", "step-00000003"]
 
 
@@ -316,9 +316,9 @@ def test_clean_removes_what_dead_writers_left_and_nothing_else(folder):
         (folder / name).mkdir()
         (folder / name / "state").write_bytes(b"half")
     (folder / f".latest.{dead}.tmp").write_text("step")
-    assert sorted(path.name for path in clean(folder)) == sorted([*gone, f".latest.{dead}.tmp"])
+    assert sorted(path.name for path in remove_leftovers(folder)) == sorted([*gone, f".latest.{dead}.tmp"])
     assert names(folder) == sorted([living, "latest", "step-00000001"])
-    assert clean(folder / "not there") == []
+    assert remove_leftovers(folder / "not there") == []
 
 
 def test_one_that_was_moved_aside_by_a_dead_writer_is_found_and_returns(folder):
@@ -326,29 +326,29 @@ def test_one_that_was_moved_aside_by_a_dead_writer_is_found_and_returns(folder):
     aside = folder / f".step-00000001.{dead_pid()}.old"
     path.rename(aside)
     assert read_checkpoint(find_checkpoint(folder.parent)).step == 1
-    assert clean(folder) == []
+    assert remove_leftovers(folder) == []
     assert find_checkpoint(folder.parent) == path
 
 
 def test_best_counts_and_remembers():
     best = BestMetric("accuracy", "max")
-    told = [best.improved(value, step) for step, value in enumerate([0.5, 0.5, float("nan"), 0.7, 0.6])]
+    told = [best.update(value, step) for step, value in enumerate([0.5, 0.5, float("nan"), 0.7, 0.6])]
     assert told == [True, False, False, True, False]
     assert (best.value, best.step, best.without_improvement) == (0.7, 3, 1)
     again = BestMetric("accuracy", "max")
     again.load_state_dict(best.state_dict())
     assert again.state_dict() == best.state_dict()
-    assert not again.improved(0.7)
+    assert not again.update(0.7)
 
 
 def test_best_by_min_starts_with_a_number_and_not_with_nan():
     best = BestMetric("loss", "min")
-    assert [best.improved(value) for value in (float("nan"), 2.0, 3.0, 1.0)] == [False, True, False, True]
+    assert [best.update(value) for value in (float("nan"), 2.0, 3.0, 1.0)] == [False, True, False, True]
 
 
 def test_best_of_another_metric_is_not_taken_over():
     best = BestMetric("loss", "min")
-    best.improved(1.0, 5)
+    best.update(1.0, 5)
     other = BestMetric("accuracy", "max")
     other.load_state_dict(best.state_dict())
     assert other.value is None

@@ -56,8 +56,8 @@ def test_writes_keeps_and_counts(folder, background):
         for step in (1, 2, 3, 4):
             future = writing.submit(step, {"state": b"x" * step}, {"mode": "local"}, is_best=step == 1)
             written = future.result(WAIT_S)
-            assert (written.step, written.bytes, written.is_best) == (step, step, step == 1)
-            assert read_checkpoint(written.path).manifest.about == {"mode": "local"}
+            assert (written.step, written.size_bytes, written.is_best) == (step, step, step == 1)
+            assert read_checkpoint(written.path).manifest.metadata == {"mode": "local"}
     assert steps_in(folder) == [1, 3, 4]
     assert (folder / "best").read_text() == "step-00000001\n"
     assert [one.step for one in writing.written] == [1, 2, 3, 4]
@@ -75,13 +75,13 @@ def test_the_thread_has_a_name_and_ends_with_close(folder, gate):
 
 def test_submit_does_not_wait_and_idle_does(folder, gate):
     with CheckpointWriter(folder, keep=3, background=True) as writing:
-        assert writing.idle()
+        assert writing.wait_idle()
         first = writing.submit(1, {}, {})
         assert not first.done()
-        assert not writing.idle()
-        assert not writing.idle(0.01)
+        assert not writing.wait_idle()
+        assert not writing.wait_idle(0.01)
         gate.open.set()
-        assert writing.idle(WAIT_S)
+        assert writing.wait_idle(WAIT_S)
         assert first.result(0).step == 1
 
 

@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
-from launching import STOPPING, launch
-from lock_holder import hold
+from launching import SIGNAL_TASKS, launch
+from lock_holder import hold_in_subprocess
 
 from paramserver.errors import UnsupportedConfiguration
 from paramserver.runs.attempt import reserve_folder
@@ -102,7 +102,7 @@ def test_a_folder_with_something_to_lose_is_left_alone(tmp_path, there):
 
 
 def test_a_folder_that_another_start_holds_is_left_alone_until_that_one_is_killed(tmp_path):
-    with hold(
+    with hold_in_subprocess(
         "from paramserver.runs.attempt import reserve_folder", "reserve_folder(folder, 'first', '')", tmp_path
     ) as holder:
         with pytest.raises(UnsupportedConfiguration, match="exists already"):
@@ -122,7 +122,7 @@ def test_a_folder_that_a_rank_still_writes_to_is_left_alone(tmp_path):
 @pytest.mark.parametrize(("mode", "whom"), [("local", "self"), ("rpc", "parent")])
 def test_a_start_that_was_killed_before_the_run_began_is_repeated(tmp_path, mode, whom):
     config = {
-        "task": f"{STOPPING}:DiesAtTheStart",
+        "task": f"{SIGNAL_TASKS}:DiesAtTheStart",
         "task_args": {"mark": str(tmp_path / "mark"), "whom": whom},
         "training": {"max_steps": 2},
         "cluster": {"num_trainers": 1},

@@ -182,7 +182,7 @@ def test_a_sample_that_was_served_once_of_twice_is_served_once_more():
     states = [state_of("fifo", [1, 2, 3, 4], served=2, pseudo_epochs=2), state_of("fifo", [5, 6], pseudo_epochs=2)]
     (buffer,) = restored(reshard_buffers(states, 1, capacity=8, entropy=(0, 1))[0], pseudo_epochs=2)
     buffer.finish()
-    assert buffer.servings_left() == 10
+    assert buffer.remaining_servings() == 10
     assert buffer.info().gets == 2
     assert buffer.info().puts == 6
 
@@ -289,7 +289,7 @@ def test_how_far_a_fifo_had_read_ahead_does_not_matter(ahead):
     new = resumed(trainers, 3, None)
     plain = resumed([*map(without_reading_ahead, trainers)], 3, None)
     for one, other in zip(new, plain, strict=True):
-        assert one.source.share == other.source.share
+        assert one.source.order == other.source.order
 
 
 def without_reading_ahead(trainer):

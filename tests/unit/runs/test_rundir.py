@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from lock_holder import hold
+from lock_holder import hold_in_subprocess
 
 from paramserver.errors import CheckpointError, UnsupportedConfiguration
 from paramserver.runs.attempt import reserve_folder
@@ -77,7 +77,7 @@ def test_no_run_says_what_was_wanted_and_looked_at(tmp_path):
 
 def hold_lock(path):
     """Start another process that holds the run's lock until its standard input is closed."""
-    return hold("from paramserver.runs.rundir import RunDir", "RunDir(folder).lock()", path)
+    return hold_in_subprocess("from paramserver.runs.rundir import RunDir", "RunDir(folder).lock()", path)
 
 
 def test_two_processes_cannot_hold_one_run(tmp_path):
