@@ -1,4 +1,6 @@
-"""What no single key can tell: values of later versions, and relations between keys. Two tables."""
+"""Checks that concern more than one key: keys of later versions, and relations between keys. Two tables."""
+
+from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -8,7 +10,6 @@ from paramserver.config.schema import Config, format_value, origin_prefix
 from paramserver.config.world import mode_of, num_trainers_of, server_computes
 from paramserver.errors import UnsupportedConfiguration
 
-# Key -> the values that this version can do. All others are parsed and checked like the rest, then refused.
 NOT_IN_THIS_VERSION: dict[str, tuple[Any, ...]] = {
     "server.on_loss": ("fail",),
     "cluster.max_restarts": (0,),
@@ -17,18 +18,31 @@ NOT_IN_THIS_VERSION: dict[str, tuple[Any, ...]] = {
     "training.loader_workers": (0,),
     "device.server": ("auto", "cpu"),
 }
+"""All keys that wait for a later version, with the values that this version accepts.
+
+Other values are parsed and checked like those of any key, then refused by name. Two defaults differ from the plan until
+the feature exists: ``cluster.max_restarts`` (3) and ``server.on_loss`` (continue).
+"""
 
 
 @dataclass(frozen=True)
 class Relation:
-    """``broken(config)`` says in one sentence what is wrong between ``keys``, or gives None."""
+    """A rule between ``keys``: ``check(config)`` returns the error message, or None where the rule holds."""
 
     keys: tuple[str, ...]
     check: Callable[[Config], str | None]
 
 
 def value_of(config: Config, name: str) -> Any:
-    """Return the value of a dotted key or section; below a section that is null: None."""
+    """Return the value of a dotted key or section; None for a key of a section that is null.
+
+    Example::
+
+        >>> value_of(Config(), "training.batch_size")
+        32
+        >>> value_of(Config(), "checkpoint.best.metric") is None
+        True
+    """
     value: Any = config
     for part in name.split("."):
         value = None if value is None else getattr(value, part)
@@ -36,17 +50,17 @@ def value_of(config: Config, name: str) -> Any:
 
 
 def check_config(config: Config, origins: Mapping[str, str], source: str = "") -> None:
-    """Refuse what this version cannot do, then what contradicts itself.
+    """Refuse values that this version does not support, then values that contradict each other.
 
     Args:
-        config: values that each keep their own rule.
-        origins: where each key was given, the latest last; a message names the latest of the keys that it is about.
-        source: the origin of what was never given.
+        config: a config whose values each satisfy their own rule.
+        origins: where each key was given, in the order of assignment. A message names the latest of its keys.
+        source: the origin of keys that were not given.
 
     Raises:
-        UnsupportedConfiguration: the first thing found.
+        UnsupportedConfiguration: the first violation.
     """
-    # Versions first: what a later version needs may well contradict what this one checks.
+    # Versions first: a value for a later version may also violate a relation that holds in this one only.
     for name, accepted in NOT_IN_THIS_VERSION.items():
         value = value_of(config, name)
         if value not in accepted:
@@ -64,7 +78,7 @@ def _task(config: Config) -> str | None:
     return None if config.task else "task is missing; give module:Class or path/to/file.py:Class"
 
 
-def _patience(config: Config) -> str | None:
+def _patience_metric(config: Config) -> str | None:
     if config.training.patience is None or config.checkpoint.best:
         return None
     return (
@@ -73,7 +87,7 @@ def _patience(config: Config) -> str | None:
     )
 
 
-def _patience_sees(config: Config) -> str | None:
+def _patience_validations(config: Config) -> str | None:
     if config.training.patience is None or config.training.validate_every:
         return None
     return (
@@ -82,34 +96,29 @@ def _patience_sees(config: Config) -> str | None:
     )
 
 
-def _batch_fits(config: Config) -> str | None:
-    batch, capacity = config.training.batch_size, config.buffer.capacity
-    if batch <= capacity:
+def _beyond_capacity(problem: str, samples: int, key: str, config: Config) -> str | None:
+    """The message for a number of samples that the buffer can never hold; ``key`` is the key to lower."""
+    capacity = config.buffer.capacity
+    return f"{problem} a buffer of {capacity}; raise buffer.capacity or lower {key}" if samples > capacity else None
+
+
+def _batch(config: Config) -> str | None:
+    batch = config.training.batch_size
+    return _beyond_capacity(f"a batch of {batch} can never be gathered from", batch, "training.batch_size", config)
+
+
+def _step(config: Config) -> str | None:
+    batch, batches = config.training.batch_size, config.training.accumulate_batches
+    if batches == 1:
         return None
-    return (
-        f"a batch of {batch} can never be gathered from a buffer of {capacity}; "
-        "raise buffer.capacity or lower training.batch_size"
-    )
+    problem = f"{batches} batches of {batch} for a step can never be held in"
+    return _beyond_capacity(problem, batch * batches, "training.accumulate_batches", config)
 
 
-def _step_fits(config: Config) -> str | None:
-    batch, batches, capacity = config.training.batch_size, config.training.accumulate_batches, config.buffer.capacity
-    if batch * batches <= capacity or batches == 1:
-        return None
-    return (
-        f"{batches} batches of {batch} for a step can never be held in a buffer of {capacity}; "
-        "raise buffer.capacity or lower training.accumulate_batches"
-    )
-
-
-def _watermark_fits(config: Config) -> str | None:
-    watermark, capacity = config.buffer.watermark, config.buffer.capacity
-    if watermark <= capacity:
-        return None
-    return (
-        f"a watermark of {watermark} can never be reached in a buffer of {capacity}; "
-        "raise buffer.capacity or lower buffer.watermark"
-    )
+def _watermark(config: Config) -> str | None:
+    watermark = config.buffer.watermark
+    problem = f"a watermark of {watermark} can never be reached in"
+    return _beyond_capacity(problem, watermark, "buffer.watermark", config)
 
 
 def _new_samples(config: Config) -> str | None:
@@ -128,17 +137,17 @@ def _pseudo_epochs(config: Config) -> str | None:
         return None
     return (
         f"buffer.pseudo_epochs ({config.buffer.pseudo_epochs}) must be 1 with the reservoir, which repeats samples "
-        "by itself; set it to 1 or choose fifo or firo"
+        "until they are evicted; set it to 1 or choose fifo or firo"
     )
 
 
 def _heartbeat(config: Config) -> str | None:
-    silence, beat = config.server.lost_after_s, config.server.heartbeat_s
-    if silence > beat:
+    limit_s, interval_s = config.server.lost_after_s, config.server.heartbeat_s
+    if limit_s > interval_s:
         return None
     return (
-        f"server.lost_after_s ({silence}) must be above server.heartbeat_s ({beat}), or every trainer counts as lost; "
-        "raise it or lower the other"
+        f"server.lost_after_s ({limit_s}) must be above server.heartbeat_s ({interval_s}), or every trainer counts as "
+        "lost; raise it or lower the other"
     )
 
 
@@ -149,7 +158,7 @@ def _backup_trainers(config: Config) -> str | None:
     if config.server.consistency != "sync":
         return (
             f"server.backup_trainers ({backups}) must be 0 with server.consistency {config.server.consistency}, "
-            "in which nobody waits for the slowest; set it to 0 or choose sync"
+            "in which no trainer waits for the slowest; set it to 0 or choose sync"
         )
     if backups >= trainers:
         return (
@@ -159,85 +168,89 @@ def _backup_trainers(config: Config) -> str | None:
     return None
 
 
-def _wire(config: Config) -> str | None:
-    narrow, wanted = config.server.wire_dtype, config.server.transport
-    if wanted != "shared_memory" or narrow == "float32" or server_computes(config) or not mode_of(config).has_servers:
+def _wire_dtype(config: Config) -> str | None:
+    dtype, transport = config.server.wire_dtype, config.server.transport
+    if transport != "shared_memory" or dtype == "float32" or server_computes(config) or not mode_of(config).has_servers:
         return None
     return (
-        f"server.wire_dtype ({narrow}) must be float32 with server.transport shared_memory, where parameters and "
+        f"server.wire_dtype ({dtype}) must be float32 with server.transport shared_memory, where parameters and "
         "gradients are read and written in place; leave it out or choose rpc"
     )
 
 
-def _served_alone(config: Config) -> str | None:
-    if not server_computes(config) or config.cluster.num_servers == 1:
-        return None
-    return (
+def _with_server_compute(config: Config, is_broken: bool, message: str) -> str | None:
+    return message if server_computes(config) and is_broken else None
+
+
+def _served_by_one_server(config: Config) -> str | None:
+    return _with_server_compute(
+        config,
+        config.cluster.num_servers != 1,
         f"cluster.num_servers ({config.cluster.num_servers}) must be 1 with server.compute server, where one server "
-        "holds the whole model; set it to 1 or choose server.compute: trainer"
+        "holds the whole model; set it to 1 or choose server.compute: trainer",
     )
 
 
 def _served_by_messages(config: Config) -> str | None:
-    if not server_computes(config) or config.server.transport != "shared_memory":
-        return None
-    return (
+    return _with_server_compute(
+        config,
+        config.server.transport == "shared_memory",
         "server.transport (shared_memory) must be auto or rpc with server.compute server, where no parameters travel; "
-        "leave it out or choose server.compute: trainer"
+        "leave it out or choose server.compute: trainer",
     )
 
 
-def _served_in_full(config: Config) -> str | None:
-    if not server_computes(config) or config.server.wire_dtype == "float32":
-        return None
-    return (
+def _served_in_float32(config: Config) -> str | None:
+    return _with_server_compute(
+        config,
+        config.server.wire_dtype != "float32",
         f"server.wire_dtype ({config.server.wire_dtype}) must be float32 with server.compute server, where no "
-        "parameters travel; leave it out or choose server.compute: trainer"
+        "parameters travel; leave it out or choose server.compute: trainer",
     )
 
 
-def _served_devices(config: Config) -> str | None:
-    if not server_computes(config) or config.device.kind != "cuda":
-        return None
-    return (
+def _served_to_cpu(config: Config) -> str | None:
+    return _with_server_compute(
+        config,
+        config.device.kind == "cuda",
         "device.kind (cuda) must be auto or cpu with server.compute server, where trainers compute nothing but the "
-        "loss; leave it out, and give the server its GPUs by device.num_gpus"
+        "loss; leave it out, and give the server its GPUs by device.num_gpus",
     )
 
 
 def _one_producer(config: Config) -> str | None:
-    told = config.simulations
-    if told is None or told.command is None or told.function is None:
+    section = config.simulations
+    if section is None or section.command is None or section.function is None:
         return None
     return (
-        f"simulations.command ({format_value(told.command, 40)}) and simulations.function ({told.function}) must not both be "
-        "given; keep one"
+        f"simulations.command ({format_value(section.command, 40)}) and simulations.function ({section.function}) "
+        "must not both be given; keep one"
     )
 
 
-def _simulations_counted(config: Config) -> str | None:
-    told = config.simulations
-    if told is None or told.count is not None or (told.command is None and told.function is None):
+def _simulation_count(config: Config) -> str | None:
+    section = config.simulations
+    if section is None or section.count is not None or (section.command is None and section.function is None):
         return None
     return "simulations.count (null) must be given with simulations that the run starts; set it"
 
 
 RELATIONS: tuple[Relation, ...] = (
     Relation(("task",), _task),
-    Relation(("training.patience", "checkpoint.best"), _patience),
-    Relation(("training.patience", "training.validate_every"), _patience_sees),
-    Relation(("training.batch_size", "buffer.capacity"), _batch_fits),
-    Relation(("training.accumulate_batches", "training.batch_size", "buffer.capacity"), _step_fits),
-    Relation(("buffer.watermark", "buffer.capacity"), _watermark_fits),
+    Relation(("training.patience", "checkpoint.best"), _patience_metric),
+    Relation(("training.patience", "training.validate_every"), _patience_validations),
+    Relation(("training.batch_size", "buffer.capacity"), _batch),
+    Relation(("training.accumulate_batches", "training.batch_size", "buffer.capacity"), _step),
+    Relation(("buffer.watermark", "buffer.capacity"), _watermark),
     Relation(("buffer.min_new_per_batch", "buffer.kind", "training.batch_size"), _new_samples),
     Relation(("buffer.pseudo_epochs", "buffer.kind"), _pseudo_epochs),
     Relation(("server.lost_after_s", "server.heartbeat_s"), _heartbeat),
     Relation(("server.backup_trainers", "server.consistency", "cluster.num_trainers"), _backup_trainers),
-    Relation(("server.transport", "server.wire_dtype"), _wire),
-    Relation(("server.compute", "cluster.num_servers"), _served_alone),
+    Relation(("server.transport", "server.wire_dtype"), _wire_dtype),
+    Relation(("server.compute", "cluster.num_servers"), _served_by_one_server),
     Relation(("server.compute", "server.transport"), _served_by_messages),
-    Relation(("server.compute", "server.wire_dtype"), _served_in_full),
-    Relation(("server.compute", "device.kind"), _served_devices),
+    Relation(("server.compute", "server.wire_dtype"), _served_in_float32),
+    Relation(("server.compute", "device.kind"), _served_to_cpu),
     Relation(("simulations.command", "simulations.function"), _one_producer),
-    Relation(("simulations.command", "simulations.function", "simulations.count"), _simulations_counted),
+    Relation(("simulations.command", "simulations.function", "simulations.count"), _simulation_count),
 )

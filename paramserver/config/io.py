@@ -1,7 +1,4 @@
-"""From a file, a stored config or a mapping, and the command line, to one checked `Config`.
-
-Configs and keys as text: the stored file, the differences of two configs, the list of all keys.
-"""
+"""Load a checked `Config` from a file, a mapping and the command line; write it, compare two, list all keys."""
 
 from __future__ import annotations
 
@@ -33,17 +30,24 @@ def load_config(
     flags: Mapping[str, Any] = _NO_FLAGS,
     base: Mapping[str, Any] | None = None,
 ) -> Config:
-    """Build the effective config: flag over ``--set`` over file over default.
+    """Load the effective config. A flag overrides ``--set``, which overrides the file, which overrides the default.
 
     Args:
         file: a YAML file; None = defaults only.
-        overrides: ``section.key=value`` texts, as after ``--set``; the later over the earlier.
-        flags: values by dotted key; None stands for a flag that was not given.
-        base: a stored config (``Config.to_mapping()``) in place of the file, when a run is resumed.
+        overrides: ``section.key=value`` strings, as after ``--set``; a later one overrides an earlier one.
+        flags: values by dotted key; None for a flag that was not given.
+        base: a stored config (``Config.to_mapping()``) instead of the file, when a run is resumed.
 
     Raises:
-        UnsupportedConfiguration: what the user gave is wrong; the message begins with file and line, or the option.
-        ValueError: both ``file`` and ``base``.
+        UnsupportedConfiguration: an unknown key, a value that violates its rule, or values that contradict each other.
+            The message begins with file and line, or with the option.
+        ValueError: both ``file`` and ``base`` are given.
+
+    Example::
+
+        >>> config = load_config(None, overrides=["task=task.py:Sine", "training.max_steps=10"])
+        >>> config.training.max_steps, config.mode
+        (10, 'rpc')
     """
     if file is not None and base is not None:
         raise ValueError(f"file ({file}) and base must not be given together; a stored config stands in for the file")
@@ -61,10 +65,19 @@ def load_config(
 
 
 def config_from_mapping(mapping: Mapping[str, Any], origin: str | None = None) -> Config:
-    """Build a config from nested mappings, as from Python. ``origin`` begins every message.
+    """Build a checked config from nested mappings. Use it to configure a run from Python.
+
+    Args:
+        mapping: sections and keys, as in a config file.
+        origin: where the mapping comes from; messages begin with it.
 
     Raises:
-        UnsupportedConfiguration: a key or value is wrong.
+        UnsupportedConfiguration: an unknown key, a value that violates its rule, or values that contradict each other.
+
+    Example::
+
+        >>> config_from_mapping({"task": "task.py:Sine", "training": {"batch_size": 64}}).training.batch_size
+        64
     """
     source = origin or ""
     settings = Settings()
@@ -82,21 +95,37 @@ _ABSENT = object()
 
 
 def dump_yaml(config: Config) -> str:
-    """Write every key of the config as YAML; `load_config` of this text gives an equal config."""
+    """Return every key of the config as YAML; `load_config` of this text gives an equal config.
+
+    Example::
+
+        >>> dump_yaml(Config(task="task.py:Sine")).splitlines()[:3]
+        ['task: task.py:Sine', 'task_args: {}', 'trainer: null']
+    """
     return dump(config.to_mapping())
 
 
 def differences(a: Config, b: Config) -> list[str]:
-    """One line per key whose value differs: "training.batch_size: 32 -> 64", in the order of the keys."""
+    """Return one line per key whose value differs, in the order of the keys.
+
+    Example::
+
+        >>> differences(Config(seed=1), Config(seed=2))
+        ['seed: 1 -> 2']
+    """
     before, after = dict(flatten_mapping(a.to_mapping())), dict(flatten_mapping(b.to_mapping()))
     names = [*before, *(name for name in after if name not in before)]
     pairs = ((name, before.get(name, _ABSENT), after.get(name, _ABSENT)) for name in names)
-    # By repr: 1, 1.0 and true are equal and yet not the same argument; nan is the same as nan.
-    return [f"{name}: {_shown(old)} -> {_shown(new)}" for name, old, new in pairs if repr(old) != repr(new)]
+    # By repr: 1, 1.0 and true are equal but are different arguments, and nan is the same value as nan.
+    return [
+        f"{name}: {_format_or_absent(old)} -> {_format_or_absent(new)}"
+        for name, old, new in pairs
+        if repr(old) != repr(new)
+    ]
 
 
 def flatten_mapping(mapping: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The keys of a config as a mapping, by dotted name, with their values."""
+    """Iterate over the keys of a config mapping with their values, by dotted name."""
     for name, value in mapping.items():
         dotted = dotted_name(prefix, format_value(name))
         if isinstance(value, dict) and (value or dotted in KEYS):
@@ -105,16 +134,22 @@ def flatten_mapping(mapping: Mapping[Any, Any], prefix: str = "") -> Iterator[tu
             yield dotted, value
 
 
-def _shown(value: Any) -> str:
+def _format_or_absent(value: Any) -> str:
     return "(not given)" if value is _ABSENT else format_value(value)
 
 
 def describe_keys() -> list[str]:
-    """One line per key: name, default, what it accepts, what it is for."""
+    """Return one line per key: name, default, accepted values, purpose.
+
+    Example::
+
+        >>> describe_keys()[3]
+        'mode = rpc  # one of rpc, ddp, local: how the ranks share the work'
+    """
     lines = []
     for key in KEYS.values():
         default = "(required)" if key.required else format_value(key.default)
         only = NOT_IN_THIS_VERSION.get(key.name)
         limit = f" (in this version only {' or '.join(map(format_value, only))})" if only else ""
-        lines.append(f"{key.name} = {default}  # {key.rule.wanted()}{limit}: {key.help}")
+        lines.append(f"{key.name} = {default}  # {key.rule.describe()}{limit}: {key.help}")
     return lines

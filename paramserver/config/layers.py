@@ -1,8 +1,7 @@
-"""Values collected from a file, ``--set`` and flags, the later over the earlier, each with the place it came from.
+"""Layers of settings: values from a file, then ``--set``, then flags; a later layer overrides an earlier one.
 
-The keys by their dotted names, read off the dataclasses of `schema`.
-
-What the command line changes: ``--set section.key=value`` and the flags that stand for a key.
+`KEYS` and `SECTIONS` list the schema by dotted name. `Settings` collects checked values and where each was given, and
+builds the `Config`; `apply_overrides` and `apply_flags` assign what the command line gives.
 """
 
 from __future__ import annotations
@@ -19,7 +18,13 @@ from paramserver.errors import UnsupportedConfiguration
 
 @dataclass(frozen=True)
 class Key:
-    """One key, such as ``training.batch_size``. The default of a required key is None."""
+    """One config key, such as ``training.batch_size``. The default of a required key is None.
+
+    Example::
+
+        >>> KEYS["training.batch_size"].default, KEYS["task_args"].is_free
+        (32, True)
+    """
 
     name: str
     rule: Rule
@@ -29,12 +34,20 @@ class Key:
 
     @property
     def is_free(self) -> bool:
-        """A dictionary whose names are the user's."""
+        """Whether the value is a dictionary with names chosen by the user."""
         return self.rule.kind == "mapping"
 
 
 @dataclass(frozen=True)
 class Section:
+    """One section of keys, such as ``training`` or ``checkpoint.best``.
+
+    Example::
+
+        >>> SECTIONS["checkpoint.best"].nullable
+        True
+    """
+
     name: str
     nullable: bool
     help: str
@@ -71,149 +84,160 @@ SECTIONS: dict[str, Section] = {entry.name: entry for entry in _ENTRIES if isins
 
 
 def free_key(path: tuple[str, ...]) -> Key | None:
-    """Find the free dictionary that ``path`` points into, such as ``task_args`` for ``task_args.model.width``."""
+    """Return the free dictionary that contains ``path``, such as ``task_args`` for ``task_args.model.width``."""
     names = (".".join(path[:length]) for length in range(1, len(path)))
     return next((KEYS[name] for name in names if name in KEYS and KEYS[name].is_free), None)
 
 
 def child_names(prefix: str) -> list[str]:
-    """List the last names of the keys and sections right below a section ("" = the top level)."""
+    """Return the last names of the direct children of a section ("" = the top level)."""
     names = [*KEYS, *SECTIONS]
     return [name.rpartition(".")[2] for name in names if name.rpartition(".")[0] == prefix]
 
 
 def unknown_key_message(name: str) -> str:
-    """Say why ``name`` is refused, with the key that was probably meant."""
+    """Return the message that refuses ``name`` and suggests the key that was probably meant."""
     parent, _, leaf = name.rpartition(".")
     if parent in KEYS:
         return f"{name} is not a key: {parent} is a single value; write {parent}: <value>"
-    # A right key in the wrong section, if there is only one it can belong to.
+    # An existing key in the wrong section, where only one section has a key of this name.
     namesakes = [known for known in (*KEYS, *SECTIONS) if "." in known and known.rpartition(".")[2] == leaf]
     if len(namesakes) == 1:
         return f"{name} is not a key: {leaf} belongs to {namesakes[0].rpartition('.')[0]}; write {namesakes[0]}"
-    meant = _closest_key(name)
-    if meant:
-        return f"{name} is not a key; did you mean {meant}?"
+    if closest := _closest_key(name):
+        return f"{name} is not a key; did you mean {closest}?"
     where = parent if parent in SECTIONS else ""
     return f"{name} is not a key; the keys of {where or 'a config'} are {', '.join(child_names(where))}"
 
 
 def _closest_key(name: str) -> str | None:
-    """Find the nearest name in the same section, else the nearest of all, by whole or by last names."""
+    """Return the most similar name in the same section, else of all keys, by full or last name."""
     parent, _, leaf = name.rpartition(".")
-    everything = [*SECTIONS, *KEYS]
-    # A misspelt section: the last name alone could belong to another one (kind, server, mode).
+    names = [*SECTIONS, *KEYS]
+    # The section is misspelt: compare full names, because several sections have a kind, a server or a mode.
     if parent and parent not in SECTIONS:
-        return closest_match(name, everything)
+        return closest_match(name, names)
     if near := closest_match(leaf, child_names(parent)):
         return dotted_name(parent, near)
-    lasts = {known.rpartition(".")[2]: known for known in everything}
+    lasts = {known.rpartition(".")[2]: known for known in names}
     near = closest_match(leaf, list(lasts))
     return lasts[near] if near else None
 
 
+# Returns where the value of a path was given, for messages: "digits.yaml:7", or "--set seed=1".
 OriginOf = Callable[[KeyPath], str]
 
 
 def constant_origin(origin: str) -> OriginOf:
-    """Give the same origin for every path: an option has no lines."""
+    """Return the same origin for every path: an option of the command line has no line numbers."""
     return lambda _: origin
 
 
 class Settings:
-    """Checked values by dotted key; what was never given keeps its default.
+    """Checked values by dotted key; a key that was not given keeps its default.
 
-    ``origins`` holds, in the order of assignment, where each key was given last.
+    Attributes:
+        values: checked values by dotted key.
+        origins: where each key was given last, in the order of assignment.
+
+    Example::
+
+        >>> settings = Settings()
+        >>> settings.assign((), {"task": "a:B", "seed": 1}, constant_origin("example"))
+        >>> apply_overrides(settings, ["seed=2"])
+        >>> settings.build().seed, settings.origins["seed"]
+        (2, '--set seed=2')
     """
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
         self.origins: dict[str, str] = {}
 
-    def assign(self, path: KeyPath, value: Any, where: OriginOf) -> None:
+    def assign(self, path: KeyPath, value: Any, origin_of: OriginOf) -> None:
         """Set a key, every key of a section (a mapping), or a name inside a free dictionary.
 
         Args:
             path: names from the top; () is the whole config.
-            value: as read from YAML or given from Python.
-            where: the origin that a message about a path begins with.
+            value: a value read from YAML or passed from Python.
+            origin_of: returns where a path was given.
 
         Raises:
-            UnsupportedConfiguration: not a key, or the value breaks the rule of its key.
+            UnsupportedConfiguration: there is no such key, or the value violates the rule of its key.
         """
-        name = self._name(path, where)
+        name = self._name(path, origin_of)
         if not path or name in SECTIONS:
-            self._assign_section(path, value, where)
+            self._assign_section(path, value, origin_of)
         elif name in KEYS:
-            self._store(name, check_value(name, KEYS[name].rule, value, where(path)), where(path))
+            self._store(name, check_value(name, KEYS[name].rule, value, origin_of(path)), origin_of(path))
         elif free := free_key(path):
-            self._assign_inside(free, path, value, where(path))
+            self._assign_inside(free, path, value, origin_of(path))
         else:
-            raise UnsupportedConfiguration(origin_prefix(where(path)) + unknown_key_message(name))
+            raise UnsupportedConfiguration(origin_prefix(origin_of(path)) + unknown_key_message(name))
 
-    def _name(self, path: KeyPath, where: OriginOf) -> str:
+    def _name(self, path: KeyPath, origin_of: OriginOf) -> str:
         if path and not isinstance(path[-1], str):
             raise UnsupportedConfiguration(
-                f"{origin_prefix(where(path))}{unknown_key_message('.'.join(map(format_value, path)))}"
+                f"{origin_prefix(origin_of(path))}{unknown_key_message('.'.join(map(format_value, path)))}"
             )
         name = ".".join(path)
         parent = ".".join(path[:-1])
         if path and "." in path[-1] and (not parent or parent in SECTIONS):
             section, _, leaf = name.rpartition(".")
             raise UnsupportedConfiguration(
-                f"{origin_prefix(where(path))}{name} must be written as a section: {section} on a line of its own, {leaf} below it"
+                f"{origin_prefix(origin_of(path))}{name} must be written as a section: "
+                f"{section} on a line of its own, {leaf} below it"
             )
         return name
 
-    def _assign_section(self, path: KeyPath, value: Any, where: OriginOf) -> None:
+    def _assign_section(self, path: KeyPath, value: Any, origin_of: OriginOf) -> None:
         name = ".".join(path)
         nullable = name in SECTIONS and SECTIONS[name].nullable
-        if nullable:  # It is one value: given as a whole, it leaves nothing of what was given before.
-            self._forget(name)
-            self._mark(name, where(path))
-        # A section whose keys are all commented out reads as null.
+        if nullable:  # A nullable section is one value: assigning it replaces everything that was given before.
+            self._clear_section(name)
+            self._record_origin(name, origin_of(path))
+        # YAML reads a section whose keys are all commented out as null.
         if value is None:
             return
         if not isinstance(value, Mapping) or (nullable and not value):
             example = child_names(name)[0]
             raise UnsupportedConfiguration(
-                f"{origin_prefix(where(path))}{name or 'the config'} ({format_value(value, 60)}) must be a section of keys; "
-                f"write {dotted_name(name, example)} and the like"
+                f"{origin_prefix(origin_of(path))}{name or 'the config'} ({format_value(value, 60)}) must be "
+                f"a section of keys; write {dotted_name(name, example)} and the like"
             )
         for leaf, item in value.items():
-            self.assign((*path, leaf), item, where)
+            self.assign((*path, leaf), item, origin_of)
 
     def _assign_inside(self, free: Key, path: KeyPath, value: Any, origin: str) -> None:
-        """``task_args.model.width = 3``: the names after the free dictionary are the user's."""
-        # Checking copies, so what an earlier source gave (a stored config) is not changed through this.
+        """Assign to a name inside a free dictionary, such as ``task_args.model.width``."""
+        # check_value copies, so the mapping of an earlier layer (a stored config) is not modified.
         whole = check_value(free.name, free.rule, self.values.get(free.name, free.default) or {}, origin)
         inner, depth = whole, free.name.count(".") + 1
         for length in range(depth, len(path) - 1):
             inner = inner.setdefault(path[length], {})
             if not isinstance(inner, dict):
                 raise UnsupportedConfiguration(
-                    f"{origin_prefix(origin)}{'.'.join(path[: length + 1])} ({format_value(inner, 60)}) must be a mapping to hold "
-                    f"{'.'.join(path[length + 1 :])}; set it as a whole"
+                    f"{origin_prefix(origin)}{'.'.join(path[: length + 1])} ({format_value(inner, 60)}) must be "
+                    f"a mapping to hold {'.'.join(path[length + 1 :])}; set it as a whole"
                 )
         inner[path[-1]] = value
         self._store(free.name, check_value(free.name, free.rule, whole, origin), origin)
 
     def _store(self, name: str, value: Any, origin: str) -> None:
         self.values[name] = value
-        self._mark(name, origin)
+        self._record_origin(name, origin)
 
-    def _mark(self, name: str, origin: str) -> None:
-        # Deleted first, for a dict keeps the place of a key that it holds: the latest must come last.
+    def _record_origin(self, name: str, origin: str) -> None:
+        # Removed first: a dict keeps the position of an existing key, and the latest key must come last.
         self.origins.pop(name, None)
         self.origins[name] = origin
 
-    def _forget(self, section: str) -> None:
+    def _clear_section(self, section: str) -> None:
         for name in [name for name in self.values if name.startswith(f"{section}.")]:
             del self.values[name]
             del self.origins[name]
 
     def build(self) -> Config:
-        """Make the config of these values; relations between keys are not checked here."""
+        """Build the config. Relations between keys are checked by `checks.check_config`."""
         config: Config = self._construct(Config, "")
         return config
 
@@ -233,10 +257,10 @@ class Settings:
 
 
 def apply_overrides(settings: Settings, overrides: Sequence[str]) -> None:
-    """Assign each ``key=value``, in order; the value is YAML: 64, or {metric: accuracy, mode: max}.
+    """Assign each ``key=value``, in order. The value is YAML, such as 64 or {metric: accuracy, mode: max}.
 
     Raises:
-        UnsupportedConfiguration: no "=", no key, malformed YAML, or what `Settings.assign` refuses.
+        UnsupportedConfiguration: no "=", an empty key, malformed YAML, or a value that `Settings.assign` refuses.
     """
     for override in overrides:
         origin = f"--set {override}"
@@ -245,7 +269,7 @@ def apply_overrides(settings: Settings, overrides: Sequence[str]) -> None:
 
 
 def _parse(override: str, origin: str) -> tuple[tuple[str, ...], Any]:
-    # The first "=" ends the key; a value may hold more of them.
+    # The first "=" ends the key; the value may contain others.
     name, equals, text = override.partition("=")
     path = tuple(part.strip() for part in name.split("."))
     if not equals or not all(path):
@@ -254,7 +278,7 @@ def _parse(override: str, origin: str) -> tuple[tuple[str, ...], Any]:
 
 
 def apply_flags(settings: Settings, flags: Mapping[str, Any]) -> None:
-    """Assign values by dotted key; None means that the flag was not given. The flag of a key has its last name."""
+    """Assign values by dotted key; None means that the flag was not given. A flag has the last name of its key."""
     for name, value in flags.items():
         if value is not None:
             settings.assign(tuple(name.split(".")), value, constant_origin(f"--{name.rpartition('.')[2]}"))

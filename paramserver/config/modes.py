@@ -1,4 +1,4 @@
-"""The one table that says what a mode is. Nothing else in the package compares the name of a mode."""
+"""The table of modes. Nothing else in the package compares the name of a mode; a test enforces it."""
 
 from dataclasses import dataclass
 
@@ -8,26 +8,32 @@ class Mode:
     """How the ranks of a run share the work.
 
     Args:
-        name: the word of the key ``mode``.
-        trainer_class: "module:Class" of the trainer, where the key ``trainer`` names no other.
-        served_trainer_class: the same where the model's forward runs on the server (``server.compute: server``).
-        has_servers: the first ``cluster.num_servers`` ranks are parameter servers.
-        has_process_group: the trainers are one process group of torch.distributed.
-        single_process: the world is one rank, whatever ``cluster.num_trainers`` says.
+        name: the value of the key ``mode``.
+        trainer_class: "module:Class" of the trainer, unless the key ``trainer`` names another.
         summary: one line for listings.
+        served_trainer_class: the trainer where the forward runs on the server (``server.compute: server``); needs
+            servers.
+        has_servers: the first ``cluster.num_servers`` ranks are parameter servers.
+        has_process_group: the trainers form one process group of torch.distributed.
+        single_process: the world is one rank, regardless of ``cluster.num_trainers``.
+
+    Example::
+
+        >>> MODES["ddp"].has_process_group, MODES["local"].unused_prefixes
+        (True, ('server.', 'cluster.num_servers', 'ddp.', 'cluster.'))
     """
 
     name: str
     trainer_class: str
-    served_trainer_class: str
-    has_servers: bool
-    has_process_group: bool
-    single_process: bool
     summary: str
+    served_trainer_class: str = ""
+    has_servers: bool = False
+    has_process_group: bool = False
+    single_process: bool = False
 
     @property
     def unused_prefixes(self) -> tuple[str, ...]:
-        """How the names of the keys begin that mean nothing in this mode."""
+        """The prefixes of keys that have no effect in this mode."""
         return (
             *(() if self.has_servers else ("server.", "cluster.num_servers")),
             *(() if self.has_process_group else ("ddp.",)),
@@ -43,25 +49,17 @@ MODES: dict[str, Mode] = {
             trainer_class="trainers:RpcTrainer",
             served_trainer_class="trainers:ServedTrainer",
             has_servers=True,
-            has_process_group=False,
-            single_process=False,
             summary="ranks 0 to num_servers - 1 are parameter servers, the others are trainers",
         ),
         Mode(
             name="ddp",
             trainer_class="trainers:DdpTrainer",
-            served_trainer_class="trainers:DdpTrainer",
-            has_servers=False,
             has_process_group=True,
-            single_process=False,
             summary="every rank is a trainer; gradients are averaged by all-reduce",
         ),
         Mode(
             name="local",
             trainer_class="trainers:LocalTrainer",
-            served_trainer_class="trainers:LocalTrainer",
-            has_servers=False,
-            has_process_group=False,
             single_process=True,
             summary="one process, no communication",
         ),

@@ -1,6 +1,7 @@
-"""YAML text to plain values, with the line of every key. Nothing but plain values is ever constructed.
+"""YAML text to plain values with line numbers, and the check of one value against the rule of its key.
 
-One value against its rule: accepted and converted, or refused in one sentence.
+`read_file` and `read_text` construct plain values only, never Python objects; `dump` is their inverse. `check_value`
+converts a value to the type of its rule, or refuses it in one sentence.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from typing import Any
 
 import yaml
 
-from paramserver.config.schema import NOUNS, KeyPath, Kind, Rule, closest_match, format_value, origin_prefix
+from paramserver.config.schema import KIND_NAMES, KeyPath, Kind, Rule, closest_match, format_value, origin_prefix
 from paramserver.errors import UnsupportedConfiguration
 
-# What YAML 1.1 takes for text although everybody means a number: 1e-3, 1E6, 2.5e4.
+# Numbers that YAML 1.1 reads as text: 1e-3, 1E6, 2.5e4.
 EXPONENT_NUMBER = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+")
 
 
 class _BrokenRuleError(ValueError):
-    """A value breaks its rule; the text is what it must be. The cure is the rule's own unless one is given."""
+    """A value violates its rule: ``must`` states the rule; the cure is that of the rule unless one is given."""
 
     def __init__(self, must: str, cure: str | None = None) -> None:
         super().__init__(must)
@@ -31,10 +32,15 @@ class _BrokenRuleError(ValueError):
 
 
 def check_value(name: str, rule: Rule, value: Any, origin: str = "") -> Any:
-    """Return ``value`` in the type of its rule.
+    """Return ``value`` converted to the type of its rule; mappings are copied.
 
     Raises:
-        UnsupportedConfiguration: origin, name, value, rule and cure in one sentence.
+        UnsupportedConfiguration: the value violates the rule; the message has origin, name, value, rule and cure.
+
+    Example::
+
+        >>> check_value("seed", Rule("int", minimum=0), "1e3")
+        1000
     """
     if value is None and rule.nullable:
         return None
@@ -42,7 +48,7 @@ def check_value(name: str, rule: Rule, value: Any, origin: str = "") -> Any:
         converted = _CONVERTERS[rule.kind](value, rule)
         _check_bounds(converted, rule)
     except _BrokenRuleError as broken:
-        cure = broken.cure or f"give {rule.wanted()}"
+        cure = broken.cure or f"give {rule.describe()}"
         raise UnsupportedConfiguration(
             f"{origin_prefix(origin)}{name} ({format_value(value, 60)}) must {broken}; {cure}"
         ) from None
@@ -60,7 +66,7 @@ def _check_bounds(value: Any, rule: Rule) -> None:
 
 def _to_int(value: Any, rule: Rule) -> int:
     value = _parse_exponent(value)
-    # The abstract types, so that scalars of numpy from a script are welcome; bool is one of them and is not.
+    # The abstract type also accepts numpy scalars. bool is a subclass of it and is excluded.
     if not isinstance(value, bool) and isinstance(value, numbers.Integral):
         return int(value)
     if isinstance(value, float) and value.is_integer():
@@ -73,7 +79,7 @@ def _to_float(value: Any, rule: Rule) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise _BrokenRuleError("be a number")
     try:
-        converted = float(value)  # a whole number may be too large for it
+        converted = float(value)  # raises for an int that is too large
     except OverflowError:
         converted = math.inf
     if not math.isfinite(converted):
@@ -92,15 +98,15 @@ def _to_bool(value: Any, rule: Rule) -> bool:
 
 
 def _to_str(value: Any, rule: Rule) -> str:
-    # YAML 1.1 reads the words on and off as booleans; where they are choices, the words were meant.
+    # YAML 1.1 reads the words on and off as booleans. Where they are choices, the words are meant.
     if isinstance(value, bool) and {"on", "off"} <= set(rule.choices):
         value = "on" if value else "off"
     if isinstance(value, PurePath):
         value = str(value)
     if rule.choices and value not in rule.choices:
-        meant = closest_match(format_value(value), rule.choices)
+        closest = closest_match(format_value(value), rule.choices)
         raise _BrokenRuleError(
-            f"be one of {', '.join(rule.choices)}", f"did you mean {meant}?" if meant else "choose one of them"
+            f"be one of {', '.join(rule.choices)}", f"did you mean {closest}?" if closest else "choose one of them"
         )
     if not isinstance(value, str):
         raise _BrokenRuleError("be text", "put it in quotes")
@@ -115,7 +121,7 @@ def _to_mapping(value: Any, rule: Rule) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise _BrokenRuleError(f"be {NOUNS['mapping']}", "write lines like name: value below it")
+        raise _BrokenRuleError(f"be {KIND_NAMES['mapping']}", "write lines like name: value below it")
     for name in value:
         if not isinstance(name, str):
             raise _BrokenRuleError(f"have names that are text, not {format_value(name, 40)}", "put the name in quotes")
@@ -123,8 +129,8 @@ def _to_mapping(value: Any, rule: Rule) -> dict[str, Any]:
 
 
 def _copy_plain(value: Any, inside: tuple[int, ...]) -> Any:
-    """Copy a value in types that YAML can store and give back; a tuple becomes a list."""
-    # The exact types: a subclass (an enum, a scalar of numpy) would come back from a file as something else.
+    """Copy a value in types that survive a round trip through YAML; a tuple becomes a list."""
+    # Exact types: a subclass (an enum, a numpy scalar) would be read back as another type.
     if value is None or type(value) in (bool, int, float, str):
         return value
     if id(value) in inside:
@@ -152,28 +158,28 @@ _CONVERTERS: dict[Kind, Callable[[Any, Rule], Any]] = {
 _TAG = "tag:yaml.org,2002:"
 _MERGE = f"{_TAG}merge"
 _PLAIN_TAGS = {f"{_TAG}{name}" for name in ("null", "bool", "int", "float", "str", "seq", "map")}
-# Plain 2024-01-01 and = are text here: no key is a date, and names of runs often look like one.
+# Unquoted 2024-01-01 and = are text here: no key is a date, and names of runs often look like one.
 _NOT_RESOLVED = {f"{_TAG}timestamp", f"{_TAG}value"}
 
 
 class _Loader(yaml.SafeLoader):
-    """`yaml.SafeLoader`, but 1e-3 is a number, and a date is text."""
+    """`yaml.SafeLoader`, except that 1e-3 is a number and a date is text."""
 
-    yaml_implicit_resolvers = {  # noqa: RUF012 - the name and form of PyYAML
+    yaml_implicit_resolvers = {  # noqa: RUF012 - defined by PyYAML
         first: [(tag, pattern) for tag, pattern in resolvers if tag not in _NOT_RESOLVED]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
 
 class _Dumper(yaml.SafeDumper):
-    """Puts in quotes what `_Loader`, or any reader of YAML 1.1, would not take for text."""
+    """Quotes strings that `_Loader`, or another reader of YAML 1.1, would not read as text."""
 
-    # A value used twice is written twice: aliases are hard to read in a file that people edit.
+    # A value that is used twice is written twice: aliases are hard to read in a file that users edit.
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
-        # PyYAML folds these line breaks to a space unless they are escaped, which only double quotes do.
+        # PyYAML folds these line breaks into a space unless they are escaped, which needs double quotes.
         style = '"' if any(character in data for character in "\x85\u2028\u2029") else None
         return self.represent_scalar(f"{_TAG}str", data, style=style)
 
@@ -186,7 +192,7 @@ _Dumper.add_implicit_resolver(f"{_TAG}float", _EXPONENT, list("-+.0123456789"))
 
 @dataclass(frozen=True)
 class Document:
-    """Plain values and, for each path of keys to one of them, its line (from 1)."""
+    """Plain values, and the line (from 1) of each path of keys."""
 
     value: Any
     lines: dict[KeyPath, int] = field(default_factory=dict)
@@ -196,14 +202,16 @@ def read_file(file: Path) -> Document:
     """Read the mapping in ``file``.
 
     Raises:
-        UnsupportedConfiguration: unreadable, not UTF-8, empty, malformed, not a mapping, a key twice, a foreign tag.
+        UnsupportedConfiguration: the file is unreadable, not UTF-8, empty, malformed or not a mapping; a key is
+            repeated; or there is a tag of other than plain YAML.
     """
     document = read_text(_read_utf8(file), str(file))
     if document.value is None:
         raise UnsupportedConfiguration(f"{file} is empty; give at least task: module:Class")
     if not isinstance(document.value, dict):
         raise UnsupportedConfiguration(
-            f"{file} ({format_value(document.value, 40)}) must be a mapping of keys to values; write lines like mode: rpc"
+            f"{file} ({format_value(document.value, 40)}) must be a mapping of keys to values; "
+            "write lines like mode: rpc"
         )
     return document
 
@@ -222,7 +230,18 @@ def _read_utf8(file: Path) -> str:
 
 
 def read_text(text: str, name: str, *, numbered: bool = True) -> Document:
-    """One YAML document. Messages begin with ``name:line``, or with ``name`` where lines mean nothing."""
+    """Read one YAML document.
+
+    Args:
+        text: the document.
+        name: where it comes from; messages begin with it.
+        numbered: add the line number to messages. False for text on a command line.
+
+    Example::
+
+        >>> read_text("a: {b: 1e-3}", "example").value
+        {'a': {'b': 0.001}}
+    """
     try:
         loader = _Loader(text)
         try:
@@ -239,11 +258,13 @@ def read_text(text: str, name: str, *, numbered: bool = True) -> Document:
 
 
 def dump(value: Any) -> str:
-    """Plain values as YAML that `read_text` gives back unchanged."""
+    """Write plain values as YAML that `read_text` reads back unchanged."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
 class _Reader:
+    """Converts the node tree of PyYAML to plain values and records the line of each key."""
+
     def __init__(self, loader: _Loader, name: str, numbered: bool) -> None:
         self._loader = loader
         self._name = name
@@ -260,10 +281,10 @@ class _Reader:
 
     def _malformed(self, error: yaml.MarkedYAMLError) -> UnsupportedConfiguration:
         mark = error.problem_mark or error.context_mark
-        said = ", ".join(part for part in (error.context, error.problem) if part).replace("\n", " ")
+        problem = ", ".join(part for part in (error.context, error.problem) if part).replace("\n", " ")
         line = mark.line + 1 if mark else None
         place = "this line or the one above it" if self._numbered else "the value, or put it in quotes"
-        return self._error(line, f"not valid YAML: {said}; correct {place}")
+        return self._error(line, f"not valid YAML: {problem}; correct {place}")
 
     def _error(self, line: int | None, message: str) -> UnsupportedConfiguration:
         origin = f"{self._name}:{line}" if self._numbered and line else self._name
@@ -274,7 +295,7 @@ class _Reader:
         if node.tag not in _PLAIN_TAGS:
             tag = node.tag.replace(_TAG, "!!")
             raise self._error(line, f"the tag {tag} is not for a config; use plain text, numbers, lists and mappings")
-        # Aliases make a graph of the nodes; only a circle in it is wrong.
+        # Aliases make the nodes a graph. A cycle in it is an error: it would be an infinite value.
         if id(node) in self._open:
             raise self._error(line, "a value contains itself through an alias (*name); write it out")
         if isinstance(node, yaml.ScalarNode):
@@ -290,7 +311,7 @@ class _Reader:
     def _scalar(self, node: yaml.ScalarNode) -> Any:
         try:
             return self._loader.construct_object(node)
-        # With an explicit tag PyYAML lets out what its own conversion raises: !!int x, !!bool x, !!float "".
+        # With an explicit tag PyYAML does not wrap errors of its conversions: !!int x, !!bool x, !!float "".
         except (yaml.YAMLError, ValueError, KeyError, IndexError):
             kind = node.tag.replace(_TAG, "")
             message = f"{format_value(node.value, 40)} cannot be read as {kind}; correct it, or put it in quotes"
@@ -299,7 +320,7 @@ class _Reader:
     def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[Any, Any]:
         merged: dict[Any, Any] = {}
         own: dict[Any, Any] = {}
-        # Merged keys (<<) first, so that the lines of the mapping's own keys stand.
+        # Merged keys (<<) first, so that keys of the mapping itself overwrite their line numbers.
         for key_node, value_node in sorted(node.value, key=lambda pair: bool(pair[0].tag != _MERGE)):
             line = key_node.start_mark.line + 1
             if key_node.tag == _MERGE:

@@ -1,9 +1,11 @@
-"""Every config key with its default, its rule and one line of help, as frozen dataclasses (docs/interface.md).
+"""The schema of the config: every key with its default, its rule and one line of help, as frozen dataclasses.
 
-A `Config` that is built by hand is not checked; `paramserver.config.load_config` and ``config_from_mapping`` check.
-
-What the value of a config key must be: one `Rule` per key, for checks, listing and documentation alike.
+`Config` and its sections are the single source of the keys: checks (`parsing`), dotted names (`layers`), the listing
+(`io.describe_keys`) and the table in docs/interface.md are derived from them. A `Config` that is constructed directly
+is not checked; `paramserver.config.load_config` and ``config_from_mapping`` check.
 """
+
+# ruff: noqa: RUF009 - key() and section() make dataclass fields
 
 from __future__ import annotations
 
@@ -17,10 +19,10 @@ from paramserver.config.modes import MODES
 
 Kind = Literal["int", "float", "bool", "str", "mapping"]
 
-# The names from the top to a key; those of free dictionaries need not be text until they are checked.
+# The names from the top level to a key. Names in free dictionaries are arbitrary objects until they are checked.
 KeyPath = tuple[Any, ...]
 
-NOUNS: dict[Kind, str] = {
+KIND_NAMES: dict[Kind, str] = {
     "int": "a whole number",
     "float": "a number",
     "bool": "true or false",
@@ -34,12 +36,17 @@ class Rule:
     """The values that a key accepts.
 
     Args:
-        kind: the type. A bool is no number; a whole number is a float as well, and 1e6 is a whole number.
+        kind: the type. A bool is not a number; an int is accepted as a float, and 1e6 is accepted as an int.
         nullable: null is accepted.
-        choices: the words that a text may be; empty = any.
-        minimum, maximum: bounds of a number, included.
-        above: bound of a number, excluded.
-        pattern: a regular expression that the whole text matches, said in words by `form` and shown by `example`.
+        choices: the accepted strings; empty = any.
+        minimum, maximum: inclusive bounds of a number.
+        above: exclusive lower bound of a number.
+        pattern: a regular expression that the whole string must match; `form` describes it and `example` matches it.
+
+    Example::
+
+        >>> Rule("int", minimum=1, nullable=True).describe()
+        'a positive whole number, or null'
     """
 
     kind: Kind
@@ -52,20 +59,54 @@ class Rule:
     form: str = ""
     example: str = ""
 
-    def wanted(self) -> str:
-        """Say the rule in a few words: "a positive whole number, or null"."""
-        return self._wanted() + (", or null" if self.nullable else "")
-
-    def _wanted(self) -> str:
+    def describe(self) -> str:
+        """Describe the rule in a few words, for messages and for the table of keys."""
+        noun = KIND_NAMES[self.kind]
         if self.choices:
-            return f"one of {', '.join(self.choices)}"
-        if self.minimum is not None and self.maximum is not None:
-            return f"{NOUNS[self.kind]} from {format_value(self.minimum)} to {format_value(self.maximum)}"
-        if self.minimum == 1 or self.above == 0:
-            return NOUNS[self.kind].replace("a ", "a positive ")
-        if self.minimum == 0:
-            return NOUNS[self.kind].replace("a ", "0 or a positive ")
-        return self.form or NOUNS[self.kind]
+            text = f"one of {', '.join(self.choices)}"
+        elif self.minimum is not None and self.maximum is not None:
+            text = f"{noun} from {format_value(self.minimum)} to {format_value(self.maximum)}"
+        elif self.minimum == 1 or self.above == 0:
+            text = noun.replace("a ", "a positive ")
+        elif self.minimum == 0:
+            text = noun.replace("a ", "0 or a positive ")
+        else:
+            text = self.form or noun
+        return text + (", or null" if self.nullable else "")
+
+
+def format_value(value: Any, limit: int | None = None, depth: int = 4) -> str:
+    """Format a value as YAML on one line, truncated to ``limit`` characters and ``depth`` levels of nesting."""
+    if value is None or isinstance(value, bool):
+        line = {None: "null", True: "true", False: "false"}[value]
+    elif isinstance(value, str):
+        line = value if value and value.isprintable() and value == value.strip() else repr(value)
+    elif isinstance(value, (Mapping, list, tuple)):
+        line = _format_nested(value, depth)
+    else:
+        line = str(value)
+    return line if limit is None or len(line) <= limit else line[: limit - 3] + "..."
+
+
+def _format_nested(value: Any, depth: int) -> str:
+    if depth == 0:
+        return "..."
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{format_value(k)}: {format_value(v, depth=depth - 1)}" for k, v in value.items()) + "}"
+    return "[" + ", ".join(format_value(v, depth=depth - 1) for v in value) + "]"
+
+
+def closest_match(word: str, known: Sequence[str]) -> str | None:
+    """Return the known word that is most similar to ``word``; None where none is similar."""
+    return next(iter(difflib.get_close_matches(word, known, n=1, cutoff=0.6)), None)
+
+
+def origin_prefix(origin: str) -> str:
+    """Return the beginning of a message: the place where the value was given, if it is known."""
+    return f"{origin}: " if origin else ""
+
+
+# Constructors of rules and fields.
 
 
 def integer(minimum: int, maximum: int | None = None, *, nullable: bool = False) -> Rule:
@@ -80,69 +121,36 @@ def boolean() -> Rule:
     return Rule("bool")
 
 
-def one_of(*words: str) -> Rule:
-    return Rule("str", choices=words)
+def one_of(*choices: str) -> Rule:
+    return Rule("str", choices=choices)
 
 
 def string(pattern: str = "", form: str = "", example: str = "", *, nullable: bool = False) -> Rule:
     return Rule("str", nullable=nullable, pattern=pattern, form=form, example=example)
 
 
-def mapping(*, nullable: bool = False) -> Rule:
-    return Rule("mapping", nullable=nullable)
+def mapping() -> Rule:
+    return Rule("mapping")
 
 
 REQUIRED: Any = dataclasses.MISSING
 
 
 def key(default: Any, rule: Rule, help: str) -> Any:
-    """Make a dataclass field that is a config key; a ``default`` of ``REQUIRED`` means none."""
+    """Return a dataclass field for a config key; ``REQUIRED`` as ``default`` makes the key mandatory."""
     metadata = {"rule": rule, "help": help}
     if isinstance(default, dict):
+        # A dict is not hashable. Equal configs still have equal hashes, because fewer fields are hashed.
         return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata, hash=False)
     return dataclasses.field(default=default, metadata=metadata)
 
 
 def section(kind: type, help: str, *, nullable: bool = False) -> Any:
-    """Make a dataclass field that is a section of keys; a nullable one is null until one of its keys is given."""
+    """Return a dataclass field for a section of keys; a nullable section is null until one of its keys is given."""
     metadata = {"section": kind, "nullable": nullable, "help": help}
     if nullable:
         return dataclasses.field(default=None, metadata=metadata)
     return dataclasses.field(default_factory=kind, metadata=metadata)
-
-
-def format_value(value: Any, limit: int | None = None, depth: int = 4) -> str:
-    """Write a value as YAML would, on one line, cut after ``limit`` characters."""
-    if value is None or isinstance(value, bool):
-        line = {None: "null", True: "true", False: "false"}[value]
-    elif isinstance(value, str):
-        line = value if value and value.isprintable() and value == value.strip() else repr(value)
-    elif isinstance(value, (Mapping, list, tuple)):
-        line = _show_nested(value, depth)
-    else:
-        line = str(value)
-    return line if limit is None or len(line) <= limit else line[: limit - 3] + "..."
-
-
-def _show_nested(value: Any, depth: int) -> str:
-    if depth == 0:
-        return "..."
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{format_value(k)}: {format_value(v, depth=depth - 1)}" for k, v in value.items()) + "}"
-    return "[" + ", ".join(format_value(v, depth=depth - 1) for v in value) + "]"
-
-
-def closest_match(word: str, known: Sequence[str]) -> str | None:
-    """Find the known word that ``word`` was probably meant to be."""
-    return next(iter(difflib.get_close_matches(word, known, n=1, cutoff=0.6)), None)
-
-
-def origin_prefix(origin: str) -> str:
-    """Begin a message with the place where the value was given."""
-    return f"{origin}: " if origin else ""
-
-
-# ruff: noqa: RUF009 - key() and section() make dataclass fields
 
 
 _CLASS = string(
@@ -152,23 +160,28 @@ _HOST = string(r"\S+", "a host name or address", "127.0.0.1")
 _INTERFACE = string(r"\S+", "the name of a network interface", "eth0", nullable=True)
 _FOLDER = string(r"(?!\.{1,2}$)[^/\0\n]+", "the plain name of a folder, without /", "digits-1", nullable=True)
 
-
 # The kinds of a family, as the config names them. A test compares each with the registry that builds the objects.
 CONSISTENCIES = ("sync", "bounded", "async")
 BUFFERS = ("fifo", "firo", "reservoir")
 
-# Two defaults wait for their feature: cluster.max_restarts (to be 3) and server.on_loss (to be continue).
-
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
+    """Section ``cluster``: the processes of a run and how they find each other.
+
+    Example::
+
+        >>> ClusterConfig(num_trainers=4).num_servers
+        1
+    """
+
     num_servers: int = key(1, integer(1), "parameter servers; rpc only")
     num_trainers: int = key(2, integer(1), "trainers, where the world size is not given otherwise")
     master_addr: str = key("127.0.0.1", _HOST, "host of rank 0")
     master_port: int = key(0, integer(0, 65535), "0 = a free port (all ranks on this machine), 29500 otherwise")
     interface: str | None = key(None, _INTERFACE, "null = loopback when all ranks are on this machine")
     backend: str = key("auto", one_of("auto", "gloo", "nccl"), "backend of ddp")
-    timeout_s: float = key(60.0, positive_number(), "bounds every wait that has no key of its own, in seconds")
+    timeout_s: float = key(60.0, positive_number(), "limit of every wait that no other key limits, in seconds")
     max_restarts: int = key(0, integer(0), "restarts per rank by the local supervisor")
     elastic: bool = key(False, boolean(), "rpc: trainers beyond the first world may join a running job")
     token_file: str | None = key(None, string(nullable=True), "file with the job token of joiners")
@@ -176,13 +189,29 @@ class ClusterConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceConfig:
+    """Section ``device``: where tensors live.
+
+    Example::
+
+        >>> DeviceConfig(kind="cpu").num_gpus is None
+        True
+    """
+
     kind: str = key("auto", one_of("auto", "cpu", "cuda"), "device of the trainers")
     server: str = key("auto", one_of("auto", "cpu", "cuda"), "device where the parameters live")
-    num_gpus: int | None = key(None, integer(0, nullable=True), "GPUs that one process may spread its model over")
+    num_gpus: int | None = key(None, integer(0, nullable=True), "GPUs of one process")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
+    """Section ``training``: limits, batches and validation. The first limit that is reached ends the run.
+
+    Example::
+
+        >>> TrainingConfig(max_steps=100).batch_size
+        32
+    """
+
     max_epochs: int | None = key(None, integer(1, nullable=True), "limit: passes over a map-style source")
     max_steps: int | None = key(None, integer(1, nullable=True), "limit: global steps, exact")
     max_samples: int | None = key(None, integer(1, nullable=True), "limit: samples applied, over all trainers")
@@ -193,30 +222,41 @@ class TrainingConfig:
     batch_size: int = key(32, integer(1), "samples per trainer and batch")
     validation_batch_size: int | None = key(None, integer(1, nullable=True), "null = batch_size")
     accumulate_batches: int = key(1, integer(1), "batches of each trainer per global step")
-    clip_grad_norm: float | None = key(None, positive_number(nullable=True), "largest norm of all gradients of a step")
+    clip_grad_norm: float | None = key(
+        None, positive_number(nullable=True), "upper bound of the gradient norm of a step"
+    )
     precision: str = key("float32", one_of("float32", "bfloat16"), "bfloat16 = autocast")
     validate_every: int = key(100, integer(0), "global steps; 0 = at the end only")
     uneven_inputs: str = key(
-        "stop", one_of("stop", "join"), "stop = all stop when one trainer has no data; join = every trainer drains"
+        "stop", one_of("stop", "join"), "stop = all trainers stop when one has no data; join = each trainer drains"
     )
-    loader_workers: int = key(0, integer(0), "processes that decode samples of a map-style source")
+    loader_workers: int = key(0, integer(0), "worker processes that load samples of a map-style source")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    consistency: str = key("sync", one_of(*CONSISTENCIES), "who may go on when")
-    staleness_bound: int = key(4, integer(0), "bounded: clocks that a trainer may start ahead of the slowest")
-    backup_trainers: int = key(0, integer(0), "sync: an update goes on without the slowest ones, so many")
+    """Section ``server``: the parameter servers. Only mode rpc uses it.
+
+    Example::
+
+        >>> server = ServerConfig(consistency="bounded", bucket_mb=1)
+        >>> server.shares_memory
+        True
+        >>> server.bucket_bytes
+        1048576
+    """
+
+    consistency: str = key("sync", one_of(*CONSISTENCIES), "when an update is applied and which trainers wait")
+    staleness_bound: int = key(4, integer(0), "bounded: steps that a trainer may be ahead of the slowest one")
+    backup_trainers: int = key(0, integer(0), "sync: number of slowest trainers that an update does not wait for")
     stale_scaling: str = key("none", one_of("none", "inverse"), "inverse = gradient / (1 + staleness)")
     compute: str = key("trainer", one_of("trainer", "server"), "where the forward runs")
     transport: str = key("auto", one_of("auto", "rpc", "shared_memory"), "how tensors travel")
-    wire_dtype: str = key("float32", one_of("float32", "bfloat16", "float16"), "type of what travels over rpc")
-    bucket_mb: float = key(
-        4.0, positive_number(), "gradients leave over rpc in groups of so many MB, while backward goes on"
-    )
-    heartbeat_s: float = key(1.0, positive_number(), "seconds between the signs of life of a trainer")
-    lost_after_s: float = key(5.0, positive_number(), "seconds of silence after which a trainer is lost")
-    on_loss: str = key("fail", one_of("continue", "rollback", "fail"), "rpc: what follows when a trainer is lost")
+    wire_dtype: str = key("float32", one_of("float32", "bfloat16", "float16"), "type of tensors in RPC messages")
+    bucket_mb: float = key(4.0, positive_number(), "over rpc, size in MB of the gradient buckets sent during backward")
+    heartbeat_s: float = key(1.0, positive_number(), "seconds between two heartbeats of a trainer")
+    lost_after_s: float = key(5.0, positive_number(), "seconds without a heartbeat after which a trainer is lost")
+    on_loss: str = key("fail", one_of("continue", "rollback", "fail"), "rpc: reaction to the loss of a trainer")
 
     @property
     def bucket_bytes(self) -> float:
@@ -224,17 +264,27 @@ class ServerConfig:
 
     @property
     def shares_memory(self) -> bool:
-        """Whether parameters may travel through memory where both ends are on one host."""
+        """Whether a trainer on the server's host may use shared memory instead of RPC messages."""
         return self.transport in ("auto", "shared_memory") and self.compute == "trainer"
 
 
 @dataclass(frozen=True, kw_only=True)
 class DdpConfig:
+    """Section ``ddp``: arguments of DistributedDataParallel. Other modes ignore it.
+
+    Example::
+
+        >>> DdpConfig(comm_hook="bf16").static_graph
+        False
+    """
+
     find_unused_parameters: bool = key(False, boolean(), "see DistributedDataParallel")
     static_graph: bool = key(False, boolean(), "see DistributedDataParallel")
     gradient_as_bucket_view: bool = key(True, boolean(), "see DistributedDataParallel")
     bucket_cap_mb: float | None = key(
-        None, positive_number(nullable=True), "null = 25, and 1 for the first bucket, so that it starts early"
+        None,
+        positive_number(nullable=True),
+        "null = 25, and 1 for the first bucket, so that communication starts early",
     )
     comm_hook: str = key("none", one_of("none", "fp16", "bf16", "powersgd"), "compression of the gradients")
     extra: dict[str, Any] = key({}, mapping(), "further arguments of DistributedDataParallel")
@@ -242,59 +292,97 @@ class DdpConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class BufferConfig:
+    """Section ``buffer``: the samples that each trainer holds.
+
+    Example::
+
+        >>> BufferConfig(kind="reservoir").capacity
+        4096
+    """
+
     kind: str = key("fifo", one_of(*BUFFERS), "order in which samples are served")
     capacity: int = key(4096, integer(1), "samples per trainer")
     watermark: int = key(0, integer(0), "samples held before the first get")
-    pseudo_epochs: int = key(1, integer(1), "fifo, firo: every sample is served so often")
+    pseudo_epochs: int = key(1, integer(1), "fifo, firo: times that each sample is served")
     max_bytes: int | None = key(None, integer(1, nullable=True), "a second capacity, in bytes")
     min_new_per_batch: int = key(0, integer(0), "reservoir: unseen samples per batch while data still arrives")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationsConfig:
+    """Section ``simulations``: online training. It is null where samples come from a data set or an iterable.
+
+    Example::
+
+        >>> SimulationsConfig(function="simulate.py:simulate", count=100).at_once
+        1
+    """
+
     command: str | None = key(
         None,
         string(nullable=True),
-        "starts one simulation; {simulation} and names of parameters are filled in",
+        "starts one simulation; {simulation} and parameter names are replaced by values",
     )
-    function: str | None = key(None, _CLASS, "the same, a Python function of (parameters, client)")
-    count: int | None = key(None, integer(1, nullable=True), "simulations in all; null = until somebody says the last")
+    function: str | None = key(None, _CLASS, "instead of command: a Python function of (parameters, client)")
+    count: int | None = key(None, integer(1, nullable=True), "simulations in total; null = until a client calls finish")
     at_once: int = key(1, integer(1), "simulations that run at the same time")
-    steps: int | None = key(None, integer(1, nullable=True), "samples of each simulation; null = not known")
-    fields: dict[str, Any] = key({}, mapping(), "of a sample: {name: [sizes]} or {name: {shape, dtype, finite}}")
-    parameters: dict[str, Any] = key({}, mapping(), "what a simulation is given: {name: [low, high]}")
-    sampler: str = key("uniform", string(), "uniform | lhs | halton | module:Class of your own")
-    group_size: int = key(
-        1, integer(1, 65535), "processes of one simulation, each of which sends a part of each sample"
+    steps: int | None = key(None, integer(1, nullable=True), "samples of each simulation; null = unknown")
+    fields: dict[str, Any] = key({}, mapping(), "fields of a sample: {name: [sizes]} or {name: {shape, dtype, finite}}")
+    parameters: dict[str, Any] = key({}, mapping(), "input parameters of a simulation: {name: [low, high]}")
+    sampler: str = key("uniform", string(), "uniform | lhs | halton | module:Class of a custom sampler")
+    group_size: int = key(1, integer(1, 65535), "processes of one simulation; each sends a part of each sample")
+    deal: str = key("round_robin", one_of("round_robin", "simulation"), "how samples are assigned to trainers")
+    address: str = key(
+        "127.0.0.1", _HOST, "host where clients connect to rank 0; trainers listen on the interface towards it"
     )
-    deal: str = key("round_robin", one_of("round_robin", "simulation"), "which trainer gets a sample")
-    address: str = key("127.0.0.1", _HOST, "where clients reach rank 0; trainers listen on the way to it")
-    port: int = key(0, integer(0, 65535), "of rank 0 for clients; 0 = a free one")
-    keys: str | None = key(
-        None, string(nullable=True), "folder of keys made by paramserver keys; needed beyond loopback"
-    )
-    window: int = key(64, integer(1), "samples on their way from one process to one trainer")
-    timeout_s: float = key(60.0, positive_number(), "silence after which a simulation is started again")
-    max_restarts: int = key(2, integer(0), "starts again of one simulation, before another takes its place")
+    port: int = key(0, integer(0, 65535), "port of rank 0 for clients; 0 = a free port")
+    keys: str | None = key(None, string(nullable=True), "folder made by paramserver keys; required beyond loopback")
+    window: int = key(64, integer(1), "unacknowledged samples from one process to one trainer")
+    timeout_s: float = key(60.0, positive_number(), "seconds without a message after which a simulation is restarted")
+    max_restarts: int = key(2, integer(0), "restarts of one simulation before another one replaces it")
     launcher: str = key("auto", one_of("auto", "local", "srun"), "auto = srun inside a SLURM allocation")
 
 
 @dataclass(frozen=True, kw_only=True)
 class BestConfig:
+    """Section ``checkpoint.best``: the validation metric that decides which checkpoint is the best.
+
+    Example::
+
+        >>> BestConfig(metric="accuracy").mode
+        'max'
+    """
+
     metric: str = key(REQUIRED, string(), "the name of a value that validation_step returns")
     mode: str = key("max", one_of("min", "max"), "whether the smallest or the largest value is the best")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
+    """Section ``checkpoint``: what is saved, and when.
+
+    Example::
+
+        >>> CheckpointConfig(every=500).keep
+        3
+    """
+
     every: int | None = key(None, integer(0, nullable=True), "global steps; null = validate_every; 0 = at the end only")
-    keep: int = key(3, integer(1), "newest checkpoints that are kept")
-    best: BestConfig | None = section(BestConfig, "the best checkpoint is kept too", nullable=True)
-    background: bool = key(True, boolean(), "write while training goes on")
+    keep: int = key(3, integer(1), "number of newest checkpoints that are kept")
+    best: BestConfig | None = section(BestConfig, "also keep the best checkpoint", nullable=True)
+    background: bool = key(True, boolean(), "write while training continues")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
+    """Section ``logging``: what is recorded, and where.
+
+    Example::
+
+        >>> LoggingConfig(name="digits-1").run_dir
+        'runs'
+    """
+
     run_dir: str = key("runs", string(), "folder of the runs")
     name: str | None = key(None, _FOLDER, "null = <task>-<mode>-<time>")
     log_every: int = key(10, integer(1), "global steps between two records")
@@ -304,26 +392,33 @@ class LoggingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Everything that a run was told. Equal configs describe the same run."""
+    """The effective configuration of a run. Equal configs describe the same run.
 
-    task: str | None = key(None, _CLASS, "required: what is trained")
+    Example::
+
+        >>> config = Config(task="task.py:Sine", mode="local", training=TrainingConfig(max_steps=10))
+        >>> config.training.max_steps, config.buffer.kind
+        (10, 'fifo')
+    """
+
+    task: str | None = key(None, _CLASS, "required: the class of the task")
     task_args: dict[str, Any] = key({}, mapping(), "keyword arguments of the task's class")
-    trainer: str | None = key(None, _CLASS, "a trainer of your own; null = the mode's")
+    trainer: str | None = key(None, _CLASS, "a custom trainer; null = the trainer of the mode")
     mode: str = key("rpc", one_of(*MODES), "how the ranks share the work")
     seed: int = key(0, integer(0, 2**63 - 1), "seed of every random number")
     init_from: str | None = key(None, string(nullable=True), "weights to start from: a model.pt or a run")
-    cluster: ClusterConfig = section(ClusterConfig, "processes and how they meet")
+    cluster: ClusterConfig = section(ClusterConfig, "processes and how they find each other")
     device: DeviceConfig = section(DeviceConfig, "where tensors live")
     training: TrainingConfig = section(TrainingConfig, "limits and batches; the first limit reached ends the run")
     server: ServerConfig = section(ServerConfig, "parameter servers; rpc only")
     ddp: DdpConfig = section(DdpConfig, "DistributedDataParallel; ddp only")
     buffer: BufferConfig = section(BufferConfig, "samples held per trainer")
     simulations: SimulationsConfig | None = section(
-        SimulationsConfig, "online training: who produces samples", nullable=True
+        SimulationsConfig, "online training: the producers of samples", nullable=True
     )
     checkpoint: CheckpointConfig = section(CheckpointConfig, "what is saved, and when")
     logging: LoggingConfig = section(LoggingConfig, "what is recorded, and where")
 
     def to_mapping(self) -> dict[str, Any]:
-        """Return a nested dict of plain values, of its own: ``config_from_mapping`` gives this config back."""
+        """Return a nested dict of plain values, as a copy; ``config_from_mapping`` turns it into an equal config."""
         return dataclasses.asdict(self)

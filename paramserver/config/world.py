@@ -1,4 +1,4 @@
-"""Who does what: the ranks of a world by the table of modes."""
+"""The world of a run: its size, and the role of each rank, derived from the config and the table of modes."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -11,7 +11,13 @@ from paramserver.errors import UnsupportedConfiguration
 
 @dataclass(frozen=True)
 class Role:
-    """What one rank is. Exactly one of the two indices is a number."""
+    """The role of one rank. Exactly one of the two indices is set.
+
+    Example::
+
+        >>> str(Role(2, "trainer", trainer_index=1))
+        'trainer 1'
+    """
 
     global_rank: int
     kind: Literal["server", "trainer"]
@@ -24,40 +30,84 @@ class Role:
 
 
 def mode_of(config: Config) -> Mode:
+    """Return the mode of a run.
+
+    Example::
+
+        >>> mode_of(Config(mode="local")).single_process
+        True
+    """
     return MODES[config.mode]
 
 
 def server_computes(config: Config) -> bool:
-    """Whether the model's forward runs on a server."""
+    """Whether the forward of the model runs on the server.
+
+    Example::
+
+        >>> server_computes(Config())
+        False
+    """
     return mode_of(config).has_servers and config.server.compute == "server"
 
 
 def trainer_of(config: Config) -> str:
-    """The "module:Class" of the run's trainer."""
+    """Return the "module:Class" of the trainer of a run.
+
+    Example::
+
+        >>> trainer_of(Config(mode="ddp"))
+        'trainers:DdpTrainer'
+    """
     mode = mode_of(config)
     return config.trainer or (mode.served_trainer_class if server_computes(config) else mode.trainer_class)
 
 
 def num_servers_of(config: Config) -> int:
+    """Return the number of parameter servers of a run.
+
+    Example::
+
+        >>> num_servers_of(Config()), num_servers_of(Config(mode="ddp"))
+        (1, 0)
+    """
     return config.cluster.num_servers if mode_of(config).has_servers else 0
 
 
 def num_trainers_of(config: Config) -> int:
+    """Return the number of trainers of a run.
+
+    Example::
+
+        >>> num_trainers_of(Config())
+        2
+    """
     return world_size_of(config) - num_servers_of(config)
 
 
 def world_size_of(config: Config) -> int:
-    """Count the ranks of the run where the world size is given by the config alone."""
+    """Return the number of ranks of a run that the config asks for.
+
+    Example::
+
+        >>> world_size_of(Config()), world_size_of(Config(mode="local"))
+        (3, 1)
+    """
     if mode_of(config).single_process:
         return 1
     return num_servers_of(config) + config.cluster.num_trainers
 
 
 def with_world_size(config: Config, world_size: int) -> Config:
-    """Fit the config to a world of this size: the ranks that are no servers are its trainers.
+    """Return the config for a world of this size: all ranks that are not servers are trainers.
 
     Raises:
-        UnsupportedConfiguration: the mode cannot run in such a world.
+        UnsupportedConfiguration: the mode cannot run with this world size.
+
+    Example::
+
+        >>> with_world_size(Config(), 5).cluster.num_trainers
+        4
     """
     _check_world(config, world_size)
     if mode_of(config).single_process:
@@ -67,10 +117,15 @@ def with_world_size(config: Config, world_size: int) -> Config:
 
 
 def roles(config: Config, world_size: int) -> list[Role]:
-    """List the role of each rank, by global rank: servers first, then trainers.
+    """Return the role of each rank, by global rank: servers first, then trainers.
 
     Raises:
-        UnsupportedConfiguration: the mode cannot run in such a world.
+        UnsupportedConfiguration: the mode cannot run with this world size.
+
+    Example::
+
+        >>> [str(role) for role in roles(Config(), 3)]
+        ['server 0', 'trainer 0', 'trainer 1']
     """
     _check_world(config, world_size)
     servers = num_servers_of(config)

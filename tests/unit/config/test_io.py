@@ -195,7 +195,7 @@ def test_ranges_come_before_versions():
         ({"buffer": {"min_new_per_batch": 33, "kind": "reservoir"}}, "buffer.min_new_per_batch (33) must be at most "
          "training.batch_size (32); lower the former"),
         ({"buffer": {"pseudo_epochs": 2, "kind": "reservoir"}}, "buffer.pseudo_epochs (2) must be 1 with the "
-         "reservoir, which repeats samples by itself; set it to 1 or choose fifo or firo"),
+         "reservoir, which repeats samples until they are evicted; set it to 1 or choose fifo or firo"),
         ({"server": {"heartbeat_s": 2, "lost_after_s": 2}}, "server.lost_after_s (2.0) must be above "
          "server.heartbeat_s (2.0), or every trainer counts as lost; raise it or lower the other"),
     ],
