@@ -4,10 +4,11 @@ import signal
 import sys
 from importlib.util import find_spec
 
+import launching
 import pytest
-from forkserver import Nest
-from launching import Finished, environment, write_config
-from leaks import Snapshot
+from forkserver import close_shared_server
+from launching import FinishedRun, write_config
+from leaks import ProcessSnapshot
 
 from tests.measure.look_at_report import NOT_THERE, find_chromium
 
@@ -21,7 +22,7 @@ def pytest_report_header():
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind():
-    before = Snapshot.take()
+    before = ProcessSnapshot.take()
     yield
     left = before.leaks()
     before.restore_environ()
@@ -29,17 +30,22 @@ def nothing_left_behind():
         pytest.fail(f"this test left behind: {'; '.join(left)}", pytrace=False)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _close_fork_server():
+    yield
+    close_shared_server()
+
+
 @pytest.fixture(scope="session")
-def nest():
-    """Where runs are forked from."""
-    with Nest(environment()) as nest:
-        yield nest
+def fork_server():
+    """The process that runs are forked from."""
+    return launching.fork_server()
 
 
 @pytest.fixture
 def own_environ(nothing_left_behind):
     """For tests of what writes to the environment on purpose: it is put back before anybody looks."""
-    before = Snapshot.take()
+    before = ProcessSnapshot.take()
     yield
     before.restore_environ()
 
@@ -62,7 +68,7 @@ def call(capsys, monkeypatch, own_environ):
             for number, handler in handlers.items():
                 signal.signal(number, handler)
         out, err = capsys.readouterr()
-        return Finished(code, out + err, run_dir)
+        return FinishedRun(code, out + err, run_dir)
 
     return called
 

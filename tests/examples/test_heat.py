@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from example_modules import EXAMPLES, load_example
-from launching import Finished
+from launching import FinishedRun
 
 from paramserver import Partition
 from paramserver.config import load_config
@@ -370,13 +370,13 @@ def test_cases_take_turns(heat):
 
 
 @pytest.fixture
-def launched(nest, tmp_path):
+def launched(fork_server, tmp_path):
     """Starts a run in ``tmp_path`` and waits for its end."""
 
     def start(*words, **values):
         values |= {"logging.run_dir": tmp_path / "runs", "logging.name": "run", "logging.tensorboard": False}
         flags = [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
-        return Finished(*nest.run([*words, *flags], tmp_path, timeout_s=90), tmp_path / "runs" / "run")
+        return FinishedRun(*fork_server.run([*words, *flags], tmp_path, timeout_s=90), tmp_path / "runs" / "run")
 
     return start
 

@@ -17,8 +17,8 @@ import pytest
 import torch
 from example_modules import load_example
 from filelock import FileLock
-from http_mirror import Mirror, nobody
-from launching import Finished, command, environment
+from http_mirror import HttpMirror, closed_address
+from launching import FinishedRun, command, environment
 from torch.nn import functional as F
 
 import paramserver
@@ -206,7 +206,7 @@ def visible(folder):
 def test_missing_files_are_downloaded_once_and_only_these(example, tmp_path, archives):
     served, checksums = archives
     write(tmp_path / "deep" / "folder", {NAMES[1]: contents()[NAMES[1]]})
-    with Mirror(served) as mirror:
+    with HttpMirror(served) as mirror:
         for _ in range(2):
             paths = example.download.provide(tmp_path / "deep" / "folder", mirrors=[mirror.url], checksums=checksums)
             assert sorted(paths) == sorted(NAMES)
@@ -224,8 +224,8 @@ def test_a_plain_file_comes_before_its_gz(example, tmp_path):
 def test_the_next_mirror_is_tried(example, tmp_path, archives):
     served, checksums = archives
     wrong = {name: content[:-1] for name, content in served.items()}
-    address, kept = nobody()
-    with kept, Mirror(wrong) as cut, Mirror({}) as empty, Mirror(served) as right:
+    address, kept = closed_address()
+    with kept, HttpMirror(wrong) as cut, HttpMirror({}) as empty, HttpMirror(served) as right:
         mirrors = [address, empty.url, cut.url, right.url]
         found = example.download.provide(tmp_path, mirrors=mirrors, checksums=checksums)
     assert len(empty.asked) == len(cut.asked) == len(right.asked) == 4
@@ -250,24 +250,24 @@ def refused(example, folder, **arguments):
 @pytest.mark.parametrize("change", [lambda c: c[:-1], lambda c: c + b"\0", lambda c: b"\0" + c[1:]])
 def test_what_has_another_checksum_does_not_stay(example, tmp_path, archives, change):
     served, checksums = archives
-    with Mirror({name: change(content) for name, content in served.items()}) as mirror:
+    with HttpMirror({name: change(content) for name, content in served.items()}) as mirror:
         message = refused(example, tmp_path, mirrors=[mirror.url], checksums=checksums)
     assert f"{mirror.url}{NAMES[0]}.gz: the SHA-256 must be {checksums[NAMES[0]]}, and is " in message
     assert len(mirror.asked) == 1  # the run cannot go on without the first; the others are not asked for
 
 
 def test_a_download_has_a_deadline(example, tmp_path, archives):
-    with Mirror(dict.fromkeys(archives[0])) as endless:
+    with HttpMirror(dict.fromkeys(archives[0])) as endless:
         message = refused(example, tmp_path, mirrors=[endless.url], timeout_s=0.2)
     assert "the time for the download is over" in message
-    with Mirror(archives[0], patience_s=5.0) as silent:
+    with HttpMirror(archives[0], patience_s=5.0) as silent:
         message = refused(example, tmp_path, mirrors=[silent.url], timeout_s=0.2)
         silent.second.set()
     assert f"{NAMES[0]}.gz: timed out)" in message
 
 
 def test_without_files_and_network_one_sentence_says_what_to_do(example, tmp_path):
-    address, kept = nobody()
+    address, kept = closed_address()
     with kept:
         assert "Connection refused" in refused(example, tmp_path / "none", mirrors=[address])
     assert "no mirror gave" in refused(example, tmp_path / "none", mirrors=[])
@@ -303,7 +303,7 @@ print(len(provide(Path(folder), mirrors=[mirror], checksums=json.loads(checksums
 def test_of_several_processes_one_downloads(tmp_path, archives):
     served, checksums = archives
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(EXAMPLE), str(ROOT)])}
-    with Mirror(served, patience_s=0.5) as mirror:
+    with HttpMirror(served, patience_s=0.5) as mirror:
         asking = [sys.executable, "-c", ASK, str(tmp_path), mirror.url, json.dumps(checksums)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         processes = [subprocess.Popen(asking, env=environ, **pipes) for _ in range(3)]
@@ -335,7 +335,7 @@ def launch(folder, *flags, **values):
         cwd=folder,
         check=False,
     )
-    return Finished(done.returncode, done.stdout + done.stderr, folder / "runs" / "run")
+    return FinishedRun(done.returncode, done.stdout + done.stderr, folder / "runs" / "run")
 
 
 @pytest.mark.processes
@@ -361,7 +361,7 @@ def test_the_example_learns_in_local(example, tmp_path):
 
 @pytest.mark.processes
 def test_a_run_without_files_ends_with_one_sentence(tmp_path):
-    address, kept = nobody()
+    address, kept = closed_address()
     with kept:
         finished = launch(tmp_path, "--mode", "ddp", **{"task_args.mirrors": [address]})
     assert finished.code == 2, finished.output

@@ -9,11 +9,11 @@ TASKS = Path(__file__).with_name("invalid_tasks.py")
 EVERY_3 = {"training": {"max_steps": 9, "validate_every": 0}, "checkpoint": {"every": 3, "background": False}}
 
 
-def bad(name):
+def invalid_task(name):
     return f"{TASKS}:{name}"
 
 
-def refusal(finished, code=2):
+def error_message(finished, code=2):
     """The one message that ended a run."""
     assert finished.code == code, finished.output
     assert finished.output.count("error: ") == 1, finished.output
@@ -22,7 +22,7 @@ def refusal(finished, code=2):
     return message
 
 
-def contents(folder):
+def file_contents(folder):
     """Every file below, but the lock, which is never removed."""
     return {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != ".lock"}
 
@@ -32,11 +32,11 @@ def has_table(output):
     return re.search(r"^status +\w+\n", output, re.MULTILINE) is not None
 
 
-def temporaries(folder):
+def temporary_files(folder):
     return [path for path in folder.rglob("*") if path.name.startswith(".") and path.name != ".lock"]
 
 
-def ways_to_read(run_dir, call, capsys):
+def readers_of(run_dir, call, capsys):
     """What each of the programs says that read a run's folder."""
 
     def evaluated():
@@ -48,21 +48,21 @@ def ways_to_read(run_dir, call, capsys):
         yield lambda given=given: ((finished := call(run_dir, "--resume", given)).code, finished.output)
 
 
-def refused_by_all(run_dir, call, capsys, said, ways=slice(None)):
-    for way in list(ways_to_read(run_dir, call, capsys))[ways]:
-        before = contents(run_dir)
+def assert_readers_refuse(run_dir, call, capsys, said, ways=slice(None)):
+    for way in list(readers_of(run_dir, call, capsys))[ways]:
+        before = file_contents(run_dir)
         code, output = way()
         message = output.partition("error: ")[2]
         assert (code, message.count("\n")) == (2, 1), output
         assert re.match(said, message), message
-        assert contents(run_dir) == before
+        assert file_contents(run_dir) == before
 
 
-def failed_with(finished, said, checkpoints, steps):
+def assert_failed_with(finished, said, checkpoints, steps):
     """The run failed with this message, and what it had until then is there."""
     assert finished.summary["status"] == "failed"
     assert said in finished.summary["error"]
     assert finished.summary["steps"] == steps
     assert finished.checkpoints == [f"step-{step:08d}" for step in checkpoints]
     assert finished.summary["checkpoint"] == (finished.checkpoints[-1] if checkpoints else None)
-    assert temporaries(finished.run_dir) == []
+    assert temporary_files(finished.run_dir) == []

@@ -38,7 +38,7 @@ def result(case="rpc, 2 trainers", repeat=0, speed=1000.0, **fields):
         "samples_per_second": speed,
         "per_trainer": (speed / trainers,) * trainers,
         "per_process": speed / (trainers + 1),
-        "step_ms": histogram.milliseconds(),
+        "step_ms": histogram.summary_ms(),
         "step_bins": histogram.bins,
         "phases_ms": {**{name: share * step_ms for name, share in SHARES.items()}, "hidden": 0.1 * step_ms},
         "wire_bytes_per_step": 4.8e6,

@@ -1,10 +1,12 @@
-"""Runs whose processes are forked from one that has imported everything: real ranks, without their seconds of start.
+"""Starts runs by fork instead of exec: real ranks, without the 3 to 4 seconds in which each imports torch.
 
-A run is started as by ``python -m paramserver.launch``, supervisor and all; only its processes are made by fork in
-place of exec. What is forked has imported torch and used nothing of it.
+The fork server is a process that has imported everything a rank needs and has used none of it. A run starts as under
+``python -m paramserver.launch``: the fork server forks a supervisor, and the supervisor forks its ranks in place of
+``subprocess.Popen``. Tests of the command line itself start fresh interpreters instead.
 """
 
 import contextlib
+import itertools
 import json
 import os
 import selectors
@@ -12,24 +14,51 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from importlib import import_module
 from pathlib import Path
 
 READY = b"ready"
+# What ranks import at some time in their life. torch imports its compiler when the first optimizer is built.
+PRELOADED = (
+    "paramserver.launch",
+    "paramserver.evaluate",
+    "paramserver.runtime.rank",
+    "paramserver.runtime.supervisor",
+    "paramserver.bench.processes",
+    "paramserver.server.parameter_server",
+    "paramserver.server.model_service",
+    "paramserver.metrics.console",
+    "trainers.ddp",
+    "trainers.ddp_control",
+    "trainers.local",
+    "trainers.rpc",
+    "trainers.server_forward",
+    "numpy.random",
+    "torch._dynamo",
+    "torch.nn.parallel",
+    "torch.profiler",
+    "encodings.idna",
+)
 
 
-class Nest:
-    """The process that runs are forked from, seen from the tests. A context manager."""
+class ForkServer:
+    """The process that runs are forked from, as the tests see it. A context manager.
+
+    Args:
+        environ: the environment in which torch is imported, and that of every run that names none.
+    """
 
     def __init__(self, environ):
         self.environ = environ
+        self._numbers = itertools.count()
 
     def __enter__(self):
-        self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            command = [sys.executable, __file__, str(theirs.fileno())]
-            self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=self.environ)
+        self.socket, child_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with child_socket:
+            command = [sys.executable, __file__, str(child_socket.fileno())]
+            self.process = subprocess.Popen(command, pass_fds=[child_socket.fileno()], env=self.environ)
         self.socket.settimeout(60)
         assert self.socket.recv(100) == READY
         return self
@@ -38,51 +67,82 @@ class Nest:
         self.socket.close()
         self.process.wait(30)
 
-    def start(self, arguments, folder):
-        """Start ``paramserver.launch`` with these arguments in ``folder``."""
+    def start(self, arguments, folder, environ=None):
+        """Start ``python -m paramserver.launch`` with these arguments in ``folder``; any thread may call this."""
         reading, writing = os.pipe()
-        output = folder / f"output-{len(list(folder.glob('output-*')))}"
-        request = {"arguments": [str(a) for a in arguments], "folder": str(folder), "output": str(output)}
+        output = folder / f"output-{next(self._numbers)}"
+        request = {
+            "arguments": [str(argument) for argument in arguments],
+            "folder": str(folder),
+            "output": str(output),
+            "environ": self.environ if environ is None else environ,
+        }
         socket.send_fds(self.socket, [json.dumps(request).encode()], [writing])
         os.close(writing)
-        return Hatched(reading, output)
+        return ForkedRun(reading, output)
 
-    def run(self, arguments, folder, timeout_s=60):
-        """The same to its end: exit code and output."""
-        with self.start(arguments, folder) as hatched:
-            return hatched.wait(timeout_s), hatched.output.read_text()
+    def run(self, arguments, folder, timeout_s=60, environ=None):
+        """``start`` and wait for the end; return the exit code and the output."""
+        with self.start(arguments, folder, environ) as run:
+            return run.wait(timeout_s), run.output.read_text()
 
 
-class Hatched:
-    """A run that was started: the supervisor's pid, which leads a session of its own, and its end."""
+_lock = threading.Lock()
+_shared = None
+
+
+def shared_server(environ):
+    """The fork server of this process, which the first call starts with ``environ``."""
+    global _shared
+    with _lock:
+        if _shared is None:
+            _shared = ForkServer(environ).__enter__()
+        return _shared
+
+
+def close_shared_server():
+    global _shared
+    with _lock:
+        if _shared is not None:
+            _shared.__exit__()
+            _shared = None
+
+
+class ForkedRun:
+    """A started run. A context manager, which kills what is left of the run.
+
+    Attributes:
+        pid: of the supervisor, which leads a session with all of its ranks.
+        output: the file with what the supervisor prints.
+    """
 
     def __init__(self, reading, output):
         self.output = output
         self._reading = reading
-        self.pid = int(self._line(30))
+        self.pid = int(self._read_line(30))
 
-    def _line(self, timeout_s):
-        """The next word; an empty one after a death without a word."""
-        deadline, word = time.monotonic() + timeout_s, b""
+    def _read_line(self, timeout_s):
+        """The next line that the supervisor writes; an empty one if it died."""
+        deadline, line = time.monotonic() + timeout_s, b""
         with selectors.DefaultSelector() as selector:
             selector.register(self._reading, selectors.EVENT_READ)
-            while not word.endswith(b"\n"):
-                assert selector.select(max(deadline - time.monotonic(), 0)), f"too slow: {self._said()}"
-                if not (piece := os.read(self._reading, 1)):
+            while not line.endswith(b"\n"):
+                assert selector.select(max(deadline - time.monotonic(), 0)), f"no end in {timeout_s} s: {self._text()}"
+                if not (byte := os.read(self._reading, 1)):
                     break
-                word += piece
-        return word.decode().strip()
+                line += byte
+        return line.decode().strip()
 
-    def _said(self):
-        return self.output.read_text() if self.output.exists() else "nothing was said"
+    def _text(self):
+        return self.output.read_text() if self.output.exists() else "no output"
 
     def wait(self, timeout_s=60):
-        """The exit code; None where it was killed."""
-        word = self._line(timeout_s)
-        return int(word) if word else None
+        """The exit code; None if the supervisor was killed."""
+        line = self._read_line(timeout_s)
+        return int(line) if line else None
 
     def kill(self):
-        """kill -9 of the supervisor and of all its ranks."""
+        """Send SIGKILL to the supervisor and all ranks."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 
@@ -94,18 +154,22 @@ class Hatched:
         os.close(self._reading)
 
 
-# Inside the process that is forked from.
+# Inside the fork server and its children.
+
+# The interpreter's own: without this script's folder and PYTHONPATH.
+_foreign = {str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)}
+base_path = [folder for folder in sys.path if folder not in _foreign]
 
 
-class Forked:
-    """What the supervisor needs of ``subprocess.Popen``, for a rank that is a fork."""
+class ForkedRank:
+    """What the supervisor needs of ``subprocess.Popen``, for a rank that is a fork of it."""
 
     def __init__(self, command, *, stdin, stdout, stderr, pass_fds, env):
         assert command[1:3] == ["-m", "paramserver.launch"]
         self.returncode = None
         self.pid = os.fork()
         if self.pid == 0:
-            become(command[3:], stdout.fileno(), pass_fds, env)
+            run_rank(command[3:], stdout.fileno(), pass_fds, env)
 
     def poll(self):
         return self.returncode if self.returncode is not None else self._wait(os.WNOHANG)
@@ -116,7 +180,7 @@ class Forked:
     def _wait(self, options):
         try:
             pid, status = os.waitpid(self.pid, options)
-        except ChildProcessError:  # the other thread of the supervisor has just seen it
+        except ChildProcessError:  # another thread of the supervisor has just reaped it
             while self.returncode is None:
                 os.sched_yield()
             return self.returncode
@@ -129,56 +193,67 @@ class Forked:
             os.kill(self.pid, number)
 
 
-def become(arguments, output, kept, environ=None):
-    """Be a process of the command line from here on."""
+def adopt_environment(environ):
+    """Make this process see ``environ``, and import as ``python -m`` does: from the current folder and PYTHONPATH."""
+    os.environ.clear()
+    os.environ.update(environ)
+    sys.path[:] = [os.getcwd(), *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep)), *base_path]
+
+
+def run_rank(arguments, output, kept, environ):
+    """Be a rank until it ends. Does not return."""
     from paramserver import launch
     from paramserver.process_utils import exit_process
 
     os.dup2(output, 1)
     os.dup2(output, 2)
+    # The supervisor's descriptors do not outlive an exec: no rank may hold the pipe of another one open.
     for descriptor in sorted(int(link.name) for link in Path("/proc/self/fd").iterdir()):
         if descriptor > 2 and descriptor not in kept:
             with contextlib.suppress(OSError):
                 os.close(descriptor)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
-    if environ is not None:
-        os.environ.clear()
-        os.environ.update(environ)
+    adopt_environment(environ)
     sys.argv = ["paramserver.launch", *arguments]
     exit_process(launch.main(arguments))
 
 
-def hatch(request, told):
-    """In a fork: a supervisor, which tells its pid and its exit code."""
+def run_supervisor(request, status):
+    """Be a supervisor until it ends, and write its pid and its exit code to ``status``. Does not return."""
     from paramserver import launch, process_utils
     from paramserver.runtime import supervisor
 
     process_utils.die_with_parent()
     os.setsid()
     os.chdir(request["folder"])
+    adopt_environment(request["environ"])
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    supervisor.subprocess = type("Forking", (), {"Popen": Forked, "DEVNULL": subprocess.DEVNULL})
+    supervisor.subprocess = type("Forking", (), {"Popen": ForkedRank, "DEVNULL": subprocess.DEVNULL})
     sys.argv = ["paramserver.launch", *request["arguments"]]
     output = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    os.write(told, f"{os.getpid()}\n".encode())
+    os.write(status, f"{os.getpid()}\n".encode())
     code = 1
     try:
         code = launch.main(request["arguments"])
+    except SystemExit as error:  # argparse
+        code = error.code
     finally:
-        os.write(told, f"{code}\n".encode())
+        os.write(status, f"{code}\n".encode())
         process_utils.exit_process(code)
 
 
 def main():
-    for name in ("paramserver.launch", "paramserver.runtime.rank", "paramserver.runtime.supervisor", "trainers.rpc"):
+    for name in PRELOADED:
         import_module(name)
+    # A fork has only the thread that called it; whatever another thread holds stays locked in the child for ever.
+    assert len(list(Path("/proc/self/task").iterdir())) == 1
 
     link = socket.socket(fileno=int(sys.argv[1]))
     os.set_inheritable(link.fileno(), False)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the supervisors but through their pipes
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # supervisors report their ends through their pipes
     link.send(READY)
     while True:
         message, descriptors, _, _ = socket.recv_fds(link, 1 << 16, 1)
@@ -186,10 +261,9 @@ def main():
             return
         if os.fork() == 0:
             link.close()
-            hatch(json.loads(message), descriptors[0])
+            run_supervisor(json.loads(message), descriptors[0])
         os.close(descriptors[0])
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
     main()

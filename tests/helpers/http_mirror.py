@@ -5,7 +5,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
-class Mirror(ThreadingHTTPServer):
+class HttpMirror(ThreadingHTTPServer):
     """Serves files by name from memory, and counts who asks.
 
     Args:
@@ -53,7 +53,7 @@ class Answer(BaseHTTPRequestHandler):
         pass
 
 
-def nobody():
+def closed_address():
     """An address where nobody listens, and the socket that keeps it so."""
     kept = socket.socket()
     kept.bind(("127.0.0.1", 0))

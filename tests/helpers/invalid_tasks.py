@@ -3,13 +3,13 @@
 import resource
 
 import torch
-from tasks import Truth
+from tasks import ReferenceTask
 from torch import nn
 
 from paramserver import Task
 
 
-class Unmakeable(Truth):
+class Unmakeable(ReferenceTask):
     def __init__(self):
         raise RuntimeError("there are no labels")
 
@@ -19,7 +19,7 @@ class Unfinished(Task):
         return nn.Linear(2, 2)
 
 
-class Breaks(Truth):
+class FailsAtBatch(ReferenceTask):
     """Does ``what`` when batch ``at`` is computed."""
 
     def __init__(self, what, at=5, **options):
@@ -55,14 +55,14 @@ class Breaks(Truth):
         return loss
 
 
-class Leaps(Truth):
+class Diverges(ReferenceTask):
     """Its parameters grow beyond all measure."""
 
     def build_optimizer(self, model):
         return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e7)
 
 
-class Changes(Truth):
+class Changes(ReferenceTask):
     """Sample ``at`` has another shape than the others."""
 
     def __init__(self, at=20, **options):
@@ -74,12 +74,12 @@ class Changes(Truth):
         return ((image[:, :3] if i == self.at else image, label) for i, (image, label) in enumerate(data))
 
 
-class ChangesInValidation(Truth):
+class ChangesInValidation(ReferenceTask):
     def validation_source(self, partition):
         return [(torch.zeros(1, 6, 6 + i // 3), 0) for i in range(5)]
 
 
-class Grows(Truth):
+class Grows(ReferenceTask):
     """Stores more in each checkpoint."""
 
     saved = 0
@@ -92,7 +92,7 @@ class Grows(Truth):
         self.saved = 0
 
 
-class Wide(Truth):
+class Wide(ReferenceTask):
     """A model whose width is an argument; at one batch the loss may be three numbers."""
 
     def __init__(self, width=8, extra=False, vector_at=None, **options):

@@ -4,7 +4,7 @@ import contextlib
 import io
 import json
 import os
-import subprocess
+import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,16 +12,17 @@ from pathlib import Path
 
 import torch
 import yaml
+from forkserver import shared_server
 
 from paramserver.launch import main as launch_main
 
 TASKS = Path(__file__).with_name("tasks.py")
-COUNTING = Path(__file__).with_name("witness_trainers.py")
-STOPPING = Path(__file__).with_name("signal_tasks.py")
+WITNESS_TRAINERS = Path(__file__).with_name("witness_trainers.py")
+SIGNAL_TASKS = Path(__file__).with_name("signal_tasks.py")
 
 
 @dataclass(frozen=True)
-class Finished:
+class FinishedRun:
     """A command that ended."""
 
     code: int
@@ -64,7 +65,7 @@ def environment(**extra):
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **extra}
 
 
-def write_config(folder, *, task="Truth", mode="local", task_args=None, **sections):
+def write_config(folder, *, task="ReferenceTask", mode="local", task_args=None, **sections):
     """A config file in ``folder`` for a task of tests/helpers/tasks.py; sections are merged over quick defaults."""
     config = {
         "task": f"{TASKS}:{task}" if task and ":" not in task else task,
@@ -91,49 +92,51 @@ def command(*arguments):
 
 
 def launch(folder, *flags, timeout_s=90, env=None, **config):
-    """Start all ranks on this machine and wait; ``config`` as for ``write_config``."""
+    """Run to the end with all ranks on this machine, forked from a process that has imported torch.
+
+    Args:
+        folder: for the config, the output and the run.
+        flags: of ``python -m paramserver.launch``, after those that name the config and the run.
+        timeout_s: the run must end within this time.
+        env: added to the environment.
+        config: as for ``write_config``; ``name`` is the run's.
+    """
     name = config.pop("name", "run")
     file = write_config(folder, **config)
-    done = subprocess.run(
-        command("--config", file, "--set", f"logging.name={name}", *flags),
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        env=environment(**(env or {})),
-        cwd=folder,
-        check=False,
-    )
-    return Finished(done.returncode, done.stdout + done.stderr, folder / "runs" / name)
+    arguments = ["--config", file, "--set", f"logging.name={name}", *flags]
+    return _run_forked(arguments, folder, timeout_s, folder / "runs" / name, environment(**(env or {})))
 
 
 def resume(finished, *flags, timeout_s=90):
-    """Go on with a run."""
-    done = subprocess.run(
-        command("--resume", finished.run_dir, *flags),
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        env=environment(),
-        cwd=finished.run_dir.parent,
-        check=False,
-    )
-    return Finished(done.returncode, done.stdout + done.stderr, finished.run_dir)
+    """Resume a run from its newest checkpoint and wait for its end."""
+    folder = finished.run_dir.parent
+    return _run_forked(["--resume", finished.run_dir, *flags], folder, timeout_s, finished.run_dir, environment())
 
 
-def here(folder, *flags, name="run", **config):
+def _run_forked(arguments, folder, timeout_s, run_dir, environ):
+    code, output = fork_server().run(arguments, folder, timeout_s, environ)
+    return FinishedRun(-signal.SIGKILL if code is None else code, output, run_dir)
+
+
+def fork_server():
+    """The fork server of this process."""
+    return shared_server(environment())
+
+
+def run_in_process(folder, *flags, name="run", **config):
     """A run in mode local inside this process, which costs no start of an interpreter."""
     file = write_config(folder, **config)
-    code, said = main_here("--config", file, "--set", f"logging.name={name}", *flags)
-    return Finished(code, said, folder / "runs" / name)
+    code, said = main_in_process("--config", file, "--set", f"logging.name={name}", *flags)
+    return FinishedRun(code, said, folder / "runs" / name)
 
 
-def resume_here(finished, *flags):
+def resume_in_process(finished, *flags):
     """Go on with a run in mode local inside this process."""
-    code, said = main_here("--resume", finished.run_dir, *flags)
-    return Finished(code, said, finished.run_dir)
+    code, said = main_in_process("--resume", finished.run_dir, *flags)
+    return FinishedRun(code, said, finished.run_dir)
 
 
-def main_here(*arguments):
+def main_in_process(*arguments):
     """The command line inside this process: its exit code, and what it said. It leaves the process as it was."""
     said, threads, environ, path = io.StringIO(), torch.get_num_threads(), dict(os.environ), list(sys.path)
     torch.set_num_threads(1)  # as in a process of its own: see environment()
@@ -148,32 +151,32 @@ def main_here(*arguments):
     return code, said.getvalue()
 
 
-def trained(folder, mode, trainers, **config):
+def train(folder, mode, trainers, **config):
     """A run that must end well; in mode local inside this process."""
     cluster = {"num_trainers": trainers, "timeout_s": 30, **config.pop("cluster", {})}
-    start = here if mode == "local" else launch
+    start = run_in_process if mode == "local" else launch
     finished = start(folder / f"{mode}-{trainers}", mode=mode, cluster=cluster, **config)
     assert finished.code == 0, finished.output
     return finished
 
 
-def together(*calls):
+def run_concurrently(*calls):
     """Make these calls at once, for runs that mostly wait; their results in order."""
     with ThreadPoolExecutor(len(calls)) as pool:
         return [made.result() for made in [pool.submit(call) for call in calls]]
 
 
-def tensors_of(state, prefix=""):
+def flatten_tensors(state, prefix=""):
     """All tensors of a nested state, by path."""
     if isinstance(state, torch.Tensor):
         return {prefix: state}
     items = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, (list, tuple)) else ()
-    return {name: tensor for key, value in items for name, tensor in tensors_of(value, f"{prefix}/{key}").items()}
+    return {name: tensor for key, value in items for name, tensor in flatten_tensors(value, f"{prefix}/{key}").items()}
 
 
-def difference(one, other):
+def relative_difference(one, other):
     """Relative L2 norm of the difference of all floating-point tensors; infinite where they do not match."""
-    a, b = tensors_of(one), tensors_of(other)
+    a, b = flatten_tensors(one), flatten_tensors(other)
     if a.keys() != b.keys():
         return float("inf")
     names = [n for n in a if a[n].is_floating_point()]
@@ -182,9 +185,9 @@ def difference(one, other):
     return float((total / norm).sqrt())
 
 
-def same_bits(one, other):
+def differing_tensors(one, other):
     """Names of tensors that differ in any bit."""
-    a, b = tensors_of(one), tensors_of(other)
+    a, b = flatten_tensors(one), flatten_tensors(other)
     return sorted(a.keys() ^ b.keys()) + [n for n in a if n in b and not torch.equal(a[n], b[n])]
 
 
@@ -193,7 +196,7 @@ def buffer_records(finished):
     return sorted((r["step"], r["trainer"]) for r in finished.of_kind("buffer"))
 
 
-def compare(whole, other, trainers=1, buffers=False):
+def assert_equal_runs(whole, other, trainers=1, buffers=False):
     """Assert that two runs ended the same: parameters, optimizer, draws, counts, records, the best checkpoint.
 
     Also what the buffers hold, where that does not depend on how far ahead the feeder is: nothing more is to come.
@@ -201,15 +204,15 @@ def compare(whole, other, trainers=1, buffers=False):
     assert whole.summary["steps"] == other.summary["steps"]
     assert whole.summary["samples"] == other.summary["samples"]
     assert whole.summary["reason"] == other.summary["reason"]
-    assert same_bits(whole.load("model"), other.load("model")) == []
-    assert same_bits(whole.load("optimizer"), other.load("optimizer")) == []
+    assert differing_tensors(whole.load("model"), other.load("model")) == []
+    assert differing_tensors(whole.load("optimizer"), other.load("optimizer")) == []
     for trainer in range(trainers):
         one, two = (run.load(f"trainer-{trainer}") for run in (whole, other))
         if buffers:
-            assert same_bits(one["buffer"], two["buffer"]) == []
+            assert differing_tensors(one["buffer"], two["buffer"]) == []
             assert one["buffer"]["keys"] == two["buffer"]["keys"]
         assert one["buffer"]["counters"]["gets"] == two["buffer"]["counters"]["gets"]
-        assert same_bits(one["random"], two["random"]) == []
+        assert differing_tensors(one["random"], two["random"]) == []
         assert one["counters"] | {"seconds": 0} == two["counters"] | {"seconds": 0}
     for kind, fields in (("train", ("step", "loss", "lr", "epoch")), ("validation", ("step", "values", "best"))):
         assert [[r[f] for f in fields] for r in whole.of_kind(kind)] == [

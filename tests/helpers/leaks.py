@@ -32,6 +32,7 @@ _NOT_OURS = frozenset(
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _PATIENCE_S = 2.0
 _LISTEN = "0A"
+_HELPERS = ("resource_tracker", "forkserver.py")
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def _ours(threads: set[threading.Thread] | frozenset[threading.Thread]) -> list[
 
 
 def _children() -> list[int]:
-    """Children of any thread, ended but not waited for included; multiprocessing's own helper stays on purpose."""
+    """Children of any thread, zombies included; the fork server and multiprocessing's helper stay on purpose."""
     lists = []
     for file in Path("/proc/self/task").glob("*/children"):
         try:
@@ -93,7 +94,7 @@ def _children() -> list[int]:
         except OSError:
             continue  # that thread has just ended
     pids = [int(pid) for text in lists for pid in text.split()]
-    return [pid for pid in pids if "resource_tracker" not in _command(pid)]
+    return [pid for pid in pids if not any(name in _command(pid) for name in _HELPERS)]
 
 
 def _command(pid: int) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-def hold(imports, context, folder):
+def hold_in_subprocess(imports, context, folder):
     """Start it: inside ``context``, an expression over ``folder`` (a Path), until its standard input is closed."""
     program = (
         f"import sys; from pathlib import Path; {imports}; folder = Path(sys.argv[1])\n"

@@ -4,13 +4,13 @@ import os
 import signal
 from pathlib import Path
 
-from tasks import Truth
+from tasks import ReferenceTask
 
 # Hooks that a run that goes on calls anew, because they are of a start and its end, not of a step.
 OF_A_START = ("train_start", "train_end")
 
 
-class Records(Truth):
+class LogsEverywhere(ReferenceTask):
     """Args: ``mark`` is a file that appears when trainer 0 is killed, in the training step of batch ``kill_at``."""
 
     def __init__(self, mark, kill_at=None, **options):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed.autograd as dist_autograd
-from tasks import Truth
+from tasks import ReferenceTask
 from torch import nn
 from torch.distributed.optim import DistributedOptimizer
 from torch.nn import functional as F
@@ -31,7 +31,7 @@ class Branching(nn.Module):
         return {"logits": self.main(x), "aux": (self.first(x), [self.second(x)]), "samples": len(x)}
 
 
-class Branches(Truth):
+class Branches(ReferenceTask):
     """Calls the model four times in a step: two are in the loss, one is in none, one is a teacher in ``eval()``."""
 
     def build_model(self):
@@ -59,7 +59,7 @@ class Branches(Truth):
         return {"loss": F.cross_entropy(model(images)["logits"], labels)}
 
 
-class Sidelong(Truth):
+class Sidelong(ReferenceTask):
     """Its model reaches a layer through a function, which keeps to the layer it was made with."""
 
     def build_model(self):
@@ -71,7 +71,7 @@ class Sidelong(Truth):
         return model
 
 
-class Nosy(Truth):
+class Nosy(ReferenceTask):
     """Wants a parameter of its model in a step."""
 
     def training_step(self, model, batch, batch_idx):

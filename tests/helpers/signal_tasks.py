@@ -5,11 +5,11 @@ import signal
 from pathlib import Path
 
 import torch
-from tasks import Truth
+from tasks import ReferenceTask
 from torch.nn import functional as F
 
 
-class Again:
+class RestartingIterable:
     """An iterable that begins again from the same samples, and does not know how many they are."""
 
     def __init__(self, data):
@@ -19,7 +19,7 @@ class Again:
         return (self.data[i] for i in range(len(self.data)))
 
 
-class Stops(Truth):
+class StopsBySignal(ReferenceTask):
     """Sends signals when certain batches begin, and scores each validation by the step that it comes after.
 
     Args:
@@ -37,7 +37,7 @@ class Stops(Truth):
     def train_source(self, partition):
         if self.source == "map":
             return super().train_source(partition)
-        return Again(self._data(self.samples // partition.count, 10 + partition.index))
+        return RestartingIterable(self._data(self.samples // partition.count, 10 + partition.index))
 
     def on_batch_start(self, batch_idx):
         number, whom = self.stops.get((batch_idx, self.trainer.trainer_index), (None, ""))
@@ -51,7 +51,7 @@ class Stops(Truth):
         return {"loss": F.cross_entropy(model(images), labels), "score": score}
 
 
-class EndsAtTheStart(Truth):
+class EndsAtTheStart(ReferenceTask):
     """Ends its run before the first step that this process makes is over.
 
     Args:
@@ -72,7 +72,7 @@ class EndsAtTheStart(Truth):
         return super().training_step(model, batch, batch_idx) * float("nan")
 
 
-class DiesAtTheStart(Truth):
+class DiesAtTheStart(ReferenceTask):
     """Kills its process, and the supervisor before it, when the run's folder is there and holds no config yet; once."""
 
     def __init__(self, mark, whom, **options):

@@ -14,7 +14,7 @@ from itertools import groupby
 from pathlib import Path
 
 import torch
-from tasks import Everything, Truth
+from tasks import ReferenceModel, ReferenceTask
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -24,7 +24,7 @@ from trainers import RpcTrainer
 # The task.
 
 
-class Words(Everything):
+class EmbeddingModel(ReferenceModel):
     """Also with an embedding and a product of elements."""
 
     def __init__(self, dropout, unused, batch_norm=True):
@@ -40,7 +40,7 @@ class Words(Everything):
         return self.last(x)
 
 
-class Paced(Truth):
+class PacedTask(ReferenceTask):
     """Samples with a number each, in batches that take their time.
 
     Args:
@@ -61,7 +61,7 @@ class Paced(Truth):
         self.fifo = fifo
 
     def build_model(self):
-        return Words(**self.options).to(self.dtype)
+        return EmbeddingModel(**self.options).to(self.dtype)
 
     def _data(self, samples, seed):
         return TensorDataset(*super()._data(samples, seed).tensors, torch.arange(samples))
@@ -141,7 +141,7 @@ class LedgerTrainer(RpcTrainer):
         super().leave(totals, decision)
 
 
-class Late(LedgerTrainer):
+class DelayedPull(LedgerTrainer):
     """Trainer 1 has heard of a version, and takes its parameters when trainer 0 is at its tenth batch."""
 
     def hold(self, welcome):
@@ -236,7 +236,7 @@ class Replay:
         clip_grad_norm, stale_scaling: its config's.
     """
 
-    task: Truth
+    task: ReferenceTask
     seed: int = 0
     clip_grad_norm: float | None = None
     stale_scaling: str = "none"

@@ -20,7 +20,7 @@ OPTIMIZERS = {
 }
 
 
-class Everything(nn.Module):
+class ReferenceModel(nn.Module):
     """conv, BatchNorm, LayerNorm, dropout, a frozen and a tied weight, and a parameter that no loss depends on."""
 
     def __init__(self, dropout, unused, batch_norm=True):
@@ -47,7 +47,7 @@ class Everything(nn.Module):
         return self.last(x)
 
 
-class Truth(Task):
+class ReferenceTask(Task):
     """Random images of six by six pixels in five classes; every option is an argument."""
 
     def __init__(
@@ -71,7 +71,7 @@ class Truth(Task):
         self.validation = validation
 
     def build_model(self):
-        return Everything(**self.options).to(self.dtype)
+        return ReferenceModel(**self.options).to(self.dtype)
 
     def build_optimizer(self, model):
         parameters = [p for p in model.parameters() if p.requires_grad]
@@ -110,7 +110,7 @@ class Truth(Task):
         return {"loss": F.cross_entropy(output, labels), "accuracy": (output.argmax(1) == labels).float().mean()}
 
 
-class Clamps(Truth):
+class ClampsGradients(ReferenceTask):
     """Changes gradients after backward, in the way of old."""
 
     def on_batch_end(self, batch_idx):
@@ -119,7 +119,7 @@ class Clamps(Truth):
                 parameter.grad.data.clamp_(-0.01, 0.01)
 
 
-class Uneven(Truth):
+class UnevenLengths(ReferenceTask):
     """An iterable whose length depends on the trainer: 40 samples more for each index."""
 
     def train_source(self, partition):
@@ -127,7 +127,7 @@ class Uneven(Truth):
         return [data[i] for i in range(40 + 40 * partition.index)].__iter__()
 
 
-class Recorder(Truth):
+class HookRecorder(ReferenceTask):
     """Writes down every hook, in order, into one file per trainer."""
 
     def __init__(self, folder, **options):
@@ -180,7 +180,7 @@ class Recorder(Truth):
         self._note("train_end")
 
 
-class Faulty(Truth):
+class FaultyTask(ReferenceTask):
     """Does something bad in one trainer at one batch, and leaves a mark that it did."""
 
     def __init__(self, what, mark, trainer=0, batch=5, **options):
@@ -211,7 +211,7 @@ class Faulty(Truth):
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-class BadSource(Truth):
+class BadSource(ReferenceTask):
     """A source that raises at sample 50."""
 
     def train_source(self, partition):
@@ -226,7 +226,7 @@ class BadSource(Truth):
         return samples()
 
 
-class Starved(Truth):
+class Starved(ReferenceTask):
     """A stream that gives one batch and then nothing, until a file appears."""
 
     def __init__(self, gate, **options):
@@ -247,7 +247,7 @@ class Starved(Truth):
         return samples()
 
 
-class KillsItsServer(Truth):
+class KillsItsServer(ReferenceTask):
     """Its schedule, which runs where the optimizer is, kills that process at the sixth step."""
 
     def __init__(self, mark, number=signal.SIGKILL, **options):
@@ -264,7 +264,7 @@ class KillsItsServer(Truth):
         return torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
 
 
-class Slow(Truth):
+class Slow(ReferenceTask):
     """Every batch takes a second."""
 
     def training_step(self, model, batch, batch_idx):
@@ -272,7 +272,7 @@ class Slow(Truth):
         return super().training_step(model, batch, batch_idx)
 
 
-class Thaws(Truth):
+class UnfreezesLayer(ReferenceTask):
     """Trains a frozen layer from the fourth batch on."""
 
     def on_batch_start(self, batch_idx):
@@ -280,14 +280,14 @@ class Thaws(Truth):
             self.trainer.unwrapped_model.frozen.requires_grad_(True)
 
 
-class StoresTooMuch(Truth):
+class StoresTooMuch(ReferenceTask):
     """Puts an object into its checkpoint that no safe loader takes."""
 
     def on_checkpoint(self, state):
         state["where"] = Path("here")
 
 
-class ValidatesOnOne(Uneven):
+class ValidatesOnOne(UnevenLengths):
     """Only trainer 0 has validation data, as an iterator."""
 
     def validation_source(self, partition):

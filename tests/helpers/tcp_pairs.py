@@ -3,7 +3,7 @@
 import socket
 
 
-def connected():
+def connected_pair():
     """Return two connected sockets."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         one = socket.create_connection(listener.getsockname())

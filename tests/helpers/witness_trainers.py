@@ -108,5 +108,5 @@ class EarlyTrainer(RpcTrainer):
 
     def leave(self, totals, decision):
         for when, count in self.left.items():
-            self.log(when, count / totals.steps.count / len(self.way.early))
+            self.log(when, count / totals.steps.count / len(self.way.buckets))
         super().leave(totals, decision)

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from cli_errors import EVERY_3, bad, contents, failed_with, refusal, temporaries
-from launching import Finished, launch
+from cli_errors import EVERY_3, assert_failed_with, error_message, file_contents, invalid_task, temporary_files
+from launching import FinishedRun, launch
 
 from paramserver.errors import TaskError
 from paramserver.task import Task
@@ -51,10 +51,20 @@ BEFORE = {
         module("broken_module.py", "def f():\n    raise KeyError('DATA')\nf()\n"),
         r"importing broken_module raised KeyError: 'DATA' \(.*broken_module\.py:2\)",
     ),
-    "a method that is missing": ({"task": bad("Unfinished")}, [], None, r"lacks build_optimizer; write build_opt"),
-    "a constructor that raises": ({"task": bad("Unmakeable")}, [], None, r"raised: RuntimeError: there are no labels"),
+    "a method that is missing": (
+        {"task": invalid_task("Unfinished")},
+        [],
+        None,
+        r"lacks build_optimizer; write build_opt",
+    ),
+    "a constructor that raises": (
+        {"task": invalid_task("Unmakeable")},
+        [],
+        None,
+        r"raised: RuntimeError: there are no labels",
+    ),
     "the same in a dry run": (
-        {"task": bad("Unmakeable")},
+        {"task": invalid_task("Unmakeable")},
         ["--dry_run"],
         None,
         r"raised: RuntimeError: there are no labels \(.*bad_tasks\.py:\d+\)",
@@ -65,7 +75,12 @@ BEFORE = {
         None,
         r"buffer\.watermark \(257\) must be at most the 256 samples that trainer 0 of 1 will ever get, .*lower it",
     ),
-    "a loss that is a vector": ({"task": bad("Breaks"), "task_args": {"what": "vector", "at": 0}}, [], None, "mean"),
+    "a loss that is a vector": (
+        {"task": invalid_task("FailsAtBatch"), "task_args": {"what": "vector", "at": 0}},
+        [],
+        None,
+        "mean",
+    ),
     "a batch beyond max_bytes": (
         {"buffer": {"max_bytes": 1000}},
         [],
@@ -93,13 +108,13 @@ def test_what_is_wrong_from_the_start_leaves_nothing(start, tmp_path, monkeypatc
     config, flags, prepare, said = BEFORE[name]
     monkeypatch.chdir(tmp_path)
     finished = start(*flags, prepare=prepare, **config)
-    assert re.search(said, refusal(finished)), finished.output
+    assert re.search(said, error_message(finished)), finished.output
     assert not (tmp_path / "runs").exists() or list((tmp_path / "runs").iterdir()) == []
 
 
 def test_a_config_that_is_not_there(call, tmp_path):
     finished = call(tmp_path, "--config", tmp_path / "nowhere.yaml")
-    assert refusal(finished) == f"{tmp_path}/nowhere.yaml does not exist; give the path of a YAML file\n"
+    assert error_message(finished) == f"{tmp_path}/nowhere.yaml does not exist; give the path of a YAML file\n"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -108,7 +123,7 @@ def test_a_port_that_is_taken(start, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         for flags in ((), ("--rank", "0", "--world_size", "3")):
-            said = refusal(start(*flags, "--master_port", str(port), mode="rpc"))
+            said = error_message(start(*flags, "--master_port", str(port), mode="rpc"))
             assert f"cluster.master_port ({port})" in said
             assert "Address already in use; choose a free port" in said
             assert not list((tmp_path / "runs").glob("*"))
@@ -119,7 +134,7 @@ def test_ranks_that_never_come_are_named_at_the_deadline(start, tmp_path, rank, 
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     flags = ("--rank", str(rank), "--world_size", "3", "--master_port", str(port))
-    message = refusal(start(*flags, mode="rpc", cluster={"timeout_s": 0.5}), code=1).partition("\n")[0]
+    message = error_message(start(*flags, mode="rpc", cluster={"timeout_s": 0.5}), code=1).partition("\n")[0]
     assert said in message
     assert "cluster.timeout_s (0.5 s)" in message
     assert not (tmp_path / "runs").exists()
@@ -128,12 +143,24 @@ def test_ranks_that_never_come_are_named_at_the_deadline(start, tmp_path, rank, 
 # While it runs: what there is stays.
 
 WHILE = {
-    "a vector": (bad("Breaks"), {"what": "vector"}, 2, "batch 5: returned a tensor of shape (3,)", 5),
-    "a number": (bad("Breaks"), {"what": "number"}, 2, "batch 5: returned float; it must return the loss as a", 5),
-    "an exit": (bad("Breaks"), {"what": "leave"}, 1, "trainer 0: the task ended its process (SystemExit: 0)", 5),
-    "nan": (bad("Breaks"), {"what": "nan"}, 1, "training_step, trainer 0, batch 5: the loss is nan", 5),
+    "a vector": (invalid_task("FailsAtBatch"), {"what": "vector"}, 2, "batch 5: returned a tensor of shape (3,)", 5),
+    "a number": (
+        invalid_task("FailsAtBatch"),
+        {"what": "number"},
+        2,
+        "batch 5: returned float; it must return the loss as a",
+        5,
+    ),
+    "an exit": (
+        invalid_task("FailsAtBatch"),
+        {"what": "leave"},
+        1,
+        "trainer 0: the task ended its process (SystemExit: 0)",
+        5,
+    ),
+    "nan": (invalid_task("FailsAtBatch"), {"what": "nan"}, 1, "training_step, trainer 0, batch 5: the loss is nan", 5),
     "another shape": (
-        bad("Changes"),
+        invalid_task("Changes"),
         {"at": 44},
         2,
         "trainer 0, batch 5: samples of a batch must be alike to be stacked, and these differ: (Tensor 1x6x6, Tensor) "
@@ -151,13 +178,13 @@ def test_what_goes_wrong_in_a_batch_keeps_what_there_is(start, name, every):
     finished = start(
         task=task, task_args=arguments, checkpoint={"every": every, "background": False}, buffer={"capacity": 16}
     )
-    assert said in refusal(finished, code).partition("\n")[0]
+    assert said in error_message(finished, code).partition("\n")[0]
     steps = steps or finished.summary["steps"]  # how many a failing source leaves to be served is a matter of time
     assert steps >= 4
     due = range(3, steps + 1, 3) if every else []
     if WHILE[name][-1] is None and steps in due and len(finished.checkpoints) < len(due):
         due = due[:-1]  # it failed between the last step and the checkpoint of it
-    failed_with(finished, said, due, steps)
+    assert_failed_with(finished, said, due, steps)
     assert [record["step"] for record in finished.of_kind("train")] == list(range(1, steps + 1))
 
 
@@ -165,18 +192,22 @@ def test_what_goes_wrong_in_a_batch_keeps_what_there_is(start, name, every):
 def test_in_a_rank_it_is_told_once_and_keeps_what_there_is(tmp_path):
     task_args = {"what": "vector"}
     finished = launch(
-        tmp_path, mode="rpc", task=bad("Breaks"), task_args=task_args, checkpoint={"every": 3, "background": False}
+        tmp_path,
+        mode="rpc",
+        task=invalid_task("FailsAtBatch"),
+        task_args=task_args,
+        checkpoint={"every": 3, "background": False},
     )
-    message = refusal(finished)
+    message = error_message(finished)
     assert re.match(r"rank \d \(trainer (\d)\): training_step, trainer \1, batch 5: returned a tensor", message)
     assert "Traceback" not in finished.output
-    failed_with(finished, "returned a tensor of shape (3,)", [3], 5)
+    assert_failed_with(finished, "returned a tensor of shape (3,)", [3], 5)
 
 
 def test_a_validation_batch_of_several_shapes(start):
-    finished = start(task=bad("ChangesInValidation"), **EVERY_3)
-    assert "these differ: (Tensor 1x6x6, int) and (Tensor 1x6x7, int)" in refusal(finished)
-    failed_with(finished, "these differ", [3, 6, 9], 9)
+    finished = start(task=invalid_task("ChangesInValidation"), **EVERY_3)
+    assert "these differ: (Tensor 1x6x6, int) and (Tensor 1x6x7, int)" in error_message(finished)
+    assert_failed_with(finished, "these differ", [3, 6, 9], 9)
 
 
 @pytest.mark.parametrize(
@@ -235,8 +266,10 @@ def ordinary_user():
 def test_a_checkpoint_that_is_refused_by_the_disk_keeps_those_before(start, call):
     """Each checkpoint is 64 KiB larger than the one before; the third one is too large for the disk."""
     with largest_file(3 * 2**16):
-        finished = start(task=bad("Grows"), training={"max_steps": 30}, checkpoint={"every": 3, "background": False})
-    message = refusal(finished, code=1)
+        finished = start(
+            task=invalid_task("Grows"), training={"max_steps": 30}, checkpoint={"every": 3, "background": False}
+        )
+    message = error_message(finished, code=1)
     assert re.match(
         r"checkpoint \S*step-00000009\S*/trainer-0\.pt could not be written \(.*File too large.*\)", message
     )
@@ -244,7 +277,7 @@ def test_a_checkpoint_that_is_refused_by_the_disk_keeps_those_before(start, call
     assert finished.summary["status"] == "failed"
     assert finished.checkpoints == ["step-00000003", "step-00000006"]
     assert finished.summary["checkpoint"] == "step-00000006"
-    assert temporaries(finished.run_dir) == []
+    assert temporary_files(finished.run_dir) == []
     assert call(finished.run_dir, "--resume", finished.run_dir).code == 0
     assert finished.summary["steps"] == 30
 
@@ -252,11 +285,11 @@ def test_a_checkpoint_that_is_refused_by_the_disk_keeps_those_before(start, call
 @pytest.mark.processes
 def test_a_disk_that_takes_nothing_more_does_not_hide_the_first_error(tmp_path, call):
     """Records, checkpoint, log and summary are all refused; the last thing said is what was refused first."""
-    finished = launch(tmp_path, task=bad("Breaks"), task_args={"what": "refuse_writes"}, **EVERY_3)
-    message = refusal(finished, code=1)
+    finished = launch(tmp_path, task=invalid_task("FailsAtBatch"), task_args={"what": "refuse_writes"}, **EVERY_3)
+    message = error_message(finished, code=1)
     assert re.match(r"metrics file \S*/metrics\.jsonl must be writable \(.*File too large.*\); free space", message)
     assert finished.checkpoints == ["step-00000003"]
-    assert temporaries(finished.run_dir) == []
+    assert temporary_files(finished.run_dir) == []
     resumed = call(finished.run_dir, "--resume", finished.run_dir, "--set", "task_args={what: nan, at: 99}")
     assert resumed.code == 0, resumed.output
     assert [record["step"] for record in finished.of_kind("train")] == list(range(1, 10))
@@ -265,22 +298,22 @@ def test_a_disk_that_takes_nothing_more_does_not_hide_the_first_error(tmp_path, 
 def test_folders_that_may_not_be_written_to(start, call):
     with ordinary_user() as folder:
         (folder / "read-only").mkdir(0o500)
-        message = refusal(start("--set", f"logging.run_dir={folder}/read-only/runs", folder=folder))
+        message = error_message(start("--set", f"logging.run_dir={folder}/read-only/runs", folder=folder))
         assert (
             f"logging.run_dir ({folder}/read-only/runs) must be a folder that this user can write to (Perm" in message
         )
         assert start(folder=folder, **EVERY_3).code == 0
-        run = Finished(0, "", folder / "runs" / "run")
+        run = FinishedRun(0, "", folder / "runs" / "run")
         longer = ("--resume", run.run_dir, "--set", "training.max_steps=12")
-        before = contents(run.run_dir)
+        before = file_contents(run.run_dir)
         with read_only(run.run_dir):
-            message = refusal(call(run.run_dir, *longer))
+            message = error_message(call(run.run_dir, *longer))
         assert f"run folder {run.run_dir} must be a folder that this user can write to (Permission denied)" in message
-        assert contents(run.run_dir) == before
+        assert file_contents(run.run_dir) == before
         for closed in (run.run_dir / "checkpoints", run.run_dir / "logs"):
             with read_only(closed):
-                message = refusal(call(run.run_dir, *longer))
+                message = error_message(call(run.run_dir, *longer))
             assert message.startswith(f"{closed} must be what this user can read and write, to go on with its run; ")
-            assert contents(run.run_dir) == before
+            assert file_contents(run.run_dir) == before
         assert call(run.run_dir, *longer).code == 0
         assert run.checkpoints[-1] == "step-00000012"

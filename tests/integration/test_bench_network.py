@@ -13,8 +13,8 @@ from launching import environment, write_config
 
 from paramserver.bench import network
 from paramserver.bench.cases import RequestedCases, make_cases
-from paramserver.bench.measure import MeasuringMethod, commands_of
-from paramserver.bench.network import NetworkHosts, address, check_may_make_hosts, parse_bandwidth
+from paramserver.bench.measure import MeasuringMethod, rank_commands
+from paramserver.bench.network import NetworkHosts, host_address, parse_bandwidth, require_network_namespaces
 from paramserver.errors import UnsupportedConfiguration
 
 
@@ -32,18 +32,18 @@ def test_what_is_no_bandwidth_is_refused(text):
 
 
 def test_every_host_has_an_address_of_its_own():
-    assert len({address(number) for number in range(1000)}) == 1000
-    assert (address(0), address(250)) == ("10.99.0.1", "10.99.1.1")
+    assert len({host_address(number) for number in range(1000)}) == 1000
+    assert (host_address(0), host_address(250)) == ("10.99.0.1", "10.99.1.1")
 
 
 def test_who_may_not_make_hosts_is_told_why(monkeypatch):
     monkeypatch.setattr(network.os, "geteuid", lambda: 1000)
     monkeypatch.setattr(network.shutil, "which", lambda tool: f"/sbin/{tool}")
     with pytest.raises(UnsupportedConfiguration, match=r"needs root .* \(this user is not root\)"):
-        check_may_make_hosts()
+        require_network_namespaces()
     monkeypatch.setattr(network.shutil, "which", lambda tool: None)
     with pytest.raises(UnsupportedConfiguration, match=r"\(ip of iproute2 is missing\)"):
-        check_may_make_hosts()
+        require_network_namespaces()
 
 
 class Namespaces:
@@ -112,18 +112,18 @@ def test_a_tool_that_fails_is_told_in_one_sentence(monkeypatch):
 def test_ranks_that_communicate_have_a_host_each_and_others_none(tmp_path, pretended):
     cases = {case.name: case for case in make_cases(RequestedCases(write_config(tmp_path)))}
     method = MeasuringMethod(tmp_path, [tmp_path], {}, 1.0, 1.0)
-    alone = commands_of(cases["rpc 2 trainers"], method, tmp_path / "c.yaml")
+    alone = rank_commands(cases["rpc 2 trainers"], method, tmp_path / "c.yaml")
     assert len(alone) == 1
     assert "--rank" not in alone[0]
     pretended()
     hosts = NetworkHosts(3, 1e6)
     hosts.__enter__()
     with_hosts = replace(method, hosts=hosts)
-    ranks = commands_of(cases["rpc 2 trainers"], with_hosts, tmp_path / "c.yaml")
+    ranks = rank_commands(cases["rpc 2 trainers"], with_hosts, tmp_path / "c.yaml")
     assert [words[words.index("--rank") + 1] for words in ranks] == ["0", "1", "2"]
     assert len({tuple(words[:3]) for words in ranks}) == 3
-    assert all(words[words.index("--master_addr") + 1] == address(0) for words in ranks)
-    assert commands_of(cases["local"], with_hosts, tmp_path / "c.yaml")[0][:3] != ranks[0][:3]
+    assert all(words[words.index("--master_addr") + 1] == host_address(0) for words in ranks)
+    assert rank_commands(cases["local"], with_hosts, tmp_path / "c.yaml")[0][:3] != ranks[0][:3]
 
 
 def namespaces():
@@ -187,7 +187,7 @@ def test_nothing_is_left_of_the_hosts_of_a_process_that_was_killed():
 
 def check_traffic(hosts):
     moved = hosts.moved_bytes(1)
-    send = f"import socket; socket.create_connection(('{address(0)}', 5000)).sendall(bytes(10**6))"
+    send = f"import socket; socket.create_connection(('{host_address(0)}', 5000)).sendall(bytes(10**6))"
     take = (
         "import socket; s = socket.create_server(('', 5000)); print(flush=True); c = s.accept()[0]\n"
         "while c.recv(1 << 20): pass"

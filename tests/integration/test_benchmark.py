@@ -91,7 +91,7 @@ def test_a_record_is_complete(benched):
         about = one.environment
         assert {"versions", "host", "cores", "commit", "config", "command", "threads"} <= set(about)
         assert "--seconds 0.5" in about["command"]
-        assert yaml.safe_load(about["config"])["task"] == f"{TASKS}:Truth"
+        assert yaml.safe_load(about["config"])["task"] == f"{TASKS}:ReferenceTask"
 
 
 @pytest.mark.processes
@@ -175,7 +175,7 @@ def test_an_interrupt_before_anything_is_finished_leaves_nothing(tmp_path):
 # One case at a time.
 
 
-def cases_of(folder, *, slow=None, task="Truth", modes="rpc", overrides=(), **config):
+def cases_of(folder, *, slow=None, task="ReferenceTask", modes="rpc", overrides=(), **config):
     file = write_config(folder, task=task, **config)
     asked = RequestedCases(file, modes=modes, slow=slow, overrides=overrides)
     return {case.name: case for case in make_cases(asked)}
@@ -219,7 +219,7 @@ def test_the_time_to_a_target_is_that_of_the_first_validation_that_meets_it(tmp_
 
 @pytest.mark.processes
 def test_data_that_ends_before_the_warm_up_is_a_failure_that_names_the_cure(tmp_path):
-    case = cases_of(tmp_path, task="Uneven", modes="local", training={"max_steps": None})["local"]
+    case = cases_of(tmp_path, task="UnevenLengths", modes="local", training={"max_steps": None})["local"]
     record = measure(case, 0, outside_clock.method_of(tmp_path / "out", 5.0, 1.0))
     assert "raise --seconds, or give data that lasts longer" in record.error
     assert record.status == "failed"
@@ -241,7 +241,7 @@ def test_a_measured_run_is_the_users_but_for_limits_and_saving(tmp_path):
         case.config.mode,
     )
     assert made.training.clip_grad_norm == 2
-    assert made.task_args["task"] == f"{TASKS}:Truth"
+    assert made.task_args["task"] == f"{TASKS}:ReferenceTask"
     assert made.task_args["observer"]["seed"] == 3
 
 
@@ -356,9 +356,9 @@ def test_the_time_that_is_left_is_that_of_runs_like_those(capsys, tmp_path):
     assert duration_text(125.4) == "0:02:05"
     case = cases_of(tmp_path)["local"]
     progress = BenchmarkProgress(sys.stderr, [case, case], 1.0)
-    progress.begin()
-    progress.done(made(case, 0))
-    progress.done(made(case, 1, 0))
+    progress.start()
+    progress.run_finished(made(case, 0))
+    progress.run_finished(made(case, 1, 0))
     assert capsys.readouterr().err.splitlines() == [
         "2 runs of 1 cases, about 0:00:14",
         "1/2 local, repeat 1: 100 samples/s; about 0:00:02 left",

@@ -17,7 +17,14 @@ from pathlib import Path
 
 import pytest
 
-from paramserver.checkpoint import remove_leftovers, find_checkpoint, mark_best, read_checkpoint, apply_retention, write_checkpoint
+from paramserver.checkpoint import (
+    apply_retention,
+    find_checkpoint,
+    mark_best,
+    read_checkpoint,
+    remove_leftovers,
+    write_checkpoint,
+)
 from paramserver.checkpoint.format import MANIFEST
 from paramserver.errors import TrainingError
 from paramserver.fileio import HashingFile, atomic_write_text

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from launching import trained
+from launching import train
 
 from paramserver import evaluate
 from paramserver.checkpoint import find_checkpoint, load, load_chosen, mark_best, write_checkpoint
@@ -122,7 +122,7 @@ CONFIG = {
 @pytest.mark.processes
 def test_evaluate_beside_a_run_that_keeps_one(tmp_path, monkeypatch, capsys):
     """Step 6 goes away when it was chosen, or 4 when it was named; once all is loaded, nothing is needed any more."""
-    run = trained(tmp_path, "local", 1, **CONFIG)
+    run = train(tmp_path, "local", 1, **CONFIG)
     folder = run.run_dir / "checkpoints"
     values = {record["step"]: record["values"] for record in run.of_kind("validation")}
     original = load.altered
@@ -156,7 +156,7 @@ def removing_first(folder, monkeypatch):
 
 def test_weights_of_a_run_are_compared_and_those_of_a_file_are_not(start, tmp_path):
     """One bit of a weight: the file loads, and only its digest tells."""
-    run = trained(tmp_path / "first", "local", 1, **CONFIG)
+    run = train(tmp_path / "first", "local", 1, **CONFIG)
     file = run.run_dir / "checkpoints" / "step-00000006" / "model.pt"
     weights = torch.load(file, weights_only=True)
     needle = weights["first.weight"].numpy().tobytes()

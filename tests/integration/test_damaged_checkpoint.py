@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli_errors import EVERY_3, bad, contents, failed_with, has_table, refusal
-from launching import Finished, same_bits, write_config
+from cli_errors import EVERY_3, assert_failed_with, error_message, file_contents, has_table, invalid_task
+from launching import FinishedRun, differing_tensors, write_config
 
 from paramserver.launch import main
 from paramserver.runs.rundir import RunDir
@@ -22,7 +22,7 @@ def trained_once(tmp_path_factory):
     """A run with checkpoints of steps 3, 6 and 9."""
     folder = tmp_path_factory.mktemp("trained")
     file = write_config(
-        folder, task=bad("Wide"), logging={"run_dir": "runs", "name": "run", "progress": "off"}, **EVERY_3
+        folder, task=invalid_task("Wide"), logging={"run_dir": "runs", "name": "run", "progress": "off"}, **EVERY_3
     )
     path, before = list(sys.path), Path.cwd()
     os.chdir(folder)
@@ -39,7 +39,7 @@ def trained(trained_once, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     copy = tmp_path / "runs" / "run"
     shutil.copytree(trained_once, copy)
-    return Finished(0, "", copy)
+    return FinishedRun(0, "", copy)
 
 
 def flip(folder):
@@ -80,12 +80,12 @@ def test_a_chosen_checkpoint_that_is_not_whole_names_the_newest_good_one_and_how
     damage, said = DAMAGES[name]
     chosen, good = (trained.run_dir / "checkpoints" / f"step-0000000{step}" for step in (9, 6))
     damage(chosen)
-    before = contents(trained.run_dir)
-    message = refusal(call(trained.run_dir, "--resume", chosen))
+    before = file_contents(trained.run_dir)
+    message = error_message(call(trained.run_dir, "--resume", chosen))
     assert re.search(said, message)
     command = re.search(r"the newest good one is (\S+); go on from it with (--resume) (\S+)\n", message).groups()
     assert command == (str(good), "--resume", str(good))
-    assert contents(trained.run_dir) == before
+    assert file_contents(trained.run_dir) == before
     assert call(trained.run_dir, *command[1:]).code == 0
     assert trained.summary["steps"] == 9
 
@@ -95,19 +95,19 @@ def test_the_newest_checkpoint_that_is_not_whole_is_passed_over_or_refused_but_n
     """Without a manifest it has never been written; one that is not what was written, in any way, is a refusal."""
     damage, said = DAMAGES[name]
     damage(trained.run_dir / "checkpoints" / "step-00000009")
-    before = contents(trained.run_dir)
+    before = file_contents(trained.run_dir)
     finished = call(trained.run_dir, "--resume", trained.run_dir)
     assert re.search(said, finished.output)
     good = trained.run_dir / "checkpoints" / "step-00000006"
     if name != "no manifest":
-        assert f"the newest good one is {good}; go on from it with --resume {good}\n" in refusal(finished)
-        assert contents(trained.run_dir) == before
+        assert f"the newest good one is {good}; go on from it with --resume {good}\n" in error_message(finished)
+        assert file_contents(trained.run_dir) == before
         finished = call(trained.run_dir, "--resume", good)
         assert finished.code == 0, finished.output
     else:
         assert finished.code == 0, finished.output
         assert f"resuming {trained.run_dir} from step-00000006\n  passed over: " in finished.output
-    assert contents(trained.run_dir / "checkpoints" / "step-00000003")
+    assert file_contents(trained.run_dir / "checkpoints" / "step-00000003")
 
 
 def test_a_run_goes_on_from_the_checkpoint_that_is_chosen(call, trained):
@@ -120,17 +120,17 @@ def test_a_run_goes_on_from_the_checkpoint_that_is_chosen(call, trained):
     superseded = (trained.run_dir / "metrics.superseded.jsonl").read_text().splitlines()
     assert {step for line in superseded if (step := json.loads(line)["step"]) <= 3} == set()
     assert [r["step"] for r in map(json.loads, superseded) if r["kind"] == "train"] == list(range(4, 10))
-    assert same_bits(trained.load("model", 9), whole) == []
+    assert differing_tensors(trained.load("model", 9), whole) == []
     assert finished.checkpoints == trained.checkpoints
 
 
 def test_no_checkpoint_at_all(call, trained):
     shutil.rmtree(trained.run_dir / "checkpoints")
-    before = contents(trained.run_dir)
+    before = file_contents(trained.run_dir)
     for given in (trained.run_dir, trained.run_dir / "checkpoints" / "step-00000003"):
-        message = refusal(call(trained.run_dir, "--resume", given))
+        message = error_message(call(trained.run_dir, "--resume", given))
         assert "checkpoint" in message
-        assert contents(trained.run_dir) == before
+        assert file_contents(trained.run_dir) == before
 
 
 CHANGED = {
@@ -156,14 +156,14 @@ def test_a_checkpoint_of_something_else_leaves_the_run_as_it_was(call, trained, 
     """Also its config: the next --resume without the change works."""
     changes, said = CHANGED[name]
     kept = ("config.yaml", "environment.json", "summary.json")
-    before = contents(trained.run_dir)
+    before = file_contents(trained.run_dir)
     given = trained.run_dir if step is None else trained.run_dir / "checkpoints" / f"step-{step:08d}"
     finished = call(trained.run_dir, "--resume", given, *(word for c in changes for word in ("--set", c)))
-    assert re.search(said, refusal(finished)), finished.output
+    assert re.search(said, error_message(finished)), finished.output
     assert not has_table(finished.output)
-    after = contents(trained.run_dir)
+    after = file_contents(trained.run_dir)
     assert {n: after[Path(n)] for n in kept} == {n: before[Path(n)] for n in kept}
-    assert contents(trained.run_dir / "checkpoints") == {
+    assert file_contents(trained.run_dir / "checkpoints") == {
         path.relative_to("checkpoints"): content for path, content in before.items() if path.parts[0] == "checkpoints"
     }
     assert call(trained.run_dir, "--resume", trained.run_dir, "--set", "training.max_steps=10").code == 0
@@ -175,7 +175,7 @@ def test_weights_to_start_from_that_are_none(start, tmp_path):
     for content, said in (([1, 2], "holds list, and must hold a state_dict"), ({"a": 1}, "holds another model")):
         torch.save(content, other)
         finished = start(init_from=str(other))
-        assert f"{other} {said}" in refusal(finished)
+        assert f"{other} {said}" in error_message(finished)
         assert not has_table(finished.output)
         assert not finished.run_dir.exists()
 
@@ -186,26 +186,26 @@ def test_the_files_of_a_run_that_cannot_be_read(call, trained):
     config = trained.run_dir / "config.yaml"
     config.write_text(config.read_text() + "cluster: [\n")
     lines = len(config.read_text().splitlines())
-    before = contents(trained.run_dir)
-    message = refusal(call(trained.run_dir, "--resume", trained.run_dir))
+    before = file_contents(trained.run_dir)
+    message = error_message(call(trained.run_dir, "--resume", trained.run_dir))
     assert re.match(rf"{config}:{lines + 1}: not valid YAML", message), message
-    assert contents(trained.run_dir) == before
+    assert file_contents(trained.run_dir) == before
 
 
 def test_a_run_that_another_process_holds_is_not_touched(call, trained):
-    before = contents(trained.run_dir)
+    before = file_contents(trained.run_dir)
     with RunDir(trained.run_dir).lock():
-        message = refusal(call(trained.run_dir, "--resume", trained.run_dir / "checkpoints" / "step-00000003"))
+        message = error_message(call(trained.run_dir, "--resume", trained.run_dir / "checkpoints" / "step-00000003"))
     holder = f"process {os.getpid()} on host {socket.gethostname()}"
     assert f"is in use by another run ({holder}); wait until it has ended, or stop it\n" in message
-    assert contents(trained.run_dir) == before
+    assert file_contents(trained.run_dir) == before
 
 
 def test_what_goes_wrong_in_a_step_of_a_resumed_run_is_told_in_its_own_files(call, trained):
     """It went on, so what is there is of the new attempt."""
     changes = ("training.max_steps=12", "task_args={vector_at: 11}")
     finished = call(trained.run_dir, "--resume", trained.run_dir, *(word for c in changes for word in ("--set", c)))
-    assert "batch 11: returned a tensor of shape (3,)" in refusal(finished)
-    failed_with(trained, "returned a tensor of shape (3,)", [3, 6, 9], 11)
+    assert "batch 11: returned a tensor of shape (3,)" in error_message(finished)
+    assert_failed_with(trained, "returned a tensor of shape (3,)", [3, 6, 9], 11)
     assert "vector_at: 11" in (trained.run_dir / "config.yaml").read_text()
     assert [record["step"] for record in trained.of_kind("train")] == list(range(1, 12))

@@ -6,10 +6,10 @@ import os
 import shutil
 
 import pytest
-from cli_errors import contents, refusal, refused_by_all
-from launching import trained
+from cli_errors import assert_readers_refuse, error_message, file_contents
+from launching import train
 
-from paramserver.checkpoint.format import _seal, step_of
+from paramserver.checkpoint.format import _manifest_digest, step_of
 
 CONFIG = {
     "training": {"max_steps": 4, "batch_size": 8, "validate_every": 0},
@@ -19,7 +19,7 @@ CONFIG = {
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory):
-    return trained(tmp_path_factory.mktemp("odd"), "local", 1, **CONFIG).run_dir
+    return train(tmp_path_factory.mktemp("odd"), "local", 1, **CONFIG).run_dir
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ FILES = ("config.yaml", "environment.json", "summary.json", "metrics.jsonl", "me
 def test_something_else_in_the_place_of_a_file(run_dir, call, capsys, name, what):
     """A pipe is not waited for."""
     put(run_dir / name, what)
-    refused_by_all(
+    assert_readers_refuse(
         run_dir, call, capsys, rf"{run_dir / name} must be a file, as the run wrote it, and is none; move it"
     )
 
@@ -55,7 +55,7 @@ def test_something_else_in_the_place_of_a_file(run_dir, call, capsys, name, what
 @pytest.mark.parametrize("name", ["checkpoints", "logs", "tensorboard"])
 def test_something_else_in_the_place_of_a_folder(run_dir, call, capsys, name, what):
     put(run_dir / name, what)
-    refused_by_all(
+    assert_readers_refuse(
         run_dir, call, capsys, rf"{run_dir / name} must be a folder, as the run made it, and is none; move it"
     )
 
@@ -63,7 +63,7 @@ def test_something_else_in_the_place_of_a_folder(run_dir, call, capsys, name, wh
 @pytest.mark.parametrize("name", [".lock", ".lock.json", ".claim.json"])
 def test_a_folder_in_the_place_of_a_lock(run_dir, call, name):
     put(run_dir / name, "folder")
-    assert "must be a folder that this user can write to (Is a directory)" in refusal(
+    assert "must be a folder that this user can write to (Is a directory)" in error_message(
         call(run_dir, "--resume", run_dir)
     )
     put(run_dir / name, "file")
@@ -77,9 +77,9 @@ def test_a_folder_that_is_no_run(tmp_path, call, start, name):
         put(given, name)
     if name == "empty":
         given.mkdir()
-    assert str(given) in refusal(call(given, "--resume", given))
+    assert str(given) in error_message(call(given, "--resume", given))
     before = sorted(tmp_path.rglob("*"))
-    assert f"init_from ({given})" in refusal(start(init_from=str(given), folder=tmp_path / "new"))
+    assert f"init_from ({given})" in error_message(start(init_from=str(given), folder=tmp_path / "new"))
     assert [path for path in sorted(tmp_path.rglob("*")) if "new" not in path.relative_to(tmp_path).parts] == before
 
 
@@ -89,10 +89,10 @@ def test_what_this_user_may_not_write_is_refused_before_a_step_is_made(run_dir, 
         closed, access = run_dir / name, os.access
         with monkeypatch.context() as patched:
             patched.setattr(os, "access", lambda path, mode, closed=closed, access=access, **_: path != closed)
-            before = contents(run_dir)
-            said = refusal(call(run_dir, "--resume", run_dir / "checkpoints" / "step-00000002"))
+            before = file_contents(run_dir)
+            said = error_message(call(run_dir, "--resume", run_dir / "checkpoints" / "step-00000002"))
         assert said.startswith(f"{closed} must be ")
-        assert contents(run_dir) == before
+        assert file_contents(run_dir) == before
 
 
 # The manifest.
@@ -105,7 +105,7 @@ def sealed(change):
         content = json.loads(path.read_text())
         content.pop("manifest_sha256")
         change(content)
-        path.write_text(json.dumps({**content, "manifest_sha256": _seal(content)}))
+        path.write_text(json.dumps({**content, "manifest_sha256": _manifest_digest(content)}))
 
     return write
 
@@ -140,8 +140,8 @@ def test_a_manifest_that_is_none(run_dir, call, capsys, start, tmp_path, name):
     step_2, step_4 = (run_dir / "checkpoints" / f"step-0000000{step}" for step in (2, 4))
     damage(step_4 / "manifest.json")
     said = rf"{step_4}.*{said}.*; the newest good one is {step_2}"
-    refused_by_all(run_dir, call, capsys, said, slice(0, 2))
-    refusal(start(init_from=str(run_dir), folder=tmp_path / "new"))
+    assert_readers_refuse(run_dir, call, capsys, said, slice(0, 2))
+    error_message(start(init_from=str(run_dir), folder=tmp_path / "new"))
     if name in ("10 MB", "a loop", "another step"):
         finished = call(run_dir, "--resume", step_2)
         assert finished.code == 0, finished.output
@@ -151,7 +151,7 @@ def test_a_manifest_that_is_none(run_dir, call, capsys, start, tmp_path, name):
 @pytest.mark.parametrize("trainers", [2, 10**9, 10**30])
 def test_a_manifest_that_promises_more_parts_than_there_are(run_dir, call, trainers):
     sealed(lambda content: content.update(trainers=trainers))(run_dir / "checkpoints/step-00000004/manifest.json")
-    assert "holds no 'trainer-1' (it holds " in refusal(call(run_dir, "--resume", run_dir))
+    assert "holds no 'trainer-1' (it holds " in error_message(call(run_dir, "--resume", run_dir))
 
 
 # Where the newest is.
@@ -186,7 +186,7 @@ def test_what_may_not_be_looked_at_is_not_passed_over(run_dir, call, monkeypatch
     (hidden / "manifest.json").unlink()
     with monkeypatch.context() as patched:
         patched.setattr(os, "lstat", refusing)
-        assert f"{hidden}/manifest.json is missing" in refusal(call(run_dir, "--resume", run_dir))
+        assert f"{hidden}/manifest.json is missing" in error_message(call(run_dir, "--resume", run_dir))
 
 
 @pytest.mark.parametrize(

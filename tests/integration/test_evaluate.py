@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from launching import environment, launch, trained
+from launching import environment, launch, train
 
 from paramserver import evaluate
 
@@ -19,7 +19,7 @@ CONFIG = {
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    return trained(tmp_path_factory.mktemp("evaluate"), "local", 1, **CONFIG)
+    return train(tmp_path_factory.mktemp("evaluate"), "local", 1, **CONFIG)
 
 
 def entries(folder):
@@ -97,9 +97,9 @@ def test_a_task_that_logs_and_counts_finds_what_it_expects(tmp_path):
     """In a process of its own, from elsewhere, with a task that has stored something and logs while it validates."""
     (tmp_path / "own.py").write_text(
         """
-from tasks import Truth
+from tasks import ReferenceTask
 
-class Own(Truth):
+class Own(ReferenceTask):
     seen = 0
 
     def on_checkpoint(self, state):

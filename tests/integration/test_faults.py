@@ -8,10 +8,10 @@ import time
 
 import psutil
 import pytest
-from launching import Finished, command, environment, here, launch, together, write_config
+from launching import FinishedRun, command, environment, launch, run_concurrently, run_in_process, write_config
 
 from paramserver.errors import PeerLost
-from trainers.ddp_control import peers_may_be_lost
+from trainers.ddp_control import translate_peer_loss
 
 pytestmark = pytest.mark.processes
 
@@ -21,11 +21,11 @@ QUICK = {"server": {"heartbeat_s": 0.3, "lost_after_s": 2.0}, "checkpoint": {"ev
 def faulty(tmp_path, mode, what, trainer=1, **config):
     mark = tmp_path / "mark"
     started = time.monotonic()
-    start = here if mode == "local" else launch
+    start = run_in_process if mode == "local" else launch
     finished = start(
         tmp_path,
         mode=mode,
-        task="Faulty",
+        task="FaultyTask",
         task_args={"what": what, "mark": str(mark), "trainer": trainer},
         cluster={"num_trainers": 2, "timeout_s": 6 if mode == "ddp" else 30},
         training={"max_steps": 2000},
@@ -78,8 +78,8 @@ def test_a_trainer_that_is_killed_ends_the_run_within_seconds(tmp_path, mode):
 
 def test_a_process_that_is_frozen_is_noticed(tmp_path):
     """A trainer by its heartbeat; the server, stopped by its schedule, by the trainers, who say so."""
-    trainer, server = together(
-        lambda: frozen(tmp_path / "trainer", "Faulty", what="freeze", trainer=1),
+    trainer, server = run_concurrently(
+        lambda: frozen(tmp_path / "trainer", "FaultyTask", what="freeze", trainer=1),
         lambda: frozen(tmp_path / "server", "KillsItsServer", number=int(signal.SIGSTOP)),
     )
     fired = json.loads((tmp_path / "trainer" / "mark").read_text())
@@ -90,7 +90,7 @@ def test_a_process_that_is_frozen_is_noticed(tmp_path):
     assert "the server is lost: it did not answer" in server.output
     for said in (trainer.output, server.output):
         assert "Traceback" not in said
-        assert last_error(Finished(1, said, tmp_path)).startswith("rank ")
+        assert last_error(FinishedRun(1, said, tmp_path)).startswith("rank ")
     assert server.summary["checkpoint"] == "step-00000003"
 
 
@@ -102,7 +102,7 @@ def test_a_process_that_is_frozen_is_noticed(tmp_path):
     ],
 )
 def test_what_gloo_says_of_a_lost_peer_is_one_sentence(says, told):
-    with pytest.raises(PeerLost, match=f"^another rank of the process group is lost: {told}$"), peers_may_be_lost():
+    with pytest.raises(PeerLost, match=f"^another rank of the process group is lost: {told}$"), translate_peer_loss():
         raise RuntimeError(says)
 
 
@@ -166,7 +166,7 @@ def started(folder, **config):
     run = subprocess.Popen(
         command("--config", file), stderr=subprocess.PIPE, text=True, env=environment(), cwd=folder, process_group=0
     )
-    return run, Finished(0, "", folder / "runs" / "run")
+    return run, FinishedRun(0, "", folder / "runs" / "run")
 
 
 def await_file(path):
@@ -201,12 +201,12 @@ def test_a_second_interrupt_leaves_at_once(tmp_path):
 
 
 def test_parameters_thawed_in_a_hook_are_refused_in_rpc(tmp_path):
-    finished = launch(tmp_path, mode="rpc", task="Thaws", cluster={"num_trainers": 1})
+    finished = launch(tmp_path, mode="rpc", task="UnfreezesLayer", cluster={"num_trainers": 1})
     assert finished.code == 2
     assert "parameter frozen.weight was frozen when the run began" in finished.output
 
 
 def test_what_cannot_be_loaded_again_is_refused_when_it_is_stored(tmp_path):
-    finished = here(tmp_path, mode="local", task="StoresTooMuch", checkpoint={"every": 3})
+    finished = run_in_process(tmp_path, mode="local", task="StoresTooMuch", checkpoint={"every": 3})
     assert finished.code == 2
     assert "StoresTooMuch.on_checkpoint stored what cannot be loaded again" in finished.output

@@ -10,10 +10,18 @@ from pathlib import Path
 
 import psutil
 import pytest
-from forkserver import Nest
-from launching import TASKS, Finished, compare, environment, here, resume_here, same_bits, together, write_config
+from launching import (
+    TASKS,
+    FinishedRun,
+    assert_equal_runs,
+    differing_tensors,
+    resume_in_process,
+    run_concurrently,
+    run_in_process,
+    write_config,
+)
 from memory_maps import shared_maps
-from step_oracle import Ledger, Paced, Replay
+from step_oracle import Ledger, PacedTask, Replay
 
 from paramserver.checkpoint import read_checkpoint
 from paramserver.evaluate import evaluate_run
@@ -24,38 +32,32 @@ REPLAY = TASKS.with_name("step_oracle.py")
 
 
 @pytest.fixture(scope="module")
-def nest():
-    with Nest(environment()) as nest:
-        yield nest
-
-
-@pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("free")
 
 
 @pytest.fixture(scope="module")
-def started(nest, folder):
+def started(fork_server, folder):
     """Starts a run of ``Paced`` under trainers that write ledgers, and waits for its end."""
 
     def start(name, trainers, *flags, code=0, servers=1, **config):
-        config = {"task": f"{REPLAY}:Paced", "trainer": f"{REPLAY}:LedgerTrainer", "mode": "rpc", **config}
+        config = {"task": f"{REPLAY}:PacedTask", "trainer": f"{REPLAY}:LedgerTrainer", "mode": "rpc", **config}
         file = write_config(folder / name, cluster={"num_trainers": trainers, "num_servers": servers}, **config)
-        said, output = nest.run(["--config", file, "--set", f"logging.name={name}", *flags], folder / name)
+        said, output = fork_server.run(["--config", file, "--set", f"logging.name={name}", *flags], folder / name)
         assert said == code, output
-        return Finished(said, output, folder / name / "runs" / name)
+        return FinishedRun(said, output, folder / name / "runs" / name)
 
     return start
 
 
 @pytest.fixture(scope="module")
-def resumed(nest):
+def resumed(fork_server):
     """Goes on with a run."""
 
     def resume(finished, *flags, code=0):
-        said, output = nest.run(["--resume", finished.run_dir, *flags], finished.run_dir.parent)
+        said, output = fork_server.run(["--resume", finished.run_dir, *flags], finished.run_dir.parent)
         assert said == code, output
-        return Finished(said, output, finished.run_dir)
+        return FinishedRun(said, output, finished.run_dir)
 
     return resume
 
@@ -86,7 +88,7 @@ ASYNC = {
 class Replayed:
     """A run, what its trainers wrote, and the same again."""
 
-    finished: Finished
+    finished: FinishedRun
     config: dict
     ledger: Ledger
     replay: Replay
@@ -94,7 +96,7 @@ class Replayed:
     @classmethod
     def of(cls, finished, config):
         training, server = config["training"], config["server"]
-        task = Paced(**{**config["task_args"], "pace_ms": 0, "slow": None, "stops": ()})
+        task = PacedTask(**{**config["task_args"], "pace_ms": 0, "slow": None, "stops": ()})
         ledger = Ledger.of(finished)
         replay = Replay(
             task,
@@ -106,9 +108,9 @@ class Replayed:
     def check(self):
         """The trainers pushed what one process computes; model and optimizer ended at the same bits."""
         assert self.replay.wrong == []
-        assert same_bits(self.replay.model.state_dict(), self.finished.load("model")) == []
+        assert differing_tensors(self.replay.model.state_dict(), self.finished.load("model")) == []
         mine, theirs = self.replay.optimizer.state_dict(), self.finished.load("optimizer")
-        assert same_bits(mine, theirs) == []
+        assert differing_tensors(mine, theirs) == []
         assert mine["param_groups"] == theirs["param_groups"]
 
 
@@ -135,7 +137,7 @@ def test_a_checkpoint_is_a_cut(eight):
     finished = eight.finished
     for name in finished.checkpoints:
         step = read_checkpoint(finished.run_dir / "checkpoints" / name).step
-        assert same_bits(eight.replay.versions[step], finished.load("model", step)) == []
+        assert differing_tensors(eight.replay.versions[step], finished.load("model", step)) == []
         for trainer in range(8):
             pushed = [e for e in eight.ledger.entries if e.trainer == trainer and e.step <= step]
             served = sum(len(e.samples) for e in pushed)
@@ -209,7 +211,7 @@ def test_nothing_is_lost_where_a_run_is_stopped(stopped, kind):
     assert before["samples"] == sum(len(e.samples) for e in ledger.applied if e.step <= before["steps"])
     for name in run.finished.checkpoints:
         step = read_checkpoint(run.finished.run_dir / "checkpoints" / name).step
-        assert same_bits(run.replay.versions[step], run.finished.load("model", step)) == []
+        assert differing_tensors(run.replay.versions[step], run.finished.load("model", step)) == []
     assert {before["checkpoint"], after["checkpoint"]} <= set(run.finished.checkpoints)
 
 
@@ -304,7 +306,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def alone(folder):
-    return here(folder / "alone", task=f"{REPLAY}:Paced", **ALONE)
+    return run_in_process(folder / "alone", task=f"{REPLAY}:PacedTask", **ALONE)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -313,8 +315,8 @@ def test_one_trainer_is_the_same_under_every_consistency_bit_for_bit(started, al
         server = {**KINDS[kind], "transport": transport}
         return started(f"{kind}-{transport}", 1, server=server, **ALONE)
 
-    for run in together(*(partial(ended, transport) for transport in ("rpc", "shared_memory"))):
-        compare(alone, run)
+    for run in run_concurrently(*(partial(ended, transport) for transport in ("rpc", "shared_memory"))):
+        assert_equal_runs(alone, run)
         assert Ledger.of(run).ways == {run.run_dir.name.removeprefix(f"{kind}-")}
 
 
@@ -324,7 +326,7 @@ def test_one_trainer_that_is_stopped_is_the_same_bit_for_bit(started, resumed, a
     config = {**ALONE, "task_args": {**ALONE["task_args"], "stops": [[0, 19]]}}
     run = started(f"{kind}-stopped", 1, server=KINDS[kind], code=3, **config)
     assert run.summary["steps"] == 10
-    compare(alone, resumed(run))
+    assert_equal_runs(alone, resumed(run))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -334,12 +336,12 @@ def test_a_run_that_ended_with_an_epoch_goes_on_in_another_mode(folder, started,
         "task_args": {"schedule": "epoch", "samples": 32, "validation": 0},
         "training": {"max_steps": None, "max_epochs": 3, "batch_size": 8, "validate_every": 0},
     }
-    whole = here(folder / f"epochs-{kind}", task=f"{REPLAY}:Paced", **config)
+    whole = run_in_process(folder / f"epochs-{kind}", task=f"{REPLAY}:PacedTask", **config)
     run = started(f"epochs-{kind}", 1, "--set", "training.max_epochs=1", server=KINDS[kind], **config)
-    run = resume_here(run, "--mode", "local", "--set", "trainer=null", "--set", "training.max_epochs=2")
+    run = resume_in_process(run, "--mode", "local", "--set", "trainer=null", "--set", "training.max_epochs=2")
     run = resumed(run, "--mode", "rpc", "--set", "training.max_epochs=3")
     assert [r["lr"] for r in run.of_kind("train")] == [[rate] for rate in (0.05, 0.025, 0.0125) for _ in range(4)]
-    compare(whole, run)
+    assert_equal_runs(whole, run)
     assert whole.load("optimizer")["param_groups"] == run.load("optimizer")["param_groups"]
 
 
@@ -366,9 +368,9 @@ def test_both_transports_are_the_same_in_sync_bit_for_bit(started):
     def ended(transport):
         return started(f"two-{transport}", 2, server={"transport": transport}, **ALONE)
 
-    rpc, memory = together(partial(ended, "rpc"), partial(ended, "shared_memory"))
+    rpc, memory = run_concurrently(partial(ended, "rpc"), partial(ended, "shared_memory"))
     assert (Ledger.of(rpc).ways, Ledger.of(memory).ways) == ({"rpc"}, {"shared_memory"})
-    compare(rpc, memory, trainers=2)
+    assert_equal_runs(rpc, memory, trainers=2)
 
 
 def test_a_parameter_that_is_changed_in_place_on_a_trainer_is_refused_by_name(started):
@@ -387,7 +389,7 @@ def test_a_trainer_that_is_late_begins_at_what_is_current(started, folder, trans
     finished = started(
         fifo.name + "-run",
         2,
-        trainer=f"{REPLAY}:Late",
+        trainer=f"{REPLAY}:DelayedPull",
         task_args={"fifo": str(fifo)},
         servers=servers,
         server={"consistency": "async", "transport": transport},
@@ -398,13 +400,13 @@ def test_a_trainer_that_is_late_begins_at_what_is_current(started, folder, trans
     assert versions[0] >= 9
 
 
-def test_nothing_is_left_of_a_run_that_is_killed(nest, folder):
+def test_nothing_is_left_of_a_run_that_is_killed(fork_server, folder):
     """All of its processes at once, with kill -9, while they share memory."""
     fifo = folder / "killed.fifo"
     os.mkfifo(fifo)
     file = write_config(
         folder / "killed",
-        task=f"{REPLAY}:Paced",
+        task=f"{REPLAY}:PacedTask",
         task_args={"pace_ms": 2.0, "fifo": str(fifo)},
         mode="rpc",
         server={"consistency": "async", "transport": "shared_memory"},
@@ -412,7 +414,7 @@ def test_nothing_is_left_of_a_run_that_is_killed(nest, folder):
         training={"max_steps": None, "max_seconds": 100},
     )
     reading = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
-    with nest.start(["--config", file], folder / "killed") as run, ExitStack() as stack:
+    with fork_server.start(["--config", file], folder / "killed") as run, ExitStack() as stack:
         stack.callback(os.close, reading)
         assert select.select([reading], [], [], 60)[0], "no trainer is at its tenth batch"
         processes = [psutil.Process(run.pid), *psutil.Process(run.pid).children(recursive=True)]

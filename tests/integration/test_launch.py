@@ -11,13 +11,13 @@ import pytest
 import yaml
 from launching import (
     TASKS,
-    Finished,
+    FinishedRun,
     command,
+    differing_tensors,
     environment,
-    here,
     launch,
-    same_bits,
-    trained,
+    run_in_process,
+    train,
     write_config,
 )
 
@@ -51,7 +51,7 @@ def free_port():
 def supervised(tmp_path_factory):
     """Twelve steps of two trainers in rpc, with everything that a run writes; validation changes no training."""
     config = {"logging": {"tensorboard": True}, "training": {"validate_every": 6}}
-    return trained(tmp_path_factory.mktemp("supervised"), "rpc", 2, **config)
+    return train(tmp_path_factory.mktemp("supervised"), "rpc", 2, **config)
 
 
 @pytest.mark.parametrize(("mode", "order"), [("rpc", (2, 1, 0)), ("ddp", (1, 0))])
@@ -65,13 +65,13 @@ def test_one_rank_per_terminal_in_any_order_is_the_same_run(tmp_path, supervised
     }
     outputs = {rank: process.communicate(timeout=90)[0] for rank, process in ranks.items()}
     assert [process.returncode for process in ranks.values()] == [0] * len(order), outputs
-    by_hand = Finished(0, "", tmp_path / "runs" / "by-hand")
+    by_hand = FinishedRun(0, "", tmp_path / "runs" / "by-hand")
     assert "completed" in outputs[0]
     assert by_hand.summary["steps"] == 12
     assert sorted(path.name for path in (by_hand.run_dir / "logs").iterdir()) == [
         f"rank-{r}.log" for r in sorted(order)
     ]
-    assert same_bits(by_hand.load("model"), supervised.load("model")) == []
+    assert differing_tensors(by_hand.load("model"), supervised.load("model")) == []
     for output in outputs.values():
         assert "arning" not in output
 
@@ -91,7 +91,7 @@ def test_torchrun_starts_the_ranks(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert Finished(0, "", tmp_path / "runs" / "torchrun").summary["num_trainers"] == 2
+    assert FinishedRun(0, "", tmp_path / "runs" / "torchrun").summary["num_trainers"] == 2
 
 
 def test_a_run_leaves_the_folder_of_the_contract(supervised):
@@ -139,7 +139,7 @@ def test_world_size_without_a_rank_starts_so_many(tmp_path):
 
 
 def test_flags_go_over_set_over_the_file(tmp_path):
-    finished = here(
+    finished = run_in_process(
         tmp_path,
         *("--mode", "local", "--set", "mode=ddp", "--set", "training.max_steps=2"),
         mode="rpc",
@@ -150,7 +150,7 @@ def test_flags_go_over_set_over_the_file(tmp_path):
 
 
 def test_dry_run_says_what_would_be_done_and_starts_nothing(tmp_path):
-    finished = here(
+    finished = run_in_process(
         tmp_path, "--dry_run", mode="rpc", task_args={"samples": 100}, training={"max_steps": None, "max_epochs": 2}
     )
     assert finished.code == 0, finished.output
@@ -167,9 +167,9 @@ def test_the_python_interface_gives_the_same_run(tmp_path, supervised):
         import sys
         sys.path.insert(0, {str(TASKS.parent)!r})
         import paramserver
-        from tasks import Truth
+        from tasks import ReferenceTask
 
-        class Mine(Truth):
+        class Mine(ReferenceTask):
             pass
 
         if __name__ == "__main__":
@@ -194,8 +194,8 @@ def test_the_python_interface_gives_the_same_run(tmp_path, supervised):
         )
         assert done.returncode == 0, done.stderr
         assert done.stdout.startswith(f"completed runs/{mode}"), done.stdout
-    run = Finished(0, "", tmp_path / "runs" / "rpc")
-    assert same_bits(run.load("model"), supervised.load("model")) == []
+    run = FinishedRun(0, "", tmp_path / "runs" / "rpc")
+    assert differing_tensors(run.load("model"), supervised.load("model")) == []
 
 
 # What is refused: one message, no traceback, exit code 2, nothing left behind.
@@ -207,7 +207,7 @@ REFUSALS = {
     "no module": ({"task": "nowhere.at_all:Task"}, "there is no module nowhere"),
     "no file": ({"task": "nowhere.py:Task"}, "there is no file nowhere.py"),
     "no class": ({"task": f"{TASKS}:Missing"}, "has no Missing"),
-    "no task class": ({"task": f"{TASKS}:Everything"}, "must be a class derived from paramserver.Task"),
+    "no task class": ({"task": f"{TASKS}:ReferenceModel"}, "must be a class derived from paramserver.Task"),
     "bad argument": ({"task_args": {"colour": "red"}}, "unexpected keyword argument 'colour'"),
     "endless": ({"training": {"max_steps": None}}, "the run has no end"),
     "batch too large": ({"training": {"batch_size": 64}, "buffer": {"capacity": 32}}, "buffer.capacity"),
@@ -220,7 +220,7 @@ REFUSALS = {
 def test_wrong_input_gets_one_sentence_and_exit_2(tmp_path, name):
     config, said = REFUSALS[name]
     flags = ("--rank", "5", "--world_size", "3") if config is None else ()
-    finished = here(tmp_path, *flags, **(config or {"mode": "rpc"}))
+    finished = run_in_process(tmp_path, *flags, **(config or {"mode": "rpc"}))
     assert finished.code == 2, finished.output
     assert said in finished.output
     assert "Traceback" not in finished.output
@@ -235,8 +235,8 @@ def test_a_wrong_task_in_a_rank_is_told_once_by_the_supervisor(tmp_path):
 
 
 def test_a_run_folder_is_never_taken_over(tmp_path):
-    first = trained(tmp_path, "local", 1)
-    again = here(tmp_path / "local-1", mode="local")
+    first = train(tmp_path, "local", 1)
+    again = run_in_process(tmp_path / "local-1", mode="local")
     assert again.code == 2
     assert "exists already" in again.output
     assert first.summary["status"] == "completed"
@@ -263,7 +263,7 @@ def test_rank_0_that_is_nowhere_is_named(tmp_path):
 def test_ranks_that_were_started_by_hand_say_last_who_is_lost(tmp_path, lost):
     """Not how a collective noticed it, which comes before."""
     task_args = {"what": "kill", "mark": str(tmp_path / "mark"), "trainer": lost}
-    config = write_config(tmp_path, mode="ddp", task="Faulty", task_args=task_args, logging={"name": "run"})
+    config = write_config(tmp_path, mode="ddp", task="FaultyTask", task_args=task_args, logging={"name": "run"})
     common = ("--config", config, "--world_size", 2, "--master_port", free_port())
     ranks = [start(tmp_path, *common, "--rank", rank) for rank in (0, 1)]
     said = [rank.communicate(timeout=60)[0] for rank in ranks]
@@ -318,8 +318,8 @@ def test_a_script_that_runs_at_its_top_level_does_not_start_runs_in_its_ranks(tm
     script = tmp_path / "script.py"
     script.write_text(
         "import paramserver\n"
-        "from tasks import Truth\n"
-        "class Mine(Truth):\n    pass\n"
+        "from tasks import ReferenceTask\n"
+        "class Mine(ReferenceTask):\n    pass\n"
         "paramserver.run(Mine, {'mode': 'rpc', 'training': {'max_steps': 2}, 'logging': {'name': 'run'}})\n"
     )
     env = environment(PYTHONPATH=str(TASKS.parent))
@@ -333,9 +333,9 @@ def test_what_one_rank_by_hand_finds_wrong_all_others_say_too(tmp_path):
     """A data set that one trainer refuses, in a world by hand: every rank ends with 2, and the run never began."""
     task = """
 from paramserver.errors import TaskError
-from tasks import Truth
+from tasks import ReferenceTask
 
-class Refuses(Truth):
+class Refuses(ReferenceTask):
     def train_source(self, partition):
         if partition.index == 1:
             raise TaskError("there is nothing to train with; copy the files to data")

@@ -1,7 +1,7 @@
 """The spine: the same task gives the same parameters in every mode (docs/interface.md, section 6)."""
 
 import pytest
-from launching import difference, same_bits, trained
+from launching import differing_tensors, relative_difference, train
 
 pytestmark = pytest.mark.processes
 
@@ -26,10 +26,10 @@ def test_one_trainer_is_the_same_in_every_mode_bit_for_bit(tmp_path, optimizer):
     """With adamw also: a parameter without a gradient is not stepped, though weight decay alone would change it."""
     unused = optimizer == "adamw"
     config = {**with_optimizer(optimizer, unused=unused), "ddp": {"find_unused_parameters": unused}}
-    local, ddp, rpc = (trained(tmp_path, mode, 1, **config) for mode in ("local", "ddp", "rpc"))
+    local, ddp, rpc = (train(tmp_path, mode, 1, **config) for mode in ("local", "ddp", "rpc"))
     for other in (ddp, rpc):
-        assert same_bits(local.load("model"), other.load("model")) == []
-        assert same_bits(local.load("optimizer"), other.load("optimizer")) == []
+        assert differing_tensors(local.load("model"), other.load("model")) == []
+        assert differing_tensors(local.load("optimizer"), other.load("optimizer")) == []
         assert [r["loss"] for r in local.of_kind("train")] == [r["loss"] for r in other.of_kind("train")]
         assert [r["lr"] for r in local.of_kind("train")] == [r["lr"] for r in other.of_kind("train")]
         assert local.summary["validation"] == other.summary["validation"]
@@ -41,9 +41,9 @@ def test_two_trainers_are_the_same_in_ddp_and_rpc_bit_for_bit(tmp_path, optimize
     """An epoch is four steps, and a validation comes every five."""
     config = with_optimizer(optimizer, schedule=schedule, samples=128)
     config["training"] = {**config["training"], "validate_every": 5}
-    ddp, rpc = (trained(tmp_path, mode, 2, **config) for mode in ("ddp", "rpc"))
-    assert same_bits(ddp.load("model"), rpc.load("model")) == []
-    assert same_bits(ddp.load("optimizer"), rpc.load("optimizer")) == []
+    ddp, rpc = (train(tmp_path, mode, 2, **config) for mode in ("ddp", "rpc"))
+    assert differing_tensors(ddp.load("model"), rpc.load("model")) == []
+    assert differing_tensors(ddp.load("optimizer"), rpc.load("optimizer")) == []
     assert ddp.summary["validation"] == rpc.summary["validation"]
     values = [r["values"] for r in ddp.of_kind("validation")]
     assert values == [r["values"] for r in rpc.of_kind("validation")]
@@ -62,18 +62,18 @@ def test_two_trainers_are_the_same_in_ddp_and_rpc_bit_for_bit(tmp_path, optimize
 def test_four_trainers_differ_by_rounding_only(tmp_path, dtype, optimizer, batch_norm, most):
     config = with_optimizer(optimizer, dtype=dtype, batch_norm=batch_norm)
     config["training"] = {**config["training"], "max_steps": 50}
-    ddp, rpc = (trained(tmp_path, mode, 4, **config) for mode in ("ddp", "rpc"))
-    apart = difference(ddp.load("model"), rpc.load("model"))
+    ddp, rpc = (train(tmp_path, mode, 4, **config) for mode in ("ddp", "rpc"))
+    apart = relative_difference(ddp.load("model"), rpc.load("model"))
     print(f"four trainers, {dtype}, {optimizer}: {apart:.2e}")
     assert apart <= most
 
 
 def test_bfloat16_autocast_is_the_same(tmp_path):
     config = {"training": {"max_steps": 12, "batch_size": 8, "precision": "bfloat16", "validate_every": 0}}
-    local, rpc = (trained(tmp_path, mode, 1, **config) for mode in ("local", "rpc"))
-    assert same_bits(local.load("model"), rpc.load("model")) == []
-    plain = trained(tmp_path / "plain", "local", 1)
-    assert same_bits(local.load("model"), plain.load("model")) != []
+    local, rpc = (train(tmp_path, mode, 1, **config) for mode in ("local", "rpc"))
+    assert differing_tensors(local.load("model"), rpc.load("model")) == []
+    plain = train(tmp_path / "plain", "local", 1)
+    assert differing_tensors(local.load("model"), plain.load("model")) != []
 
 
 def test_a_random_buffer_draws_the_same_in_every_mode(tmp_path):
@@ -86,6 +86,6 @@ def test_a_random_buffer_draws_the_same_in_every_mode(tmp_path):
         "training": {"batch_size": 8, "max_epochs": 1, "validate_every": 0},
         "buffer": {"kind": "reservoir", "capacity": 64, "watermark": 64},
     }
-    ddp, rpc = (trained(tmp_path, mode, 2, **config) for mode in ("ddp", "rpc"))
-    assert same_bits(ddp.load("model"), rpc.load("model")) == []
+    ddp, rpc = (train(tmp_path, mode, 2, **config) for mode in ("ddp", "rpc"))
+    assert differing_tensors(ddp.load("model"), rpc.load("model")) == []
     assert rpc.summary["samples"] == 128

@@ -15,7 +15,15 @@ from threading import Event
 import numpy as np
 import psutil
 import pytest
-from launching import TASKS, Finished, here, main_here, same_bits, together, write_config
+from launching import (
+    TASKS,
+    FinishedRun,
+    differing_tensors,
+    main_in_process,
+    run_concurrently,
+    run_in_process,
+    write_config,
+)
 from simulations import SHAPE, field
 from stream_tasks import served
 
@@ -56,15 +64,15 @@ def config(folder, simulations=None, task_args=None, **sections):
 
 
 @pytest.fixture
-def online(nest):
+def online(fork_server):
     """Starts a run in this mode and waits for its end."""
 
     def start(folder, mode, **options):
         if mode == "local":
-            return here(folder, mode=mode, **config(folder, **options))
+            return run_in_process(folder, mode=mode, **config(folder, **options))
         file = write_config(folder, mode=mode, **config(folder, **options))
-        said, output = nest.run(["--config", file, "--set", "logging.name=run"], folder, timeout_s=90)
-        return Finished(said, output, folder / "runs" / "run")
+        said, output = fork_server.run(["--config", file, "--set", "logging.name=run"], folder, timeout_s=90)
+        return FinishedRun(said, output, folder / "runs" / "run")
 
     return start
 
@@ -135,15 +143,15 @@ def test_parts_of_a_group_are_put_together(tmp_path, online):
 
 def test_rpc_and_ddp_learn_the_same_of_the_same_stream(tmp_path, online):
     """In a fixed order: one producer after the other, first in first out."""
-    rpc, ddp = together(
+    rpc, ddp = run_concurrently(
         *(partial(online, tmp_path / mode, mode, simulations={"at_once": 1, "count": 4}) for mode in ("rpc", "ddp"))
     )
     assert rpc.code == ddp.code == 0, rpc.output + ddp.output
-    assert same_bits(rpc.load("model"), ddp.load("model")) == []
+    assert differing_tensors(rpc.load("model"), ddp.load("model")) == []
 
 
 @pytest.fixture(scope="module")
-def stopped(tmp_path_factory, nest):
+def stopped(tmp_path_factory, fork_server):
     """A copy of a run in this mode that a signal ended in its middle, what it served, and its folder."""
     made = {}
 
@@ -153,7 +161,7 @@ def stopped(tmp_path_factory, nest):
             file = write_config(
                 made[mode], mode=mode, **config(made[mode], task_args={"stop": 3}, buffer={"capacity": 8})
             )
-            said, output = nest.run(["--config", file, "--set", "logging.name=run"], made[mode], timeout_s=90)
+            said, output = fork_server.run(["--config", file, "--set", "logging.name=run"], made[mode], timeout_s=90)
             assert said == 3, output
         shutil.copytree(made[mode], folder, dirs_exist_ok=True)
         return folder / "runs" / "run"
@@ -162,16 +170,16 @@ def stopped(tmp_path_factory, nest):
 
 
 @pytest.mark.parametrize(("mode", "trainers"), [("ddp", 1), ("ddp", 2), ("rpc", 2), ("rpc", 3)])
-def test_a_run_that_is_stopped_goes_on_with_what_is_not_complete(tmp_path, nest, stopped, mode, trainers):
+def test_a_run_that_is_stopped_goes_on_with_what_is_not_complete(tmp_path, fork_server, stopped, mode, trainers):
     run_dir, ledger = stopped(tmp_path, mode), tmp_path / "ledger"
     before = served(ledger)
     assert 0 < len(before) < len(ALL)
     told = {"task_args.stop": "null", "task_args.ledger": ledger, "logging.run_dir": run_dir.parent}
     told |= {"cluster.num_trainers": trainers, "buffer.capacity": 64}
     flags = [word for key, value in told.items() for word in ("--set", f"{key}={value}")]
-    said, output = nest.run(["--resume", run_dir, *flags], tmp_path, timeout_s=90)
+    said, output = fork_server.run(["--resume", run_dir, *flags], tmp_path, timeout_s=90)
     assert said == 0, output
-    second = Finished(said, output, run_dir)
+    second = FinishedRun(said, output, run_dir)
     assert sorted(served(ledger)) == ALL
     assert second.summary["samples"] == len(ALL)
     assert received(second) == received(second, "expected") == len(ALL)
@@ -181,14 +189,14 @@ def test_a_run_that_is_stopped_goes_on_with_what_is_not_complete(tmp_path, nest,
         assert len(before) <= received(second, "inherited") < len(ALL)
 
 
-def test_samples_from_outside(tmp_path, nest):
+def test_samples_from_outside(tmp_path, fork_server):
     """Simulations that somebody else runs, and who says that these were the last ones; it is asked how it goes."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     outside = {"function": None, "count": None, "port": port}
     file = write_config(tmp_path, mode="rpc", **config(tmp_path, simulations=outside, task_args={"outside": True}))
     address = f"tcp://127.0.0.1:{port}"
-    with nest.start(["--config", file, "--set", "logging.name=run"], tmp_path) as run:
+    with fork_server.start(["--config", file, "--set", "logging.name=run"], tmp_path) as run:
         with ThreadPoolExecutor(3) as pool:
             assert list(pool.map(lambda number: produce(address, number), (3, 11, 40))) == [STEPS] * 3
         state = ping(address)
@@ -239,7 +247,7 @@ def test_simulations_that_all_fail_end_the_run_in_one_sentence(tmp_path, online,
 
 
 @pytest.mark.parametrize("mode", ["rpc", "ddp"])
-def test_a_run_that_has_enough_says_so_before_its_last_validation(tmp_path, nest, mode):
+def test_a_run_that_has_enough_says_so_before_its_last_validation(tmp_path, fork_server, mode):
     """Its simulations end, late clients are told, and it says that it is alive, all while it validates."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
@@ -247,7 +255,7 @@ def test_a_run_that_has_enough_says_so_before_its_last_validation(tmp_path, nest
     task = {"task_args": {"held": str(tmp_path)}, "training": {"max_steps": 1}}
     file = write_config(tmp_path, mode=mode, **config(tmp_path, simulations=told, **task))
     address = f"tcp://127.0.0.1:{port}"
-    with nest.start(["--config", file, "--set", "logging.name=run"], tmp_path) as run:
+    with fork_server.start(["--config", file, "--set", "logging.name=run"], tmp_path) as run:
         wait_for(lambda: (tmp_path / "validating").exists())
         wait_for(lambda: not any(map(is_there, tmp_path.glob("pid-*"))))
         assert ping(address)["alive"] is True
@@ -255,16 +263,16 @@ def test_a_run_that_has_enough_says_so_before_its_last_validation(tmp_path, nest
             Client(address, timeout_s=20).open(2000)
         (tmp_path / "go").touch()
         assert run.wait() == 0, run.output.read_text()
-    summary = Finished(0, "", tmp_path / "runs" / "run").summary
+    summary = FinishedRun(0, "", tmp_path / "runs" / "run").summary
     assert (summary["steps"], summary["simulations"]["restarted"]) == (1, 0)
     assert len(list(tmp_path.glob("pid-*"))) == 8
 
 
 @pytest.mark.parametrize("mode", ["local", "ddp"])
-def test_nothing_outlives_a_supervisor_that_is_killed(tmp_path, nest, mode):
+def test_nothing_outlives_a_supervisor_that_is_killed(tmp_path, fork_server, mode):
     told = {"function": f"{SIMULATIONS}:simulate_watched", "count": 1000, "at_once": 3}
     file = write_config(tmp_path, mode=mode, **config(tmp_path, simulations=told))
-    with nest.start(["--config", file], tmp_path) as run:
+    with fork_server.start(["--config", file], tmp_path) as run:
         wait_for(lambda: len(list(tmp_path.glob("pid-*"))) == 3)
         processes = psutil.Process(run.pid).children(recursive=True)
         assert len(processes) >= 3 * 2 + (2 if mode == "ddp" else 0), "each simulation has one that holds it"
@@ -291,7 +299,7 @@ def is_there(file):
 
 def dry_run(folder, **options):
     (folder / "config.yaml").write_text(json.dumps({"mode": "rpc", **config(folder, **options)}))
-    return main_here("--config", folder / "config.yaml", "--dry_run")
+    return main_in_process("--config", folder / "config.yaml", "--dry_run")
 
 
 def test_dry_run_says_what_is_expected(tmp_path):

@@ -97,9 +97,9 @@ def test_hooks_of_a_step_may_look_at_anything(register, base):
 def test_one_that_couples_parameters_is_refused_before_a_step(tmp_path):
     file = tmp_path / "coupled.py"
     file.write_text(
-        f"import sys\nsys.path.insert(0, {str(TASKS.parent)!r})\nfrom tasks import Truth\n"
+        f"import sys\nsys.path.insert(0, {str(TASKS.parent)!r})\nfrom tasks import ReferenceTask\n"
         "from test_coupling import SGD, derived, step\n\n\n"
-        "class Coupled(Truth):\n    def build_optimizer(self, model):\n"
+        "class Coupled(ReferenceTask):\n    def build_optimizer(self, model):\n"
         "        return derived(SGD, step=step)(model.parameters(), lr=0.1)\n"
     )
     cluster = {"num_trainers": 1, "num_servers": 2, "timeout_s": 30}

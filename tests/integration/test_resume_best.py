@@ -1,7 +1,7 @@
 """The best checkpoint and training.patience over stops; test_resume_stops.py covers them in every mode."""
 
 import pytest
-from launching import SIGNAL_TASKS, assert_equal_runs, run_in_process, resume_in_process, differing_tensors
+from launching import SIGNAL_TASKS, assert_equal_runs, differing_tensors, resume_in_process, run_in_process
 
 from paramserver.checkpoint import BestMetric
 
@@ -12,7 +12,7 @@ SCORES = [0, 1, 0, 3, 0, 2, 2.5, 2, 0, 1, 0, 2, 0, 2]
 def config_of(stops=(), scores=SCORES, every=2, patience=3, **training):
     training = {**training, "patience": patience}
     return {
-        "task": f"{SIGNAL_TASKS}:Stops",
+        "task": f"{SIGNAL_TASKS}:StopsBySignal",
         "task_args": {"stops": stops, "scores": scores, "samples": 32, "validation": 5},
         "training": {"batch_size": 4, "validate_every": every, "max_steps": 50, **training},
         "checkpoint": {"every": 4, "keep": 1, "background": False, "best": {"metric": "score", "mode": "max"}},

@@ -4,8 +4,8 @@ import shutil
 
 import pytest
 import torch
-from launching import difference, resume, trained
-from tasks import Everything, Truth
+from launching import relative_difference, resume, train
+from tasks import ReferenceModel, ReferenceTask
 from torch.nn import functional as F
 
 from paramserver.sources import deal
@@ -37,7 +37,7 @@ MATRIX = [
 def begun(tmp_path_factory):
     """One run of each mode and number, stopped after four steps."""
     folder = tmp_path_factory.mktemp("begun")
-    return {(mode, trainers): trained(folder, mode, trainers, **CONFIG) for mode, trainers in BEGIN}
+    return {(mode, trainers): train(folder, mode, trainers, **CONFIG) for mode, trainers in BEGIN}
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +63,8 @@ def batches_by_hand(before, after):
 
 def by_hand(run, before, after):
     """Plain PyTorch: load model and optimizer, take the mean of the trainers' mean gradients."""
-    task = Truth(**CONFIG["task_args"])
-    model = Everything(dropout=0.0, unused=False, batch_norm=False).double()
+    task = ReferenceTask(**CONFIG["task_args"])
+    model = ReferenceModel(dropout=0.0, unused=False, batch_norm=False).double()
     model.load_state_dict(run.load("model"))
     optimizer = task.build_optimizer(model)
     optimizer.load_state_dict(run.load("optimizer"))
@@ -93,7 +93,7 @@ def test_a_checkpoint_goes_on_in_every_mode_and_number_of_trainers(tmp_path, beg
     assert second.summary["mode"] == mode
     assert second.summary["num_trainers"] == trainers
     assert second.summary["samples"] == STOP * BATCH * before[1] + (END - STOP) * BATCH * trainers
-    found = difference(second.load("model"), by_hand(first, before[1], trainers))
+    found = relative_difference(second.load("model"), by_hand(first, before[1], trainers))
     differences[f"{before} to {after}"] = found
     assert found < 1e-12
     assert [r["step"] for r in second.of_kind("train")] == list(range(1, END + 1))
@@ -109,7 +109,7 @@ def test_more_trainers_have_their_own_random_numbers_and_the_old_ones_keep_their
         "training": {"max_epochs": 1, "max_steps": 3, "batch_size": BATCH},
         "buffer": {"kind": "firo", "capacity": SAMPLES, "watermark": SAMPLES},
     }
-    first = trained(tmp_path, "local", 1, **config)
+    first = train(tmp_path, "local", 1, **config)
     models = []
     for mode in ("ddp", "rpc"):
         shutil.copytree(first.run_dir, tmp_path / mode)
@@ -122,12 +122,16 @@ def test_more_trainers_have_their_own_random_numbers_and_the_old_ones_keep_their
         assert not torch.equal(parts[0]["random"]["torch"], parts[1]["random"]["torch"])
         served = first.load("trainer-0")["counters"]["samples_served"]
         assert sum(part["counters"]["samples_served"] for part in parts) == served + 2 * 2 * BATCH
-    assert difference(*models) < 1e-6
+    assert relative_difference(*models) < 1e-6
 
 
 def test_a_plain_iterable_is_refused_for_another_number_and_nothing_is_lost(tmp_path):
-    config = {"task": "Uneven", "training": {"max_steps": 3, "batch_size": BATCH}, "logging": {"tensorboard": False}}
-    first = trained(tmp_path, "rpc", 2, **config)
+    config = {
+        "task": "UnevenLengths",
+        "training": {"max_steps": 3, "batch_size": BATCH},
+        "logging": {"tensorboard": False},
+    }
+    first = train(tmp_path, "rpc", 2, **config)
     summary = first.summary
     second = resume(first, "--mode", "local", "--set", "training.max_steps=5")
     assert second.code == 2

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from launching import TASKS, buffer_records, here, launch, resume, resume_here, trained
+from launching import TASKS, buffer_records, launch, resume, resume_in_process, run_in_process, train
 from logging_tasks import OF_A_START
 
 from paramserver.metrics.records import RecordWindow, StepResult
 from paramserver.runs.monitor import kinds_recorded_later
 
-TASK = f"{TASKS.with_name('logging_tasks.py')}:Records"
+TASK = f"{TASKS.with_name('logging_tasks.py')}:LogsEverywhere"
 # An epoch is four steps, a window three; a checkpoint is due in the middle of one and at the end of another.
 CONFIG = {
     "training": {"max_steps": 11, "batch_size": 4, "validate_every": 2},
@@ -43,7 +43,7 @@ def account(finished):
 @pytest.mark.parametrize(("mode", "trainers"), [("local", 1), ("ddp", 2), ("rpc", 2)])
 def test_killed_and_resumed_it_has_the_records_of_a_run_that_was_not(tmp_path, mode, trainers):
     """Killed while step 7 or 11 is made: of the steps after the checkpoint, that one and those before it come again."""
-    whole = trained(tmp_path / "whole", mode, trainers, **config_of(tmp_path, trainers))
+    whole = train(tmp_path / "whole", mode, trainers, **config_of(tmp_path, trainers))
     for kill_at in (6, 10) if mode == "local" else (6,):
         folder = tmp_path / f"killed-{kill_at}"
         config = config_of(folder, trainers, kill_at=kill_at)
@@ -59,7 +59,7 @@ def test_killed_and_resumed_it_has_the_records_of_a_run_that_was_not(tmp_path, m
 
 
 def test_each_record_has_the_step_that_it_was_made_for(tmp_path):
-    run = here(tmp_path, **config_of(tmp_path, 1, max_steps=5))
+    run = run_in_process(tmp_path, **config_of(tmp_path, 1, max_steps=5))
     assert run.code == 0, run.output
     steps = {}
     for record in run.of_kind("log"):
@@ -76,10 +76,10 @@ def test_each_record_has_the_step_that_it_was_made_for(tmp_path):
 @pytest.mark.parametrize("stop", [4, 5, 6])
 def test_a_run_that_goes_on_after_its_end_has_the_windows_of_one_that_had_none(tmp_path, stop):
     """Step 4 is validated and saved when that is due, 5 when the run ends in the middle of a window, 6 at one's end."""
-    whole = here(tmp_path, name="whole", **config_of(tmp_path, 1))
-    run = here(tmp_path, **config_of(tmp_path, 1, max_steps=stop))
+    whole = run_in_process(tmp_path, name="whole", **config_of(tmp_path, 1))
+    run = run_in_process(tmp_path, **config_of(tmp_path, 1, max_steps=stop))
     assert run.of_kind("train")[-1]["step"] == stop
-    run = resume_here(run, "--set", "training.max_steps=11")
+    run = resume_in_process(run, "--set", "training.max_steps=11")
     assert run.code == 0, run.output
     assert account(run)["train"] == account(whole)["train"]
     assert account(run)["buffer"] == account(whole)["buffer"] == [(step, 0) for step in (3, 6, 9, 11)]
@@ -89,10 +89,10 @@ def test_an_end_that_comes_again_is_recorded_once(tmp_path):
     """Step 8 is saved because that is due; only then the run validates it, which that checkpoint does not know."""
     config = config_of(tmp_path, 1, max_steps=8)
     config["training"]["validate_every"] = 5
-    run = here(tmp_path, **config)
+    run = run_in_process(tmp_path, **config)
     once = account(run)
     assert [step for step, _ in once["validation"]] == [5, 8]
-    run = resume_here(run)
+    run = resume_in_process(run)
     assert run.code == 0, run.output
     again = account(run)
     assert all(again[kind] == once[kind] for kind in ("validation", "train", "buffer"))
@@ -101,9 +101,9 @@ def test_an_end_that_comes_again_is_recorded_once(tmp_path):
 def test_a_checkpoint_of_before_windows_were_stored_is_gone_on_from(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr("paramserver.runs.monitor.RunMonitor.state_dict", without_window())
-        run = here(tmp_path, **config_of(tmp_path, 1, max_steps=5))
+        run = run_in_process(tmp_path, **config_of(tmp_path, 1, max_steps=5))
     assert "window" not in run.load("run")
-    assert "window" in resume_here(run, "--set", "training.max_steps=11").load("run")
+    assert "window" in resume_in_process(run, "--set", "training.max_steps=11").load("run")
     assert [r["step"] for r in run.of_kind("train")] == [3, 5, 6, 9, 11]
 
 

@@ -7,9 +7,17 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import STOPPING, Finished, compare, environment, here, resume_here, write_config
+from launching import (
+    SIGNAL_TASKS,
+    FinishedRun,
+    assert_equal_runs,
+    environment,
+    resume_in_process,
+    run_in_process,
+    write_config,
+)
 
-TASK = f"{STOPPING}:Stops"
+TASK = f"{SIGNAL_TASKS}:StopsBySignal"
 
 
 def config_of(kind, source, samples=80):
@@ -68,20 +76,20 @@ def test_alone(tmp_path, kind, source, signals):
     stops = [[batch, 0, name, "self"] for batch, name in zip((5, 13), signals, strict=True)]
     config = config_of(kind, source)
     config["task_args"]["samples"] = 80
-    whole = here(tmp_path, name="whole", **config)
+    whole = run_in_process(tmp_path, name="whole", **config)
     assert whole.code == 0, whole.output
     config["task_args"]["stops"] = stops
-    run = here(tmp_path, **config)
+    run = run_in_process(tmp_path, **config)
     steps = []
     for name in signals:
         said(run)
         assert f"interrupted (signal {name})" in run.output
         steps.append(run.summary["steps"])
-        run = resume_here(run)
+        run = resume_in_process(run)
     assert run.code == 0, run.output
     assert 0 < steps[0] < steps[1] < run.summary["steps"] == (10 if kind == "reservoir" else 9)
     assert ("training.patience (2)" in run.summary["reason"]) == (kind != "reservoir")
-    compare(whole, run, buffers=kind != "fifo")
+    assert_equal_runs(whole, run, buffers=kind != "fifo")
 
 
 # With several processes, as a shell sees them.
@@ -94,7 +102,7 @@ def shell(folder, line):
     done = subprocess.run(
         line, shell=True, cwd=folder, env=environment(**PYTHON), capture_output=True, text=True, timeout=90, check=False
     )
-    return Finished(done.returncode, done.stdout + done.stderr, folder / "my runs" / "run")
+    return FinishedRun(done.returncode, done.stdout + done.stderr, folder / "my runs" / "run")
 
 
 def begun(folder, mode, config, stops=()):
@@ -133,4 +141,4 @@ def test_several_trainers(tmp_path, kind, source, stopped):
         for _ in stops:
             run = shell(folder, said(run))
         assert run.code == 0, run.output
-        compare(whole, run, trainers=2, buffers=kind != "fifo")
+        assert_equal_runs(whole, run, trainers=2, buffers=kind != "fifo")

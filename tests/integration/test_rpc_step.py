@@ -1,32 +1,32 @@
 """What a step of rpc mode is, seen from a trainer and from the server."""
 
 import pytest
-from launching import COUNTING, same_bits, trained
+from launching import WITNESS_TRAINERS, differing_tensors, train
 
 pytestmark = pytest.mark.processes
 
 
 def test_every_step_is_a_context_a_backward_and_a_step_of_the_distributed_optimizer(tmp_path):
-    finished = trained(tmp_path, "rpc", 2, trainer=f"{COUNTING}:WitnessTrainer", training={"max_steps": 9})
+    finished = train(tmp_path, "rpc", 2, trainer=f"{WITNESS_TRAINERS}:WitnessTrainer", training={"max_steps": 9})
     assert [r["value"] for r in finished.of_kind("log") if r["name"] == "witnessed"] == [9.0, 9.0]
 
 
 def test_one_server_answers_all_trainers_as_in_the_tutorial(tmp_path):
     """Its forward and gradients are those of the model, and its reference is one object for all who ask at once."""
-    finished = trained(
+    finished = train(
         tmp_path,
         "rpc",
         3,
-        trainer=f"{COUNTING}:TutorialTrainer",
+        trainer=f"{WITNESS_TRAINERS}:TutorialTrainer",
         task_args={"dropout": 0.0, "batch_norm": False},
-        env={"PYTHONPATH": str(COUNTING.parent)},
+        env={"PYTHONPATH": str(WITNESS_TRAINERS.parent)},
     )
     logged = {(r["trainer"], r["name"]): r["value"] for r in finished.of_kind("log")}
     assert len({logged[i, "server"] for i in range(3)}) == 1
     assert {logged[i, "references"] for i in range(3)} == {10.0}
 
 
-OVER_RPC = {"server": {"transport": "rpc", "bucket_mb": 0.0005}, "trainer": f"{COUNTING}:EarlyTrainer"}
+OVER_RPC = {"server": {"transport": "rpc", "bucket_mb": 0.0005}, "trainer": f"{WITNESS_TRAINERS}:EarlyTrainer"}
 
 
 def left(finished):
@@ -37,16 +37,16 @@ def left(finished):
 
 
 def test_gradients_leave_while_backward_goes_on(tmp_path):
-    finished = trained(tmp_path, "rpc", 2, training={"accumulate_batches": 2}, **OVER_RPC)
+    finished = train(tmp_path, "rpc", 2, training={"accumulate_batches": 2}, **OVER_RPC)
     assert left(finished) == (1.0, 0.0)
     assert finished.summary["phases_ms"]["hidden"] > 0
 
 
 def test_what_a_hook_does_to_gradients_reaches_the_server(tmp_path):
     """Also through ``grad.data``, which nobody notices."""
-    rpc = trained(tmp_path / "rpc", "rpc", 2, task="Clamps", **OVER_RPC)
+    rpc = train(tmp_path / "rpc", "rpc", 2, task="ClampsGradients", **OVER_RPC)
     assert left(rpc) == (0.0, 1.0)
-    shared = trained(tmp_path / "shared", "rpc", 2, task="Clamps", server={"transport": "shared_memory"})
-    assert same_bits(rpc.load("model"), shared.load("model")) == []
-    plain = trained(tmp_path / "plain", "rpc", 2, server={"transport": "shared_memory"})
-    assert same_bits(plain.load("model"), shared.load("model")) != []
+    shared = train(tmp_path / "shared", "rpc", 2, task="ClampsGradients", server={"transport": "shared_memory"})
+    assert differing_tensors(rpc.load("model"), shared.load("model")) == []
+    plain = train(tmp_path / "plain", "rpc", 2, server={"transport": "shared_memory"})
+    assert differing_tensors(plain.load("model"), shared.load("model")) != []

@@ -11,7 +11,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from launching import TASKS, launch, differing_tensors, train
+from launching import TASKS, differing_tensors, launch, train
 from tasks import ReferenceTask
 
 import paramserver
@@ -123,7 +123,11 @@ def test_an_archive_in_pieces_is_the_file_that_torch_saves(tmp_path):
     assert b"".join(pieces) == file.getvalue()
     assert lengths[:-1] == [CHUNK_BYTES] * 2
     checkpoint = read_checkpoint(write_checkpoint(tmp_path, 1, {"trainer-0.pt": pieces, "same": state}, {}))
-    assert differing_tensors(checkpoint.load("trainer-0"), state) == differing_tensors(checkpoint.load("same"), state) == []
+    assert (
+        differing_tensors(checkpoint.load("trainer-0"), state)
+        == differing_tensors(checkpoint.load("same"), state)
+        == []
+    )
 
 
 def test_the_first_failure_to_send_is_the_one_that_is_told():
@@ -296,7 +300,7 @@ STREAM = {
 def test_parts_travel_while_the_trainers_train_in_rpc(tmp_path):
     """Each part is held back until three steps later, so a trainer that waited for it would never end."""
     held = train(
-        tmp_path / "held", "rpc", 2, trainer=f"{CARRIERS}:HeldRpc", checkpoint={"every": 4, "keep": 9}, **STREAM
+        tmp_path / "held", "rpc", 2, trainer=f"{CARRIERS}:DelayedRpc", checkpoint={"every": 4, "keep": 9}, **STREAM
     )
     at_once = train(tmp_path / "once", "rpc", 2, checkpoint={"every": 4, "keep": 9, "background": False}, **STREAM)
     assert held.checkpoints == at_once.checkpoints == [f"step-{step:08d}" for step in (4, 8, 12)]
@@ -316,9 +320,9 @@ def test_an_interrupted_run_has_its_last_checkpoint_however_slowly_it_travels_in
     finished = launch(
         tmp_path,
         mode="ddp",
-        task="Faulty",
+        task="FaultyTask",
         task_args={"what": "terminate", "mark": str(mark), "batch": 9},
-        trainer=f"{CARRIERS}:HeldDdp",
+        trainer=f"{CARRIERS}:DelayedDdp",
         cluster={"num_trainers": 2, "timeout_s": 10},
         training={"max_steps": 2000},
         checkpoint={"every": 4, "keep": 9},
@@ -331,13 +335,13 @@ def test_an_interrupted_run_has_its_last_checkpoint_however_slowly_it_travels_in
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("mode", "carrier"), [("rpc", "LateRpc"), ("ddp", "LateDdp")])
+@pytest.mark.parametrize(("mode", "carrier"), [("rpc", "SlowRpc"), ("ddp", "SlowDdp")])
 def test_a_run_that_fails_still_has_the_parts_that_were_on_their_way(tmp_path, mode, carrier):
     """The error comes in the step after the checkpoint, while no part has left its trainer."""
     finished = launch(
         tmp_path,
         mode=mode,
-        task="Faulty",
+        task="FaultyTask",
         task_args={"what": "error", "mark": str(tmp_path / "mark"), "trainer": 1, "batch": 4},
         trainer=f"{CARRIERS}:{carrier}",
         cluster={"num_trainers": 2, "timeout_s": 10},
@@ -350,13 +354,13 @@ def test_a_run_that_fails_still_has_the_parts_that_were_on_their_way(tmp_path, m
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("mode", "carrier"), [("rpc", "DyingRpc"), ("ddp", "KilledSender")])
+@pytest.mark.parametrize(("mode", "carrier"), [("rpc", "KilledRpc"), ("ddp", "KilledSender")])
 def test_a_trainer_that_dies_while_its_part_travels_leaves_the_checkpoint_before(tmp_path, mode, carrier):
     began = time.monotonic()
     finished = launch(
         tmp_path,
         mode=mode,
-        task="Truth",
+        task="ReferenceTask",
         trainer=f"{CARRIERS}:{carrier}",
         cluster={"num_trainers": 2, "timeout_s": 10},
         training={"max_steps": 100_000},

@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from launching import TASKS, here, launch, resume, same_bits, trained
+from launching import TASKS, differing_tensors, launch, resume, run_in_process, train
 from server_forward_tasks import Branches, replay
-from tasks import Everything, Truth
+from tasks import ReferenceModel, ReferenceTask
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -44,16 +44,16 @@ def test_one_trainer_is_the_same_as_local_bit_for_bit(tmp_path):
         "training": {"max_steps": 15, "batch_size": 8, "accumulate_batches": 3, "clip_grad_norm": 1.0}
         | {"validate_every": 6},
     }
-    local = trained(tmp_path, "local", 1, **config)
-    served = trained(tmp_path, "rpc", 1, **config, server=SERVER, trainer=f"{SERVED}:Witness")
-    assert same_bits(local.load("model"), served.load("model")) == []
-    assert same_bits(local.load("optimizer"), served.load("optimizer")) == []
-    assert same_bits(local.load("trainer-0")["random"], served.load("trainer-0")["random"]) == []
+    local = train(tmp_path, "local", 1, **config)
+    served = train(tmp_path, "rpc", 1, **config, server=SERVER, trainer=f"{SERVED}:Witness")
+    assert differing_tensors(local.load("model"), served.load("model")) == []
+    assert differing_tensors(local.load("optimizer"), served.load("optimizer")) == []
+    assert differing_tensors(local.load("trainer-0")["random"], served.load("trainer-0")["random"]) == []
     for kind, field in (("train", "loss"), ("train", "lr"), ("validation", "values")):
         assert [r[field] for r in local.of_kind(kind)] == [r[field] for r in served.of_kind(kind)]
     assert [r["value"] for r in served.of_kind("log")] == [15.0]
     # What only the output that nobody uses leads to was never stepped, though weight decay alone would change it.
-    assert same_bits(served.load("model")["second.weight"], initial(Branches())["second.weight"]) == []
+    assert differing_tensors(served.load("model")["second.weight"], initial(Branches())["second.weight"]) == []
 
 
 def initial(task):
@@ -63,7 +63,7 @@ def initial(task):
 
 
 def recorded(folder, trainers, steps, **config):
-    return trained(
+    return train(
         folder,
         "rpc",
         trainers,
@@ -79,11 +79,11 @@ def replayed(run, trainers):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        model, optimizer, staleness = replay(Truth(), 0, pushes)
+        model, optimizer, staleness = replay(ReferenceTask(), 0, pushes)
     finally:
         torch.set_num_threads(threads)
-    assert same_bits(model, run.load("model")) == []
-    assert same_bits(optimizer, run.load("optimizer")) == []
+    assert differing_tensors(model, run.load("model")) == []
+    assert differing_tensors(optimizer, run.load("optimizer")) == []
     assert len(staleness) == run.summary["samples"] / 8
     return [push for trainer in pushes for push in trainer], staleness
 
@@ -202,7 +202,7 @@ def test_forwards_run_side_by_side():
 def test_threads_neither_share_versions_nor_module_buffers_nor_random_numbers():
     """Eight trainers at versions of their own, each against a model of its own in one thread."""
     torch.manual_seed(1)
-    models = [Everything(dropout=0.5, unused=True) for _ in range(8)]
+    models = [ReferenceModel(dropout=0.5, unused=True) for _ in range(8)]
     end_of = [an_end(models[0]) for _ in range(8)]
     layouts = end_of[0]._parameters, end_of[0]._buffer_layout
 
@@ -232,11 +232,11 @@ def test_threads_neither_share_versions_nor_module_buffers_nor_random_numbers():
             expected = {name: p.grad for name, p in own.named_parameters() if p.requires_grad}
             assert [expected[name] is not None for name in grads] == list(used)
             assert [n for n in grads if expected[n] is not None and not torch.equal(grads[n], expected[n])] == []
-            assert same_bits(buffers, module_buffers(own)) == []
+            assert differing_tensors(buffers, module_buffers(own)) == []
 
 
 def test_several_calls_of_a_step_go_on_with_the_same_module_buffers():
-    model = Everything(dropout=0.0, unused=False)
+    model = ReferenceModel(dropout=0.0, unused=False)
     end, images = an_end(model), torch.randn(3, 4, 1, 6, 6)
     end.pin_version()
     answers = [end.compute(a_call(images[i], batch=i)) for i in range(3)]
@@ -246,8 +246,8 @@ def test_several_calls_of_a_step_go_on_with_the_same_module_buffers():
     for i in range(3):
         model(images[i]).square().mean().backward()
     assert used is None
-    assert same_bits(grads, {n: p.grad for n, p in model.named_parameters() if p.requires_grad}) == []
-    assert same_bits(buffers, module_buffers(model)) == []
+    assert differing_tensors(grads, {n: p.grad for n, p in model.named_parameters() if p.requires_grad}) == []
+    assert differing_tensors(buffers, module_buffers(model)) == []
 
 
 def test_a_version_that_follows_does_not_reach_what_was_computed_before():
@@ -280,11 +280,11 @@ def test_modes_travel_with_the_call():
     assert torch.equal(end.compute(a_call(x)).output, built)
 
 
-class Spread(Truth):
+class Spread(ReferenceTask):
     """Places its model on the devices that it is given, as the RPC tutorial does; notes how many."""
 
     def build_model(self):
-        model = Everything(dropout=0.0, unused=False)
+        model = ReferenceModel(dropout=0.0, unused=False)
         self.seen = [*getattr(self, "seen", []), len(self.devices)]
         model.last.to(self.devices[-1])
         return model
@@ -307,7 +307,7 @@ def test_a_model_may_be_spread_over_devices_of_the_server(monkeypatch):
     grads, used, _ = gradients(end, output.square().mean(), anchors)
     versions.model(images).square().mean().backward()
     assert used is None
-    assert same_bits(grads, {n: p.grad for n, p in versions.model.named_parameters() if p.requires_grad}) == []
+    assert differing_tensors(grads, {n: p.grad for n, p in versions.model.named_parameters() if p.requires_grad}) == []
 
 
 class Returns(nn.Module):
@@ -559,4 +559,4 @@ def test_a_trainer_of_the_other_kind_is_refused(tmp_path):
     config = Config(trainer="trainers:RpcTrainer", server=ServerConfig(compute="server"))
     with pytest.raises(UnsupportedConfiguration, match=r"is for server\.compute: trainer"):
         _trainer_class(config, [])
-    assert here(tmp_path, server=SERVER, training={"max_steps": 1}).code == 0
+    assert run_in_process(tmp_path, server=SERVER, training={"max_steps": 1}).code == 0

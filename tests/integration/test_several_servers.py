@@ -13,19 +13,19 @@ import pytest
 import torch
 from launching import (
     TASKS,
-    Finished,
+    FinishedRun,
     command,
-    difference,
+    differing_tensors,
     environment,
     launch,
+    relative_difference,
     resume,
-    same_bits,
-    together,
-    trained,
+    run_concurrently,
+    train,
     write_config,
 )
-from step_oracle import Ledger, Paced, Replay
-from tasks import OPTIMIZERS, Truth
+from step_oracle import Ledger, PacedTask, Replay
+from tasks import OPTIMIZERS, ReferenceTask
 
 from paramserver.server import shard_server
 from trainers import RpcTrainer
@@ -41,14 +41,14 @@ HARD = {
 }
 
 
-class Whole(Truth):
+class Whole(ReferenceTask):
     """An optimizer that looks at whole tensors."""
 
     def build_optimizer(self, model):
         return torch.optim.Adafactor([p for p in model.parameters() if p.requires_grad], lr=0.01)
 
 
-class Listed(Truth):
+class Listed(ReferenceTask):
     """A class of the user's own, derived from one that could be split."""
 
     def build_optimizer(self, model):
@@ -58,7 +58,7 @@ class Listed(Truth):
         return Own(model.parameters(), lr=0.02)
 
 
-class Apart(Truth):
+class Apart(ReferenceTask):
     """Server 1 cannot reach the memory of server 0, as if it were on another host."""
 
     def __init__(self, **options):
@@ -80,7 +80,7 @@ class Asks(RpcTrainer):
         super().leave(totals, decision)
 
 
-class Dies(Truth):
+class Dies(ReferenceTask):
     """Its optimizer ends the process of one server at the fifth step, or stops it, and leaves a mark."""
 
     def __init__(self, mark, number, **options):
@@ -107,7 +107,7 @@ def of(servers, folder, trainers=2, transport="auto", **config):
     """A run with so many servers that must end well."""
     server = {"transport": transport, "bucket_mb": 0.0005, **config.pop("server", {})}  # many messages of gradients
     folder = folder / f"{servers}-{transport}-{server.get('consistency', 'sync')}"
-    finished = trained(folder, "rpc", trainers, server=server, cluster={"num_servers": servers}, **config)
+    finished = train(folder, "rpc", trainers, server=server, cluster={"num_servers": servers}, **config)
     assert finished.summary["num_servers"] == servers
     return finished
 
@@ -119,8 +119,8 @@ def test_the_same_as_with_one_server(tmp_path, transport):
         of(n, tmp_path, transport=transport, server={"wire_dtype": "float32"}, **HARD) for n in (1, 2, 3)
     )
     for other in (two, three):
-        assert difference(one.load("model"), other.load("model")) < 1e-9
-        assert difference(one.load("optimizer"), other.load("optimizer")) < 1e-9
+        assert relative_difference(one.load("model"), other.load("model")) < 1e-9
+        assert relative_difference(one.load("optimizer"), other.load("optimizer")) < 1e-9
         assert one.load("optimizer")["param_groups"] == other.load("optimizer")["param_groups"]
         assert one.summary["validation"] == pytest.approx(other.summary["validation"], rel=1e-9)
         assert [r["lr"] for r in one.of_kind("train")] == [r["lr"] for r in other.of_kind("train")]
@@ -129,7 +129,9 @@ def test_the_same_as_with_one_server(tmp_path, transport):
         assert other.summary["wire_bytes_per_step"] == pytest.approx(moved, rel=1e-3)  # but for where ranges end
     loose = {**HARD, "training": {**HARD["training"], "clip_grad_norm": None}}
     free = of(1, tmp_path / "free", transport=transport, **loose)
-    assert difference(one.load("model"), free.load("model")) > 1e-6  # the clipping that is compared takes place
+    assert (
+        relative_difference(one.load("model"), free.load("model")) > 1e-6
+    )  # the clipping that is compared takes place
 
 
 @pytest.mark.parametrize(
@@ -139,15 +141,15 @@ def test_sgd_without_clipping_is_the_same_bit_for_bit(tmp_path, transport, wire_
     config = {"task_args": {"samples": 128}, "training": {"max_steps": 10}, "server": {"wire_dtype": wire_dtype}}
     one, two, three = (of(n, tmp_path, transport=transport, **config) for n in (1, 2, 3))
     for other in (two, three):
-        assert same_bits(one.load("model"), other.load("model")) == []
-        assert same_bits(one.load("optimizer"), other.load("optimizer")) == []
+        assert differing_tensors(one.load("model"), other.load("model")) == []
+        assert differing_tensors(one.load("optimizer"), other.load("optimizer")) == []
 
 
 def test_a_server_that_is_apart_makes_all_go_over_rpc(tmp_path):
     config = {"task": f"{HERE}:Apart", "task_args": {"samples": 128}, "training": {"max_steps": 6}}
     near, apart = (of(servers, tmp_path, **config) for servers in (1, 2))
-    assert same_bits(near.load("model"), apart.load("model")) == []
-    assert same_bits(near.load("optimizer"), apart.load("optimizer")) == []
+    assert differing_tensors(near.load("model"), apart.load("model")) == []
+    assert differing_tensors(near.load("optimizer"), apart.load("optimizer")) == []
     assert apart.summary["wire_bytes_per_step"] > 20 * near.summary["wire_bytes_per_step"]
     strict = launch(
         tmp_path / "strict",
@@ -164,10 +166,10 @@ def test_a_server_that_is_apart_makes_all_go_over_rpc(tmp_path):
 def test_an_optimizer_of_whole_tensors_gets_whole_tensors(tmp_path, task):
     config = {"task": f"{HERE}:{task}", "task_args": {"dtype": "float64"}, "training": {"max_steps": 6}}
     one, two = (of(n, tmp_path, **config) for n in (1, 2))
-    assert difference(one.load("model"), two.load("model")) < 1e-9
+    assert relative_difference(one.load("model"), two.load("model")) < 1e-9
     ours, theirs = one.load("optimizer")["state"], two.load("optimizer")["state"]
     assert ours.keys() == theirs.keys()
-    assert difference(ours, theirs) < 1e-9
+    assert relative_difference(ours, theirs) < 1e-9
 
 
 FREE = {
@@ -188,7 +190,7 @@ def test_free_trainers_push_what_one_process_computes_bit_for_bit(tmp_path, kind
         tmp_path,
         trainers=4,
         transport=transport,
-        task=f"{REPLAY}:Paced",
+        task=f"{REPLAY}:PacedTask",
         task_args={**options, "pace_ms": 4.0, "slow": 3, "slow_ms": 60.0},
         trainer=f"{REPLAY}:LedgerTrainer",
         server=FREE[kind],
@@ -200,10 +202,10 @@ def test_free_trainers_push_what_one_process_computes_bit_for_bit(tmp_path, kind
     assert len(ledger.updates()) == 40
     assert kind == "backup" or sum(entry.staleness > 0 for entry in ledger.applied) >= 10
     assert kind != "backup" or ledger.dropped
-    replay = Replay(Paced(**options), stale_scaling=FREE[kind].get("stale_scaling", "none")).run(ledger)
+    replay = Replay(PacedTask(**options), stale_scaling=FREE[kind].get("stale_scaling", "none")).run(ledger)
     assert replay.wrong == []
-    assert same_bits(replay.model.state_dict(), run.load("model")) == []
-    assert same_bits(replay.optimizer.state_dict(), run.load("optimizer")) == []
+    assert differing_tensors(replay.model.state_dict(), run.load("model")) == []
+    assert differing_tensors(replay.optimizer.state_dict(), run.load("optimizer")) == []
     assert run.checkpoints == ["step-00000020", "step-00000040"]
     assert len(run.of_kind("validation")) >= 2
 
@@ -215,7 +217,7 @@ def test_one_trainer_that_runs_freely_is_one_that_does_not(tmp_path, transport):
         of(servers, tmp_path, trainers=1, transport=transport, server={"consistency": word}, **config)
         for servers, word in ((1, "sync"), (2, "async"))
     )
-    assert same_bits(step.load("model"), free.load("model")) == []
+    assert differing_tensors(step.load("model"), free.load("model")) == []
     assert step.summary["validation"] == free.summary["validation"]
 
 
@@ -234,8 +236,8 @@ def test_a_checkpoint_is_of_any_number_of_servers(tmp_path):
     for servers, steps in ((2, 8), (3, 12), (1, 16)):
         run = goes_on(run, steps, "--set", f"cluster.num_servers={servers}")
         assert run.summary["num_servers"] == servers
-    assert difference(whole.load("model"), run.load("model")) < 1e-9
-    assert difference(whole.load("optimizer"), run.load("optimizer")) < 1e-9
+    assert relative_difference(whole.load("model"), run.load("model")) < 1e-9
+    assert relative_difference(whole.load("optimizer"), run.load("optimizer")) < 1e-9
 
 
 @pytest.mark.parametrize("mode", ["local", "ddp"])
@@ -243,17 +245,17 @@ def test_what_two_servers_wrote_goes_on_without_a_server(tmp_path, mode):
     trainers = 1 if mode == "local" else 2
     training = {"max_steps": 6, "clip_grad_norm": 0.5}
     config = {"task_args": {"dtype": "float64", "optimizer": "adam"}, "training": training, "checkpoint": {"every": 6}}
-    whole = trained(tmp_path / "whole", "rpc", trainers, **{**config, "training": {**training, "max_steps": 12}})
+    whole = train(tmp_path / "whole", "rpc", trainers, **{**config, "training": {**training, "max_steps": 12}})
     run = of(2, tmp_path, trainers=trainers, **config)
     run = goes_on(run, 12, "--mode", mode)
-    assert difference(whole.load("model"), run.load("model")) < 1e-9
-    assert difference(whole.load("optimizer"), run.load("optimizer")) < 1e-9
+    assert relative_difference(whole.load("model"), run.load("model")) < 1e-9
+    assert relative_difference(whole.load("optimizer"), run.load("optimizer")) < 1e-9
 
 
 def test_an_interrupt_ends_several_servers_with_a_checkpoint(tmp_path):
     mark = tmp_path / "mark"
     task_args = {"what": "terminate", "mark": str(mark), "trainer": 1}
-    config = {"task": "Faulty", "task_args": task_args, "training": {"max_steps": 2000}}
+    config = {"task": "FaultyTask", "task_args": task_args, "training": {"max_steps": 2000}}
     run = launch(tmp_path, mode="rpc", cluster={"num_trainers": 2, "num_servers": 2, "timeout_s": 30}, **config)
     assert mark.exists()
     assert run.code == 3, run.output
@@ -278,7 +280,7 @@ def test_a_signal_to_a_server_is_one_to_the_run(tmp_path, whom):
         cwd=tmp_path,
         process_group=0,
     )
-    finished = Finished(0, "", tmp_path / "runs" / "run")
+    finished = FinishedRun(0, "", tmp_path / "runs" / "run")
     deadline = time.monotonic() + 60
     while not (finished.run_dir / "checkpoints" / "latest").exists():
         assert time.monotonic() < deadline
@@ -334,7 +336,7 @@ def test_a_server_that_is_killed_ends_the_run_with_its_name(tmp_path, transport)
 
 
 def test_a_server_that_freezes_or_fails_ends_the_run(tmp_path):
-    (frozen, _), (failed, _) = together(
+    (frozen, _), (failed, _) = run_concurrently(
         lambda: fatal(tmp_path / "frozen", signal.SIGSTOP, "auto"), lambda: fatal(tmp_path / "failed", 0, "rpc")
     )
     named = r"server 1 \(.*\) is lost: no heartbeat for server.lost_after_s \(2 s\)"
@@ -349,8 +351,8 @@ def test_a_server_that_freezes_or_fails_ends_the_run(tmp_path):
 def test_more_servers_than_the_model_has_parts_for_are_refused(tmp_path):
     file = tmp_path / "small.py"
     file.write_text(
-        f"import sys\nsys.path.insert(0, {str(TASKS.parent)!r})\nimport torch\nfrom tasks import Truth\n\n\n"
-        "class Small(Truth):\n    def build_model(self):\n"
+        f"import sys\nsys.path.insert(0, {str(TASKS.parent)!r})\nimport torch\nfrom tasks import ReferenceTask\n\n\n"
+        "class Small(ReferenceTask):\n    def build_model(self):\n"
         "        return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(36, 5, bias=False))\n\n"
         "    def build_optimizer(self, model):\n        return torch.optim.Adafactor(model.parameters())\n"
     )

@@ -4,7 +4,7 @@ import threading
 import time
 
 import pytest
-from launching import COUNTING, difference, launch, same_bits, together, trained
+from launching import WITNESS_TRAINERS, differing_tensors, launch, relative_difference, run_concurrently, train
 
 pytestmark = pytest.mark.processes
 
@@ -19,11 +19,11 @@ def hooks_of(folder, trainer):
 def test_the_order_of_a_run(tmp_path, mode, trainers):
     """16 samples for each trainer are one epoch of two batches of eight, one step; validation comes every two steps."""
     folder = tmp_path / "hooks"
-    finished = trained(
+    finished = train(
         tmp_path,
         mode,
         trainers,
-        task="Recorder",
+        task="HookRecorder",
         task_args={"folder": str(folder), "samples": 16 * trainers, "validation": 9 * trainers},
         training={"max_steps": 3, "batch_size": 8, "accumulate_batches": 2, "validate_every": 2},
         checkpoint={"every": 2},
@@ -71,7 +71,7 @@ def test_the_order_of_a_run(tmp_path, mode, trainers):
 
 @pytest.mark.parametrize(("mode", "trainers"), [MODES[0], MODES[2]])
 def test_the_first_limit_that_is_reached_ends_the_run(tmp_path, mode, trainers):
-    finished = trained(
+    finished = train(
         tmp_path, mode, trainers, training={"max_steps": 100, "max_samples": 50 * trainers, "batch_size": 8}
     )
     summary = finished.summary
@@ -82,7 +82,7 @@ def test_the_first_limit_that_is_reached_ends_the_run(tmp_path, mode, trainers):
 
 @pytest.mark.parametrize(("mode", "trainers"), MODES[:2])
 def test_max_epochs_serves_every_sample_so_often(tmp_path, mode, trainers):
-    finished = trained(
+    finished = train(
         tmp_path,
         mode,
         trainers,
@@ -95,7 +95,7 @@ def test_max_epochs_serves_every_sample_so_often(tmp_path, mode, trainers):
 
 
 def test_max_seconds_ends_a_run(tmp_path):
-    finished = trained(tmp_path, "rpc", 2, training={"max_steps": None, "max_seconds": 0.5})
+    finished = train(tmp_path, "rpc", 2, training={"max_steps": None, "max_seconds": 0.5})
     assert "max_seconds" in finished.summary["reason"]
     assert 0.4 < finished.summary["seconds"] < 5
 
@@ -106,7 +106,7 @@ def test_stop_ends_all_trainers_with_the_first_and_one_may_hold_all_validation_d
 
     The validation data are an iterator, which the task is asked for anew each time.
     """
-    finished = trained(
+    finished = train(
         tmp_path, mode, 2, task="ValidatesOnOne", training={"max_steps": None, "batch_size": 8, "validate_every": 2}
     )
     summary = finished.summary
@@ -119,35 +119,35 @@ def test_stop_ends_all_trainers_with_the_first_and_one_may_hold_all_validation_d
 def test_join_drains_every_trainer_the_same_in_both_modes(tmp_path):
     """40, 80 and 120 samples: five steps of three trainers, five of two, five of one."""
     config = {
-        "task": "Uneven",
+        "task": "UnevenLengths",
         "task_args": {"schedule": "step"},
         "training": {"max_steps": None, "batch_size": 8, "uneven_inputs": "join", "validate_every": 4},
         "checkpoint": {"every": 7},
     }
-    ddp, rpc = (trained(tmp_path, mode, 3, **config) for mode in ("ddp", "rpc"))
+    ddp, rpc = (train(tmp_path, mode, 3, **config) for mode in ("ddp", "rpc"))
     for finished in (ddp, rpc):
         assert finished.summary["steps"] == 15
         assert finished.summary["samples"] == 240
         assert [t["samples"] for t in finished.summary["trainers"]] == [40, 80, 120]
         assert [r["step"] for r in finished.of_kind("validation")] == [4, 8, 12, 15]
         assert {r["samples"] for r in finished.of_kind("validation")} == {37}
-    assert difference(ddp.load("model"), rpc.load("model")) < 1e-6
+    assert relative_difference(ddp.load("model"), rpc.load("model")) < 1e-6
     for one, other in zip(ddp.of_kind("validation"), rpc.of_kind("validation"), strict=True):
         assert one["values"] == pytest.approx(other["values"], rel=1e-5)
     for step in (7, 14):
-        assert difference(ddp.load("model", step), rpc.load("model", step)) < 1e-6
-        assert difference(ddp.load("optimizer", step), rpc.load("optimizer", step)) < 1e-5
+        assert relative_difference(ddp.load("model", step), rpc.load("model", step)) < 1e-6
+        assert relative_difference(ddp.load("optimizer", step), rpc.load("optimizer", step)) < 1e-5
 
 
 def test_join_with_accumulation_and_two_trainers_is_the_same_bit_for_bit(tmp_path):
     config = {
-        "task": "Uneven",
+        "task": "UnevenLengths",
         "training": {"max_steps": None, "batch_size": 8, "accumulate_batches": 3, "uneven_inputs": "join"},
     }
-    ddp, rpc = (trained(tmp_path, mode, 2, **config) for mode in ("ddp", "rpc"))
+    ddp, rpc = (train(tmp_path, mode, 2, **config) for mode in ("ddp", "rpc"))
     assert ddp.summary["samples"] == rpc.summary["samples"] == 120
-    assert same_bits(ddp.load("model"), rpc.load("model")) == []
-    assert same_bits(ddp.load("optimizer"), rpc.load("optimizer")) == []
+    assert differing_tensors(ddp.load("model"), rpc.load("model")) == []
+    assert differing_tensors(ddp.load("optimizer"), rpc.load("optimizer")) == []
 
 
 def opened_late(folder, mode, **config):
@@ -180,7 +180,7 @@ def open_late(gate, after_s):
 def test_a_trainer_that_waits_for_data_holds_the_others_without_failing(tmp_path):
     """The stream is silent for longer than every timeout; the run goes on when it speaks."""
     server = {"heartbeat_s": 0.3, "lost_after_s": 2.0}
-    runs = together(lambda: opened_late(tmp_path, "ddp"), lambda: opened_late(tmp_path, "rpc", server=server))
+    runs = run_concurrently(lambda: opened_late(tmp_path, "ddp"), lambda: opened_late(tmp_path, "rpc", server=server))
     for finished in runs:
         assert finished.code == 0, finished.output
         assert finished.summary["samples"] == 128
@@ -189,11 +189,11 @@ def test_a_trainer_that_waits_for_data_holds_the_others_without_failing(tmp_path
 
 def test_no_sync_skips_the_collectives(tmp_path):
     """Four micro-batches a step cost the gradients, which are one bucket, one all-reduce."""
-    finished = trained(
+    finished = train(
         tmp_path,
         "ddp",
         2,
-        trainer=f"{COUNTING}:CountingTrainer",
+        trainer=f"{WITNESS_TRAINERS}:CountingTrainer",
         training={"max_steps": 6, "batch_size": 4, "accumulate_batches": 4},
     )
     counts = [r["value"] for r in finished.of_kind("log") if r["name"] == "gradient_all_reduces"]

@@ -9,15 +9,15 @@ import subprocess
 import sys
 
 import pytest
-from cli_errors import contents, refusal, refused_by_all
-from launching import environment, here, resume, resume_here, together, trained, write_config
-from tasks import Truth
+from cli_errors import assert_readers_refuse, error_message, file_contents
+from launching import environment, resume, resume_in_process, run_concurrently, run_in_process, train, write_config
+from tasks import ReferenceTask
 
 import paramserver
 from paramserver import evaluate
-from paramserver.checkpoint.format import Manifest, _seal
+from paramserver.checkpoint.format import Manifest, _manifest_digest
 from paramserver.errors import CheckpointError
-from paramserver.runs.attempt import resumed_attempt
+from paramserver.runs.attempt import resume_transaction
 from paramserver.runs.rundir import RunDir
 
 CONFIG = {
@@ -28,7 +28,7 @@ CONFIG = {
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory):
-    return trained(tmp_path_factory.mktemp("folder"), "local", 1, **CONFIG).run_dir
+    return train(tmp_path_factory.mktemp("folder"), "local", 1, **CONFIG).run_dir
 
 
 @pytest.fixture
@@ -38,14 +38,14 @@ def run_dir(tmp_path, original):
 
 
 def without_logs(run_dir):
-    return {name: held for name, held in contents(run_dir).items() if name.parts[0] != "logs"}
+    return {name: held for name, held in file_contents(run_dir).items() if name.parts[0] != "logs"}
 
 
 def test_latest_is_a_folder(run_dir, call, capsys):
     latest = run_dir / "checkpoints" / "latest"
     latest.unlink()
     latest.mkdir()
-    refused_by_all(
+    assert_readers_refuse(
         run_dir, call, capsys, rf"{latest} must be a file, as the run wrote it, and is none; move it away\n$"
     )
 
@@ -56,22 +56,24 @@ def test_latest_is_a_folder(run_dir, call, capsys):
 )
 def test_a_config_that_is_none(run_dir, call, capsys, content, said):
     (run_dir / "config.yaml").write_bytes(content)
-    refused_by_all(run_dir, call, capsys, rf"{run_dir}/config.yaml.*{said}")
+    assert_readers_refuse(run_dir, call, capsys, rf"{run_dir}/config.yaml.*{said}")
 
 
 def test_no_config_or_a_folder_in_its_place(run_dir, call, capsys):
     (run_dir / "config.yaml").unlink()
     command = rf"python -m paramserver.launch --config FILE --resume {run_dir}(/checkpoints/step-\d+)?\n$"
     said = rf"{run_dir} holds checkpoints and no config.yaml; give the config that they were made with: {command}"
-    refused_by_all(run_dir, call, capsys, said)
+    assert_readers_refuse(run_dir, call, capsys, said)
     with pytest.raises(CheckpointError, match="holds checkpoints and no config"):
-        paramserver.run(Truth, resume=run_dir)
+        paramserver.run(ReferenceTask, resume=run_dir)
     (run_dir / "config.yaml").mkdir()
-    refused_by_all(run_dir, call, capsys, rf"{run_dir}/config.yaml must be a file, as the run")
+    assert_readers_refuse(run_dir, call, capsys, rf"{run_dir}/config.yaml must be a file, as the run")
     (run_dir / "config.yaml").rmdir()
     for step in (2, 4):
         (run_dir / "checkpoints" / f"step-0000000{step}" / "manifest.json").unlink()
-    refused_by_all(run_dir, call, capsys, rf"{run_dir} holds no config.yaml and no checkpoint: that run never began")
+    assert_readers_refuse(
+        run_dir, call, capsys, rf"{run_dir} holds no config.yaml and no checkpoint: that run never began"
+    )
 
 
 @pytest.mark.parametrize("chosen", [None, "step-00000002"])
@@ -81,7 +83,7 @@ def test_a_config_that_was_lost_is_given_anew(tmp_path, run_dir, call, chosen):
     (run_dir / "config.yaml").unlink()
     before = without_logs(run_dir)
     resumed = run_dir if chosen is None else run_dir / "checkpoints" / chosen
-    refusal(call(run_dir, "--config", given, "--resume", resumed, "--set", "task_args.batch_norm=false"))
+    error_message(call(run_dir, "--config", given, "--resume", resumed, "--set", "task_args.batch_norm=false"))
     assert without_logs(run_dir) == before
     finished = call(run_dir, "--config", given, "--resume", resumed)
     assert finished.code == 0, finished.output
@@ -101,7 +103,7 @@ def rewrite_manifest(run_dir, change):
         content = json.loads(path.read_text())
         content.pop("manifest_sha256")
         change(content)
-        path.write_text(json.dumps({**content, "manifest_sha256": _seal(content)}))
+        path.write_text(json.dumps({**content, "manifest_sha256": _manifest_digest(content)}))
 
 
 @pytest.mark.parametrize("trainers", [None, 0, "2", True, 1.5])
@@ -109,9 +111,9 @@ def test_a_manifest_that_does_not_tell_the_trainers(run_dir, call, capsys, train
     """To evaluate, nobody needs to know."""
     rewrite_manifest(run_dir, lambda content: content.update(trainers=trainers))
     said = rf"trainers \({trainers}\) in .*manifest.json must be how many trainers stored a part"
-    refused_by_all(run_dir, call, capsys, said, slice(1, None))
+    assert_readers_refuse(run_dir, call, capsys, said, slice(1, None))
     rewrite_manifest(run_dir, lambda content: content.pop("trainers"))
-    refused_by_all(run_dir, call, capsys, r"trainers \(None\) in", slice(1, None))
+    assert_readers_refuse(run_dir, call, capsys, r"trainers \(None\) in", slice(1, None))
     assert evaluate.evaluate_run(run_dir).step == 4
 
 
@@ -119,14 +121,14 @@ def test_a_manifest_that_does_not_tell_the_trainers(run_dir, call, capsys, train
 def test_a_manifest_without_one_of_its_fields(run_dir, call, capsys, field):
     rewrite_manifest(run_dir, lambda content: content.pop(field))
     named = r".*manifest.json is damaged \(KeyError: "
-    refused_by_all(run_dir, call, capsys, rf"{named}|.*must hold a complete checkpoint.*{named}|checkpoint 2 of")
+    assert_readers_refuse(run_dir, call, capsys, rf"{named}|.*must hold a complete checkpoint.*{named}|checkpoint 2 of")
 
 
 @pytest.mark.parametrize("name", ["model", "optimizer", "run", "trainer-0"])
 def test_a_checkpoint_without_one_of_its_parts(run_dir, call, capsys, name):
     rewrite_manifest(run_dir, lambda content: content["files"].pop(f"{name}.pt"))
     ways = slice(None) if name in ("model", "trainer-0") else slice(1, None)
-    refused_by_all(run_dir, call, capsys, rf"checkpoint .* holds no '{name}(\.pt)?' \(it holds ", ways)
+    assert_readers_refuse(run_dir, call, capsys, rf"checkpoint .* holds no '{name}(\.pt)?' \(it holds ", ways)
 
 
 def test_a_reader_that_is_gone_is_no_error(original):
@@ -154,13 +156,13 @@ def test_a_reader_that_is_gone_is_no_error(original):
 def test_who_has_begun_to_resume_keeps_others_out_before_its_rank_0_locks_the_folder(run_dir, call, chosen):
     run = RunDir(run_dir, None if chosen is None else run_dir / "checkpoints" / chosen)
     other = run_dir if chosen else run_dir / "checkpoints" / "step-00000002"
-    with resumed_attempt(run):
-        before = contents(run_dir)
+    with resume_transaction(run):
+        before = file_contents(run_dir)
         refused = call(run_dir, "--resume", other, "--set", "training.max_steps=6")
-        message = refusal(refused)
+        message = error_message(refused)
         assert refused.output == f"error: {message}"  # not what would have changed, had it gone on
         assert f"in use by another run (process {os.getpid()} on host {socket.gethostname()})" in message
-        assert contents(run_dir) == before
+        assert file_contents(run_dir) == before
     finished = call(run_dir, "--resume", run_dir, "--set", "training.max_steps=6")
     assert finished.code == 0, finished.output
     assert "  changed: training.max_steps" in finished.output
@@ -168,14 +170,14 @@ def test_who_has_begun_to_resume_keeps_others_out_before_its_rank_0_locks_the_fo
 
 @pytest.mark.processes
 def test_of_two_that_resume_at_once_one_wins_and_nothing_is_damaged(tmp_path):
-    run = here(tmp_path, **CONFIG)
-    both = together(*[lambda: resume(run, "--set", "training.max_steps=60")] * 2)
+    run = run_in_process(tmp_path, **CONFIG)
+    both = run_concurrently(*[lambda: resume(run, "--set", "training.max_steps=60")] * 2)
     codes = sorted(finished.code for finished in both)
     assert codes in ([0, 2], [0, 0]), [finished.output for finished in both]
     for finished in both:
-        assert finished.code == 0 or re.search(r"in use by another run \(process \d+ on host", refusal(finished))
+        assert finished.code == 0 or re.search(r"in use by another run \(process \d+ on host", error_message(finished))
     assert [record["step"] for record in run.of_kind("train")] == list(range(1, 61))
     assert run.summary["steps"] == 60
-    assert resume_here(run, "--set", "training.max_steps=62").code == 0
+    assert resume_in_process(run, "--set", "training.max_steps=62").code == 0
     assert not [path for path in run.run_dir.rglob(".*") if path.name != ".lock"]
     assert Manifest.parse((run.run_dir / "checkpoints/step-00000062/manifest.json").read_text()).step == 62

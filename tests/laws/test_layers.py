@@ -8,7 +8,7 @@ import sys
 import threading
 
 import pytest
-from leaks import Snapshot
+from leaks import ProcessSnapshot
 from source_tree import (
     comparisons_with,
     environment_uses,
@@ -191,7 +191,7 @@ def test_a_search_finds_what_it_is_for(search, found, passed):
 
 
 def test_what_is_left_behind_is_seen():
-    before = Snapshot.take()
+    before = ProcessSnapshot.take()
     go_on = threading.Event()
     thread = threading.Thread(target=go_on.wait, args=(60,), name="feeder-9", daemon=True)
     other = threading.Thread(target=go_on.wait, args=(60,), name="a library's", daemon=True)

@@ -36,7 +36,7 @@ import yaml
 from torch import Tensor, nn
 
 from paramserver.bench.cases import interleaved
-from paramserver.bench.slowdown import drawn
+from paramserver.bench.slowdown import seeded_chance
 from tests.measure.common import (
     Measured,
     loss_of,
@@ -105,7 +105,7 @@ class Delayed(Measured):
 
 def is_slow(seed: int, trainer_index: int, batch_idx: int) -> bool:
     """Whether chance slows this batch: the same answer in every case and at every time."""
-    return drawn(PROBABILITY, seed, trainer_index, batch_idx)
+    return seeded_chance(PROBABILITY, seed, trainer_index, batch_idx)
 
 
 def config_of(case: str, scenario: Scenario, folder: Path, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from typing import Any
 
 import paramserver
 from paramserver.bench.cases import interleaved
-from paramserver.bench.instrumentation import wait_for_all
+from paramserver.bench.instrumentation import file_barrier
 from tests.measure.common import (
     BATCH_SIZE,
     Measured,
@@ -97,7 +97,7 @@ class Paired(Measured):
             os.sched_setaffinity(0, {cores[number % len(cores)]})
         if self.lone_rank is not None:
             assert self.folder is not None
-            wait_for_all(Path(self.folder).parent / "meeting", number, TRAINERS)
+            file_barrier(Path(self.folder).parent / "meeting", number, TRAINERS)
 
 
 def be_child(arguments: argparse.Namespace) -> None:

@@ -2,7 +2,13 @@
 
 import pytest
 
-from paramserver.bench.cost_model import Speed, break_even_servers, communication_s, predicted, ring_bytes
+from paramserver.bench.cost_model import (
+    LinkSpeed,
+    break_even_servers,
+    communication_s,
+    predict_communication,
+    ring_bytes,
+)
 from paramserver.config import MODES
 
 DDP, RPC, LOCAL = MODES["ddp"], MODES["rpc"], MODES["local"]
@@ -55,26 +61,26 @@ def test_messages_that_wait_for_each_other_cost_their_latency():
 
 
 def test_what_was_built_is_predicted_from_what_travelled():
-    speed = Speed(B, 1e-4)
-    over_wire = predicted(RPC, speed, int(M), 2 * M, 2, 1, "none")
+    speed = LinkSpeed(B, 1e-4)
+    over_wire = predict_communication(RPC, speed, int(M), 2 * M, 2, 1, "none")
     assert over_wire["communication_ms"] == pytest.approx((2 * 2 * M / B + 4e-4) * 1e3)
     assert over_wire["built"] == "1 server: push, apply, pull, one after the other"
     assert (over_wire["bandwidth_bytes_s"], over_wire["latency_s"]) == (B, 1e-4)
-    half = predicted(RPC, speed, int(M), M, 2, 2, "none")  # in half of the bytes, on two servers
+    half = predict_communication(RPC, speed, int(M), M, 2, 2, "none")  # in half of the bytes, on two servers
     assert half["communication_ms"] == pytest.approx((M / B / 1 + 4e-4) * 1e3)
-    in_memory = predicted(RPC, speed, int(M), 8.0, 2, 1, "none")
+    in_memory = predict_communication(RPC, speed, int(M), 8.0, 2, 1, "none")
     assert in_memory["communication_ms"] == pytest.approx(0.4, rel=1e-3)
     assert "shared memory" in in_memory["built"]
 
 
 def test_all_reduce_is_predicted_from_the_model_and_its_compression():
-    speed = Speed(B, 0.0)
-    assert predicted(DDP, speed, int(M), 0.0, 2, 0, "none")["communication_ms"] == pytest.approx(8.0)
-    assert predicted(DDP, speed, int(M), 0.0, 2, 0, "fp16")["communication_ms"] == pytest.approx(4.0)
-    assert predicted(DDP, speed, int(M), 0.0, 4, 0, "none")["break_even_servers"] is None
-    assert predicted(RPC, speed, int(M), 2 * M, 4, 1, "none")["break_even_servers"] == 6
-    assert predicted(DDP, speed, int(M), 0.0, 2, 0, "powersgd") is None
-    assert predicted(LOCAL, speed, int(M), 0.0, 1, 0, "none") is None
+    speed = LinkSpeed(B, 0.0)
+    assert predict_communication(DDP, speed, int(M), 0.0, 2, 0, "none")["communication_ms"] == pytest.approx(8.0)
+    assert predict_communication(DDP, speed, int(M), 0.0, 2, 0, "fp16")["communication_ms"] == pytest.approx(4.0)
+    assert predict_communication(DDP, speed, int(M), 0.0, 4, 0, "none")["break_even_servers"] is None
+    assert predict_communication(RPC, speed, int(M), 2 * M, 4, 1, "none")["break_even_servers"] == 6
+    assert predict_communication(DDP, speed, int(M), 0.0, 2, 0, "powersgd") is None
+    assert predict_communication(LOCAL, speed, int(M), 0.0, 1, 0, "none") is None
 
 
 def test_bytes_of_a_ring_are_those_of_both_directions():

@@ -6,13 +6,21 @@ import json
 import pytest
 from launching import write_config
 
-from paramserver.bench.cases import RequestedCases, goal_of, make_cases, when_reached
-from paramserver.bench.measure import CpuWatch, MeasuredWindow, WireWatch, _wire_bytes, figures, interpolated, window_of
-from paramserver.bench.step_stamps import COLUMNS, StepStamp, StepStamps, processes_of_servers, read_stamps
+from paramserver.bench.cases import RequestedCases, make_cases, require_first_reached, target_for
+from paramserver.bench.measure import (
+    CpuSampler,
+    MeasuredWindow,
+    WireSampler,
+    _wire_bytes,
+    interpolated,
+    measured_window,
+    step_figures,
+)
+from paramserver.bench.step_stamps import COLUMNS, StepStamp, StepStamps, read_stamps, server_pids
 from paramserver.config import config_from_mapping
 from paramserver.errors import TrainingError, UnsupportedConfiguration
 from paramserver.metrics.records import PHASES
-from paramserver.report.from_runs import learned
+from paramserver.report.from_runs import learning_curves
 from paramserver.report.target import Target
 
 PHASE_S = dict.fromkeys(COLUMNS, 0.0)
@@ -30,29 +38,29 @@ def trainer(durations, begin=0.0, index=0, samples=32, gaps=None):
 
 
 def test_the_warm_up_ends_with_a_step_and_not_before_the_third():
-    assert window_of([trainer([0.5] * 10)], 1.2) == MeasuredWindow(1.5, 5.0)
-    assert window_of([trainer([2.0] * 5)], 1.0) == MeasuredWindow(6.0, 10.0)
+    assert measured_window([trainer([0.5] * 10)], 1.2) == MeasuredWindow(1.5, 5.0)
+    assert measured_window([trainer([2.0] * 5)], 1.0) == MeasuredWindow(6.0, 10.0)
 
 
 def test_all_trainers_train_in_the_window():
     late, early = trainer([1.0] * 10, begin=3.0), trainer([1.0] * 8, index=1)
-    assert window_of([late, early], 1.0) == MeasuredWindow(6.0, 8.0)
+    assert measured_window([late, early], 1.0) == MeasuredWindow(6.0, 8.0)
 
 
 @pytest.mark.parametrize("durations", [[], [1.0], [1.0] * 3, [0.1] * 9])
 def test_too_few_steps_are_refused_with_their_number(durations):
     with pytest.raises(TrainingError, match=rf"made {len(durations)}, 20 in all; raise --seconds"):
-        window_of([trainer(durations), trainer([1.0] * 20, index=1)], 1.0)
+        measured_window([trainer(durations), trainer([1.0] * 20, index=1)], 1.0)
 
 
 def test_a_window_in_which_one_trainer_is_in_the_middle_of_a_step_is_refused():
     with pytest.raises(TrainingError, match="without a step"):
-        window_of([trainer([0.5] * 9), trainer([1.2] * 4, index=1)], 1.0)
+        measured_window([trainer([0.5] * 9), trainer([1.2] * 4, index=1)], 1.0)
 
 
 def test_trainers_in_step_make_their_samples_in_their_time():
     both = [trainer([0.125] * 40, index=i) for i in range(2)]
-    found = figures(both, window_of(both, 1.0), updates=0.5, processes=3)
+    found = step_figures(both, measured_window(both, 1.0), updates=0.5, processes=3)
     assert (found["steps"], found["samples"]) == (32, 2 * 32 * 32)
     assert found["seconds"] == pytest.approx(4.0)
     assert found["samples_per_second"] == pytest.approx(512)
@@ -65,8 +73,8 @@ def test_trainers_in_step_make_their_samples_in_their_time():
 
 def test_a_slow_trainer_counts_by_the_part_of_its_steps_that_lies_inside():
     fast, slow = trainer([0.1] * 100), trainer([0.73] * 14, index=1)
-    window = window_of([fast, slow], 1.0)
-    found = figures([fast, slow], window)
+    window = measured_window([fast, slow], 1.0)
+    found = step_figures([fast, slow], window)
     assert found["per_trainer"] == pytest.approx((320, 32 / 0.73))
     assert found["samples_per_second"] == pytest.approx(320 + 32 / 0.73)
     assert found["samples"] == round(found["samples_per_second"] * found["seconds"])
@@ -74,19 +82,19 @@ def test_a_slow_trainer_counts_by_the_part_of_its_steps_that_lies_inside():
 
 def test_what_comes_between_steps_is_not_training():
     one = trainer([0.125] * 40, gaps={20: 5.0})
-    found = figures([one], window_of([one], 1.0))
+    found = step_figures([one], measured_window([one], 1.0))
     assert found["seconds"] == pytest.approx(4.0)
     assert found["samples_per_second"] == pytest.approx(256)
 
 
 def test_samples_that_were_not_applied_do_not_count():
     both = [trainer([0.125] * 40, index=i) for i in range(2)]
-    assert figures(both, window_of(both, 1.0), applied=0.5)["samples_per_second"] == pytest.approx(256)
+    assert step_figures(both, measured_window(both, 1.0), applied=0.5)["samples_per_second"] == pytest.approx(256)
 
 
 def test_phases_make_up_the_step_and_what_is_hidden_is_beside_them():
     one = trainer([0.1, 0.2, 0.3] * 10)
-    found = figures([one], window_of([one], 1.0))
+    found = step_figures([one], measured_window([one], 1.0))
     assert sum(found["phases_ms"][name] for name in PHASES) == pytest.approx(found["step_ms"]["mean"])
     assert found["phases_ms"]["hidden"] == pytest.approx(9000)
 
@@ -99,7 +107,7 @@ def test_stamps_are_read_as_they_were_written(tmp_path):
     assert isinstance(found[0].steps[0], StepStamp)
     (tmp_path / "process-7").touch()
     (tmp_path / "process-100").touch()
-    assert processes_of_servers(tmp_path, found) == [7]
+    assert server_pids(tmp_path, found) == [7]
     with pytest.raises(TrainingError, match="trainer 2 left no record"):
         read_stamps(tmp_path, 3)
 
@@ -118,7 +126,7 @@ def test_cpu_time_is_that_of_processes_that_signed_in(tmp_path):
 
     (tmp_path / f"process-{os.getpid()}").touch()
     (tmp_path / f"process-{2**22 + 1}").touch()  # above the largest id that the kernel gives
-    watch = CpuWatch([tmp_path])
+    watch = CpuSampler([tmp_path])
     watch.look()
     began, used_before = time.perf_counter(), time.process_time()
     while time.process_time() < used_before + 0.3:
@@ -149,23 +157,23 @@ def config(training=None, **sections):
     ],
 )
 def test_the_config_says_whether_a_goal_is_a_floor_or_a_ceiling(name, best, at_most):
-    goal = goal_of(f"{name}=0.5", config(checkpoint={"best": best}) if best else config())
+    goal = target_for(f"{name}=0.5", config(checkpoint={"best": best}) if best else config())
     assert goal == Target(name, 0.5, at_most)
 
 
 def test_a_goal_needs_validations_on_the_way():
     with pytest.raises(UnsupportedConfiguration, match=r"training.validate_every \(0\) must be above 0"):
-        goal_of("accuracy=0.5", config(training={"validate_every": 0}))
+        target_for("accuracy=0.5", config(training={"validate_every": 0}))
 
 
 def test_a_goal_that_no_validation_tells_of_is_refused_with_what_there_is():
     points = [(320, 0.5, {"accuracy": 0.5}), (960, 1.5, {"accuracy": 0.96}), (1280, 2.0, {"accuracy": 0.99})]
-    assert when_reached(points, Target("accuracy", 0.95, at_most=False)) == (960, 1.5)
-    assert when_reached(points, Target("accuracy", 0.995, at_most=False)) is None
+    assert require_first_reached(points, Target("accuracy", 0.95, at_most=False)) == (960, 1.5)
+    assert require_first_reached(points, Target("accuracy", 0.995, at_most=False)) is None
     with pytest.raises(TrainingError, match="--target acc: validation_step gives accuracy"):
-        when_reached(points, Target("acc", 0.9, at_most=False))
+        require_first_reached(points, Target("acc", 0.9, at_most=False))
     with pytest.raises(TrainingError, match="gives nothing"):
-        when_reached([], Target("acc", 0.9, at_most=False))
+        require_first_reached([], Target("acc", 0.9, at_most=False))
 
 
 def test_what_was_learned_has_the_samples_that_were_applied():
@@ -174,11 +182,11 @@ def test_what_was_learned_has_the_samples_that_were_applied():
         {"kind": "validation", "step": step, "samples": 99, "seconds": step / 10, "values": {"accuracy": 0.5}}
         for step in (5, 15, 20)
     ]
-    found = learned([*train, {"kind": "note", "step": 0}, *valid], {"steps": 20, "samples": 1280})
+    found = learning_curves([*train, {"kind": "note", "step": 0}, *valid], {"steps": 20, "samples": 1280})
     assert found["loss"] == [[640, 1.0, 1.0], [1280, 2.0, 0.5]]
     assert [point[:2] for point in found["validation"]] == [[320, 0.5], [960, 1.5], [1280, 2.0]]
-    assert learned([*train, *valid], {}) == found
-    assert [point[0] for point in learned(valid, {})["validation"]] == [0, 0, 0]
+    assert learning_curves([*train, *valid], {}) == found
+    assert [point[0] for point in learning_curves(valid, {})["validation"]] == [0, 0, 0]
 
 
 def test_stamps_are_plain_json(tmp_path):
@@ -205,7 +213,7 @@ def test_bytes_of_a_group_are_the_kernels_or_computed_and_say_so(tmp_path, monke
     assert computed == {"wire_bytes_per_step": 2 * 400, "wire_bytes_source": "computed, ring all-reduce"}
     moments = iter([0.5, 4.5])
     monkeypatch.setattr("paramserver.bench.measure.time.perf_counter", lambda: next(moments))
-    wire = WireWatch(Counted([0, 4000], [100, 4100]), 2)
+    wire = WireSampler(Counted([0, 4000], [100, 4100]), 2)
     wire.look()
     wire.look()
     counted = _wire_bytes(ddp, trainers, MeasuredWindow(1.0, 4.0), wire)  # 2 x 3 steps in 3 of 4 seconds

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from paramserver.bench import instrumentation as slow_module
-from paramserver.bench.slowdown import Slowdown, SlowdownSpec, drawn, parse_slowdown
+from paramserver.bench.slowdown import Slowdown, SlowdownSpec, parse_slowdown, seeded_chance
 from paramserver.errors import UnsupportedConfiguration
 
 
@@ -46,19 +46,19 @@ def test_what_is_wrong_is_named(text, says):
 
 
 def test_only_the_named_trainer_is_slow():
-    assert all(SlowdownSpec(1, 5.0).hits(seed, 1, batch) for seed in range(3) for batch in range(50))
-    assert not any(SlowdownSpec(1, 5.0).hits(0, 0, batch) for batch in range(50))
-    assert not any(SlowdownSpec(1, 5.0, 0.0).hits(0, 1, batch) for batch in range(50))
+    assert all(SlowdownSpec(1, 5.0).slows(seed, 1, batch) for seed in range(3) for batch in range(50))
+    assert not any(SlowdownSpec(1, 5.0).slows(0, 0, batch) for batch in range(50))
+    assert not any(SlowdownSpec(1, 5.0, 0.0).slows(0, 1, batch) for batch in range(50))
 
 
 def test_chance_is_that_of_seed_trainer_and_batch():
     def hits(seed):
-        return [SlowdownSpec(0, 5.0, 0.2).hits(seed, 0, batch) for batch in range(4000)]
+        return [SlowdownSpec(0, 5.0, 0.2).slows(seed, 0, batch) for batch in range(4000)]
 
     assert hits(0) == hits(0)
     assert hits(0) != hits(1)
     assert abs(sum(hits(0)) / 4000 - 0.2) < 0.02
-    two = [[drawn(0.2, 0, trainer, batch) for batch in range(4000)] for trainer in range(2)]
+    two = [[seeded_chance(0.2, 0, trainer, batch) for batch in range(4000)] for trainer in range(2)]
     assert abs(sum(a and b for a, b in zip(*two, strict=True)) / 4000 - 0.04) < 0.01
 
 
@@ -97,7 +97,7 @@ def test_a_batch_waits_for_its_forward_and_the_last_backward(waits):
     for batch in range(3):
         loss = model(Heavy.apply(torch.ones(2, 3, requires_grad=True)) if batch else torch.ones(2, 3)).sum()
         loss = Heavy.apply(loss)
-        brake.computed_forward(model, loss, 0.01, batch)
+        brake.after_forward(model, loss, 0.01, batch)
         loss.backward()
         time.sleep(0.2)  # an all-reduce that follows is not computation
     assert waits.seconds[0] == pytest.approx(3 * 0.01)
@@ -108,7 +108,7 @@ def test_a_batch_waits_for_its_forward_and_the_last_backward(waits):
 def test_a_fast_trainer_never_waits(waits):
     model, brake = nn.Linear(3, 1), Slowdown(SlowdownSpec(1, 4.0), 0, 0)
     loss = model(torch.ones(2, 3)).sum()
-    brake.computed_forward(model, loss, 0.01, 0)
+    brake.after_forward(model, loss, 0.01, 0)
     loss.backward()
     assert waits.seconds == []
 
@@ -117,6 +117,6 @@ def test_a_model_that_is_elsewhere_has_no_backward_to_see(waits):
     brake = Slowdown(SlowdownSpec(0, 3.0), 0, 0)
     for batch in range(2):
         loss = torch.ones((), requires_grad=True) * 2
-        brake.computed_forward(object(), loss, 0.5, batch)
+        brake.after_forward(object(), loss, 0.5, batch)
         loss.backward()
     assert waits.seconds == [1.0, 1.0]

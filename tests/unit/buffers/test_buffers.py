@@ -207,11 +207,11 @@ def test_the_number_of_batches_is_known_beforehand(kind, samples, times, n):
 def test_servings_left_are_known_after_finish(kind):
     buffer = filled(kind, 5, **({} if kind == "reservoir" else {"pseudo_epochs": 3}))
     buffer.get_batch(4, timeout=0)
-    assert buffer.servings_left() is None
+    assert buffer.remaining_servings() is None
     buffer.finish()
     left = 5 if kind == "reservoir" else 5 * 3 - 4
-    assert buffer.servings_left() == left == sum(map(len, drain(buffer, 2)))
-    assert buffer.servings_left() == 0
+    assert buffer.remaining_servings() == left == sum(map(len, drain(buffer, 2)))
+    assert buffer.remaining_servings() == 0
 
 
 def test_a_drain_repeats_a_sample_in_a_batch_only_where_it_must():

@@ -63,7 +63,7 @@ class Call:
 
 def watched(kind: str, **options) -> Buffer:
     buffer = make_buffer(kind, **options)
-    buffer._room, buffer._ready = Watched(buffer._lock), Watched(buffer._lock)
+    buffer._can_put, buffer._can_get = Watched(buffer._lock), Watched(buffer._lock)
     return buffer
 
 
@@ -78,7 +78,7 @@ def test_producers_blocked_at_full_wake_on_get(kind, max_bytes):
     buffer = watched(kind, capacity=4, max_bytes=max_bytes, batch_size=3)
     buffer.put_many([0.0] * 4)
     calls = [Call(buffer.put, float(i)) for i in range(3)]
-    await_blocked(buffer._room, 3)
+    await_blocked(buffer._can_put, 3)
     buffer.get_batch(3)
     assert [call.end() for call in calls] == [None] * 3
     info = buffer.info()
@@ -92,7 +92,7 @@ def test_producers_blocked_at_full_wake_on_close_and_on_finish(kind, end):
     buffer = watched(kind, capacity=2)
     buffer.put_many([0.0] * 2)
     calls = [Call(buffer.put, 1.0), Call(buffer.put_many, [1.0, 2.0])]
-    await_blocked(buffer._room, 2)
+    await_blocked(buffer._can_put, 2)
     getattr(buffer, end)()
     one, many = [call.end() for call in calls]
     assert type(one) is type(many) is BufferClosed
@@ -106,7 +106,7 @@ def test_put_many_waits_for_room_in_between():
     call = Call(buffer.put_many, [float(i) for i in range(6)])
     got = []
     for _ in range(2):
-        await_blocked(buffer._room)
+        await_blocked(buffer._can_put)
         got += buffer.get_batch(2).samples
     assert call.end() == 6
     assert got + buffer.get_batch(2).samples == [0, 1, 2, 3, 4, 5]
@@ -116,9 +116,9 @@ def test_put_many_waits_for_room_in_between():
 def test_a_consumer_wakes_when_its_batch_is_there_and_not_before(kind):
     buffer = watched(kind, capacity=8, watermark=2)
     call = Call(buffer.get_batch, 3)
-    await_blocked(buffer._ready)
+    await_blocked(buffer._can_get)
     buffer.put_many([0.0, 1.0])
-    assert buffer._ready.notified == 0
+    assert buffer._can_get.notified == 0
     buffer.put(2.0)
     assert len(call.end()) == 3
     assert buffer.info().get_wait_s > 0
@@ -129,12 +129,12 @@ def test_a_consumer_wakes_on_finish(kind):
     buffer = watched(kind, capacity=8, watermark=4)
     buffer.put(0.0, "only")
     call = Call(buffer.get_batch, 3)
-    await_blocked(buffer._ready)
+    await_blocked(buffer._can_get)
     buffer.finish()
     assert call.end().keys == ["only"]
     empty = watched(kind, capacity=8)
     calls = Call(empty.wait_ready, 3, None)
-    await_blocked(empty._ready)
+    await_blocked(empty._can_get)
     empty.finish()
     assert type(calls.end()) is BufferExhausted
 
@@ -143,7 +143,7 @@ def test_a_consumer_wakes_on_finish(kind):
 def test_a_consumer_wakes_on_close(kind):
     buffer = watched(kind, capacity=8)
     call = Call(buffer.get_batch, 1)
-    await_blocked(buffer._ready)
+    await_blocked(buffer._can_get)
     buffer.close()
     assert type(call.end()) is BufferClosed
 
@@ -168,7 +168,7 @@ def test_timeouts_are_kept():
 def test_a_larger_batch_than_max_bytes_admits_fails_the_blocked_producer():
     buffer = watched("firo", capacity=10, max_bytes=240)
     producer = Call(buffer.put_many, [np.zeros(10)] * 5)
-    await_blocked(buffer._room)
+    await_blocked(buffer._can_put)
     assert not buffer.wait_ready(4, timeout=0)
     error = producer.end()
     assert type(error) is ValueError
@@ -179,9 +179,9 @@ def test_a_sample_prepared_for_columns_follows_the_move_to_objects():
     buffer = watched("fifo", capacity=2)
     buffer.put_many([np.zeros(2), np.ones(2)])
     fits = Call(buffer.put, np.full(2, 2.0))
-    await_blocked(buffer._room)
+    await_blocked(buffer._can_put)
     moves = Call(buffer.put, "text")
-    await_blocked(buffer._room)
+    await_blocked(buffer._can_put)
     samples = [buffer.get(), buffer.get()]
     assert fits.end() is moves.end() is None
     samples += buffer.get_batch(2).samples

@@ -14,11 +14,11 @@ import torch
 
 from paramserver.checkpoint import (
     BestMetric,
-    remove_leftovers,
+    apply_retention,
     find_checkpoint,
     mark_best,
     read_checkpoint,
-    apply_retention,
+    remove_leftovers,
     write_checkpoint,
 )
 from paramserver.errors import CheckpointError, TrainingError, UnsupportedConfiguration

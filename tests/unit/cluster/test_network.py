@@ -17,7 +17,7 @@ from paramserver.cluster import (
     process_environ,
 )
 from paramserver.cluster.network import producer_environment
-from paramserver.cluster.simulation import in_allocation
+from paramserver.cluster.simulation import in_slurm_allocation
 from paramserver.errors import UnsupportedConfiguration
 
 
@@ -85,8 +85,8 @@ def test_a_program_that_is_no_rank_gets_what_the_user_set_and_not_what_the_launc
 
 
 def test_an_allocation_is_known_by_its_job():
-    assert in_allocation({"SLURM_JOB_ID": "7"})
-    assert not in_allocation({"SLURM_CONF": "/etc/slurm.conf", "SLURM_JOB_ID": ""})
+    assert in_slurm_allocation({"SLURM_JOB_ID": "7"})
+    assert not in_slurm_allocation({"SLURM_CONF": "/etc/slurm.conf", "SLURM_JOB_ID": ""})
 
 
 def test_only_cores_that_this_process_may_use_count():

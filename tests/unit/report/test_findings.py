@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 from fake_results import failed, repeats, result, stale
 
-from paramserver.report.cases import cases_of, families, limit_of, local_of
-from paramserver.report.conditions import conditions_of, doubts
+from paramserver.report.cases import cases_of, communication_limit, local_baseline, scaling_families
+from paramserver.report.conditions import comparability_warnings, conditions_text
 from paramserver.report.findings import findings
-from paramserver.report.formatting import first_line, listed, number, plural, scenario_words
+from paramserver.report.formatting import first_line, format_number, join_names, plural, scenario_text
 
 NEAR, FAST, SLOW = [990.0, 1010.0, 1000.0], [1290.0, 1310.0, 1300.0], [790.0, 810.0, 800.0]
 CONFUSED = [700.0, 1400.0, 1000.0]
@@ -186,7 +186,7 @@ def test_a_case_is_measured_against_the_baseline_of_its_own_conditions():
     cases = cases_of(records)
 
     def limit(**fields):
-        found = limit_of(cases_of(rpc(NEAR, **fields))[0], cases)
+        found = communication_limit(cases_of(rpc(NEAR, **fields))[0], cases)
         return found.name if found else None
 
     assert limit() == "a"
@@ -196,7 +196,7 @@ def test_a_case_is_measured_against_the_baseline_of_its_own_conditions():
     assert limit(scenario=LATE) == "d"
     assert limit(trainers=3) is None
     assert limit(trainers=1) == "local"
-    assert local_of(cases_of(rpc(NEAR, scenario=LATE))[0], cases).name == "local"
+    assert local_baseline(cases_of(rpc(NEAR, scenario=LATE))[0], cases).name == "local"
 
 
 def test_a_step_is_told_by_its_largest_phases():
@@ -221,7 +221,7 @@ def test_growth_with_the_trainers():
 def test_families_differ_in_their_trainers_alone():
     records = [one for t in (4, 1) for one in repeats(f"rpc {t} trainers, async", NEAR, trainers=t)]
     records += repeats("rpc 2 trainers, sync", NEAR, overrides={"server.consistency": "sync"})
-    found = families(cases_of(records))
+    found = scaling_families(cases_of(records))
     assert {name: [case.trainers for case in members] for name, members in found.items()} == {
         "rpc, async": [1, 4],
         "rpc, sync": [2],
@@ -265,17 +265,17 @@ def test_processes_that_share_cores_are_told():
 def test_results_of_different_machines_are_doubted():
     other = {**result().environment, "host": "blue", "commit": "fff"}
     cases = cases_of([*rpc(NEAR), *ddp(NEAR, environment=other)])
-    text = " ".join(doubts(cases))
+    text = " ".join(comparability_warnings(cases))
     assert "different machines (green with 8 cores and blue with 8 cores)" in text
     assert "different commits" in text
     assert "torch" not in text
-    assert doubts(cases_of(rpc(NEAR))) == []
+    assert comparability_warnings(cases_of(rpc(NEAR))) == []
 
 
 def test_conditions_in_one_sentence():
-    text = conditions_of(cases_of([*rpc(NEAR), *ddp(NEAR[:2])]))
+    text = conditions_text(cases_of([*rpc(NEAR), *ddp(NEAR[:2])]))
     assert text.startswith("2 cases, 2 to 3 repeats of 5 s each, on green with 8 cores, with torch 2.13.0.")
-    bare = conditions_of(cases_of([failed("a", environment={})]))
+    bare = conditions_text(cases_of([failed("a", environment={})]))
     assert bare.startswith("1 case, no completed repeat each, on an unknown machine.")
 
 
@@ -306,17 +306,17 @@ def test_odd_records_break_no_sentence():
     ],
 )
 def test_numbers(value, text):
-    assert number(value) == text
+    assert format_number(value) == text
 
 
 def test_lists_and_plurals():
-    assert [listed([]), listed(["a"]), listed(["a", "b"]), listed(["a", "b", "c"])] == [
+    assert [join_names([]), join_names(["a"]), join_names(["a", "b"]), join_names(["a", "b", "c"])] == [
         "",
         "a",
         "a and b",
         "a, b and c",
     ]
-    assert listed(list("abcdefgh"), 3) == "a, b and 6 more"
+    assert join_names(list("abcdefgh"), 3) == "a, b and 6 more"
     assert [plural(1, "case"), plural(0, "case")] == ["1 case", "0 cases"]
     assert first_line("a\nb") == "a"
     assert first_line(None) == ""
@@ -324,9 +324,9 @@ def test_lists_and_plurals():
 
 
 def test_scenarios_in_words():
-    assert scenario_words({}) == ""
-    assert scenario_words(LATE) == "trainer 1 slowed 5 times"
+    assert scenario_text({}) == ""
+    assert scenario_text(LATE) == "trainer 1 slowed 5 times"
     half = {"slow": {"trainer": 0, "factor": 2.5, "probability": 0.1}}
-    assert scenario_words(half) == "trainer 0 slowed 2.50 times with probability 0.1"
-    assert scenario_words({"bandwidth": {"mbit_s": 100}}) == "bandwidth mbit_s 100"
-    assert scenario_words({"slow": "odd"}) == "slow odd"
+    assert scenario_text(half) == "trainer 0 slowed 2.50 times with probability 0.1"
+    assert scenario_text({"bandwidth": {"mbit_s": 100}}) == "bandwidth mbit_s 100"
+    assert scenario_text({"slow": "odd"}) == "slow odd"

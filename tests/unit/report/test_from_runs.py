@@ -7,13 +7,13 @@ import sys
 
 import pytest
 from fake_results import failed, repeats, result
-from launching import environment, here, launch, trained
+from launching import environment, launch, run_in_process, train
 
 from paramserver import reporting
 from paramserver.report.cases import cases_of
 from paramserver.report.from_runs import results_at
 from paramserver.report.results import append_result
-from paramserver.report.target import parse_target, reached, with_target
+from paramserver.report.target import first_reached, parse_target, with_target
 
 CONFIG = {"training": {"max_steps": 12, "batch_size": 8, "validate_every": 4}, "logging": {"tensorboard": False}}
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.processes
 
 @pytest.fixture(scope="module")
 def local(tmp_path_factory):
-    return trained(tmp_path_factory.mktemp("local"), "local", 1, **CONFIG)
+    return train(tmp_path_factory.mktemp("local"), "local", 1, **CONFIG)
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +130,7 @@ def test_runs_that_differ_in_a_key_are_cases_named_by_it(local, tmp_path):
 
 
 def test_runs_of_other_tasks_are_doubted(local, tmp_path):
-    other = copied(local, tmp_path / "other", config=lambda text: text.replace("py:Truth", "py:Other"))
+    other = copied(local, tmp_path / "other", config=lambda text: text.replace("py:ReferenceTask", "py:Other"))
     assert any("different tasks" in note for note in results_at([local.run_dir, other]).notes)
 
 
@@ -188,10 +188,10 @@ def test_the_time_to_a_target_is_that_of_the_validation_that_met_it(local, tmp_p
 def test_accuracy_rises_and_loss_falls_to_a_target():
     points = [(10.0, 1.0, {"accuracy": 0.5, "loss": 2.0}), (20.0, 2.0, {"accuracy": 0.9, "loss": None}),
               (30.0, 3.0, {"accuracy": 0.8, "loss": 1.0})]  # fmt: skip
-    assert reached(points, parse_target("accuracy = 0.85")) == (20.0, 2.0)
-    assert reached(points, parse_target("loss=1.5")) == (30.0, 3.0)
-    assert reached(points, parse_target("accuracy=0.95")) is None
-    assert reached(points, parse_target("other=1")) is None
+    assert first_reached(points, parse_target("accuracy = 0.85")) == (20.0, 2.0)
+    assert first_reached(points, parse_target("loss=1.5")) == (30.0, 3.0)
+    assert first_reached(points, parse_target("accuracy=0.95")) is None
+    assert first_reached(points, parse_target("other=1")) is None
 
 
 # Benchmarks.
@@ -265,7 +265,9 @@ def test_the_console_script_knows_it(local, tmp_path):
 
 
 def test_a_run_whose_task_breaks_is_told_with_its_error(tmp_path):
-    run = here(tmp_path, task="Faulty", task_args={"what": "error", "mark": str(tmp_path / "mark")}, **CONFIG)
+    run = run_in_process(
+        tmp_path, task="FaultyTask", task_args={"what": "error", "mark": str(tmp_path / "mark")}, **CONFIG
+    )
     assert run.code == 1
     (one,) = results_at([run.run_dir]).results
     assert not one.is_completed

@@ -348,7 +348,7 @@ def test_every_case_is_in_every_plot_of_all(of_many):
 
 
 def test_lines_can_be_told_apart_without_colour():
-    looks = [plots._look(i) for i in range(40)]
+    looks = [plots._line_style(i) for i in range(40)]
     assert len({(str(look["linestyle"]), look["marker"]) for look in looks}) == 40
     assert len({svg.HATCHES[i] for i in range(7)}) == 7
 

@@ -8,7 +8,7 @@ import pytest
 from fake_results import failed, repeats, result, stale
 
 from paramserver.errors import UnsupportedConfiguration
-from paramserver.report.results import FORMAT, append_result, read_results, result_of
+from paramserver.report.results import FORMAT, append_result, parse_result, read_results
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def test_a_damaged_line_is_named_in_one_sentence(file, line, told):
 
 def test_another_format_is_refused_by_name(file):
     record = result().to_mapping() | {"format": 2}
-    message = refused(result_of, record, "r.jsonl:7")
+    message = refused(parse_result, record, "r.jsonl:7")
     assert message.startswith(f"r.jsonl:7: format (2) must be {FORMAT}")
 
 
@@ -159,7 +159,7 @@ def test_another_format_is_refused_by_name(file):
 )
 def test_a_wrong_field_is_named_with_value_and_rule(name, value):
     record = json.loads(json.dumps(result().to_mapping())) | {name: value}
-    message = refused(result_of, record, "r.jsonl:1")
+    message = refused(parse_result, record, "r.jsonl:1")
     assert message.startswith(f"r.jsonl:1: {name} (")
     assert " must be " in message
     assert len(message) < 250
@@ -169,14 +169,14 @@ def test_a_wrong_field_is_named_with_value_and_rule(name, value):
 def test_a_required_field_may_not_be_missing(name):
     record = json.loads(json.dumps(result().to_mapping()))
     del record[name]
-    assert f"{name} (missing)" in refused(result_of, record, "r.jsonl:1")
+    assert f"{name} (missing)" in refused(parse_result, record, "r.jsonl:1")
 
 
 def test_unknown_fields_are_left_out_and_unknown_figures_may_be_null():
     given = {"format": 1, "case": "a", "repeat": 0, "mode": "rpc", "trainers": 2, "servers": 1, "status": "failed"}
-    one = result_of(given, "x")
+    one = parse_result(given, "x")
     nulls = dict.fromkeys(one.to_mapping().keys() - given.keys())
-    assert result_of({**given, **nulls, "of_a_later_version": 1}, "x") == one
+    assert parse_result({**given, **nulls, "of_a_later_version": 1}, "x") == one
 
 
 @pytest.mark.parametrize("content", [b"", b"\n\n", b'{"format"'])

@@ -151,7 +151,7 @@ def test_steps_of_repeats_merge_to_the_quantiles_of_all():
         histogram = DurationHistogram()
         for duration in part:
             histogram.add(duration)
-        results.append(result(repeat=i, step_bins=histogram.bins, step_ms=histogram.milliseconds()))
+        results.append(result(repeat=i, step_bins=histogram.bins, step_ms=histogram.summary_ms()))
     merged = merged_steps(results)
     together = sorted(duration for part in durations for duration in part)
     assert merged.count == 900

@@ -5,15 +5,16 @@ import inspect
 
 import pytest
 import torch
-from tasks import Everything
+from tasks import ReferenceModel
 from torch import nn
 
 from paramserver import Task
 from paramserver.config import config_from_mapping
-from paramserver.consistency import Update, scale
+from paramserver.consistency import Update
 from paramserver.devices import CPU
 from paramserver.errors import TaskError, UnsupportedConfiguration
 from paramserver.metrics.records import StepReport
+from paramserver.optim.shard_updater import staleness_factor
 from paramserver.parameters.model import build_model
 from paramserver.server.parameter_store import ParameterStore
 from paramserver.transport.messages import Push
@@ -39,7 +40,7 @@ class Given(Task):
         self.name, self.options, self.groups, self.schedule = name, options or {}, groups, schedule
 
     def build_model(self):
-        return Everything(dropout=0.0, unused=True)
+        return ReferenceModel(dropout=0.0, unused=True)
 
     def build_optimizer(self, model):
         parameters = [p for p in model.parameters() if p.requires_grad and (self.name != "Muon" or p.ndim == 2)]
@@ -146,7 +147,7 @@ def test_groups_schedule_and_clipping_go_with_it():
 
 def test_a_stale_gradient_is_scaled_before_it_is_applied():
     staleness = [0, 3, 1, 7]
-    scales = [scale(s, "inverse") for s in staleness]
+    scales = [staleness_factor(s, "inverse") for s in staleness]
     got = served(Given("SGD"), 4, 1, staleness, server={"stale_scaling": "inverse"})
     assert_same(got[0], plainly(Given("SGD"), 4, 1, scales=scales)[0])
     assert scales == [1.0, 0.25, 0.5, 0.125]
@@ -214,7 +215,7 @@ def test_parameters_that_cannot_be_averaged_are_refused_by_name(dtype):
 
     class Odd(Given):
         def build_model(self):
-            model = Everything(dropout=0.0, unused=False)
+            model = ReferenceModel(dropout=0.0, unused=False)
             model.odd = nn.Parameter(torch.ones(2, dtype=dtype), requires_grad=dtype.is_complex)
             return model
 

@@ -107,9 +107,9 @@ def test_the_end_of_a_pass_is_the_start_of_the_next():
 
 def test_what_is_known_of_a_source():
     made = source(10, 0, 3, passes=4)
-    assert (made.share.per_pass, made.total, made.pass_samples, made.endless) == (4, 16, 10, False)
+    assert (made.order.per_pass, made.total, made.pass_samples, made.endless) == (4, 16, 10, False)
     endless = source(10, 1, 3, passes=None)
-    assert (endless.share.per_pass, endless.total, endless.pass_samples, endless.endless) == (3, None, 10, True)
+    assert (endless.order.per_pass, endless.total, endless.pass_samples, endless.endless) == (3, None, 10, True)
     assert source(10, 0, 3, sampler_kwargs={"pad": True}).pass_samples == 12
     assert source(10, 0, 3, sampler_kwargs={"drop_last": True}).pass_samples == 9
 
@@ -181,7 +181,7 @@ def test_a_map_style_data_set_is_dealt():
     for data in (TensorDataset(torch.arange(6)), [1, 2, 3, 4, 5, 6], Squares(6)):
         made = make_source(data, HERE, config(max_epochs=3), {"drop_last": True})
         assert isinstance(made, DatasetSource)
-        assert (made.passes, made.share.per_pass) == (3, 3)
+        assert (made.passes, made.order.per_pass) == (3, 3)
 
 
 def test_an_iterable_is_this_trainers_own_share():
@@ -244,7 +244,7 @@ def test_a_feeder_carries_everything_and_finishes():
     fed = feeder(source(10), capacity=3)
     fed.start()
     assert drained(fed) == [sample for _, sample in source(10).samples(0)]
-    fed.check()
+    fed.raise_error()
     fed.close()
 
 
@@ -268,7 +268,7 @@ def test_what_a_source_raises_comes_with_its_sample_and_traceback(error):
     with pytest.raises(BufferClosed):
         drained(fed)
     with pytest.raises(SourceError, match=r"^trainer 5: the source raised at sample 3: .*no such file") as caught:
-        fed.check()
+        fed.raise_error()
     assert "in numbers" in str(caught.value)
     assert isinstance(caught.value.__cause__, error)
     fed.close()
@@ -283,7 +283,7 @@ def test_the_sample_is_counted_from_the_start_of_the_run():
     with pytest.raises(BufferClosed):
         drained(fed)
     with pytest.raises(SourceError, match=r"at sample 6: ValueError\('sample file \d is damaged'\)"):
-        fed.check()
+        fed.raise_error()
     fed.close()
 
 
@@ -293,7 +293,7 @@ def test_what_the_buffer_refuses_is_not_blamed_on_the_source():
     with pytest.raises(BufferClosed):
         drained(fed)
     with pytest.raises(ValueError, match="must not require gradients"):
-        fed.check()
+        fed.raise_error()
     fed.close()
 
 
@@ -311,7 +311,7 @@ def test_closing_ends_a_feeder_that_waits_for_room():
     assert reading.wait(10)
     fed.close()
     assert not any(thread.name == "feeder-5" for thread in threading.enumerate())
-    fed.check()  # being closed is no error
+    fed.raise_error()  # being closed is no error
     with pytest.raises(BufferClosed):
         fed.buffer.get(0)
 
@@ -319,7 +319,7 @@ def test_closing_ends_a_feeder_that_waits_for_room():
 def test_a_feeder_that_never_began_can_be_closed():
     fed = feeder(source(4))
     fed.close()
-    fed.check()
+    fed.raise_error()
 
 
 def test_errors_of_the_task_are_errors_of_the_configuration():

@@ -191,7 +191,7 @@ def test_closing_ends_a_feeder_that_waits_for_samples():
         trainer = Trainer(desk)
         with running(trainer):
             desk.trainer()
-        trainer.feeder.check()
+        trainer.feeder.raise_error()
         assert not any(thread.name.startswith(("feeder", "reception")) for thread in threading.enumerate())
         with pytest.raises(BufferClosed):
             trainer.buffer.get(0)
@@ -202,7 +202,7 @@ def test_closing_ends_a_feeder_that_waits_for_room():
         trainer = Trainer(desk, capacity=4)
         with running(trainer), Producer([desk.trainer()], in_turn()):
             assert trainer.buffer.wait_ready(4, PATIENCE_S)
-        trainer.feeder.check()
+        trainer.feeder.raise_error()
 
 
 def test_what_made_the_thread_fail_reaches_the_trainer():
@@ -212,7 +212,7 @@ def test_what_made_the_thread_fail_reaches_the_trainer():
             with pytest.raises(BufferClosed):
                 trainer.get()
             with pytest.raises(SourceError, match=r"^trainer 0 was refused .*the token must be this run's$"):
-                trainer.feeder.check()
+                trainer.feeder.raise_error()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -294,7 +294,7 @@ def test_another_number_of_trainers_goes_on(before, after, kind):
     # And once more, back to one: all is known.
     again = Stream()
     again.reshard([ResumePosition(state["source"], state["buffer"]["counters"]["puts"])], state["buffer"]["keys"])
-    assert sum(again.identities.inherited().values()) >= len(keys) // 2
+    assert sum(again.received_log.inherited().values()) >= len(keys) // 2
 
 
 def test_a_position_that_was_never_reached_is_refused():

@@ -9,7 +9,9 @@ from torch import nn
 
 from paramserver import Task
 from paramserver.parameters.flat import FlatLayout, trainable_parameters
+from paramserver.parameters.sharding import full_shard
 from paramserver.transport.base import GradientBucket
+from paramserver.transport.compression import CastCodec
 from paramserver.transport.rpc import RpcTrainerTransport
 from trainers.base import overrides
 from trainers.gradient_buckets import GradientBuckets
@@ -24,7 +26,9 @@ class Sent:
     def __init__(self, model, flat_bytes=SMALL):
         self.parameters = trainable_parameters(model)
         self.layout = FlatLayout.of(self.parameters.items(), flat_bytes)
-        self.way = RpcTrainerTransport(self.layout, self.layout, list(self.parameters.values()))
+        self.way = RpcTrainerTransport(
+            self.layout, [full_shard(self.layout)], CastCodec(torch.float32), list(self.parameters.values())
+        )
         self.messages, self.during, self.in_backward = {}, [], False
         self.departures = GradientBuckets(self.way, list(self.parameters.values()), self.send)
 

@@ -8,8 +8,8 @@ from torch.utils.data import IterableDataset, TensorDataset
 from paramserver import Partition, Task
 from paramserver.config import Config, TrainingConfig
 from paramserver.errors import TaskError
-from paramserver.metrics.records import merge_all
-from trainers.validation import evaluate, evaluating, validation_batches
+from paramserver.metrics.records import merge_sums
+from trainers.validation import eval_mode, evaluate, validation_batches
 
 CPU = torch.device("cpu")
 
@@ -64,7 +64,7 @@ def test_the_mean_over_all_shares_is_exact(length, count):
     for index in range(count):
         task = Mean(values)
         parts[index] = evaluated(task, batches_of(task, index, count))
-    merged = merge_all(parts)
+    merged = merge_sums(parts)
     assert merged.samples == length
     assert merged.means() == {"x": sum(values) / length}
 
@@ -163,7 +163,7 @@ def test_every_module_is_afterwards_as_it_was(fails):
     before = [module.training for module in model.modules()]
     assert before == [True, True, True, False, True]
     try:
-        with evaluating(model):
+        with eval_mode(model):
             assert not any(module.training for module in model.modules())
             assert not torch.is_grad_enabled()
             if fails:

@@ -6,6 +6,8 @@ from torch import nn
 
 from paramserver.errors import ParamserverError, TaskError, TrainingError
 from paramserver.parameters.flat import FlatLayout, FlatTensors, trainable_parameters
+from paramserver.parameters.sharding import full_shard
+from paramserver.transport.compression import CastCodec
 from paramserver.transport.rpc import RpcServerTransport, RpcTrainerTransport, WireVersion
 from paramserver.transport.segments import SegmentHost
 from paramserver.transport.shared_memory import (
@@ -35,12 +37,12 @@ def own(module, layout):
 def wired(dtype, value=1.0, start=1.0):
     """A server's parameters, a trainer's, and the two ends over RPC between them."""
     flat = FlatTensors(trainable_parameters(model(value)))
-    wire = flat.layout.narrowed(dtype)
+    codec = CastCodec(dtype)
     theirs = own(model(start), flat.layout)
     leaves = [tensor.detach().requires_grad_() for tensor in flat.flats]
     snapshots = [flat.clone()]
-    server = RpcServerTransport(leaves, WireVersion(flat.layout, wire, lambda: snapshots[0]))
-    return server, RpcTrainerTransport(flat.layout, wire, theirs), leaves, theirs, snapshots
+    server = RpcServerTransport(leaves, WireVersion(flat.layout, codec, lambda: snapshots[0]))
+    return server, RpcTrainerTransport(flat.layout, [full_shard(flat.layout)], codec, theirs), leaves, theirs, snapshots
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
