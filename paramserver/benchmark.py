@@ -22,11 +22,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
-from paramserver.bench.cases import Case, RequestedCases, goal_of, interleaved, make_cases, positive
-from paramserver.bench.cost_model import Speed
+from paramserver.bench.cases import Case, RequestedCases, interleaved, make_cases, parse_positive, target_for
+from paramserver.bench.cost_model import LinkSpeed
 from paramserver.bench.link_probe import GLOO, RPC, measure_links
 from paramserver.bench.measure import MeasuringMethod, measure
-from paramserver.bench.network import NetworkHosts, check_may_make_hosts, parse_bandwidth
+from paramserver.bench.network import NetworkHosts, parse_bandwidth, require_network_namespaces
 from paramserver.bench.slowdown import parse_slowdown
 from paramserver.cluster import child_environment, process_environ
 from paramserver.errors import Interrupted, TrainingError, UnsupportedConfiguration
@@ -40,7 +40,7 @@ from paramserver.report.results import RESULTS_FILE, CaseResult, Results, append
 from paramserver.report.svg import has_matplotlib
 from paramserver.runs.rundir import environment_record, not_writable
 
-# Of a run whose like was not seen yet, beside its training: imports, meeting, the end.
+# Of a run whose like was not seen yet, beside its training: imports, rendezvous, the end.
 START_S = 6.0
 
 
@@ -60,23 +60,23 @@ class BenchmarkProgress:
         self._took_s: dict[str, list[float]] = {}
         self._done = 0
 
-    def begin(self) -> None:
+    def start(self) -> None:
         cases = len(set(self._runs))
-        self.say(f"{len(self._runs)} runs of {cases} cases, about {duration_text(self.left_s())}")
+        self.print_line(f"{len(self._runs)} runs of {cases} cases, about {duration_text(self.remaining_s())}")
 
-    def done(self, result: CaseResult) -> None:
+    def run_finished(self, result: CaseResult) -> None:
         """One more is over."""
         self._done += 1
         self._took_s.setdefault(result.case, []).append(result.wall_s or 0.0)
         rate = result.samples_per_second
         what = f"failed: {result.error}" if rate is None else f"{rate:.0f} samples/s"
-        left = "" if self._done == len(self._runs) else f"; about {duration_text(self.left_s())} left"
-        self.say(f"{self._done}/{len(self._runs)} {result.case}, repeat {result.repeat + 1}: {what}{left}")
+        left = "" if self._done == len(self._runs) else f"; about {duration_text(self.remaining_s())} left"
+        self.print_line(f"{self._done}/{len(self._runs)} {result.case}, repeat {result.repeat + 1}: {what}{left}")
 
-    def left_s(self) -> float:
+    def remaining_s(self) -> float:
         return remaining_s(self._runs[self._done :], self._took_s, self._guess_s)
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         print(text, file=self._stream, flush=True)
 
 
@@ -159,15 +159,15 @@ def _benchmark(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     with _stopping(method.stop), method.hosts or contextlib.nullcontext():
         try:
             method = replace(method, speeds=_speeds(cases, method, progress))
-            progress.begin()
+            progress.start()
             for repeat, case in runs:
                 result = measure(case, repeat, method)
                 append_result(method.out / RESULTS_FILE, result)
                 results.append(result)
-                progress.done(result)
+                progress.run_finished(result)
         except Interrupted:
             notes.append(f"It was interrupted: {len(results)} of {len(runs)} runs were finished.")
-            progress.say(notes[0])
+            progress.print_line(notes[0])
     _remove_if_empty(method.out / "runs")
     if not results:
         _remove_if_empty(method.out)
@@ -193,10 +193,10 @@ def prepare(arguments: argparse.Namespace, words: Sequence[str]) -> tuple[list[C
         arguments.config, arguments.modes, arguments.trainers, arguments.overrides, arguments.sweep, slow
     )
     seconds, warm_s = _above_zero("--seconds", arguments.seconds), _above_zero("--warm_up", arguments.warm_up)
-    repeats = positive(arguments.repeats, "--repeats")
+    repeats = parse_positive(arguments.repeats, "--repeats")
     cases = make_cases(asked)
     base = cases[0].config
-    target = None if arguments.target is None else goal_of(arguments.target, base)
+    target = None if arguments.target is None else target_for(arguments.target, base)
     hosts = None if arguments.bandwidth is None else _hosts(arguments.bandwidth, cases)
     network = {} if hosts is None else {"network": f"an interface for each rank, {arguments.bandwidth} each way"}
     folders = [Path.cwd(), arguments.config.resolve().parent]
@@ -228,7 +228,7 @@ def _above_zero(flag: str, word: str) -> float:
 def _hosts(bandwidth: str, cases: Sequence[Case]) -> NetworkHosts:
     """As many as the largest case needs, and two for the probe of the links; not made yet."""
     rate = parse_bandwidth(bandwidth)
-    check_may_make_hosts()
+    require_network_namespaces()
     return NetworkHosts(max(2, *(case.trainers + case.servers for case in cases)), rate)
 
 
@@ -261,14 +261,14 @@ def _environment(words: Sequence[str], threads: str) -> dict[str, Any]:
     }
 
 
-def _speeds(cases: Sequence[Case], method: MeasuringMethod, progress: BenchmarkProgress) -> Mapping[str, Speed]:
+def _speeds(cases: Sequence[Case], method: MeasuringMethod, progress: BenchmarkProgress) -> Mapping[str, LinkSpeed]:
     """The link of each mode that has one; where it cannot be measured, reports go without theory."""
     modes = {case.mode.name: case.mode for case in cases if not case.mode.single_process}
     folder = method.out / "links"
     try:
         found = measure_links(folder, method.environ, cases[0].config.device.kind, method.hosts) if modes else {}
     except TrainingError as error:
-        progress.say(f"the links between processes were not measured, so nothing is predicted: {error}")
+        progress.print_line(f"the links between processes were not measured, so nothing is predicted: {error}")
         return {}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -327,7 +327,7 @@ def _compare(words: Sequence[str]) -> int:
     limit = None if arguments.fail_below is None else _above_zero("--fail_below", arguments.fail_below)
     found = compare(read_results(arguments.before), read_results(arguments.after))
     print_output(found.text())
-    reasons = [] if limit is None else found.below(limit)
+    reasons = [] if limit is None else found.regressions(limit)
     for reason in reasons:
         print(f"error: {reason}", file=sys.stderr)
     return int(bool(reasons))

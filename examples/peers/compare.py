@@ -27,7 +27,7 @@ from pathlib import Path
 from work import BATCH_SIZE, HERE, NAMES, ROOT, read_rows
 
 from paramserver.bench.cases import interleaved
-from paramserver.report.formatting import listed, with_bounds
+from paramserver.report.formatting import format_estimate, join_names
 from paramserver.report.statistics import estimate, ratio
 from tests.measure import tutorial
 from tests.measure.common import measuring_environment, origin
@@ -79,7 +79,9 @@ def missing(asked: Sequence[str], installed: Callable[[str], bool] = is_installe
 
 
 def missing_sentence(names: Sequence[str]) -> str:
-    return f"Left out, because they are not installed: {listed(names)} (python -m pip install 'paramserver[peers]')."
+    return (
+        f"Left out, because they are not installed: {join_names(names)} (python -m pip install 'paramserver[peers]')."
+    )
 
 
 # One run.
@@ -151,8 +153,8 @@ def table(speeds: Speeds, ours: Sequence[str] = OURS) -> str:
     against = [name for name in ours if name in speeds]
     rows = [("", "samples/s", *(f"{name}, times this" for name in against))]
     for case, found in speeds.items():
-        times = ("1" if case == one else with_bounds(ratio(speeds[one], found)) for one in against)
-        rows.append((case, with_bounds(estimate(found.values())), *times))
+        times = ("1" if case == one else format_estimate(ratio(speeds[one], found)) for one in against)
+        rows.append((case, format_estimate(estimate(found.values())), *times))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(f"  {line.rstrip()}" for line in lines)

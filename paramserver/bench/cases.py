@@ -13,20 +13,20 @@ from typing import Any, TypeVar
 
 from paramserver.bench.slowdown import SlowdownSpec
 from paramserver.config import KEYS, MODES, Config, Mode, load_config, mode_of, num_servers_of
-from paramserver.config.layers import free_key, unknown_key
+from paramserver.config.layers import free_key, unknown_key_message
 from paramserver.config.parsing import read_text
-from paramserver.config.schema import nearest
+from paramserver.config.schema import closest_match
 from paramserver.errors import TrainingError, UnsupportedConfiguration
 from paramserver.report.results import Numbers
-from paramserver.report.target import Target, parse_target, reached
+from paramserver.report.target import Target, first_reached, parse_target
 
 T = TypeVar("T")
 
 LOCAL, NO_COMMUNICATION = "local", "no communication"
-_ALONE = next(mode for mode in MODES.values() if mode.single_process)
+_LOCAL_MODE = next(mode for mode in MODES.values() if mode.single_process)
 # What has a flag of its own is not set or swept by its key; what the measurement decides is not at all.
 _FLAGS = {"mode": "--modes", "cluster.num_trainers": "--trainers", "training.max_seconds": "--seconds"}
-_OURS = (
+_SET_BY_BENCHMARK = (
     *("task", "checkpoint.every", "checkpoint.best", "logging.run_dir", "logging.name", "logging.tensorboard"),
     *("training.max_epochs", "training.max_steps", "training.max_samples", "training.patience"),
 )
@@ -96,7 +96,7 @@ def parse_modes(text: str) -> list[Mode]:
 
 def _mode(word: str, text: str) -> Mode:
     if word not in MODES:
-        near = nearest(word, list(MODES))
+        near = closest_match(word, list(MODES))
         cure = f"did you mean {near}?" if near else "choose among them"
         raise UnsupportedConfiguration(f"--modes {text}: {word} must be one of {', '.join(MODES)}; {cure}")
     return MODES[word]
@@ -108,10 +108,10 @@ def parse_counts(text: str, flag: str) -> list[int]:
     Raises:
         UnsupportedConfiguration: one is no positive whole number, or there is none.
     """
-    return [positive(word, flag, text) for word in _words(text, flag, "1,2,4")]
+    return [parse_positive(word, flag, text) for word in _words(text, flag, "1,2,4")]
 
 
-def positive(word: str, flag: str, text: str | None = None) -> int:
+def parse_positive(word: str, flag: str, text: str | None = None) -> int:
     """A whole number from 1 on, or a refusal that names the flag."""
     if not (word.isascii() and word.isdecimal() and int(word) > 0):
         raise UnsupportedConfiguration(
@@ -141,7 +141,7 @@ def parse_sweep(text: str) -> tuple[str, list[str]]:
             f"--sweep {text}: must be key=value,value; write for example --sweep training.batch_size=32,64"
         )
     if key not in KEYS and free_key(tuple(key.split("."))) is None:
-        raise UnsupportedConfiguration(f"--sweep {text}: {unknown_key(key)}")
+        raise UnsupportedConfiguration(f"--sweep {text}: {unknown_key_message(key)}")
     _refuse_own(key, f"--sweep {text}")
     return key, list(dict.fromkeys(values))
 
@@ -164,7 +164,7 @@ def _split(text: str) -> list[str]:
 def _refuse_own(key: str, said: str) -> None:
     if key in _FLAGS:
         raise UnsupportedConfiguration(f"{said}: {key} is what {_FLAGS[key]} is for; use that")
-    if any(key == own or key.startswith(f"{own}.") for own in _OURS):
+    if any(key == own or key.startswith(f"{own}.") for own in _SET_BY_BENCHMARK):
         raise UnsupportedConfiguration(f"{said}: {key} is decided by the benchmark; leave it out")
 
 
@@ -209,12 +209,12 @@ def _cases(
 ) -> Iterator[Case]:
     several = [count for count in counts if count > 1]
     slows = [None] if asked.slow is None else [None, asked.slow]
-    for point in _distinct(_relevant(point, _ALONE) for point in points):
-        yield _case(asked, _ALONE, 1, point, None, LOCAL)
+    for point in _distinct(_relevant(point, _LOCAL_MODE) for point in points):
+        yield _case(asked, _LOCAL_MODE, 1, point, None, LOCAL)
     for count, point, slow in itertools.product(
-        several, _distinct(_relevant(point, _ALONE) for point in points), slows
+        several, _distinct(_relevant(point, _LOCAL_MODE) for point in points), slows
     ):
-        yield _case(asked, _ALONE, count, point, slow, NO_COMMUNICATION)
+        yield _case(asked, _LOCAL_MODE, count, point, slow, NO_COMMUNICATION)
     for mode in (mode for mode in modes if not mode.single_process):
         for count, point, slow in itertools.product(
             counts, _distinct(_relevant(point, mode) for point in points), slows
@@ -232,7 +232,7 @@ def _distinct(items: Iterator[T]) -> list[T]:
 
 def _relevant(point: Mapping[str, str], mode: Mode) -> dict[str, str]:
     """The part of it that this mode looks at."""
-    return {key: value for key, value in point.items() if not key.startswith(mode.unused)}
+    return {key: value for key, value in point.items() if not key.startswith(mode.unused_prefixes)}
 
 
 def _case(
@@ -277,7 +277,7 @@ def interleaved(cases: Sequence[T], repeats: int) -> Iterator[tuple[int, T]]:
             yield repeat, case
 
 
-def goal_of(text: str, config: Config) -> Target:
+def target_for(text: str, config: Config) -> Target:
     """Read ``accuracy=0.95``. Where ``checkpoint.best`` is of that metric, it says whether less is better.
 
     Raises:
@@ -294,7 +294,9 @@ def goal_of(text: str, config: Config) -> Target:
     return replace(target, at_most=best.mode == "min")
 
 
-def when_reached(validation: Sequence[tuple[float, float, Numbers]], goal: Target) -> tuple[float, float] | None:
+def require_first_reached(
+    validation: Sequence[tuple[float, float, Numbers]], goal: Target
+) -> tuple[float, float] | None:
     """Samples and seconds of the first validation that meets it; None where none does.
 
     Raises:
@@ -305,4 +307,4 @@ def when_reached(validation: Sequence[tuple[float, float, Numbers]], goal: Targe
         raise TrainingError(
             f"--target {goal.name}: validation_step gives {', '.join(known) or 'nothing'}; name one of them"
         )
-    return reached(validation, goal)
+    return first_reached(validation, goal)

@@ -26,7 +26,7 @@ from paramserver.config import Mode
 
 
 @dataclass(frozen=True)
-class Speed:
+class LinkSpeed:
     """A way between two processes: bytes per second of a large tensor, and seconds of a small message one way."""
 
     bandwidth: float
@@ -78,8 +78,8 @@ def ring_bytes(model_bytes: int, trainers: int, comm_hook: str) -> float | None:
     return None if share is None else 2 * 2 * (trainers - 1) / trainers * model_bytes * share
 
 
-def predicted(
-    mode: Mode, speed: Speed, model_bytes: int, wire_bytes: float, trainers: int, servers: int, comm_hook: str
+def predict_communication(
+    mode: Mode, speed: LinkSpeed, model_bytes: int, wire_bytes: float, trainers: int, servers: int, comm_hook: str
 ) -> dict[str, Any] | None:
     """What the case that was built should need for communication; None where it has none, or no formula is known.
 

@@ -16,12 +16,12 @@ from paramserver.bench.slowdown import Slowdown, SlowdownSpec
 from paramserver.bench.step_stamps import StepStamps, register_process
 from paramserver.importing import load_object
 from paramserver.sources.base import Partition
-from paramserver.task import Task, check_task_class, construct
+from paramserver.task import Task, check_task_class, construct_task
 
-MEETING_S = 120.0
+BARRIER_TIMEOUT_S = 120.0
 
 
-def wait_for_all(file: Path, number: int, count: int) -> None:
+def file_barrier(file: Path, number: int, count: int) -> None:
     """Return when ``count`` processes have come here, each with a number of its own.
 
     Args:
@@ -31,10 +31,10 @@ def wait_for_all(file: Path, number: int, count: int) -> None:
     """
     store = FileStore(str(file), count)
     store.set(f"here-{number}", "")
-    store.wait([f"here-{i}" for i in range(count)], timedelta(seconds=MEETING_S))
+    store.wait([f"here-{i}" for i in range(count)], timedelta(seconds=BARRIER_TIMEOUT_S))
 
 
-class Observer:
+class StepObserver:
     """Notes the steps of the trainer in this process.
 
     Args:
@@ -51,22 +51,22 @@ class Observer:
         self._folder, self._seed, self._number, self._of = folder, seed, number, of
         self._slow = None if slow is None else SlowdownSpec(**slow)
         self.model_bytes = 0
-        self.brake: Slowdown | None = None
+        self.slowdown: Slowdown | None = None
         register_process(folder)
 
     def begin(self, trainer: Any) -> None:
         """The trainer is connected, and takes its first step next."""
         index = trainer.trainer_index if self._number is None else self._number
         if self._slow is not None:
-            self.brake = Slowdown(self._slow, self._seed, index)
+            self.slowdown = Slowdown(self._slow, self._seed, index)
         self._trainer = trainer
         self._stamps = StepStamps(trainer.trainer_index, os.getpid(), self.model_bytes)
         self._samples, self._wire_bytes = trainer.counters.samples_served, trainer.wire_bytes
-        trainer.clock.on_step = self._stepped
+        trainer.clock.on_step = self._on_step
         if self._number is not None:
-            wait_for_all(self._folder.parent / "meeting", self._number, self._of)
+            file_barrier(self._folder.parent / "meeting", self._number, self._of)
 
-    def _stepped(self, end: float, seconds: float, phases: Mapping[str, float]) -> None:
+    def _on_step(self, end: float, seconds: float, phases: Mapping[str, float]) -> None:
         samples, wire_bytes = self._trainer.counters.samples_served, self._trainer.wire_bytes
         self._stamps.add(end, seconds, samples - self._samples, wire_bytes - self._wire_bytes, phases)
         self._samples, self._wire_bytes = samples, wire_bytes
@@ -76,10 +76,10 @@ class Observer:
         self._stamps.write(self._folder)
 
 
-class Observed(Task):
+class ObservedTask(Task):
     """Comes before the user's class, and calls it in all that it does."""
 
-    _observer: Observer
+    _observer: StepObserver
 
     def build_model(self) -> nn.Module:
         model = super().build_model()
@@ -93,12 +93,12 @@ class Observed(Task):
         self._observer.begin(self.trainer)
 
     def training_step(self, model: nn.Module, batch: Any, batch_idx: int) -> Tensor:
-        brake = self._observer.brake
-        if brake is None:
+        slowdown = self._observer.slowdown
+        if slowdown is None:
             return super().training_step(model, batch, batch_idx)
         began = time.perf_counter()
         loss = super().training_step(model, batch, batch_idx)
-        brake.computed_forward(model, loss, time.perf_counter() - began, batch_idx)
+        slowdown.after_forward(model, loss, time.perf_counter() - began, batch_idx)
         return loss
 
     def on_train_end(self) -> None:
@@ -106,21 +106,21 @@ class Observed(Task):
         super().on_train_end()
 
 
-class Measured(Observed):
-    """Makes an instance of the user's class, or rather of one that is derived from ``Observed`` and from it.
+class InstrumentedTask(ObservedTask):
+    """Makes an instance of the user's class, or rather of one that is derived from ``ObservedTask`` and from it.
 
     Args:
         task: the user's, as the key ``task`` has it; a file by its whole path.
         task_args: for the user's class.
-        observer: arguments of ``Observer``.
+        observer: arguments of ``StepObserver``.
     """
 
     def __new__(cls, task: str, task_args: Mapping[str, Any], observer: Mapping[str, Any]) -> Any:
         user_class = check_task_class(load_object(task, "task"), task)
         names = {"__module__": user_class.__module__, "__doc__": user_class.__doc__}
-        made = construct(type(user_class.__name__, (Observed, user_class), names), task, task_args)
-        assert isinstance(made, Observed)
-        made._observer = Observer(**{**observer, "folder": Path(observer["folder"])})
+        made = construct_task(type(user_class.__name__, (ObservedTask, user_class), names), task, task_args)
+        assert isinstance(made, ObservedTask)
+        made._observer = StepObserver(**{**observer, "folder": Path(observer["folder"])})
         return made  # no Measured: Python calls no second constructor
 
     # Never called; whoever loads a task looks whether they are written.

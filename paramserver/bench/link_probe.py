@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 
-from paramserver.bench.cost_model import Speed
+from paramserver.bench.cost_model import LinkSpeed
 from paramserver.bench.network import INTERFACE, NetworkHosts
 from paramserver.bench.processes import ProcessGroup
 from paramserver.cluster import bind_interface, loopback_interface, process_environ
@@ -34,7 +34,7 @@ GLOO, RPC = "gloo", "rpc"
 
 def measure_links(
     folder: Path, environ: Mapping[str, str], device: str = "cpu", hosts: NetworkHosts | None = None
-) -> dict[str, Speed]:
+) -> dict[str, LinkSpeed]:
     """The speed over ``GLOO`` and over ``RPC``; of gloo only where trainers compute on CPUs, and so use it.
 
     Args:
@@ -53,14 +53,14 @@ def measure_links(
         command += ["--interface", INTERFACE, "--size", str(size)]
     both = [[*command, "--number", str(i)] for i in range(2)]
     if hosts is not None:
-        both = [hosts.on(i, words) for i, words in enumerate(both)]
+        both = [hosts.command_on(i, words) for i, words in enumerate(both)]
     with ProcessGroup(both, environ, folder) as commands:
         commands.wait(TIMEOUT_S, lambda: None)
     try:
         found = json.loads((folder / "speeds.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise TrainingError("the probe of the links ended without figures") from None
-    return {name: Speed(**speed) for name, speed in found.items()}
+    return {name: LinkSpeed(**speed) for name, speed in found.items()}
 
 
 # In the two processes.
@@ -90,7 +90,7 @@ def _uses_gpus(device: str) -> bool:
     return device != "cpu" and torch.cuda.is_available()
 
 
-def _over_gloo(folder: Path, number: int, size_bytes: int) -> Speed:
+def _over_gloo(folder: Path, number: int, size_bytes: int) -> LinkSpeed:
     import torch
     import torch.distributed as dist
 
@@ -115,34 +115,36 @@ def _over_gloo(folder: Path, number: int, size_bytes: int) -> Speed:
         dist.destroy_process_group()
 
 
-def _over_rpc(folder: Path, number: int, size_bytes: int) -> Speed | None:
+def _over_rpc(folder: Path, number: int, size_bytes: int) -> LinkSpeed | None:
     import torch
     from torch.distributed import FileStore  # type: ignore[attr-defined]
 
     from paramserver.cluster import ProcessIdentity
     from paramserver.distributed.rendezvous import Rendezvous
     from paramserver.distributed.rpc_calls import host_identity
-    from paramserver.distributed.rpc_latency import call_s, empty_call_s
+    from paramserver.distributed.rpc_latency import measure_call_s, measure_empty_call_s
     from paramserver.distributed.session import SERVER_NAME, rpc_server, rpc_trainer
 
     store = FileStore(str(folder / "rpc"), 2)
     store.set_timeout(timedelta(seconds=TIMEOUT_S))
     identity = ProcessIdentity(number, 2, number, 2, 0, "127.0.0.1", 0, False, "probe", "flags")
-    meeting = Rendezvous(store, identity, TIMEOUT_S, host_identity())
+    rendezvous = Rendezvous(store, identity, TIMEOUT_S, host_identity())
     if number == 0:
-        with rpc_server(meeting):
-            meeting.ask("done")
+        with rpc_server(rendezvous):
+            rendezvous.get("done")
         return None
     large = torch.zeros(size_bytes // 4)
-    with rpc_trainer(meeting, 0):
-        speed = _speed(lambda: empty_call_s(SERVER_NAME), lambda: call_s(SERVER_NAME, large), size_bytes)
-        meeting.tell("done", "")
+    with rpc_trainer(rendezvous, 0):
+        speed = _speed(
+            lambda: measure_empty_call_s(SERVER_NAME), lambda: measure_call_s(SERVER_NAME, large), size_bytes
+        )
+        rendezvous.set("done", "")
     return speed
 
 
-def _speed(small: Callable[[], float], large: Callable[[], float], size_bytes: int) -> Speed:
+def _speed(small: Callable[[], float], large: Callable[[], float], size_bytes: int) -> LinkSpeed:
     round_trip_s, large_s = _median_s(small, SMALL), _median_s(large, LARGE)
-    return Speed(size_bytes / max(large_s - round_trip_s, 1e-9), round_trip_s / 2)
+    return LinkSpeed(size_bytes / max(large_s - round_trip_s, 1e-9), round_trip_s / 2)
 
 
 def _median_s(one: Callable[[], float], count: int) -> float:

@@ -20,24 +20,24 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paramserver.bench.cases import Case, when_reached
-from paramserver.bench.cost_model import Speed, predicted, ring_bytes
-from paramserver.bench.network import PORT, NetworkHosts, address
+from paramserver.bench.cases import Case, require_first_reached
+from paramserver.bench.cost_model import LinkSpeed, predict_communication, ring_bytes
+from paramserver.bench.network import PORT, NetworkHosts, host_address
 from paramserver.bench.processes import ProcessGroup
 from paramserver.bench.step_stamps import (
     COLUMNS,
     StepStamp,
     StepStamps,
-    processes_of_servers,
     read_stamps,
-    registered_processes,
+    registered_pids,
+    server_pids,
 )
 from paramserver.config import Config, config_from_mapping, dump_yaml
 from paramserver.errors import Interrupted, ParamserverError, TrainingError
 from paramserver.importing import find_file
 from paramserver.metrics.records import PHASES, DurationHistogram
-from paramserver.report.from_runs import learned
-from paramserver.report.results import BY_THE_KERNEL, COMPUTED, CaseResult
+from paramserver.report.from_runs import learning_curves
+from paramserver.report.results import COMPUTED_RING, COUNTED_BY_KERNEL, CaseResult
 from paramserver.report.target import Target
 
 # The first steps make what later ones use again: buffers, buckets, caches.
@@ -52,7 +52,7 @@ class MeasuredWindow:
     end: float
 
 
-def window_of(trainers: Sequence[StepStamps], warm_s: float) -> MeasuredWindow:
+def measured_window(trainers: Sequence[StepStamps], warm_s: float) -> MeasuredWindow:
     """From when the last trainer is warm until the first one has made its last step.
 
     A trainer is warm at the end of the step by which it has trained ``warm_s`` seconds, but not before the third.
@@ -93,7 +93,7 @@ def _share(step: StepStamp, window: MeasuredWindow) -> float:
     return min(max(inside_s / step.seconds, 0.0), 1.0) if step.seconds else 0.0
 
 
-def figures(
+def step_figures(
     trainers: Sequence[StepStamps],
     window: MeasuredWindow,
     applied: float = 1.0,
@@ -125,7 +125,7 @@ def figures(
         "samples_per_second": rate,
         "per_trainer": tuple(n / s for n, s in zip(samples, seconds, strict=True)),
         "per_process": rate / processes,
-        "step_ms": durations.milliseconds(),
+        "step_ms": durations.summary_ms(),
         "step_bins": dict(sorted(durations.bins.items())),
         "phases_ms": _phases_ms(whole),
         "wire_bytes_per_step": sum(step.wire_bytes for step in whole) / len(whole),
@@ -139,7 +139,7 @@ def _phases_ms(steps: Sequence[StepStamp]) -> dict[str, float]:
     return {name: total / len(steps) * 1e3 for name, total in zip(COLUMNS, sums, strict=True)}
 
 
-class CpuWatch:
+class CpuSampler:
     """Samples the processes that signed in to some folders.
 
     Args:
@@ -151,9 +151,9 @@ class CpuWatch:
         self._samples: dict[int, list[tuple[float, float]]] = {}
         self._ticks = os.sysconf("SC_CLK_TCK")
 
-    def look(self) -> None:
+    def sample(self) -> None:
         """Take one sample of each that is alive."""
-        for pid in (pid for folder in self._folders for pid in registered_processes(folder)):
+        for pid in (pid for folder in self._folders for pid in registered_pids(folder)):
             used_s = self._used_s(pid)
             if used_s is not None:
                 self._samples.setdefault(pid, []).append((time.perf_counter(), used_s))
@@ -179,7 +179,7 @@ class CpuWatch:
         return sum(known) if known and len(known) == len(each) else None
 
 
-class WireWatch:
+class WireSampler:
     """Samples the counters of some hosts' interfaces, added up.
 
     Args:
@@ -191,12 +191,12 @@ class WireWatch:
         self._hosts, self._count = hosts, count
         self._samples: list[tuple[float, float]] = []
 
-    def look(self) -> None:
+    def sample(self) -> None:
         """Take one sample."""
         moved = sum(self._hosts.moved_bytes(number) for number in range(self._count))
         self._samples.append((time.perf_counter(), float(moved)))
 
-    def moved(self, begin: float, end: float) -> float:
+    def bytes_between(self, begin: float, end: float) -> float:
         """Bytes sent and received between two moments of ``time.perf_counter``."""
         return interpolated(self._samples, end) - interpolated(self._samples, begin)
 
@@ -210,8 +210,8 @@ def interpolated(samples: Sequence[tuple[float, float]], moment: float) -> float
     return v0 + (v1 - v0) * (moment - t0) / (t1 - t0)
 
 
-# Beyond the training itself: imports, meeting, the last validation, on a busy machine.
-_AROUND_S = 180.0
+# Beyond the training itself: imports, rendezvous, the last validation, on a busy machine.
+_STARTUP_AND_SHUTDOWN_S = 180.0
 _TIMES_AS_LONG = 4
 
 
@@ -238,7 +238,7 @@ class MeasuringMethod:
     warm_s: float
     target: Target | None = None
     hosts: NetworkHosts | None = None
-    speeds: Mapping[str, Speed] = field(default_factory=dict)
+    speeds: Mapping[str, LinkSpeed] = field(default_factory=dict)
     environment: Mapping[str, Any] = field(default_factory=dict)
     stop: threading.Event = field(default_factory=threading.Event)
 
@@ -302,7 +302,7 @@ def run_config(case: Case, repeat: int, method: MeasuringMethod, folder: Path, n
     return config_from_mapping(
         {
             **config,
-            "task": "paramserver.bench.instrumentation:Measured",
+            "task": "paramserver.bench.instrumentation:InstrumentedTask",
             "task_args": {**task, "observer": observer},
             "training": {
                 **config["training"],
@@ -341,43 +341,43 @@ def _run(case: Case, repeat: int, method: MeasuringMethod, folder: Path) -> dict
         place.mkdir(parents=True)
         file = place / "config.yaml"
         file.write_text(dump_yaml(run_config(case, repeat, method, place, number)), encoding="utf-8")
-        commands += commands_of(case, method, file)
-    watch = CpuWatch(places)
+        commands += rank_commands(case, method, file)
+    watch = CpuSampler(places)
     # torch tells nobody what DistributedDataParallel sends.
-    wire = WireWatch(method.hosts, case.trainers) if method.hosts and case.mode.has_process_group else None
+    wire = WireSampler(method.hosts, case.trainers) if method.hosts and case.mode.has_process_group else None
 
     def look() -> None:
-        watch.look()
+        watch.sample()
         if wire is not None:
-            wire.look()
+            wire.sample()
 
-    timeout_s = _AROUND_S + _TIMES_AS_LONG * (method.warm_s + method.seconds)
+    timeout_s = _STARTUP_AND_SHUTDOWN_S + _TIMES_AS_LONG * (method.warm_s + method.seconds)
     with ProcessGroup(commands, method.environ, folder, method.stop) as running:
         running.wait(timeout_s, look)
     return _outcome(case, method, places, watch, wire)
 
 
-def commands_of(case: Case, method: MeasuringMethod, config_file: Path) -> list[list[str]]:
+def rank_commands(case: Case, method: MeasuringMethod, config_file: Path) -> list[list[str]]:
     """What starts one run: a supervisor of all its ranks, or on hosts of their own each rank by itself."""
     command = [sys.executable, "-m", "paramserver.launch", "--config", str(config_file)]
     command += [word for one in method.folders for word in ("--folder", str(one))]
     if method.hosts is None or case.mode.single_process:
         return [command]
     ranks = case.trainers + case.servers
-    command += ["--world_size", str(ranks), "--master_addr", address(0), "--master_port", str(PORT)]
-    return [method.hosts.on(rank, [*command, "--rank", str(rank)]) for rank in range(ranks)]
+    command += ["--world_size", str(ranks), "--master_addr", host_address(0), "--master_port", str(PORT)]
+    return [method.hosts.command_on(rank, [*command, "--rank", str(rank)]) for rank in range(ranks)]
 
 
 def _outcome(
-    case: Case, method: MeasuringMethod, places: Sequence[Path], watch: CpuWatch, wire: WireWatch | None
+    case: Case, method: MeasuringMethod, places: Sequence[Path], watch: CpuSampler, wire: WireSampler | None
 ) -> dict[str, Any]:
     each = case.trainers // case.runs
     stamps = [one for place in places for one in read_stamps(place, each)]
     summaries = [_read_summary(place) for place in places]
-    window = window_of(stamps, method.warm_s)
+    window = measured_window(stamps, method.warm_s)
     steps = sum(len(one.steps) for one in stamps)
     served = sum(summary["samples_served"] for summary in summaries)
-    found = figures(
+    found = step_figures(
         stamps,
         window,
         applied=sum(summary["samples"] for summary in summaries) / served if served else 1.0,
@@ -396,15 +396,15 @@ def _outcome(
 
 
 def _wire_bytes(
-    case: Case, stamps: Sequence[StepStamps], window: MeasuredWindow, wire: WireWatch | None
+    case: Case, stamps: Sequence[StepStamps], window: MeasuredWindow, wire: WireSampler | None
 ) -> dict[str, float | str | None]:
     """Of a step of a trainer in a process group: as the kernel counted it, or as it should be."""
     if wire is None:
         computed = ring_bytes(stamps[0].model_bytes, case.trainers, case.config.ddp.comm_hook)
-        return {"wire_bytes_per_step": computed, "wire_bytes_source": None if computed is None else COMPUTED}
-    moved = wire.moved(window.begin, window.end)
+        return {"wire_bytes_per_step": computed, "wire_bytes_source": None if computed is None else COMPUTED_RING}
+    moved = wire.bytes_between(window.begin, window.end)
     steps = sum(window.begin < step.end <= window.end for one in stamps for step in one.steps)
-    return {"wire_bytes_per_step": moved / steps, "wire_bytes_source": BY_THE_KERNEL}
+    return {"wire_bytes_per_step": moved / steps, "wire_bytes_source": COUNTED_BY_KERNEL}
 
 
 def _read_summary(place: Path) -> dict[str, Any]:
@@ -418,9 +418,9 @@ def _read_summary(place: Path) -> dict[str, Any]:
 def _curves(method: MeasuringMethod, place: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
     """Of several runs of one trainer each, those of the first."""
     lines = (place / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    points = learned([json.loads(line) for line in lines], summary)
+    points = learning_curves([json.loads(line) for line in lines], summary)
     loss, validation = (tuple((p[0], p[1], p[2]) for p in points[name]) for name in ("loss", "validation"))
-    met = None if method.target is None else when_reached(validation, method.target)
+    met = None if method.target is None else require_first_reached(validation, method.target)
     return {
         "loss": loss,
         "validation": validation,
@@ -430,10 +430,10 @@ def _curves(method: MeasuringMethod, place: Path, summary: Mapping[str, Any]) ->
 
 
 def _cpu_s(
-    watch: CpuWatch, places: Sequence[Path], stamps: Sequence[StepStamps], window: MeasuredWindow
+    watch: CpuSampler, places: Sequence[Path], stamps: Sequence[StepStamps], window: MeasuredWindow
 ) -> dict[str, float | None]:
     """CPU seconds of all servers and of all trainers in the window."""
-    servers = [pid for place in places for pid in processes_of_servers(place, stamps)]
+    servers = [pid for place in places for pid in server_pids(place, stamps)]
     groups = {"servers": servers, "trainers": [one.pid for one in stamps]}
     return {name: watch.all_used_s(pids, window.begin, window.end) for name, pids in groups.items()}
 
@@ -449,4 +449,4 @@ def _predicted(case: Case, method: MeasuringMethod, stamps: StepStamps, wire_byt
     if speed is None:
         return None
     hook = case.config.ddp.comm_hook
-    return predicted(case.mode, speed, stamps.model_bytes, wire_bytes, case.trainers, case.servers, hook)
+    return predict_communication(case.mode, speed, stamps.model_bytes, wire_bytes, case.trainers, case.servers, hook)

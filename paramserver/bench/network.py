@@ -63,7 +63,7 @@ class NetworkHosts:
         self._hosts: list[Namespace] = []
 
     def __enter__(self) -> NetworkHosts:
-        check_may_make_hosts()
+        require_network_namespaces()
         try:
             self._switch = Namespace()
             self._switch.run("ip", "link", "add", "bridge", "type", "bridge")
@@ -80,7 +80,7 @@ class NetworkHosts:
         port = f"port{number}"
         switch.run("ip", "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", str(host.pid))
         switch.run("ip", "link", "set", port, "master", "bridge", "up")
-        host.run("ip", "address", "add", f"{address(number)}/16", "dev", INTERFACE)
+        host.run("ip", "address", "add", f"{host_address(number)}/16", "dev", INTERFACE)
         host.run("ip", "link", "set", INTERFACE, "up")
         host.run("ip", "link", "set", "lo", "up")
         burst = max(round(self.bandwidth * _BURST_S), _LEAST_BURST_BYTES)
@@ -98,9 +98,9 @@ class NetworkHosts:
             namespace.close()
         self._hosts, self._switch = [], None
 
-    def on(self, number: int, command: Sequence[str]) -> list[str]:
+    def command_on(self, number: int, command: Sequence[str]) -> list[str]:
         """The words that run a command on host ``number``; the process is the same one."""
-        return self._hosts[number].words(*command)
+        return self._hosts[number].command_in(*command)
 
     def moved_bytes(self, number: int) -> int:
         """What the kernel counted on the interface of a host: sent and received."""
@@ -127,12 +127,12 @@ class Namespace:
             said = self._holder.communicate(timeout=_TIMEOUT_S)[1].decode(errors="replace")
             raise _refusal(command, said or "no answer")
 
-    def words(self, *command: str) -> list[str]:
+    def command_in(self, *command: str) -> list[str]:
         """The words that run a command in it; the process is the same one."""
         return ["nsenter", f"--net=/proc/{self.pid}/ns/net", *command]
 
     def run(self, *command: str) -> str:
-        return _run(self.words(*command))
+        return _run(self.command_in(*command))
 
     def moved_bytes(self, interface: str) -> int:
         """Bytes sent and received, by the kernel's account of the interface (proc(5), net/dev)."""
@@ -146,12 +146,12 @@ class Namespace:
         self._holder.communicate(timeout=_TIMEOUT_S)
 
 
-def address(number: int) -> str:
+def host_address(number: int) -> str:
     """Where the others reach host ``number``."""
     return f"10.99.{number // 250}.{number % 250 + 1}"
 
 
-def check_may_make_hosts() -> None:
+def require_network_namespaces() -> None:
     """Refuse where namespaces cannot be made.
 
     Raises:

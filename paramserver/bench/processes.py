@@ -56,14 +56,14 @@ class ProcessGroup:
                         )
                     )
         except BaseException:
-            self.end()
+            self.kill()
             raise
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.end()
+        self.kill()
 
-    def end(self) -> None:
+    def kill(self) -> None:
         """Kill those that are alive, with their children."""
         for process in self._processes:
             if process.poll() is None:
@@ -96,14 +96,14 @@ class ProcessGroup:
     def _check(self) -> None:
         for process, output in zip(self._processes, self._outputs, strict=True):
             if process.returncode not in (None, 0):
-                raise TrainingError(said_last(output) or f"it ended with exit code {process.returncode}")
+                raise TrainingError(last_error(output) or f"it ended with exit code {process.returncode}")
 
     def _last_line(self) -> str:
         said = [line for output in self._outputs for line in _lines(output)]
         return f"; its last line: {said[-1]}" if said else ""
 
 
-def said_last(output: Path) -> str | None:
+def last_error(output: Path) -> str | None:
     """The error that a command named before it ended: the first line of it."""
     errors = [line.partition(_ERROR)[2] for line in _lines(output) if line.startswith(_ERROR)]
     return errors[-1].strip() if errors else None

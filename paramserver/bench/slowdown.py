@@ -26,12 +26,12 @@ class SlowdownSpec:
         chance = "" if self.probability == 1 else f" with probability {self.probability:g}"
         return f"trainer {self.trainer} slowed {self.factor:g} times{chance}"
 
-    def hits(self, seed: int, trainer_index: int, batch_idx: int) -> bool:
+    def slows(self, seed: int, trainer_index: int, batch_idx: int) -> bool:
         """Whether this batch is slowed: the same answer in every case and at every time."""
-        return trainer_index == self.trainer and drawn(self.probability, seed, trainer_index, batch_idx)
+        return trainer_index == self.trainer and seeded_chance(self.probability, seed, trainer_index, batch_idx)
 
 
-def drawn(probability: float, *entropy: int) -> bool:
+def seeded_chance(probability: float, *entropy: int) -> bool:
     """True with this probability, by chance that depends on ``entropy`` alone."""
     return random.Random("/".join(map(str, entropy))).random() < probability
 
@@ -97,9 +97,9 @@ class Slowdown:
         self._watched: Any = None
         self._waiting = threading.Event()  # never set: a wait on it stands for computation
 
-    def computed_forward(self, model: Any, loss: Any, forward_s: float, batch_idx: int) -> None:
+    def after_forward(self, model: Any, loss: Any, forward_s: float, batch_idx: int) -> None:
         """This batch's forward took so long; the call returns when a slow trainer would be done with the batch."""
-        if self._slow.hits(self._seed, self._trainer_index, batch_idx):
+        if self._slow.slows(self._seed, self._trainer_index, batch_idx):
             self._waiting.wait((self._slow.factor - 1) * (forward_s + self._backward_s))
         if self._watched is not model and hasattr(model, "parameters"):
             self._watched = model

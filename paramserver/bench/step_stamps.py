@@ -60,7 +60,7 @@ def register_process(folder: Path) -> None:
     (folder / f"process-{os.getpid()}").touch()
 
 
-def registered_processes(folder: Path) -> list[int]:
+def registered_pids(folder: Path) -> list[int]:
     """The processes that did."""
     return [int(path.name.partition("-")[2]) for path in folder.glob("process-*")]
 
@@ -83,5 +83,5 @@ def _read(path: Path, trainer_index: int) -> StepStamps:
     return StepStamps(about["trainer"], about["pid"], about["model_bytes"], steps)
 
 
-def processes_of_servers(folder: Path, trainers: Sequence[StepStamps]) -> list[int]:
-    return sorted(set(registered_processes(folder)) - {one.pid for one in trainers})
+def server_pids(folder: Path, trainers: Sequence[StepStamps]) -> list[int]:
+    return sorted(set(registered_pids(folder)) - {one.pid for one in trainers})

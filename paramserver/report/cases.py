@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from paramserver.metrics.records import PHASES
-from paramserver.report.formatting import plural, quoted, scenario_words, with_bounds
+from paramserver.report.formatting import format_estimate, plural, quoted, scenario_text
 from paramserver.report.results import LOCAL, NO_COMMUNICATION, CaseResult
 from paramserver.report.statistics import Estimate, estimate, merged_counts, merged_steps, ratio
 
@@ -33,7 +33,7 @@ class Figure:
 
     name: str
     unit: str
-    of: Getter
+    get: Getter
     better: int
 
 
@@ -131,12 +131,12 @@ class ReportCase:
 
     def values(self, figure: Figure) -> dict[int, float | None]:
         """The figure of each completed repeat."""
-        return {one.repeat: figure.of(one) for one in self.completed}
+        return {one.repeat: figure.get(one) for one in self.completed}
 
     def estimate(self, figure: Figure) -> Estimate | None:
         return estimate(self.values(figure).values())
 
-    def times(self, other: ReportCase, figure: Figure = SPEED) -> Estimate | None:
+    def ratio_to(self, other: ReportCase, figure: Figure = SPEED) -> Estimate | None:
         """How many times the figure of ``other`` this one's is; both took turns."""
         return ratio(self.values(figure), other.values(figure))
 
@@ -146,7 +146,7 @@ class ReportCase:
         merged = merged_steps(self.completed)
         if merged.count:
             below = {f"p{q}": merged.quantile_s(q / 100) * 1e3 for q in (5, 25, 75)}
-            return {**merged.milliseconds(), **below}
+            return {**merged.summary_ms(), **below}
         return self._means(zip(QUANTILES, STEPS, strict=True))
 
     @cached_property
@@ -158,7 +158,7 @@ class ReportCase:
         """Of figures that are means over the steps of a repeat: over the steps of all."""
         found = {}
         for name, figure in figures:
-            known = [(value, one.steps or 1) for one in self.completed if (value := figure.of(one)) is not None]
+            known = [(value, one.steps or 1) for one in self.completed if (value := figure.get(one)) is not None]
             if known:
                 found[name] = sum(value * steps for value, steps in known) / sum(steps for _, steps in known)
         return found
@@ -190,14 +190,14 @@ def cases_of(results: Iterable[CaseResult]) -> list[ReportCase]:
     return [ReportCase(name, tuple(sorted(found, key=lambda r: r.repeat))) for name, found in named.items()]
 
 
-def limit_of(case: ReportCase, cases: Sequence[ReportCase]) -> ReportCase | None:
+def communication_limit(case: ReportCase, cases: Sequence[ReportCase]) -> ReportCase | None:
     """The loops without communication that ``case`` is measured against: one process alone where it has one trainer."""
     fitting = [*_baselines(case, cases, NO_COMMUNICATION), *_baselines(case, cases, LOCAL)]
     alike = (one for one in fitting if one.trainers == case.trainers and one.scenario == case.scenario)
     return next(alike, None)
 
 
-def local_of(case: ReportCase, cases: Sequence[ReportCase]) -> ReportCase | None:
+def local_baseline(case: ReportCase, cases: Sequence[ReportCase]) -> ReportCase | None:
     """The single process that ``case`` is measured against."""
     return next(iter(_baselines(case, cases, LOCAL)), None)
 
@@ -216,7 +216,7 @@ def _baselines(case: ReportCase, cases: Sequence[ReportCase], baseline: str) -> 
     return sorted(fitting, key=lambda one: -len(one.first.overrides))
 
 
-def families(cases: Iterable[ReportCase]) -> dict[str, list[ReportCase]]:
+def scaling_families(cases: Iterable[ReportCase]) -> dict[str, list[ReportCase]]:
     """Completed cases that differ in their number of trainers alone, by the name they share, least trainers first."""
     found: dict[str, list[ReportCase]] = {}
     for case in cases:
@@ -235,7 +235,7 @@ def _family_key(case: ReportCase) -> str:
     return json.dumps([one.mode, one.servers, one.baseline, overrides, one.scenario], sort_keys=True, default=str)
 
 
-def usual_key(case: ReportCase) -> str:
+def key_without_scenario(case: ReportCase) -> str:
     """What ``case`` shares with the case that is like it but for the scenario."""
     one = case.first
     return json.dumps([one.mode, one.trainers, one.servers, one.baseline, one.overrides], sort_keys=True, default=str)
@@ -281,7 +281,7 @@ def groups_of(cases: Sequence[ReportCase]) -> list[Group]:
 
 
 def _conditions(case: ReportCase, is_alone: bool) -> str:
-    scenario = scenario_words(case.scenario)
+    scenario = scenario_text(case.scenario)
     parts = ([] if is_alone else [plural(case.trainers, "trainer")]) + ([scenario] if scenario else [])
     return f"With {', '.join(parts)}: " if parts else ""
 
@@ -294,11 +294,11 @@ def is_significant(ratio: Estimate | None) -> bool:
     return ratio is not None and ratio.excludes(1.0)
 
 
-def times_words(ratio: Estimate | None, other: ReportCase) -> str:
-    return f"ahead of {name_of(other)}" if ratio is None else f"{with_bounds(ratio)} times {name_of(other)}"
+def ratio_text(ratio: Estimate | None, other: ReportCase) -> str:
+    return f"ahead of {quoted_name(other)}" if ratio is None else f"{format_estimate(ratio)} times {quoted_name(other)}"
 
 
-def doubt(ratio: Estimate | None) -> str:
+def significance_caveat(ratio: Estimate | None) -> str:
     """What follows a ratio that may be chance."""
     if is_significant(ratio):
         return ""
@@ -307,7 +307,7 @@ def doubt(ratio: Estimate | None) -> str:
     return ", and that interval includes 1: they cannot be told apart"
 
 
-def name_of(case: ReportCase) -> str:
+def quoted_name(case: ReportCase) -> str:
     """Its name in a sentence or a table."""
     return quoted(case.name)
 

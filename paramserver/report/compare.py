@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from paramserver.errors import UnsupportedConfiguration
 from paramserver.report.cases import FIGURES, SPEED, Figure, ReportCase, cases_of
-from paramserver.report.conditions import hardware_of
-from paramserver.report.formatting import bounds, first_line, listed, number, with_bounds
+from paramserver.report.conditions import machine_names
+from paramserver.report.formatting import first_line, format_estimate, format_interval, format_number, join_names
 from paramserver.report.results import Results
 from paramserver.report.statistics import Estimate, ratio
 
@@ -22,18 +22,18 @@ class Change:
     figure: Figure
     before: Estimate
     after: Estimate
-    times: Estimate | None
+    ratio: Estimate | None
 
     @property
     def verdict(self) -> str:
         """One word or two: what the interval of the ratio says."""
-        if self.times is None:
+        if self.ratio is None:
             return "same" if self.before.value == self.after.value else ""
-        if not self.times.has_interval:
+        if not self.ratio.has_interval:
             return "one repeat"
-        if not self.times.excludes(1):
+        if not self.ratio.excludes(1):
             return "no difference shown"
-        return {0: "changed", 1: "better", -1: "worse"}[self.figure.better * (1 if self.times.value > 1 else -1)]
+        return {0: "changed", 1: "better", -1: "worse"}[self.figure.better * (1 if self.ratio.value > 1 else -1)]
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Comparison:
     broken: dict[str, str]
     notes: tuple[str, ...]
 
-    def below(self, limit: float) -> list[str]:
+    def regressions(self, limit: float) -> list[str]:
         """Why B does not pass, one sentence each: a throughput below ``limit`` times that of A, or none at all.
 
         Raises:
@@ -54,10 +54,10 @@ class Comparison:
             raise UnsupportedConfiguration(f"--fail_below ({limit:g}) must be a number above 0; give one such as 0.95")
         found = [f"{name}: {reason}" for name, reason in self.broken.items()]
         for name, changes in self.changes.items():
-            speed = next((change.times for change in changes if change.figure is SPEED), None)
+            speed = next((change.ratio for change in changes if change.figure is SPEED), None)
             if speed is not None and speed.value < limit:
                 found.append(
-                    f"{name}: throughput is {with_bounds(speed)} times that of A, below {limit:g}{_hope(speed, limit)}"
+                    f"{name}: throughput is {format_estimate(speed)} times that of A, below {limit:g}{_hope(speed, limit)}"
                 )
         return found
 
@@ -71,7 +71,7 @@ class Comparison:
 def _hope(speed: Estimate, limit: float) -> str:
     if speed.high is None:
         return " (one repeat: it may be chance)"
-    return "" if speed.high < limit else f" (its interval reaches {number(speed.high)}: more repeats would tell)"
+    return "" if speed.high < limit else f" (its interval reaches {format_number(speed.high)}: more repeats would tell)"
 
 
 def compare(before: Results, after: Results) -> Comparison:
@@ -84,7 +84,7 @@ def compare(before: Results, after: Results) -> Comparison:
     if not old.keys() & new.keys():
         raise UnsupportedConfiguration(
             f"{before.source} and {after.source} must have a case in common; "
-            f"A has {listed(list(old))}, B has {listed(list(new))}: compare benchmarks of the same cases"
+            f"A has {join_names(list(old))}, B has {join_names(list(new))}: compare benchmarks of the same cases"
         )
     changes: dict[str, list[Change]] = {}
     broken: dict[str, str] = {}
@@ -122,15 +122,15 @@ def _changes(old: ReportCase, new: ReportCase) -> list[Change]:
 def _only(old: dict[str, ReportCase], new: dict[str, ReportCase]) -> list[str]:
     added = [name for name in new if name not in old]
     failed = [name for name, case in old.items() if case.speed is None]
-    notes = [f"Only B has {listed(added)}."] if added else []
-    return notes + ([f"A has no figures of {listed(failed)}."] if failed else [])
+    notes = [f"Only B has {join_names(added)}."] if added else []
+    return notes + ([f"A has no figures of {join_names(failed)}."] if failed else [])
 
 
 def _elsewhere(old: Sequence[ReportCase], new: Sequence[ReportCase]) -> list[str]:
-    a, b = hardware_of(old), hardware_of(new)
+    a, b = machine_names(old), machine_names(new)
     if a == b:
         return []
-    return [f"A ran on {listed(a)}, B on {listed(b)}: what differs between the machines is in these figures."]
+    return [f"A ran on {join_names(a)}, B on {join_names(b)}: what differs between the machines is in these figures."]
 
 
 def _table(changes: Sequence[Change]) -> str:
@@ -145,6 +145,6 @@ def _table(changes: Sequence[Change]) -> str:
 
 def _row(change: Change) -> tuple[str, ...]:
     unit = f" ({change.figure.unit})" if change.figure.unit else ""
-    times = "-" if change.times is None else number(change.times.value)
-    a, b = number(change.before.value), number(change.after.value)
-    return f"{change.figure.name}{unit}", a, b, times, bounds(change.times), change.verdict
+    times = "-" if change.ratio is None else format_number(change.ratio.value)
+    a, b = format_number(change.before.value), format_number(change.after.value)
+    return f"{change.figure.name}{unit}", a, b, times, format_interval(change.ratio), change.verdict

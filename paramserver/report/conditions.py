@@ -9,16 +9,16 @@ from datetime import datetime, timezone
 from typing import Any
 
 from paramserver.report.cases import ReportCase
-from paramserver.report.formatting import listed, number, plural, quoted
+from paramserver.report.formatting import format_number, join_names, plural, quoted
 from paramserver.report.results import CaseResult
 
 
-def hardware_of(cases: Sequence[ReportCase]) -> list[str]:
+def machine_names(cases: Sequence[ReportCase]) -> list[str]:
     """Each machine that ran them: "green with 8 cores"."""
     return _distinct(_machine(one) for one in _all(cases))
 
 
-def conditions_of(cases: Sequence[ReportCase]) -> str:
+def conditions_text(cases: Sequence[ReportCase]) -> str:
     """One sentence: how often, how long, on what."""
     results = [one for one in _all(cases) if one.is_completed] or _all(cases)
     counts = {len([one for one in case.results if one.is_completed]) for case in cases} - {0}
@@ -29,13 +29,13 @@ def conditions_of(cases: Sequence[ReportCase]) -> str:
     long = f" of {_from_to(seconds)} s" if seconds else ""
     versions = _distinct(_version(one, "torch") for one in results)
     return (
-        f"{plural(len(cases), 'case')}, {repeats}{long} each, on {listed(hardware_of(cases)) or 'an unknown machine'}"
-        f"{', with torch ' + listed(versions) if versions else ''}. Intervals, in brackets, hold the geometric "
+        f"{plural(len(cases), 'case')}, {repeats}{long} each, on {join_names(machine_names(cases)) or 'an unknown machine'}"
+        f"{', with torch ' + join_names(versions) if versions else ''}. Intervals, in brackets, hold the geometric "
         "mean with 95 % confidence over the repeats (Student's t, of the logarithm)."
     )
 
 
-def method(cases: Sequence[ReportCase]) -> str:
+def method_text(cases: Sequence[ReportCase]) -> str:
     """What the figures are, in a few sentences."""
     has_baselines = any(case.baseline for case in cases)
     text = (
@@ -53,7 +53,7 @@ def method(cases: Sequence[ReportCase]) -> str:
     return text
 
 
-def doubts(cases: Sequence[ReportCase]) -> list[str]:
+def comparability_warnings(cases: Sequence[ReportCase]) -> list[str]:
     """What makes a comparison of these doubtful: other machines, versions, commits or commands."""
     found = []
     for what, take in (
@@ -64,14 +64,14 @@ def doubts(cases: Sequence[ReportCase]) -> list[str]:
     ):
         values = _distinct(take(one) for one in _all(cases))
         if len(values) > 1:
-            found.append(f"These are results of different {what} ({listed(values)}): not only the cases differ.")
+            found.append(f"These are results of different {what} ({join_names(values)}): not only the cases differ.")
     return found
 
 
-def rows_of(cases: Sequence[ReportCase]) -> list[tuple[str, str]]:
+def condition_rows(cases: Sequence[ReportCase]) -> list[tuple[str, str]]:
     """Name and value of each condition; a condition with several values has a row for each."""
     results = _all(cases)
-    rows = [("machine", text) for text in hardware_of(cases)]
+    rows = [("machine", text) for text in machine_names(cases)]
     names = sorted({name for one in results for name in _versions(one)})
     rows += [(f"{name} version", text) for name in names for text in _distinct(_version(one, name) for one in results)]
     rows += [("commit", text) for text in _distinct(_text(one.environment.get("commit")) for one in results)]
@@ -89,7 +89,7 @@ def commands_of(cases: Sequence[ReportCase]) -> list[str]:
     return _distinct(_command(one.environment.get("command")) for one in _all(cases))
 
 
-def configs_of(cases: Sequence[ReportCase]) -> dict[str, list[str]]:
+def cases_by_config(cases: Sequence[ReportCase]) -> dict[str, list[str]]:
     """The names of the cases by the text of their config, which is that of the first repeat."""
     found: dict[str, list[str]] = {}
     for case in cases:
@@ -131,7 +131,7 @@ def _command(value: Any) -> str:
 
 
 def _from_to(values: Sequence[float]) -> str:
-    low, high = number(min(values)), number(max(values))
+    low, high = format_number(min(values)), format_number(max(values))
     return low if low == high else f"{low} to {high}"
 
 
@@ -139,4 +139,4 @@ def _date(seconds: float) -> str:
     try:
         return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M")
     except (ValueError, OverflowError, OSError):  # a clock may say anything
-        return number(seconds)
+        return format_number(seconds)

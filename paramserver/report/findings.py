@@ -13,26 +13,26 @@ from paramserver.report.cases import (
     TIME_TO_TARGET,
     Group,
     ReportCase,
-    doubt,
-    families,
+    communication_limit,
     groups_of,
     is_significant,
-    limit_of,
-    name_of,
+    key_without_scenario,
+    quoted_name,
+    ratio_text,
     reference_case,
-    times_words,
-    usual_key,
+    scaling_families,
+    significance_caveat,
 )
 from paramserver.report.formatting import (
-    bounds,
-    capital,
+    capitalize_first,
     first_line,
-    listed,
-    number,
-    percent,
+    format_estimate,
+    format_interval,
+    format_number,
+    format_percent,
+    join_names,
     plural,
     quoted,
-    with_bounds,
 )
 from paramserver.report.results import NO_COMMUNICATION
 from paramserver.report.statistics import Estimate, efficiency
@@ -45,12 +45,12 @@ def limits(group: Group, cases: Sequence[ReportCase]) -> list[str]:
     """What share of the speed without communication the best of each mode reached."""
     shares = []
     for case in group.best_of_modes():
-        limit = limit_of(case, cases)
-        share = None if limit is None else case.times(limit)
+        limit = communication_limit(case, cases)
+        share = None if limit is None else case.ratio_to(limit)
         if share is not None:
-            shares.append(f"{name_of(case)} reached {percent(share)}")
-    told = f"of the speed of the same loops without communication, {listed(shares)}." if shares else ""
-    return [capital(f"{group.conditions}{told}")] if told else []
+            shares.append(f"{quoted_name(case)} reached {format_percent(share)}")
+    told = f"of the speed of the same loops without communication, {join_names(shares)}." if shares else ""
+    return [capitalize_first(f"{group.conditions}{told}")] if told else []
 
 
 def spent(group: Group) -> list[str]:
@@ -64,22 +64,26 @@ def _spent_text(case: ReportCase) -> str:
     largest = sorted(phases, key=lambda name: phases[name], reverse=True)[:_SHOWN]
     shares = [f"{100 * phases[name] / total:.0f} % {name}" for name in largest if phases[name] >= _LEAST_SHARE * total]
     mean = case.step_ms.get("mean")
-    return f"A step of {name_of(case)} took {number(mean)} ms: {listed(shares)}." if shares and mean is not None else ""
+    return (
+        f"A step of {quoted_name(case)} took {format_number(mean)} ms: {join_names(shares)}."
+        if shares and mean is not None
+        else ""
+    )
 
 
 def growth(cases: Sequence[ReportCase]) -> list[str]:
     """What the largest number of trainers brings over the smallest."""
     sentences = []
-    for name, members in families(case for case in cases if case.baseline is None).items():
+    for name, members in scaling_families(case for case in cases if case.baseline is None).items():
         first, last = members[0], members[-1]
-        times = last.times(first) if last.trainers > first.trainers else None
+        times = last.ratio_to(first) if last.trainers > first.trainers else None
         if times is None:
             continue
         loss = ", which is slower" if times.excludes(1) and times.value < 1 else ""
         grown = f"From {first.trainers} to {plural(last.trainers, 'trainer')}, {quoted(name)} became"
         sentences.append(
-            f"{grown} {with_bounds(times)} times as fast{loss}: "
-            f"{percent(efficiency(times, last.trainers, first.trainers))} of the ideal."
+            f"{grown} {format_estimate(times)} times as fast{loss}: "
+            f"{format_percent(efficiency(times, last.trainers, first.trainers))} of the ideal."
         )
     return sentences
 
@@ -91,11 +95,13 @@ def staleness(cases: Sequence[ReportCase]) -> list[str]:
         count = sum(case.staleness.values())
         mean = sum(value * n for value, n in case.staleness.items()) / count if count else 0.0
         if mean > 0:
-            stale.append((mean, max(case.staleness), name_of(case)))
+            stale.append((mean, max(case.staleness), quoted_name(case)))
     if not stale:
         return []
     stale.sort(reverse=True)
-    told = [f"{name} {number(mean)} versions on average, {largest} at most" for mean, largest, name in stale[:_SHOWN]]
+    told = [
+        f"{name} {format_number(mean)} versions on average, {largest} at most" for mean, largest, name in stale[:_SHOWN]
+    ]
     more = f"; less in {plural(len(stale) - _SHOWN, 'other case')}" if len(stale) > _SHOWN else ""
     return [f"Gradients were stale when they were applied: {'; '.join(told)}{more}."]
 
@@ -106,16 +112,16 @@ def predictions(group: Group, cases: Sequence[ReportCase]) -> list[str]:
     for case in group.best_of_modes():
         predicted = prediction_of(case)
         expected_ms, servers = predicted.get("communication_ms"), predicted.get("break_even_servers")
-        measured_ms = communication_ms(case, limit_of(case, cases))
+        measured_ms = communication_ms(case, communication_limit(case, cases))
         if isinstance(expected_ms, int | float) and measured_ms is not None:
-            difference = f"{number(abs(measured_ms))} ms {'longer' if measured_ms >= 0 else 'shorter'}"
+            difference = f"{format_number(abs(measured_ms))} ms {'longer' if measured_ms >= 0 else 'shorter'}"
             sentences.append(
-                f"The model of the network predicts {number(expected_ms)} ms of communication for a step of "
-                f"{name_of(case)}; the step was {difference} than without communication."
+                f"The model of the network predicts {format_number(expected_ms)} ms of communication for a step of "
+                f"{quoted_name(case)}; the step was {difference} than without communication."
             )
         if isinstance(servers, int | float):
             sentences.append(
-                f"By that model, with every process on a host of its own, {name_of(case)} would be as fast as "
+                f"By that model, with every process on a host of its own, {quoted_name(case)} would be as fast as "
                 f"all-reduce from {plural(math.ceil(servers), 'server')} on."
             )
     return sentences
@@ -164,32 +170,32 @@ def findings(cases: Sequence[ReportCase]) -> list[str]:
 
 def _fastest(group: Group) -> str:
     best, others = group.best, group.cases[1:]
-    reached = f"{with_bounds(best.speed)} samples/s"
+    reached = f"{format_estimate(best.speed)} samples/s"
     if not others:
-        return f"{group.conditions}{name_of(best)} applied {reached}."
+        return f"{group.conditions}{quoted_name(best)} applied {reached}."
     tied = _tied(group)
     if not tied:
-        ahead = times_words(best.times(others[0]), others[0])
-        return f"{group.conditions}{name_of(best)} was the fastest: {reached}, {ahead}" + (
+        ahead = ratio_text(best.ratio_to(others[0]), others[0])
+        return f"{group.conditions}{quoted_name(best)} was the fastest: {reached}, {ahead}" + (
             ", the next." if len(others) > 1 else "."
         )
-    nearest = best.times(tied[0])
-    text = f"{name_of(best)} applied {reached}, {times_words(nearest, tied[0])}{doubt(nearest)}."
+    nearest = best.ratio_to(tied[0])
+    text = f"{quoted_name(best)} applied {reached}, {ratio_text(nearest, tied[0])}{significance_caveat(nearest)}."
     if len(tied) > 1 and nearest is not None and nearest.has_interval:
-        text += f" Nor can {listed([name_of(case) for case in tied[1:]])} be told apart from it."
+        text += f" Nor can {join_names([quoted_name(case) for case in tied[1:]])} be told apart from it."
     behind = _first_behind(group)
     return f"{group.conditions}{text}" + (
-        f" It was {times_words(best.times(behind), behind)}." if behind is not None else ""
+        f" It was {ratio_text(best.ratio_to(behind), behind)}." if behind is not None else ""
     )
 
 
 def _tied(group: Group) -> list[ReportCase]:
     """Those that may be as fast as the best."""
-    return [case for case in group.cases[1:] if not is_significant(group.best.times(case))]
+    return [case for case in group.cases[1:] if not is_significant(group.best.ratio_to(case))]
 
 
 def _first_behind(group: Group) -> ReportCase | None:
-    return next((case for case in group.cases[1:] if is_significant(group.best.times(case))), None)
+    return next((case for case in group.cases[1:] if is_significant(group.best.ratio_to(case))), None)
 
 
 def _between_modes(group: Group) -> list[str]:
@@ -199,9 +205,11 @@ def _between_modes(group: Group) -> list[str]:
     told = []
     for other in others:
         if all(case is not other for case in said):
-            ratio = best.times(other)
-            told.append(f"{name_of(best)} was {times_words(ratio, other)}, the best of {other.mode}{doubt(ratio)}")
-    return [capital(f"{group.conditions}{'; '.join(told)}.")] if told else []
+            ratio = best.ratio_to(other)
+            told.append(
+                f"{quoted_name(best)} was {ratio_text(ratio, other)}, the best of {other.mode}{significance_caveat(ratio)}"
+            )
+    return [capitalize_first(f"{group.conditions}{'; '.join(told)}.")] if told else []
 
 
 def _failures(cases: Sequence[ReportCase]) -> list[str]:
@@ -211,7 +219,7 @@ def _failures(cases: Sequence[ReportCase]) -> list[str]:
     told = []
     for case in broken:
         of = f" in {len(case.failed)} of {len(case.results)} repeats" if len(case.results) > 1 else ""
-        told.append(f"{name_of(case)}{of}: {first_line(case.failed[0].error) or 'no reason is known'}".rstrip("."))
+        told.append(f"{quoted_name(case)}{of}: {first_line(case.failed[0].error) or 'no reason is known'}".rstrip("."))
     return [f"Of {plural(len(cases), 'case')}, {len(broken)} failed. {'. '.join(told)}."]
 
 
@@ -220,18 +228,18 @@ def _failures(cases: Sequence[ReportCase]) -> list[str]:
 
 def _kept(groups: Sequence[Group], cases: Sequence[ReportCase]) -> list[str]:
     """What each case keeps of its speed under a scenario."""
-    usual = {usual_key(case): case for case in cases if not case.scenario and case.speed is not None}
+    usual = {key_without_scenario(case): case for case in cases if not case.scenario and case.speed is not None}
     sentences = []
     for group in groups:
         kept = []
         for case in group.cases:
-            before = usual.get(usual_key(case)) if case.scenario else None
-            share = None if before is None else case.times(before)
+            before = usual.get(key_without_scenario(case)) if case.scenario else None
+            share = None if before is None else case.ratio_to(before)
             if share is not None:
-                kept.append((share.value, f"{name_of(case)} keeps {percent(share)}"))
+                kept.append((share.value, f"{quoted_name(case)} keeps {format_percent(share)}"))
         if kept:
-            told = listed([text for _, text in sorted(kept, reverse=True)])
-            sentences.append(capital(f"{group.conditions}of its speed otherwise, {told}."))
+            told = join_names([text for _, text in sorted(kept, reverse=True)])
+            sentences.append(capitalize_first(f"{group.conditions}of its speed otherwise, {told}."))
     return sentences
 
 
@@ -244,20 +252,22 @@ def _targets(groups: Sequence[Group], cases: Sequence[ReportCase]) -> list[str]:
     if not by_time:
         return [f"No case reached {what} in the time it had."] if target else []
     first, others = by_time[0], by_time[1:]
-    text = f"{capital(what)} was reached first by {name_of(first)}{_in_some(first)}, after "
-    text += f"{with_bounds(first.estimate(TIME_TO_TARGET))} s"
+    text = f"{capitalize_first(what)} was reached first by {quoted_name(first)}{_in_some(first)}, after "
+    text += f"{format_estimate(first.estimate(TIME_TO_TARGET))} s"
     if others:
-        longer = others[0].times(first, TIME_TO_TARGET)
-        text += f"; {name_of(others[0])}{_in_some(others[0])} took {with_bounds(longer)} times as long{doubt(longer)}"
+        longer = others[0].ratio_to(first, TIME_TO_TARGET)
+        text += f"; {quoted_name(others[0])}{_in_some(others[0])} took {format_estimate(longer)} times as long{significance_caveat(longer)}"
     sentences = [f"{text}."]
     if len(groups) == 1 and groups[0].best in others:
-        sentences.append(f"{name_of(groups[0].best)}, which applied the most samples per second, was not the first.")
+        sentences.append(
+            f"{quoted_name(groups[0].best)}, which applied the most samples per second, was not the first."
+        )
     fewest = min(by_time, key=lambda case: _value(case.estimate(SAMPLES_TO_TARGET)))
     if fewest is not first:
         samples = fewest.estimate(SAMPLES_TO_TARGET)
-        sentences.append(f"{name_of(fewest)} needed the fewest samples for it: {with_bounds(samples)}.")
-    never = [name_of(case) for case in able if not _reached(case)]
-    return sentences + ([f"It was not reached by {listed(never)}."] if never else [])
+        sentences.append(f"{quoted_name(fewest)} needed the fewest samples for it: {format_estimate(samples)}.")
+    never = [quoted_name(case) for case in able if not _reached(case)]
+    return sentences + ([f"It was not reached by {join_names(never)}."] if never else [])
 
 
 def _reached(case: ReportCase) -> int:
@@ -286,9 +296,9 @@ def _precision(groups: Sequence[Group]) -> list[str]:
     wide = [(case, speed) for case, speed in known if (speed.relative_width or 0) > _WIDE]
     if wide:
         widest, speed = max(wide, key=lambda one: one[1].relative_width or 0)
-        which = name_of(widest) + (f" and {plural(len(wide) - 1, 'other')}" if len(wide) > 1 else "")
+        which = quoted_name(widest) + (f" and {plural(len(wide) - 1, 'other')}" if len(wide) > 1 else "")
         return [
-            f"The interval of {which} is wider than {100 * _WIDE:.0f} % of the mean ({bounds(speed)} samples/s): more "
+            f"The interval of {which} is wider than {100 * _WIDE:.0f} % of the mean ({format_interval(speed)} samples/s): more "
             "repeats or more seconds would tell more."
         ]
     if all(not speed.has_interval for _, speed in known):

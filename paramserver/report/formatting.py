@@ -11,7 +11,7 @@ from paramserver.report.statistics import Estimate
 DASH = "-"
 
 
-def number(value: float | None, digits: int = 3) -> str:
+def format_number(value: float | None, digits: int = 3) -> str:
     """So many significant digits, and never fewer than those before the point."""
     if value is None or not math.isfinite(value):
         return DASH
@@ -24,27 +24,27 @@ def number(value: float | None, digits: int = 3) -> str:
     return text.rstrip("0").rstrip(".") if "." in text and float(value).is_integer() else text
 
 
-def bounds(estimate: Estimate | None, scale: float = 1.0, digits: int = 3) -> str:
+def format_interval(estimate: Estimate | None, scale: float = 1.0, digits: int = 3) -> str:
     """The interval, "5100 to 5300"; a dash where there is none."""
     if estimate is None or estimate.low is None or estimate.high is None:
         return DASH
-    return f"{number(estimate.low * scale, digits)} to {number(estimate.high * scale, digits)}"
+    return f"{format_number(estimate.low * scale, digits)} to {format_number(estimate.high * scale, digits)}"
 
 
-def with_bounds(estimate: Estimate | None, scale: float = 1.0, digits: int = 3) -> str:
+def format_estimate(estimate: Estimate | None, scale: float = 1.0, digits: int = 3) -> str:
     """The value and, in brackets, its interval."""
     if estimate is None:
         return DASH
-    text = number(estimate.value * scale, digits)
-    return f"{text} ({bounds(estimate, scale, digits)})" if estimate.has_interval else text
+    text = format_number(estimate.value * scale, digits)
+    return f"{text} ({format_interval(estimate, scale, digits)})" if estimate.has_interval else text
 
 
-def percent(estimate: Estimate | None) -> str:
+def format_percent(estimate: Estimate | None) -> str:
     """A share, "89 % (86 to 92)"."""
     if estimate is None:
         return DASH
-    text = f"{number(estimate.value * 100, 2)} %"
-    return f"{text} ({bounds(estimate, 100, 2)})" if estimate.has_interval else text
+    text = f"{format_number(estimate.value * 100, 2)} %"
+    return f"{text} ({format_interval(estimate, 100, 2)})" if estimate.has_interval else text
 
 
 def quoted(name: str) -> str:
@@ -52,7 +52,7 @@ def quoted(name: str) -> str:
     return f"`{name.replace('`', chr(39))}`"
 
 
-def capital(sentence: str) -> str:
+def capitalize_first(sentence: str) -> str:
     return sentence[:1].upper() + sentence[1:]
 
 
@@ -60,7 +60,7 @@ def plural(count: int, noun: str) -> str:
     return f"{count} {noun}" + ("" if count == 1 else "s")
 
 
-def listed(names: Sequence[str], most: int = 6) -> str:
+def join_names(names: Sequence[str], most: int = 6) -> str:
     """The names in a sentence: "a, b and c", or "a, b and 3 more"; empty where there is none."""
     shown = list(names) if len(names) <= most else [*names[: most - 1], f"{len(names) - most + 1} more"]
     return "".join(shown) if len(shown) < 2 else f"{', '.join(shown[:-1])} and {shown[-1]}"
@@ -71,7 +71,7 @@ def first_line(text: str | None, most: int = 300) -> str:
     return line if len(line) <= most else f"{line[: most - 3]}..."
 
 
-def scenario_words(scenario: Mapping[str, Any]) -> str:
+def scenario_text(scenario: Mapping[str, Any]) -> str:
     """What was done to the trainers: "trainer 1 slowed 5 times"; empty where nothing was."""
     return ", ".join(_slow(what) if name == "slow" else f"{name} {_plain(what)}" for name, what in scenario.items())
 
@@ -84,7 +84,7 @@ def _slow(what: Any) -> str:
     probability = what.get("probability", 1.0)
     chance = "" if probability in (1, None) else f" with probability {probability}"
     factor = what.get("factor", "?")
-    return f"trainer {what.get('trainer', '?')} slowed {number(factor) if _is_number(factor) else factor} times{chance}"
+    return f"trainer {what.get('trainer', '?')} slowed {format_number(factor) if _is_number(factor) else factor} times{chance}"
 
 
 def _is_number(value: Any) -> bool:

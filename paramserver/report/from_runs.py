@@ -14,10 +14,10 @@ from typing import Any
 
 import yaml
 
-from paramserver.config.io import leaves
+from paramserver.config.io import flatten_mapping
 from paramserver.config.modes import MODES
 from paramserver.errors import UnsupportedConfiguration
-from paramserver.report.formatting import listed, plural
+from paramserver.report.formatting import join_names, plural
 from paramserver.report.results import (
     COMPLETED,
     FAILED,
@@ -25,12 +25,12 @@ from paramserver.report.results import (
     RESULTS_FILE,
     CaseResult,
     Results,
+    parse_result,
     read_results,
-    result_of,
 )
 
 
-def learned(records: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> dict[str, list[list[Any]]]:
+def learning_curves(records: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> dict[str, list[list[Any]]]:
     """The points ``loss``, [samples, seconds, loss], and ``validation``, [samples, seconds, {name: value}].
 
     The record of a validation holds a step, of which the samples are the mean of all steps.
@@ -204,8 +204,8 @@ def _is_single(run: Run) -> bool:
 
 def _keys(run: Run) -> dict[str, Any]:
     """The keys that matter to this run, by dotted name: those of servers only where there are some, and so on."""
-    unused = (*_NOT_OF_THE_CASE, *(MODES[run.mode].unused if run.mode in MODES else ()))
-    return {name: value for name, value in leaves(run.config) if not name.startswith(unused)}
+    unused = (*_NOT_OF_THE_CASE, *(MODES[run.mode].unused_prefixes if run.mode in MODES else ()))
+    return {name: value for name, value in flatten_mapping(run.config) if not name.startswith(unused)}
 
 
 def _identity(run: Run) -> dict[str, Any]:
@@ -270,7 +270,7 @@ def _notes(runs: Sequence[Run]) -> Iterable[str]:
     yield "These are runs of the launcher: their first, slower steps are in the figures, and they did not take turns."
     tasks = list(dict.fromkeys(str(run.config.get("task")) for run in runs))
     if len(tasks) > 1:
-        yield f"They are of different tasks ({listed(tasks)}): samples of one are no samples of another."
+        yield f"They are of different tasks ({join_names(tasks)}): samples of one are no samples of another."
     for run in runs:
         if run.summary.get("status") == "interrupted":
             yield f"{run.folder} was interrupted after {run.summary.get('steps')} steps; its figures are of these."
@@ -303,10 +303,10 @@ def _result(run: Run, case: str, repeat: int, varying: set[str], baseline: str |
         "per_process": speed / (servers + trainers) if isinstance(speed, int | float) else None,
         **{name: summary.get(name) for name in ("seconds", "steps", "samples", "samples_per_second", "step_ms")},
         **{name: summary.get(name) for name in ("phases_ms", "wire_bytes_per_step", "staleness", "peak_rss_mb")},
-        **learned(run.records, run.summary),
+        **learning_curves(run.records, run.summary),
         "environment": _environment(run),
     }
-    return result_of(record, str(run.folder / "summary.json"))
+    return parse_result(record, str(run.folder / "summary.json"))
 
 
 def _error(run: Run) -> str:

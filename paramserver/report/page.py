@@ -6,12 +6,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from paramserver.errors import UnsupportedConfiguration
-from paramserver.fileio import replace_text
+from paramserver.fileio import atomic_write_text
 from paramserver.report.cases import ReportCase, cases_of
-from paramserver.report.conditions import conditions_of, configs_of, doubts, method, rows_of
+from paramserver.report.conditions import (
+    cases_by_config,
+    comparability_warnings,
+    condition_rows,
+    conditions_text,
+    method_text,
+)
 from paramserver.report.document import Block, Code, Heading, NoteBlock, Picture, Sentences, Table, as_html, as_markdown
 from paramserver.report.findings import findings
-from paramserver.report.formatting import listed, quoted
+from paramserver.report.formatting import join_names, quoted
 from paramserver.report.results import Results
 from paramserver.report.svg import has_matplotlib
 from paramserver.report.tables import (
@@ -46,7 +52,7 @@ def write_report(results: Results, folder: Path, title: str = _TITLE) -> list[Pa
     try:
         (folder / "plots" if plots else folder).mkdir(parents=True, exist_ok=True)
         for path, text in {**plots, **pages}.items():
-            replace_text(path, text)
+            atomic_write_text(path, text)
     except OSError as error:
         raise UnsupportedConfiguration(
             f"{folder} must be a folder that this user can write to ({error.strerror or error}); choose another --out"
@@ -58,8 +64,8 @@ def blocks_of(results: Results) -> list[Block]:
     """The content of the pages."""
     cases = cases_of(results.results)
     pictures = _pictures(cases)
-    blocks: list[Block] = [NoteBlock(conditions_of(cases)), Sentences(findings(cases))]
-    notes = [*results.notes, *doubts(cases), *([] if has_matplotlib() else [NO_PLOTS])]
+    blocks: list[Block] = [NoteBlock(conditions_text(cases)), Sentences(findings(cases))]
+    notes = [*results.notes, *comparability_warnings(cases), *([] if has_matplotlib() else [NO_PLOTS])]
     if notes:
         blocks.append(Sentences(notes))
     for title, table, section in (
@@ -89,10 +95,10 @@ def _pictures(cases: Sequence[ReportCase]) -> dict[str, list[Picture]]:
 
 def _conditions(results: Results, cases: Sequence[ReportCase]) -> Iterator[Block]:
     yield Heading("Conditions")
-    yield NoteBlock(method(cases))
-    yield Table(("", "value"), rows_of(cases), are_numbers=False)
+    yield NoteBlock(method_text(cases))
+    yield Table(("", "value"), condition_rows(cases), are_numbers=False)
     yield definitions_table(cases)
-    for text, names in configs_of(cases).items():
-        yield NoteBlock(f"Config of {listed([quoted(name) for name in names])}:")
+    for text, names in cases_by_config(cases).items():
+        yield NoteBlock(f"Config of {join_names([quoted(name) for name in names])}:")
         yield Code(text)
     yield NoteBlock(f"All records, one line for each case and repeat, are in {quoted(results.source)}.")

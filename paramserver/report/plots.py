@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from paramserver.metrics.records import PHASES
-from paramserver.report.cases import SPEED, ReportCase, families, local_of
+from paramserver.report.cases import SPEED, ReportCase, local_baseline, scaling_families
 from paramserver.report.document import Picture
-from paramserver.report.formatting import number
+from paramserver.report.formatting import format_number
 from paramserver.report.results import CaseResult
 from paramserver.report.svg import (
     COLOURS,
@@ -174,7 +174,7 @@ def _throughput(cases: Sequence[ReportCase]) -> Iterator[Picture]:
             axes.errorbar(speed.value, y, xerr=ends, color="black", capsize=3, linewidth=1.4, zorder=3)
             if speed.high > most:
                 axes.plot(most, y, ">", color="black", markersize=6, zorder=4)
-        axes.annotate(number(speed.value), (end, y), (5, 0), textcoords="offset points", va="center")
+        axes.annotate(format_number(speed.value), (end, y), (5, 0), textcoords="offset points", va="center")
         largest = max(largest, end)
     axes.set_xlim(0, largest * 1.16 or 1)
     axes.set_xlabel("samples per second")
@@ -313,7 +313,7 @@ def _lines(
         return  # one validation at the end makes no curve; the table has it
     figure, (axes,) = new_figure(3.4)
     for i, (case, found) in enumerate(bands):
-        axes.plot(found.x, found.mean, label=wrapped(case.name, 58), **_look(i, len(found.x)))
+        axes.plot(found.x, found.mean, label=wrapped(case.name, 58), **_line_style(i, len(found.x)))
         axes.fill_between(found.x, found.low, found.high, color=COLOURS[i % len(COLOURS)], alpha=0.15, linewidth=0)
     if target is not None:
         axes.axhline(target, color="#666666", linewidth=1.2, linestyle=(0, (2, 2)), label=f"target {target:g}")
@@ -324,7 +324,7 @@ def _lines(
     yield _picture(figure, name, caption)
 
 
-def _look(index: int, points: int = 1) -> dict[str, Any]:
+def _line_style(index: int, points: int = 1) -> dict[str, Any]:
     """How a line looks: colour, stroke and mark change in cycles of different lengths."""
     return {
         "color": COLOURS[index % len(COLOURS)],
@@ -337,7 +337,9 @@ def _look(index: int, points: int = 1) -> dict[str, Any]:
 
 
 def _scaling(cases: Sequence[ReportCase]) -> Iterator[Picture]:
-    grown = {name: members for name, members in families(cases).items() if len({c.trainers for c in members}) > 1}
+    grown = {
+        name: members for name, members in scaling_families(cases).items() if len({c.trainers for c in members}) > 1
+    }
     if not grown:
         return
     figure, (axes,) = new_figure(3.6)
@@ -347,7 +349,7 @@ def _scaling(cases: Sequence[ReportCase]) -> Iterator[Picture]:
         highs = [0.0 if s is None or s.high is None else s.high - s.value for s in speeds]
         places = [case.trainers for case in members]
         values = [_value(case) for case in members]
-        axes.errorbar(places, values, yerr=[lows, highs], capsize=3, label=wrapped(name, 58), **_look(i))
+        axes.errorbar(places, values, yerr=[lows, highs], capsize=3, label=wrapped(name, 58), **_line_style(i))
     one, base = _ideal(grown, cases)
     counts = sorted({case.trainers for members in grown.values() for case in members})
     axes.plot(counts, [one * count for count in counts], color="#888888", linewidth=1, label=f"ideal: {base}")
@@ -365,7 +367,7 @@ def _scaling(cases: Sequence[ReportCase]) -> Iterator[Picture]:
 def _ideal(grown: dict[str, list[ReportCase]], cases: Sequence[ReportCase]) -> tuple[float, str]:
     """Samples per second of one trainer, and whose: of the single process, or of the fastest at its least trainers."""
     first = next(iter(grown.values()))[0]
-    alone = local_of(first, cases)
+    alone = local_baseline(first, cases)
     if alone is not None:
         return _value(alone), "as many times the single process"
     best = max((members[0] for members in grown.values()), key=lambda case: _value(case) / case.trainers)

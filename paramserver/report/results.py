@@ -14,7 +14,7 @@ from paramserver.errors import UnsupportedConfiguration
 
 FORMAT = 1
 RESULTS_FILE = "results.jsonl"
-BY_THE_KERNEL, COMPUTED = "counted by the kernel", "computed, ring all-reduce"
+COUNTED_BY_KERNEL, COMPUTED_RING = "counted by the kernel", "computed, ring all-reduce"
 COMPLETED, FAILED = "completed", "failed"
 LOCAL, NO_COMMUNICATION = "local", "no communication"
 _BASELINES = (LOCAL, NO_COMMUNICATION)
@@ -183,7 +183,7 @@ _RULES = {**_REQUIRED, **_OPTIONAL}
 _CURE = "take the line out, or benchmark again"
 
 
-def result_of(record: Any, where: str) -> CaseResult:
+def parse_result(record: Any, where: str) -> CaseResult:
     """Check a record of ``results.jsonl``. A field that this version does not know is left out.
 
     Args:
@@ -273,7 +273,7 @@ def _parsed(line: bytes, where: str) -> CaseResult:
         raise UnsupportedConfiguration(
             f"{where}: a line must be a record in JSON, and this one is damaged ({error}); {_CURE}"
         ) from None
-    return result_of(record, where)
+    return parse_result(record, where)
 
 
 def append_result(path: Path, result: CaseResult) -> None:

@@ -19,13 +19,22 @@ from paramserver.report.cases import (
     TIME_TO_TARGET,
     WIRE,
     ReportCase,
-    families,
-    limit_of,
-    name_of,
+    communication_limit,
+    quoted_name,
+    scaling_families,
 )
 from paramserver.report.document import Table
 from paramserver.report.findings import communication_ms, prediction_of
-from paramserver.report.formatting import DASH, bounds, first_line, number, percent, quoted, scenario_words, with_bounds
+from paramserver.report.formatting import (
+    DASH,
+    first_line,
+    format_estimate,
+    format_interval,
+    format_number,
+    format_percent,
+    quoted,
+    scenario_text,
+)
 from paramserver.report.statistics import Estimate, efficiency
 
 Row = Sequence[str]
@@ -60,16 +69,16 @@ def throughput_table(cases: Sequence[ReportCase]) -> Table:
     for case in timed:
         assert case.speed is not None
         assert best is not None
-        limit = limit_of(case, cases)
+        limit = communication_limit(case, cases)
         rows.append(
             (
-                name_of(case),
-                number(case.speed.value),
-                bounds(case.speed),
-                number(case.speed.median),
+                quoted_name(case),
+                format_number(case.speed.value),
+                format_interval(case.speed),
+                format_number(case.speed.median),
                 f"{len(case.completed)} of {len(case.results)}",
-                "1" if case is best else with_bounds(case.times(best)),
-                DASH if limit is None else percent(case.times(limit)),
+                "1" if case is best else format_estimate(case.ratio_to(best)),
+                DASH if limit is None else format_percent(case.ratio_to(limit)),
                 _value(case.estimate(PER_PROCESS)),
                 " / ".join(_value(speed) for speed in case.trainer_speeds()) or DASH,
             )
@@ -78,23 +87,25 @@ def throughput_table(cases: Sequence[ReportCase]) -> Table:
 
 
 def _value(estimate: Estimate | None) -> str:
-    return DASH if estimate is None else number(estimate.value)
+    return DASH if estimate is None else format_number(estimate.value)
 
 
 def scaling_table(cases: Sequence[ReportCase]) -> Table:
     rows = []
-    for name, members in families(cases).items():
+    for name, members in scaling_families(cases).items():
         first = members[0]
         for case in members if members[-1].trainers > first.trainers else ():
-            growth = case.times(first)
+            growth = case.ratio_to(first)
             share = None if growth is None else efficiency(growth, case.trainers, first.trainers)
-            cells = ("1", DASH) if case is first else (with_bounds(growth), percent(share))
-            rows.append((quoted(name), str(case.trainers), with_bounds(case.speed), *cells))
+            cells = ("1", DASH) if case is first else (format_estimate(growth), format_percent(share))
+            rows.append((quoted(name), str(case.trainers), format_estimate(case.speed), *cells))
     return Table(("cases", "trainers", "samples/s", "times the fewest", "efficiency"), rows)
 
 
 def steps_table(cases: Sequence[ReportCase]) -> Table:
-    rows = [(name_of(case), *(number(case.step_ms.get(name)) for name in QUANTILES)) for case in _by_speed(cases)]
+    rows = [
+        (quoted_name(case), *(format_number(case.step_ms.get(name)) for name in QUANTILES)) for case in _by_speed(cases)
+    ]
     return _known(("case", *(f"{name} (ms)" for name in QUANTILES)), rows)
 
 
@@ -109,7 +120,9 @@ def phases_table(cases: Sequence[ReportCase]) -> Table:
         known = case.phases_ms
         total = sum(known.get(name, 0.0) for name in PHASES) if known else None
         sums = (total, case.step_ms.get("mean") if known else None, known.get("hidden"))
-        rows.append((name_of(case), *(number(value) for value in (*(known.get(name) for name in PHASES), *sums))))
+        rows.append(
+            (quoted_name(case), *(format_number(value) for value in (*(known.get(name) for name in PHASES), *sums)))
+        )
     titles = ("case", *(f"{name} (ms)" for name in PHASES), "sum (ms)", "step (ms)", "hidden, beside (ms)")
     return _known(titles, rows)
 
@@ -121,11 +134,11 @@ def learning_table(cases: Sequence[ReportCase]) -> Table:
         has_target = any(one.target for one in case.completed) or bool(reached)
         rows.append(
             (
-                name_of(case),
-                with_bounds(case.estimate(LOSS)),
+                quoted_name(case),
+                format_estimate(case.estimate(LOSS)),
                 _last_validation(case),
-                with_bounds(case.estimate(TIME_TO_TARGET)),
-                with_bounds(case.estimate(SAMPLES_TO_TARGET)),
+                format_estimate(case.estimate(TIME_TO_TARGET)),
+                format_estimate(case.estimate(SAMPLES_TO_TARGET)),
                 f"{len(reached)} of {len(case.completed)}" if has_target else DASH,
             )
         )
@@ -137,7 +150,7 @@ def _last_validation(case: ReportCase) -> str:
     lasts = [one.validation[-1][2] for one in case.completed if one.validation]
     names = sorted({name for last in lasts for name in last})
     means = {name: [v for last in lasts if (v := last.get(name)) is not None] for name in names}
-    return ", ".join(f"{name} {number(sum(v) / len(v))}" for name, v in means.items() if v) or DASH
+    return ", ".join(f"{name} {format_number(sum(v) / len(v))}" for name, v in means.items() if v) or DASH
 
 
 def staleness_table(cases: Sequence[ReportCase]) -> Table:
@@ -147,7 +160,7 @@ def staleness_table(cases: Sequence[ReportCase]) -> Table:
             each = case.staleness_by_trainer()
             figures = staleness_figures(case.staleness)
             rows.append(
-                (name_of(case), *figures, " / ".join(staleness_figures(one)[0] for one in each.values()) or DASH)
+                (quoted_name(case), *figures, " / ".join(staleness_figures(one)[0] for one in each.values()) or DASH)
             )
     return _filled(("case", "mean", "p95", "max", "gradients", "mean of each trainer"), rows)
 
@@ -159,7 +172,7 @@ def staleness_figures(counts: Mapping[int, int]) -> tuple[str, str, str, str]:
         return DASH, DASH, DASH, "0"
     below = itertools.accumulate(counts.values())
     p95 = next(value for value, count in zip(counts, below, strict=True) if 100 * count >= 95 * total)
-    return number(sum(value * n for value, n in counts.items()) / total), str(p95), str(max(counts)), str(total)
+    return format_number(sum(value * n for value, n in counts.items()) / total), str(p95), str(max(counts)), str(total)
 
 
 def resources_table(cases: Sequence[ReportCase]) -> Table:
@@ -171,7 +184,8 @@ def resources_table(cases: Sequence[ReportCase]) -> Table:
         ("memory of a trainer (MiB)", lambda case: case.estimate(MEMORY[1])),
     )
     rows = [
-        (name_of(case), _wire(case), *(with_bounds(take(case)) for _, take in columns)) for case in _by_speed(cases)
+        (quoted_name(case), _wire(case), *(format_estimate(take(case)) for _, take in columns))
+        for case in _by_speed(cases)
     ]
     return _known(("case", "wire per step (KiB)", *(title for title, _ in columns)), rows)
 
@@ -179,7 +193,7 @@ def resources_table(cases: Sequence[ReportCase]) -> Table:
 def _wire(case: ReportCase) -> str:
     """Bytes on the wire, and how they are known where no trainer counted them."""
     sources = {one.wire_bytes_source for one in case.completed if one.wire_bytes_source}
-    return " ".join([with_bounds(case.estimate(WIRE), 1 / 1024), *(f"({source})" for source in sorted(sources))])
+    return " ".join([format_estimate(case.estimate(WIRE), 1 / 1024), *(f"({source})" for source in sorted(sources))])
 
 
 def predictions_table(cases: Sequence[ReportCase]) -> Table:
@@ -187,17 +201,17 @@ def predictions_table(cases: Sequence[ReportCase]) -> Table:
     for case in _by_speed(cases):
         said = prediction_of(case)
         if said:
-            measured = communication_ms(case, limit_of(case, cases))
+            measured = communication_ms(case, communication_limit(case, cases))
             bandwidth, latency = _float(said.get("bandwidth_bytes_s")), _float(said.get("latency_s"))
             rows.append(
                 (
-                    name_of(case),
+                    quoted_name(case),
                     str(said.get("built") or DASH),
-                    number(None if bandwidth is None else bandwidth / 1e6),
-                    number(None if latency is None else latency * 1e6),
-                    number(_float(said.get("communication_ms"))),
-                    number(measured),
-                    number(_float(said.get("break_even_servers"))),
+                    format_number(None if bandwidth is None else bandwidth / 1e6),
+                    format_number(None if latency is None else latency * 1e6),
+                    format_number(_float(said.get("communication_ms"))),
+                    format_number(measured),
+                    format_number(_float(said.get("break_even_servers"))),
                 )
             )
     titles = (
@@ -218,7 +232,7 @@ def _float(value: Any) -> float | None:
 
 def failures_table(cases: Sequence[ReportCase]) -> Table:
     rows = [
-        (name_of(case), str(one.repeat), first_line(one.error) or "no reason is known")
+        (quoted_name(case), str(one.repeat), first_line(one.error) or "no reason is known")
         for case in cases
         for one in case.failed
     ]
@@ -231,8 +245,8 @@ def definitions_table(cases: Sequence[ReportCase]) -> Table:
     for case in cases:
         keys = ", ".join(quoted(f"{key}={_short(value)}") for key, value in case.first.overrides.items())
         role = case.baseline or DASH
-        scenario = scenario_words(case.scenario) or DASH
-        rows.append((name_of(case), case.mode, str(case.trainers), str(case.servers), keys or DASH, scenario, role))
+        scenario = scenario_text(case.scenario) or DASH
+        rows.append((quoted_name(case), case.mode, str(case.trainers), str(case.servers), keys or DASH, scenario, role))
     titles = ("case", "mode", "trainers", "servers", "keys of the config", "scenario", "baseline")
     kept = [i for i in range(len(titles)) if i == 0 or any(row[i] != DASH for row in rows)]
     return Table([titles[i] for i in kept], [[row[i] for i in kept] for row in rows], are_numbers=False)

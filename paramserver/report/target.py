@@ -47,14 +47,14 @@ def parse_target(text: str) -> Target:
     return Target(name, value, any(part in name.lower() for part in _SMALLER))
 
 
-def reached(validation: Sequence[tuple[float, float, Numbers]], target: Target) -> tuple[float, float] | None:
+def first_reached(validation: Sequence[tuple[float, float, Numbers]], target: Target) -> tuple[float, float] | None:
     """Samples and seconds of the first validation that meets it; None where none does."""
     return next(((samples, seconds) for samples, seconds, values in validation if target.is_met(values)), None)
 
 
 def with_target(result: CaseResult, target: Target) -> CaseResult:
     """The record with its time and samples to this target in place of another's."""
-    samples, seconds = reached(result.validation, target) or (None, None)
+    samples, seconds = first_reached(result.validation, target) or (None, None)
     return dataclasses.replace(
         result, target={target.name: target.value}, time_to_target_s=seconds, samples_to_target=samples
     )

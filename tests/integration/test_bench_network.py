@@ -61,11 +61,11 @@ class Pretended:
     def __init__(self, made, pid):
         self.made, self.pid = made, pid
 
-    def words(self, *command):
+    def command_in(self, *command):
         return ["in", str(self.pid), *command]
 
     def run(self, *command):
-        self.made.asked.append(" ".join(self.words(*command)))
+        self.made.asked.append(" ".join(self.command_in(*command)))
         if self.made.fails_at is not None and self.made.fails_at in self.made.asked[-1]:
             raise UnsupportedConfiguration("--bandwidth: not allowed")
 
@@ -192,8 +192,8 @@ def check_traffic(hosts):
         "import socket; s = socket.create_server(('', 5000)); print(flush=True); c = s.accept()[0]\n"
         "while c.recv(1 << 20): pass"
     )
-    with subprocess.Popen(hosts.on(0, [sys.executable, "-c", take]), stdout=subprocess.PIPE) as server:
+    with subprocess.Popen(hosts.command_on(0, [sys.executable, "-c", take]), stdout=subprocess.PIPE) as server:
         server.stdout.readline()
-        subprocess.run(hosts.on(1, [sys.executable, "-c", send]), check=True, timeout=30)
+        subprocess.run(hosts.command_on(1, [sys.executable, "-c", send]), check=True, timeout=30)
         assert server.wait(30) == 0
     assert 10**6 <= hosts.moved_bytes(1) - moved < 1.2e6

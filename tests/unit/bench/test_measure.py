@@ -127,11 +127,11 @@ def test_cpu_time_is_that_of_processes_that_signed_in(tmp_path):
     (tmp_path / f"process-{os.getpid()}").touch()
     (tmp_path / f"process-{2**22 + 1}").touch()  # above the largest id that the kernel gives
     watch = CpuSampler([tmp_path])
-    watch.look()
+    watch.sample()
     began, used_before = time.perf_counter(), time.process_time()
     while time.process_time() < used_before + 0.3:
         sum(range(1000))
-    watch.look()
+    watch.sample()
     used_s = watch.used_s(os.getpid(), began, time.perf_counter())
     assert used_s == pytest.approx(0.3, abs=0.06)
     assert watch.all_used_s([os.getpid()], began, time.perf_counter()) == pytest.approx(used_s, abs=0.02)
@@ -214,7 +214,7 @@ def test_bytes_of_a_group_are_the_kernels_or_computed_and_say_so(tmp_path, monke
     moments = iter([0.5, 4.5])
     monkeypatch.setattr("paramserver.bench.measure.time.perf_counter", lambda: next(moments))
     wire = WireSampler(Counted([0, 4000], [100, 4100]), 2)
-    wire.look()
-    wire.look()
+    wire.sample()
+    wire.sample()
     counted = _wire_bytes(ddp, trainers, MeasuredWindow(1.0, 4.0), wire)  # 2 x 3 steps in 3 of 4 seconds
     assert counted == {"wire_bytes_per_step": pytest.approx(1000), "wire_bytes_source": "counted by the kernel"}

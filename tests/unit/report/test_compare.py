@@ -34,7 +34,7 @@ def test_better_and_worse_turn_with_the_numbers(factor, speed, step):
         repeats("rpc", NEAR, step_ms={"mean": 10.0, "p50": 9.0}), repeats("rpc", scaled(NEAR, factor), **slow)
     )
     assert change(found, "throughput").verdict == speed
-    assert change(found, "throughput").times.value == pytest.approx(factor)
+    assert change(found, "throughput").ratio.value == pytest.approx(factor)
     assert change(found, "step mean").verdict.startswith(step)
     assert change(found, "step p50").verdict == "no difference shown"
 
@@ -42,7 +42,7 @@ def test_better_and_worse_turn_with_the_numbers(factor, speed, step):
 def test_what_one_repeat_shows_may_be_chance():
     found = compared(repeats("rpc", NEAR), repeats("rpc", [500.0]))
     assert change(found, "throughput").verdict == "one repeat"
-    assert "(one repeat: it may be chance)" in found.below(0.95)[0]
+    assert "(one repeat: it may be chance)" in found.regressions(0.95)[0]
 
 
 def test_the_sets_are_independent_samples():
@@ -66,7 +66,7 @@ def test_every_figure_that_both_know_is_compared():
     }
     assert expected <= set(names)
     assert "time to the target" not in names
-    assert change(found, "staleness mean").times is None
+    assert change(found, "staleness mean").ratio is None
     assert change(found, "staleness mean").verdict == ""
     assert (
         change(compared(repeats("rpc", NEAR), repeats("rpc", NEAR)), "on the wire per step").verdict
@@ -77,15 +77,15 @@ def test_every_figure_that_both_know_is_compared():
 @pytest.mark.parametrize(("factor", "limit", "fails"), [(0.9, 0.95, True), (0.97, 0.95, False), (1.1, 1.2, True)])
 def test_below_the_limit(factor, limit, fails):
     found = compared(repeats("rpc", NEAR), repeats("rpc", scaled(NEAR, factor)))
-    assert bool(found.below(limit)) == fails
-    for sentence in found.below(limit):
+    assert bool(found.regressions(limit)) == fails
+    for sentence in found.regressions(limit):
         assert sentence.startswith("rpc: throughput is ")
         assert f"below {limit:g}" in sentence
         assert "more repeats" not in sentence
 
 
 def test_a_spread_that_reaches_the_limit_is_told():
-    sentences = compared(repeats("rpc", NEAR), repeats("rpc", scaled(CONFUSED, 0.9))).below(0.95)
+    sentences = compared(repeats("rpc", NEAR), repeats("rpc", scaled(CONFUSED, 0.9))).regressions(0.95)
     assert "its interval reaches" in sentences[0]
 
 
@@ -95,7 +95,7 @@ def test_a_case_that_broke_or_went_away_does_not_pass():
     found = compared(before, after)
     assert list(found.changes) == ["rpc"]
     assert found.broken == {"ddp": "B has no figures of it: PeerLost: rank 1", "gone": "B has no such case"}
-    assert len(found.below(0.5)) == 2
+    assert len(found.regressions(0.5)) == 2
     assert "Only B has new." in found.notes
     assert "A has no figures of never." in found.notes
 
@@ -108,7 +108,7 @@ def test_nothing_in_common_is_refused():
 @pytest.mark.parametrize("limit", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_limit_that_is_none_is_refused(limit):
     with pytest.raises(UnsupportedConfiguration, match="--fail_below"):
-        compared(repeats("rpc", NEAR), repeats("rpc", NEAR)).below(limit)
+        compared(repeats("rpc", NEAR), repeats("rpc", NEAR)).regressions(limit)
 
 
 def test_other_machines_are_told():
@@ -138,5 +138,5 @@ def test_the_throughput_is_what_the_limit_is_about():
     """Steps that take longer do not fail a set whose throughput is the same."""
     found = compared(repeats("rpc", NEAR, step_ms={"mean": 1.0}), repeats("rpc", NEAR, step_ms={"mean": 9.0}))
     assert change(found, "step mean").verdict == "worse"
-    assert found.below(0.95) == []
+    assert found.regressions(0.95) == []
     assert SPEED.better == 1
