@@ -1,4 +1,4 @@
-"""Which validation was the best so far, and for how long none was better."""
+"""The best validation of a run, and how many validations ago it was."""
 
 import math
 from collections.abc import Mapping
@@ -10,17 +10,29 @@ from paramserver.errors import UnsupportedConfiguration
 class BestMetric:
     """The best value of one metric, its step, and the scheduled validations since then (for ``training.patience``).
 
-    A validation that comes only because the run ends may be the best, but patience leaves it out, so that a run that
-    goes on later ends where it would have ended without the stop.
+    A validation that takes place only because the run ends may be the best, but it does not count for patience: a run
+    that is resumed later ends where it would have ended without the interruption.
 
     Args:
         metric: the name in the dictionary that ``validation_step`` returns.
         mode: ``min`` (a smaller value is better) or ``max``.
+
+    Raises:
+        UnsupportedConfiguration: there is no such mode.
+
+    Example::
+
+        >>> best = BestMetric("loss", "min")
+        >>> [best.update(value, step) for step, value in ((10, 0.5), (20, 0.7), (30, 0.4))]
+        [True, False, True]
+        >>> best.value, best.step, best.without_improvement
+        (0.4, 30, 0)
     """
 
     def __init__(self, metric: str, mode: str) -> None:
         if mode not in ("min", "max"):
             raise UnsupportedConfiguration(f"checkpoint.best.mode ({mode}) must be min or max; write one of these")
+        # The names of these attributes are the stored keys: see ``state_dict``.
         self.metric = metric
         self.mode = mode
         self.value: float | None = None
@@ -29,7 +41,16 @@ class BestMetric:
         self.without_improvement = 0
 
     def update(self, value: float, step: int | None = None, scheduled: bool = True) -> bool:
-        """Take in the next validation's value; True if it is strictly better than all before. NaN never is."""
+        """Count the next validation.
+
+        Args:
+            value: of the metric.
+            step: of the validated version.
+            scheduled: by ``training.validate_every``, so that it counts for patience.
+
+        Returns:
+            Whether it is strictly better than all before. NaN never is.
+        """
         value = float(value)
         if scheduled and self._better(value, self.scheduled_value):
             self.scheduled_value, self.without_improvement = value, 0
@@ -48,13 +69,14 @@ class BestMetric:
         return value < than if self.mode == "min" else value > than
 
     def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint stores."""
         return dict(vars(self))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> str | None:
-        """Go on from ``state``; a state of another metric or mode says nothing about this one and is left alone.
+        """Restore ``state``, unless it is of another metric or mode: values of these cannot be compared.
 
         Returns:
-            What somebody should know: that the count begins anew; None where it goes on.
+            A note for the user that the count starts anew; None where it continues.
         """
         if (state["metric"], state["mode"]) != (self.metric, self.mode):
             return (

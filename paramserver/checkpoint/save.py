@@ -1,11 +1,9 @@
-"""Writing checkpoints atomically.
+"""Writing checkpoints atomically, choosing which ones stay, and removing what a crashed process left.
 
-A checkpoint comes into being by one rename of a folder that is already whole and on the disk (the order of
-torchsnapshot and of every careful editor: data, sync, manifest, sync, rename, sync, pointer).
+A checkpoint exists from the moment at which a complete folder, already on the disk, is renamed to its final name. The
+order is that of torchsnapshot: data, sync, manifest, sync, rename, sync, pointer.
 
-The content of a file that comes piece by piece. Needs no numpy to be imported.
-
-Which checkpoints stay: the newest few, the best one, and never the leftovers of a writer that died.
+This module imports neither torch nor numpy before an object is written.
 """
 
 from __future__ import annotations
@@ -25,15 +23,14 @@ from paramserver.checkpoint.format import (
     MANIFEST,
     FileEntry,
     Manifest,
-    UnfinishedWrite,
-    temporary_path,
     list_complete,
-    unfinished_writes,
     read_pointer,
-    why_incomplete,
     remove,
     step_name,
     step_of,
+    temporary_path,
+    unfinished_writes,
+    why_incomplete,
 )
 from paramserver.errors import TrainingError, UnsupportedConfiguration
 from paramserver.fileio import HashingFile, atomic_rename, atomic_write_text, fsync_folder
@@ -44,16 +41,27 @@ if TYPE_CHECKING:
 
 
 class ChunkedFile:
-    """The content of a file, in the order in which it came. It keeps the memory that it is given."""
+    """The content of a file that arrives in chunks, in the order of their arrival. The chunks are not copied.
+
+    Example::
+
+        >>> import numpy as np
+        >>> content = ChunkedFile()
+        >>> content.append(np.array([1, 2], np.uint8))
+        >>> content.append(np.array([3], np.uint8))
+        >>> b"".join(content)
+        b'\\x01\\x02\\x03'
+    """
 
     def __init__(self) -> None:
-        self._pieces: list[memoryview] = []
+        self._chunks: list[memoryview] = []
 
-    def append(self, piece: npt.NDArray[np.uint8]) -> None:
-        self._pieces.append(piece.data)
+    def append(self, chunk: npt.NDArray[np.uint8]) -> None:
+        """Add the next bytes; the caller does not change them any more."""
+        self._chunks.append(chunk.data)
 
     def __iter__(self) -> Iterator[memoryview]:
-        return iter(self._pieces)
+        return iter(self._chunks)
 
 
 _CURES = {
@@ -67,54 +75,58 @@ _RAW = (bytes, ChunkedFile)
 _WHAT_TO_KEEP = "keep tensors, numpy arrays and plain values in it"
 
 
-def write_checkpoint(folder: Path, step: int, objects: Mapping[str, Any], about: Mapping[str, Any]) -> Path:
-    """Write ``folder/step-<step>`` and point ``latest`` to it; a crash at any moment leaves the previous one whole.
+def write_checkpoint(folder: Path, step: int, objects: Mapping[str, Any], metadata: Mapping[str, Any]) -> Path:
+    """Write ``folder/step-<step>`` and point ``latest`` to it; a crash at any moment leaves the previous one intact.
 
     Args:
         folder: the run's ``checkpoints`` folder, made where it is missing.
-        step: the global step of the cut. A checkpoint of the same step is replaced.
-        objects: by name, what ``torch.save`` puts into ``<name>.pt``; ``bytes`` and ``ChunkedFile`` go into a file
+        step: the version that was staged. A checkpoint of the same step is replaced.
+        objects: by name, what ``torch.save`` puts into ``<name>.pt``; ``bytes`` and ``ChunkedFile`` become a file
             ``<name>`` as they are. Nothing is copied.
-        about: further entries of the manifest (mode, trainers, ...).
+        metadata: further entries of the manifest (mode, trainers, ...).
 
     Returns:
         The folder of the checkpoint.
 
     Raises:
-        TrainingError: a file could not be written, or could not be loaded again; nothing half-written is left.
+        TrainingError: a file could not be written, or could not be loaded again; nothing half-written remains.
+
+    Example::
+
+        >>> from paramserver.checkpoint import read_checkpoint
+        >>> folder = getfixture("tmp_path") / "checkpoints"
+        >>> path = write_checkpoint(folder, 100, {"counts": {"samples": 3200}}, {"mode": "local"})
+        >>> path.name, sorted(file.name for file in path.iterdir())
+        ('step-00000100', ['counts.pt', 'manifest.json'])
+        >>> read_checkpoint(path).load("counts")
+        {'samples': 3200}
     """
     files = _file_names(objects)
     final = folder / step_name(step)
-    temporary, aside = temporary_path(final, "tmp"), temporary_path(final, "old")
+    temporary, replaced = temporary_path(final, "tmp"), temporary_path(final, "old")
     with explain_disk_errors(final):
         folder.mkdir(parents=True, exist_ok=True)
-        remove(temporary)
+        remove(temporary)  # of an earlier process that had this process id
         try:
             temporary.mkdir()
+            # Each file is on the disk before the manifest that lists it: ``_write_file`` syncs.
             entries = {name: _write_file(temporary / name, obj) for name, obj in files.items()}
-            _write_file(temporary / MANIFEST, Manifest(step, _now(), entries, about).to_text().encode())
+            created = datetime.now(timezone.utc).isoformat()
+            _write_file(temporary / MANIFEST, Manifest(step, created, entries, metadata).to_text().encode())
             fsync_folder(temporary)
-            _publish(temporary, final, aside)
+            if os.path.lexists(final):  # also a link that leads nowhere
+                _move_aside(final, replaced)
+            # The commit. The manifest becomes visible under the final name only here, when everything is on the disk.
+            atomic_rename(temporary, final)
+            fsync_folder(folder)
+            # Last: ``latest`` never names a checkpoint that a power failure could still take away.
+            atomic_write_text(folder / LATEST, f"{final.name}\n")
         except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)  # the first error is the one to tell
-            _roll_back(aside, final)
+            shutil.rmtree(temporary, ignore_errors=True)  # errors of the cleanup must not hide the first one
+            _restore_replaced(replaced, final)
             raise
-        remove(aside)
+        remove(replaced)
     return final
-
-
-def _now() -> str:
-    return datetime.now(timezone.utc).isoformat()
-
-
-def _roll_back(aside: Path, final: Path) -> None:
-    """After a failure: the checkpoint that was moved aside returns, unless its successor is in place."""
-    if not os.path.lexists(aside):
-        return
-    if os.path.lexists(final):
-        shutil.rmtree(aside, ignore_errors=True)
-    else:
-        atomic_rename(aside, final)
 
 
 def _file_names(objects: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,30 +139,21 @@ def _file_names(objects: Mapping[str, Any]) -> dict[str, Any]:
     return files
 
 
-@contextmanager
-def explain_disk_errors(path: Path, what: str = "checkpoint") -> Iterator[None]:
-    """Tell an ``OSError`` about ``path`` as the run's failure, with its cure."""
-    try:
-        yield
-    except OSError as error:
-        cure = _CURES.get(error.errno or 0, "check that disk")
-        raise TrainingError(f"{what} {path} could not be written ({error}); {cure}, then --resume") from error
-
-
 def _write_file(path: Path, obj: Any) -> FileEntry:
+    """Write one file to the disk, synced, and check now that it can be loaded again."""
     with explain_disk_errors(path):
         file = HashingFile(path)
         try:
             if isinstance(obj, _RAW):
-                for piece in (obj,) if isinstance(obj, bytes) else obj:
-                    file.write(piece)
+                for chunk in (obj,) if isinstance(obj, bytes) else obj:
+                    file.write(chunk)
             else:
                 _write_object(obj, file, path.stem)
             digest = file.finish()
         finally:
             file.close()
     if not isinstance(obj, _RAW):
-        _refuse_unloadable(path)
+        _check_loadable(path)
     return FileEntry(file.size_bytes, digest)
 
 
@@ -159,13 +162,12 @@ def _write_object(obj: Any, file: HashingFile, name: str) -> None:
 
     try:
         write_archive(obj, file)
-    except Exception as error:
+    except Exception as error:  # pickle and torch raise many types for what they cannot store
         cause = f"{type(error).__name__}: {error}"
         raise TrainingError(f"checkpoint object {name} must be savable ({cause}); {_WHAT_TO_KEEP}") from error
 
 
-def _refuse_unloadable(path: Path) -> None:
-    """Refuse a state that cannot be loaded again now, not on the day it is needed."""
+def _check_loadable(path: Path) -> None:
     from paramserver.checkpoint.serialization import unloadable_types
 
     refused = unloadable_types(path)
@@ -176,28 +178,44 @@ def _refuse_unloadable(path: Path) -> None:
         )
 
 
-def _publish(temporary: Path, final: Path, aside: Path) -> None:
-    folder = final.parent
-    if os.path.lexists(final):  # also a link that leads nowhere
-        # ``latest`` must not name a hole while two folders change places.
-        others = [path for path in list_complete(folder) if path != final]
-        if others and read_pointer(folder, LATEST) == final:
-            atomic_write_text(folder / LATEST, f"{others[0].name}\n")
-        remove(aside)
-        atomic_rename(final, aside)
-    atomic_rename(temporary, final)
-    fsync_folder(folder)
-    atomic_write_text(folder / LATEST, f"{final.name}\n")
+def _move_aside(final: Path, replaced: Path) -> None:
+    """Make room for another checkpoint of the same step."""
+    # While neither has the final name, ``latest`` must name one that exists.
+    others = [path for path in list_complete(final.parent) if path != final]
+    if others and read_pointer(final.parent, LATEST) == final:
+        atomic_write_text(final.parent / LATEST, f"{others[0].name}\n")
+    remove(replaced)
+    atomic_rename(final, replaced)
+
+
+def _restore_replaced(replaced: Path, final: Path) -> None:
+    """After a failure: move the earlier checkpoint back, unless its successor is in place."""
+    if not os.path.lexists(replaced):
+        return
+    if os.path.lexists(final):
+        shutil.rmtree(replaced, ignore_errors=True)
+    else:
+        atomic_rename(replaced, final)
+
+
+@contextmanager
+def explain_disk_errors(path: Path, what: str = "checkpoint") -> Iterator[None]:
+    """Turn an ``OSError`` about ``path`` into a ``TrainingError`` with its cure."""
+    try:
+        yield
+    except OSError as error:
+        cure = _CURES.get(error.errno or 0, "check that disk")
+        raise TrainingError(f"{what} {path} could not be written ({error}); {cure}, then --resume") from error
 
 
 def mark_best(folder: Path, step: int) -> None:
-    """Let ``folder/best`` name the checkpoint of ``step``, which retention then keeps."""
+    """Point ``folder/best`` to the checkpoint of ``step``, which retention then keeps."""
     with explain_disk_errors(folder / BEST):
         atomic_write_text(folder / BEST, f"{step_name(step)}\n")
 
 
 def restore_best_pointer(folder: Path, step: int | None) -> None:
-    """Let ``folder/best`` name the checkpoint of ``step`` where that is there, and nothing otherwise."""
+    """Point ``folder/best`` to the checkpoint of ``step``; remove it where that checkpoint does not exist."""
     if step is not None and (folder / step_name(step)).is_dir():
         mark_best(folder, step)
     else:
@@ -205,10 +223,10 @@ def restore_best_pointer(folder: Path, step: int | None) -> None:
 
 
 def apply_retention(folder: Path, keep: int) -> list[Path]:
-    """Remove all complete checkpoints but the ``keep`` newest, the one ``best`` names and the one ``latest`` names.
+    """Remove all complete checkpoints but the ``keep`` newest and those that ``best`` and ``latest`` name.
 
     Returns:
-        The removed ones. What is not complete is left alone: this package did not leave it there.
+        The removed ones. An incomplete one stays: this package never leaves one behind, so it is not ours to remove.
 
     Raises:
         UnsupportedConfiguration: ``keep`` is below 1.
@@ -219,46 +237,40 @@ def apply_retention(folder: Path, keep: int) -> list[Path]:
     old = [path for path in list_complete(folder)[keep:] if path not in protected and step_of(path.name) is not None]
     for path in old:
         with explain_disk_errors(path):
-            _discard(path)
+            # Renamed first: a removal that is interrupted must not leave a folder that looks like a checkpoint.
+            gone = temporary_path(path, "gone")
+            remove(gone)
+            atomic_rename(path, gone)
+            remove(gone)
     return old
 
 
-def _discard(path: Path) -> None:
-    """Away in one rename: a removal that is cut short must not leave a folder that looks like a checkpoint."""
-    gone = temporary_path(path, "gone")
-    remove(gone)
-    atomic_rename(path, gone)
-    remove(gone)
-
-
 def remove_leftovers(folder: Path) -> list[Path]:
-    """Remove what dead writers left in ``folder``; to be called at the start of a run, before its first write.
+    """Remove what crashed processes left in ``folder``. Call it at the start of a run, before its first write.
 
-    A checkpoint that was moved aside returns where its successor never took its place.
+    A checkpoint that was moved aside is moved back where its successor never took its place.
 
     Returns:
         The removed paths.
     """
+    removed: list[Path] = []
     if not folder.is_dir():
-        return []
+        return removed
     with explain_disk_errors(folder):
-        return [
-            leftover.path
-            for leftover in unfinished_writes(folder)
-            if not _is_alive(leftover.pid) and _remove_or_restore(leftover)
-        ]
-
-
-def _remove_or_restore(leftover: UnfinishedWrite) -> bool:
-    if leftover.kind == "old" and not leftover.final.exists() and why_incomplete(leftover.path) is None:
-        atomic_rename(leftover.path, leftover.final)
-        return False
-    remove(leftover.path)
-    return True
+        for unfinished in unfinished_writes(folder):
+            if _is_alive(unfinished.pid):
+                continue
+            path, final = unfinished.path, unfinished.final
+            if unfinished.kind == "old" and not final.exists() and why_incomplete(path) is None:
+                atomic_rename(path, final)
+            else:
+                remove(path)
+                removed.append(path)
+    return removed
 
 
 def _is_alive(pid: int) -> bool:
-    """Is another process of this id running? Our own id is that of a predecessor, as ids are few in a container."""
+    """Whether another process has this id. Our own id is that of a predecessor: a container reuses its few ids."""
     if pid == os.getpid():
         return False
     try:

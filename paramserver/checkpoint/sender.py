@@ -1,4 +1,4 @@
-"""A thread that finishes what training has begun: one job at a time, in the order given."""
+"""A thread that sends a trainer's part of a checkpoint to rank 0 while the trainer trains."""
 
 from __future__ import annotations
 
@@ -11,28 +11,39 @@ from paramserver.errors import DeadlineExceeded, ParamserverError
 
 _log = logging.getLogger(__name__)
 _WAKE_S = 5.0
-_GIVE_UP_S = 3.0
+_ABORT_S = 3.0
 
 SEND_TIMEOUT_S = 600.0
-"""How long a part of a checkpoint may take from its trainer to the disk's queue on rank 0."""
+"""How long a part of a checkpoint may take from its trainer to the writer's queue on rank 0."""
 
 
 class BackgroundSender:
-    """Carries out jobs in a thread of its own, so that their owner goes on at once. A context manager.
+    """Runs jobs in its own thread, one at a time and in order. A context manager.
 
-    One job is in progress and none waits: who gives the next one waits for the end of the last. So at most one copy of
-    what is carried exists, and couriers of several processes that get the same jobs stay in step.
+    One job is in progress and none waits: ``submit`` waits for the end of the last one. So at most one copy of what is
+    sent exists, and the senders of processes that submit the same jobs stay in step. Owns the thread
+    ``checkpoint-sender``.
 
     Args:
-        background: False carries out each job in the caller's own thread, before it goes on.
-        what: of what is carried, for messages.
-        heard: ``time.monotonic()`` of the last sign that what is carried moves; until then nobody waits too long.
+        background: False runs each job in the caller's thread, before ``submit`` returns.
+        what: is sent, for messages.
+        last_progress: ``time.monotonic()`` of the last sign of progress; each one extends the deadline of a wait.
+
+    Example::
+
+        >>> sent = []
+        >>> with BackgroundSender(True, "a part of a checkpoint") as sender:
+        ...     sender.submit(lambda: sent.append("part of step 10"))
+        ...     sender.submit(lambda: sent.append("part of step 20"))
+        ...     sender.wait()
+        >>> sent
+        ['part of step 10', 'part of step 20']
     """
 
-    def __init__(self, background: bool, what: str, heard: Callable[[], float] = lambda: 0.0) -> None:
+    def __init__(self, background: bool, what: str, last_progress: Callable[[], float] = lambda: 0.0) -> None:
         self.background = background
         self.what = what
-        self._heard = heard
+        self._last_progress = last_progress
         self._changed = threading.Condition()
         self._job: Callable[[], None] | None = None
         self._closed = False
@@ -40,11 +51,11 @@ class BackgroundSender:
         self._thread: threading.Thread | None = None
 
     def submit(self, job: Callable[[], None], timeout_s: float = SEND_TIMEOUT_S) -> None:
-        """Begin ``job`` once the last one has ended.
+        """Start ``job`` once the last one has ended.
 
         Raises:
             Exception: the last job's failure, or this one's without ``background``.
-            DeadlineExceeded: the last one did not end, or move, within ``timeout_s`` seconds.
+            DeadlineExceeded: the last one did not end, or make progress, within ``timeout_s`` seconds.
         """
         if not self.background:
             job()
@@ -52,7 +63,7 @@ class BackgroundSender:
         self.wait(timeout_s)
         with self._changed:
             if self._closed:
-                raise ParamserverError(f"the courier of {self.what} must be open to take a job; it is closed")
+                raise ParamserverError(f"the sender of {self.what} must be open to take a job; it is closed")
             self._job = job
             self._changed.notify_all()
             if self._thread is None:
@@ -60,19 +71,19 @@ class BackgroundSender:
                 self._thread.start()
 
     def wait(self, timeout_s: float = SEND_TIMEOUT_S) -> None:
-        """Wait until nothing is in progress.
+        """Wait until no job is in progress.
 
         Raises:
             Exception: a job's failure.
-            DeadlineExceeded: it did not end, or move, within ``timeout_s`` seconds.
+            DeadlineExceeded: it did not end, or make progress, within ``timeout_s`` seconds.
         """
-        self._await_idle(timeout_s, self._heard)
+        self._wait_idle(timeout_s, self._last_progress)
 
-    def _await_idle(self, timeout_s: float, heard: Callable[[], float]) -> None:
+    def _wait_idle(self, timeout_s: float, last_progress: Callable[[], float]) -> None:
         began = time.monotonic()
         with self._changed:
             while self._job is not None:
-                remaining_s = max(began, heard()) + timeout_s - time.monotonic()
+                remaining_s = max(began, last_progress()) + timeout_s - time.monotonic()
                 if remaining_s <= 0:
                     raise DeadlineExceeded(
                         f"{self.what} must be with rank 0 within {timeout_s:g} s, and is not; look at the network and "
@@ -83,18 +94,28 @@ class BackgroundSender:
                 raise self._error
 
     def close(self, timeout_s: float) -> None:
-        """Finish the job in progress, and end the thread.
+        """Wait for the job in progress, and end the thread. Progress does not extend this wait.
 
         Raises:
             Exception: a job's failure.
-            DeadlineExceeded: it did not end within ``timeout_s`` seconds; the thread is given up.
+            DeadlineExceeded: it did not end within ``timeout_s`` seconds; the thread is abandoned.
         """
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._await_idle(timeout_s, lambda: 0.0)
+        self._wait_idle(timeout_s, lambda: 0.0)
         if self._thread is not None:
             self._thread.join(timeout_s)
+
+    def abort(self) -> None:
+        """Close on the failing path (an owner that ends well has called ``wait``), with a short deadline.
+
+        Raises nothing: a failure here is logged, as the owner already has the error that ends it.
+        """
+        try:
+            self.close(_ABORT_S)
+        except Exception as failure:  # noqa: BLE001 - logged
+            _log.warning("%s did not arrive: %s", self.what, failure)
 
     def _work(self) -> None:
         while (job := self._next()) is not None:
@@ -104,9 +125,10 @@ class BackgroundSender:
             except BaseException as error:  # noqa: BLE001 - kept: the next call raises it to the owner
                 failure = error
             with self._changed:
+                # ``_job`` is cleared only after the job: a caller that waited for None may use what the job used.
                 self._job, self._error = None, self._error or failure
                 self._changed.notify_all()
-            del job  # and what it holds
+            del job  # and the copy that it holds, which would otherwise live until the next job
 
     def _next(self) -> Callable[[], None] | None:
         with self._changed:
@@ -121,13 +143,3 @@ class BackgroundSender:
 
     def __exit__(self, *exception: object) -> None:
         self.abort()
-
-    def abort(self) -> None:
-        """Close on the failing path (an owner that ends well has called ``finish``): a moment for what is in progress.
-
-        Raises nothing: what failed here is recorded, what ends the owner is told by the owner.
-        """
-        try:
-            self.close(_GIVE_UP_S)
-        except Exception as failure:  # noqa: BLE001 - recorded
-            _log.warning("%s did not arrive: %s", self.what, failure)

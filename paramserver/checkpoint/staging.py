@@ -1,7 +1,4 @@
-"""The cut: a private copy of a state, taken quickly, that can be written while training goes on.
-
-Memory for the copies that checkpoints are made of, used again and again.
-"""
+"""Staging: a private copy of a state, made quickly, that is written while training continues."""
 
 from __future__ import annotations
 
@@ -20,58 +17,66 @@ _LARGE_BYTES = 2**20
 
 
 class StagingPool:
-    """Lends memory that was touched before, where there is some: the first touch of a page costs more than its copy.
+    """Lends large blocks of memory and takes them back for the next checkpoint.
 
-    What is lent comes back by itself when nothing refers to it any more, a tensor on it and views included, in whatever
-    thread that happens. So this holds as much memory as copies were alive at one time: one copy of the state, where
-    each checkpoint is written before the next is made.
+    The first touch of a fresh page costs more than copying into it. A block returns to the pool when nothing refers to
+    it any more, a tensor on it and its views included, in whatever thread that happens. So the pool holds as much
+    memory as copies were alive at one time: one copy of the state, where each checkpoint is written before the next is
+    staged. Thread-safe.
+
+    Example::
+
+        >>> pool = StagingPool()
+        >>> block = pool.acquire(2**21)
+        >>> address = block.ctypes.data
+        >>> del block
+        >>> pool.acquire(2**21).ctypes.data == address, pool.size_bytes
+        (True, 2097152)
     """
 
     def __init__(self) -> None:
-        # Also taken where the collector runs a finalizer inside ``take``.
+        # Re-entrant: the garbage collector may run a finalizer, which takes this lock, inside ``acquire``.
         self._lock = threading.RLock()
         self._free: dict[int, list[mmap.mmap]] = {}
         self._bytes = 0
 
     def acquire(self, size_bytes: int) -> npt.NDArray[np.uint8]:
-        """Lend ``size_bytes`` of memory with any content; small ones come from the allocator, which keeps its own."""
+        """Return ``size_bytes`` of memory with any content. Small blocks are left to the allocator."""
         if size_bytes < _LARGE_BYTES:
             return np.empty(size_bytes, np.uint8)
         with self._lock:
-            memory = self._find(size_bytes)
-            if memory is None:
-                # Not of huge pages: to find some, the kernel may first have to move others out of the way.
+            fitting = [size for size, free in self._free.items() if free and size_bytes <= size <= 2 * size_bytes]
+            if fitting:
+                memory = self._free[min(fitting)].pop()
+            else:
+                # No huge pages: to find one, the kernel may have to move others out of the way first.
                 memory = mmap.mmap(-1, size_bytes)
                 self._bytes += size_bytes
-        lent = np.frombuffer(memory, np.uint8, size_bytes)
-        weakref.finalize(lent, self._give_back, memory).atexit = False
-        return lent
+        block = np.frombuffer(memory, np.uint8, size_bytes)
+        weakref.finalize(block, self._release, memory).atexit = False
+        return block
 
-    def _find(self, size_bytes: int) -> mmap.mmap | None:
-        sizes = [size for size, free in self._free.items() if free and size_bytes <= size <= 2 * size_bytes]
-        return self._free[min(sizes)].pop() if sizes else None
-
-    def _give_back(self, memory: mmap.mmap) -> None:
+    def _release(self, memory: mmap.mmap) -> None:
         with self._lock:
             self._free.setdefault(len(memory), []).append(memory)
 
     def trim(self) -> None:
-        """Give up what is free; to be called when a copy is complete, as it had no use for it."""
+        """Free the blocks that are not lent. Call it when a copy is complete: that copy had no use for them."""
         with self._lock:
             self._bytes -= sum(size * len(free) for size, free in self._free.items())
             self._free.clear()
 
     @property
     def size_bytes(self) -> int:
-        """What is lent or kept."""
+        """Bytes that are lent or kept."""
         return self._bytes
 
 
 _Memo = dict[Hashable, torch.Tensor]
 
 
-def stage_copy(obj: Any, memory: StagingPool | None = None) -> Any:
-    """Copy nested dict, list and tuple of tensors so that nothing in it changes, or is shared, any more.
+def stage_copy(obj: Any, pool: StagingPool | None = None) -> Any:
+    """Copy nested dict, list and tuple of tensors so that the copy shares nothing that can change with the original.
 
     Every tensor (a parameter too) becomes a plain, contiguous CPU tensor with a storage of its own size: saving a view
     of a flat tensor would otherwise write the whole flat tensor. Tensors that show the same memory in the same way
@@ -79,45 +84,53 @@ def stage_copy(obj: Any, memory: StagingPool | None = None) -> Any:
 
     Args:
         obj: what is copied.
-        memory: where large copies are made; None = in fresh memory.
+        pool: where large copies are made; None = in fresh memory.
 
     Returns:
         The same structure; classes of dictionaries and named tuples, and a ``state_dict``'s ``_metadata``, are kept.
+
+    Example::
+
+        >>> flat = torch.arange(1000.0)
+        >>> copied = stage_copy({"bias": flat[:2], "tied": flat[:2]})
+        >>> _ = flat.zero_()
+        >>> copied["bias"].tolist(), copied["bias"] is copied["tied"], copied["bias"].untyped_storage().nbytes()
+        ([0.0, 1.0], True, 8)
     """
-    return _copied(obj, {}, memory)
+    return _copied(obj, {}, pool)
 
 
-def _copied(obj: Any, memo: _Memo, memory: StagingPool | None) -> Any:
+def _copied(obj: Any, memo: _Memo, pool: StagingPool | None) -> Any:
     if isinstance(obj, torch.Tensor):
-        return _tensor(obj.detach(), memo, memory)
+        return _copied_tensor(obj.detach(), memo, pool)
     if isinstance(obj, np.ndarray | set | bytearray):
         return obj.copy()
     if isinstance(obj, dict):
         fresh = copy.copy(obj)  # keeps the class, a defaultdict's factory and the attributes of a state_dict
         for key, value in obj.items():
-            fresh[key] = _copied(value, memo, memory)
+            fresh[key] = _copied(value, memo, pool)
         return fresh
     if isinstance(obj, list):
-        return [_copied(item, memo, memory) for item in obj]
+        return [_copied(item, memo, pool) for item in obj]
     if isinstance(obj, tuple):
-        items = [_copied(item, memo, memory) for item in obj]
+        items = [_copied(item, memo, pool) for item in obj]
         return type(obj)(*items) if hasattr(obj, "_fields") else tuple(items)
     return obj
 
 
-def _tensor(tensor: torch.Tensor, memo: _Memo, memory: StagingPool | None) -> torch.Tensor:
+def _copied_tensor(tensor: torch.Tensor, memo: _Memo, pool: StagingPool | None) -> torch.Tensor:
     if tensor.layout is not torch.strided:
         return tensor.cpu().clone()
-    # The originals stay alive during the copy, so an address cannot come up twice for two tensors.
+    # The originals are alive during the whole copy, so two tensors cannot have the same address one after the other.
     view = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
     key = (*view, tensor.device)
     if key not in memo or tensor.numel() == 0:
-        memo[key] = _empty_like(tensor, memory).copy_(tensor)
+        memo[key] = _empty_like(tensor, pool).copy_(tensor)
     return memo[key]
 
 
-def _empty_like(tensor: torch.Tensor, memory: StagingPool | None) -> torch.Tensor:
-    if memory is None or tensor.is_quantized or tensor.numel() == 0:
+def _empty_like(tensor: torch.Tensor, pool: StagingPool | None) -> torch.Tensor:
+    if pool is None or tensor.is_quantized or tensor.numel() == 0:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-    lent = torch.from_numpy(memory.acquire(tensor.numel() * tensor.element_size()))
-    return lent.view(tensor.dtype).view(tensor.shape)
+    block = torch.from_numpy(pool.acquire(tensor.numel() * tensor.element_size()))
+    return block.view(tensor.dtype).view(tensor.shape)
