@@ -1,4 +1,4 @@
-"""Where the ranks of a run meet: a store on rank 0, a claim for each rank, one configuration, a full world."""
+"""Rendezvous of the ranks of a run: a store on rank 0, one process per rank, one configuration, a full world."""
 
 from __future__ import annotations
 
@@ -21,16 +21,34 @@ from paramserver.distributed.rpc_calls import RemoteError, host_identity
 from paramserver.distributed.timeouts import call_with_timeout, poll_until
 from paramserver.errors import DeadlineExceeded, Interrupted, PeerLost, UnsupportedConfiguration
 
-# A store ends its waits by itself, unless its host is frozen: so much later they are given up.
+# TCPStore ends its own waits, except where its host is frozen. They are abandoned this much later.
 _FROZEN_S = 2.0
 
-
 _FAILED = "failed"
+
+# Keys that may differ between the ranks of a run: where each one finds its own devices and folders.
+_OWN_KEYS = ("device.", "logging.run_dir", "logging.progress", "cluster.master_addr", "cluster.master_port")
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """The store under this run's prefix, after all ranks have met."""
+    """A key-value store that all ranks of the run share. :func:`join_rendezvous` returns it.
+
+    Args:
+        store: with the prefix of this run.
+        identity: of this rank.
+        timeout_s: ``cluster.timeout_s``.
+        host: ``host_identity()`` of this rank.
+
+    Example::
+
+        >>> from torch._C._distributed_c10d import HashStore
+        >>> identity = ProcessIdentity(0, 1, 0, 1, 0, "127.0.0.1", 29500, False, "example", "flags")
+        >>> rendezvous = Rendezvous(HashStore(), identity, 20.0, host_identity())
+        >>> rendezvous.set("run", "digits-1")
+        >>> rendezvous.get("run")
+        'digits-1'
+    """
 
     store: Store
     identity: ProcessIdentity
@@ -38,55 +56,60 @@ class Rendezvous:
     host: str
 
     @property
-    def place(self) -> str:
-        """Host and process, for messages."""
-        return f"{socket.gethostname()}, process {os.getpid()}"
+    def host_and_pid(self) -> str:
+        """Host and process id of this rank, for messages."""
+        return _host_and_pid()
 
-    def tell(self, key: str, value: str) -> None:
+    def set(self, key: str, value: str) -> None:
         self.store.set(key, value)
 
-    def tell_failure(self, failure: RemoteError) -> None:
-        """Say why this rank failed, where it cannot reach the server otherwise."""
-        self.tell(_FAILED, f"{failure.kind} {failure.message}")
+    def get(self, key: str) -> str:
+        """Return the value of ``key``; waits until a rank sets it.
 
-    def failure(self) -> RemoteError | None:
-        """What a rank told by ``tell_failure``."""
-        if not self.store.check([_FAILED]):
-            return None
-        kind, _, message = self.ask(_FAILED).partition(" ")
-        return RemoteError(kind, message)
-
-    def ask(self, key: str) -> str:
-        """The value that some rank tells under ``key``, within the run's timeout."""
-        with _rank_zero_may_be_lost():
+        Raises:
+            DeadlineExceeded: no rank set it within ``timeout_s``.
+            PeerLost: rank 0 is gone.
+        """
+        with _detect_lost_store():
             return _get(self.store, key, self.timeout_s, f"the store's answer for {key}")
 
+    def report_failure(self, failure: RemoteError) -> None:
+        """Report why this rank failed, when it cannot reach the server over RPC."""
+        self.set(_FAILED, f"{failure.kind} {failure.message}")
 
-def rendezvous(
+    def reported_failure(self) -> RemoteError | None:
+        """Return a failure that a rank reported, if there is one."""
+        if not self.store.check([_FAILED]):
+            return None
+        kind, _, message = self.get(_FAILED).partition(" ")
+        return RemoteError(kind, message)
+
+
+def join_rendezvous(
     config: Config, identity: ProcessIdentity, interrupted: threading.Event, listener: socket.socket | None = None
 ) -> Rendezvous:
-    """Open the store, compare the configuration with rank 0's, claim this rank, and wait until all ranks are there.
+    """Open the store, compare the configuration with rank 0's, claim this rank, and wait for all ranks.
 
     Args:
-        config: this rank's; sections that may differ between hosts are not compared.
-        identity: which rank this is, and where rank 0 is.
+        config: this rank's; keys that may differ between hosts are not compared.
+        identity: which rank this is, and the address of rank 0.
         interrupted: ends the wait.
-        listener: the socket on which rank 0's store answers, where somebody bound it before.
+        listener: on rank 0, the socket for the store if it is bound already.
 
     Raises:
         UnsupportedConfiguration: the port is taken, the rank is taken, or the configurations differ.
         DeadlineExceeded: rank 0 cannot be reached, or ranks are missing, within ``cluster.timeout_s``.
-        PeerLost: rank 0 gave up meanwhile.
+        PeerLost: rank 0 ended meanwhile.
     """
     timeout_s = config.cluster.timeout_s
     deadline = time.monotonic() + timeout_s
     base = _open_store(identity, timeout_s, deadline, interrupted, listener)
     store = PrefixStore(f"paramserver/{identity.job}", base)
-    with _rank_zero_may_be_lost():
-        # In this order a rank that is refused leaves its place free for the corrected one.
-        _agree_on_config(store, config, identity, timeout_s)
+    with _detect_lost_store():
+        # Compare before claiming: a rank that is refused can be started again with the right configuration.
+        _compare_config(store, config, identity, timeout_s)
         _claim_rank(store, identity)
-        _await_world(store, identity, timeout_s, deadline, interrupted)
+        _wait_for_world(store, identity, timeout_s, deadline, interrupted)
     return Rendezvous(store, identity, timeout_s, host_identity())
 
 
@@ -102,7 +125,7 @@ def _open_store(
     if identity.global_rank == 0 and not identity.store_is_hosted:
         listener = listener or bind_listener(host, port)
         port = listener.getsockname()[1]
-        # Given a socket of ours, the store listens where that does, and not on all interfaces.
+        # With a listener of ours TCPStore is reachable at its address only; otherwise it listens on all interfaces.
         return TCPStore(
             host, port, is_master=True, wait_for_workers=False, timeout=limit, master_listen_fd=listener.detach()
         )
@@ -114,6 +137,7 @@ def _open_store(
             f"({timeout_s:g} s); start rank 0, or correct --master_addr and --master_port"
         )
     remaining_s = max(deadline - time.monotonic(), 1.0)
+    # TCPStore's timeout does not bound the connection to a frozen host.
     return call_with_timeout(
         remaining_s,
         f"the connection to rank 0 at {host}:{port}",
@@ -130,7 +154,7 @@ def _reachable(host: str, port: int) -> bool | None:
 
 
 @contextmanager
-def _rank_zero_may_be_lost() -> Iterator[None]:
+def _detect_lost_store() -> Iterator[None]:
     try:
         yield
     except DistNetworkError as error:
@@ -141,31 +165,18 @@ def _rank_zero_may_be_lost() -> Iterator[None]:
 
 def _get(store: Store, key: str, timeout_s: float, what: str) -> str:
     try:
-        answer: bytes = call_with_timeout(timeout_s + _FROZEN_S, what, lambda: store.get(key))
+        value: bytes = call_with_timeout(timeout_s + _FROZEN_S, what, lambda: store.get(key))
     except DistStoreError as error:
         raise DeadlineExceeded(f"{what} did not come within cluster.timeout_s ({timeout_s:g} s)") from error
-    return answer.decode()
+    return value.decode()
 
 
-def _claim_rank(store: Store, identity: ProcessIdentity) -> None:
-    me = f"{socket.gethostname()}, process {os.getpid()}"
-    holder = store.compare_set(f"rank/{identity.global_rank}", "", me).decode()
-    if holder != me:
-        raise UnsupportedConfiguration(
-            f"rank {identity.global_rank} is taken by {holder}; give each process its own --rank"
-        )
-
-
-# What may differ between the ranks of a run: where each looks for its own devices and folders.
-_OWN_SECTIONS = ("device.", "logging.run_dir", "logging.progress", "cluster.master_addr", "cluster.master_port")
-
-
-def _agree_on_config(store: Store, config: Config, identity: ProcessIdentity, timeout_s: float) -> None:
+def _compare_config(store: Store, config: Config, identity: ProcessIdentity, timeout_s: float) -> None:
     if identity.global_rank == 0:
         store.set("config", dump_yaml(config))
         return
-    theirs = config_from_mapping(yaml.safe_load(_get(store, "config", timeout_s, "rank 0's configuration")))
-    lines = [line for line in differences(theirs, config) if not line.startswith(_OWN_SECTIONS)]
+    config_of_zero = config_from_mapping(yaml.safe_load(_get(store, "config", timeout_s, "rank 0's configuration")))
+    lines = [line for line in differences(config_of_zero, config) if not line.startswith(_OWN_KEYS)]
     if lines:
         raise UnsupportedConfiguration(
             f"rank {identity.global_rank} has another configuration than rank 0 ({'; '.join(lines)}); "
@@ -173,7 +184,20 @@ def _agree_on_config(store: Store, config: Config, identity: ProcessIdentity, ti
         )
 
 
-def _await_world(
+def _claim_rank(store: Store, identity: ProcessIdentity) -> None:
+    # compare_set is atomic: of two processes with the same rank, one sees the other's value.
+    holder = store.compare_set(f"rank/{identity.global_rank}", "", _host_and_pid()).decode()
+    if holder != _host_and_pid():
+        raise UnsupportedConfiguration(
+            f"rank {identity.global_rank} is taken by {holder}; give each process its own --rank"
+        )
+
+
+def _host_and_pid() -> str:
+    return f"{socket.gethostname()}, process {os.getpid()}"
+
+
+def _wait_for_world(
     store: Store, identity: ProcessIdentity, timeout_s: float, deadline: float, interrupted: threading.Event
 ) -> None:
     def missing() -> list[int]:

@@ -18,7 +18,7 @@ from torch.distributed.rpc._utils import _update_group_membership
 
 
 def start_first_agent(store: Store, name: str, options: rpc.TensorPipeRpcBackendOptions) -> None:
-    """Start the agent that the others will know, with worker id 0; its address is then in ``store``."""
+    """Start the agent with worker id 0, to which the others connect. It publishes its address in ``store``."""
     dist_autograd._init(0)
     rpc._init_rpc_backend(rpc.backend_registry.BackendType.TENSORPIPE, store, name, 0, None, options)
 
@@ -26,29 +26,31 @@ def start_first_agent(store: Store, name: str, options: rpc.TensorPipeRpcBackend
 def start_star_agent(
     name: str,
     worker_id: int,
-    centers: Mapping[str, str],
+    hubs: Mapping[str, str],
     options: rpc.TensorPipeRpcBackendOptions,
     store: Store | None = None,
 ) -> str:
-    """Start an agent that knows the ``centers``, whose worker ids count from 0 in their order, and nobody else.
+    """Start an agent that knows only the ``hubs``, whose worker ids count from 0 in their order.
 
-    torch's dynamic groups make a joiner call every member under a token that nobody releases when a member dies. This
-    agent stands on a private store that holds the centers' names and addresses only, so it waits for nobody.
+    In torch's dynamic groups a new agent calls every member while it holds a token, which is never released if a
+    member dies meanwhile. This agent uses a private store with the names and addresses of the hubs only, so it waits
+    for no other process.
 
     Args:
         name, worker_id: never used before in this run; the name holds no dash, at which torch splits names from ids.
-        centers: who is known, and the address that each one's agent published.
+        hubs: address that each hub's agent published, by name.
         options: transports and timeouts.
-        store: of its own, where others that announce themselves to it put their addresses before.
+        store: the private store, if other agents put their addresses there before they announce themselves.
 
     Returns:
-        This agent's own address.
+        The address of this agent.
     """
     private = HashStore() if store is None else store
-    private.set("names/_ALL_WORKER_INFOS", "".join(f"{center}-{i}," for i, center in enumerate(centers)))
-    for i, (center, address) in enumerate(centers.items()):
-        private.set(f"names/{i}", center)
-        private.set(f"addrs/{center}", address)
+    # The keys under which torch's own agents look up names and addresses.
+    private.set("names/_ALL_WORKER_INFOS", "".join(f"{hub}-{i}," for i, hub in enumerate(hubs)))
+    for i, (hub, address) in enumerate(hubs.items()):
+        private.set(f"names/{i}", hub)
+        private.set(f"addrs/{hub}", address)
     dist_autograd._init(worker_id)
     agent = TensorPipeAgent(private, name, worker_id, None, options, {}, [])
     rpc.api._init_rpc_states(agent)
@@ -56,7 +58,10 @@ def start_star_agent(
     return own.decode()
 
 
-def announce_to(center: str) -> None:
-    """Make ``center`` know this agent. Never undone: taking a member off a list crashes the agent that holds it."""
+def announce_to(hub: str) -> None:
+    """Add this agent to the members that ``hub`` knows.
+
+    This is never undone: removing a member (the last argument False) crashes the agent that holds the list.
+    """
     own = rpc.get_worker_info()
-    rpc.rpc_sync(center, _update_group_membership, args=(own, [], {}, True))
+    rpc.rpc_sync(hub, _update_group_membership, args=(own, [], {}, True))

@@ -1,4 +1,4 @@
-"""How fast a call is, for those who measure a link: the agents, channels and options are those of a run."""
+"""Time of one RPC, measured over the agents, channels and options of a run."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import torch.distributed.rpc as rpc
 from torch import Tensor
 
 
-def _take(tensor: Tensor) -> int:
-    """What the other end does with a tensor that it gets."""
+def _count_elements(tensor: Tensor) -> int:
+    """RPC handler: receive a tensor and reply with a number."""
     return tensor.numel()
 
 
-def call_s(name: str, tensor: Tensor) -> float:
-    """Seconds of one call that gives ``tensor`` to the agent ``name`` and gets a number back."""
+def measure_call_s(name: str, tensor: Tensor) -> float:
+    """Return the seconds of one call that sends ``tensor`` to the agent ``name`` and receives a number."""
     began = time.perf_counter()
-    taken = rpc.rpc_sync(name, _take, args=(tensor,))
-    assert taken == tensor.numel()
+    count = rpc.rpc_sync(name, _count_elements, args=(tensor,))
+    assert count == tensor.numel()
     return time.perf_counter() - began
 
 
-def empty_call_s(name: str) -> float:
-    """The same with next to nothing."""
-    return call_s(name, torch.zeros(1))
+def measure_empty_call_s(name: str) -> float:
+    """Return the seconds of one call that sends a single element to the agent ``name``."""
+    return measure_call_s(name, torch.zeros(1))

@@ -1,4 +1,8 @@
-"""Start and stop of what processes share while they train: the RPC agent, the process group."""
+"""Start and shutdown of what connects the processes of a run: RPC agents, and the process group of ddp.
+
+RPC agents form a star: each trainer and shard server knows the servers only, so no process waits for a trainer, and
+the death of one disturbs no other (see ``rpc_agent.start_star_agent``).
+"""
 
 from __future__ import annotations
 
@@ -22,24 +26,31 @@ log = logging.getLogger("paramserver")
 
 _SHUTDOWN_S = 5.0
 
-# The agent parses "name-id" at the first dash, so names hold none.
+# The agent splits "name-id" at the first dash, so names hold none.
 SERVER_NAME = "server0"
 
 
 def server_name(server_index: int) -> str:
+    """Return the RPC name of a server.
+
+    Example::
+
+        >>> server_name(1)
+        'server1'
+    """
     return f"server{server_index}"
 
 
 @contextmanager
-def rpc_server(meeting: Rendezvous, computing: int = 0) -> Iterator[None]:
-    """The RPC agent of the server, as the only member that others need to know.
+def rpc_server(rendezvous: Rendezvous, computing: int = 0) -> Iterator[None]:
+    """Run the RPC agent of server 0, to which all others connect.
 
     Args:
-        meeting: where others learn of it.
-        computing: how many of its handlers may compute at once.
+        rendezvous: where the address of the agent is published.
+        computing: number of handlers that compute at the same time.
     """
-    start_first_agent(meeting.store, SERVER_NAME, agent_options(meeting.timeout_s, True, computing))
-    meeting.tell("server/host", meeting.host)
+    start_first_agent(rendezvous.store, SERVER_NAME, agent_options(rendezvous.timeout_s, True, computing))
+    rendezvous.set("server/host", rendezvous.host)
     try:
         yield
     finally:
@@ -47,40 +58,46 @@ def rpc_server(meeting: Rendezvous, computing: int = 0) -> Iterator[None]:
 
 
 @contextmanager
-def rpc_shard_server(meeting: Rendezvous, server_index: int) -> Iterator[str]:
-    """The RPC agent of a server beside the first, which knows that one; yields its own name."""
+def rpc_shard_server(rendezvous: Rendezvous, server_index: int) -> Iterator[str]:
+    """Run the RPC agent of a shard server, which knows server 0; yield its name."""
     name = server_name(server_index)
-    options = agent_options(meeting.timeout_s, meeting.ask("server/host") == meeting.host)
-    first, own_store = {SERVER_NAME: meeting.ask(f"addrs/{SERVER_NAME}")}, PrefixStore(name, meeting.store)
-    own_address = start_star_agent(name, server_index, first, options, own_store)
+    options = agent_options(rendezvous.timeout_s, rendezvous.get("server/host") == rendezvous.host)
+    # Trainers announce themselves to this server too. Their addresses must be in the store of its agent by then.
+    store = PrefixStore(name, rendezvous.store)
+    own_address = start_star_agent(
+        name, server_index, {SERVER_NAME: rendezvous.get(f"addrs/{SERVER_NAME}")}, options, store
+    )
     try:
-        meeting.tell(f"addrs/{name}", own_address)
+        rendezvous.set(f"addrs/{name}", own_address)
         announce_to(SERVER_NAME)
-        meeting.tell(f"{name}/host", meeting.host)
+        rendezvous.set(f"{name}/host", rendezvous.host)
         yield name
     finally:
         _shutdown_agent()
 
 
 @contextmanager
-def rpc_trainer(meeting: Rendezvous, trainer_index: int, servers: int = 1) -> Iterator[tuple[str, int]]:
-    """The RPC agent of a trainer, which knows the servers alone; yields its own name and worker id.
+def rpc_trainer(rendezvous: Rendezvous, trainer_index: int, servers: int = 1) -> Iterator[tuple[str, int]]:
+    """Run the RPC agent of a trainer, which knows the servers only; yield its name and worker id.
 
-    torch's dynamic groups make a joiner call every member and hold a token that a death never releases. Here the agent
-    stands on a private store with the servers' names and addresses, and announces itself to them: a star, in which
-    nobody waits for anybody else.
+    Args:
+        rendezvous: where the addresses of the servers are published.
+        trainer_index: of this process.
+        servers: number of servers.
     """
     names = [server_name(i) for i in range(servers)]
-    hosts = {meeting.ask("server/host"), *(meeting.ask(f"{name}/host") for name in names[1:])}
-    addresses = {name: meeting.ask(f"addrs/{name}") for name in names}
-    worker_id = servers - 1 + meeting.store.add("workers", 1)
+    hosts = {rendezvous.get("server/host"), *(rendezvous.get(f"{name}/host") for name in names[1:])}
+    addresses = {name: rendezvous.get(f"addrs/{name}") for name in names}
+    # Ids below ``servers`` belong to the servers. An agent accepts each id once, so they come from a counter.
+    worker_id = servers - 1 + rendezvous.store.add("workers", 1)
     name = f"trainer{trainer_index}_{worker_id}"
-    options = agent_options(meeting.timeout_s, hosts == {meeting.host})
+    options = agent_options(rendezvous.timeout_s, hosts == {rendezvous.host})
     own_address = start_star_agent(name, worker_id, addresses, options)
     try:
-        meeting.tell(f"addrs/{name}", own_address)
+        # Publish before announcing: a server looks up the address when it learns of the member.
+        rendezvous.set(f"addrs/{name}", own_address)
         for server in names[1:]:
-            meeting.tell(f"{server}/addrs/{name}", own_address)  # in the store of that server's agent
+            rendezvous.set(f"{server}/addrs/{name}", own_address)
         for server in names:
             announce_to(server)
         yield name, worker_id
@@ -89,25 +106,27 @@ def rpc_trainer(meeting: Rendezvous, trainer_index: int, servers: int = 1) -> It
 
 
 def _shutdown_agent() -> None:
-    """Nothing is said over RPC any more. About once in a thousand times torch's threads do not end.
+    """Shut the agent down; called when no RPC is needed any more.
 
-    What this rank had to do is done by then, or it failed for a reason of its own, which must not be hidden.
+    About once in a thousand times torch's threads do not end. The work of this rank is done by then, or it failed for
+    a reason that must not be hidden, so that is a warning.
     """
     try:
+        # Not graceful: a graceful shutdown waits for all peers, also for dead ones.
         call_with_timeout(_SHUTDOWN_S, "the shutdown of the RPC agent", lambda: rpc.shutdown(graceful=False))
     except DeadlineExceeded as late:
         log.warning("%s; the agent ends with this process", late)
 
 
 @contextmanager
-def process_group(meeting: Rendezvous, backend: str) -> Iterator[None]:
-    """The process group of ddp. It is destroyed at once on an error, which tells the other ranks."""
+def process_group(rendezvous: Rendezvous, backend: str) -> Iterator[None]:
+    """Run the process group of ddp. It is destroyed at once on an error, which ends the collectives of the others."""
     dist.init_process_group(
         backend,
-        store=PrefixStore("group", meeting.store),
-        rank=meeting.identity.global_rank,
-        world_size=meeting.identity.world_size,
-        timeout=timedelta(seconds=meeting.timeout_s),
+        store=PrefixStore("group", rendezvous.store),
+        rank=rendezvous.identity.global_rank,
+        world_size=rendezvous.identity.world_size,
+        timeout=timedelta(seconds=rendezvous.timeout_s),
     )
     try:
         yield
@@ -115,8 +134,8 @@ def process_group(meeting: Rendezvous, backend: str) -> Iterator[None]:
         call_with_timeout(_SHUTDOWN_S, "the end of the process group", dist.destroy_process_group)
 
 
-def exchange(value: Any, group: Any = None) -> list[Any]:
-    """What every rank of the process group gave, in the order of ranks."""
+def all_gather_objects(value: Any, group: Any = None) -> list[Any]:
+    """Return the values of all ranks of the process group, in the order of ranks. Called by all of them."""
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values

@@ -1,4 +1,4 @@
-"""Waits that end: a call in a thread that may be given up, and a poll with a limit."""
+"""Bounded waits: a call in a thread that is abandoned after a timeout, and a poll with a deadline."""
 
 from __future__ import annotations
 
@@ -13,13 +13,27 @@ T = TypeVar("T")
 
 
 def call_with_timeout(timeout_s: float, what: str, function: Callable[[], T]) -> T:
-    """The result of ``function``, run in a thread that is given up after ``timeout_s``.
+    """Return the result of ``function``, which runs in a thread that is abandoned after ``timeout_s``.
 
-    For calls into torch that a frozen peer can hold for longer than their own timeout. What the function raises is
+    For calls into torch that a frozen peer can hold for longer than their own timeout. An exception of the function is
     raised here.
 
+    Args:
+        timeout_s: seconds.
+        what: what the call waits for, as in "the shutdown of the RPC agent"; part of the error message.
+        function: called without arguments.
+
     Raises:
-        DeadlineExceeded: it did not return in time; ``what`` says what was waited for.
+        DeadlineExceeded: the function did not return in time.
+
+    Example::
+
+        >>> call_with_timeout(20.0, "the sum", lambda: 1 + 1)
+        2
+        >>> call_with_timeout(0.01, "an event", lambda: threading.Event().wait(0.1))
+        Traceback (most recent call last):
+            ...
+        paramserver.errors.DeadlineExceeded: an event did not finish within 0.01 s
     """
     outcome: list[T] = []
     failure: list[BaseException] = []
@@ -27,9 +41,10 @@ def call_with_timeout(timeout_s: float, what: str, function: Callable[[], T]) ->
     def run() -> None:
         try:
             outcome.append(function())
-        except BaseException as error:  # noqa: BLE001 - handed to the caller, who raises it
+        except BaseException as error:  # noqa: BLE001 - re-raised by the caller
             failure.append(error)
 
+    # Holds no lock of its own. A daemon, so that an abandoned call does not keep the process alive.
     thread = threading.Thread(target=run, name=f"within-{what}", daemon=True)
     thread.start()
     thread.join(timeout_s)
@@ -43,9 +58,24 @@ def call_with_timeout(timeout_s: float, what: str, function: Callable[[], T]) ->
 def poll_until(
     deadline: float, ready: Callable[[], T | None], interrupted: threading.Event, every_s: float = 0.02
 ) -> T | None:
-    """The first answer of ``ready`` that is not None; None where ``deadline`` or ``interrupted`` came first.
+    """Call ``ready`` until it returns something else than None, and return that.
 
-    Only for what offers no way to wait, such as a port that nobody listens on yet.
+    Only for conditions that offer no way to wait, such as a port on which no process listens yet.
+
+    Args:
+        deadline: ``time.monotonic()`` at which to give up; ``ready`` is called at least once.
+        ready: the condition.
+        interrupted: ends the wait.
+        every_s: seconds between two calls.
+
+    Returns:
+        None if the deadline passed or ``interrupted`` was set first.
+
+    Example::
+
+        >>> answers = iter([None, None, 7])
+        >>> poll_until(time.monotonic() + 20.0, lambda: next(answers), threading.Event(), every_s=0.0)
+        7
     """
     while (answer := ready()) is None:
         if time.monotonic() >= deadline or interrupted.wait(every_s):

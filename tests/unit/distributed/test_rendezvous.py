@@ -1,4 +1,4 @@
-"""Where ranks meet: a real store on the loopback, with ranks as threads of this process."""
+"""The rendezvous: a real store on the loopback, with ranks as threads of this process."""
 
 import dataclasses
 import socket
@@ -20,7 +20,7 @@ from paramserver.distributed.rpc_calls import host_identity
 from paramserver.errors import DeadlineExceeded, Interrupted, PeerLost, UnsupportedConfiguration
 
 HOST = "127.0.0.1"
-# Far beyond what a loaded machine needs; no test waits for it.
+# Far more than a loaded machine needs; no test waits this long.
 LONG_S = 60.0
 SHORT_S = 0.5
 
@@ -33,7 +33,7 @@ def identity(rank: int, world_size: int, port: int, hosted: bool = False, job: s
     return ProcessIdentity(rank, world_size, rank, world_size, 0, HOST, port, hosted, job, "flags")
 
 
-def waited(rank, world_size, port, timeout_s=LONG_S, interrupted=None, listener=None, of=None, **about) -> Rendezvous:
+def joined(rank, world_size, port, timeout_s=LONG_S, interrupted=None, listener=None, of=None, **about) -> Rendezvous:
     event = threading.Event() if interrupted is None else interrupted
     return join_rendezvous(of or config(timeout_s), identity(rank, world_size, port, **about), event, listener)
 
@@ -46,17 +46,17 @@ def threads(count: int):
 
 @contextmanager
 def agents_store():
-    """A store that is served already, as by torchrun's agent."""
+    """A store that another process serves already, such as torchrun's agent."""
     yield TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=LONG_S))
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])
-def test_all_ranks_meet_and_tell_each_other(world_size):
+def test_all_ranks_join_and_share_values(world_size):
     listener = bind_listener(HOST, 0)
     port = listener.getsockname()[1]
     with threads(world_size) as pool:
-        later = [pool.submit(waited, rank, world_size, port) for rank in range(1, world_size)]
-        first = waited(0, world_size, port, listener=listener)
+        later = [pool.submit(joined, rank, world_size, port) for rank in range(1, world_size)]
+        first = joined(0, world_size, port, listener=listener)
         others = [future.result(LONG_S) for future in later]
         first.set("run", "digits-1")
         assert [other.get("run") for other in others] == ["digits-1"] * (world_size - 1)
@@ -66,31 +66,31 @@ def test_all_ranks_meet_and_tell_each_other(world_size):
 
 
 def test_a_rank_waits_for_a_rank_zero_that_starts_later(monkeypatch):
-    knocked = threading.Event()
+    polled = threading.Event()
     reachable = rendezvous_module._reachable
 
-    def knock(host: str, port: int) -> bool | None:
+    def poll(host: str, port: int) -> bool | None:
         answer = reachable(host, port)
         if answer is None:
-            knocked.set()
+            polled.set()
         return answer
 
-    monkeypatch.setattr(rendezvous_module, "_reachable", knock)
+    monkeypatch.setattr(rendezvous_module, "_reachable", poll)
     listener = socket.socket()
-    listener.bind((HOST, 0))  # taken, and nobody listens yet
+    listener.bind((HOST, 0))  # bound, but not listening yet
     port = listener.getsockname()[1]
     with threads(1) as pool:
-        other = pool.submit(waited, 1, 2, port)
-        assert knocked.wait(LONG_S)
+        other = pool.submit(joined, 1, 2, port)
+        assert polled.wait(LONG_S)
         listener.listen()
-        first = waited(0, 2, port, listener=listener)
+        first = joined(0, 2, port, listener=listener)
         assert other.result(LONG_S).get("rank/0") == first.host_and_pid
 
 
-def test_rank_zero_binds_its_port_where_nobody_did():
+def test_rank_zero_binds_its_port_where_none_is_bound():
     with bind_listener(HOST, 0) as probe:
         port = probe.getsockname()[1]
-    alone = waited(0, 1, port)
+    alone = joined(0, 1, port)
     assert alone.get("config") == dump_yaml(config())
     assert rendezvous_module._reachable(HOST, port)
 
@@ -99,11 +99,11 @@ def test_a_busy_port_is_refused_at_once():
     with bind_listener(HOST, 0) as other:
         port = other.getsockname()[1]
         with pytest.raises(UnsupportedConfiguration, match=rf"cluster\.master_port \({port}\) .* cannot be opened"):
-            waited(0, 2, port)
+            joined(0, 2, port)
 
 
-def test_the_store_listens_where_it_was_told_and_not_everywhere():
-    first = waited(0, 1, 0)
+def test_the_store_listens_at_its_address_and_not_on_all_interfaces():
+    first = joined(0, 1, 0)
     port = first.store.underlying_store.port
     tables = [Path("/proc/self/net", name) for name in ("tcp", "tcp6")]
     lines = [line.split() for table in tables if table.exists() for line in table.read_text().splitlines()]
@@ -114,27 +114,27 @@ def test_the_store_listens_where_it_was_told_and_not_everywhere():
 # Claims.
 
 
-def test_a_rank_that_is_taken_is_refused_with_its_holder():
+def test_a_rank_that_is_taken_is_refused_with_the_name_of_its_holder():
     with agents_store() as store:
         store.set("paramserver/test/config", dump_yaml(config()))
         store.set("paramserver/test/rank/1", "node7, process 42")
         with pytest.raises(UnsupportedConfiguration, match=r"^rank 1 is taken by node7, process 42; give each process"):
-            waited(1, 2, store.port, hosted=True)
+            joined(1, 2, store.port, hosted=True)
 
 
 def test_two_attempts_on_one_store_do_not_see_each_other():
     with agents_store() as store:
-        earlier = waited(0, 1, store.port, hosted=True, job="job-0")
+        earlier = joined(0, 1, store.port, hosted=True, job="job-0")
         earlier.set("run", "digits-1")
-        later = waited(0, 1, store.port, hosted=True, job="job-1", of=config(seed=3))
+        later = joined(0, 1, store.port, hosted=True, job="job-1", of=config(seed=3))
         assert not later.store.check(["run"])
         assert (earlier.get("config"), later.get("config")) == (dump_yaml(config()), dump_yaml(config(seed=3)))
 
 
 def test_a_store_that_an_agent_serves_is_used_by_all():
     with agents_store() as store, threads(1) as pool:
-        other = pool.submit(waited, 1, 2, store.port, hosted=True)
-        waited(0, 2, store.port, hosted=True).set("run", "a")
+        other = pool.submit(joined, 1, 2, store.port, hosted=True)
+        joined(0, 2, store.port, hosted=True).set("run", "a")
         assert other.result(LONG_S).get("run") == "a"
         assert store.get("paramserver/test/run") == b"a"
 
@@ -143,18 +143,18 @@ def test_a_store_that_an_agent_serves_is_used_by_all():
 
 
 def with_config_of_rank_zero(mine: Config, theirs: Config, rank: int = 1) -> tuple[TCPStore, Exception | None]:
-    """Rank 0 has been here; what this rank hears."""
+    """Join after rank 0; return the store and the refusal, if any."""
     with agents_store() as store:
         store.set("paramserver/test/config", dump_yaml(theirs))
         store.set("paramserver/test/rank/0", "rank 0")
         try:
-            waited(rank, 2, store.port, hosted=True, of=mine)
+            joined(rank, 2, store.port, hosted=True, of=mine)
         except UnsupportedConfiguration as error:
             return store, error
         return store, None
 
 
-def test_what_must_agree_is_named_with_both_values():
+def test_differing_keys_are_named_with_both_values():
     mine = config(training=TrainingConfig(batch_size=16), seed=3)
     _, error = with_config_of_rank_zero(mine, config(training=TrainingConfig(batch_size=32)))
     assert str(error).startswith("rank 1 has another configuration than rank 0 (")
@@ -162,7 +162,7 @@ def test_what_must_agree_is_named_with_both_values():
         assert word in str(error)
 
 
-def test_what_each_host_has_for_itself_may_differ():
+def test_keys_of_a_host_may_differ():
     mine = config(
         device=DeviceConfig(kind="cpu", num_gpus=2), logging=LoggingConfig(run_dir="elsewhere", progress="off")
     )
@@ -175,53 +175,53 @@ def test_other_keys_of_the_same_sections_must_agree():
         assert with_config_of_rank_zero(mine, config())[1] is not None
 
 
-def test_a_rank_that_is_refused_leaves_its_place_to_the_corrected_one():
+def test_a_refused_rank_leaves_its_rank_unclaimed():
     store, error = with_config_of_rank_zero(config(seed=3), config())
     assert error is not None
     assert not store.check(["paramserver/test/rank/1"])
 
 
-# Waits that end.
+# Bounded waits.
 
 
-def test_a_world_that_never_fills_names_who_is_missing():
+def test_a_world_that_never_fills_names_the_missing_ranks():
     with agents_store() as store:
-        store.set("paramserver/test/rank/2", "somebody")
+        store.set("paramserver/test/rank/2", "another process")
         with pytest.raises(DeadlineExceeded) as caught:
-            waited(0, 4, store.port, SHORT_S, hosted=True)
+            joined(0, 4, store.port, SHORT_S, hosted=True)
     assert str(caught.value) == (
         "rank 0 waited cluster.timeout_s (0.5 s) for a world of 4; missing: rank 1, 3. "
         "Start them, or lower --world_size"
     )
 
 
-def test_a_missing_rank_zero_is_told_with_its_address():
+def test_a_missing_rank_zero_is_reported_with_its_address():
     with socket.socket() as silent:
         silent.bind((HOST, 0))
         port = silent.getsockname()[1]
         with pytest.raises(DeadlineExceeded, match=rf"rank 1 found no rank 0 at 127\.0\.0\.1:{port} within cluster"):
-            waited(1, 2, port, SHORT_S)
+            joined(1, 2, port, SHORT_S)
 
 
-def test_an_address_that_answers_nothing_is_given_up():
-    """Something listens there, and is frozen or no store."""
+def test_a_connection_to_a_silent_address_is_abandoned():
+    """A process listens there that is frozen, or is no store."""
     with bind_listener(HOST, 0) as silent:
         with pytest.raises(DeadlineExceeded, match=r"the connection to rank 0 at .* did not finish within"):
-            waited(1, 2, silent.getsockname()[1], SHORT_S)
-        given_up = [t for t in threading.enumerate() if t.name.startswith("within-the connection")]
-    assert len(given_up) == 1
-    given_up[0].join(LONG_S)  # closing the socket ends it
-    assert not given_up[0].is_alive()
+            joined(1, 2, silent.getsockname()[1], SHORT_S)
+        abandoned = [t for t in threading.enumerate() if t.name.startswith("within-the connection")]
+    assert len(abandoned) == 1
+    abandoned[0].join(LONG_S)  # closing the socket ends it
+    assert not abandoned[0].is_alive()
 
 
-def test_a_configuration_that_never_comes_is_given_up():
+def test_a_configuration_that_never_comes_is_abandoned():
     with agents_store() as store, pytest.raises(DeadlineExceeded, match="rank 0's configuration did not come within"):
-        waited(1, 2, store.port, SHORT_S, hosted=True)
+        joined(1, 2, store.port, SHORT_S, hosted=True)
 
 
-def test_what_nobody_tells_is_asked_for_so_long_and_no_longer():
+def test_the_wait_for_a_key_is_bounded():
     with agents_store() as store:
-        mine = waited(0, 1, store.port, SHORT_S, hosted=True)
+        mine = joined(0, 1, store.port, SHORT_S, hosted=True)
         started = time.monotonic()
         with pytest.raises(DeadlineExceeded, match=r"the store's answer for run did not come within .* \(0\.5 s\)"):
             mine.get("run")
@@ -230,20 +230,20 @@ def test_what_nobody_tells_is_asked_for_so_long_and_no_longer():
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_interrupted_rank_leaves_at_once(rank):
+def test_an_interrupted_rank_ends_at_once(rank):
     interrupted = threading.Event()
     interrupted.set()
     listener = bind_listener(HOST, 0)
     started = time.monotonic()
     with listener:
-        port = 0 if rank == 0 else 1  # nobody is there
+        port = 0 if rank == 0 else 1  # no process listens there
         with pytest.raises(Interrupted, match="interrupted while waiting for"):
-            waited(rank, 2, port, interrupted=interrupted, listener=listener if rank == 0 else None)
+            joined(rank, 2, port, interrupted=interrupted, listener=listener if rank == 0 else None)
     assert time.monotonic() - started < LONG_S / 2
 
 
-class _CutsOff:
-    """Something between a rank and the store, which cuts the connection when it is told to."""
+class _Proxy:
+    """A proxy between a rank and the store, which can abort the connections."""
 
     def __init__(self, port: int) -> None:
         self.listener = bind_listener(HOST, 0)
@@ -260,16 +260,16 @@ class _CutsOff:
                 far = socket.create_connection((HOST, self._target))
                 self._sockets += [near, far]
                 for pair in ((near, far), (far, near)):
-                    self._threads.append(threading.Thread(target=self._carry, args=pair, name="proxy", daemon=True))
+                    self._threads.append(threading.Thread(target=self._forward, args=pair, name="proxy", daemon=True))
                     self._threads[-1].start()
 
-    def _carry(self, source: socket.socket, target: socket.socket) -> None:
+    def _forward(self, source: socket.socket, target: socket.socket) -> None:
         with suppress(OSError):
             while data := source.recv(65536):
                 target.sendall(data)
             target.shutdown(socket.SHUT_WR)
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         for one in self._sockets:
             with suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
@@ -278,12 +278,12 @@ class _CutsOff:
             thread.join(LONG_S)
 
 
-def test_a_rank_zero_that_dies_while_others_wait_is_told_as_such():
+def test_the_death_of_rank_zero_is_reported_while_others_wait():
     with agents_store() as store, threads(1) as pool:
         store.set("paramserver/test/config", dump_yaml(config()))
-        between = _CutsOff(store.port)
-        waiting = pool.submit(waited, 1, 2, between.port, hosted=True)
-        store.wait(["paramserver/test/rank/1"], timedelta(seconds=LONG_S))  # it is in, and waits for rank 0
-        between.cut()
+        proxy = _Proxy(store.port)
+        waiting = pool.submit(joined, 1, 2, proxy.port, hosted=True)
+        store.wait(["paramserver/test/rank/1"], timedelta(seconds=LONG_S))  # it has joined, and waits for rank 0
+        proxy.abort()
         with pytest.raises(PeerLost, match=r"^rank 0 is gone, and its store with it"):
             waiting.result(LONG_S)

@@ -1,4 +1,4 @@
-"""The end of an RPC agent."""
+"""The shutdown of an RPC agent."""
 
 import threading
 
@@ -7,8 +7,8 @@ import pytest
 from paramserver.distributed import session
 
 
-def test_an_agent_that_does_not_end_is_left_to_the_end_of_the_process(monkeypatch, caplog):
-    """And hides neither that the work is done nor why it failed."""
+def test_an_agent_that_does_not_shut_down_is_a_warning(monkeypatch, caplog):
+    """The result of the run, or the reason of its failure, is kept."""
     released = threading.Event()
     monkeypatch.setattr(session, "_SHUTDOWN_S", 0.05)
     monkeypatch.setattr(session.rpc, "shutdown", lambda graceful: released.wait(20))
@@ -21,7 +21,7 @@ def test_an_agent_that_does_not_end_is_left_to_the_end_of_the_process(monkeypatc
     next(t for t in threading.enumerate() if t.name.startswith("within-")).join(20)
 
 
-def test_what_the_shutdown_raises_is_raised(monkeypatch):
+def test_an_error_of_the_shutdown_is_raised(monkeypatch):
     def fails(graceful):
         raise RuntimeError("on purpose")
 

@@ -1,4 +1,4 @@
-"""Waits that end."""
+"""Bounded waits."""
 
 import threading
 import time
@@ -15,18 +15,18 @@ def now(later_s: float = 0.0) -> float:
     return time.monotonic() + later_s
 
 
-def test_a_call_gives_its_result():
+def test_a_call_returns_its_result():
     assert call_with_timeout(LONG_S, "the sum", lambda: 1 + 1) == 2
     assert call_with_timeout(LONG_S, "nothing", lambda: None) is None
 
 
-def test_a_call_runs_in_a_thread_with_a_name_that_dies_with_the_process():
+def test_a_call_runs_in_a_named_daemon_thread():
     thread = call_with_timeout(LONG_S, "the store", threading.current_thread)
     assert (thread.name, thread.daemon) == ("within-the store", True)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("inside"), SystemExit(3), DeadlineExceeded("an inner one")])
-def test_a_call_raises_what_it_raised(error):
+def test_an_exception_of_the_call_is_raised(error):
     def function():
         raise error
 
@@ -36,11 +36,11 @@ def test_a_call_raises_what_it_raised(error):
     assert "function" in [entry.name for entry in caught.traceback]
 
 
-def test_a_call_that_does_not_return_is_given_up():
-    go_on, ended = threading.Event(), threading.Event()
+def test_a_call_that_does_not_return_is_abandoned():
+    release, ended = threading.Event(), threading.Event()
 
     def function():
-        go_on.wait(LONG_S)
+        release.wait(LONG_S)
         ended.set()
 
     started = now()
@@ -48,38 +48,38 @@ def test_a_call_that_does_not_return_is_given_up():
         call_with_timeout(0.05, "the end of the world", function)
     assert 0.05 <= now() - started < LONG_S / 2
     assert not ended.is_set()
-    go_on.set()
+    release.set()
     assert ended.wait(LONG_S)
 
 
-def test_a_poll_gives_the_first_answer():
+def test_a_poll_returns_the_first_answer():
     answers = iter([None, None, 0, 1])
     assert poll_until(now(LONG_S), lambda: next(answers), threading.Event(), every_s=0.0) == 0
     assert next(answers) == 1
 
 
-def test_a_poll_asks_once_even_after_its_deadline():
+def test_a_poll_checks_once_even_after_its_deadline():
     assert poll_until(now(-1), lambda: "there", threading.Event()) == "there"
 
 
 def test_a_poll_ends_at_its_deadline():
-    asked = []
+    calls = []
     started = now()
-    assert poll_until(now(0.1), lambda: asked.append(now()), threading.Event(), every_s=0.01) is None
+    assert poll_until(now(0.1), lambda: calls.append(now()), threading.Event(), every_s=0.01) is None
     assert 0.1 <= now() - started < LONG_S / 2
-    assert 2 <= len(asked) <= 12
+    assert 2 <= len(calls) <= 12
 
 
 def test_a_poll_ends_when_it_is_interrupted():
     interrupted = threading.Event()
-    asked = []
+    calls = []
 
     def ready():
-        asked.append(1)
-        if len(asked) == 3:
+        calls.append(1)
+        if len(calls) == 3:
             interrupted.set()
 
     started = now()
     assert poll_until(now(LONG_S), ready, interrupted, every_s=0.01) is None
-    assert len(asked) == 3
+    assert len(calls) == 3
     assert now() - started < LONG_S / 2
