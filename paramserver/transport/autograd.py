@@ -1,4 +1,8 @@
-"""The distributed-autograd edge between a server and a trainer: what is pulled goes down, gradients come up."""
+"""Autograd functions at the border between a server and a trainer: a pull, and the push as its backward.
+
+What a server sends has a distributed-autograd edge back to the server, so ``dist_autograd.backward`` on the trainer is
+the push. Every function here is a view or a constant in forward; backward alone does something.
+"""
 
 from __future__ import annotations
 
@@ -10,31 +14,28 @@ from torch import Tensor
 
 
 class PullFunction(torch.autograd.Function):
-    """Hands out an immutable snapshot; its gradient goes to the server's flat leaf.
-
-    So pull and push are the two directions of one edge, and ``dist_autograd.backward`` is the push; ``arrived`` is
-    called in the midst of it.
-    """
+    """Returns an immutable snapshot; its gradient goes to the server's flat leaf."""
 
     @staticmethod
-    def forward(ctx: Any, leaf: Tensor, snapshot: Tensor, arrived: Callable[[], None] | None) -> Tensor:
-        ctx.set_materialize_grads(False)  # parameters that took no part get no gradient, and not zeros
-        ctx.arrived = arrived
+    def forward(ctx: Any, leaf: Tensor, snapshot: Tensor, on_gradient: Callable[[], None] | None) -> Tensor:
+        # Without this, a parameter that took no part gets a gradient of zeros, and optimizers with momentum step it.
+        ctx.set_materialize_grads(False)
+        ctx.on_gradient = on_gradient
         return snapshot.view_as(snapshot)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        if ctx.arrived is not None:
-            ctx.arrived()
+        if ctx.on_gradient is not None:
+            ctx.on_gradient()
         return gradients[0], None, None
 
 
 class PushFunction(torch.autograd.Function):
-    """A scalar whose gradient with respect to the pulled tensors is what a trainer has accumulated for them.
+    """A scalar whose gradients with respect to the pulled tensors are the gradients that a trainer has accumulated.
 
     The model's own backward ends at the trainer's copy of the parameters, so micro-batches, hooks and higher
-    derivatives work as they do anywhere. ``dist_autograd.backward`` of the seal carries the result across: the chain
-    rule, cut at the border between two processes.
+    derivatives work as in one process. The distributed backward of this scalar sends the result: the chain rule,
+    divided at the border between two processes.
     """
 
     @staticmethod
@@ -48,10 +49,10 @@ class PushFunction(torch.autograd.Function):
 
 
 class SendOutputs(torch.autograd.Function):
-    """Outputs of a forward on their way out, behind a ticket whose gradient says which of them took part in the loss.
+    """Returns a token and the outputs of a forward; the token's gradient marks the outputs that are in the loss.
 
-    Distributed autograd fills in zeros for what took no part. Here such an output has no gradient again, as it has
-    where nothing is distributed, so that a parameter which only it depends on is not stepped.
+    Distributed autograd fills in zeros for outputs that are not in the loss. Here such an output has no gradient, as in
+    one process, so that a parameter on which nothing else depends is not stepped.
     """
 
     @staticmethod
@@ -61,19 +62,19 @@ class SendOutputs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        took_part = gradients[0].tolist()
-        return tuple(g if part else None for g, part in zip(gradients[1:], took_part, strict=True))
+        is_in_loss = gradients[0].tolist()
+        return tuple(g if used else None for g, used in zip(gradients[1:], is_in_loss, strict=True))
 
 
 class RecvOutputs(torch.autograd.Function):
-    """The other end of ``SendOutputs``: takes ticket and outputs, gives an anchor and the outputs.
+    """The counterpart of ``SendOutputs``: takes token and outputs, returns an anchor and the outputs.
 
-    The anchor is a scalar and a root of the backward beside the loss. So every reply takes part in the backward, which
-    would else wait for those that do not.
+    The anchor is a scalar root of the backward in addition to the loss. It makes every reply part of the backward:
+    dist_autograd waits for the gradient of each tensor that was sent in the context, also of those not in the loss.
     """
 
     @staticmethod
-    def forward(ctx: Any, ticket: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, token: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         return torch.zeros(()), *(output.detach() for output in outputs)
 
@@ -82,29 +83,53 @@ class RecvOutputs(torch.autograd.Function):
         return torch.tensor([float(g is not None) for g in gradients[1:]]), *gradients[1:]
 
 
+def pull(
+    leaves: Sequence[Tensor], snapshot: Sequence[Tensor], on_gradient: Callable[[], None] | None = None
+) -> list[Tensor]:
+    """Return the tensors of a snapshot with edges to ``leaves``; called on a server inside a pull.
+
+    Args:
+        leaves: flat tensors that require gradients.
+        snapshot: one tensor for each of them, in any dtype.
+        on_gradient: called for each gradient that is received, during the backward and in its thread.
+
+    Example::
+
+        >>> leaf, snapshot = torch.zeros(2, requires_grad=True), torch.ones(2)
+        >>> pulled = pull([leaf], [snapshot])
+        >>> push_root([torch.tensor([3.0, 4.0])], pulled).backward()
+        >>> leaf.grad
+        tensor([3., 4.])
+    """
+    apply: Any = PullFunction.apply
+    return [apply(leaf, flat, on_gradient) for leaf, flat in zip(leaves, snapshot, strict=True)]
+
+
+def push_root(gradients: Sequence[Tensor], pulled: Sequence[Tensor]) -> Tensor:
+    """Return the root of the distributed backward that sends ``gradients`` to where ``pulled`` came from."""
+    apply: Any = PushFunction.apply
+    root: Tensor = apply(list(gradients), *pulled)
+    return root
+
+
 def send_outputs(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """Ticket and outputs, as they leave the process that computed them; all of ``outputs`` have a gradient."""
+    """Return a token and ``outputs``, which all require gradients, for a reply of the process that computed them.
+
+    Example::
+
+        >>> weight = torch.ones(1, requires_grad=True)
+        >>> sent = send_outputs([weight * 2, weight * 3])
+        >>> anchor, (first, second) = recv_outputs(sent)
+        >>> torch.autograd.backward([first.sum(), anchor])
+        >>> weight.grad
+        tensor([2.])
+    """
     apply: Any = SendOutputs.apply
     return list(apply(*outputs))
 
 
-def recv_outputs(departed: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Anchor and outputs, from what ``send_outputs`` gave elsewhere."""
+def recv_outputs(sent: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Return an anchor and the outputs, from what ``send_outputs`` returned in another process."""
     apply: Any = RecvOutputs.apply
-    anchor, *outputs = apply(*departed)
+    anchor, *outputs = apply(*sent)
     return anchor, outputs
-
-
-def pull(
-    leaves: Sequence[Tensor], snapshot: Sequence[Tensor], arrived: Callable[[], None] | None = None
-) -> list[Tensor]:
-    """The snapshot as tensors whose gradients arrive at ``leaves``; ``arrived`` is called for each that does."""
-    apply: Any = PullFunction.apply
-    return [apply(leaf, flat, arrived) for leaf, flat in zip(leaves, snapshot, strict=True)]
-
-
-def push_root(gradients: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
-    """The root of the distributed backward that sends ``gradients`` to where ``tensors`` were pulled from."""
-    apply: Any = PushFunction.apply
-    seal: Tensor = apply(list(gradients), *tensors)
-    return seal

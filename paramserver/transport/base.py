@@ -1,4 +1,17 @@
-"""The two ends of the way that parameters and gradients take between the server and one trainer."""
+"""The transport interface: how a version of the parameters reaches a trainer and how its gradients return.
+
+There is one pair for each trainer, a ``ServerTransport`` and a ``TrainerTransport``. A step calls them in this order::
+
+    server                               trainer
+    pin_version
+    pull  ---- pulled tensors ---------> load, or map_version where memory is shared
+    receive_bucket <---- gradients ----- bucket_tensor, while backward continues
+    collect_gradients <---- push ------- backward_root, the root of the distributed backward
+    unpin
+
+Implementations: transport/rpc.py (messages), transport/shared_memory.py (same host), server/model_service.py (the
+forward is on the server, and only outputs are sent).
+"""
 
 from __future__ import annotations
 
@@ -14,69 +27,88 @@ from paramserver.transport.messages import VersionView
 
 @dataclass(frozen=True)
 class GradientBucket:
-    """Flat tensor ``number`` of those that server ``server`` owns."""
+    """A flat tensor of gradients that is sent as a message of its own, as in DDP.
+
+    Example::
+
+        >>> GradientBucket(server_index=1, flat_index=2)
+        GradientBucket(server_index=1, flat_index=2)
+    """
 
     server_index: int
     flat_index: int
 
 
 class ServerTransport(ABC):
-    """The server's end, one for each trainer. Called under the server's lock.
+    """The server side for one trainer. Every method is called under the server's lock and does not block.
 
-    ``in_place`` says that gradients lie in memory that several servers may share.
+    ``zero_copy`` is true where gradients are in memory that several servers may share.
     """
 
-    in_place = False
+    zero_copy = False
 
     @abstractmethod
     def pin_version(self) -> int:
-        """Set the current version aside for the trainer's next pull; the place by which the other end finds it."""
+        """Retain the current version for the next pull of the trainer.
+
+        Returns:
+            The slot where ``TrainerTransport.map_version`` finds it; 0 where versions are sent.
+        """
 
     @abstractmethod
     def pull(self) -> tuple[Tensor, ...]:
-        """What was offered, as tensors whose gradients come back."""
+        """Return the pinned version as tensors whose gradients return to this process."""
 
     @abstractmethod
     def view_version(self) -> tuple[int | None, Sequence[Tensor]]:
-        """The current version without a way back, for validation: its place, or itself. Good until the next offer."""
+        """Return the current version without gradients, for validation; valid until the next ``pin_version``.
 
-    def receive_bucket(self, number: int, gradient: Tensor) -> None:
-        """The gradient of flat tensor ``number``, sent before the context; see ``TrainerTransport.early``."""
-        raise AssertionError("no gradient comes early")
+        Returns:
+            Its slot and no tensors, or None and its tensors.
+        """
+
+    def view_retained(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> VersionView:
+        """Return a past version that the server has retained, for validation."""
+        return VersionView(None, tuple(parameters), tuple(buffers))
+
+    def buffers_to_send(self, current: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return what the trainer needs of the module buffers of its version."""
+        return tuple(current)
+
+    def receive_bucket(self, flat_index: int, gradient: Tensor) -> None:
+        """Receive a gradient that is sent before the push; see ``TrainerTransport.buckets``."""
+        raise AssertionError("this transport has no buckets")
 
     @abstractmethod
     def collect_gradients(self, held: Mapping[Tensor, Tensor]) -> list[Tensor] | None:
-        """The flat gradients of a push, which the caller may change; None where the context holds none.
+        """Return the flat gradients of a push, which the caller may change; None if they are not complete.
 
         Args:
-            held: the gradients of the context, by leaf.
+            held: the gradients of the distributed-autograd context, by leaf.
         """
 
-    def buffers_to_send(self, current: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """What a trainer gets of the module buffers of a version beside what it was offered."""
-        return tuple(current)
-
-    def view_retained(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> VersionView:
-        """A past version, for validation."""
-        return VersionView(None, tuple(parameters), tuple(buffers))
-
     def complete_push(self, report: StepReport, buffers: Sequence[Tensor]) -> tuple[StepReport, Sequence[Tensor]]:
-        """A push's report and module buffers, with what only this end knows. Called after ``gradients``."""
+        """Return the report and the module buffers of a push, completed by what only the server knows.
+
+        Call it after ``collect_gradients``.
+        """
         return report, buffers
 
     @abstractmethod
     def unpin(self) -> None:
-        """The trainer has pushed, or is gone: it needs what it was offered no more."""
+        """Release the pinned version: the trainer has pushed or is lost."""
 
 
 class TrainerTransport(ABC):
-    """A trainer's end.
+    """The trainer side.
 
-    ``name`` is the word of the key server.transport; ``in_place`` says that a version is found by its place, so that
-    the answer to a pull is needed no sooner than the gradients. ``gradient_views`` are where the gradients of a step
-    are put, one for each trained parameter in the order of the layout; they stay valid, with what the last step left.
-    ``early`` are the messages that leave by themselves before ``seal``, each with the numbers of the parameters whose
-    gradients it carries: it may leave once those are there, while backward goes on.
+    Attributes:
+        name: the value of server.transport.
+        zero_copy: a version is found by its slot, so the reply to a pull is needed only by ``backward_root``.
+        gradient_views: where the gradients of a step are put, one for each trained parameter in the order of the
+            layout. They keep the gradients of the last step until they are overwritten.
+        buckets: what is sent before ``backward_root``, each with the indices of the parameters whose gradients it
+            carries. It may be sent as soon as these are in place, while backward continues.
     """
 
     name: str
@@ -84,22 +116,27 @@ class TrainerTransport(ABC):
     gradient_views: Sequence[Tensor]
     buckets: Mapping[GradientBucket, Sequence[int]] = {}
 
-    def bucket_tensor(self, early: GradientBucket) -> Tensor:
-        """What such a message carries, from ``gradient_views``. It is not changed before the step has its answer."""
-        raise AssertionError("no gradient leaves early")
+    def bucket_tensor(self, bucket: GradientBucket) -> Tensor:
+        """Return what a bucket carries, from ``gradient_views``. Do not change it before the step is applied."""
+        raise AssertionError("this transport has no buckets")
 
     @abstractmethod
-    def map_version(self, place: int) -> None:
-        """Make the model hold the version at a place. Only with ``in_place``."""
+    def map_version(self, slot: int) -> None:
+        """Make the parameters of the model those of a slot. Only if ``zero_copy``."""
 
     @abstractmethod
     def load(self, flats: Sequence[Tensor]) -> None:
-        """Make the model hold what is in these flat tensors, which nobody else uses."""
+        """Make the parameters of the model those in ``flats``, which the caller gives away."""
 
     @abstractmethod
     def backward_root(self, pulled: Sequence[Tensor]) -> Tensor:
-        """The root of the distributed backward that hands over what is in ``gradient_views``."""
+        """Return the root of the distributed backward that pushes what is in ``gradient_views``.
+
+        Raises:
+            NotFinite: a gradient does not fit into server.wire_dtype.
+            TaskError: the task changed a parameter that belongs to the server.
+        """
 
     @abstractmethod
     def step_bytes(self, pulled: Sequence[Tensor]) -> int:
-        """What a step with this version moves between two processes, both ways."""
+        """Return the bytes that a step with this version moves between two processes, in both directions."""

@@ -1,4 +1,4 @@
-"""What server and trainers say to each other in a step, and the server's table of those who wait for an answer."""
+"""The messages of a run between servers and trainers, and the table of replies that a server still owes."""
 
 from __future__ import annotations
 
@@ -20,16 +20,20 @@ Future: TypeAlias = "torch.futures.Future[Any]"
 
 @dataclass(frozen=True)
 class JoinReply:
-    """What a trainer gets when it joins: what no optimizer changes of the model, and how the rest lies in flat tensors.
+    """The reply to a trainer that joins: everything that no step changes, and where the run starts.
 
-    ``wire`` is how that travels; ``lockstep`` says that all trainers take every step together; ``segments`` is where
-    processes of the server's host find its memory, None where it is not shared; ``shards`` is who owns what, where
-    there are several servers.
+    Attributes:
+        model: what the optimizer does not change of the model's ``state_dict()``.
+        parameter_layout: of the trained parameters, and ``buffer_layout`` of the module buffers, in flat tensors.
+        step: the version that the run starts with.
+        lockstep: all trainers take every step together.
+        segments_address: where processes of the server's host attach its memory; None if it is not shared.
+        stored_part: the trainer's part of the checkpoint that the run resumes from.
+        shards: what each server owns; empty with one server.
     """
 
     model: dict[str, Any]
     parameter_layout: FlatLayout
-    wire_layout: FlatLayout
     buffer_layout: FlatLayout
     step: int
     lockstep: bool
@@ -40,10 +44,16 @@ class JoinReply:
 
 @dataclass(frozen=True)
 class ShardAssignment:
-    """What a server beside the first gets when it joins: what it owns, in the version that the run begins with.
+    """The reply to a shard server that joins: what it owns, in the version that the run starts with.
 
-    ``parameters`` is the layout of all of them, ``weights`` are the shard's ranges, ``states`` what the optimizer knows
-    of it; ``segments`` and ``segments_key`` say where the first server's memory is, None where it is not shared.
+    Attributes:
+        shard: what it owns.
+        parameter_layout: of all parameters.
+        weights: the shard's ranges.
+        states: the optimizer's states of the shard.
+        step: the version that the run starts with.
+        segments_address: where the memory of server 0 is attached; None if it is not shared.
+        segments_key: of the parameters in that memory.
     """
 
     shard: Shard
@@ -57,11 +67,15 @@ class ShardAssignment:
 
 @dataclass(frozen=True)
 class ApplyRequest:
-    """What makes ``version`` out of the one before, on a server beside the first.
+    """Server 0's request to a shard server to make ``version`` out of the version before.
 
-    ``pushes`` are trainers in order, the version of each gradient, and whether it lies in shared memory; each is
-    multiplied by its factor; ``used`` as in ``StepReport``. ``groups`` are the optimizer's hyper-parameters, None where
-    the norm of all gradients is to be known first. Of the versions before, those in ``needed`` may still be pulled.
+    Attributes:
+        version: to make.
+        pushes: of each trainer in order: its index, the version of its gradient, whether that is in shared memory.
+        factors: by which each gradient is multiplied.
+        used: as in ``StepReport``.
+        groups: the optimizer's hyper-parameters; None if the norm of all gradients must be known first.
+        retained_versions: earlier versions that may still be pulled.
     """
 
     version: int
@@ -74,11 +88,15 @@ class ApplyRequest:
 
 @dataclass(frozen=True)
 class StepGrant:
-    """The answer to an announcement: what to do, and the version to do it with; or to a push: what came of it.
+    """The reply to an announcement (what to do next, and with which version), or to a push (what it resulted in).
 
-    ``place`` tells a trainer's end where the version is that it pulls; ``buffers`` are the version's module buffers,
-    empty for a trainer that takes no part; ``wants_buffers`` says whether its push is to bring its own; ``result`` is
-    what the push made that came with the announcement; ``held_s`` is how long the answer waited for other trainers.
+    Attributes:
+        decision: what to do next; None in the reply to a push without an announcement.
+        slot: where the transport of the trainer finds the version.
+        buffers: module buffers of the version; empty for a trainer that takes no part in the step.
+        wants_buffers: the push of this step brings the trainer's own module buffers.
+        result: of the push that the announcement was sent with.
+        held_s: how long the reply waited for other trainers.
     """
 
     decision: Decision | None = None
@@ -91,7 +109,7 @@ class StepGrant:
 
 @dataclass(frozen=True)
 class VersionView:
-    """A version to be validated: ``place`` where a trainer's end finds it, else tensors of the trainer's own."""
+    """A version for validation: ``slot`` where the transport of the trainer finds it, or None and ``parameters``."""
 
     slot: int | None
     parameters: tuple[Tensor, ...]
@@ -100,11 +118,15 @@ class VersionView:
 
 @dataclass(frozen=True)
 class ModelCall:
-    """A call of the model on the server (``server.compute: server``). Nothing of a call stays behind for the next.
+    """A call of the model on the server (``server.compute: server``). The server keeps no state of a call.
 
-    ``args`` and ``kwargs`` hold tensors of the CPU without gradients; ``batch`` counts the batches of the step;
-    ``training`` is what ``train()`` or ``eval()`` said last (None: neither); ``wants_grad`` says whether gradients are
-    recorded; ``autocast_dtype`` is None where there is no autocast; ``random_state`` is torch's.
+    Attributes:
+        args: with ``kwargs``, the inputs; tensors on the CPU without gradients.
+        batch: index of the batch in the step.
+        training: argument of the last ``train()`` or ``eval()``; None if neither was called.
+        wants_grad: gradients are recorded.
+        autocast_dtype: None without autocast.
+        random_state: of torch on the trainer.
     """
 
     args: tuple[Any, ...]
@@ -118,7 +140,7 @@ class ModelCall:
 
 @dataclass(frozen=True)
 class ModelReply:
-    """What the model returned, with a ticket (see ``edge.Departure``) where some of it has a gradient."""
+    """The model's output; with the token of ``autograd.send_outputs`` if some of it has a gradient."""
 
     output: Any
     token: Tensor | None
@@ -127,7 +149,7 @@ class ModelReply:
 
 @dataclass(frozen=True)
 class Push:
-    """A trainer's gradients as they wait on the server for those of the others, and its word for the step after."""
+    """A trainer's gradients on the server until they are applied, and its announcement of the following step."""
 
     gradients: list[Tensor]
     report: StepReport
@@ -138,7 +160,18 @@ class Push:
 
 
 class PendingReplies:
-    """A round that is complete when every trainer has given its part: the parts, and the futures of their answers."""
+    """Parts that trainers have sent for something that all do together, and the futures of the replies they wait for.
+
+    Example::
+
+        >>> replies = PendingReplies()
+        >>> futures = [replies.add(trainer_index, loss) for trainer_index, loss in enumerate([0.5, 1.5])]
+        >>> parts, waiting, _ = replies.pop_all()
+        >>> for future in waiting.values():
+        ...     future.set_result(sum(parts.values()) / len(parts))
+        >>> futures[0].wait()
+        1.0
+    """
 
     def __init__(self) -> None:
         self.parts: dict[int, Any] = {}
@@ -146,7 +179,7 @@ class PendingReplies:
         self.arrival_s: dict[int, float] = {}
 
     def add(self, trainer_index: int, part: Any, future: Future | None = None) -> Future:
-        """Its part, and the future of its answer: a new one, or one that it waits for already."""
+        """Add a trainer's part and return the future of its reply: a new one, or ``future``."""
         future = torch.futures.Future() if future is None else future
         self.parts[trainer_index] = part
         self.futures[trainer_index] = future
@@ -154,19 +187,28 @@ class PendingReplies:
         return future
 
     def pop(self, trainer_index: int) -> tuple[Future, float]:
-        """One trainer's future, and when it came."""
+        """Remove one trainer; return its future and its time of arrival (``time.perf_counter``)."""
         del self.parts[trainer_index]
         return self.futures.pop(trainer_index), self.arrival_s.pop(trainer_index)
 
     def pop_all(self) -> tuple[dict[int, Any], dict[int, Future], dict[int, float]]:
-        """Everything so far; the next round begins empty."""
-        taken = self.parts, self.futures, self.arrival_s
+        """Remove and return parts, futures and times of arrival of all trainers."""
+        popped = self.parts, self.futures, self.arrival_s
+        # New dictionaries: the caller completes the popped futures outside of the lock, while others add to these.
         self.parts, self.futures, self.arrival_s = {}, {}, {}
-        return taken
+        return popped
 
 
 def merge_used(masks: Sequence[tuple[bool, ...] | None]) -> tuple[bool, ...] | None:
-    """Which parameters got a gradient from any trainer; None for all of them."""
+    """Return which parameters have a gradient from any trainer; None for all of them.
+
+    Example::
+
+        >>> merge_used([(True, False, False), (False, False, True)])
+        (True, False, True)
+        >>> merge_used([(True, False, False), None]) is None
+        True
+    """
     present = [mask for mask in masks if mask is not None]
     if len(present) < len(masks):
         return None

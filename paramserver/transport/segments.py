@@ -39,7 +39,7 @@ from paramserver.errors import (
     UnsupportedConfiguration,
 )
 from paramserver.parameters.flat import ALIGNMENT_BYTES, FlatLayout
-from paramserver.transport.memory_limits import require_memory, insufficient_memory
+from paramserver.transport.memory_limits import insufficient_memory, require_memory
 
 # A holder of the descriptor could else cut the file, and kill all others at their next touch.
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL

@@ -1,0 +1,106 @@
+"""Gradient compression over RPC: how parameters and gradients are represented in messages.
+
+To add a codec, subclass ``WireCodec``, let ``make_codec`` choose it, and add its name or its key to the server section
+of config/schema.py. Servers and trainers of a run have the same configuration, so both ends make the same codec.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from paramserver.config import ServerConfig
+from paramserver.errors import NotFinite
+from paramserver.parameters.flat import FlatLayout
+
+
+class WireCodec(ABC):
+    """Converts flat tensors to and from the tensors that are sent; each element stays one element.
+
+    A trainer encodes a gradient and decodes a parameter by ``Tensor.copy_`` between a tensor of the model and a view of
+    a tensor of ``wire_layout``. The conversions in the other directions, on servers, are ``encode`` and ``decode``.
+    """
+
+    name: str
+
+    @abstractmethod
+    def wire_layout(self, layout: FlatLayout) -> FlatLayout:
+        """Return the layout of the tensors that are sent for flat tensors of ``layout``."""
+
+    @abstractmethod
+    def encode(self, layout: FlatLayout, flats: list[Tensor]) -> list[Tensor]:
+        """Return what is sent for the parameters of a version; ``flats`` themselves where nothing is converted.
+
+        Raises:
+            NotFinite: see ``check_fits``.
+        """
+
+    @abstractmethod
+    def decode(self, wire: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return a received flat gradient in the ``dtype`` of its parameters."""
+
+    @abstractmethod
+    def check_fits(self, what: str, exact: Tensor, wire: Tensor) -> None:
+        """Check that encoding turned no finite element into an infinite one.
+
+        Args:
+            what: name of the tensor, for the message.
+            exact: the tensor before, and ``wire`` after encoding.
+
+        Raises:
+            NotFinite: an element is too large.
+        """
+
+
+class CastCodec(WireCodec):
+    """Rounds to ``dtype`` where that is smaller (``server.wire_dtype``).
+
+    Example::
+
+        >>> codec = CastCodec(torch.bfloat16)
+        >>> layout = FlatLayout.of([("weight", torch.zeros(2)), ("step", torch.zeros(1, dtype=torch.int8))])
+        >>> codec.wire_layout(layout).dtypes
+        (torch.bfloat16, torch.int8)
+        >>> wire = codec.encode(layout, layout.allocate())
+        >>> codec.decode(wire[0], torch.float32).dtype
+        torch.float32
+    """
+
+    name = "cast"
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def wire_layout(self, layout: FlatLayout) -> FlatLayout:
+        return layout.narrowed(self.dtype)
+
+    def encode(self, layout: FlatLayout, flats: list[Tensor]) -> list[Tensor]:
+        wire = self.wire_layout(layout)
+        if wire == layout:
+            return flats
+        rounded = [flat.to(dtype) for flat, dtype in zip(flats, wire.dtypes, strict=True)]
+        if not all(bool(flat.isfinite().all()) for flat in rounded):
+            views = wire.views(rounded)
+            for name, exact in layout.views(flats).items():
+                self.check_fits(f"parameter {name}", exact, views[name])
+        return rounded
+
+    def decode(self, wire: Tensor, dtype: torch.dtype) -> Tensor:
+        return wire.to(dtype)
+
+    def check_fits(self, what: str, exact: Tensor, wire: Tensor) -> None:
+        overflowed = exact.isfinite() & ~wire.isfinite()
+        if bool(overflowed.any()):
+            largest = float(exact[overflowed].abs().max())
+            kind = str(wire.dtype).removeprefix("torch.")
+            raise NotFinite(
+                f"{what} has a value of {largest:.4g}, which is too large for server.wire_dtype ({kind}); "
+                "use bfloat16 or float32, or a smaller learning rate"
+            )
+
+
+def make_codec(config: ServerConfig) -> WireCodec:
+    """Return the codec of a run: the only place that turns keys of the server section into one."""
+    return CastCodec(getattr(torch, config.wire_dtype))
