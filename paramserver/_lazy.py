@@ -1,4 +1,4 @@
-"""Names of a package that are imported on first access, so that importing the package itself stays cheap."""
+"""Lazy exports of a package: a name is imported on first access, so that importing the package itself is cheap."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 def attach(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Return ``__getattr__`` (PEP 562), ``__dir__`` and ``__all__`` for a package.
 
-    The public names are those that the package's ``__init__`` imports under ``if TYPE_CHECKING``: type checkers read
-    these imports as they stand, and this function reads them from the source, so each name is listed once.
+    The public names are those that the ``__init__`` of the package imports under ``if TYPE_CHECKING``. Type checkers
+    read these imports, and this function parses them from the source, so each name is listed once.
 
     Args:
-        package: its ``__name__``.
-        file: its ``__file__``.
+        package: the ``__name__`` of the package.
+        file: the ``__file__`` of the package.
 
     Example::
 

@@ -1,4 +1,4 @@
-"""Which devices a process computes on."""
+"""Placement: the devices that each process computes on, and the move of a batch to a device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,17 @@ from paramserver.errors import UnsupportedConfiguration
 
 @dataclass(frozen=True)
 class Placement:
-    """The devices of one process (the first takes the inputs) and the process-group backend that fits them."""
+    """The devices of one process and the process-group backend for them.
+
+    Attributes:
+        devices: inputs go to the first one.
+        backend: gloo or nccl.
+
+    Example::
+
+        >>> CPU.device, CPU.backend
+        (device(type='cpu'), 'gloo')
+    """
 
     devices: tuple[torch.device, ...]
     backend: str
@@ -27,9 +37,15 @@ CPU = Placement((torch.device("cpu"),), "gloo")
 
 
 def place_server(config: Config, gpus_here: int | None = None) -> Placement:
-    """Where the server computes the model that trainers call: on ``device.num_gpus`` GPUs if it has them, or the CPU.
+    """Return the devices on which the server runs the forward (``server.compute: server``).
 
-    Its parameters live on the CPU in any case.
+    They are ``device.num_gpus`` GPUs if the host has as many, otherwise the CPU. The parameters live on the CPU in
+    either case.
+
+    Example::
+
+        >>> place_server(Config(), gpus_here=8) == CPU
+        True
     """
     available = torch.cuda.device_count() if gpus_here is None else gpus_here
     wanted = (config.device.num_gpus or 0) if server_computes(config) and config.device.server == "auto" else 0
@@ -39,18 +55,24 @@ def place_server(config: Config, gpus_here: int | None = None) -> Placement:
 
 
 def place_trainer(config: Config, local_index: int, trainers_here: int, gpus_here: int | None = None) -> Placement:
-    """The devices of one trainer: its own GPUs where the host has enough for all of its trainers, the CPU otherwise.
+    """Return the devices of one trainer: GPUs of its own if the host has enough for all its trainers, else the CPU.
 
-    A trainer whose model is on the server computes the loss alone, on the CPU.
+    With ``server.compute: server`` a trainer computes only the loss, on the CPU.
 
     Args:
-        config: ``device`` and ``cluster.backend``.
-        local_index: of this trainer among those of its host.
-        trainers_here: how many trainers the host runs.
-        gpus_here: how many GPUs the host has; None asks torch.
+        config: the config, for ``device`` and ``cluster.backend``.
+        local_index: index of this trainer among those of its host.
+        trainers_here: number of trainers on the host.
+        gpus_here: number of GPUs of the host; None = ask torch.
 
     Raises:
-        UnsupportedConfiguration: ``device.kind: cuda`` without enough GPUs, or a backend that the device cannot use.
+        UnsupportedConfiguration: ``device.kind: cuda`` without enough GPUs, or a backend that the device does not
+            support.
+
+    Example::
+
+        >>> place_trainer(Config(), local_index=1, trainers_here=2, gpus_here=2).devices
+        (device(type='cuda', index=1),)
     """
     if server_computes(config):
         return CPU
@@ -81,7 +103,13 @@ def place_trainer(config: Config, local_index: int, trainers_here: int, gpus_her
 
 
 def move_to_device(batch: Any, device: torch.device) -> Any:
-    """The batch with its tensors on ``device``; nested tuples, lists and dicts keep their form."""
+    """Return ``batch`` with its tensors on ``device``; nested tuples, lists and dicts keep their structure.
+
+    Example::
+
+        >>> move_to_device({"x": torch.zeros(2)}, torch.device("meta"))["x"].device
+        device(type='meta')
+    """
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):

@@ -1,44 +1,71 @@
-"""Every error that this package raises on purpose.
+"""The exception tree: every error that this package raises deliberately, with the exit code of the command line.
 
 ::
 
     ParamserverError
-    ├── UnsupportedConfiguration      exit 2: what the user gave is wrong
-    │   ├── TaskError                 the task cannot be loaded, or breaks the contract of a task
-    │   │   └── ModelIsElsewhere      a step needs more of its model than a call, and the model is on the server
-    │   ├── CheckpointError           a checkpoint is missing, incomplete, damaged or of something else
-    │   └── PeerRefused               another process of the run found the input wrong, and says why
+    ├── UnsupportedConfiguration      exit 2: the input of the user is wrong
+    │   ├── TaskError                 the task cannot be loaded, or violates the contract of a task
+    │   │   └── ModelIsElsewhere      a step uses the model other than by a call, and the model is on the server
+    │   ├── CheckpointError           a checkpoint is missing, incomplete, damaged or does not fit
+    │   └── PeerRefused               another process of the run refused the input; the message states why
     ├── TrainingError                 exit 1: the run failed
     │   ├── SourceError               a source of samples raised
     │   ├── NotFinite                 a loss, a gradient or a parameter is NaN, infinite or too large for the wire
-    │   ├── PeerLost                  another process of the run is gone or silent
-    │   │   └── PeerFailed            it failed, and said why
+    │   ├── PeerLost                  another process of the run died or stopped responding
+    │   │   └── PeerFailed            it failed and reported its error
     │   └── DeadlineExceeded          a wait reached its limit
-    ├── ClientError                   exit 1: a program that produces samples cannot go on
-    │   └── RunOver                   the run wants no more samples
+    ├── ClientError                   exit 1: a program that produces samples cannot continue
+    │   └── RunOver                   the run needs no more samples
     ├── Interrupted                   exit 3: a signal ended the run, after its checkpoint was written
     └── BufferError
         ├── BufferTimeout             a put or get reached its limit
         ├── BufferExhausted           finished and empty: no more samples will come
-        └── BufferClosed              closed while somebody waited, or before
+        └── BufferClosed              closed before or during the call
 
-A message names the thing, its value, the rule that it breaks and the cure. Each class takes one string, so that an
-error can cross a process boundary as ``(class name, message)``.
+A message has the form "name (value) must rule; cure". Each class takes one string, so that an error can cross a process
+boundary as ``(class name, message)``.
+
+Example::
+
+    >>> issubclass(TaskError, UnsupportedConfiguration), TaskError("task (a:B) lacks build_model").exit_code
+    (True, 2)
 """
 
 
 class ParamserverError(Exception):
-    """Root of the tree. ``exit_code`` is what the command line returns for it."""
+    """Root of the exception tree. Catch it to handle every error of this package.
+
+    Attributes:
+        exit_code: the exit code of the command line for this error.
+        self_explanatory: the message is complete; a traceback would add nothing and is not printed.
+        relayed: the error was received from another process, with that process's traceback in the message.
+
+    Example::
+
+        >>> try:
+        ...     raise PeerLost("rank 1 is lost")
+        ... except ParamserverError as error:
+        ...     print(error.exit_code, error)
+        1 rank 1 is lost
+    """
 
     exit_code = 1
-    self_explanatory = False  # where it was raised says nothing more, so it is told without a traceback
-    relayed = False  # told by another process, with its traceback in the message: this one's says nothing
+    self_explanatory = False
+    relayed = False
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
 
 
-class UnsupportedConfiguration(ParamserverError):  # noqa: N818 - the name users of Melissa know
+class UnsupportedConfiguration(ParamserverError):  # noqa: N818 - the name that users of Melissa know
+    """The input of the user is wrong: config, command line, task or checkpoint. Exit code 2.
+
+    Example::
+
+        >>> UnsupportedConfiguration("seed (-1) must be at least 0; give 0 or more").exit_code
+        2
+    """
+
     exit_code = 2
 
 
@@ -46,7 +73,7 @@ class TaskError(UnsupportedConfiguration):
     pass
 
 
-class ModelIsElsewhere(TaskError, AttributeError):  # noqa: N818 - an AttributeError, for hasattr()
+class ModelIsElsewhere(TaskError, AttributeError):  # noqa: N818 - also an AttributeError, so that hasattr() returns False
     pass
 
 
@@ -59,7 +86,13 @@ class PeerRefused(UnsupportedConfiguration):
 
 
 class TrainingError(ParamserverError):
-    pass
+    """The run failed. Exit code 1.
+
+    Example::
+
+        >>> isinstance(NotFinite("loss (nan) must be finite"), TrainingError)
+        True
+    """
 
 
 class SourceError(TrainingError):
@@ -86,7 +119,7 @@ class ClientError(ParamserverError):
     pass
 
 
-class RunOver(ClientError):  # noqa: N818 - how a producer's work may end well
+class RunOver(ClientError):  # noqa: N818 - not a failure: the run is complete
     pass
 
 
@@ -111,6 +144,6 @@ class BufferClosed(BufferError):  # noqa: N818
 
 
 def as_peer_error(error: ParamserverError) -> ParamserverError:
-    """What the others are told of it."""
+    """Return the error that the other processes of a run raise because this process failed with ``error``."""
     kind = PeerRefused if isinstance(error, PeerRefused) else PeerFailed
     return kind(f"the run failed elsewhere: {error}")

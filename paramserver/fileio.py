@@ -1,4 +1,4 @@
-"""How bytes reach the disk so that a crash at any moment leaves the old content or the new one, never a mixture."""
+"""Crash-safe file writes: after a crash at any moment a file has its old content or the new one, never a mixture."""
 
 import errno
 import hashlib
@@ -9,15 +9,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-# Some network file systems cannot sync a folder and say so; there is nothing else to ask of them.
+# Errors of file systems that do not support fsync of a folder, such as some network file systems. Nothing else helps.
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP)
 
 
 class HashingFile:
-    """A new file that is written front to back once; its SHA-256 and size are computed on the way.
+    """A new file that is written sequentially, with its SHA-256 and size.
 
-    A failed write is kept and raised by ``finish``: ``torch.save`` calls ``write`` from C++ and would hide the cause
-    behind an error of its own.
+    The first failure of a write is stored and raised by ``finish``: ``torch.save`` calls ``write`` from C++ and would
+    replace it with a less specific error.
+
+    Example::
+
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     file = HashingFile(Path(folder) / "data")
+        ...     written = file.write(b"abc")
+        ...     file.finish()[:8], file.size_bytes
+        ('ba7816bf', 3)
     """
 
     def __init__(self, path: Path) -> None:
@@ -39,13 +48,13 @@ class HashingFile:
         return length
 
     def flush(self) -> None:
-        """Nothing: ``finish`` flushes, and ``torch.save`` only wants the method to be there."""
+        """Do nothing: ``torch.save`` requires the method, and ``finish`` flushes."""
 
     def finish(self) -> str:
-        """Bring everything to the disk, close, and return the SHA-256 in hexadecimal.
+        """Flush to the disk (fsync), close the file and return its SHA-256 in hexadecimal.
 
         Raises:
-            OSError: a write failed, now or before.
+            OSError: this or an earlier write failed.
         """
         try:
             if self._error is not None:
@@ -57,7 +66,7 @@ class HashingFile:
         return self._digest.hexdigest()
 
     def close(self) -> None:
-        """Close, and forget what could not be flushed: on this path the file is about to be removed."""
+        """Close without raising: where ``finish`` was not called, the file is about to be removed."""
         try:
             self._file.close()
         except OSError as error:
@@ -77,15 +86,15 @@ def fsync_folder(folder: Path) -> None:
 
 
 def atomic_rename(source: Path, target: Path) -> None:
-    """Rename in one indivisible act; a file takes the place of ``target``."""
-    os.replace(source, target)  # noqa: PTH105 - by its own name, so that tests can let it fail on every Python
+    """Rename ``source`` atomically; an existing file ``target`` is replaced."""
+    os.replace(source, target)  # noqa: PTH105 - tests replace os.replace to make it fail
 
 
 def atomic_write_text(path: Path, text: str) -> None:
-    """Replace the content of ``path``: a reader, or a crash, sees the old text or the new one.
+    """Replace the content of ``path`` atomically: a reader, or a crash, sees the old text or the new one.
 
     Raises:
-        OSError: the disk refused; ``path`` is as it was.
+        OSError: the write failed; ``path`` is unchanged.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.unlink(missing_ok=True)
@@ -101,10 +110,15 @@ def atomic_write_text(path: Path, text: str) -> None:
 
 
 def json_text(value: Any, indent: int | None = None) -> str:
-    """``value`` as JSON that every parser accepts.
+    """Return ``value`` as strict JSON, which every parser accepts.
 
-    Tensors and numpy scalars become numbers (``item()``), longer ones lists, what JSON does not know its ``str``.
-    A number that is not finite becomes ``null``, with its text beside it: ``{"loss": null, "loss_text": "nan"}``.
+    Tensors and numpy arrays become numbers or lists; objects that JSON does not support become their ``str``. A number
+    that is not finite becomes ``null``, and a second entry of the mapping holds its text.
+
+    Example::
+
+        >>> json_text({"loss": float("nan")})
+        '{"loss": null, "loss_text": "nan"}'
     """
     return json.dumps(_plain(value), indent=indent, allow_nan=False)
 
@@ -118,7 +132,7 @@ def _plain(value: Any) -> Any:
         return _plain_mapping(value)
     if isinstance(value, list | tuple | set | frozenset):
         return [_plain(item) for item in value]
-    if hasattr(value, "tolist"):  # tensors, numpy arrays and scalars: a plain number or (nested) lists of them
+    if hasattr(value, "tolist"):  # tensors, numpy arrays and scalars: a number or nested lists of numbers
         return _plain(value.tolist())
     return str(value)
 

@@ -1,4 +1,4 @@
-"""Finds a user's class by its name: ``module:Class`` or ``path/to/file.py:Class``."""
+"""Import of user code by reference: ``module:Class`` or ``path/to/file.py:Class``."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from typing import Any
 
 from paramserver.errors import TaskError, UnsupportedConfiguration
 
-_NOT_THE_USERS = ("<frozen", sys.prefix, sys.base_prefix, str(Path(__file__).parent))
+# Frames of files with these prefixes are not user code.
+_LIBRARY_PREFIXES = ("<frozen", sys.prefix, sys.base_prefix, str(Path(__file__).parent))
 
 
 @contextmanager
 def torch_import_without_gc() -> Iterator[None]:
-    """Inside, torch is imported, and nothing is looked through for garbage; if it is there already, nothing is done.
+    """Disable garbage collection while torch is imported; do nothing if it is imported already.
 
-    It makes objects by the hundred thousand, all of which stay: they are left out of later collections too. That is a
-    tenth of the CPU time until a rank trains.
+    The import creates hundreds of thousands of objects that live as long as the process, so they are frozen as well:
+    later collections skip them. This saves a tenth of the CPU time until a rank trains.
     """
     if "torch" in sys.modules or not gc.isenabled():
         yield
@@ -37,15 +38,21 @@ def torch_import_without_gc() -> Iterator[None]:
 
 
 def load_object(reference: str, key: str, folders: Sequence[Path] = ()) -> Any:
-    """The object that ``reference`` names.
+    """Import and return the object that ``reference`` names.
 
     Args:
         reference: ``package.module:Name`` or ``folder/file.py:Name``.
-        key: the config key it came from, for messages.
-        folders: where a relative file is looked for, and what is importable, in this order.
+        key: the config key that holds the reference, for messages.
+        folders: folders that are searched for a relative file, in this order. They are put on ``sys.path``.
 
     Raises:
-        TaskError: the reference, the module or the name is wrong, or the module raised while it was imported.
+        UnsupportedConfiguration: the reference is malformed.
+        TaskError: there is no such module or name, or the module raised while it was imported.
+
+    Example::
+
+        >>> load_object("collections:Counter", "task")
+        <class 'collections.Counter'>
     """
     place, _, name = reference.rpartition(":")
     if not place or not name.isidentifier():
@@ -74,10 +81,10 @@ def _load_module(name: str, key: str) -> ModuleType:
 
 
 def find_file(place: str, key: str, folders: Sequence[Path]) -> Path:
-    """Where the file ``place`` is, which is absolute or in one of ``folders``.
+    """Return the path of the file ``place``, which is absolute or relative to one of ``folders``.
 
     Raises:
-        TaskError: there is none.
+        TaskError: there is no such file.
     """
     candidates = [Path(place)] if Path(place).is_absolute() else [folder / place for folder in folders]
     path = next((c for c in candidates if c.is_file()), None)
@@ -96,7 +103,7 @@ def _load_file(place: str, key: str, folders: Sequence[Path]) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # A task file may import its neighbours, and pickle finds its classes by the module's name.
+    # The file may import other files of its folder, and pickle finds its classes by the name in sys.modules.
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
     sys.modules[name] = module
@@ -109,9 +116,12 @@ def _load_file(place: str, key: str, folders: Sequence[Path]) -> ModuleType:
 
 
 def describe_user_error(error: Exception) -> str:
-    """What a user's code raised, and the last line of that code on the way there, where no traceback is shown."""
+    """Describe an error raised by user code, with the last line of user code in its traceback.
+
+    Use it in messages that are printed without a traceback.
+    """
     frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if not f.filename.startswith(_NOT_THE_USERS)]
+    own = [f for f in frames if not f.filename.startswith(_LIBRARY_PREFIXES)]
     return f"{type(error).__name__}: {error}" + (f" ({own[-1].filename}:{own[-1].lineno})" if own else "")
 
 
@@ -121,10 +131,16 @@ def _classes_of(module: ModuleType) -> str:
 
 
 def class_reference(user_class: type) -> str:
-    """The reference under which other processes find ``user_class``.
+    """Return the reference by which other processes import ``user_class``.
 
     Raises:
-        TaskError: it has none, because it was made inside a function or typed at a prompt.
+        TaskError: there is none, because the class was defined inside a function or at a prompt.
+
+    Example::
+
+        >>> from collections import Counter
+        >>> class_reference(Counter)
+        'collections:Counter'
     """
     if "." in user_class.__qualname__:
         raise TaskError(

@@ -1,4 +1,4 @@
-"""When a run ends, and where its epochs begin: functions of what has been applied."""
+"""Limits that end a run, epochs, and intervals: pure functions of the steps and samples applied so far."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ from paramserver.config import TrainingConfig
 
 @dataclass(frozen=True)
 class Limits:
-    """The first limit that is reached ends the run. ``None`` is no limit."""
+    """The limits of a run; the first one that is reached ends it. None means no limit.
+
+    Example::
+
+        >>> Limits(max_steps=100).reached(steps=100, samples=3200)
+        'training.max_steps (100) reached'
+    """
 
     max_steps: int | None = None
     max_samples: int | None = None
@@ -20,7 +26,7 @@ class Limits:
         return cls(training.max_steps, training.max_samples, training.max_seconds)
 
     def reached(self, steps: int, samples: int) -> str | None:
-        """The limit that these counts reach, in words; the same on every rank that has the same counts."""
+        """Return the limit that these counts reach, as a sentence; None for none. Equal on ranks with equal counts."""
         if self.max_steps is not None and steps >= self.max_steps:
             return f"training.max_steps ({self.max_steps}) reached"
         if self.max_samples is not None and samples >= self.max_samples:
@@ -28,21 +34,33 @@ class Limits:
         return None
 
     def reached_time(self, seconds: float) -> str | None:
+        """Return the time limit if ``seconds`` of training reach it, as a sentence; None otherwise."""
         if self.max_seconds is not None and seconds >= self.max_seconds:
             return f"training.max_seconds ({self.max_seconds:g}) reached"
         return None
 
 
 def epoch_of(samples: int, epoch_samples: int | None) -> int:
-    """The epoch that the next sample belongs to.
+    """Return the epoch of the next sample.
 
     Args:
-        samples: applied so far, by all trainers.
-        epoch_samples: what one pass over the source serves to all trainers; None where that is unknown (one epoch).
+        samples: samples applied so far, by all trainers.
+        epoch_samples: samples of one pass over the source, for all trainers; None if unknown (then there is one epoch).
+
+    Example::
+
+        >>> epoch_of(samples=2048, epoch_samples=1024)
+        2
     """
     return samples // epoch_samples if epoch_samples else 0
 
 
 def is_due(step: int, every: int) -> bool:
-    """Whether what happens every so many steps happens after this one; 0 is never."""
+    """Whether something that happens every ``every`` steps is due after this one; 0 means never.
+
+    Example::
+
+        >>> is_due(step=100, every=50), is_due(step=100, every=0)
+        (True, False)
+    """
     return every > 0 and step % every == 0

@@ -1,4 +1,4 @@
-"""What a user writes: the model, its optimizer, its data, and what one step computes."""
+"""`Task`, the class that a user derives from: model, optimizer, data and the computation of one step."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from paramserver.sources.base import Partition
 if TYPE_CHECKING:
     from paramserver.config import Config
 
+# Methods without a default, with the signature that a message shows.
 REQUIRED = {
     "build_model": "build_model(self)",
     "build_optimizer": "build_optimizer(self, model)",
@@ -27,14 +28,32 @@ REQUIRED = {
 
 
 class Task:
-    """Base of a user's task; one instance lives in every process of a run.
+    """Base class of a training task. Every process of a run creates one instance.
 
-    Override ``build_model``, ``build_optimizer``, ``train_source`` and ``training_step``; the rest has defaults.
+    Override ``build_model``, ``build_optimizer``, ``train_source`` and ``training_step``; all other methods have
+    defaults.
 
     Attributes:
-        devices: the devices that this process may use, the first one for the inputs; set before any method is called.
+        devices: the devices that this process may use. Inputs go to the first one. Set before any method is called.
         config: the effective configuration.
         trainer: the trainer of this process; None on a server.
+
+    Example::
+
+        >>> class Sine(Task):
+        ...     def build_model(self):
+        ...         return nn.Linear(1, 1)
+        ...     def build_optimizer(self, model):
+        ...         return torch.optim.SGD(model.parameters(), lr=0.1)
+        ...     def train_source(self, partition):
+        ...         x = torch.linspace(-3, 3, 8).unsqueeze(1)
+        ...         return torch.utils.data.TensorDataset(x, torch.sin(x))
+        ...     def training_step(self, model, batch, batch_idx):
+        ...         return nn.functional.mse_loss(model(batch[0]), batch[1])
+        >>> task = Sine()
+        >>> batch = task.collate(list(task.train_source(Partition(0, 1))))
+        >>> task.training_step(task.build_model(), batch, 0).shape
+        torch.Size([])
     """
 
     devices: Sequence[torch.device] = (torch.device("cpu"),)
@@ -42,9 +61,9 @@ class Task:
     trainer: Any = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Task:
-        """Remember the arguments, so that ``paramserver.run(task, ...)`` can make the same task in other processes."""
+        """Keep the arguments, so that ``paramserver.run(task, ...)`` can create the same task in other processes."""
         if cls.__init__ is object.__init__ and (args or kwargs):
-            # Python checks this by itself only where a class has no __new__ of its own.
+            # object.__new__ raises this only for classes that do not override __new__.
             raise TypeError(f"{cls.__name__}() takes no arguments")
         task = super().__new__(cls)
         task._arguments = (args, kwargs)
@@ -53,10 +72,10 @@ class Task:
     _arguments: tuple[tuple[Any, ...], dict[str, Any]]
 
     def keyword_arguments(self) -> dict[str, Any]:
-        """The arguments that this task was made with, by name.
+        """Return the arguments that this task was created with, by name.
 
         Raises:
-            TaskError: one of them has no name, because the constructor takes ``*args``.
+            TaskError: an argument has no name, because the constructor takes ``*args`` or positional-only parameters.
         """
         args, kwargs = self._arguments
         signature = inspect.signature(type(self).__init__)
@@ -71,43 +90,54 @@ class Task:
             named.update(value if kind is inspect.Parameter.VAR_KEYWORD else {name: value})
         return named
 
-    # What must be written.
+    # Required methods.
 
     def build_model(self) -> nn.Module:
-        """The model, on ``self.devices``. Called with torch's seed set to ``seed``, so that all processes agree."""
+        """Return the model, on ``self.devices``.
+
+        Called in every process with torch's seed set to the key ``seed``, so that all processes build equal models.
+        """
         raise TaskError(_missing(self, "build_model"))
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """The optimizer of ``model``'s parameters. Called where the parameters live: on the server in rpc."""
+        """Return the optimizer of the parameters. Called where they live: on the server in mode rpc."""
         raise TaskError(_missing(self, "build_optimizer"))
 
     def train_source(self, partition: Partition) -> Any:
-        """The samples: a map-style data set (the same for all trainers; it is dealt), or an iterable (this share)."""
+        """Return the training samples. Called in every trainer.
+
+        A map-style data set must be the same for all trainers: the library partitions and shuffles it. An iterable
+        yields the samples of this trainer only.
+        """
         raise TaskError(_missing(self, "train_source"))
 
     def training_step(self, model: nn.Module, batch: Any, batch_idx: int) -> Tensor:
-        """The scalar loss of a batch: the mean over its samples."""
+        """Return the loss of a batch: a scalar, the mean over its samples. Called for every batch of a trainer."""
         raise TaskError(_missing(self, "training_step"))
 
-    # What may be written.
+    # Optional methods.
 
     def build_scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
-        """A scheduler, stepped per global step; or ``{"scheduler", "every": "epoch" | "validation", "metric"}``."""
+        """Return a learning-rate scheduler, which is stepped once per global step; None for none.
+
+        A dictionary chooses another interval: ``{"scheduler": s, "every": "epoch"}`` or
+        ``{"scheduler": s, "every": "validation", "metric": "loss"}``. Called after ``build_optimizer``.
+        """
         return None
 
     def validation_source(self, partition: Partition) -> Any:
-        """The validation samples, like ``train_source``; None for no validation."""
+        """Return the validation samples, like ``train_source``; None for no validation."""
         return None
 
     def process_sample(self, sample: Any) -> Any:
-        """Turn a sample into what a batch is made of; called when a batch is formed, in the trainer's main thread."""
+        """Transform a sample. Called when a batch is formed, in the main thread of the trainer."""
         return sample
 
     def collate(self, samples: list[Any]) -> Any:
-        """A batch out of samples.
+        """Combine samples into a batch, by default with ``torch.utils.data.default_collate``.
 
         Raises:
-            TaskError: they cannot be stacked.
+            TaskError: the samples cannot be stacked.
         """
         try:
             return default_collate(samples)
@@ -117,38 +147,56 @@ class Task:
     def validation_step(
         self, model: nn.Module, batch: Any, valid_batch_idx: int, batch_idx: int
     ) -> Mapping[str, Tensor]:
-        """Metrics of a validation batch, each the mean over its samples."""
+        """Return the metrics of a validation batch by name, each the mean over its samples.
+
+        Called with the model in ``eval()`` mode and without gradients. Required if there is a ``validation_source``.
+        """
         raise TaskError(
             f"{type(self).__name__} has a validation_source but no validation_step; write "
             "validation_step(self, model, batch, valid_batch_idx, batch_idx), which returns a dict of means"
         )
 
-    # Hooks, in the order in which a run calls them.
+    # Hooks, in the order in which a run calls them. Only trainers call them.
 
-    def on_train_start(self) -> None: ...
+    def on_train_start(self) -> None:
+        """Called once, before the first step, after ``on_resume`` in a resumed run."""
 
-    def on_epoch_start(self, epoch: int) -> None: ...
+    def on_epoch_start(self, epoch: int) -> None:
+        """Called before the first batch of a pass over the data."""
 
-    def on_batch_start(self, batch_idx: int) -> None: ...
+    def on_batch_start(self, batch_idx: int) -> None:
+        """Called before each ``training_step``."""
 
-    def on_batch_end(self, batch_idx: int) -> None: ...
+    def on_batch_end(self, batch_idx: int) -> None:
+        """Called after the backward of each batch, before the update."""
 
-    def on_validation_start(self, batch_idx: int) -> None: ...
+    def on_validation_start(self, batch_idx: int) -> None:
+        """Called before the validation that follows batch ``batch_idx``."""
 
-    def on_validation_end(self, batch_idx: int) -> None: ...
+    def on_validation_end(self, batch_idx: int) -> None:
+        """Called after a validation."""
 
-    def on_epoch_end(self, epoch: int) -> None: ...
+    def on_epoch_end(self, epoch: int) -> None:
+        """Called after the last batch of a pass over the data."""
 
     def on_checkpoint(self, state: dict[str, Any]) -> None:
-        """Put what must survive into ``state``: tensors, numbers, strings, and lists or dicts of them."""
+        """Add state of the task to a checkpoint: tensors, numbers, strings, and lists or dicts of them."""
 
     def on_resume(self, state: dict[str, Any]) -> None:
-        """Take back what ``on_checkpoint`` stored."""
+        """Restore the state that ``on_checkpoint`` stored."""
 
-    def on_train_end(self) -> None: ...
+    def on_train_end(self) -> None:
+        """Called once, after the last validation and checkpoint."""
 
     def log(self, name: str, value: float | Tensor) -> None:
-        """Record a number in metrics.jsonl and TensorBoard, at the step that is made, in validation at the last one."""
+        """Record a number in metrics.jsonl and TensorBoard.
+
+        Call it in a step or hook of a trainer. The record has the number of the step that is being computed; during
+        validation, that of the last step.
+
+        Raises:
+            TaskError: there is no trainer in this process.
+        """
         if self.trainer is None:
             raise TaskError(
                 f"self.log({name!r}) was called where no trainer runs; log from a trainer's steps and hooks"
@@ -161,10 +209,10 @@ def _missing(task: Task, name: str) -> str:
 
 
 def check_task_class(task_class: object, reference: str) -> type[Task]:
-    """The class, if it is a complete task.
+    """Return ``task_class`` if it is a complete task.
 
     Raises:
-        TaskError: it is not a subclass of Task, or a required method is not written.
+        TaskError: it is not a subclass of Task, or a required method is not overridden.
     """
     if not (isinstance(task_class, type) and issubclass(task_class, Task)):
         raise TaskError(f"task ({reference}) is {task_class!r}; it must be a class derived from paramserver.Task")
@@ -175,8 +223,8 @@ def check_task_class(task_class: object, reference: str) -> type[Task]:
 
 
 def _cannot_stack(samples: Sequence[Any], error: Exception) -> str:
-    """Why ``default_collate`` failed: the first two kinds of samples where they differ, else its own words."""
-    kinds = list(dict.fromkeys(_kind(sample) for sample in samples))
+    """Explain why ``default_collate`` failed: two samples of different types or shapes, or its own message."""
+    kinds = list(dict.fromkeys(_describe_sample(sample) for sample in samples))
     if len(kinds) < 2:
         cause = str(error).partition("\n")[0]
         return f"samples ({kinds[0]}) cannot be stacked into a batch ({cause}); write collate(self, samples)"
@@ -186,31 +234,31 @@ def _cannot_stack(samples: Sequence[Any], error: Exception) -> str:
     )
 
 
-def _kind(sample: Any) -> str:
-    """Types and shapes in a sample, as ``(Tensor 3x4, int)``."""
+def _describe_sample(sample: Any) -> str:
+    """Describe types and shapes of a sample, as ``(Tensor 3x4, int)``."""
     if isinstance(sample, Mapping):
-        return "{" + ", ".join(f"{key}: {_kind(value)}" for key, value in sample.items()) + "}"
+        return "{" + ", ".join(f"{key}: {_describe_sample(value)}" for key, value in sample.items()) + "}"
     if isinstance(sample, (tuple, list)):
-        return "(" + ", ".join(map(_kind, sample)) + ")"
+        return "(" + ", ".join(map(_describe_sample, sample)) + ")"
     shape = "x".join(map(str, getattr(sample, "shape", ())))
     return f"{type(sample).__name__} {shape}".rstrip()
 
 
 def uses_default_batching(task: Task) -> bool:
-    """Whether batches are plain stacks of samples, so that a buffer may gather them without looking at each."""
+    """Whether batches are plain stacks of samples, so that a buffer may gather them without a call per sample."""
     return type(task).process_sample is Task.process_sample and type(task).collate is Task.collate
 
 
 def make_task(config: Config, folders: Sequence[Path], task_class: type[Task] | None = None) -> Task:
-    """The task of a process.
+    """Create the task of a process.
 
     Args:
-        config: names the task and its arguments.
-        folders: where its file or module is looked for.
-        task_class: the class, where the caller holds it.
+        config: the config that names the task and its arguments.
+        folders: folders that are searched for the file or module of the task.
+        task_class: the class, if the caller has it; otherwise it is loaded by its name.
 
     Raises:
-        TaskError: it cannot be loaded, is not complete, or its constructor raises.
+        TaskError: the class cannot be loaded or is not complete, or its constructor raises.
     """
     if task_class is None:
         assert config.task is not None
@@ -222,13 +270,13 @@ def construct_task(task_class: type[Task], reference: str | None, task_args: Map
     """Call the constructor of a task.
 
     Raises:
-        TaskError: it raises; the message names ``reference``.
+        TaskError: the constructor raises; the message names ``reference``.
     """
     try:
         return task_class(**task_args)
     except ParamserverError:
         raise
-    except Exception as error:  # a user's constructor may raise anything
+    except Exception as error:  # the constructor is user code and may raise anything
         kind = "takes other arguments" if isinstance(error, TypeError) else "raised"
         raise TaskError(
             f"task ({reference}): {task_class.__name__}(**task_args) {kind}: {describe_user_error(error)}"
