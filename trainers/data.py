@@ -1,38 +1,57 @@
-"""A trainer's own data: the source, the buffer, the thread between them, and the batches that come out."""
+"""The data of one trainer: its source, its buffer, the feeder thread between them, and the batches of each step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from paramserver.buffers import Batch, Buffer, make_buffer
+from paramserver.buffers import Buffer, make_buffer
 from paramserver.checkpoint import StagingPool, stage_copy
 from paramserver.config import Config
 from paramserver.consistency import Announcement, Readiness
 from paramserver.errors import BufferClosed, BufferExhausted, TaskError, UnsupportedConfiguration
 from paramserver.online.spec import ReceiverSpec
 from paramserver.sources import Feeder, Partition, ResumePosition, Source, make_source
-from paramserver.sources.factory import refuse_unreachable
-from paramserver.task import Task, default_batching
+from paramserver.sources.factory import check_watermark
+from paramserver.task import Task, uses_default_batching
 
-# How long a trainer waits for its own data before it tells the others that it is still waiting.
-_PATIENCE_S = 1.0
+# How long a trainer waits for its data before it announces to the other processes that it is still waiting.
+_ANNOUNCE_AFTER_S = 1.0
 
-_FIGURES = ("population", "unseen", "capacity", "puts", "gets", "put_wait_s", "get_wait_s")
+_BUFFER_FIGURES = ("population", "unseen", "capacity", "puts", "gets", "put_wait_s", "get_wait_s")
 
 
 class DataStream:
-    """Batches of one trainer's share. A context manager: it ends the feeder.
+    """The batches of one trainer's partition. A context manager, which stops the feeder at its exit.
+
+    The training loop calls ``start`` once, then for each step ``available`` and as many ``next_batch`` as the step has,
+    then ``stop_feeding``.
 
     Args:
-        task: gives the samples and forms the batches.
-        partition: whose share.
+        task: provides the samples and collates the batches.
+        partition: which trainer's.
         config: of buffer and batches.
-        sampler_kwargs: how a map-style data set is dealt, where not as usual.
-        post: where samples of simulations come in; for a source that receives them.
+        sampler_kwargs: how a map-style data set is dealt, if not by default; see ``DatasetSource``.
+        receiver_spec: where samples of simulations arrive; for a source that receives them.
+
+    Example::
+
+        >>> from paramserver import Partition, Task
+        >>> from paramserver.config import Config, TrainingConfig
+        >>> class Doubles(Task):
+        ...     def train_source(self, partition):
+        ...         return [0.0, 2.0, 4.0]
+        >>> config = Config(training=TrainingConfig(batch_size=2, max_epochs=1))
+        >>> with DataStream(Doubles(), Partition(0, 1), config, {"shuffle": False}) as data:
+        ...     data.start()
+        ...     while (announcement := data.available()).readiness is Readiness.READY:
+        ...         print(data.next_batch())
+        (tensor([0., 2.], dtype=torch.float64), 2)
+        (tensor([4.], dtype=torch.float64), 1)
+        >>> announcement.readiness is Readiness.DRAINED
+        True
     """
 
     def __init__(
@@ -41,20 +60,23 @@ class DataStream:
         partition: Partition,
         config: Config,
         sampler_kwargs: dict[str, Any],
-        post: ReceiverSpec | None = None,
+        receiver_spec: ReceiverSpec | None = None,
     ) -> None:
         self.task = task
         self.training = config.training
         self.pseudo_epochs = config.buffer.pseudo_epochs
-        self.wait_s = config.cluster.timeout_s
+        self.timeout_s = config.cluster.timeout_s
+        self.trainer_index = partition.index
         self.source: Source = make_source(task.train_source(partition), partition, config, sampler_kwargs)
-        if post is not None:
-            self.source.connect(post)
+        if receiver_spec is not None:
+            self.source.connect(receiver_spec)
+        # Independent random streams: trainer i draws the same in every mode, whatever the other trainers do.
+        seed = np.random.SeedSequence([config.seed, 1 + partition.index]).generate_state(1, np.uint64)
         try:
             self.buffer: Buffer = make_buffer(
                 config.buffer.kind,
                 capacity=config.buffer.capacity,
-                seed=_draw_seed(config.seed, partition.index),
+                seed=int(seed[0]),
                 watermark=config.buffer.watermark,
                 pseudo_epochs=config.buffer.pseudo_epochs,
                 max_bytes=config.buffer.max_bytes,
@@ -63,10 +85,9 @@ class DataStream:
             )
         except ValueError as error:
             raise UnsupportedConfiguration(f"buffer: {error}") from error
-        refuse_unreachable(config.buffer.watermark, self.source.expected, partition)
+        check_watermark(config.buffer.watermark, self.source.expected, partition)
         self.feeder = Feeder(self.source, self.buffer, partition.index)
-        self.trainer_index = partition.index
-        self._plain = default_batching(task)
+        self._default_batching = uses_default_batching(task)
 
     def __enter__(self) -> DataStream:
         return self
@@ -75,123 +96,130 @@ class DataStream:
         self.feeder.close()
 
     def start(self) -> None:
-        """Begin to read the source."""
+        """Start to read the source, in the feeder thread."""
         self.feeder.start()
 
-    def enough(self) -> None:
-        """The last batch was taken: whoever makes samples for this trainer may stop."""
-        self.feeder.enough()
+    def stop_feeding(self) -> None:
+        """Stop the producers of samples. Call it after the last batch; the buffer can still be saved."""
+        self.feeder.stop()
 
-    @property
-    def epoch_samples(self) -> int | None:
-        """What one pass over the source serves to all trainers; None where that is unknown."""
-        once = self.source.pass_samples
-        return None if once is None else once * self.pseudo_epochs
+    # A step.
 
-    def available(self) -> Announcement:
-        """Wait for the batches of a step, but not for long; how far they are.
+    def available(self, timeout_s: float = _ANNOUNCE_AFTER_S) -> Announcement:
+        """Return whether the batches of a step are in the buffer; wait up to ``timeout_s`` seconds for them.
+
+        A step takes ``training.accumulate_batches`` batches, or as many as are left. READY and DRAINED hold until the
+        next batch is taken.
 
         Raises:
             SourceError: the source raised.
         """
+        training = self.training
+        batches = training.accumulate_batches
         try:
-            ready = self._wait(_PATIENCE_S)
+            if not self.buffer.wait_ready(training.batch_size * batches, timeout_s):
+                return Announcement(Readiness.WAITING)
         except BufferExhausted:
             return Announcement(Readiness.DRAINED)
-        if not ready:
-            return Announcement(Readiness.WAITING)
-        left = self.buffer.servings_left()
-        batches = self.training.accumulate_batches
+        except BufferClosed:
+            self._raise_source_error()
+            raise
+        left = self.buffer.remaining_servings()
         if left is not None:
-            batches = min(batches, -(-left // self.training.batch_size))
+            batches = min(batches, -(-left // training.batch_size))
         return Announcement(Readiness.READY, batches)
 
     def is_ready(self) -> bool:
-        """Whether ``available`` would answer at once; it stays so until the next batch is taken."""
-        try:
-            return self._wait(0.0)
-        except BufferExhausted:
-            return True
-
-    def _wait(self, timeout_s: float) -> bool:
-        with self._source_failures():
-            return self.buffer.wait_ready(self.training.batch_size * self.training.accumulate_batches, timeout_s)
+        """Return whether ``available`` would return at once; True holds until the next batch is taken."""
+        return self.available(0.0).readiness is not Readiness.WAITING
 
     def next_batch(self) -> tuple[Any, int]:
-        """A batch as the task's ``collate`` makes it, and its number of samples."""
-        with self._source_failures():
-            held: Batch = self.buffer.get_batch(self.training.batch_size, self.wait_s)
-        if self._plain and held.stacked is not None:
-            return held.stacked, len(held)
-        samples = [self.task.process_sample(sample) for sample in held.samples]
+        """Return a batch as the task's ``collate`` makes it, and its number of samples.
+
+        Raises:
+            SourceError: the source raised.
+            TaskError: ``collate`` refused the samples.
+        """
         try:
-            return self.task.collate(samples), len(held)
+            batch = self.buffer.get_batch(self.training.batch_size, self.timeout_s)
+        except BufferClosed:
+            self._raise_source_error()
+            raise
+        if self._default_batching and batch.stacked is not None:
+            return batch.stacked, batch.size
+        samples = [self.task.process_sample(sample) for sample in batch.samples]
+        try:
+            return self.task.collate(samples), batch.size
         except TaskError as error:
             batch_idx = self.buffer.info().batches - 1
             raise TaskError(f"trainer {self.trainer_index}, batch {batch_idx}: {error}") from error
 
-    @contextmanager
-    def _source_failures(self) -> Iterator[None]:
-        """A buffer that the feeder closed: raise what made it."""
+    def _raise_source_error(self) -> None:
+        """Raise the error for which the feeder closed the buffer, if it did."""
         try:
-            yield
-        except BufferClosed:
-            try:
-                self.feeder.check()
-            except ValueError as error:  # the buffer's own: what the source raises comes as a SourceError
-                raise UnsupportedConfiguration(f"trainer {self.trainer_index}: buffer: {error}") from error
-            raise
+            self.feeder.raise_error()
+        except ValueError as error:  # the buffer's; an error of the source is a SourceError
+            raise UnsupportedConfiguration(f"trainer {self.trainer_index}: buffer: {error}") from error
+
+    # Records.
+
+    @property
+    def epoch_samples(self) -> int | None:
+        """How many samples one pass over the source serves to all trainers together; None if unknown."""
+        once = self.source.pass_samples
+        return None if once is None else once * self.pseudo_epochs
 
     @property
     def samples_left(self) -> int | None:
-        """Servings that were due and did not take place; None where their number is unknown."""
+        """How many servings were due and did not take place; None if their number is unknown."""
         if self.source.total is None:
-            return self.buffer.servings_left()
+            return self.buffer.remaining_servings()
         return max(self.source.total * self.pseudo_epochs - self.buffer.info().gets, 0)
 
     def record(self) -> dict[str, Any]:
-        """``figures``, with mean and deviation of the fields of a stream since the last record."""
+        """Return ``figures``, with mean and deviation of a stream's fields since the last record."""
         figures, fields = self.figures(), self.source.statistics()
         return {**figures, "stream": {**figures["stream"], "fields": fields}} if fields else figures
 
     def figures(self) -> dict[str, Any]:
-        """The buffer's counts and waits, and those of a stream."""
+        """Return the counts and waits of the buffer, and those of a stream."""
         info = self.buffer.info()
-        stream = self.source.figures()
-        seen = {str(times): samples for times, samples in info.seen_histogram.items()}
-        figures = {name: getattr(info, name) for name in _FIGURES}
-        return {**figures, "seen_histogram": seen, **({"stream": {**self._expected(), **stream}} if stream else {})}
+        figures: dict[str, Any] = {name: getattr(info, name) for name in _BUFFER_FIGURES}
+        figures["seen_histogram"] = {str(times): samples for times, samples in info.seen_histogram.items()}
+        if stream := self.source.figures():
+            expected = self.source.expected
+            batches = None if expected is None else self.buffer.expected_batches(expected, self.training.batch_size)
+            watermark = self.buffer.watermark
+            figures["stream"] = {"expected": expected, "expected_batches": batches, "watermark": watermark, **stream}
+        return figures
 
-    def _expected(self) -> dict[str, int | None]:
-        """What this buffer is going to get, and the batches of it; None where that is not known beforehand."""
-        samples = self.source.expected
-        batches = None if samples is None else self.buffer.expected_batches(samples, self.training.batch_size)
-        return {"expected": samples, "expected_batches": batches, "watermark": self.buffer.watermark}
+    # Checkpoints.
 
     def state_dict(self, memory: StagingPool | None = None) -> dict[str, Any]:
-        """What a checkpoint needs to go on with the next batch; keys in place of samples that can be read again.
+        """Return what a checkpoint needs to continue with the next batch.
 
-        Everything in it is a copy, and the only one that is made; ``memory`` is where samples are copied to.
+        Everything in it is a copy, and no second copy is made. Samples that can be fetched again are stored as keys.
+
+        Args:
+            memory: where samples are copied to; None = fresh memory.
         """
-        take = None if memory is None else memory.take
-        with self._source_failures():
-            buffer = self.buffer.state_dict(samples=not self.source.refetchable, take=take)
+        allocate = None if memory is None else memory.acquire
+        try:
+            buffer = self.buffer.state_dict(samples=not self.source.refetchable, allocate=allocate)
+        except BufferClosed:
+            self._raise_source_error()
+            raise
         return {"buffer": buffer, "source": stage_copy(self.source.state_dict(), memory)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back ``state_dict()``, or this trainer's part of what others left; before ``start``."""
+        """Restore ``state_dict()``, or this trainer's part of a resharded checkpoint. Call it before ``start``."""
         mark = state["buffer"]["mark"]
         if (left := state.get("leftovers")) is not None:
             self.source.reshard([ResumePosition(**one) for one in left], state["buffer"]["keys"])
             mark = self.source.mark()
         else:
             self.source.load_state_dict(state["source"], mark)
-        # A run that goes on may have got a larger limit, and then there is more to come.
+        # A resumed run may have a higher limit of epochs, so that more samples follow.
         finished = state["buffer"]["counters"]["puts"] == self.source.total
         buffer = {**state["buffer"], "finished": finished, "mark": mark}
         self.buffer.load_state_dict(buffer, self.source.fetch if self.source.refetchable else None)
-
-
-def _draw_seed(seed: int, trainer_index: int) -> int:
-    """A seed for a trainer's draws that has nothing to do with those of its neighbours."""
-    return int(np.random.SeedSequence([seed, 1 + trainer_index]).generate_state(1, np.uint64)[0])

@@ -1,4 +1,4 @@
-"""The three buffers between the thread that reads samples and the trainer. Names load on first use."""
+"""The buffers between the thread that reads samples and the trainer. Names are imported on first use."""
 
 from typing import TYPE_CHECKING
 
@@ -7,9 +7,6 @@ from paramserver._lazy import attach
 if TYPE_CHECKING:
     from paramserver.buffers.base import (
         Buffer as Buffer,
-    )
-    from paramserver.buffers.batch import (
-        Batch as Batch,
         BufferInfo as BufferInfo,
     )
     from paramserver.buffers.factory import (
@@ -23,6 +20,9 @@ if TYPE_CHECKING:
     )
     from paramserver.buffers.reservoir import (
         Reservoir as Reservoir,
+    )
+    from paramserver.buffers.storage import (
+        Batch as Batch,
     )
 else:
     __getattr__, __dir__, __all__ = attach(__name__, __file__)

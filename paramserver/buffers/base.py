@@ -1,8 +1,8 @@
-"""Who waits for what: the one lock between the producers and the consumer of a buffer.
+"""The base class of all buffers: blocking put and get under a single lock, limits, and checkpoints.
 
-The limits of a buffer, refused at the start where no wait could ever end.
-
-What a buffer is to its owner: an exchange of samples that can be looked at, saved and loaded.
+``Buffer`` owns the lock, the waits and the counters; its ``SampleStore`` holds the samples. A subclass decides in which
+order samples are served. ``CountedBuffer`` is the common part of FIFO and FIRO, which serve each sample a fixed number
+of times.
 """
 
 from __future__ import annotations
@@ -10,20 +10,551 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
-from paramserver.buffers.batch import Batch, BufferInfo, ServingCounts
-from paramserver.buffers.contents import Prepared, SampleStore
-from paramserver.buffers.slots import Slots
-from paramserver.buffers.storage import Take
+from paramserver.buffers.slots import SlotIndex, Slots
+from paramserver.buffers.storage import AllocateBytes, Batch, SampleStore
 from paramserver.errors import BufferClosed, BufferExhausted, BufferTimeout, CheckpointError
 
 
-def check_limits(capacity: int, watermark: int, max_bytes: int | None, batch_size: int | None) -> None:
+@dataclass
+class ServingCounts:
+    """What a buffer counts since its creation, also across a checkpoint. Attributes as in ``BufferInfo``."""
+
+    puts: int = 0
+    gets: int = 0
+    batches: int = 0
+    evicted: int = 0
+    put_wait_s: float = 0.0
+    get_wait_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class BufferInfo:
+    """A consistent snapshot of a buffer's counts.
+
+    Attributes:
+        kind: fifo, firo or reservoir.
+        population: samples held.
+        unseen: of these, how many were never served.
+        capacity: samples that may be held.
+        puts: samples put since creation.
+        gets: samples served since creation.
+        batches: batches served since creation.
+        evicted: samples that a reservoir removed, in a put or, after ``finish()``, in the get that served them.
+        put_wait_s: seconds that producers were blocked, summed over them.
+        get_wait_s: seconds that the consumer was blocked.
+        bytes: size of the samples held.
+        seen_histogram: {times served: samples}, over every sample ever put, held or removed.
+    """
+
+    kind: str
+    population: int
+    unseen: int
+    capacity: int
+    puts: int
+    gets: int
+    batches: int
+    evicted: int
+    put_wait_s: float
+    get_wait_s: float
+    bytes: int
+    seen_histogram: dict[int, int]
+
+
+class Buffer(ABC):
+    """Samples between any number of producer threads and ONE consumer thread, the trainer's.
+
+    A put blocks while there is no room, a get blocks until enough samples are held. ``finish()`` marks the end of the
+    input: what is held is drained. ``close()`` stops at once and wakes every waiting thread with BufferClosed.
+    ``timeout=None`` waits without limit; it is meant for feeder threads, whose owner calls ``close()``. All other
+    callers pass a timeout in seconds. Random draws come from ``numpy.random.default_rng(seed)`` and depend only on the
+    sequence of puts and gets.
+
+    Args:
+        capacity: samples held at most.
+        seed: of the draws.
+        watermark: samples held before the first get.
+        max_bytes: bytes of samples held at most.
+        batch_size: the ``n`` of future gets, if it is known.
+
+    Example::
+
+        >>> from paramserver.buffers import Fifo
+        >>> buffer = Fifo(capacity=8)
+        >>> buffer.put_many([0.5, 1.5, 2.5], keys=["a", "b", "c"])
+        3
+        >>> buffer.finish()
+        >>> batch = buffer.get_batch(2, timeout=1.0)
+        >>> batch.keys, batch.stacked
+        (['a', 'b'], tensor([0.5000, 1.5000], dtype=torch.float64))
+        >>> buffer.get_batch(2, timeout=1.0).keys  # the last batch of a drain may be smaller
+        ['c']
+        >>> buffer.exhausted
+        True
+    """
+
+    kind: ClassVar[str]
+    options: ClassVar[tuple[str, ...]] = ()
+    """Keyword arguments of this kind beyond those of ``Buffer``; ``make_buffer`` refuses the others."""
+
+    def __init__(
+        self,
+        capacity: int,
+        *,
+        seed: int | Sequence[int] = 0,
+        watermark: int = 0,
+        max_bytes: int | None = None,
+        batch_size: int | None = None,
+    ) -> None:
+        _check_limits(capacity, watermark, max_bytes, batch_size)
+        self.capacity = capacity
+        self.watermark = watermark
+        self._rng = np.random.default_rng(seed)
+        self._store = SampleStore(capacity, max_bytes)
+        self._index = self._index_type(capacity, np.empty(0, np.int64), 0)
+        # Samples that must be held for any get, until the buffer is finished.
+        self._least = watermark
+        # The n of the last get, or of the first one to come.
+        self._batch_size = batch_size or 1
+        # Guards everything below and the store. Two conditions on it, so that a put wakes no other producer.
+        self._lock = threading.Lock()
+        self._can_put = threading.Condition(self._lock)
+        self._can_get = threading.Condition(self._lock)
+        # The n that the consumer waits for; 0 while it does not wait.
+        self._awaited = 0
+        self._finished = self._closed = False
+        self._mark: Any = None
+        self._counters = ServingCounts()
+
+    # Producers.
+
+    def put(self, sample: Any, key: Any = None, timeout: float | None = None, *, last: bool = False) -> None:
+        """Put one sample, with its identity ``key``; wait while there is no room.
+
+        Values of samples that can be stacked are copied; other objects are held as they are.
+
+        Args:
+            sample: nested tuples, lists and dicts of tensors, arrays and numbers, or any object.
+            key: identifies the sample in batches and checkpoints.
+            timeout: seconds; None = no limit.
+            last: finish the buffer atomically with this put, so that no get can fall in between.
+
+        Raises:
+            BufferTimeout: there was no room for ``timeout`` seconds.
+            BufferClosed: closed or finished, before or during the wait; the sample was not put.
+            ValueError: the sample requires gradients, or can never be held within ``max_bytes``.
+        """
+        deadline = _deadline(timeout)
+        with self._lock:
+            try:
+                self._put(sample, key, deadline)
+            finally:
+                self._store.flush()
+            if last:
+                self._finished = True
+                self._wake_all()
+
+    def put_many(
+        self,
+        samples: Iterable[Any],
+        keys: Iterable[Any] | None = None,
+        timeout: float | None = None,
+        *,
+        last: bool = False,
+        mark: Any = None,
+    ) -> int:
+        """Put all samples in order and return their number. A put that waits for room lets gets in between.
+
+        Args:
+            samples, keys: as of ``put``; one key per sample, or None.
+            timeout: seconds for all of them; None = no limit.
+            last: finish the buffer atomically with the last sample.
+            mark: stored in checkpoints from the last sample on: what the producer needs to continue after it.
+
+        Raises:
+            BufferTimeout, BufferClosed, ValueError: as of ``put``; the first two state how many samples were put.
+        """
+        # A generator may be slow, so it is consumed before the lock is taken.
+        samples = list(samples)
+        keys = [None] * len(samples) if keys is None else list(keys)
+        if len(keys) != len(samples):
+            raise ValueError(f"keys ({len(keys)}) must be as many as samples ({len(samples)}); give one key per sample")
+        deadline = _deadline(timeout)
+        done = 0
+        with self._lock:
+            try:
+                for done, (sample, key) in enumerate(zip(samples, keys, strict=True)):  # noqa: B007
+                    self._put(sample, key, deadline)
+            except (BufferTimeout, BufferClosed) as error:
+                raise type(error)(f"{error}; {done} of {len(samples)} samples were put") from error
+            finally:
+                self._store.flush()
+            self._mark = mark
+            if last:
+                self._finished = True
+                self._wake_all()
+        return len(samples)
+
+    # The consumer.
+
+    def get(self, timeout: float | None = None) -> Any:
+        """Return one sample, drawn like ``get_batch(1)``."""
+        return self.get_batch(1, timeout).samples[0]
+
+    def get_batch(self, n: int, timeout: float | None = None) -> Batch:
+        """Draw n samples; wait until n and the watermark are held. After ``finish()`` draw what is left, at once.
+
+        Raises:
+            BufferTimeout: not ready for ``timeout`` seconds.
+            BufferExhausted: finished and empty.
+            BufferClosed: closed, before or during the wait.
+            ValueError: n samples can never be held.
+        """
+        with self._lock:
+            store = self._store
+            if not self._wait_ready(n, timeout):
+                raise BufferTimeout(
+                    f"get_batch({n}) must be served within {timeout} s, {store.count} samples are held "
+                    f"({store.unseen} unseen) and {max(n, self._least)} needed; feed faster or raise the timeout"
+                )
+            slots, removed, new = self._draw(n)
+            # Gather before the lock is free again: the next put may write to a released slot.
+            batch = store.gather(slots, new)
+            store.release(removed)
+            self._counters.gets += len(slots)
+            self._counters.batches += 1
+            # Each sample served makes room for one put at most; in bytes it may be room for many small ones.
+            if store.max_bytes is None:
+                self._can_put.notify(len(slots))
+            else:
+                self._can_put.notify_all()
+            return batch
+
+    def wait_ready(self, n: int, timeout: float | None) -> bool:
+        """Wait until ``get_batch(n)`` would return at once. Return whether it would, False after ``timeout`` seconds.
+
+        A True holds until the next get, except in a reservoir of objects with ``max_bytes``, where one large sample may
+        evict several small ones.
+
+        Raises:
+            BufferExhausted: finished and empty.
+            BufferClosed: closed, before or during the wait.
+        """
+        with self._lock:
+            return self._wait_ready(n, timeout)
+
+    def remaining_servings(self) -> int | None:
+        """Return how many samples are still to be served, with repetitions; None until the buffer is finished."""
+        with self._lock:
+            return self._servings_held() if self._finished else None
+
+    def expected_batches(self, samples: int, batch_size: int) -> int | None:
+        """Return how many batches ``samples`` puts will give; None if that depends on timing."""
+        return None
+
+    # Both sides.
+
+    def finish(self) -> None:
+        """End the input: wake all threads and let the consumer drain. No effect if repeated or after ``close()``."""
+        with self._lock:
+            self._finished = True
+            self._wake_all()
+
+    def close(self) -> None:
+        """Stop now: every wait, and every later put and get, raises BufferClosed."""
+        with self._lock:
+            self._closed = True
+            self._wake_all()
+
+    @property
+    def finished(self) -> bool:
+        return self._finished
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the buffer is finished and empty."""
+        with self._lock:
+            return self._finished and self._store.count == 0
+
+    def __len__(self) -> int:
+        return self._store.count
+
+    def info(self) -> BufferInfo:
+        """Return a snapshot of all counts; also of a closed buffer."""
+        with self._lock:
+            store = self._store
+            return BufferInfo(
+                kind=self.kind,
+                population=store.count,
+                unseen=store.unseen,
+                capacity=self.capacity,
+                bytes=store.bytes,
+                seen_histogram=store.histogram(),
+                **vars(self._counters),
+            )
+
+    # Checkpoints.
+
+    def state_dict(self, samples: bool = True, allocate: AllocateBytes | None = None) -> dict[str, Any]:
+        """Return everything that the next draws depend on, for ``torch.load(weights_only=True)``.
+
+        ``counters.puts`` agrees with the content. A finished buffer is finished after loading; a caller that has more
+        samples by then sets ``finished`` to False first.
+
+        Args:
+            samples: False stores only keys, for samples that ``load_state_dict`` can fetch again.
+            allocate: returns memory for the columns of samples, of so many bytes; None = fresh memory.
+
+        Raises:
+            UnsupportedConfiguration: a sample or key cannot be stored without pickling its class.
+            BufferClosed: closed.
+        """
+        # One lock for all of it: the source derives its position from the number of puts.
+        with self._lock:
+            if self._closed:
+                raise _closed_error()
+            return {
+                "kind": self.kind,
+                "finished": self._finished,
+                "counters": dict(vars(self._counters)),
+                "mark": self._mark,
+                "rng": self._rng.bit_generator.state,
+                **self._extra_state(),
+                **self._store.state_dict(self._index.slots(), samples, allocate),
+            }
+
+    def load_state_dict(self, state: dict[str, Any], fetch: Callable[[Any], Any] | None = None) -> None:
+        """Replace the content; the next draws are those of the saved buffer. Call it before the feeder starts.
+
+        Args:
+            state: from ``state_dict`` of a buffer of the same kind.
+            fetch: returns the sample of a key, for a state without samples.
+
+        Raises:
+            CheckpointError: another kind, more samples than fit, or keys without ``fetch``.
+        """
+        self._check_state(state, fetch)
+        samples = [fetch(key) for key in state["keys"]] if fetch and state["samples"] is None else None
+        store = SampleStore(self.capacity, self._store.max_bytes)
+        store.load_state_dict(state, samples)
+        # Nothing has changed so far: a refused state leaves the buffer as it was.
+        with self._lock:
+            if self._closed:
+                raise _closed_error()
+            self._store = store
+            self._counters = ServingCounts(**state["counters"])
+            self._finished = state["finished"]
+            self._mark = state["mark"]
+            self._rng.bit_generator.state = state["rng"]
+            # The store has the saved order as slots 0, 1, ..., so the same random numbers draw the same samples.
+            self._index = self._index_type(self.capacity, np.arange(store.count), store.unseen)
+            self._load_extra_state(state)
+            self._wake_all()
+
+    # To add a buffer: subclass Buffer, set ``kind`` (and ``options``) and ``_index_type``, implement ``_draw``, and
+    # override what differs of the rest. Then add the class to the registry in factory.py and its kind to BUFFERS
+    # in config/schema.py. All of these methods are called with the lock held, so they must not block.
+
+    _index_type: ClassVar[type[SlotIndex]]
+    """The structure that keeps the slots in the order of the draws, see slots.py."""
+
+    @abstractmethod
+    def _draw(self, n: int) -> tuple[Slots, Slots, int]:
+        """Serve up to n samples with ``self._store.serve``.
+
+        Returns:
+            The slots that are served, those of them whose samples are to be removed, and how many were new.
+        """
+
+    def _is_ready(self, n: int) -> bool:
+        """Return whether ``get_batch(n)`` returns at once while the buffer is not finished."""
+        return self._store.count >= n and self._store.count >= self._least
+
+    def _make_room(self, size: int) -> bool:
+        """Return whether a sample of ``size`` bytes can be put now; evict samples for it first if the kind does so."""
+        store = self._store
+        return store.count < self.capacity and (store.max_bytes is None or store.bytes + size <= store.max_bytes)
+
+    def _servings_held(self) -> int:
+        """Return how often the samples held will be served in a drain."""
+        return self._store.count
+
+    def _check_state(self, state: dict[str, Any], fetch: Callable[[Any], Any] | None) -> None:
+        """Raise CheckpointError for a state that this buffer cannot load."""
+        if state["kind"] != self.kind:
+            raise CheckpointError(
+                f"buffer.kind ({self.kind}) must be the checkpoint's, {state['kind']}; set buffer.kind to it"
+            )
+        count = len(state["keys"])
+        if count > self.capacity:
+            raise CheckpointError(
+                f"capacity ({self.capacity}) must hold the {count} samples of the checkpoint; raise it"
+            )
+        if count and state["samples"] is None and fetch is None:
+            raise CheckpointError(
+                f"fetch (None) must be given, the state has {count} keys and no samples; give a function of a key"
+            )
+
+    def _extra_state(self) -> dict[str, Any]:
+        """Return what the next draws depend on and only this kind has."""
+        return {}
+
+    def _load_extra_state(self, state: dict[str, Any]) -> None:
+        """Restore what ``_extra_state`` returned."""
+
+    # Waits, with the lock held.
+
+    def _put(self, sample: Any, key: Any, deadline: float | None) -> None:
+        store = self._store
+        while True:
+            if self._closed:
+                raise _closed_error()
+            if self._finished:
+                raise BufferClosed(
+                    "the buffer must not be finished when a sample is put; call finish() after the last put"
+                )
+            # Again after each wait: another producer's sample may have changed how samples are stored.
+            values, size = store.prepare(sample, max(self.watermark, self._batch_size))
+            if self._make_room(size):
+                break
+            self._wait_for_room(size, deadline)
+        self._index.append(store.insert(values, size, key))
+        self._counters.puts += 1
+        # Notified only once its n is complete: waking the consumer for each sample would switch threads at every put.
+        if self._awaited and self._is_ready(self._awaited):
+            self._can_get.notify()
+
+    def _wait_for_room(self, size: int, deadline: float | None) -> None:
+        """Wait until the buffer changes."""
+        store = self._store
+        # The consumer waits too, so no room would ever come. Only max_bytes can lead here.
+        if not self._is_ready(self._batch_size):
+            raise ValueError(
+                f"max_bytes ({store.max_bytes}) must hold what a get waits for, {max(self._batch_size, self._least)} "
+                f"samples; {store.count} take {store.bytes} bytes and the next one {size}; raise max_bytes"
+            )
+        # Checked after the caller tried to make room, so a notification that arrives with the timeout is not lost.
+        now = time.monotonic()
+        if deadline is not None and now >= deadline:
+            raise BufferTimeout(
+                f"a put must find room before its timeout, {store.count} of {self.capacity} samples are held "
+                f"({store.unseen} unseen); get faster or raise the timeout"
+            )
+        self._can_put.wait(None if deadline is None else deadline - now)
+        self._counters.put_wait_s += time.monotonic() - now
+
+    def _wait_ready(self, n: int, timeout: float | None) -> bool:
+        if self._closed:
+            raise _closed_error()
+        if n < 1 or n > self.capacity:
+            raise ValueError(
+                f"n ({n}) must be from 1 to the capacity ({self.capacity}); ask for fewer or raise capacity"
+            )
+        if n > self._batch_size:
+            # A blocked producer must check again whether max_bytes can hold what this get waits for.
+            self._can_put.notify_all()
+        self._batch_size = n
+        ready = self._finished or self._is_ready(n)
+        if not ready and (timeout is None or timeout > 0):
+            ready = self._wait_for_samples(n, timeout)
+        if not ready:
+            return False
+        if self._store.count == 0:
+            raise BufferExhausted("the buffer must hold samples to get one, it is finished and empty; stop getting")
+        return True
+
+    def _wait_for_samples(self, n: int, timeout: float | None) -> bool:
+        since = time.monotonic()
+        self._awaited = n
+        try:
+            ready = self._can_get.wait_for(lambda: self._closed or self._finished or self._is_ready(n), timeout)
+        finally:
+            # Also when a signal handler raises during the wait.
+            self._awaited = 0
+            self._counters.get_wait_s += time.monotonic() - since
+        if self._closed:
+            raise _closed_error()
+        return ready
+
+    def _wake_all(self) -> None:
+        self._can_put.notify_all()
+        self._can_get.notify_all()
+
+
+class CountedBuffer(Buffer):
+    """Each sample is served exactly ``pseudo_epochs`` times and keeps its slot until the last of them.
+
+    While input continues a batch holds no sample twice. At the end of a drain it may: when fewer than ``n`` samples are
+    left but more servings. So the number of batches is ``ceil(samples * pseudo_epochs / n)``.
+
+    Args:
+        pseudo_epochs: servings of each sample.
+        capacity, seed, watermark, max_bytes, batch_size: as of ``Buffer``.
+    """
+
+    options = ("pseudo_epochs",)
+
+    def __init__(
+        self,
+        capacity: int,
+        *,
+        seed: int | Sequence[int] = 0,
+        watermark: int = 0,
+        pseudo_epochs: int = 1,
+        max_bytes: int | None = None,
+        batch_size: int | None = None,
+    ) -> None:
+        super().__init__(capacity, seed=seed, watermark=watermark, max_bytes=max_bytes, batch_size=batch_size)
+        check_at_least("pseudo_epochs", pseudo_epochs, 1, "use 1 to serve each sample once")
+        self.pseudo_epochs = pseudo_epochs
+
+    def expected_batches(self, samples: int, batch_size: int) -> int | None:
+        return -(-samples * self.pseudo_epochs // batch_size)
+
+    @abstractmethod
+    def _draw_distinct(self, n: int) -> tuple[Slots, Slots, int]:
+        """Serve n distinct samples once; returns as of ``_draw``."""
+
+    def _draw(self, n: int) -> tuple[Slots, Slots, int]:
+        held = self._store.count
+        slots, removed, new = self._draw_distinct(min(n, held))
+        # Only in a drain: fewer than n samples are left but more servings, so some are served a second time.
+        while len(slots) < n and held > len(removed):
+            more, more_removed, _ = self._draw_distinct(min(n - len(slots), held - len(removed)))
+            slots, removed = np.concatenate([slots, more]), np.concatenate([removed, more_removed])
+        return slots, removed, new
+
+    def _servings_held(self) -> int:
+        return self._store.count * self.pseudo_epochs - int(self._store.served[self._index.slots()].sum())
+
+    def _check_state(self, state: dict[str, Any], fetch: Callable[[Any], Any] | None) -> None:
+        super()._check_state(state, fetch)
+        if state["pseudo_epochs"] != self.pseudo_epochs:
+            raise CheckpointError(
+                f"pseudo_epochs ({self.pseudo_epochs}) must be {state['pseudo_epochs']}, as in the "
+                "checkpoint; set it to that"
+            )
+
+    def _extra_state(self) -> dict[str, Any]:
+        return {"pseudo_epochs": self.pseudo_epochs}
+
+
+def check_at_least(name: str, value: int, least: int, cure: str) -> None:
+    if value < least:
+        raise ValueError(f"{name} ({value}) must be at least {least}; {cure}")
+
+
+def _check_limits(capacity: int, watermark: int, max_bytes: int | None, batch_size: int | None) -> None:
+    """Refuse limits with which a wait could never end."""
     check_at_least("capacity", capacity, 1, "set it to the number of samples that a trainer may hold")
     check_at_least("watermark", watermark, 0, "use 0 for none")
     if max_bytes is not None:
@@ -42,435 +573,9 @@ def check_limits(capacity: int, watermark: int, max_bytes: int | None, batch_siz
             )
 
 
-def check_min_new(min_new_per_batch: int, batch_size: int | None, capacity: int) -> None:
-    check_at_least("min_new_per_batch", min_new_per_batch, 0, "use 0 for none")
-    name, limit = ("capacity", capacity) if batch_size is None else ("batch_size", batch_size)
-    if min_new_per_batch > limit:
-        raise ValueError(
-            f"min_new_per_batch ({min_new_per_batch}) must be at most {name} ({limit}), else no batch is ever "
-            "gathered; lower min_new_per_batch"
-        )
-
-
-def check_at_least(name: str, value: int, least: int, cure: str) -> None:
-    if value < least:
-        raise ValueError(f"{name} ({value}) must be at least {least}; {cure}")
-
-
-class Exchange(ABC):
-    """The waiting half of ``Buffer``, which says what the arguments mean."""
-
-    def __init__(
-        self,
-        capacity: int,
-        *,
-        seed: int | Sequence[int] = 0,
-        watermark: int = 0,
-        max_bytes: int | None = None,
-        batch_size: int | None = None,
-    ) -> None:
-        check_limits(capacity, watermark, max_bytes, batch_size)
-        self.capacity = capacity
-        self.watermark = watermark
-        self._rng = np.random.default_rng(seed)
-        self._contents = SampleStore(capacity, max_bytes)
-        # What the consumer asked for last, or is going to ask for.
-        self._asked = batch_size or 1
-        self._lock = threading.Lock()
-        # Producers wait for room, the consumer until it is ready. Two conditions, so that a put wakes no producer.
-        self._room = threading.Condition(self._lock)
-        self._ready = threading.Condition(self._lock)
-        # The n that the consumer waits for; 0 while it does not wait.
-        self._wanted = 0
-        self._finished = self._closed = False
-        self._mark: Any = None
-        self._counters = ServingCounts()
-        self._restore_order(np.empty(0, np.int64), 0)
-
-    # What a kind decides, always under the lock.
-
-    @abstractmethod
-    def _needed(self, n: int) -> int:
-        """Return how many samples must be held before ``get_batch(n)`` goes on."""
-
-    @abstractmethod
-    def _append(self, slot: int) -> None:
-        """Take a new sample into the order."""
-
-    @abstractmethod
-    def _draw(self, n: int) -> tuple[Slots, Slots, int]:
-        """Serve up to n samples: their slots, those of them to release, and how many were new."""
-
-    @abstractmethod
-    def _order(self) -> Slots:
-        """Return the slots held, in the order from which draws are made."""
-
-    @abstractmethod
-    def _restore_order(self, slots: Slots, unseen: int) -> None:
-        """Start with an order of exactly these slots, of which the first ``unseen`` count as such for a reservoir."""
-
-    def _admits(self, size: int) -> bool:
-        """Whether a sample of this size may be put now."""
-        held = self._contents
-        return held.count < self.capacity and (held.max_bytes is None or held.bytes + size <= held.max_bytes)
-
-    def _make_room(self, size: int) -> None:
-        """Evict what must go for an admitted sample of this size."""
-
-    def _is_ready(self, n: int) -> bool:
-        return self._contents.count >= self._needed(n)
-
-    # Producers.
-
-    def put(self, sample: Any, key: Any = None, timeout: float | None = None, *, last: bool = False) -> None:
-        """Put one sample, with its identity ``key``; wait while there is no room.
-
-        Where samples are stacked, their values are copied; other objects are held as they are. ``last`` finishes the
-        buffer in the same moment, so that no draw can fall between the last sample and the knowledge that it was that.
-
-        Raises:
-            BufferTimeout: there was no room for ``timeout`` seconds.
-            BufferClosed: closed or finished, before or meanwhile; the sample was not taken.
-            ValueError: the sample requires gradients, or can never be held within ``max_bytes``.
-        """
-        deadline = _deadline(timeout)
-        with self._putting(last):
-            self._put(sample, key, deadline)
-
-    def put_many(
-        self,
-        samples: Iterable[Any],
-        keys: Iterable[Any] | None = None,
-        timeout: float | None = None,
-        *,
-        last: bool = False,
-        mark: Any = None,
-    ) -> int:
-        """Put all samples in order and return their number. Errors as of ``put``, and how many were put.
-
-        ``mark`` is kept from the last sample on, for the state: what the producer needs to go on after it.
-        """
-        # A generator is read before the lock is taken: it may take its time.
-        samples = list(samples)
-        keys = [None] * len(samples) if keys is None else list(keys)
-        if len(keys) != len(samples):
-            raise ValueError(f"keys ({len(keys)}) must be as many as samples ({len(samples)}); give one key per sample")
-        deadline = _deadline(timeout)
-        with self._putting(last):
-            for done, (sample, key) in enumerate(zip(samples, keys, strict=True)):
-                try:
-                    self._put(sample, key, deadline)
-                except (BufferTimeout, BufferClosed) as error:
-                    raise type(error)(f"{error}; {done} of {len(samples)} samples were put") from error
-            self._mark = mark
-        return len(samples)
-
-    @contextmanager
-    def _putting(self, last: bool) -> Iterator[None]:
-        """The lock, until what was put is copied."""
-        with self._lock:
-            try:
-                yield
-            finally:
-                self._contents.flush()
-            if last:
-                self._finished = True
-                self._wake_all()
-
-    def _put(self, sample: Any, key: Any, deadline: float | None) -> None:
-        self._check_put()
-        prepared = self._prepare(sample)
-        while not self._admits(prepared[2]):
-            self._await_room(prepared[2], deadline)
-            # While this one waited, another producer's sample may have changed how samples are kept.
-            if prepared[0] is not self._contents.storage:
-                prepared = self._prepare(sample)
-        self._make_room(prepared[2])
-        self._append(self._contents.insert(prepared, key))
-        self._counters.puts += 1
-        self._tell_consumer()
-
-    def _prepare(self, sample: Any) -> Prepared:
-        return self._contents.prepare(sample, max(self.watermark, self._asked))
-
-    def _check_put(self) -> None:
-        self._check_open()
-        if self._finished:
-            raise BufferClosed("the buffer must not be finished when a sample is put; call finish() after the last put")
-
-    def _await_room(self, size: int, deadline: float | None) -> None:
-        """Wait once for something to change."""
-        held = self._contents
-        # Nothing can be got either: no room would ever come. Only max_bytes can lead here.
-        if not self._is_ready(self._asked):
-            raise ValueError(
-                f"max_bytes ({held.max_bytes}) must hold what a get waits for, {self._needed(self._asked)} samples; "
-                f"{held.count} take {held.bytes} bytes and the next one {size}; raise max_bytes"
-            )
-        # The caller looked for room just before, so a wake-up that comes with the timeout is not lost.
-        remaining = _remaining(deadline)
-        if remaining is not None and remaining <= 0:
-            raise BufferTimeout(
-                f"a put must find room before its timeout, {held.count} of {self.capacity} samples are held "
-                f"({held.unseen} unseen); get faster or raise the timeout"
-            )
-        since = time.monotonic()
-        self._room.wait(remaining)
-        self._counters.put_wait_s += time.monotonic() - since
-        self._check_put()
-
-    def _tell_consumer(self) -> None:
-        # Waking it for each sample of a batch would cost a thread switch per put.
-        if self._wanted and self._is_ready(self._wanted):
-            self._ready.notify()
-
-    # The consumer.
-
-    def get(self, timeout: float | None = None) -> Any:
-        """One sample, as ``get_batch(1)`` draws it."""
-        return self.get_batch(1, timeout).samples[0]
-
-    def get_batch(self, n: int, timeout: float | None = None) -> Batch:
-        """Draw n samples; wait until as many and the watermark are held. After ``finish()`` what is there, at once.
-
-        Raises:
-            BufferTimeout: not ready for ``timeout`` seconds.
-            BufferExhausted: finished and empty.
-            BufferClosed: closed, before or meanwhile.
-            ValueError: n samples can never be held.
-        """
-        with self._lock:
-            if not self._await_ready(n, timeout):
-                raise BufferTimeout(
-                    f"get_batch({n}) must be served within {timeout} s, {self._contents.count} samples are held "
-                    f"({self._contents.unseen} unseen) and {self._needed(n)} needed; feed faster or raise the timeout"
-                )
-            slots, gone, new = self._draw(n)
-            # Gathered before the lock is free again: the next put may write into a released slot.
-            batch = self._contents.batch(slots, new)
-            self._contents.release(gone)
-            self._counters.gets += len(slots)
-            self._counters.batches += 1
-            # Each sample served makes room for one put at most; in bytes it may be room for many small ones.
-            if self._contents.max_bytes is None:
-                self._room.notify(len(slots))
-            else:
-                self._room.notify_all()
-            return batch
-
-    def wait_ready(self, n: int, timeout: float | None) -> bool:
-        """Wait until ``get_batch(n)`` would return at once: True; or until ``timeout`` seconds passed: False.
-
-        It stays true until the next get, except in a reservoir of objects with ``max_bytes``, where one large sample
-        may evict several small ones.
-
-        Raises:
-            BufferExhausted: finished and empty.
-            BufferClosed: closed, before or meanwhile.
-        """
-        with self._lock:
-            return self._await_ready(n, timeout)
-
-    def _await_ready(self, n: int, timeout: float | None) -> bool:
-        self._check_open()
-        self._check_n(n)
-        deadline = _deadline(timeout)
-        while not self._finished and not self._is_ready(n):
-            remaining = _remaining(deadline)
-            if remaining is not None and remaining <= 0:
-                return False
-            self._await_samples(n, remaining)
-        if self._contents.count == 0:
-            raise BufferExhausted("the buffer must hold samples to get one, it is finished and empty; stop getting")
-        return True
-
-    def _await_samples(self, n: int, remaining: float | None) -> None:
-        # _wanted is reset also where a signal handler raises in the wait.
-        since = time.monotonic()
-        self._wanted = n
-        try:
-            self._ready.wait(remaining)
-        finally:
-            self._wanted = 0
-            self._counters.get_wait_s += time.monotonic() - since
-        self._check_open()
-
-    def _check_n(self, n: int) -> None:
-        if n < 1 or n > self.capacity:
-            raise ValueError(
-                f"n ({n}) must be from 1 to the capacity ({self.capacity}); ask for fewer or raise capacity"
-            )
-        # A producer may be waiting for a get that now needs more than max_bytes admits.
-        if n > self._asked:
-            self._room.notify_all()
-        self._asked = n
-
-    # Both ends.
-
-    def finish(self) -> None:
-        """No more samples will come: wake everyone, let the consumer drain. Again, or after close: no effect."""
-        with self._lock:
-            self._finished = True
-            self._wake_all()
-
-    def close(self) -> None:
-        """Stop now: every wait, and every later put and get, raises BufferClosed."""
-        with self._lock:
-            self._closed = True
-            self._wake_all()
-
-    def _wake_all(self) -> None:
-        self._room.notify_all()
-        self._ready.notify_all()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise BufferClosed("the buffer must be open, it was closed; make a new one")
-
-    @property
-    def finished(self) -> bool:
-        return self._finished
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
-
-    @property
-    def exhausted(self) -> bool:
-        """Finished and empty."""
-        with self._lock:
-            return self._finished and self._contents.count == 0
-
-    def __len__(self) -> int:
-        return self._contents.count
-
-    def servings_left(self) -> int | None:
-        """How many samples will still be served, counted with their repetitions; None while more may come."""
-        with self._lock:
-            return self._servings_held() if self._finished else None
-
-    def _servings_held(self) -> int:
-        return self._contents.count
+def _closed_error() -> BufferClosed:
+    return BufferClosed("the buffer must be open, it was closed; make a new one")
 
 
 def _deadline(timeout: float | None) -> float | None:
     return None if timeout is None else time.monotonic() + timeout
-
-
-def _remaining(deadline: float | None) -> float | None:
-    return None if deadline is None else deadline - time.monotonic()
-
-
-class Buffer(Exchange):
-    """Samples between many producer threads and ONE consumer thread, the trainer's.
-
-    ``Fifo``, ``Firo`` and ``Reservoir`` say which sample is served next and which goes. ``finish()`` says that no more
-    samples will come: what is held is drained. ``close()`` stops at once and wakes everyone with BufferClosed.
-    ``timeout=None`` waits without limit and is meant for feeder threads, whose owner calls ``close()``; everyone else
-    gives a timeout in seconds. Draws come from ``numpy.random.default_rng(seed)`` and depend on the sequence of puts
-    and gets only.
-
-    Args:
-        capacity: samples held at most.
-        seed: of the draws.
-        watermark: samples held before the first get.
-        max_bytes: bytes of samples held at most.
-        batch_size: the ``n`` that will be asked for, where it is known.
-    """
-
-    kind: ClassVar[str]
-
-    def expected_batches(self, samples: int, batch_size: int) -> int | None:
-        """Batches that ``samples`` puts will give; None where that depends on timing."""
-        return None
-
-    def info(self) -> BufferInfo:
-        """Take a snapshot; also of a closed buffer."""
-        with self._lock:
-            held = self._contents
-            return BufferInfo(
-                kind=self.kind,
-                population=held.count,
-                unseen=held.unseen,
-                capacity=self.capacity,
-                bytes=held.bytes,
-                seen_histogram=held.histogram(),
-                **vars(self._counters),
-            )
-
-    # Checkpoints.
-
-    def state_dict(self, samples: bool = True, take: Take | None = None) -> dict[str, Any]:
-        """Everything that the next draws depend on, for ``torch.load(weights_only=True)``, taken under the lock.
-
-        ``counters.puts`` agrees with the content. A finished buffer is finished after loading; who has more samples by
-        then sets ``finished`` to False first.
-
-        Args:
-            samples: False stores keys only, for samples that ``fetch`` can give back.
-            take: gives memory for the columns of samples, of so many bytes; None = fresh memory.
-
-        Raises:
-            UnsupportedConfiguration: a sample or key cannot be stored without pickling its class.
-            BufferClosed: closed.
-        """
-        # One lock for all of it: the position of the source is derived from the number of puts.
-        with self._lock:
-            self._check_open()
-            return {
-                "kind": self.kind,
-                "finished": self._finished,
-                "counters": dict(vars(self._counters)),
-                "mark": self._mark,
-                "rng": self._rng.bit_generator.state,
-                **self._own_state(),
-                **self._contents.state(self._order(), samples, take),
-            }
-
-    def load_state_dict(self, state: dict[str, Any], fetch: Callable[[Any], Any] | None = None) -> None:
-        """Replace the content; the next draws are those of the buffer that was saved. For before the feeder starts.
-
-        Args:
-            state: of ``state_dict``, of a buffer of the same kind.
-            fetch: gives the sample of a key, for a state without samples.
-
-        Raises:
-            CheckpointError: another kind, more samples than fit, or keys without ``fetch``.
-        """
-        self._check_state(state, fetch)
-        samples = [fetch(key) for key in state["keys"]] if fetch and state["samples"] is None else None
-        contents = SampleStore(self.capacity, self._contents.max_bytes)
-        contents.restore(state, samples)
-        # Nothing has changed so far: what is refused leaves the buffer as it was.
-        with self._lock:
-            self._check_open()
-            self._contents = contents
-            # The saved order is the order of the slots now, so the same draws give the same samples.
-            self._counters = ServingCounts(**state["counters"])
-            self._finished = state["finished"]
-            self._mark = state["mark"]
-            self._rng.bit_generator.state = state["rng"]
-            self._restore_order(np.arange(contents.count), contents.unseen)
-            self._load_own_state(state)
-            self._wake_all()
-
-    def _check_state(self, state: dict[str, Any], fetch: Callable[[Any], Any] | None) -> None:
-        if state["kind"] != self.kind:
-            raise CheckpointError(
-                f"buffer.kind ({self.kind}) must be the checkpoint's, {state['kind']}; set buffer.kind to it"
-            )
-        count = len(state["keys"])
-        if count > self.capacity:
-            raise CheckpointError(
-                f"capacity ({self.capacity}) must hold the {count} samples of the checkpoint; raise it"
-            )
-        if count and state["samples"] is None and fetch is None:
-            raise CheckpointError(
-                f"fetch (None) must be given, the state has {count} keys and no samples; give a function of a key"
-            )
-
-    def _own_state(self) -> dict[str, Any]:
-        return {}
-
-    def _load_own_state(self, state: dict[str, Any]) -> None:
-        """Take back what ``_own_state`` gave."""

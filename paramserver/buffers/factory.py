@@ -1,4 +1,4 @@
-"""From the names of the config to a buffer."""
+"""The registry of buffers: from a kind of the config to a class."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ from paramserver.buffers.fifo import Fifo
 from paramserver.buffers.firo import Firo
 from paramserver.buffers.reservoir import Reservoir
 
-_COUNTED: dict[str, type[Fifo] | type[Firo]] = {"fifo": Fifo, "firo": Firo}
-KINDS = (*_COUNTED, "reservoir")
+# The config lists the same kinds (BUFFERS in config/schema.py), which may not import this folder.
+REGISTRY: dict[str, type[Buffer]] = {
+    "fifo": Fifo,
+    "firo": Firo,
+    "reservoir": Reservoir,
+}
 
 
 def make_buffer(
@@ -26,7 +30,7 @@ def make_buffer(
     min_new_per_batch: int = 0,
     batch_size: int | None = None,
 ) -> Buffer:
-    """Make the buffer of this kind: fifo, firo or reservoir.
+    """Make a buffer of this kind.
 
     Args:
         kind: fifo | firo | reservoir.
@@ -35,24 +39,33 @@ def make_buffer(
         watermark: samples held before the first get.
         pseudo_epochs: fifo, firo: servings of each sample.
         max_bytes: bytes of samples held at most.
-        min_new_per_batch: reservoir: unseen samples per batch, at least, while input goes on.
-        batch_size: samples per batch, where it is known.
+        min_new_per_batch: reservoir: unseen samples per batch, at least, while input continues.
+        batch_size: samples per batch, if it is known.
 
     Raises:
         ValueError: a value out of its range, of another kind, or one with which a wait could never end.
+
+    Example::
+
+        >>> buffer = make_buffer("reservoir", capacity=100, min_new_per_batch=2, batch_size=8)
+        >>> buffer.kind, len(buffer)
+        ('reservoir', 0)
+        >>> make_buffer("fifo", capacity=100, min_new_per_batch=2)
+        Traceback (most recent call last):
+        ValueError: min_new_per_batch (2) must be 0 with fifo; use it with reservoir
     """
-    if kind not in KINDS:
-        near = get_close_matches(str(kind), KINDS, n=1)
+    if kind not in REGISTRY:
+        near = get_close_matches(str(kind), REGISTRY, n=1)
         hint = f'did you mean "{near[0]}"?' if near else "choose one of them"
-        raise ValueError(f"kind ({kind}) must be one of {', '.join(KINDS)}; {hint}")
-    common: dict[str, Any] = {"seed": seed, "watermark": watermark, "max_bytes": max_bytes, "batch_size": batch_size}
-    if kind in _COUNTED:
-        if min_new_per_batch != 0:
-            raise ValueError(f"min_new_per_batch ({min_new_per_batch}) must be 0 with {kind}; it is for the reservoir")
-        return _COUNTED[kind](capacity, pseudo_epochs=pseudo_epochs, **common)
-    check_at_least("pseudo_epochs", pseudo_epochs, 1, "use 1 with the reservoir")
-    if pseudo_epochs != 1:
-        raise ValueError(
-            f"pseudo_epochs ({pseudo_epochs}) must be 1 with reservoir, which serves again by itself; use fifo or firo"
-        )
-    return Reservoir(capacity, min_new_per_batch=min_new_per_batch, **common)
+        raise ValueError(f"kind ({kind}) must be one of {', '.join(REGISTRY)}; {hint}")
+    options: dict[str, Any] = {}
+    check_at_least("pseudo_epochs", pseudo_epochs, 1, "use 1 to serve each sample once")
+    for name, value, neutral in (("pseudo_epochs", pseudo_epochs, 1), ("min_new_per_batch", min_new_per_batch, 0)):
+        if name in REGISTRY[kind].options:
+            options[name] = value
+        elif value != neutral:
+            kinds = " or ".join(other for other, buffer in REGISTRY.items() if name in buffer.options)
+            raise ValueError(f"{name} ({value}) must be {neutral} with {kind}; use it with {kinds}")
+    return REGISTRY[kind](
+        capacity, seed=seed, watermark=watermark, max_bytes=max_bytes, batch_size=batch_size, **options
+    )

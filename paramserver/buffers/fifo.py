@@ -4,42 +4,41 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from paramserver.buffers.counted import CountedBuffer
-from paramserver.buffers.slots import IndexQueue, Slots
+from paramserver.buffers.base import CountedBuffer
+from paramserver.buffers.slots import SlotQueue, Slots
 
 
 class Fifo(CountedBuffer):
-    """Oldest first; with ``pseudo_epochs`` a served sample goes to the tail. The watermark holds back the first get."""
+    """Oldest first; with ``pseudo_epochs`` a served sample goes to the tail. The first get waits for the watermark.
+
+    Example::
+
+        >>> buffer = Fifo(capacity=4, pseudo_epochs=2)
+        >>> buffer.put_many([1.0, 2.0, 3.0], keys=["a", "b", "c"])
+        3
+        >>> buffer.finish()
+        >>> [buffer.get_batch(2).keys for _ in range(3)]
+        [['a', 'b'], ['c', 'a'], ['b', 'c']]
+    """
 
     kind: ClassVar[str] = "fifo"
-    _ring: IndexQueue
+    _index_type = SlotQueue
+    _index: SlotQueue
     _started = False
 
-    def _needed(self, n: int) -> int:
-        return n if self._started else max(n, self.watermark)
-
-    def _append(self, slot: int) -> None:
-        self._ring.append(slot)
-
-    def _round(self, n: int) -> tuple[Slots, Slots, int]:
-        self._started = True
-        slots = self._ring.take(n)
-        new = self._contents.serve(slots)
+    def _draw_distinct(self, n: int) -> tuple[Slots, Slots, int]:
+        self._started, self._least = True, 0
+        slots = self._index.pop(n)
+        new = self._store.serve(slots)
         if self.pseudo_epochs == 1:
             return slots, slots, new
-        done = self._is_done(slots)
-        self._ring.extend(slots[~done])
+        done = self._store.served[slots] >= self.pseudo_epochs
+        self._index.extend(slots[~done])
         return slots, slots[done], new
 
-    def _order(self) -> Slots:
-        return self._ring.slots()
+    def _extra_state(self) -> dict[str, Any]:
+        return {**super()._extra_state(), "started": self._started}
 
-    def _restore_order(self, slots: Slots, unseen: int) -> None:
-        self._ring = IndexQueue(self.capacity)
-        self._ring.extend(slots)
-
-    def _own_state(self) -> dict[str, Any]:
-        return {**super()._own_state(), "started": self._started}
-
-    def _load_own_state(self, state: dict[str, Any]) -> None:
+    def _load_extra_state(self, state: dict[str, Any]) -> None:
         self._started = state["started"]
+        self._least = 0 if self._started else self.watermark

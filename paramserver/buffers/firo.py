@@ -4,34 +4,31 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from paramserver.buffers.counted import CountedBuffer
-from paramserver.buffers.slots import IndexBag, Slots
+from paramserver.buffers.base import CountedBuffer
+from paramserver.buffers.slots import SlotBag, Slots
 
 
 class Firo(CountedBuffer):
-    """Uniformly at random among the samples held, of which there are at least ``watermark`` until ``finish()``."""
+    """Uniformly at random among the samples held, of which there are at least ``watermark`` until ``finish()``.
+
+    Example::
+
+        >>> buffer = Firo(capacity=4, seed=0)
+        >>> buffer.put_many([1.0, 2.0, 3.0, 4.0], keys="abcd")
+        4
+        >>> buffer.get_batch(4).keys
+        ['d', 'c', 'a', 'b']
+    """
 
     kind: ClassVar[str] = "firo"
-    _bag: IndexBag
+    _index_type = SlotBag
+    _index: SlotBag
 
-    def _needed(self, n: int) -> int:
-        return max(n, self.watermark)
-
-    def _append(self, slot: int) -> None:
-        self._bag.append(slot)
-
-    def _round(self, n: int) -> tuple[Slots, Slots, int]:
+    def _draw_distinct(self, n: int) -> tuple[Slots, Slots, int]:
         # O(n) for any number held, and already in random order.
-        positions = self._rng.choice(len(self._bag), n, replace=False)
-        slots = self._bag.peek(positions)
-        new = self._contents.serve(slots)
-        done = slice(None) if self.pseudo_epochs == 1 else self._is_done(slots)
-        self._bag.remove(positions[done])
+        positions = self._rng.choice(len(self._index), n, replace=False)
+        slots = self._index.at(positions)
+        new = self._store.serve(slots)
+        done = slice(None) if self.pseudo_epochs == 1 else self._store.served[slots] >= self.pseudo_epochs
+        self._index.remove(positions[done])
         return slots, slots[done], new
-
-    def _order(self) -> Slots:
-        return self._bag.slots()
-
-    def _restore_order(self, slots: Slots, unseen: int) -> None:
-        self._bag = IndexBag(self.capacity)
-        self._bag.extend(slots)

@@ -1,4 +1,4 @@
-"""A reservoir: samples are served again until newer ones take their place.
+"""A reservoir: samples are served again until newer ones replace them.
 
 The policy is that of Melissa's training reservoir (Meyer et al., "High Throughput Training of Deep Surrogates from
 Large Ensemble Runs", SC 2023, https://arxiv.org/abs/2309.16743): only samples that were served are ever evicted.
@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from paramserver.buffers.base import Buffer, check_min_new
+from paramserver.buffers.base import Buffer, check_at_least
 from paramserver.buffers.slots import SeenUnseenBag, Slots
 
 
@@ -21,12 +21,24 @@ class Reservoir(Buffer):
     After ``finish()`` each get evicts what it serves, until the buffer is empty. Every sample is served at least once.
 
     Args:
-        min_new_per_batch: at least so many samples of a batch were never served before, until ``finish()``.
+        min_new_per_batch: so many samples of a batch, at least, were never served before, until ``finish()``.
         capacity, seed, watermark, max_bytes, batch_size: as of ``Buffer``.
+
+    Example::
+
+        >>> buffer = Reservoir(capacity=4, seed=0)
+        >>> buffer.put_many([1.0, 2.0], keys="ab")
+        2
+        >>> [sorted(buffer.get_batch(2).keys) for _ in range(3)]
+        [['a', 'b'], ['a', 'b'], ['a', 'b']]
+        >>> buffer.info().seen_histogram
+        {3: 2}
     """
 
     kind: ClassVar[str] = "reservoir"
-    _bag: SeenUnseenBag
+    options = ("min_new_per_batch",)
+    _index_type = SeenUnseenBag
+    _index: SeenUnseenBag
 
     def __init__(
         self,
@@ -39,55 +51,49 @@ class Reservoir(Buffer):
         batch_size: int | None = None,
     ) -> None:
         super().__init__(capacity, seed=seed, watermark=watermark, max_bytes=max_bytes, batch_size=batch_size)
-        check_min_new(min_new_per_batch, batch_size, capacity)
+        check_at_least("min_new_per_batch", min_new_per_batch, 0, "use 0 for none")
+        name, limit = ("capacity", capacity) if batch_size is None else ("batch_size", batch_size)
+        if min_new_per_batch > limit:
+            raise ValueError(
+                f"min_new_per_batch ({min_new_per_batch}) must be at most {name} ({limit}), else no batch is ever "
+                "gathered; lower min_new_per_batch"
+            )
         self.min_new_per_batch = min_new_per_batch
 
-    def _needed(self, n: int) -> int:
-        return max(n, self.watermark)
-
     def _is_ready(self, n: int) -> bool:
-        return super()._is_ready(n) and self._bag.unseen >= min(self.min_new_per_batch, n)
+        return self._store.count >= max(n, self._least) and self._index.unseen >= min(self.min_new_per_batch, n)
 
-    def _admits(self, size: int) -> bool:
-        held = self._contents
-        fits = held.max_bytes is None or held.bytes - held.seen_bytes + size <= held.max_bytes
-        return fits and held.unseen < self.capacity
-
-    def _make_room(self, size: int) -> None:
-        # _admits() made sure that the seen ones suffice.
-        while not super()._admits(size):
-            position = self._rng.integers(self._bag.unseen, len(self._bag), size=1)
-            self._contents.release(self._bag.peek(position))
-            self._bag.remove(position)
+    def _make_room(self, size: int) -> bool:
+        store = self._store
+        unseen_bytes = store.bytes - store.seen_bytes
+        if store.unseen >= self.capacity or (store.max_bytes is not None and unseen_bytes + size > store.max_bytes):
+            return False
+        # Now there is room once all seen samples are evicted, so the loop ends.
+        while not super()._make_room(size):
+            position = self._rng.integers(self._index.unseen, len(self._index), size=1)
+            store.release(self._index.at(position))
+            self._index.remove(position)
             self._counters.evicted += 1
-
-    def _append(self, slot: int) -> None:
-        self._bag.append(slot)
+        return True
 
     def _draw(self, n: int) -> tuple[Slots, Slots, int]:
-        n = min(n, len(self._bag))
+        index = self._index
+        n = min(n, len(index))
         must = 0 if self._finished else min(self.min_new_per_batch, n)
-        unseen = self._bag.unseen
+        unseen = index.unseen
         if must:
-            self._bag.see(self._rng.choice(unseen, must, replace=False))
-        # What must be new lies in [left, unseen) now; the rest is drawn from the places around it.
-        left = self._bag.unseen
-        rest = self._rng.choice(len(self._bag) - must, n - must, replace=False)
+            index.mark_seen(self._rng.choice(unseen, must, replace=False))
+        # The samples that must be new are at positions [left, unseen) now; the rest is drawn from the other positions.
+        left = index.unseen
+        rest = self._rng.choice(len(index) - must, n - must, replace=False)
         if must:
             rest[rest >= left] += must
-        slots = self._bag.peek(np.concatenate([np.arange(left, unseen), rest]) if must else rest)
-        self._bag.see(rest[rest < left])
-        new = self._contents.serve(slots)
+        slots = index.at(np.concatenate([np.arange(left, unseen), rest]) if must else rest)
+        index.mark_seen(rest[rest < left])
+        new = self._store.serve(slots)
         if not self._finished:
             return slots, slots[:0], new
-        # The drawn ones that were unseen lie in [new unseen, unseen) now, the others where they were.
-        self._bag.remove(np.concatenate([np.arange(self._bag.unseen, unseen), rest[rest >= unseen]]))
+        # The drawn samples that were unseen are at [new unseen, unseen) now, the others where they were.
+        index.remove(np.concatenate([np.arange(index.unseen, unseen), rest[rest >= unseen]]))
         self._counters.evicted += n
         return slots, slots, new
-
-    def _order(self) -> Slots:
-        return self._bag.slots()
-
-    def _restore_order(self, slots: Slots, unseen: int) -> None:
-        self._bag = SeenUnseenBag(self.capacity)
-        self._bag.restore(slots, unseen)

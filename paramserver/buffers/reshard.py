@@ -1,4 +1,4 @@
-"""The states of several buffers as those of another number of buffers: what they held is dealt in turn."""
+"""Resharding: the states of n buffers as the states of m buffers, when a run resumes with other trainers."""
 
 from __future__ import annotations
 
@@ -8,35 +8,45 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from paramserver.buffers.batch import ServingCounts
+from paramserver.buffers.base import ServingCounts
 from paramserver.buffers.storage import join_states
 from paramserver.errors import CheckpointError
 
 State: TypeAlias = Mapping[str, Any]
 _Place: TypeAlias = tuple[int, int]
-"""Which state, and which of its samples."""
+"""Index of the state, index of the sample in it."""
 
 
 def reshard_buffers(
     states: Sequence[State], count: int, *, capacity: int, entropy: Sequence[int]
 ) -> tuple[list[dict[str, Any]], list[list[Any]]]:
-    """Deal what buffers held to ``count`` others.
+    """Deal the samples that buffers held to ``count`` new buffers, in turn.
 
-    Samples that can be read again (a state without their values) and were never served are not dealt: their keys are
-    returned, for their source to deal anew. A reservoir may lose samples that were served before, as it does at every
-    put; nothing else is ever lost. Counts of puts and gets begin anew, with what is held at first.
+    Samples that can be fetched again (a state without their values) and were never served are not dealt: their keys are
+    returned, and their source deals them again. A reservoir may lose samples that were served before, as at every put;
+    nothing else is ever lost. Puts and gets are counted from the resharding on, starting with what is held.
 
     Args:
-        states: as ``state_dict`` gives them, of buffers of one kind.
-        count: of the new buffers.
+        states: from ``state_dict``, of buffers of one kind.
+        count: number of new buffers.
         capacity: of each of them.
-        entropy: seeds what is drawn here, and the draws of buffers beyond the old ones.
+        entropy: seeds the evictions here and the draws of buffers beyond the old ones.
 
     Returns:
         The new states, and for each old one the keys of its samples that were never served and are not dealt.
 
     Raises:
-        CheckpointError: more samples must stay than fit.
+        CheckpointError: more samples must be kept than fit.
+
+    Example::
+
+        >>> from paramserver.buffers import Fifo
+        >>> buffer = Fifo(capacity=4)
+        >>> buffer.put_many([1.0, 2.0, 3.0], keys="abc")
+        3
+        >>> states, unserved = reshard_buffers([buffer.state_dict()], 2, capacity=4, entropy=(0, 1))
+        >>> [state["keys"] for state in states], unserved
+        ([['a', 'c'], ['b']], [[]])
     """
     kept: list[_Place] = []
     unserved: list[list[Any]] = [[] for _ in states]
@@ -49,11 +59,12 @@ def reshard_buffers(
                 unserved[which].append(state["keys"][i])
             else:
                 kept.append((which, i))
-    kept = _fitting(states, kept, count * capacity, entropy)
-    return [_state(states, kept[i::count], i, entropy) for i in range(count)], unserved
+    kept = _evict_excess(states, kept, count * capacity, entropy)
+    return [_new_state(states, kept[i::count], i, entropy) for i in range(count)], unserved
 
 
-def _fitting(states: Sequence[State], kept: list[_Place], room: int, entropy: Sequence[int]) -> list[_Place]:
+def _evict_excess(states: Sequence[State], kept: list[_Place], room: int, entropy: Sequence[int]) -> list[_Place]:
+    """Return ``kept`` without the served samples of reservoirs for which there is no room."""
     excess = len(kept) - room
     if excess <= 0:
         return kept
@@ -65,12 +76,12 @@ def _fitting(states: Sequence[State], kept: list[_Place], room: int, entropy: Se
             f"use at least {needed} times the trainers, or {needed} times the buffer.capacity"
         )
     rng = np.random.default_rng(list(entropy))
-    gone = set(rng.choice(np.flatnonzero(served), excess, replace=False).tolist())
-    return [place for n, place in enumerate(kept) if n not in gone]
+    evicted = set(rng.choice(np.flatnonzero(served), excess, replace=False).tolist())
+    return [place for n, place in enumerate(kept) if n not in evicted]
 
 
-def _state(states: Sequence[State], places: list[_Place], index: int, entropy: Sequence[int]) -> dict[str, Any]:
-    """The state of new buffer ``index``; what only the kind knows is that of the old one in its place."""
+def _new_state(states: Sequence[State], places: list[_Place], index: int, entropy: Sequence[int]) -> dict[str, Any]:
+    """Return the state of new buffer ``index``, with the extra state of the old buffer of that index."""
     own = states[index] if index < len(states) else states[0]
     if own["kind"] == "reservoir":
         places = sorted(places, key=lambda place: bool(states[place[0]]["served"][place[1]]))  # unseen ones come first
@@ -84,6 +95,6 @@ def _state(states: Sequence[State], places: list[_Place], index: int, entropy: S
         "counters": vars(ServingCounts(puts=len(places), gets=sum(served))),
         "keys": [states[which]["keys"][i] for which, i in places],
         "served": torch.tensor(served, dtype=torch.int64),
-        "gone": {},
+        "removed": {},
         "samples": join_states([state["samples"] for state in states], places),
     }

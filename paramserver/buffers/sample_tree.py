@@ -1,9 +1,10 @@
-"""Samples as trees of tensors: their spec, flattening and stacking, and an encoding for checkpoints.
+"""Samples as trees of tensors, arrays and numbers: their layout, and an encoding for checkpoints.
 
-``SampleSpec.stack`` returns what ``torch.utils.data.default_collate`` returns (a tuple becomes a list), and
-``SampleSpec.rebuild`` returns the samples as they were put. ``encode`` turns a tree into one that
-``torch.load(weights_only=True)`` reads back: tensors, numbers, str, bytes, lists and None, where each node is a list
-that starts with its kind, so that an array comes back as an array and a tuple as a tuple.
+``sample_spec_of`` describes the layout of a sample. ``SampleSpec.stack`` returns what
+``torch.utils.data.default_collate`` returns (a tuple becomes a list), ``SampleSpec.rebuild`` the samples as they were
+put. ``encode`` turns a sample into a tree that ``torch.load(weights_only=True)`` can read: tensors, numbers, str,
+bytes, lists and None. Each node is a list that starts with its kind, so ``decode`` returns an array for an array and a
+tuple for a tuple.
 """
 
 from __future__ import annotations
@@ -28,22 +29,14 @@ def is_namedtuple(kind: type) -> TypeGuard[type[Any]]:
     return issubclass(kind, tuple) and hasattr(kind, "_fields")
 
 
-def refuse_grad(tensor: Tensor) -> None:
-    if tensor.requires_grad:
-        raise ValueError(
-            f"a tensor of a sample (shape {tuple(tensor.shape)}) must not require gradients, a buffer keeps "
-            "values only; put tensor.detach()"
-        )
-
-
 def size_of(sample: Any) -> int:
-    """Bytes of the leaves of an object sample: of tensors and arrays their data, of anything else the object itself."""
+    """Return the bytes of a sample's leaves: the data of tensors and arrays, the object itself for anything else."""
     if isinstance(sample, (tuple, list)):
         return sum(size_of(value) for value in sample)
     if isinstance(sample, dict):
         return sum(size_of(value) for value in sample.values())
     if isinstance(sample, Tensor):
-        refuse_grad(sample)
+        _check_grad(sample)
         return sample.element_size() * sample.numel()
     if isinstance(sample, np.ndarray):
         return sample.nbytes
@@ -51,7 +44,7 @@ def size_of(sample: Any) -> int:
 
 
 def encode_key(key: Any) -> Any:
-    """Turn a key into plain values; numpy integers become int, which compare and hash alike."""
+    """Convert a key to plain values; numpy integers become int, which compare and hash the same."""
     if type(key) in _PLAIN:
         return key
     if type(key) is tuple:
@@ -66,6 +59,13 @@ def encode(sample: Any) -> list[Any]:
 
     Raises:
         UnsupportedConfiguration: a part has a type that cannot be stored without pickling its class.
+
+    Example::
+
+        >>> encode({"x": 1, "y": (2.5, None)})
+        ['dict', [[['value', 'x'], ['value', 1]], [['value', 'y'], ['tuple', [['value', 2.5], ['value', None]]]]]]
+        >>> decode(encode({"x": 1, "y": (2.5, None)}))
+        {'x': 1, 'y': (2.5, None)}
     """
     kind = type(sample)
     if kind in _PLAIN:
@@ -86,6 +86,11 @@ def encode(sample: Any) -> list[Any]:
 
 
 def decode(tree: list[Any]) -> Any:
+    """Return the sample that ``encode`` was given.
+
+    Raises:
+        CheckpointError: the tree has a node of an unknown kind.
+    """
     kind, body = tree[0], tree[1]
     if kind in ("value", "tensor"):
         return body
@@ -110,13 +115,13 @@ def _encode_numpy(value: npt.NDArray[Any] | np.generic) -> list[Any]:
     dtype = value.dtype
     if dtype.hasobject or dtype.names is not None or type(value) in (np.ma.MaskedArray, np.matrix, np.recarray):
         raise _cannot_store("part of a sample", value, f"its dtype is {dtype}; use arrays of numbers or str")
-    # Of a scalar the bytes: as a tensor a longdouble or a date would lose its type.
+    # A scalar is stored as bytes: as a tensor a longdouble or a date would lose its type.
     if isinstance(value, np.generic):
         return ["scalar", value.tobytes(), dtype.str, []]
     try:
         return ["array", torch.from_numpy(np.array(value))]
     except (TypeError, ValueError):
-        # A dtype or byte order that torch does not have.
+        # torch lacks this dtype or byte order.
         return ["bytes", value.tobytes(), dtype.str, list(value.shape)]
 
 
@@ -126,7 +131,7 @@ def _from_bytes(data: bytes, dtype: str, shape: list[int]) -> npt.NDArray[Any]:
 
 
 def _find_namedtuple(module: str, name: str, *fields: str) -> Any:
-    """Return the class where the program has loaded it (nothing is imported), else one with the same fields."""
+    """Return the class if the program has loaded it (nothing is imported), else a new one with the same fields."""
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, part, None)
@@ -146,20 +151,33 @@ _INT64 = range(-(2**63), 2**63)
 
 
 class SampleSpec(ABC):
-    """A leaf, or a nest of layouts."""
+    """The layout that all samples of a column storage share: a leaf, or a container of layouts.
+
+    Example::
+
+        >>> spec = sample_spec_of((torch.zeros(2), 7))
+        >>> leaves = []
+        >>> spec.flatten((torch.ones(2), 8), leaves), leaves
+        (True, [tensor([1., 1.]), 8])
+        >>> spec.flatten((torch.ones(3), 8), [])
+        False
+    """
 
     @abstractmethod
     def flatten(self, sample: Any, leaves: list[Any]) -> bool:
-        """Append the leaves of ``sample``; False where it has another layout."""
+        """Append the leaves of ``sample`` and return True; return False if it has another layout."""
 
     @abstractmethod
-    def leaves(self) -> list[LeafSpec]: ...
+    def leaves(self) -> list[LeafSpec]:
+        """Return the leaves in the order of ``flatten``."""
 
     @abstractmethod
-    def stack(self, columns: Iterator[Tensor]) -> Any: ...
+    def stack(self, columns: Iterator[Tensor]) -> Any:
+        """Return the batch that ``default_collate`` makes, of one column (size, *shape) per leaf."""
 
     @abstractmethod
-    def rebuild(self, columns: Iterator[Tensor], size: int) -> list[Any]: ...
+    def rebuild(self, columns: Iterator[Tensor], size: int) -> list[Any]:
+        """Return the ``size`` samples of these columns, in the types they were put in."""
 
 
 class LeafSpec(SampleSpec):
@@ -173,13 +191,6 @@ class LeafSpec(SampleSpec):
     def row_bytes(self) -> int:
         return self.dtype.itemsize * int(np.prod(self.shape, dtype=np.int64))
 
-    @abstractmethod
-    def fits(self, value: Any) -> bool: ...
-
-    def flatten(self, sample: Any, leaves: list[Any]) -> bool:
-        leaves.append(sample)
-        return self.fits(sample)
-
     def leaves(self) -> list[LeafSpec]:
         return [self]
 
@@ -188,8 +199,14 @@ class LeafSpec(SampleSpec):
 
 
 class TensorLeaf(LeafSpec):
-    def fits(self, value: Any) -> bool:
-        return type(value) is Tensor and value.dtype is self.dtype and value.shape == self.shape and _has_rows(value)
+    def flatten(self, sample: Any, leaves: list[Any]) -> bool:
+        leaves.append(sample)
+        return (
+            type(sample) is Tensor
+            and sample.dtype is self.dtype
+            and sample.shape == self.shape
+            and _fits_column(sample)
+        )
 
     def rebuild(self, columns: Iterator[Tensor], size: int) -> list[Any]:
         return list(next(columns).unbind(0))
@@ -200,11 +217,12 @@ class ArrayLeaf(LeafSpec):
         super().__init__(dtype, array.shape)
         self.numpy_dtype = array.dtype
 
-    def fits(self, value: Any) -> bool:
-        return type(value) in _ARRAYS and value.dtype == self.numpy_dtype and value.shape == self.shape
+    def flatten(self, sample: Any, leaves: list[Any]) -> bool:
+        leaves.append(sample)
+        return type(sample) in _ARRAYS and sample.dtype == self.numpy_dtype and sample.shape == self.shape
 
     def rebuild(self, columns: Iterator[Tensor], size: int) -> list[Any]:
-        # The dots keep a row of a vector a 0-d array, where an index alone would give a scalar.
+        # With the ellipsis a row of a vector stays a 0-d array; an index alone would return a scalar.
         rows = next(columns).numpy()
         return [rows[i, ...] for i in range(size)]
 
@@ -214,8 +232,9 @@ class ScalarLeaf(LeafSpec):
         super().__init__(dtype)
         self.numpy_dtype = scalar.dtype
 
-    def fits(self, value: Any) -> bool:
-        return isinstance(value, np.generic) and value.dtype == self.numpy_dtype
+    def flatten(self, sample: Any, leaves: list[Any]) -> bool:
+        leaves.append(sample)
+        return isinstance(sample, np.generic) and sample.dtype == self.numpy_dtype
 
     def rebuild(self, columns: Iterator[Tensor], size: int) -> list[Any]:
         return list(next(columns).numpy())
@@ -226,15 +245,22 @@ class NumberLeaf(LeafSpec):
         super().__init__(_NUMBERS[type(number)])
         self.type = type(number)
 
-    def fits(self, value: Any) -> bool:
-        return type(value) is self.type and (self.type is not int or value in _INT64)
+    def flatten(self, sample: Any, leaves: list[Any]) -> bool:
+        leaves.append(sample)
+        return type(sample) is self.type and (self.type is not int or sample in _INT64)
 
     def rebuild(self, columns: Iterator[Tensor], size: int) -> list[Any]:
         return next(columns).tolist()
 
 
 class TreeSpec(SampleSpec):
-    """A tuple, named tuple, list or dict of layouts; ``names`` are a dict's keys in order."""
+    """A tuple, named tuple, list or dict of layouts.
+
+    Args:
+        kind: the type of the container.
+        names: the keys of a dict in order; None for the other types.
+        children: a layout per element.
+    """
 
     def __init__(self, kind: type[Any], names: tuple[Any, ...] | None, children: Sequence[SampleSpec]) -> None:
         self.kind = kind
@@ -257,7 +283,8 @@ class TreeSpec(SampleSpec):
         return [leaf for child in self.children for leaf in child.leaves()]
 
     def stack(self, columns: Iterator[Tensor]) -> Any:
-        values = [child.stack(columns) for child in self.children]
+        # A leaf is one column: no call per leaf and batch.
+        values = [next(columns) if isinstance(child, LeafSpec) else child.stack(columns) for child in self.children]
         # default_collate turns a tuple into a list, but keeps named tuples.
         return values if self.kind is tuple else self._pack(values)
 
@@ -273,20 +300,20 @@ class TreeSpec(SampleSpec):
 
 
 def sample_spec_of(sample: Any) -> SampleSpec | None:
-    """Return the layout that samples like this one can be stacked in; None where torch cannot stack them."""
+    """Return the layout in which samples like this one can be stacked; None if torch cannot stack them."""
     kind = type(sample)
     if kind in (tuple, list) or is_namedtuple(kind):
-        return _nest(kind, None, sample)
+        return _tree_spec(kind, None, sample)
     if kind is dict:
-        return _nest(dict, tuple(sample), sample.values())
+        return _tree_spec(dict, tuple(sample), sample.values())
     if kind is Tensor:
-        return TensorLeaf(sample.dtype, tuple(sample.shape)) if _has_rows(sample) else None
+        return TensorLeaf(sample.dtype, tuple(sample.shape)) if _fits_column(sample) else None
     if kind in _NUMBERS:
         return NumberLeaf(sample) if kind is not int or sample in _INT64 else None
     return _numpy_leaf(sample)
 
 
-def _nest(kind: type[Any], names: tuple[Any, ...] | None, values: Any) -> TreeSpec | None:
+def _tree_spec(kind: type[Any], names: tuple[Any, ...] | None, values: Any) -> TreeSpec | None:
     children = [sample_spec_of(value) for value in values]
     stackable = [child for child in children if child is not None]
     return TreeSpec(kind, names, stackable) if len(stackable) == len(children) else None
@@ -297,23 +324,32 @@ def _numpy_leaf(value: Any) -> LeafSpec | None:
         if type(value) in _ARRAYS:
             return ArrayLeaf(value, torch.from_numpy(np.empty(0, value.dtype)).dtype)
         if isinstance(value, np.generic) and value.dtype.kind in "biufc":
-            # As default_collate does, which cannot take every scalar whose array torch can.
+            # Like default_collate, which rejects some scalars whose arrays torch accepts.
             return ScalarLeaf(value, torch.as_tensor([value]).dtype)
     except (TypeError, ValueError):
-        # A dtype or byte order that torch does not have.
+        # torch lacks this dtype or byte order.
         return None
     return None
 
 
-def _has_rows(tensor: Tensor) -> bool:
-    """Whether a strided column on the CPU can hold it. A complex32 column would warn at each allocation."""
-    refuse_grad(tensor)
+def _fits_column(tensor: Tensor) -> bool:
+    """Return whether a strided column on the CPU can hold it. A complex32 column would warn at each allocation."""
+    if tensor.requires_grad:
+        _check_grad(tensor)
     return (
         tensor.is_cpu
         and tensor.layout is torch.strided
         and tensor.dtype is not torch.complex32
         and not (tensor.is_quantized or tensor.is_nested)
     )
+
+
+def _check_grad(tensor: Tensor) -> None:
+    if tensor.requires_grad:
+        raise ValueError(
+            f"a tensor of a sample (shape {tuple(tensor.shape)}) must not require gradients, a buffer keeps "
+            "values only; put tensor.detach()"
+        )
 
 
 _ARRAYS = (np.ndarray, np.memmap)

@@ -1,7 +1,11 @@
-"""Which slot comes next: index structures over a fixed number of slots, O(1) per slot and without Python loops."""
+"""The order in which a buffer draws the slots that hold its samples.
+
+One structure per drawing order, each over a fixed number of slots, O(1) per slot and without Python loops over slots.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TypeAlias
 
 import numpy as np
@@ -10,127 +14,113 @@ import numpy.typing as npt
 Slots: TypeAlias = npt.NDArray[np.int64]
 
 
-class FreeSlots:
-    """Slots that hold nothing. Used ones are handed out again first, so memory is touched up to the peak only."""
+class SlotIndex(ABC):
+    """The slots in use. A restored one starts with ``slots``, of which the first ``num_unseen`` were never served."""
 
-    def __init__(self, capacity: int) -> None:
-        self._stack = np.empty(capacity, np.int64)
-        self._size = 0
-        self._untouched = 0
-
-    def take(self) -> int:
-        if self._size:
-            self._size -= 1
-            return int(self._stack[self._size])
-        self._untouched += 1
-        return self._untouched - 1
-
-    def give(self, slots: Slots) -> None:
-        self._stack[self._size : self._size + len(slots)] = slots
-        self._size += len(slots)
-
-
-class IndexQueue:
-    """Slots in the order in which they came."""
-
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, slots: Slots, num_unseen: int) -> None:
         self._slots = np.empty(capacity, np.int64)
-        self._head = 0
-        self._count = 0
+        self._slots[: len(slots)] = slots
+        self._count = len(slots)
+        self.unseen = num_unseen
 
     def __len__(self) -> int:
         return self._count
+
+    @abstractmethod
+    def append(self, slot: int) -> None:
+        """Add the slot of a new sample."""
+
+    def slots(self) -> Slots:
+        """Return a copy of all slots in their order."""
+        held: Slots = self._slots[: self._count].copy()
+        return held
+
+
+class SlotQueue(SlotIndex):
+    """Slots in the order in which they were added: a ring buffer.
+
+    Example::
+
+        >>> queue = SlotQueue(4, np.arange(3), 3)
+        >>> queue.pop(2)
+        array([0, 1])
+        >>> queue.append(3)
+        >>> queue.slots()
+        array([2, 3])
+    """
+
+    _head = 0
 
     def append(self, slot: int) -> None:
         self._slots[(self._head + self._count) % len(self._slots)] = slot
         self._count += 1
 
     def extend(self, slots: Slots) -> None:
-        self._slots[self._places(self._count, len(slots))] = slots
+        tail = self._head + self._count
+        self._slots[np.arange(tail, tail + len(slots)) % len(self._slots)] = slots
         self._count += len(slots)
 
-    def take(self, n: int) -> Slots:
-        """Remove the n oldest."""
-        taken = self._slots[self._places(0, n)]
+    def pop(self, n: int) -> Slots:
+        """Remove and return the n oldest slots."""
+        oldest = self._slots[np.arange(self._head, self._head + n) % len(self._slots)]
         self._head = (self._head + n) % len(self._slots)
         self._count -= n
-        return taken
+        return oldest
 
     def slots(self) -> Slots:
-        return self._slots[self._places(0, self._count)]
-
-    def _places(self, start: int, n: int) -> Slots:
-        return np.arange(self._head + start, self._head + start + n) % len(self._slots)
+        return self._slots[np.arange(self._head, self._head + self._count) % len(self._slots)]
 
 
-class IndexBag:
-    """Slots in no order of meaning. A hole is filled from the tail, so the slots stay dense and any can be drawn."""
+class SlotBag(SlotIndex):
+    """Slots in arbitrary order. A hole is filled from the tail: positions stay dense, so any one can be drawn.
 
-    def __init__(self, capacity: int) -> None:
-        self._slots = np.empty(capacity, np.int64)
-        self._count = 0
+    Example::
 
-    def __len__(self) -> int:
-        return self._count
+        >>> bag = SlotBag(4, np.array([10, 11, 12]), 3)
+        >>> bag.remove(np.array([0]))
+        >>> bag.slots()
+        array([12, 11])
+    """
 
     def append(self, slot: int) -> None:
         self._slots[self._count] = slot
         self._count += 1
 
-    def extend(self, slots: Slots) -> None:
-        self._slots[self._count : self._count + len(slots)] = slots
-        self._count += len(slots)
-
-    def peek(self, positions: Slots) -> Slots:
+    def at(self, positions: Slots) -> Slots:
         """Return the slots at these positions."""
-        peeked: Slots = self._slots[positions]
-        return peeked
+        return self._slots[positions]
 
     def remove(self, positions: Slots) -> None:
-        """Drop the slots at these positions, which must differ from each other."""
-        if not len(positions):
-            return
-        start = self._count - len(positions)
-        holes, movers = _holes_and_movers(positions, start, self._count)
-        self._slots[holes] = self._slots[movers]
-        self._count = start
-
-    def slots(self) -> Slots:
-        held: Slots = self._slots[: self._count].copy()
-        return held
+        """Remove the slots at these positions, which must be distinct."""
+        if len(positions):
+            start = self._count - len(positions)
+            holes, movers = _holes_and_movers(positions, start, self._count)
+            self._slots[holes] = self._slots[movers]
+            self._count = start
 
 
-class SeenUnseenBag(IndexBag):
-    """A bag in two runs: positions [0, unseen) were never served, [unseen, len) were."""
-
-    def __init__(self, capacity: int) -> None:
-        super().__init__(capacity)
-        self.unseen = 0
+class SeenUnseenBag(SlotBag):
+    """A bag in two parts: positions [0, unseen) were never served, positions [unseen, len) were."""
 
     def append(self, slot: int) -> None:
-        # The first of the seen makes place for it and goes to the end.
+        # The first seen slot moves to the end, so that the unseen part grows by one and stays contiguous.
         self._slots[self._count] = self._slots[self.unseen]
         self._slots[self.unseen] = slot
         self._count += 1
         self.unseen += 1
 
-    def see(self, positions: Slots) -> None:
-        """Turn unseen into seen: the slots at these positions, all below ``unseen``, go to [new unseen, old unseen)."""
-        if not len(positions):
-            return
-        start = self.unseen - len(positions)
-        holes, movers = _holes_and_movers(positions, start, self.unseen)
-        self._slots[holes], self._slots[movers] = self._slots[movers], self._slots[holes]
-        self.unseen = start
-
-    def restore(self, slots: Slots, unseen: int) -> None:
-        self.extend(slots)
-        self.unseen = unseen
+    def mark_seen(self, positions: Slots) -> None:
+        """Move the slots at these positions, all below ``unseen``, to positions [new unseen, old unseen)."""
+        if len(positions):
+            start = self.unseen - len(positions)
+            holes, movers = _holes_and_movers(positions, start, self.unseen)
+            self._slots[holes], self._slots[movers] = self._slots[movers], self._slots[holes]
+            self.unseen = start
 
 
 def _holes_and_movers(positions: Slots, start: int, stop: int) -> tuple[Slots, Slots]:
-    """Of a run whose last places are [start, stop): the positions before it, and the places in it that stay."""
-    # As many stay as there are holes before the run, so the two lists pair up.
+    """Return the ``positions`` below ``start``, and the places in [start, stop) that are not among ``positions``."""
+    # len(positions) == stop - start, so both have the same length: each hole gets one mover.
     stays = np.ones(stop - start, np.bool_)
     stays[positions[positions >= start] - start] = False
     return positions[positions < start], start + np.flatnonzero(stays)

@@ -1,11 +1,17 @@
-"""How samples are kept: one tensor per leaf where all are alike, the objects themselves otherwise."""
+"""What a buffer holds: the sample in each slot, its key and how often it was served.
+
+``SampleStore`` keeps the accounts. A ``Storage`` keeps the values: ``ColumnStorage`` in one tensor per leaf while all
+samples have the same layout, ``ObjectStorage`` as the objects themselves otherwise. Not thread-safe: the buffer calls
+all of it under its lock.
+"""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -13,54 +19,298 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from paramserver.buffers.sample_tree import LeafSpec, SampleSpec, TensorLeaf, decode, encode, sample_spec_of, size_of
+from paramserver.buffers.sample_tree import (
+    LeafSpec,
+    SampleSpec,
+    TensorLeaf,
+    decode,
+    encode,
+    encode_key,
+    sample_spec_of,
+    size_of,
+)
 from paramserver.buffers.slots import Slots
+from paramserver.errors import CheckpointError, UnsupportedConfiguration
 
-# Rows that wait to be written together.
-_AT_ONCE = 64
+# Rows that are collected and then written together.
+_ROWS_PER_WRITE = 64
+
+AllocateBytes: TypeAlias = Callable[[int], "npt.NDArray[np.uint8]"]
+"""Returns memory of so many bytes."""
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Samples that were drawn together, in memory that only the batch uses.
+
+    Attributes:
+        keys: the key of each sample, as it was put.
+        size: number of samples.
+        new: how many of them were served for the first time.
+        stacked: what ``torch.utils.data.default_collate`` returns for ``samples``; None if they cannot be stacked.
+
+    Example::
+
+        >>> from paramserver.buffers import Fifo
+        >>> buffer = Fifo(capacity=4)
+        >>> buffer.put_many([(1, 0.5), (2, 1.5)], keys=["a", "b"])
+        2
+        >>> batch = buffer.get_batch(2)
+        >>> batch.stacked
+        [tensor([1, 2]), tensor([0.5000, 1.5000], dtype=torch.float64)]
+        >>> batch.samples
+        [(1, 0.5), (2, 1.5)]
+    """
+
+    keys: list[Any]
+    size: int
+    new: int
+    stacked: Any | None
+    _rebuild: Callable[[], list[Any]] = field(repr=False)
+
+    def __len__(self) -> int:
+        return self.size
+
+    @cached_property
+    def samples(self) -> list[Any]:
+        """The samples in the types they were put in. Tensors and arrays are rows of ``stacked``, not copies."""
+        return self._rebuild()
+
+
+class SampleStore:
+    """Samples in slots 0 to capacity - 1.
+
+    Attributes:
+        count, unseen: number of samples held, and how many of them were never served.
+        bytes: size of the samples held.
+        seen_bytes: size of those that were served at least once; counted only with ``max_bytes``.
+        served: how often the sample in each slot was served.
+    """
+
+    def __init__(self, capacity: int, max_bytes: int | None) -> None:
+        self.capacity = capacity
+        self.max_bytes = max_bytes
+        self.storage: Storage | None = None
+        self.bytes = 0
+        self.seen_bytes = 0
+        self.count = 0
+        self.unseen = 0
+        self.served = np.zeros(capacity, np.int64)
+        # Grows on demand: the kernel maps pages of zeros when they are first written, but object arrays are written at
+        # once, and capacity may be large.
+        self._keys = np.empty(min(capacity, 1024), np.object_)
+        self._held = np.zeros(capacity, np.bool_)
+        # Freed slots are used again first, so memory is touched only up to the largest number of samples held.
+        self._free: list[int] = []
+        self._untouched = 0
+        # {times served: samples that were removed}
+        self._removed: dict[int, int] = {}
+
+    def prepare(self, sample: Any, at_least: int) -> tuple[Any, int]:
+        """Convert a sample to what ``insert`` takes: its values and its bytes. The first one decides the storage.
+
+        Raises:
+            ValueError: a tensor requires gradients, or ``max_bytes`` cannot hold ``at_least`` samples like the first.
+        """
+        if self.storage is None:
+            storage = _storage_for(sample, self.capacity, self.max_bytes)
+            prepared = storage.prepare(sample)
+            assert prepared is not None, "a storage accepts the sample that it was made for"
+            self._check_max_bytes(prepared[1], at_least)
+            self.storage = storage
+            return prepared
+        prepared = self.storage.prepare(sample)
+        if prepared is None:
+            # Prepared before any sample is moved, because this may refuse the sample.
+            prepared = ObjectStorage().prepare(sample)
+            self._move_to_objects(self.storage)
+        if self.max_bytes is not None:
+            self._check_max_bytes(prepared[1], 1)
+        return prepared
+
+    def _check_max_bytes(self, size: int, at_least: int) -> None:
+        if self.max_bytes is not None and size * at_least > self.max_bytes:
+            raise ValueError(
+                f"max_bytes ({self.max_bytes}) must hold at least {at_least} samples (watermark or batch size), "
+                f"one has {size} bytes; raise max_bytes to {size * at_least}"
+            )
+
+    def _move_to_objects(self, columns: Storage) -> None:
+        """Keep objects from here on: a sample does not have the layout of the columns."""
+        objects = ObjectStorage()
+        slots = np.flatnonzero(self._held)
+        for slot, sample in zip(slots.tolist(), columns.gather(slots)[1](), strict=True):
+            objects.write(slot, *objects.prepare(sample))
+        self.storage = objects
+        self._count_bytes()
+
+    def insert(self, values: Any, size: int, key: Any) -> int:
+        """Store what ``prepare`` returned, with nothing in between, and return the slot."""
+        assert self.storage is not None
+        if self._free:
+            slot = self._free.pop()
+        else:
+            slot = self._untouched
+            self._untouched += 1
+        if slot == len(self._keys):
+            self._keys = np.concatenate([self._keys, np.empty(len(self._keys), np.object_)])
+        self._keys[slot] = key
+        self._held[slot] = True
+        self.served[slot] = 0
+        self.count += 1
+        self.unseen += 1
+        self.bytes += size
+        self.storage.write(slot, values, size)
+        return slot
+
+    def flush(self) -> None:
+        """Copy what was inserted, so that the caller may change its samples."""
+        if self.storage is not None:
+            self.storage.flush()
+
+    def serve(self, slots: Slots) -> int:
+        """Count one more serving of each of these distinct slots; return how many were served for the first time."""
+        assert self.storage is not None
+        times = self.served[slots]
+        # The slots are distinct, so this indexed write counts each of them.
+        self.served[slots] = times + 1
+        if times.all():
+            return 0
+        new = slots[times == 0]
+        self.unseen -= len(new)
+        if self.max_bytes is not None:
+            self.seen_bytes += self.storage.bytes_of(new)
+        return len(new)
+
+    def gather(self, slots: Slots, new: int) -> Batch:
+        """Return a copy of the samples in these slots, of which ``new`` are served for the first time."""
+        assert self.storage is not None
+        stacked, rebuild = self.storage.gather(slots)
+        return Batch(self._keys[slots].tolist(), len(slots), new, stacked, rebuild)
+
+    def release(self, slots: Slots) -> None:
+        """Remove the samples in these slots, each of which was served before."""
+        if not len(slots):
+            return
+        assert self.storage is not None
+        size = self.storage.remove(slots)
+        self.bytes -= size
+        if self.max_bytes is not None:
+            self.seen_bytes -= size
+        self.count -= len(slots)
+        self._count_servings(slots, self._removed)
+        # Drop the reference to the key now, not when the slot is used again.
+        self._keys[slots] = None
+        self._held[slots] = False
+        self._free.extend(slots.tolist())
+
+    def _count_servings(self, slots: Slots, histogram: dict[int, int]) -> None:
+        counts = np.bincount(self.served[slots])
+        for times in np.flatnonzero(counts).tolist():
+            histogram[times] = histogram.get(times, 0) + int(counts[times])
+
+    def histogram(self) -> dict[int, int]:
+        """Return {times served: samples} over the samples that are held and those that were removed."""
+        total = dict(self._removed)
+        self._count_servings(np.flatnonzero(self._held), total)
+        return dict(sorted(total.items()))
+
+    def state_dict(self, order: Slots, samples: bool, allocate: AllocateBytes | None = None) -> dict[str, Any]:
+        """Return the state, with the held slots listed in ``order``. Each sample is copied once."""
+        keys = [encode_key(key) for key in self._keys[order].tolist()]
+        if not samples and None in keys:
+            raise UnsupportedConfiguration(
+                "a key (None) must be given with every sample that is saved without its values; put samples with keys"
+            )
+        values = samples and self.storage is not None and len(order)
+        return {
+            "keys": keys,
+            "served": torch.from_numpy(self.served[order]),
+            "removed": dict(self._removed),
+            "samples": self.storage.state_dict(order, allocate) if values and self.storage is not None else None,
+        }
+
+    def load_state_dict(self, state: dict[str, Any], samples: list[Any] | None) -> None:
+        """Fill an empty store, with the saved samples in slots 0, 1, ... in the saved order.
+
+        Args:
+            state: what ``state_dict`` returned.
+            samples: the samples themselves if the state has keys only.
+        """
+        keys = state["keys"]
+        if samples is not None:
+            for sample, key in zip(samples, keys, strict=True):
+                values, size = self.prepare(sample, 1)
+                self._check_loaded(self.bytes + size, len(keys))
+                self.insert(values, size, key)
+        elif keys:
+            self.storage = _storage_from_state(state["samples"], self.capacity, self.max_bytes)
+            self.count = self._untouched = len(keys)
+            self._held[: len(keys)] = True
+            self._keys = np.empty(max(len(keys), len(self._keys)), np.object_)
+            for slot, key in enumerate(keys):  # one by one: numpy would unpack tuples
+                self._keys[slot] = key
+        self.served[: len(keys)] = state["served"].numpy()
+        self.unseen = int(np.count_nonzero(self.served[: len(keys)] == 0))
+        self.flush()
+        self._removed = dict(state["removed"])
+        self._count_bytes()
+        self._check_loaded(self.bytes, len(keys))
+
+    def _check_loaded(self, size: int, count: int) -> None:
+        if self.max_bytes is not None and size > self.max_bytes:
+            raise CheckpointError(
+                f"max_bytes ({self.max_bytes}) must hold the {count} samples of the checkpoint, at least {size} "
+                "bytes; raise it"
+            )
+
+    def _count_bytes(self) -> None:
+        slots = np.flatnonzero(self._held)
+        if self.storage is not None:
+            self.bytes = self.storage.bytes_of(slots)
+            self.seen_bytes = self.storage.bytes_of(slots[self.served[slots] > 0])
+
 
 Gathered: TypeAlias = tuple[Any | None, Callable[[], list[Any]]]
 
-Take: TypeAlias = Callable[[int], "npt.NDArray[np.uint8]"]
-"""Gives memory of so many bytes."""
-
 
 class Storage(ABC):
-    """Samples by slot. A sample is first prepared, which may wait for room, and then written."""
+    """The values of samples by slot. A sample is first prepared, then written once there is room for it."""
 
     @abstractmethod
     def prepare(self, sample: Any) -> tuple[Any, int] | None:
-        """Return what ``write`` takes, and its bytes; None where the sample cannot be kept here."""
+        """Return what ``write`` takes, and its bytes; None if the sample cannot be kept here."""
 
     @abstractmethod
-    def write(self, slot: int, prepared: Any, size: int) -> None: ...
+    def write(self, slot: int, values: Any, size: int) -> None: ...
 
     def flush(self) -> None:
-        """Have everything that was written in its place, before it is read."""
+        """Finish all writes; the samples given to ``prepare`` may change afterwards."""
 
     @abstractmethod
     def gather(self, slots: Slots) -> Gathered:
-        """Return the stacked batch, or None, and a function that gives the samples; both keep their own memory."""
+        """Return the stacked batch, or None, and a function that returns the samples; both own their memory."""
 
     @abstractmethod
     def bytes_of(self, slots: Slots) -> int: ...
 
     @abstractmethod
-    def forget(self, slots: Slots) -> None: ...
+    def remove(self, slots: Slots) -> int:
+        """Remove these samples and return their bytes."""
 
     @abstractmethod
-    def state(self, slots: Slots, take: Take | None = None) -> dict[str, Any]: ...
+    def state_dict(self, slots: Slots, allocate: AllocateBytes | None = None) -> dict[str, Any]: ...
 
 
 class Column:
     """The values of one leaf, a row per slot.
 
-    numpy allocates and gathers: no page is touched before it is used, large arrays ask for huge pages, and one ``take``
-    costs less than ``index_select``, which with several threads can wait for all of them.
+    numpy allocates and gathers: it touches no page before it is used, asks for huge pages for large arrays, and one
+    ``take`` costs less than ``index_select``, which may wait for torch's other threads.
     """
 
     def __init__(self, leaf: LeafSpec, rows: int) -> None:
-        # The first producer's mode must not mark the column: nobody else could write into it.
+        # The first producer may be in inference mode: a tensor made there could not be written outside of it.
         with torch.inference_mode(False):
             memory = torch.from_numpy(np.empty((rows, leaf.row_bytes), np.uint8))
             flat = memory.view(leaf.dtype) if leaf.row_bytes else torch.empty((rows, 0), dtype=leaf.dtype, device="cpu")
@@ -69,33 +319,27 @@ class Column:
         self._array: npt.NDArray[Any] = _numpy_view(self.rows)
 
     def write(self, slots: list[int], values: list[Any]) -> None:
-        if len(slots) > 1:
-            self._write_many(slots, values)
-        elif self._is_tensor:
+        if self._is_tensor and len(slots) == 1:
             self.rows[slots[0]].copy_(values[0])
-        else:
-            self._array[slots[0]] = values[0]
-
-    def _write_many(self, slots: list[int], values: list[Any]) -> None:
-        """One stacking and one write: of samples by the dozen, a call for each would cost more than the copy."""
-        if self._is_tensor:
+        elif self._is_tensor:
+            # One stack and one write: a call per sample would cost more than the copy.
             self._array[slots] = _numpy_view(torch.stack(values).resolve_conj().resolve_neg())
         elif self._array.ndim == 1:
             self._array[slots] = values
         else:
-            # Stacking arrays would copy them twice, and saves nothing: numpy goes through them one by one there too.
+            # Stacking arrays would copy them twice, and numpy visits them one by one there too.
             for slot, value in zip(slots, values, strict=True):
                 self._array[slot] = value
 
     def gather(self, slots: Slots) -> Tensor:
         return torch.from_numpy(self._array.take(slots, axis=0)).view(self.rows.dtype)
 
-    def gather_into(self, slots: Slots, take: Take) -> Tensor:
-        """The same in memory that ``take`` gives."""
+    def gather_into(self, slots: Slots, allocate: AllocateBytes) -> Tensor:
+        """Gather into memory from ``allocate``."""
         shape = (len(slots), *self.rows.shape[1:])
-        memory = torch.from_numpy(take(self.rows.element_size() * math.prod(shape)))
+        memory = torch.from_numpy(allocate(self.rows.element_size() * math.prod(shape)))
         rows = memory.view(self.rows.dtype).view(shape)
-        # Every slot is a row, so nothing is clipped; the default would gather elsewhere first, and then copy.
+        # Every slot is a row, so "clip" changes no value; the default mode would gather into a temporary and copy it.
         self._array.take(slots, axis=0, out=_numpy_view(rows), mode="clip")
         return rows
 
@@ -107,10 +351,11 @@ class ColumnStorage(Storage):
         self.layout = layout
         leaves = layout.leaves()
         self.row_bytes = sum(leaf.row_bytes for leaf in leaves)
+        # Written samples that ``flush`` has not copied to the columns yet.
+        self._pending_slots: list[int] = []
+        self._pending_values: list[list[Any]] = []
         try:
             self._columns = [Column(leaf, rows) for leaf in leaves]
-            self._slots: list[int] = []
-            self._values: list[list[Any]] = []
         except MemoryError as error:
             raise ValueError(
                 f"capacity ({rows}) must fit into memory, {rows} samples of {self.row_bytes} bytes do not; "
@@ -121,42 +366,41 @@ class ColumnStorage(Storage):
         leaves: list[Any] = []
         return (leaves, self.row_bytes) if self.layout.flatten(sample, leaves) else None
 
-    def write(self, slot: int, prepared: list[Any], size: int) -> None:
-        """Take it down; ``flush`` copies."""
-        self._slots.append(slot)
-        self._values.append(prepared)
-        if len(self._slots) == _AT_ONCE:
+    def write(self, slot: int, values: list[Any], size: int) -> None:
+        self._pending_slots.append(slot)
+        self._pending_values.append(values)
+        if len(self._pending_slots) == _ROWS_PER_WRITE:
             self.flush()
 
     def flush(self) -> None:
-        if not self._slots:
-            return
-        for column, values in zip(self._columns, zip(*self._values, strict=True), strict=True):
-            column.write(self._slots, list(values))
-        self._slots, self._values = [], []
+        if self._pending_slots:
+            for column, values in zip(self._columns, zip(*self._pending_values, strict=True), strict=True):
+                column.write(self._pending_slots, list(values))
+            self._pending_slots, self._pending_values = [], []
 
     def gather(self, slots: Slots) -> Gathered:
-        columns = self._rows(slots)
+        # A producer that waits for room in the middle of a put_many has released the lock before its flush.
+        if self._pending_slots:
+            self.flush()
+        columns = [column.gather(slots) for column in self._columns]
         return self.layout.stack(iter(columns)), partial(_rebuild, self.layout, columns, len(slots))
 
     def bytes_of(self, slots: Slots) -> int:
         return self.row_bytes * len(slots)
 
-    def forget(self, slots: Slots) -> None:
-        """Nothing to let go: rows are reused."""
+    def remove(self, slots: Slots) -> int:
+        return self.row_bytes * len(slots)  # a row is free once its slot is
 
-    def state(self, slots: Slots, take: Take | None = None) -> dict[str, Any]:
-        template = _rebuild(self.layout, self._rows(slots[:1]), 1)[0]
-        columns = self._rows(slots) if take is None else [one.gather_into(slots, take) for one in self._columns]
-        return {"template": encode(template), "columns": columns}
+    def state_dict(self, slots: Slots, allocate: AllocateBytes | None = None) -> dict[str, Any]:
+        template = encode(self.gather(slots[:1])[1]()[0])
+        if allocate is None:
+            return {"template": template, "columns": [column.gather(slots) for column in self._columns]}
+        return {"template": template, "columns": [column.gather_into(slots, allocate) for column in self._columns]}
 
     def load(self, columns: list[Tensor]) -> None:
+        """Copy saved columns to rows 0, 1, ..."""
         for column, saved in zip(self._columns, columns, strict=True):
             column.rows[: len(saved)].copy_(saved)
-
-    def _rows(self, slots: Slots) -> list[Tensor]:
-        self.flush()
-        return [column.gather(slots) for column in self._columns]
 
 
 class ObjectStorage(Storage):
@@ -169,8 +413,8 @@ class ObjectStorage(Storage):
     def prepare(self, sample: Any) -> tuple[Any, int]:
         return sample, size_of(sample)
 
-    def write(self, slot: int, prepared: Any, size: int) -> None:
-        self._samples[slot] = prepared
+    def write(self, slot: int, values: Any, size: int) -> None:
+        self._samples[slot] = values
         self._sizes[slot] = size
 
     def gather(self, slots: Slots) -> Gathered:
@@ -179,22 +423,44 @@ class ObjectStorage(Storage):
     def bytes_of(self, slots: Slots) -> int:
         return sum(self._sizes[slot] for slot in slots.tolist())
 
-    def forget(self, slots: Slots) -> None:
+    def remove(self, slots: Slots) -> int:
+        removed = 0
         for slot in slots.tolist():
-            del self._samples[slot], self._sizes[slot]
+            del self._samples[slot]
+            removed += self._sizes.pop(slot)
+        return removed
 
-    def state(self, slots: Slots, take: Take | None = None) -> dict[str, Any]:
+    def state_dict(self, slots: Slots, allocate: AllocateBytes | None = None) -> dict[str, Any]:
         return {"objects": [encode(self._samples[slot]) for slot in slots.tolist()]}
 
 
-def storage_for(sample: Any, capacity: int, max_bytes: int | None) -> Storage:
+def join_states(states: Sequence[dict[str, Any] | None], places: Sequence[tuple[int, int]]) -> dict[str, Any] | None:
+    """Return the state of a storage that holds the samples at ``places``, in that order.
+
+    Args:
+        states: of other storages, or None where one was empty.
+        places: (index of the state, index of the sample in it).
+    """
+    held = [state for state in states if state is not None]
+    if not places or not held:
+        return None
+    template = held[0].get("template")
+    if template is None or not all("template" in state and _same_layout(template, state["template"]) for state in held):
+        return {"objects": [_encoded_sample(states[which], i) for which, i in places]}
+    starts = np.cumsum([0, *(0 if state is None else len(state["columns"][0]) for state in states)])
+    rows = torch.tensor([int(starts[which]) + i for which, i in places])
+    columns = zip(*(state["columns"] for state in held), strict=True)
+    return {"template": template, "columns": [torch.cat(column).index_select(0, rows) for column in columns]}
+
+
+def _storage_for(sample: Any, capacity: int, max_bytes: int | None) -> Storage:
     """Make the storage that suits a first sample."""
     layout = sample_spec_of(sample)
-    return ObjectStorage() if layout is None else ColumnStorage(layout, _rows(layout, capacity, max_bytes))
+    return ObjectStorage() if layout is None else ColumnStorage(layout, _num_rows(layout, capacity, max_bytes))
 
 
-def storage_from_state(state: dict[str, Any], capacity: int, max_bytes: int | None) -> Storage:
-    """Rebuild the storage that a state was taken of, its samples in slots 0, 1, ..."""
+def _storage_from_state(state: dict[str, Any], capacity: int, max_bytes: int | None) -> Storage:
+    """Rebuild the storage of a saved state, with its samples in slots 0, 1, ..."""
     if "objects" in state:
         objects = ObjectStorage()
         for slot, tree in enumerate(state["objects"]):
@@ -202,31 +468,23 @@ def storage_from_state(state: dict[str, Any], capacity: int, max_bytes: int | No
         return objects
     layout = sample_spec_of(decode(state["template"]))
     assert layout is not None, "a template is a sample that was stacked before"
-    columns = ColumnStorage(layout, max(_rows(layout, capacity, max_bytes), len(state["columns"][0])))
+    columns = ColumnStorage(layout, max(_num_rows(layout, capacity, max_bytes), len(state["columns"][0])))
     columns.load(state["columns"])
     return columns
 
 
-def join_states(states: Sequence[dict[str, Any] | None], places: Sequence[tuple[int, int]]) -> dict[str, Any] | None:
-    """The state of a storage that has the samples at ``places``, in their order: which state, which sample of it."""
-    held = [state for state in states if state is not None]
-    if not places or not held:
-        return None
-    template = held[0].get("template")
-    if template is None or not all("template" in state and _same_layout(template, state["template"]) for state in held):
-        return {"objects": [_sample_tree(states[which], i) for which, i in places]}
-    starts = np.cumsum([0, *(0 if state is None else len(state["columns"][0]) for state in states)])
-    rows = torch.tensor([int(starts[which]) + i for which, i in places])
-    columns = zip(*(state["columns"] for state in held), strict=True)
-    return {"template": template, "columns": [torch.cat(column).index_select(0, rows) for column in columns]}
+def _num_rows(layout: SampleSpec, capacity: int, max_bytes: int | None) -> int:
+    """Return how many rows to allocate: at most as many as ``max_bytes`` holds."""
+    row_bytes = sum(leaf.row_bytes for leaf in layout.leaves())
+    return capacity if max_bytes is None else max(min(capacity, max_bytes // max(row_bytes, 1)), 1)
 
 
-def _same_layout(one: list[Any], other: list[Any]) -> bool:
-    layout = sample_spec_of(decode(one))
+def _same_layout(template: list[Any], other: list[Any]) -> bool:
+    layout = sample_spec_of(decode(template))
     return layout is not None and layout.flatten(decode(other), [])
 
 
-def _sample_tree(state: dict[str, Any] | None, index: int) -> list[Any]:
+def _encoded_sample(state: dict[str, Any] | None, index: int) -> list[Any]:
     assert state is not None
     if "objects" in state:
         tree: list[Any] = state["objects"][index]
@@ -236,18 +494,12 @@ def _sample_tree(state: dict[str, Any] | None, index: int) -> list[Any]:
     return encode(_rebuild(layout, [column[index : index + 1] for column in state["columns"]], 1)[0])
 
 
-def _rows(layout: SampleSpec, capacity: int, max_bytes: int | None) -> int:
-    """Rows to allocate: no more than ``max_bytes`` admits."""
-    row_bytes = sum(leaf.row_bytes for leaf in layout.leaves())
-    return capacity if max_bytes is None else max(min(capacity, max_bytes // max(row_bytes, 1)), 1)
-
-
 def _rebuild(layout: SampleSpec, columns: list[Tensor], size: int) -> list[Any]:
     return layout.rebuild(iter(columns), size)
 
 
 def _numpy_view(tensor: Tensor) -> npt.NDArray[Any]:
-    """Share the memory; a dtype that numpy lacks (bfloat16, float8) is seen as integers of its size."""
+    """Share the memory; a dtype that numpy lacks (bfloat16, float8) is viewed as integers of its size."""
     try:
         return tensor.numpy()
     except TypeError:

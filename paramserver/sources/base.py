@@ -84,7 +84,7 @@ class Source(ABC):
     def connect(self, post: ReceiverSpec) -> None:
         """Learn of the online run, before anything is read; for sources whose samples come over the network."""
 
-    def enough(self) -> None:
+    def stop(self) -> None:
         """No more samples are wanted: whoever makes them is told, and ``groups`` ends. ``close`` comes later."""
 
     def close(self) -> None:

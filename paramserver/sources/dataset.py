@@ -84,11 +84,11 @@ class PartitionOrder:
             yield deal(self.length, self.partition, epoch=epoch, **self.options)[offset:]
             epoch, offset = epoch + 1, 0
 
-    def first_untouched(self, position: int) -> int:
+    def first_unserved_pass(self, position: int) -> int:
         """The first pass of which nothing lies before ``position``."""
         return self.epoch + -(-max(position - len(self.rest), 0) // self.per_pass)
 
-    def rewound(self, position: int, unserved: Sequence[int]) -> tuple[int, list[int]]:
+    def rewind(self, position: int, unserved: Sequence[int]) -> tuple[int, list[int]]:
         """The position before the last indices that are all among ``unserved``, and those of them that lie earlier.
 
         A buffer reads ahead as fast as it can. What it did not serve is as if it had never been read, so that how far
@@ -109,7 +109,7 @@ class PartitionOrder:
                 earlier.append(index)
         return position, earlier
 
-    def taking_over(self, leftovers: Sequence[ResumePosition], held: Sequence[int]) -> PartitionOrder:
+    def reshard(self, leftovers: Sequence[ResumePosition], held: Sequence[int]) -> PartitionOrder:
         """This trainer's share, where ``leftovers`` tell what another number of trainers had come to.
 
         What those had begun is dealt anew, in turn from each of them: the samples that they held and had not served,
@@ -124,8 +124,8 @@ class PartitionOrder:
         for i, one in enumerate(leftovers):
             partition = Partition(i, len(leftovers))
             share = PartitionOrder(self.length, partition, self.options, one.state["rest"].tolist(), one.state["epoch"])
-            begun.append((share, *share.rewound(one.position, one.unserved)))
-        epoch = max(share.first_untouched(position) for share, position, _ in begun)
+            begun.append((share, *share.rewind(one.position, one.unserved)))
+        epoch = max(share.first_unserved_pass(position) for share, position, _ in begun)
         left = [[*earlier, *chain.from_iterable(share.blocks(at, epoch))] for share, at, earlier in begun]
         in_turn = [index for turn in zip_longest(*left) for index in turn if index is not None]
         return replace(self, rest=[*held, *in_turn[self.partition.index :: self.partition.count]], epoch=epoch)
@@ -165,7 +165,7 @@ class DatasetSource(Source):
             raise TaskError("the training data set is empty; train_source must return at least one sample")
         self._take(PartitionOrder(self.length, partition, self.options))
         try:
-            mine = self.share.per_pass
+            mine = self.order.per_pass
         except TypeError as error:
             raise UnsupportedConfiguration(
                 f"sampler_kwargs ({self.options}) must be among seed, shuffle, pad, drop_last"
@@ -180,7 +180,7 @@ class DatasetSource(Source):
         return chain.from_iterable(self.groups(position))
 
     def groups(self, position: int) -> Iterator[Sequence[tuple[int, Any]]]:
-        for block in self.share.blocks(position, self.passes):
+        for block in self.order.blocks(position, self.passes):
             for start in range(0, len(block), self.group):
                 yield from self._group(block[start : start + self.group])
 
@@ -209,7 +209,7 @@ class DatasetSource(Source):
 
     @property
     def total(self) -> int | None:
-        return None if self.passes is None else self.share.total(self.passes)
+        return None if self.passes is None else self.order.total(self.passes)
 
     @cached_property  # it is asked for in every step, and costs a pass over the indices
     def pass_samples(self) -> int:
@@ -217,20 +217,20 @@ class DatasetSource(Source):
         return sum(PartitionOrder(self.length, Partition(i, count), self.options).per_pass for i in range(count))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"length": self.length, "rest": self._rest, "epoch": self.share.epoch}
+        return {"length": self.length, "rest": self._rest, "epoch": self.order.epoch}
 
     def load_state_dict(self, state: dict[str, Any], mark: Any = None) -> None:
         self._check_length(state)
-        self._take(replace(self.share, rest=state["rest"].tolist(), epoch=state["epoch"]))
+        self._take(replace(self.order, rest=state["rest"].tolist(), epoch=state["epoch"]))
 
     def reshard(self, leftovers: Sequence[ResumePosition], held: Sequence[Any]) -> None:
         for leftover in leftovers:
             self._check_length(leftover.state)
-        self._take(self.share.taking_over(leftovers, held))
+        self._take(self.order.reshard(leftovers, held))
 
     def _take(self, share: PartitionOrder) -> None:
         # As a tensor, which is copied at once at every checkpoint, where a list would be copied number by number.
-        self.share, self._rest = share, torch.tensor(share.rest, dtype=torch.int64)
+        self.order, self._rest = share, torch.tensor(share.rest, dtype=torch.int64)
 
     def _check_length(self, state: Mapping[str, Any]) -> None:
         if state["length"] != self.length:

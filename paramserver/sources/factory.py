@@ -64,7 +64,7 @@ def make_source(
     return source
 
 
-def refuse_unreachable(watermark: int, total: int | None, partition: Partition) -> None:
+def check_watermark(watermark: int, total: int | None, partition: Partition) -> None:
     """Refuse a watermark that a trainer's buffer never reaches.
 
     Args:

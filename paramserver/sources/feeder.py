@@ -71,15 +71,15 @@ class Feeder:
         self._error = error
         self.buffer.close()
 
-    def check(self) -> None:
+    def raise_error(self) -> None:
         """Raise what the source raised."""
         if self._error is not None:
             raise self._error
 
-    def enough(self) -> None:
+    def stop(self) -> None:
         """No more samples are wanted; what the buffer holds stays for a last look, and a checkpoint."""
         self._enough = True
-        self.source.enough()
+        self.source.stop()
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Stop reading. A source that does not return within the deadline is left to its daemon thread."""

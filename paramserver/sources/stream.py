@@ -30,7 +30,7 @@ class Stream(Source):
     started_here = False
 
     def __init__(self) -> None:
-        self.identities = ReceivedLog()
+        self.received_log = ReceivedLog()
         self._lock = threading.Lock()
         self._post: ReceiverSpec | None = None
         self._reception: SampleReceiver | None = None
@@ -75,7 +75,7 @@ class Stream(Source):
         if (reception := self._receive(position)) is None:
             return
         while (group := reception.take()) is not None:
-            self.identities.extend(accepted.key for accepted in group)
+            self.received_log.extend(accepted.key for accepted in group)
             yield [(accepted.key, accepted.sample) for accepted in group]
             # Asked for more: the buffer has got these.
             reception.taken(len(group))
@@ -91,20 +91,20 @@ class Stream(Source):
                 )
             if self._closed:
                 return None
-            self.identities.truncate(position)
-            self._inherited = self.identities.inherited_for(self._post.trainer_index, self._post.trainers)
-            self._reception = SampleReceiver(self._post, self.identities)
+            self.received_log.truncate(position)
+            self._inherited = self.received_log.inherited_for(self._post.trainer_index, self._post.trainers)
+            self._reception = SampleReceiver(self._post, self.received_log)
             self._reception.start()
             return self._reception
 
-    def enough(self) -> None:
+    def stop(self) -> None:
         with self._lock:
             self._closed = True
         if self._reception is not None:
             self._reception.leave()
 
     def close(self) -> None:
-        self.enough()
+        self.stop()
         if self._reception is not None:
             self._reception.close()
 
@@ -116,7 +116,7 @@ class Stream(Source):
         planned = self._post.plan.expected_for(index, trainers)
         if planned is None:
             return None
-        return planned - self.identities.inherited_for(index, trainers) + self.identities.held
+        return planned - self.received_log.inherited_for(index, trainers) + self.received_log.held
 
     def figures(self) -> dict[str, Any]:
         """As of ``Handshake``; with this trainer's share of what other trainers had got before, which is ``inherited``.
@@ -142,17 +142,17 @@ class Stream(Source):
     def state_dict(self) -> dict[str, Any]:
         # All of the log: how far the buffer had come is known to who reads it. As tensors, for what stores them refuses
         # an empty array.
-        state = self.identities.state()
+        state = self.received_log.state()
         return {
             name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for name, value in state.items()
         }
 
     def load_state_dict(self, state: Mapping[str, Any], mark: Any = None) -> None:
-        self.identities.restore(state)
+        self.received_log.restore(state)
 
     def reshard(self, leftovers: Sequence[ResumePosition], held: Sequence[Any]) -> None:
         states, positions = [one.state for one in leftovers], [one.position for one in leftovers]
-        self.identities.take_over(states, positions, held)
+        self.received_log.take_over(states, positions, held)
 
 
 class Simulations(Stream):

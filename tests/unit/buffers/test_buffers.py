@@ -3,6 +3,8 @@
 import pytest
 
 from paramserver.buffers import Buffer, Fifo, Firo, Reservoir, make_buffer
+from paramserver.buffers.factory import REGISTRY
+from paramserver.config.schema import BUFFERS
 from paramserver.errors import BufferClosed, BufferExhausted, BufferTimeout
 
 KINDS = ("fifo", "firo", "reservoir")
@@ -343,3 +345,8 @@ def test_the_kinds_are_public_classes():
     assert Firo(4, pseudo_epochs=2, watermark=1).expected_batches(4, 3) == 3
     with pytest.raises(ValueError, match="capacity"):
         Reservoir(0)
+
+
+def test_the_registry_and_the_config_have_the_same_kinds():
+    assert tuple(REGISTRY) == BUFFERS
+    assert all(kind == buffer.kind for kind, buffer in REGISTRY.items())
