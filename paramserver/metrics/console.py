@@ -1,7 +1,4 @@
-"""What a person sees while a run goes on: one live line on a terminal, or a plain line now and then.
-
-What a person sees of a run: where it is, its progress, where the start went, and the closing summary.
-"""
+"""Sinks that print: `Progress` shows the progress of a run, `Console` adds the start and the closing summary."""
 
 from __future__ import annotations
 
@@ -16,23 +13,94 @@ from paramserver.errors import UnsupportedConfiguration
 from paramserver.metrics.sinks import Record, Sink
 from paramserver.metrics.summary import summary_text
 
-_EVERY_S = 2.0
-_COLUMNS = 110
+_INTERVAL_S = 2.0
+_DEFAULT_COLUMNS = 110
+
+
+class Console(Sink):
+    """Prints the start of a run, its notes and progress, and the closing summary.
+
+    With ``logging.progress: off`` only the progress is left out.
+
+    Args:
+        config: the config of the run.
+        stream: usually ``sys.stderr``.
+        changes: lines about a resumed run. They are printed at its start, so not where the resume is refused.
+    """
+
+    def __init__(self, config: Config, stream: TextIO, changes: Sequence[str] = ()) -> None:
+        self._config = config
+        self._stream = stream
+        self._changes = changes
+        self._first_step = 0
+        self._progress: Progress | None = None
+        self._run_dir = ""
+        self._started = False
+
+    def write(self, record: Record) -> None:
+        kind = record["kind"]
+        if kind == "start":
+            self._on_start(record)
+        elif kind == "note":
+            self._print(record["text"])
+        elif kind == "phase" and not self._started:
+            self._started = True
+            self._print(_startup_text(record))
+        if self._progress is not None:
+            self._progress.write(record)
+        if kind == "end":
+            self._on_end(record)
+
+    def _on_start(self, record: Record) -> None:
+        self._run_dir, self._first_step = record["run_dir"], record["step"]
+        for line in self._changes:
+            self._print(line)
+        ranks = "1 process" if record["world_size"] == 1 else f"{record['world_size']} processes"
+        verb = "resumed" if record.get("resumed") else "started"
+        self._print(f"{record['name']}: {verb}, mode {record['mode']}, {ranks}, in {self._run_dir}")
+        self._progress = Progress(
+            self._stream, self._config.logging.progress, record["total_steps"], record["total_samples"]
+        )
+
+    def _on_end(self, record: Record) -> None:
+        """Print the closing summary, or only the reason where the run ended before its first step."""
+        summary = record["summary"]
+        if record["step"] > self._first_step:
+            self._print(summary_text(summary, self._run_dir))
+        elif summary["status"] == "completed":
+            self._print(f"completed at step {record['step']}, no step was made: {summary['reason']}")
+
+    def _print(self, text: str) -> None:
+        if not self._stream.closed:
+            print(text, file=self._stream, flush=True)
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.close()
 
 
 class Progress(Sink):
-    """Shows steps, loss, samples per second, the last validation and the time left.
+    """Shows steps, loss, samples per second, the last validation and the remaining time.
 
-    A closed stream or broken pipe ends the showing, never the run.
+    A closed stream or a broken pipe stops the display, never the run.
 
     Args:
         stream: usually ``sys.stderr``.
-        style: ``auto``: one live line (by tqdm, where it is installed) if ``stream`` is a terminal, otherwise a plain
-            line every 2 seconds at most and one per validation. ``on``: the live line on any stream. ``off``: nothing.
-        total_steps: ``training.max_steps``, if it is a limit; where neither total is given, a record "expected" may
-            bring one in samples before the first step.
-        total_samples: ``training.max_samples``, if it is one; counted where ``total_steps`` is None.
-        clock: monotonic seconds.
+        style: ``auto``: one live line (with tqdm, if installed) if ``stream`` is a terminal, otherwise a plain line at
+            most every 2 seconds and one per validation. ``on``: the live line on any stream. ``off``: nothing.
+        total_steps: ``training.max_steps``, if it is a limit. Where neither total is given, a record "expected" may
+            set a total of samples before the first step.
+        total_samples: ``training.max_samples``, if it is a limit; used where ``total_steps`` is None.
+        clock: returns monotonic seconds.
+
+    Example::
+
+        >>> import io
+        >>> stream = io.StringIO()
+        >>> progress = Progress(stream, "auto", total_steps=100)
+        >>> progress.write({"kind": "train", "step": 10, "samples": 320, "loss": 0.5})
+        >>> stream.getvalue().strip()
+        'step 10/100: loss 0.5'
     """
 
     def __init__(
@@ -52,9 +120,9 @@ class Progress(Sink):
         self._validation = ""
         self._display: _Display | None = None
         if style != "off":
-            self._display = self._display_for(stream, style, clock)
+            self._display = self._make_display(stream, style, clock)
 
-    def _display_for(self, stream: TextIO, style: str, clock: Callable[[], float]) -> _Display:
+    def _make_display(self, stream: TextIO, style: str, clock: Callable[[], float]) -> _Display:
         tqdm = _tqdm() if style == "on" or _is_terminal(stream) else None
         if tqdm is None:
             return _PlainLines(stream, self._unit, self._total, clock)
@@ -68,40 +136,40 @@ class Progress(Sink):
         elif record["kind"] == "validation":
             if self._unit == "step":
                 self._done = record["step"]
-            values = (f"{name} {_number(value)}" for name, value in record["values"].items())
+            values = (f"{name} {_format_number(value)}" for name, value in record["values"].items())
             self._validation = "valid " + " ".join(values)
             self._show(urgent=True)
         elif record["kind"] == "expected" and self._total is None and self._display is not None:
             self._unit, self._total = "samples", record["total_samples"]
-            self._display.expect(self._unit, self._total)
+            self._display.set_total(self._unit, self._total)
         elif record["kind"] == "end":
             self.close()
 
     def _show(self, urgent: bool) -> None:
         text = ", ".join(part for part in (self._train, self._validation) if part)
-        self._guarded(lambda display: display.show(self._done, text, urgent))
+        self._call_display(lambda display: display.show(self._done, text, urgent))
 
     def close(self) -> None:
-        self._guarded(lambda display: display.close())
+        self._call_display(lambda display: display.close())
         self._display = None
 
-    def _guarded(self, act: Callable[[_Display], None]) -> None:
+    def _call_display(self, call: Callable[[_Display], None]) -> None:
         if self._display is None:
             return
         try:
-            act(self._display)
-        except (OSError, ValueError):  # ValueError is what a closed stream raises
+            call(self._display)
+        except (OSError, ValueError):  # a closed stream raises ValueError
             self._display.abandon()
             self._display = None
 
 
 def _train_text(record: Record) -> str:
     rate = record.get("samples_per_second")
-    loss = f"loss {_number(record.get('loss'))}"
+    loss = f"loss {_format_number(record.get('loss'))}"
     return loss if rate is None else f"{loss}, {rate:.0f} samples/s"
 
 
-def _number(value: float | None) -> str:
+def _format_number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
 
 
@@ -120,7 +188,7 @@ def _columns(stream: TextIO) -> int:
 
 
 def _tqdm() -> Any:
-    """Return tqdm's class without the thread that it otherwise starts for ever; None where it is not installed."""
+    """Return the class of tqdm, without its monitor thread, which never ends; None where tqdm is not installed."""
     try:
         from tqdm import tqdm
     except ImportError:
@@ -129,7 +197,9 @@ def _tqdm() -> Any:
 
 
 class _Display(Protocol):
-    def expect(self, unit: str, total: int) -> None: ...
+    """How progress is shown. ``abandon`` is called instead of ``close`` when the stream is closed."""
+
+    def set_total(self, unit: str, total: int) -> None: ...
 
     def show(self, done: int, text: str, urgent: bool) -> None: ...
 
@@ -139,7 +209,7 @@ class _Display(Protocol):
 
 
 class _PlainLines:
-    """Plain lines for logs and pipes."""
+    """Plain lines, for logs and pipes."""
 
     def __init__(self, stream: TextIO, unit: str, total: int | None, clock: Callable[[], float]) -> None:
         self._stream = stream
@@ -149,21 +219,21 @@ class _PlainLines:
         self._start: tuple[float, int] | None = None
         self._shown_s: float | None = None
 
-    def expect(self, unit: str, total: int) -> None:
+    def set_total(self, unit: str, total: int) -> None:
         self._unit, self._total = unit, total
 
     def show(self, done: int, text: str, urgent: bool) -> None:
         now_s = self._clock()
         if self._start is None:
             self._start = now_s, done
-        if not urgent and self._shown_s is not None and now_s - self._shown_s < _EVERY_S:
+        if not urgent and self._shown_s is not None and now_s - self._shown_s < _INTERVAL_S:
             return
         if not urgent:
             self._shown_s = now_s
         of_total = "" if self._total is None else f"/{self._total}"
-        print(f"{self._unit} {done}{of_total}: {text}{self._left(now_s, done)}", file=self._stream, flush=True)
+        print(f"{self._unit} {done}{of_total}: {text}{self._remaining(now_s, done)}", file=self._stream, flush=True)
 
-    def _left(self, now_s: float, done: int) -> str:
+    def _remaining(self, now_s: float, done: int) -> str:
         if self._total is None or self._start is None:
             return ""
         start_s, start = self._start
@@ -180,21 +250,21 @@ class _PlainLines:
 
 
 class _LiveLine:
-    """One line that is drawn over and over."""
+    """One line that is redrawn in place, by tqdm."""
 
     def __init__(self, tqdm: Any, stream: TextIO, unit: str, total: int | None) -> None:
-        # A terminal that does not tell its width says 0, and tqdm would draw nothing at all.
-        width = {"dynamic_ncols": True} if _columns(stream) else {"ncols": _COLUMNS}
+        # A terminal of unknown width reports 0 columns, for which tqdm draws nothing.
+        width = {"dynamic_ncols": True} if _columns(stream) else {"ncols": _DEFAULT_COLUMNS}
         self._options = {"file": stream, "unit": unit, "total": total, **width}
         self._tqdm = tqdm
         self._bar: Any = None
 
-    def expect(self, unit: str, total: int) -> None:
-        """Before the first ``show``."""
+    def set_total(self, unit: str, total: int) -> None:
+        """Call it before the first ``show``."""
         self._options |= {"unit": unit, "total": total}
 
     def show(self, done: int, text: str, urgent: bool) -> None:
-        if self._bar is None:  # not before: the rate and the time left count from the first step that is seen
+        if self._bar is None:  # created here: rate and remaining time count from the first step shown
             self._bar = self._tqdm(initial=done, **self._options)
         self._bar.set_postfix_str(text, refresh=urgent)
         self._bar.update(done - self._bar.n)
@@ -206,70 +276,10 @@ class _LiveLine:
 
     def abandon(self) -> None:
         if self._bar is not None:
-            self._bar.disable = True  # or its finalizer writes to the stream once more
+            self._bar.disable = True  # otherwise its finalizer writes to the closed stream
 
 
-class Console(Sink):
-    """Writes to one stream; ``logging.progress: off`` leaves the closing summary of a run that made a step.
-
-    Args:
-        config: of the run.
-        stream: where to.
-        changes: lines that are told when the run goes on, and not where that is refused.
-    """
-
-    def __init__(self, config: Config, stream: TextIO, changes: Sequence[str] = ()) -> None:
-        self._config = config
-        self._stream = stream
-        self._changes = changes
-        self._first_step = 0
-        self._progress: Progress | None = None
-        self._run_dir = ""
-        self._started = False
-
-    def write(self, record: Record) -> None:
-        kind = record["kind"]
-        if kind == "start":
-            self._begin(record)
-        elif kind == "note":
-            self._say(record["text"])
-        elif kind == "phase" and not self._started:
-            self._started = True
-            self._say(_start_line(record))
-        if self._progress is not None:
-            self._progress.write(record)
-        if kind == "end":
-            self._end(record)
-
-    def _begin(self, record: Record) -> None:
-        self._run_dir, self._first_step = record["run_dir"], record["step"]
-        for line in self._changes:
-            self._say(line)
-        ranks = "1 process" if record["world_size"] == 1 else f"{record['world_size']} processes"
-        verb = "resumed" if record.get("resumed") else "started"
-        self._say(f"{record['name']}: {verb}, mode {record['mode']}, {ranks}, in {self._run_dir}")
-        self._progress = Progress(
-            self._stream, self._config.logging.progress, record["total_steps"], record["total_samples"]
-        )
-
-    def _end(self, record: Record) -> None:
-        """The closing summary; where no step was made there is only the reason of a good end to tell."""
-        summary = record["summary"]
-        if record["step"] > self._first_step:
-            self._say(summary_text(summary, self._run_dir))
-        elif summary["status"] == "completed":
-            self._say(f"completed at step {record['step']}, no step was made: {summary['reason']}")
-
-    def _say(self, text: str) -> None:
-        if not self._stream.closed:
-            print(text, file=self._stream, flush=True)
-
-    def close(self) -> None:
-        if self._progress is not None:
-            self._progress.close()
-
-
-def _start_line(record: Record) -> str:
+def _startup_text(record: Record) -> str:
     phases = record["phases"]
     parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in phases.items())
     return f"first step after {sum(phases.values()):.1f} s ({parts})"

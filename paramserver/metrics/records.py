@@ -1,4 +1,4 @@
-"""What travels from a step to the report: plain values, no behaviour beyond adding and naming them."""
+"""Plain values that a run measures: reports of steps, sums, histograms of durations, and the phases of a step."""
 
 from __future__ import annotations
 
@@ -15,17 +15,26 @@ PHASES = ("data", "wait", "pull", "forward", "backward", "push", "apply")
 
 
 def make_record(kind: str, step: int | None, **fields: Any) -> Record:
-    """A line of metrics.jsonl."""
+    """Return a record, which becomes one line of metrics.jsonl.
+
+    Example::
+
+        >>> make_record("validation", 50, values={"loss": 0.25})["step"]
+        50
+    """
     return {"time": time.time(), "kind": kind, "step": step, **fields}
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """One trainer's part in one step.
+    """One trainer's contribution to one step, sent with its gradients.
 
-    ``version`` is the one its gradient was taken at.
-    ``loss`` is the mean over its batches, ``samples`` how many these held, ``seconds`` how long the trainer has trained
-    so far; ``used`` tells which parameters got a gradient (None: all of them).
+    Attributes:
+        version: the version of the parameters that the gradient was computed at.
+        samples: number of samples in its batches.
+        loss: mean over its batches.
+        seconds: training time of this trainer so far.
+        used: for each parameter, whether it has a gradient; None: all have one.
     """
 
     trainer_index: int
@@ -38,11 +47,17 @@ class StepReport:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What an update made.
+    """The result of an update.
 
-    ``step`` is the version that it made, ``samples`` all that were applied up to it, ``loss`` the mean over those
-    trainers that took part, ``seconds`` the training time so far; ``apply_s`` it took, ``held_s`` a push waited.
-    A push that came too late is ``dropped``: the other figures are then those of the version that is there.
+    Attributes:
+        step: the version that the update made.
+        samples: samples applied up to and including this update.
+        loss: mean over the trainers that took part.
+        lr: learning rate of each parameter group.
+        seconds: training time so far.
+        apply_s: duration of the optimizer step.
+        held_s: time that the push waited on the server.
+        dropped: the push arrived too late and was not applied; the other values are those of the current version.
     """
 
     step: int
@@ -57,10 +72,21 @@ class StepResult:
 
 @dataclass
 class RecordWindow:
-    """The steps since the last ``train`` record, as sums: a run that is resumed closes it as if it had not stopped.
+    """Sums over the steps since the last ``train`` record.
 
-    ``step``, ``samples``, ``seconds`` and ``lr`` are those of the last step, ``samples_before`` and ``seconds_before``
-    those at which the window opened.
+    It is part of a checkpoint, so a resumed run writes the same record as a run that was not stopped.
+
+    Attributes:
+        samples_before, seconds_before: samples and training time at the beginning of the window.
+        steps, losses: number of steps, and the sum of their losses.
+        step, samples, seconds, lr: values of the last step.
+
+    Example::
+
+        >>> window = RecordWindow()
+        >>> window.add(StepResult(step=1, samples=32, loss=0.5, lr=(0.1,), seconds=0.01))
+        >>> window.to_record(epoch=0)["loss"]
+        0.5
     """
 
     samples_before: int = 0
@@ -78,12 +104,13 @@ class RecordWindow:
         self.step, self.samples, self.seconds, self.lr = result.step, result.samples, result.seconds, result.lr
 
     def next_window(self) -> RecordWindow:
-        """The one that opens where this one closes."""
+        """Return the window that begins where this one ends."""
         return RecordWindow(self.samples, self.seconds)
 
     def to_record(self, epoch: int) -> Record:
+        """Return the ``train`` record of this window."""
         elapsed_s = max(self.seconds - self.seconds_before, 1e-9)
-        is_timed = self.samples_before > 0  # the first one holds the start of the run
+        is_timed = self.samples_before > 0  # the first window includes the start of the run
         return make_record(
             "train",
             self.step,
@@ -98,7 +125,16 @@ class RecordWindow:
 
 
 class DurationHistogram:
-    """Counts of durations in logarithmic bins of 2 %, so that quantiles of any number of steps merge exactly."""
+    """Counts of durations in logarithmic bins of 2 %, so that quantiles over processes and runs merge exactly.
+
+    Example::
+
+        >>> histogram = DurationHistogram()
+        >>> for duration_s in (0.010, 0.010, 0.030):
+        ...     histogram.add(duration_s)
+        >>> histogram.summary_ms()["max"], round(histogram.quantile_s(0.5), 3)
+        (30.0, 0.01)
+    """
 
     _GROWTH = math.log(1.02)
     _SMALLEST_S = 1e-6
@@ -124,7 +160,7 @@ class DurationHistogram:
         self.max_s = max(self.max_s, other.max_s)
 
     def quantile_s(self, q: float) -> float:
-        """The duration below which a share ``q`` of all lies, within 1 %."""
+        """Return the quantile ``q`` (0 to 1) in seconds, within 1 %."""
         if not self.count:
             return 0.0
         indices = sorted(self.bins)
@@ -136,19 +172,30 @@ class DurationHistogram:
         return min(self._SMALLEST_S * math.exp(indices[min(place, len(indices) - 1)] * self._GROWTH), self.max_s)
 
     def summary_ms(self) -> dict[str, float]:
+        """Return mean, quantiles and maximum in milliseconds, as in summary.json."""
         mean_s = self.total_s / self.count if self.count else 0.0
         quantiles = {f"p{int(q * 100)}": round(self.quantile_s(q) * 1e3, 4) for q in (0.5, 0.9, 0.95, 0.99)}
         return {"mean": round(mean_s * 1e3, 4), **quantiles, "max": round(self.max_s * 1e3, 4)}
 
 
 class PhaseClock:
-    """Shares a trainer's time among the phases of a step: each lap goes to one phase, so that they sum to the step.
+    """Attributes the time of a trainer to the phases of a step; the phases sum to the step.
 
-    Only steps that were closed count: what was waited for a step that never came is in none of the figures.
+    Call ``lap(phase)`` at the end of each phase and ``end_step`` at the end of the step. Time of a step that did not
+    end is not counted.
 
     Attributes:
-        on_step: called with each step that is closed: ``time.perf_counter()`` at its end, its length in seconds, and
-            the seconds of each phase and of ``hidden``.
+        on_step: called at the end of each step with ``time.perf_counter()``, the duration in seconds, and the seconds
+            of each phase and of ``hidden``.
+
+    Example::
+
+        >>> clock = PhaseClock()
+        >>> clock.lap("forward")
+        >>> clock.lap("backward")
+        >>> duration_s = clock.end_step()
+        >>> clock.steps.count, abs(sum(clock.seconds.values()) - duration_s) < 1e-9
+        (1, True)
     """
 
     def __init__(self) -> None:
@@ -161,12 +208,13 @@ class PhaseClock:
         self._last = self._step_started = time.perf_counter()
 
     def lap(self, phase: str) -> None:
+        """Attribute the time since the last lap to ``phase``."""
         now = time.perf_counter()
         self._step[phase] += now - self._last
         self._last = now
 
     def lap_shared(self, phase: str, **others_s: float) -> None:
-        """Like ``lap``, where some seconds of the time are known to belong to other phases."""
+        """Like ``lap``, but attribute known parts of the time to other phases."""
         before = self._step[phase]
         self.lap(phase)
         for other, seconds in others_s.items():
@@ -175,11 +223,11 @@ class PhaseClock:
             self._step[other] += share_s
 
     def add_hidden(self, seconds: float) -> None:
-        """So long something of this step went on beside what the laps account for."""
+        """Add overlapped time: communication of this step that ran concurrently with the phases (``hidden``)."""
         self._step_hidden_s += seconds
 
     def end_step(self) -> float:
-        """Close the step; its length in seconds. What passed since the last lap counts as waiting."""
+        """End the step and return its duration in seconds. The time since the last lap counts as ``wait``."""
         self.lap("wait")
         duration_s = self._last - self._step_started
         self.steps.add(duration_s)
@@ -192,7 +240,7 @@ class PhaseClock:
         return duration_s
 
     def skip(self) -> None:
-        """Leave out the time since the last step: validation, a checkpoint, a start, a wait that came to nothing."""
+        """Discard the time since the last step: a validation, a checkpoint, the start, a wait without a step."""
         self._last = time.perf_counter()
         self._begin_step()
 
@@ -204,7 +252,7 @@ class PhaseClock:
 
 @dataclass
 class TrainerTotals:
-    """One trainer's account of a run; it travels to rank 0 at the end."""
+    """Totals of one trainer over a run, sent to rank 0 at the end."""
 
     trainer_index: int
     samples: int = 0
@@ -220,7 +268,16 @@ class TrainerTotals:
 
 @dataclass
 class WeightedSums:
-    """Sums of the metrics of a validation, weighted by samples, so that shares of several trainers add up exactly."""
+    """Sums of validation metrics, weighted by samples, so that parts of several trainers merge to the exact mean.
+
+    Example::
+
+        >>> sums = WeightedSums()
+        >>> sums.add({"loss": 1.0}, samples=1)
+        >>> sums.add({"loss": 4.0}, samples=2)
+        >>> sums.means()
+        {'loss': 3.0}
+    """
 
     sums: dict[str, float] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
@@ -243,7 +300,7 @@ class WeightedSums:
 
 
 def merge_sums(parts: Mapping[int, WeightedSums]) -> WeightedSums:
-    """The shares of all trainers, added in the order of their indices so that the result does not depend on timing."""
+    """Merge the sums of all trainers in the order of their indices, so that the result does not depend on timing."""
     total = WeightedSums()
     for index in sorted(parts):
         total.merge(parts[index])
@@ -251,7 +308,7 @@ def merge_sums(parts: Mapping[int, WeightedSums]) -> WeightedSums:
 
 
 def peak_rss_mb() -> float:
-    """Largest resident memory that this process ever had, in 2**20 bytes."""
+    """Return the peak resident memory of this process, in units of 2**20 bytes."""
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

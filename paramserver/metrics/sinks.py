@@ -1,7 +1,4 @@
-"""What a sink is, and one that passes records on to several.
-
-Records as lines of JSON: the truth from which every report is made.
-"""
+"""Sinks of records: the interface, a fan-out to several sinks, and JSON lines, the source of every report."""
 
 from __future__ import annotations
 
@@ -24,17 +21,33 @@ Record = Mapping[str, Any]
 
 
 class Sink(ABC):
-    """Receives records, one at a time. ``required``: without it a run must not go on."""
+    """Receives the records of a run, one at a time. Derive from it to write records to another place.
+
+    Attributes:
+        required: a failure of this sink ends the run. Other sinks are dropped when they fail.
+
+    Example::
+
+        >>> class LossPrinter(Sink):
+        ...     def write(self, record):
+        ...         if record["kind"] == "train":
+        ...             print(record["step"], record["loss"])
+        ...     def close(self):
+        ...         pass
+        >>> with LossPrinter() as sink:
+        ...     sink.write({"kind": "train", "step": 1, "loss": 0.5})
+        1 0.5
+    """
 
     required = False
 
     @abstractmethod
     def write(self, record: Record) -> None:
-        """Take in one record; it is not changed, and may be after the call."""
+        """Write one record. Neither modify it nor keep a reference: the caller may modify it afterwards."""
 
     @abstractmethod
     def close(self) -> None:
-        """Bring everything out. Closing again does nothing."""
+        """Flush and close. Further calls do nothing."""
 
     def __enter__(self) -> Sink:
         return self
@@ -46,10 +59,25 @@ class Sink(ABC):
 
 
 class FanOut(Sink):
-    """Passes every record on to all its sinks, from any thread, in one order.
+    """Writes every record to several sinks. Thread-safe: all sinks receive all records in the same order.
 
-    A sink that fails is reported once and gets nothing more, except a required one: its failure is raised, after the
-    others have had the record.
+    A sink that fails is logged once and dropped. The failure of a required sink is raised, after the other sinks have
+    received the record.
+
+    Example::
+
+        >>> class Collect(Sink):
+        ...     def __init__(self):
+        ...         self.steps = []
+        ...     def write(self, record):
+        ...         self.steps.append(record["step"])
+        ...     def close(self):
+        ...         pass
+        >>> first, second = Collect(), Collect()
+        >>> with FanOut([first, second]) as sinks:
+        ...     sinks.write({"kind": "train", "step": 1})
+        >>> first.steps, second.steps
+        ([1], [1])
     """
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
@@ -59,14 +87,14 @@ class FanOut(Sink):
 
     def write(self, record: Record) -> None:
         with self._lock:
-            failures = [self._passed(sink, record) for sink in list(self._sinks)]
+            failures = [self._write_to(sink, record) for sink in list(self._sinks)]
         _raise_first(failures)
 
-    def _passed(self, sink: Sink, record: Record) -> Exception | None:
-        """Return the failure of a required sink; drop any other that fails."""
+    def _write_to(self, sink: Sink, record: Record) -> Exception | None:
+        """Return the failure of a required sink; drop any other sink that fails."""
         try:
             sink.write(record)
-        except Exception as error:  # noqa: BLE001 - whatever a display does wrong, training goes on
+        except Exception as error:  # noqa: BLE001 - training continues without this sink
             if sink.required:
                 return error
             self._sinks.remove(sink)
@@ -81,15 +109,15 @@ class FanOut(Sink):
             sinks, self._sinks = self._sinks, []
             dropped, self._dropped = self._dropped, []
             for sink in dropped:
-                _closed(sink, logging.DEBUG)  # its failure was reported when it was dropped
-            failures = [_closed(sink, logging.WARNING) for sink in sinks]
+                _close(sink, logging.DEBUG)  # its failure was logged when it was dropped
+            failures = [_close(sink, logging.WARNING) for sink in sinks]
         _raise_first(failures)
 
 
-def _closed(sink: Sink, level: int) -> Exception | None:
+def _close(sink: Sink, level: int) -> Exception | None:
     try:
         sink.close()
-    except Exception as error:  # noqa: BLE001 - the other sinks are closed all the same
+    except Exception as error:  # noqa: BLE001 - the other sinks must be closed too
         if sink.required:
             return error
         _log.log(level, "%s failed when closed (%s: %s)", type(sink).__name__, type(error).__name__, error)
@@ -103,10 +131,22 @@ def _raise_first(failures: list[Exception | None]) -> None:
 
 
 class JsonLines(Sink):
-    """Appends one line per record to ``path`` and flushes it; see ``json_text`` for tensors and numbers not finite.
+    """Appends each record to ``path`` as one line of strict JSON (see `json_text`) and flushes it.
+
+    Args:
+        path: the file; created if missing.
 
     Raises:
         TrainingError: the file cannot be opened or written.
+
+    Example::
+
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with JsonLines(Path(folder) / "metrics.jsonl") as sink:
+        ...         sink.write({"kind": "train", "step": 1, "loss": float("inf")})
+        ...     print(sink.path.read_text(), end="")
+        {"kind": "train", "step": 1, "loss": null, "loss_text": "inf"}
     """
 
     required = True
@@ -117,10 +157,10 @@ class JsonLines(Sink):
             self._file = path.open("ab")
             self._torn = self._is_torn()
         except OSError as error:
-            raise self._refusal(error) from error
+            raise self._write_error(error) from error
 
     def _is_torn(self) -> bool:
-        """Tell whether a crash left the last line without its end: a new record must not become part of it."""
+        """Whether a crash left the last line incomplete: the next record must start on a new line."""
         if self._file.tell() == 0:
             return False
         with self.path.open("rb") as file:
@@ -135,16 +175,16 @@ class JsonLines(Sink):
             self._file.write(line.encode())
             self._file.flush()
         except OSError as error:
-            raise self._refusal(error) from error
+            raise self._write_error(error) from error
         self._torn = False
 
     def close(self) -> None:
         try:
             self._file.close()
         except OSError as error:
-            raise self._refusal(error) from error
+            raise self._write_error(error) from error
 
-    def _refusal(self, error: OSError) -> TrainingError:
+    def _write_error(self, error: OSError) -> TrainingError:
         return TrainingError(
             f"metrics file {self.path} must be writable ({error}); free space there or choose another logging.run_dir, "
             "then --resume"

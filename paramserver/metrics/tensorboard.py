@@ -1,4 +1,4 @@
-"""Records as TensorBoard's scalars."""
+"""The TensorBoard sink, and the mapping of records to its tags."""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -25,7 +25,7 @@ _CHECKPOINT = ("seconds", "pause_ms")
 
 
 def _train(record: Record) -> Iterator[Scalar]:
-    yield from _named(record, _TRAIN)
+    yield from _tagged(record, _TRAIN)
     rates = record.get("lr") or []
     for index, rate in enumerate(rates):
         yield "lr" if len(rates) == 1 else f"lr/{index}", rate
@@ -38,15 +38,15 @@ def _validation(record: Record) -> Iterator[Scalar]:
 
 def _buffer(record: Record) -> Iterator[Scalar]:
     place = f"trainer-{record['trainer']}"
-    yield from _named(record, {key: f"buffer/{place}/{key}" for key in _BUFFER})
+    yield from _tagged(record, {key: f"buffer/{place}/{key}" for key in _BUFFER})
     stream = record.get("stream") or {}
-    yield from _named(stream, {key: f"stream/{place}/{key}" for key in _STREAM})
+    yield from _tagged(stream, {key: f"stream/{place}/{key}" for key in _STREAM})
     for name, statistics in (stream.get("fields") or {}).items():
-        yield from _named(statistics, {key: f"fields/{name}/{place}/{key}" for key in _FIELD})
+        yield from _tagged(statistics, {key: f"fields/{name}/{place}/{key}" for key in _FIELD})
 
 
 def _checkpoint(record: Record) -> Iterator[Scalar]:
-    yield from _named(record, {key: f"checkpoint/{key}" for key in _CHECKPOINT})
+    yield from _tagged(record, {key: f"checkpoint/{key}" for key in _CHECKPOINT})
 
 
 def _logged(record: Record) -> Iterator[Scalar]:
@@ -54,12 +54,12 @@ def _logged(record: Record) -> Iterator[Scalar]:
 
 
 def _staleness(record: Record) -> Iterator[Scalar]:
-    yield from _named(record, _STALENESS)
+    yield from _tagged(record, _STALENESS)
     for one in record.get("trainers", ()):
         yield f"server/staleness/trainer-{one['trainer']}", one["mean"]
 
 
-def _named(record: Record, tags: dict[str, str]) -> Iterator[Scalar]:
+def _tagged(record: Record, tags: dict[str, str]) -> Iterator[Scalar]:
     for key, tag in tags.items():
         if record.get(key) is not None:
             yield tag, record[key]
@@ -76,13 +76,13 @@ _KINDS: dict[str, Callable[[Record], Iterator[Scalar]]] = {
 
 
 def scalars(record: Record) -> list[Scalar]:
-    """Return what TensorBoard shows of ``record``: tags and values; nothing for a kind that has no curve."""
+    """Return the scalars of ``record`` as tags and values; none for kinds that have no curve."""
     kind = _KINDS.get(record["kind"])
     return list(kind(record)) if kind else []
 
 
 def _add_histogram(writer: "SummaryWriter", tag: str, record: Record, histogram: Mapping[str, int]) -> None:
-    """Whole numbers and how often each came: a bucket for each, from the smallest to the largest."""
+    """Add a histogram of whole numbers, given as value to count, with one bucket per value."""
     counts = {int(value): count for value, count in histogram.items()}
     values = range(min(counts), max(counts) + 1)
     writer.add_histogram_raw(
@@ -100,11 +100,20 @@ def _add_histogram(writer: "SummaryWriter", tag: str, record: Record, histogram:
 
 
 class TensorBoard(Sink):
-    """Writes event files into ``folder``. TensorBoard is imported at the first record, a start or a curve's point.
+    """Writes TensorBoard event files. TensorBoard is imported at the first record that needs it.
 
     Args:
-        folder: the run's ``tensorboard`` folder.
-        purge_step: on resuming, the first step whose earlier events no longer hold (the step resumed from, plus one).
+        folder: the ``tensorboard`` folder of the run.
+        purge_step: for a resumed run, the first step whose earlier events are invalid (the resumed step plus one).
+
+    Example::
+
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with TensorBoard(Path(folder)) as sink:
+        ...         sink.write({"time": 0.0, "kind": "train", "step": 1, "loss": 0.5})
+        ...     len(list(Path(folder).glob("events.*")))
+        1
     """
 
     def __init__(self, folder: Path, purge_step: int | None = None) -> None:
@@ -114,12 +123,12 @@ class TensorBoard(Sink):
 
     def write(self, record: Record) -> None:
         if record["kind"] == "start":
-            self._opened()  # its import takes a tenth of a second, which no step should have to wait for
+            self._get_writer()  # the import takes a tenth of a second, which should not delay a step
             return
         points = scalars(record)
         if not points:
             return
-        writer = self._opened()
+        writer = self._get_writer()
         for tag, value in points:
             writer.add_scalar(tag, value, record.get("step"), walltime=record["time"])
         if record["kind"] == "buffer" and record.get("seen_histogram"):
@@ -129,7 +138,7 @@ class TensorBoard(Sink):
             for one in record["trainers"]:
                 _add_histogram(writer, f"server/staleness_histogram/trainer-{one['trainer']}", record, one["histogram"])
 
-    def _opened(self) -> "SummaryWriter":
+    def _get_writer(self) -> "SummaryWriter":
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
