@@ -1,11 +1,10 @@
-"""Parameters read in place and gradients written in place: for trainers on the server's own host.
+"""Transport in shared memory: trainers on the server's host read parameters and write gradients without copies.
 
-A one-element ticket still goes down and up the distributed-autograd edge: its gradient, which
-``dist_autograd.backward`` brings, says that the gradients are in their place.
+A token of one element still takes the way of a pull and a push through distributed autograd. Its gradient, which
+``dist_autograd.backward`` sends, is the signal that the gradients in shared memory are complete.
 
-Where trainers of the server's host find the versions that they read in place.
-
-The memory that a server shares with processes of its host, where there is enough of it.
+``SharedMemory`` decides for a server what is shared. ``SnapshotSource`` gives trainers a version that stays unchanged
+while they read it: ``LiveParameters`` in lockstep, ``RingSnapshots`` otherwise.
 """
 
 from __future__ import annotations
@@ -25,55 +24,65 @@ from paramserver.parameters.flat import FlatLayout
 from paramserver.parameters.sharding import Shard
 from paramserver.transport.autograd import pull, push_root
 from paramserver.transport.base import ServerTransport, TrainerTransport
+from paramserver.transport.compression import make_codec
 from paramserver.transport.segments import SegmentHost, attach
 from paramserver.transport.snapshot_ring import SnapshotRing
 
-# The parameters themselves, where trainers read copies of them, and several servers own them together.
+T = TypeVar("T")
+
+log = logging.getLogger("paramserver")
+
+# The parameters themselves, where several servers own them together and trainers read snapshots.
 LIVE_KEY = "parameters/live"
 
 
 def parameters_key(slot: int) -> str:
+    """Return the key of the segment of a snapshot."""
     return f"parameters/{slot}"
 
 
 def gradients_key(trainer_index: int) -> str:
+    """Return the key of the segment that a trainer writes gradients to."""
     return f"gradients/{trainer_index}"
 
 
 class SnapshotSource(ABC):
-    """Where trainers of this host find versions."""
+    """Where trainers of this host read versions. Called under the server's lock."""
 
     num_slots: int
 
     @abstractmethod
     def pin(self) -> int:
-        """The slot of the current version, which stays as it is until ``unpin``."""
+        """Return the slot of the current version, which stays unchanged until ``unpin``."""
 
     @abstractmethod
     def unpin(self, slot: int) -> None:
-        """One reader less."""
+        """Undo one ``pin``."""
 
 
 class LiveParameters(SnapshotSource):
-    """The server's own parameters: nobody changes them while anybody reads them, because all step together."""
+    """The server's own parameters.
 
-    slots = 1
+    In lockstep no version is applied before every trainer has pushed, so no trainer reads while they change.
+    """
+
+    num_slots = 1
 
     def pin(self) -> int:
         return 0
 
     def unpin(self, slot: int) -> None:
-        """The server itself waits for all readers."""
+        """Do nothing: the server waits for all trainers."""
 
 
 class RingSnapshots(SnapshotSource):
-    """Snapshots in a ring of two more than there are readers; a version that nobody pulls is never copied.
+    """Snapshots in a ring of two slots more than readers; a version that is never pulled is never copied.
 
     Args:
-        host: allocates them.
+        host: allocates the snapshots.
         layout: of the parameters.
-        readers: how many trainers at most read at once.
-        current: gives the version's number and its flat tensors.
+        readers: how many trainers read at the same time, at most.
+        current: returns the current version's number and its flat tensors.
     """
 
     def __init__(
@@ -89,9 +98,10 @@ class RingSnapshots(SnapshotSource):
         version, flats = self._current()
         if version != self._version:
             slot = self._ring.publish(version)
+            # Under the server's lock: no update is applied, and no trainer pins the slot, until the copy is complete.
             with torch.no_grad():
-                for mine, theirs in zip(self._flats[slot], flats, strict=True):
-                    mine.copy_(theirs)
+                for snapshot, flat in zip(self._flats[slot], flats, strict=True):
+                    snapshot.copy_(flat)
             self._version = version
         return self._ring.pin(version)[0]
 
@@ -100,200 +110,192 @@ class RingSnapshots(SnapshotSource):
 
 
 class SharedMemoryServerTransport(ServerTransport):
-    """Hands out tickets, and finds gradients in the trainer's own segment.
+    """Sends tokens and reads gradients from the trainer's segment.
 
     Args:
-        shelf: of all trainers of this host.
-        gradients: the flat tensors that the trainer writes to between a pull and the push that follows, or of several
-            servers this one's ranges of them.
-        arrived: called when a ticket has come back.
+        snapshots: shared by the transports of all trainers of this host.
+        gradients: the flat tensors of that segment, or this server's ranges of them.
+        on_push: called once the token has returned.
     """
 
-    in_place = True
+    zero_copy = True
 
-    def __init__(self, shelf: SnapshotSource, gradients: list[Tensor], arrived: Callable[[], None]) -> None:
-        self._shelf = shelf
+    def __init__(self, snapshots: SnapshotSource, gradients: list[Tensor], on_push: Callable[[], None]) -> None:
+        self._snapshots = snapshots
         self._gradients = gradients
-        self._arrived = arrived
-        self._is_back = False
+        self._on_push = on_push
+        self._has_token = False
         self._leaf = torch.zeros(1, requires_grad=True)
         self._pinned: int | None = None
 
     def pin_version(self) -> int:
         self.unpin()
-        self._pinned = self._shelf.pin()
+        self._pinned = self._snapshots.pin()
         return self._pinned
 
     def pull(self) -> tuple[Tensor, ...]:
-        return tuple(pull([self._leaf], [torch.zeros(1)], self._ticket_came))
+        return tuple(pull([self._leaf], [torch.zeros(1)], self._receive_token))
 
-    def _ticket_came(self) -> None:
-        self._is_back = True
-        self._arrived()
+    def _receive_token(self) -> None:
+        # In a thread of distributed autograd, without the server's lock: ``on_push`` takes it.
+        self._has_token = True
+        self._on_push()
 
     def view_version(self) -> tuple[int, Sequence[Tensor]]:
         return self.pin_version(), ()
 
     def collect_gradients(self, held: Mapping[Tensor, Tensor]) -> list[Tensor] | None:
-        return list(self._gradients) if self._is_back or self._leaf in held else None
+        return list(self._gradients) if self._has_token or self._leaf in held else None
 
     def unpin(self) -> None:
-        self._is_back = False
+        self._has_token = False
         if self._pinned is not None:
-            self._shelf.unpin(self._pinned)
+            self._snapshots.unpin(self._pinned)
             self._pinned = None
 
 
 class SharedMemoryTrainerTransport(TrainerTransport):
-    """Makes the model's parameters views of the server's snapshots; on another device, copies of them.
+    """Makes the model's parameters views of the server's snapshots, or copies of them on another device.
 
     Args:
-        layout: how the parameters lie in the flat tensors.
-        parameters: the model's, in the order of the layout.
+        layout: of the parameters.
+        parameters: those of the model, in the order of the layout.
         address: of the server's segments.
-        slots: how many snapshots there are.
-        trainer_index: whose gradients are written.
+        num_slots: how many snapshots there are.
+        trainer_index: selects the segment for gradients.
         timeout_s: for each segment.
     """
 
     name = "shared_memory"
-    in_place = True
+    zero_copy = True
 
     def __init__(
         self,
         layout: FlatLayout,
         parameters: Sequence[Tensor],
         address: str,
-        slots: int,
+        num_slots: int,
         trainer_index: int,
         timeout_s: float,
     ) -> None:
-        self._names = [slot.name for slot in layout.slots]
+        self._layout = layout
         self._parameters = list(parameters)
         self._on_cpu = all(p.device.type == "cpu" for p in parameters)
         self._snapshots = [
             list(layout.views(attach(address, parameters_key(slot), layout, timeout_s)).values())
-            for slot in range(slots)
+            for slot in range(num_slots)
         ]
         gradients = attach(address, gradients_key(trainer_index), layout, timeout_s)
         self.gradient_views = list(layout.views(gradients).values())
-        self._layout = layout
-        self._place: int | None = None
-        self._counts: list[int] = []
+        self._slot: int | None = None
+        self._tensor_versions: list[int] = []
 
     @torch.no_grad()
-    def map_version(self, place: int) -> None:
-        if not self._on_cpu:
-            torch._foreach_copy_(self._parameters, self._snapshots[place])
-        elif place != self._place:
-            self._move(self._snapshots[place])
-        self._place = place
-        self._counts = [parameter._version for parameter in self._parameters]
+    def map_version(self, slot: int) -> None:
+        # On the CPU a slot that is mapped already holds the new version too, so nothing is to be done.
+        if not self._on_cpu or slot != self._slot:
+            self._set_parameters(self._snapshots[slot])
+        self._slot = slot
+        self._tensor_versions = [parameter._version for parameter in self._parameters]
 
     @torch.no_grad()
     def load(self, flats: Sequence[Tensor]) -> None:
-        views = list(self._layout.views(flats).values())
-        if self._on_cpu:
-            self._move(views)
-        else:
-            torch._foreach_copy_(self._parameters, views)
-        self._place = None
+        self._set_parameters(list(self._layout.views(flats).values()))
+        self._slot = None
 
-    def _move(self, views: Sequence[Tensor]) -> None:
+    def _set_parameters(self, views: Sequence[Tensor]) -> None:
+        if not self._on_cpu:
+            torch._foreach_copy_(self._parameters, views)
+            return
         for parameter, view in zip(self._parameters, views, strict=True):
             parameter.data = view
 
     def backward_root(self, pulled: Sequence[Tensor]) -> Tensor:
-        if self._on_cpu:
-            self._check_unchanged()
+        if self._on_cpu:  # elsewhere the parameters are copies, and a change of them is lost
+            for slot, parameter, version in zip(
+                self._layout.slots, self._parameters, self._tensor_versions, strict=True
+            ):
+                if parameter._version != version:
+                    raise TaskError(
+                        f"parameter {slot.name} was changed in place on a trainer, and belongs to the server; change "
+                        "it in build_model or through the optimizer, or use server.transport: rpc, where such a "
+                        "change is lost"
+                    )
         return push_root([torch.ones(1)], pulled)
-
-    def _check_unchanged(self) -> None:
-        for name, parameter, count in zip(self._names, self._parameters, self._counts, strict=True):
-            if parameter._version != count:
-                raise TaskError(
-                    f"parameter {name} was changed in place on a trainer, and belongs to the server; change it in "
-                    "build_model or through the optimizer, or use server.transport: rpc, where such a change is lost"
-                )
 
     def step_bytes(self, pulled: Sequence[Tensor]) -> int:
         return 2 * tensor_bytes(pulled)
 
 
-T = TypeVar("T")
-
-log = logging.getLogger("paramserver")
-
-
 class SharedMemory:
-    """Gives memory that others read and write in place; where there is too little, all goes over RPC.
+    """What a server shares with processes of its host; with too little memory, everything is sent over RPC.
 
     Args:
-        host: of the segments; None where nothing is to be shared.
+        host: of the segments; None if nothing is to be shared.
         config: of the server.
-        lockstep: trainers read the parameters themselves, and no copies.
-        note: takes what the user should know, in one sentence.
+        lockstep: trainers read the parameters themselves instead of snapshots.
+        on_note: receives what the user should know, in one sentence.
     """
 
     def __init__(
-        self, host: SegmentHost | None, config: ServerConfig, lockstep: bool, note: Callable[[str], None]
+        self, host: SegmentHost | None, config: ServerConfig, lockstep: bool, on_note: Callable[[str], None]
     ) -> None:
         self._host = host
         self._config = config
         self._lockstep = lockstep
-        self._note = note
-        self._outside = 0
-        self._shelf: SnapshotSource | None = None
+        self._on_note = on_note
+        self._num_over_rpc = 0
+        self._snapshots: SnapshotSource | None = None
         self.parameters_key = parameters_key(0) if lockstep else LIVE_KEY
 
     @property
     def address(self) -> str | None:
-        """Where others find the memory; None where none is shared (any more)."""
+        """The address that other processes attach to; None if nothing is shared (any more)."""
         return None if self._host is None else self._host.address
 
     def location(self) -> tuple[str | None, str]:
-        """Address and key of the parameters themselves."""
+        """Return address and key of the parameters themselves."""
         return self.address, self.parameters_key
 
     def disable(self) -> None:
-        """From now on all goes over RPC."""
+        """Send everything over RPC from now on."""
         self._host = None
 
     def allocate_parameters(self, layout: FlatLayout) -> list[Tensor]:
-        """Memory for the parameters that others can reach, or of this process alone."""
-        return self._made(lambda host: host.allocate(self.parameters_key, layout)) or layout.allocate()
+        """Return memory for the parameters: shared, or that of this process alone."""
+        return self._allocate(lambda host: host.allocate(self.parameters_key, layout)) or layout.allocate()
 
     def open_snapshots(
-        self, layout: FlatLayout, trainers: int, current: Callable[[], tuple[int, Sequence[Tensor]]]
+        self, layout: FlatLayout, num_trainers: int, current: Callable[[], tuple[int, Sequence[Tensor]]]
     ) -> None:
-        """Where trainers find versions; ``current`` as for ``RingSnapshots``."""
-        self._outside = trainers
+        """Prepare what trainers read; ``current`` as for ``RingSnapshots``."""
+        self._num_over_rpc = num_trainers
         if self._lockstep:
-            self._shelf = self._made(lambda _: LiveParameters())
+            self._snapshots = self._allocate(lambda _: LiveParameters())
         else:
-            self._shelf = self._made(lambda host: RingSnapshots(host, layout, trainers, current))
+            self._snapshots = self._allocate(lambda host: RingSnapshots(host, layout, num_trainers, current))
 
     def make_transport(
-        self, trainer_index: int, layout: FlatLayout, shard: Shard, arrived: Callable[[], None]
+        self, trainer_index: int, layout: FlatLayout, shard: Shard, on_push: Callable[[], None]
     ) -> tuple[SharedMemoryServerTransport, int] | None:
-        """A trainer's way through this memory, and how many snapshots there are for it; None where there is none."""
-        gradients = self._made(lambda host: host.allocate(gradients_key(trainer_index), layout))
-        if gradients is None or self._shelf is None:
+        """Return the transport of a trainer on this host and its number of slots; None if nothing can be shared."""
+        gradients = self._allocate(lambda host: host.allocate(gradients_key(trainer_index), layout))
+        if gradients is None or self._snapshots is None:
             return None
-        self._outside -= 1
-        wire_dtype = self._config.wire_dtype
-        if not self._outside and layout.narrowed(getattr(torch, wire_dtype)) != layout:
-            self._note(
-                f"server.wire_dtype ({wire_dtype}) rounds nothing here, as all trainers share the server's memory; "
-                "set server.transport: rpc to have it, or leave it out"
+        self._num_over_rpc -= 1
+        if not self._num_over_rpc and make_codec(self._config).wire_layout(layout) != layout:
+            self._on_note(
+                f"server.wire_dtype ({self._config.wire_dtype}) rounds nothing here, as all trainers share the server's "
+                "memory; set server.transport: rpc to have it, or leave it out"
             )
-        return SharedMemoryServerTransport(self._shelf, shard.slice_flats(gradients), arrived), self._shelf.num_slots
+        transport = SharedMemoryServerTransport(self._snapshots, shard.slice_flats(gradients), on_push)
+        return transport, self._snapshots.num_slots
 
-    def _made(self, make: Callable[[SegmentHost], T]) -> T | None:
-        """What ``make`` makes in shared memory; None where there is none. All goes over RPC then, if the user lets it.
+    def _allocate(self, make: Callable[[SegmentHost], T]) -> T | None:
+        """Return what ``make`` makes in shared memory; None if there is none, or too little and transport is auto.
 
         Raises:
-            UnsupportedConfiguration: there is too little memory, and ``server.transport`` is not auto.
+            UnsupportedConfiguration: there is too little memory, and server.transport is not auto.
         """
         if self._host is None:
             return None
@@ -302,6 +304,6 @@ class SharedMemory:
         except UnsupportedConfiguration as error:
             if self._config.transport != "auto":
                 raise
-            log.warning("server.transport (auto): all goes over RPC from here on: %s", error)
+            log.warning("server.transport (auto): everything is sent over RPC from now on: %s", error)
             self._host = None
             return None
