@@ -4,7 +4,7 @@ import json
 import os
 import re
 import signal
-import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -14,9 +14,7 @@ import torch
 from launching import (
     TASKS,
     FinishedRun,
-    command,
     differing_tensors,
-    environment,
     launch,
     relative_difference,
     resume,
@@ -63,7 +61,7 @@ class Apart(ReferenceTask):
 
     def __init__(self, **options):
         super().__init__(**options)
-        if "--rank 1 " in " ".join(psutil.Process().cmdline()):
+        if "--rank 1 " in " ".join(sys.argv):
             shard_server.can_attach = lambda *_: False
 
 
@@ -89,7 +87,7 @@ class Dies(ReferenceTask):
 
     def build_optimizer(self, model):
         optimizer = OPTIMIZERS[self.optimizer]([p for p in model.parameters() if p.requires_grad])
-        if "--rank 1 " in " ".join(psutil.Process().cmdline()):
+        if "--rank 1 " in " ".join(sys.argv):
             optimizer.register_step_pre_hook(self._count)
             self.steps = 0
         return optimizer
@@ -268,31 +266,25 @@ def test_an_interrupt_ends_several_servers_with_a_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("whom", ["all", "server 1"])
-def test_a_signal_to_a_server_is_one_to_the_run(tmp_path, whom):
+def test_a_signal_to_a_server_is_one_to_the_run(tmp_path, fork_server, whom):
     config = {"training": {"max_steps": 100_000}, "checkpoint": {"every": 20}, "logging": {"name": "run"}}
     config["server"] = {"heartbeat_s": 15.0, "lost_after_s": 40.0}  # nobody waits for a heartbeat to heed a signal
     file = write_config(tmp_path, mode="rpc", cluster={"num_trainers": 2, "num_servers": 2}, **config)
-    run = subprocess.Popen(
-        command("--config", file),
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(),
-        cwd=tmp_path,
-        process_group=0,
-    )
     finished = FinishedRun(0, "", tmp_path / "runs" / "run")
-    deadline = time.monotonic() + 60
-    while not (finished.run_dir / "checkpoints" / "latest").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    asked = time.monotonic()
-    if whom == "all":
-        os.killpg(run.pid, signal.SIGTERM)
-    else:
-        ranks = psutil.Process(run.pid).children()
-        next(rank for rank in ranks if "--rank 1 " in " ".join(rank.cmdline())).send_signal(signal.SIGTERM)
-    _, output = run.communicate(timeout=60)
-    assert run.returncode == 3, output
+    with fork_server.start(["--config", file], tmp_path) as run:
+        deadline = time.monotonic() + 60
+        while not (finished.run_dir / "checkpoints" / "latest").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        asked = time.monotonic()
+        if whom == "all":
+            os.killpg(run.pid, signal.SIGTERM)
+        else:
+            ranks = sorted(psutil.Process(run.pid).children(), key=lambda process: process.create_time())
+            assert len(ranks) == 4
+            ranks[1].send_signal(signal.SIGTERM)
+        code, output = run.wait(60), run.output.read_text()
+    assert code == 3, output
     assert time.monotonic() - asked < 10
     assert "interrupted (signal SIGTERM)" in output.splitlines()[-1]
     assert finished.summary["status"] == "interrupted"
