@@ -197,7 +197,7 @@ def adopt_environment(environ):
     """Make this process see ``environ``, and import as ``python -m`` does: from the current folder and PYTHONPATH."""
     os.environ.clear()
     os.environ.update(environ)
-    sys.path[:] = [os.getcwd(), *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep)), *base_path]
+    sys.path[:] = [str(Path.cwd()), *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep)), *base_path]
 
 
 def run_rank(arguments, output, kept, environ):

@@ -280,7 +280,7 @@ def test_a_signal_to_a_server_is_one_to_the_run(tmp_path, fork_server, whom):
         if whom == "all":
             os.killpg(run.pid, signal.SIGTERM)
         else:
-            ranks = sorted(psutil.Process(run.pid).children(), key=lambda process: process.create_time())
+            ranks = sorted(psutil.Process(run.pid).children(), key=lambda rank: (rank.create_time(), rank.pid))
             assert len(ranks) == 4
             ranks[1].send_signal(signal.SIGTERM)
         code, output = run.wait(60), run.output.read_text()
