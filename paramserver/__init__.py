@@ -1,4 +1,4 @@
-"""A parameter-server trainer on torch.distributed.rpc. Names load on first use, so that importing costs nothing."""
+"""A parameter-server trainer on torch.distributed.rpc. Names are imported on first use, so that importing is cheap."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""How a step is done in each mode. Made to be subclassed; named in the config as ``trainer: module:Class``."""
+"""The trainers of each mode, made to be subclassed; a config names another as ``trainer: module:Class``."""
 
 from typing import TYPE_CHECKING
 

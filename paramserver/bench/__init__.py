@@ -1,1 +1,1 @@
-"""The running half of the benchmark: cases, how each is measured, and what theory says of it."""
+"""Benchmark: cases of a command line, one measured run of each, link probe and predicted communication cost."""

@@ -1,4 +1,4 @@
-"""The buffers between the thread that reads samples and the trainer. Names are imported on first use."""
+"""Sample buffers between the feeder thread and the trainer: FIFO, FIRO and reservoir."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Atomic checkpoints: what is in one, how it is written, found, checked and thrown away. Names load on first use."""
+"""Atomic checkpoints: format, staging, serialization, background writing, loading, retention."""
 
 from typing import TYPE_CHECKING
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
         choose_checkpoint as choose_checkpoint,
         find_checkpoint as find_checkpoint,
         load_chosen as load_chosen,
-        skipped_checkpoints as skipped_checkpoints,
         read_checkpoint as read_checkpoint,
+        skipped_checkpoints as skipped_checkpoints,
     )
     from paramserver.checkpoint.save import (
         ChunkedFile as ChunkedFile,
-        remove_leftovers as remove_leftovers,
-        mark_best as mark_best,
         apply_retention as apply_retention,
+        mark_best as mark_best,
+        remove_leftovers as remove_leftovers,
         write_checkpoint as write_checkpoint,
     )
     from paramserver.checkpoint.serialization import (

@@ -1,4 +1,4 @@
-"""Which process am I, and what the processes that this one starts must know. Pure; nothing here imports torch."""
+"""Identity of this process (rank, world size, address) and the environment of child processes. Imports no torch."""
 
 from typing import TYPE_CHECKING
 
@@ -8,25 +8,25 @@ if TYPE_CHECKING:
     from paramserver.cluster.base import (
         ClusterEnvironment as ClusterEnvironment,
         ProcessIdentity as ProcessIdentity,
+        RankFlags as RankFlags,
         process_environ as process_environ,
     )
     from paramserver.cluster.flags import (
         FlagEnvironment as FlagEnvironment,
-        RankFlags as RankFlags,
     )
     from paramserver.cluster.network import (
         DEFAULT_PORT as DEFAULT_PORT,
         bind_interface as bind_interface,
         bind_listener as bind_listener,
         child_environment as child_environment,
-        cores_here as cores_here,
-        interface_towards as interface_towards,
+        num_usable_cores as num_usable_cores,
+        interface_to as interface_to,
         is_loopback as is_loopback,
         is_supervised as is_supervised,
         loopback_interface as loopback_interface,
         mark_supervised as mark_supervised,
         own_address as own_address,
-        quiet_agent as quiet_agent,
+        quiet_torch_log as quiet_torch_log,
     )
     from paramserver.cluster.resolve import (
         resolve_identity as resolve_identity,

@@ -1,4 +1,4 @@
-"""The config of a run: keys, reading, checks, and what a mode is. Pure; nothing here imports torch."""
+"""Configuration of a run: schema, parsing, layers, checks and modes. Imports no torch."""
 
 from typing import TYPE_CHECKING
 

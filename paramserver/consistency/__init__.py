@@ -1,4 +1,4 @@
-"""Who may go on, and when a gradient is applied: pure rules, without a process or a clock. Names load on first use."""
+"""Consistency models: when a gradient is applied and which trainers wait. Pure: no process, thread or clock."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Records of a run and the sinks that receive them. Names load on first access: TensorBoard and tqdm only if used."""
+"""Records of a run and the sinks that receive them. TensorBoard and tqdm are imported only if used."""
 
 from typing import TYPE_CHECKING
 

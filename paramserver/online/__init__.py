@@ -1,1 +1,1 @@
-"""How samples of running simulations reach the trainers: the words, the trainer's ear, the desk of rank 0."""
+"""Online training: samples of running simulations over ZeroMQ, and the coordinator that tracks simulations."""

@@ -1,1 +1,1 @@
-"""Optimizer steps: on the server, on one shard, and the DistributedOptimizer that trainers step."""
+"""Optimizer steps on the server and its shards, and the DistributedOptimizer of the trainers."""

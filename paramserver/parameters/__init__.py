@@ -1,1 +1,1 @@
-"""Parameters as views of flat tensors, their shards, and the model that they belong to."""
+"""Parameters as views of flat tensors, their sharding, and the model that they belong to."""

@@ -1,1 +1,1 @@
-"""The folder of a run: attempts, resume, and rank 0's checkpoint manager."""
+"""The folder of a run: attempts, resume and checkpoint management."""

@@ -1,1 +1,1 @@
-"""Processes of a run: the supervisor and the ranks that it starts."""
+"""The processes of a run: supervisor, rank, dry run and the start of online training."""

@@ -1,4 +1,4 @@
-"""The parameter server: handlers, aggregation of gradients, versions of the parameters, and the client's side."""
+"""The parameter server: handlers, aggregation of gradients, parameter versions, shard servers and the client."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Where samples come from: a data set, an iterable, simulations, other programs. Names load on first use."""
+"""Sample sources: a data set, an iterable or running simulations, and the feeder thread that fills a buffer."""
 
 from typing import TYPE_CHECKING
 

@@ -1,1 +1,1 @@
-"""How tensors travel between trainers and servers."""
+"""Transports of tensors between servers and trainers: RPC messages or shared memory."""

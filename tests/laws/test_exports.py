@@ -1,4 +1,4 @@
-"""The public names: a literal list, all of which load."""
+"""The public names: a literal list. Every exported name can be imported."""
 
 from importlib import import_module
 
@@ -23,9 +23,9 @@ PUBLIC = {
         "DatasetSource",
         "Feeder",
         "IterableSource",
-        "Leftover",
         "Partition",
-        "Share",
+        "PartitionOrder",
+        "ResumePosition",
         "Simulations",
         "Source",
         "Stream",
@@ -42,7 +42,7 @@ def test_the_public_names_are_these(name):
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_every_name_loads_and_no_other(name):
+def test_every_exported_name_can_be_imported_and_no_other(name):
     module = import_module(name)
     for exported in getattr(module, "__all__", ()):
         assert getattr(module, exported) is not None
@@ -51,7 +51,7 @@ def test_every_name_loads_and_no_other(name):
         module.Nothing  # noqa: B018
 
 
-def test_names_are_the_objects_of_their_homes():
+def test_exported_names_are_the_objects_of_their_modules():
     import paramserver
     import paramserver.errors
     import paramserver.launch
@@ -60,7 +60,7 @@ def test_names_are_the_objects_of_their_homes():
     assert paramserver.TrainingError is paramserver.errors.TrainingError
 
 
-def test_every_error_takes_one_text_and_has_an_exit_code():
+def test_every_error_takes_one_string_and_has_an_exit_code():
     import paramserver.errors as errors
 
     classes = [c for c in vars(errors).values() if isinstance(c, type)]

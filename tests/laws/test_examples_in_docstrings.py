@@ -1,0 +1,52 @@
+"""Examples in docstrings run, and every exported class and function has one."""
+
+import doctest
+import inspect
+from importlib import import_module
+
+import pytest
+from source_tree import modules
+
+MODULES = [module.name for module in modules()]
+EXPORTED = [
+    (module.name, name)
+    for module in modules()
+    if module.is_init
+    for name in getattr(import_module(module.name), "__all__", ())
+]
+# Docstrings with an example that cannot run in a test, because it needs other processes.
+ILLUSTRATIONS: set[str] = set()
+
+
+def examples_of(name: str) -> list[doctest.DocTest]:
+    """The docstrings of a module that contain examples."""
+    module = import_module(name)
+    found = doctest.DocTestFinder(exclude_empty=True).find(module, name, globs=dict(vars(module)))
+    return [test for test in found if test.examples]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_give_what_they_show(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for test in examples_of(name):
+        output: list[str] = []
+        result = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test, out=output.append)
+        assert result.failed == 0, "".join(output)
+    assert list(tmp_path.iterdir()) == [], "an example leaves no files"
+
+
+def test_examples_that_do_not_run_are_listed():
+    skipped = {
+        test.name
+        for name in MODULES
+        for test in examples_of(name)
+        if any(example.options.get(doctest.SKIP) for example in test.examples)
+    }
+    assert skipped == ILLUSTRATIONS
+
+
+@pytest.mark.parametrize(("package", "name"), EXPORTED, ids=lambda part: part)
+def test_every_exported_class_and_function_has_an_example(package, name):
+    exported = getattr(import_module(package), name)
+    if inspect.isclass(exported) or inspect.isfunction(exported):
+        assert "Example:" in (exported.__doc__ or ""), f"{exported.__module__}.{exported.__qualname__}"
