@@ -1,4 +1,4 @@
-"""How much memory this host still has for a segment, and the refusal where that is too little."""
+"""How much memory this host or this container still has for a shared segment, and the error if that is too little."""
 
 from __future__ import annotations
 
@@ -11,18 +11,27 @@ _MIB = 2**20
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """What a process may still take: the host's MemAvailable, or what its control groups leave where that is less.
+    """Return how much this process may still allocate: the host's MemAvailable, or less if a control group limits it.
 
-    Of a control group's usage the page cache does not count, as in MemAvailable: the kernel takes it back.
+    As in MemAvailable, the page cache does not count as usage of a control group, because the kernel reclaims it.
 
     Args:
-        root: where ``proc`` and the control groups are found.
+        root: where ``proc`` and the control groups are mounted.
+
+    Example::
+
+        >>> available_bytes() > 0
+        True
     """
-    return max(0, min([_mem_available(root), *_left_in_groups(root)]))
+    fields = dict(line.split(":", 1) for line in _read(root / "proc/meminfo").splitlines())
+    mem_available = int(fields["MemAvailable"].split()[0]) * 1024
+    return max(0, min([mem_available, *_left_in_groups(root)]))
 
 
 def require_memory(what: str, needed_bytes: int) -> None:
-    """Refuse ``what`` before it is allocated: the kernel would promise the memory, and kill who touches it.
+    """Check that ``what`` fits, before it is allocated.
+
+    The kernel overcommits: it promises the memory, and kills the process that touches it.
 
     Raises:
         UnsupportedConfiguration: fewer than ``needed_bytes`` are available.
@@ -32,40 +41,32 @@ def require_memory(what: str, needed_bytes: int) -> None:
 
 
 def insufficient_memory(what: str, needed_bytes: int, reason: str = "") -> UnsupportedConfiguration:
-    """The error, for raising; ``reason`` is the system's own where it refused."""
-    said = f" and the system refused it ({reason})" if reason else ""
+    """Return the error to raise; ``reason`` is that of the system if it refused."""
+    refused = f" and the system refused it ({reason})" if reason else ""
     return UnsupportedConfiguration(
         f"{what} needs {needed_bytes / _MIB:.1f} MiB of shared memory, {available_bytes() / _MIB:.1f} MiB are "
-        f"available{said}; use server.transport: rpc, a smaller model, or a larger memory limit"
+        f"available{refused}; use server.transport: rpc, a smaller model, or a larger memory limit"
     )
 
 
-def _mem_available(root: Path) -> int:
-    fields = dict(line.split(":", 1) for line in _read(root / "proc/meminfo").splitlines())
-    return int(fields["MemAvailable"].split()[0]) * 1024
-
-
 def _left_in_groups(root: Path) -> Iterator[int]:
-    """Limit minus usage of this process's memory group and of those above it, version 1 or 2 (cgroups(7))."""
-    paths = {tuple(line.split(":", 2)[1].split(",")): line.split(":", 2)[2] for line in _own_groups(root)}
+    """Yield limit minus usage of this process's memory group and of its ancestors, version 1 or 2 (cgroups(7))."""
+    lines = [line.split(":", 2) for line in _read(root / "proc/self/cgroup").splitlines()]
+    paths = {tuple(controllers.split(",")): path for _, controllers, path in lines}
     for line in _read(root / "proc/self/mountinfo").splitlines():
         before, _, after = line.partition(" - ")
         (top, mountpoint), (kind, _, options) = before.split()[3:5], after.split()[:3]
         is_v1 = kind == "cgroup" and "memory" in options.split(",")
         if not is_v1 and kind != "cgroup2":
             continue
-        wanted = "memory" if is_v1 else ""
-        path = next((path for controllers, path in paths.items() if wanted in controllers), "/")
-        for folder in _upwards(root / mountpoint.lstrip("/"), top, path):
+        controller = "memory" if is_v1 else ""
+        path = next((path for controllers, path in paths.items() if controller in controllers), "/")
+        for folder in _ancestors(root / mountpoint.lstrip("/"), top, path):
             yield from _left_v1(folder) if is_v1 else _left_v2(folder)
 
 
-def _own_groups(root: Path) -> list[str]:
-    return _read(root / "proc/self/cgroup").splitlines()
-
-
-def _upwards(mountpoint: Path, top: str, path: str) -> Iterator[Path]:
-    """The folders of a group and of those above it, as far as they are mounted: a container sees its own part only."""
+def _ancestors(mountpoint: Path, top: str, path: str) -> Iterator[Path]:
+    """Yield the folders of a group and of its ancestors that are mounted: a container mounts its own only."""
     inner = PurePosixPath(path)
     inner = inner.relative_to(top) if inner.is_relative_to(top) else PurePosixPath()
     folder = mountpoint / inner
@@ -93,7 +94,7 @@ def _page_cache(folder: Path, prefix: str = "") -> int:
 
 
 def _read(file: Path) -> str:
-    """Its text; nothing where it is not there, as in the root group or one that has just been removed."""
+    """Return the text of a file; empty if it does not exist, as in the root group or one that was just removed."""
     try:
         return file.read_text(encoding="utf-8", errors="replace")
     except OSError:

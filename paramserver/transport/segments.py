@@ -1,10 +1,8 @@
-"""Memory that a server shares with trainers of its host, and that ends with the last process that uses it.
+"""Shared memory segments with flat tensors in them, which end with the last process that uses them.
 
-A segment is a memfd: a file without a name, which the kernel frees with its last descriptor and mapping. Descriptors
-are handed over through an abstract unix socket, which ends with its process too. So nothing is left to clean up,
-whoever was killed.
-
-Memory without a name, with the flat tensors of a layout in it: a memfd that other processes can map too.
+A segment is a memfd: a file without a name, which the kernel frees with its last descriptor and mapping. A
+``SegmentHost`` passes descriptors through an abstract unix socket, which ends with its process too. So nothing has to
+be cleaned up, no matter which process is killed.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -41,103 +39,51 @@ from paramserver.errors import (
 from paramserver.parameters.flat import ALIGNMENT_BYTES, FlatLayout
 from paramserver.transport.memory_limits import insufficient_memory, require_memory
 
-# A holder of the descriptor could else cut the file, and kill all others at their next touch.
+_log = logging.getLogger(__name__)
+
+# Without these seals, a process with the descriptor could truncate the file, and every other process that touches the
+# lost pages would be killed.
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG)
 
-
-def create_memfd(what: str, layout: FlatLayout) -> int:
-    """The descriptor of zeros for ``layout``. Its pages are there: with too little, this fails and not the first touch.
-
-    Raises:
-        UnsupportedConfiguration: there is too little memory; ``what`` needs it.
-    """
-    size_bytes = segment_bytes(layout)
-    require_memory(what, size_bytes)
-    descriptor = os.memfd_create("paramserver-segment", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        with _refused(what, size_bytes):
-            os.ftruncate(descriptor, size_bytes)
-            os.posix_fallocate(descriptor, 0, size_bytes)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
-def map_memfd(what: str, descriptor: int, layout: FlatLayout) -> list[Tensor]:
-    """Flat tensors in this memory, with starts aligned to 64 bytes; they need the descriptor no more afterwards.
-
-    The mapping ends with the last of them. Each has the whole memory as its storage: clone before ``torch.save``.
-
-    Raises:
-        UnsupportedConfiguration: the system refuses the mapping.
-    """
-    size_bytes = segment_bytes(layout)
-    with _refused(what, size_bytes):
-        # torch, when it is refused, keeps the descriptor that it opened, and with it the memory: so this asks first.
-        mmap.mmap(descriptor, size_bytes).close()
-    whole = torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=size_bytes, dtype=torch.uint8)
-    pairs = zip(_places(layout), layout.dtypes, strict=True)
-    return [whole[begin:end].view(dtype) for (begin, end), dtype in pairs]
-
-
-def segment_bytes(layout: FlatLayout) -> int:
-    """At least one line of the cache: nothing at all cannot be mapped."""
-    return max([ALIGNMENT_BYTES, *(end for _, end in _places(layout))])
-
-
-@contextlib.contextmanager
-def _refused(what: str, size_bytes: int) -> Iterator[None]:
-    """Inside ``with``, a system that has no room is the error of this package."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in _NO_ROOM:
-            raise insufficient_memory(what, size_bytes, str(error.strerror)) from error
-        raise
-
-
-def _places(layout: FlatLayout) -> list[tuple[int, int]]:
-    """Begin and end of each flat tensor in the memory, in bytes."""
-    places, begin = [], 0
-    for dtype, size in zip(layout.dtypes, layout.sizes, strict=True):
-        end = begin + size * dtype.itemsize
-        places.append((begin, end))
-        begin = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    return places
-
-
-_log = logging.getLogger(__name__)
-
-# A request and its answer are one packet each.
-_MOST_PACKET_BYTES = 64 * 1024
-_MOST_WAITING = 128  # strangers who knock and say nothing; beyond it the first of them goes
-_MOST_KEYS_SHOWN = 8
+# A request and its reply are one packet each.
+_MAX_PACKET_BYTES = 64 * 1024
+_MAX_PENDING = 128  # connections without a request yet; the oldest is closed to admit another
+_MAX_KEYS_SHOWN = 8
 _WAKE_S = 5.0
-_BREATH_S = 0.1
+_RETRY_S = 0.1
 _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid: unix(7)
 
 
 class SegmentHost:
-    """The owner of segments, who gives them to processes of this host. A context manager; open inside ``with``.
+    """The owner of segments, which passes them to processes of this host. A context manager; open inside ``with``.
 
-    It answers in a thread of its own, which nobody can hold up: a client that says nothing is sent away after
+    Requests are served in a thread that no client can block: a connection without a request is closed after
     ``timeout_s``.
 
     Args:
-        name_hint: of the socket, for who looks at /proc/net/unix.
+        name_hint: prefix of the socket's name in /proc/net/unix.
         timeout_s: how long a client may be silent, and how long closing may take.
+
+    Example::
+
+        >>> layout = FlatLayout.of([("weight", torch.zeros(3))])
+        >>> with SegmentHost("example", timeout_s=5.0) as host:
+        ...     own = host.allocate("weights", layout)
+        ...     same = attach(host.address, "weights", layout, timeout_s=5.0)  # in any process of this host
+        >>> _ = own[0].fill_(2.0)
+        >>> same[0][:3]
+        tensor([2., 2., 2.])
     """
 
     def __init__(self, name_hint: str, timeout_s: float) -> None:
         self._name = f"{name_hint[:32]}-{secrets.token_hex(16)}"
         self._secret = secrets.token_hex(16)
         self._timeout_s = timeout_s
+        # Covers ``_segments`` only. The thread alone uses ``_pending``.
         self._lock = threading.Lock()
-        self._segments: dict[str, tuple[int, str]] = {}  # key: descriptor, what is laid out in it
-        self._waiting: dict[socket.socket, float] = {}  # clients that have not asked yet, and their deadlines
+        self._segments: dict[str, tuple[int, str]] = {}  # key: descriptor, description of the layout
+        self._pending: dict[socket.socket, float] = {}  # connections without a request yet: deadline
         self._closing = threading.Event()
         self._error: BaseException | None = None
         self._resources = contextlib.ExitStack()
@@ -145,29 +91,31 @@ class SegmentHost:
 
     @property
     def address(self) -> str:
-        """What a client needs, to be told over a way that is trusted.
+        """What ``attach`` needs; send it over a connection that is trusted.
 
-        The name of the socket is visible to every process of the network namespace; the second half is not.
+        Every process of the network namespace can see the name of the socket, which is the first half of it; the
+        second half is secret.
         """
         return f"{self._name}:{self._secret}"
 
     def allocate(self, key: str, layout: FlatLayout) -> list[Tensor]:
-        """Flat tensors of zeros in a new segment, one per dtype of ``layout``, with starts aligned to 64 bytes.
+        """Return flat tensors of zeros in a new segment, one per dtype of ``layout``, aligned to 64 bytes.
 
-        The segment stays available to others until ``release``; its memory is in use until nobody has its tensors.
+        Other processes can attach the segment until ``release``; its memory is in use while any tensor of it exists.
 
         Raises:
             UnsupportedConfiguration: there is too little memory.
-            ParamserverError: the key is taken, or the host is not open.
+            ParamserverError: the key is in use, or the host is not open.
         """
         with self._lock:
             self._require_new(key)
-        descriptor = create_memfd(f"segment {key}", layout)  # this takes a while: clients are answered meanwhile
+        # Allocating the pages takes long for a large model, so the lock is released and clients are served meanwhile.
+        descriptor = create_memfd(f"segment {key}", layout)
         try:
             tensors = map_memfd(f"segment {key}", descriptor, layout)
             with self._lock:
                 self._require_new(key)
-                self._segments[key] = descriptor, _in_words(layout)
+                self._segments[key] = descriptor, _describe(layout)
         except BaseException:
             os.close(descriptor)
             raise
@@ -180,7 +128,7 @@ class SegmentHost:
             raise ParamserverError(f"segment {key} must be new; release the old one, or use another key")
 
     def release(self, key: str) -> None:
-        """Give the segment to nobody any more; tensors that lie in it stay valid.
+        """Do not pass the segment to any other process; tensors in it stay valid.
 
         Raises:
             ParamserverError: there is no such segment.
@@ -197,28 +145,28 @@ class SegmentHost:
             listener.bind(f"\0{self._name}")
             listener.listen(512)
             listener.setblocking(False)
-            self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-            opened.callback(os.close, self._bell)
+            self._wakeup_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            opened.callback(os.close, self._wakeup_fd)
             selector = opened.enter_context(selectors.DefaultSelector())
             selector.register(listener, selectors.EVENT_READ)
-            selector.register(self._bell, selectors.EVENT_READ)
+            selector.register(self._wakeup_fd, selectors.EVENT_READ)
             self._thread = threading.Thread(
-                target=self._work, args=(listener, selector), name="segment-host", daemon=True
+                target=self._run, args=(listener, selector), name="segment-host", daemon=True
             )
             self._thread.start()
             self._resources = opened.pop_all()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Close; nobody gets a segment any more, and tensors stay valid.
+        """Stop serving; tensors stay valid.
 
         Raises:
-            DeadlineExceeded: the thread did not end in time; it and its sockets are given up.
-            Exception: what ended the thread before, unless another exception is on its way.
+            DeadlineExceeded: the thread did not end in time; it and its sockets are abandoned.
+            Exception: what ended the thread before, unless another exception is being raised.
         """
         assert self._thread is not None
         self._closing.set()
-        os.eventfd_write(self._bell, 1)
+        os.eventfd_write(self._wakeup_fd, 1)
         self._thread.join(self._timeout_s)
         if self._thread.is_alive():
             raise DeadlineExceeded(f"the thread of segment host {self._name} did not end within {self._timeout_s:g} s")
@@ -232,113 +180,120 @@ class SegmentHost:
                 raise self._error
             _log.warning("segment host %s had failed: %r", self._name, self._error)
 
-    def _work(self, listener: socket.socket, selector: selectors.BaseSelector) -> None:
+    # The thread.
+
+    def _run(self, listener: socket.socket, selector: selectors.BaseSelector) -> None:
         try:
             while not self._closing.is_set():
-                ready = [key.fileobj for key, _ in selector.select(self._patience_s())]
-                for client in [client for client in self._waiting if client in ready]:
-                    self._answer(client, selector)
+                first = min(self._pending.values(), default=float("inf"))
+                events = selector.select(min(max(first - time.monotonic(), 0), _WAKE_S))
+                ready = [key.fileobj for key, _ in events]
+                for client in [client for client in self._pending if client in ready]:
+                    self._serve(client)
+                    self._drop(client, selector)
                 if listener in ready:
                     self._accept(listener, selector)
-                self._send_away(selector)
+                self._drop_overdue(selector)
         except BaseException as error:  # noqa: BLE001 - kept: __exit__ raises it to the owner
             self._error = error
         finally:
-            # A child that was forked meanwhile holds the listener too: closing it here alone would not silence it.
+            # A child that was forked meanwhile has the listener too, so closing it here would leave it accepting.
             listener.shutdown(socket.SHUT_RDWR)
-            for client in self._waiting:
+            for client in self._pending:
                 client.close()
-            self._waiting.clear()
-
-    def _patience_s(self) -> float:
-        first = min(self._waiting.values(), default=float("inf"))
-        return min(max(first - time.monotonic(), 0), _WAKE_S)
+            self._pending.clear()
 
     def _accept(self, listener: socket.socket, selector: selectors.BaseSelector) -> None:
         try:
             client, _ = listener.accept()
         except (BlockingIOError, ConnectionError):
-            return  # gone before it was let in
-        except OSError as error:  # no descriptor is left: those who wait have them, or this process itself
+            return  # closed before it was accepted
+        except OSError as error:  # no descriptor is left: pending connections have them, or the rest of this process
             _log.warning("segment host %s cannot let a client in: %s", self._name, error)
-            self._send_away(selector, all_but=0)
-            self._closing.wait(_BREATH_S)
+            self._drop_overdue(selector, max_pending=0)
+            self._closing.wait(_RETRY_S)
             return
         client.setblocking(False)
-        self._waiting[client] = time.monotonic() + self._timeout_s
+        self._pending[client] = time.monotonic() + self._timeout_s
         selector.register(client, selectors.EVENT_READ)
-        self._send_away(selector, all_but=_MOST_WAITING)
+        self._drop_overdue(selector, max_pending=_MAX_PENDING)
 
-    def _send_away(self, selector: selectors.BaseSelector, all_but: int | None = None) -> None:
-        """Close clients that said nothing in time, and the first of them where they are more than ``all_but``."""
-        too_many = 0 if all_but is None else max(len(self._waiting) - all_but, 0)
+    def _drop_overdue(self, selector: selectors.BaseSelector, max_pending: int | None = None) -> None:
+        """Close connections past their deadline, and the oldest ones beyond ``max_pending``."""
+        excess = 0 if max_pending is None else max(len(self._pending) - max_pending, 0)
         now = time.monotonic()
-        for i, (client, deadline) in enumerate(list(self._waiting.items())):
-            if i < too_many or deadline <= now:
-                self._leave(client, selector)
+        for i, (client, deadline) in enumerate(list(self._pending.items())):
+            if i < excess or deadline <= now:
+                self._drop(client, selector)
 
-    def _leave(self, client: socket.socket, selector: selectors.BaseSelector) -> None:
-        del self._waiting[client]
+    def _drop(self, client: socket.socket, selector: selectors.BaseSelector) -> None:
+        del self._pending[client]
         selector.unregister(client)
         client.close()
 
-    def _answer(self, client: socket.socket, selector: selectors.BaseSelector) -> None:
-        """One request of one client, which has sent it or has gone."""
+    def _serve(self, client: socket.socket) -> None:
+        """Reply to the one request of a connection, unless it was closed without one."""
         try:
-            request = client.recv(_MOST_PACKET_BYTES)
-            if request:
-                self._serve(client, request)
+            request = client.recv(_MAX_PACKET_BYTES)
+            if not request:
+                return
+            # One lock for both: a descriptor that is released in between could be another file when it is sent.
+            with self._lock:
+                try:
+                    descriptors = self._find(_peer_uid(client), request)
+                    reply: dict[str, str] = {}
+                except Exception as error:  # noqa: BLE001 - it is sent to the client, which raises it
+                    descriptors, reply = [], vars(RemoteError.of(error, "the segment host"))
+                socket.send_fds(client, [json.dumps(reply).encode()], descriptors)
         except (BlockingIOError, ConnectionError) as error:
-            _log.debug("a client of segment host %s went before its answer: %s", self._name, error)
-        self._leave(client, selector)
+            _log.debug("a client of segment host %s closed before its reply: %s", self._name, error)
 
-    def _serve(self, client: socket.socket, request: bytes) -> None:
-        with self._lock:  # no release between finding a descriptor and sending it
-            try:
-                descriptors = self._asked_for(_peer_uid(client), request)
-                answer: dict[str, str] = {}
-            except Exception as error:  # noqa: BLE001 - it travels to the client, who raises it
-                descriptors, answer = [], vars(RemoteError.of(error, "the segment host"))
-            socket.send_fds(client, [json.dumps(answer).encode()], descriptors)
-
-    def _asked_for(self, uid: int, request: bytes) -> list[int]:
-        """The descriptor that a request asks for; none for a knock."""
+    def _find(self, uid: int, request: bytes) -> list[int]:
+        """Return the descriptor that is requested; none for a request without a key, see ``can_attach``."""
         _require_same_user(uid)
         try:
-            secret, key, laid_out = json.loads(request)
-            known = hmac.compare_digest(secret, self._secret)
+            secret, key, requested = json.loads(request)
+            is_authentic = hmac.compare_digest(secret, self._secret)
         except (ValueError, TypeError):
-            known = False
-        if not known:
+            is_authentic = False
+        if not is_authentic:
             raise PeerRefused("a request to a segment host must begin with its secret; use the whole of its address")
         if key is None:
             return []
-        descriptor, ours = self._segment(key)
-        if laid_out != ours:
-            raise ParamserverError(f"segment {key} ({ours}) must be attached with its own layout, not ({laid_out})")
+        descriptor, description = self._segment(key)
+        if requested != description:
+            raise ParamserverError(
+                f"segment {key} ({description}) must be attached with its own layout, not ({requested})"
+            )
         return [descriptor]
 
     def _segment(self, key: str) -> tuple[int, str]:
         if (segment := self._segments.get(key)) is None:
             keys = sorted(self._segments)
-            shown = ", ".join(keys[:_MOST_KEYS_SHOWN]) + (", ..." if len(keys) > _MOST_KEYS_SHOWN else "")
+            shown = ", ".join(keys[:_MAX_KEYS_SHOWN]) + (", ..." if len(keys) > _MAX_KEYS_SHOWN else "")
             raise ParamserverError(f"segment {key} must be one of ({shown}); allocate it first")
         return segment
 
 
 def attach(address: str, key: str, layout: FlatLayout, timeout_s: float) -> list[Tensor]:
-    """The tensors that the host of ``address`` allocated as ``key``, in the same memory.
+    """Return the tensors that the host of ``address`` allocated as ``key``, in the same memory.
 
-    Memory and mapping last until the tensors are gone, also when the host has released them or died.
+    Memory and mapping last as long as the tensors, even if the host releases them or ends.
+
+    Args:
+        address: ``SegmentHost.address``.
+        key: of the segment.
+        layout: with which it was allocated.
+        timeout_s: of the connection, of the request and of the reply.
 
     Raises:
         ParamserverError: the host has no such segment, or with another layout.
         UnsupportedConfiguration: the host belongs to another user, or this process may not map so much.
-        PeerLost: nobody answers at ``address``: the host has ended, or runs on another host.
+        PeerLost: there is no reply from ``address``: the host has ended, or runs on another host.
         TrainingError: this process has too many open files.
-        DeadlineExceeded: the host took longer than ``timeout_s`` for one of: let in, listen, answer.
+        DeadlineExceeded: the host took too long.
     """
-    with _asked(address, key, _in_words(layout), timeout_s) as descriptor:
+    with _requested(address, key, _describe(layout), timeout_s) as descriptor:
         if descriptor is None:
             raise TrainingError(
                 f"the descriptor of segment {key} must find a place in this process, and did not; raise ulimit -n"
@@ -347,27 +302,41 @@ def attach(address: str, key: str, layout: FlatLayout, timeout_s: float) -> list
 
 
 def can_attach(address: str, timeout_s: float) -> bool:
-    """Whether this process may attach segments of ``address``: same network namespace, same user, and still there.
+    """Return whether this process may attach segments of ``address``: same network namespace, same user, still open.
 
     Raises:
-        DeadlineExceeded: there is such a host, and it does not answer.
+        DeadlineExceeded: there is such a host, and it does not reply.
     """
     try:
-        with _asked(address, None, "", timeout_s):
+        with _requested(address, None, "", timeout_s):
             return True
     except (PeerLost, UnsupportedConfiguration):
         return False
 
 
 @contextlib.contextmanager
-def _asked(address: str, key: str | None, laid_out: str, timeout_s: float) -> Iterator[int | None]:
-    """Ask a host; inside ``with``, the descriptor that came."""
+def _requested(address: str, key: str | None, description: str, timeout_s: float) -> Iterator[int | None]:
+    """Inside ``with``, the descriptor that the host of ``address`` sends; it is closed afterwards."""
     name, _, secret = address.partition(":")
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as host:
-        answer, descriptors = _within(timeout_s, host, name, lambda: _exchange(host, name, [secret, key, laid_out]))
+        # The kernel's own timeouts: those of Python do not cover waiting for room in a unix socket's full queue.
+        limit = struct.pack("ll", int(timeout_s), max(int(timeout_s % 1 * 1e6), 1))
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            host.setsockopt(socket.SOL_SOCKET, option, limit)
+        try:
+            reply, descriptors = _exchange(host, name, [secret, key, description])
+        except BlockingIOError as error:
+            raise DeadlineExceeded(
+                f"segment host {name} did not answer within {timeout_s:g} s; it may be frozen or overloaded"
+            ) from error
+        except ConnectionError as error:
+            raise PeerLost(
+                f"segment host {name} must run in this network namespace and does not answer "
+                f"({error.strerror or error}); it has ended, or use server.transport: rpc between hosts"
+            ) from error
     try:
-        if answer:
-            raise RemoteError(**answer).error()
+        if reply:
+            raise RemoteError(**reply).error()
         yield descriptors[0] if descriptors else None
     finally:
         for descriptor in descriptors:
@@ -376,32 +345,13 @@ def _asked(address: str, key: str | None, laid_out: str, timeout_s: float) -> It
 
 def _exchange(host: socket.socket, name: str, request: list[Any]) -> tuple[dict[str, str], list[int]]:
     host.connect(f"\0{name}")
+    # Before the secret is sent: any user of this namespace can bind a name that is free.
     _require_same_user(_peer_uid(host))
     host.send(json.dumps(request).encode())
-    packet, descriptors, _, _ = socket.recv_fds(host, _MOST_PACKET_BYTES, 1)
+    packet, descriptors, _, _ = socket.recv_fds(host, _MAX_PACKET_BYTES, 1)
     if not packet:
         raise ConnectionResetError("closed without an answer")
     return json.loads(packet), descriptors
-
-
-def _within(
-    timeout_s: float, host: socket.socket, name: str, talk: Callable[[], tuple[dict[str, str], list[int]]]
-) -> tuple[dict[str, str], list[int]]:
-    # The kernel's own limits: Python's would not wait for a place in a full queue of a unix socket.
-    limit = struct.pack("ll", int(timeout_s), max(int(timeout_s % 1 * 1e6), 1))
-    for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-        host.setsockopt(socket.SOL_SOCKET, option, limit)
-    try:
-        return talk()
-    except BlockingIOError as error:
-        raise DeadlineExceeded(
-            f"segment host {name} did not answer within {timeout_s:g} s; it may be frozen or overloaded"
-        ) from error
-    except ConnectionError as error:
-        raise PeerLost(
-            f"segment host {name} must run in this network namespace and does not answer ({error.strerror or error}); "
-            "it has ended, or use server.transport: rpc between hosts"
-        ) from error
 
 
 def _peer_uid(peer: socket.socket) -> int:
@@ -417,6 +367,74 @@ def _require_same_user(uid: int) -> None:
         )
 
 
-def _in_words(layout: FlatLayout) -> str:
+def _describe(layout: FlatLayout) -> str:
     pairs = zip(layout.dtypes, layout.sizes, strict=True)
     return ", ".join(f"{size} {str(dtype).removeprefix('torch.')}" for dtype, size in pairs)
+
+
+# Memory of one segment.
+
+
+def create_memfd(what: str, layout: FlatLayout) -> int:
+    """Return the descriptor of new memory for ``layout``, filled with zeros.
+
+    All pages are allocated here, so that too little memory is an error of this call and not of the first access.
+
+    Raises:
+        UnsupportedConfiguration: there is too little memory; ``what`` needs it.
+    """
+    size_bytes = segment_bytes(layout)
+    require_memory(what, size_bytes)
+    descriptor = os.memfd_create("paramserver-segment", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        with _out_of_memory_named(what, size_bytes):
+            os.ftruncate(descriptor, size_bytes)
+            os.posix_fallocate(descriptor, 0, size_bytes)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def map_memfd(what: str, descriptor: int, layout: FlatLayout) -> list[Tensor]:
+    """Map memory and return its flat tensors, aligned to 64 bytes; the descriptor may be closed afterwards.
+
+    The mapping lasts until the last of the tensors is gone. The storage of each is the whole memory: clone it before
+    ``torch.save``.
+
+    Raises:
+        UnsupportedConfiguration: the system refuses the mapping.
+    """
+    size_bytes = segment_bytes(layout)
+    with _out_of_memory_named(what, size_bytes):
+        # torch.from_file leaks its descriptor, and with it the memory, if the mapping fails: so this one tries first.
+        mmap.mmap(descriptor, size_bytes).close()
+    whole = torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=size_bytes, dtype=torch.uint8)
+    return [whole[start:end].view(dtype) for (start, end), dtype in zip(_extents(layout), layout.dtypes, strict=True)]
+
+
+def segment_bytes(layout: FlatLayout) -> int:
+    """Return the size of a segment; at least one cache line, because an empty mapping is an error."""
+    return max([ALIGNMENT_BYTES, *(end for _, end in _extents(layout))])
+
+
+@contextlib.contextmanager
+def _out_of_memory_named(what: str, size_bytes: int) -> Iterator[None]:
+    """Inside ``with``, convert an ``OSError`` that means too little memory."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _NO_ROOM:
+            raise insufficient_memory(what, size_bytes, str(error.strerror)) from error
+        raise
+
+
+def _extents(layout: FlatLayout) -> list[tuple[int, int]]:
+    """Return start and end of each flat tensor in the memory, in bytes."""
+    extents, start = [], 0
+    for dtype, size in zip(layout.dtypes, layout.sizes, strict=True):
+        end = start + size * dtype.itemsize
+        extents.append((start, end))
+        start = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return extents

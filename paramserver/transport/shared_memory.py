@@ -285,8 +285,8 @@ class SharedMemory:
         self._num_over_rpc -= 1
         if not self._num_over_rpc and make_codec(self._config).wire_layout(layout) != layout:
             self._on_note(
-                f"server.wire_dtype ({self._config.wire_dtype}) rounds nothing here, as all trainers share the server's "
-                "memory; set server.transport: rpc to have it, or leave it out"
+                f"server.wire_dtype ({self._config.wire_dtype}) rounds nothing here, as all trainers share the "
+                "server's memory; set server.transport: rpc to have it, or leave it out"
             )
         transport = SharedMemoryServerTransport(self._snapshots, shard.slice_flats(gradients), on_push)
         return transport, self._snapshots.num_slots

@@ -302,7 +302,7 @@ def test_a_silent_client_blocks_nobody_and_is_sent_away():
 
 def test_many_silent_clients_leave_room_for_one_that_asks(host):
     with contextlib.ExitStack() as crowd:
-        silent = [crowd.enter_context(knock(host)) for _ in range(segments._MOST_WAITING + 20)]
+        silent = [crowd.enter_context(knock(host)) for _ in range(segments._MAX_PENDING + 20)]
         assert can_attach(host.address, 5)
         assert [client.recv(1) for client in silent[:20]] == [b""] * 20
         assert select.select(silent[22:], [], [], 0)[0] == []
