@@ -201,7 +201,7 @@ def prepare(arguments: argparse.Namespace, words: Sequence[str]) -> tuple[list[C
     network = {} if hosts is None else {"network": f"an interface for each rank, {arguments.bandwidth} each way"}
     folders = [Path.cwd(), arguments.config.resolve().parent]
     threads = _threads(max(case.trainers for case in cases))
-    environ = child_environment(process_environ(), sharers=1, config_folder=folders[-1])
+    environ = child_environment(process_environ(), num_trainers=1, config_folder=folders[-1])
     method = MeasuringMethod(
         out=_new_folder(arguments.out or Path(base.logging.run_dir) / time.strftime("benchmark-%Y%m%d-%H%M%S")),
         folders=folders,

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
         bind_interface as bind_interface,
         bind_listener as bind_listener,
         child_environment as child_environment,
-        num_usable_cores as num_usable_cores,
         interface_to as interface_to,
         is_loopback as is_loopback,
         is_supervised as is_supervised,
         loopback_interface as loopback_interface,
         mark_supervised as mark_supervised,
+        num_usable_cores as num_usable_cores,
         own_address as own_address,
         quiet_torch_log as quiet_torch_log,
     )

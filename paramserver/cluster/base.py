@@ -1,9 +1,13 @@
-"""Which process am I: the answer, and what gives it. The environment is read in this folder only."""
+"""The identity of a process in a run, and the interface of what knows it.
+
+Environment variables are read in this folder only.
+"""
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar
 
 from paramserver.cluster.network import is_loopback
 from paramserver.config import Config
@@ -17,13 +21,13 @@ class ProcessIdentity:
     """One process among those of the run.
 
     Args:
-        global_rank, world_size: the place in the run.
-        local_rank, local_world_size: the place among the ranks of this host.
-        node_rank: which host.
-        master_addr, master_port: where the ranks meet.
-        store_is_hosted: an agent (torchrun's) already serves a TCPStore there, so that no rank may bind the port.
+        global_rank, world_size: position in the run.
+        local_rank, local_world_size: position among the ranks of this host.
+        node_rank: index of the host.
+        master_addr, master_port: address of rank 0's store.
+        store_is_hosted: an agent (torchrun's) serves a TCPStore there already, so no rank may bind the port.
         job: a prefix that all ranks of this attempt share, and no other attempt on the same store.
-        source: what told: flags, torchrun, environment (variables set by hand) or supervisor.
+        source: where the identity comes from: flags, torchrun, environment (variables set by hand) or supervisor.
     """
 
     global_rank: int
@@ -38,25 +42,144 @@ class ProcessIdentity:
     source: str
 
 
-class ClusterEnvironment(Protocol):
-    """Something that started this process and knows its rank."""
+@dataclass(frozen=True)
+class RankFlags:
+    """``--rank``, ``--world_size``, ``--master_addr`` and ``--master_port`` of the command line; None = not given."""
 
-    def detect(self, environ: Environ) -> bool:
-        """Whether this process was started that way."""
-        ...
+    global_rank: int | None = None
+    world_size: int | None = None
+    master_addr: str | None = None
+    master_port: int | None = None
 
-    def identity(self, environ: Environ, config: Config) -> ProcessIdentity:
-        """Read the identity; UnsupportedConfiguration where a variable is missing or wrong."""
-        ...
+    def check(self) -> None:
+        """Raise ``UnsupportedConfiguration`` for a flag that is out of its range."""
+        if self.global_rank is not None and self.global_rank < 0:
+            raise UnsupportedConfiguration(f"--rank ({self.global_rank}) must be at least 0; ranks count from 0")
+        if self.world_size is not None and self.world_size < 1:
+            raise UnsupportedConfiguration(f"--world_size ({self.world_size}) must be at least 1; count all ranks")
+        if self.master_port is not None and not 0 <= self.master_port <= 65535:
+            raise UnsupportedConfiguration(
+                f"--master_port ({self.master_port}) must be from 0 to 65535; give a free port"
+            )
+        if self.master_addr is not None and not self.master_addr.strip():
+            raise UnsupportedConfiguration("--master_addr () must not be empty; give the host of rank 0")
+
+
+class ClusterEnvironment(ABC):
+    """What started this process and knows its rank: a command line, a launcher, a job scheduler.
+
+    A subclass defines ``detect``, ``global_rank``, ``world_size``, ``master_addr`` and ``master_port``, and overrides
+    the other properties if the environment provides them. See ``resolve.ENVIRONMENTS`` for how to add one.
+
+    Args:
+        environ: environment variables of this process.
+        config: effective configuration; provides what the environment leaves out.
+        flags: of the command line.
+    """
+
+    source: ClassVar[str]
+    """Name of the environment, for messages and ``ProcessIdentity.source``."""
+
+    variables: ClassVar[Mapping[str, str]] = {}
+    """Environment variable by property."""
+
+    def __init__(self, environ: Environ, config: Config, flags: RankFlags) -> None:
+        self.environ = environ
+        self.config = config
+        self.flags = flags
+
+    @classmethod
+    @abstractmethod
+    def detect(cls, environ: Environ, flags: RankFlags) -> bool:
+        """Return whether this environment started the process."""
+
+    @property
+    @abstractmethod
+    def global_rank(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def world_size(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def master_addr(self) -> str: ...
+
+    @property
+    @abstractmethod
+    def master_port(self) -> int: ...
+
+    @property
+    def local_rank(self) -> int:
+        return infer_placement(self.global_rank, self.world_size, self.master_addr)[0]
+
+    @property
+    def local_world_size(self) -> int:
+        return infer_placement(self.global_rank, self.world_size, self.master_addr)[1]
+
+    @property
+    def node_rank(self) -> int:
+        return infer_placement(self.global_rank, self.world_size, self.master_addr)[2]
+
+    @property
+    def store_is_hosted(self) -> bool:
+        """Whether the environment serves a TCPStore at ``master_addr:master_port``; if not, rank 0 does."""
+        return False
+
+    @property
+    def job(self) -> str:
+        """A prefix that differs between attempts on one store. A store that rank 0 serves is new in each attempt."""
+        return self.source
+
+    def identity(self) -> ProcessIdentity:
+        """Read all properties.
+
+        Raises:
+            UnsupportedConfiguration: a variable or flag is missing or wrong.
+        """
+        return ProcessIdentity(
+            global_rank=self.global_rank,
+            world_size=self.world_size,
+            local_rank=self.local_rank,
+            local_world_size=self.local_world_size,
+            node_rank=self.node_rank,
+            master_addr=self.master_addr,
+            master_port=self.master_port,
+            store_is_hosted=self.store_is_hosted,
+            job=self.job,
+            source=self.source,
+        )
+
+
+def infer_placement(global_rank: int, world_size: int, master_addr: str) -> tuple[int, int, int]:
+    """Return (local_rank, local_world_size, node_rank) where the environment does not provide them.
+
+    Ranks that connect over the loopback share a host; otherwise each is assumed to have its own host.
+
+    Example::
+
+        >>> infer_placement(1, 3, "127.0.0.1"), infer_placement(1, 3, "node0")
+        ((1, 3, 0), (0, 1, 1))
+    """
+    return (global_rank, world_size, 0) if is_loopback(master_addr) else (0, 1, global_rank)
 
 
 def process_environ() -> MutableMapping[str, str]:
-    """Return the environment of this process, for those that pass it on."""
+    """Return the environment variables of this process, for code that passes them on."""
     return os.environ
 
 
-def read_text(environ: Environ, name: str, set_by: str) -> str:
-    """Return the value of a variable that must be there."""
+def read_variable(environ: Environ, name: str, set_by: str) -> str:
+    """Return the value of a required variable.
+
+    Args:
+        environ: environment variables.
+        name: of the variable.
+        set_by: launcher that sets it, for the message.
+
+    Raises:
+        UnsupportedConfiguration: it is missing or blank.
+    """
     value = environ.get(name, "").strip()
     if not value:
         raise UnsupportedConfiguration(f"{name} must be set, as {set_by} does; start the ranks with it, or give --rank")
@@ -64,8 +187,18 @@ def read_text(environ: Environ, name: str, set_by: str) -> str:
 
 
 def read_number(environ: Environ, name: str, set_by: str, *, minimum: int = 0, below: int | None = None) -> int:
-    """Return a whole number from ``minimum`` up, and less than ``below``."""
-    text = read_text(environ, name, set_by)
+    """Return the value of a required variable as a whole number from ``minimum`` up, and less than ``below``.
+
+    Example::
+
+        >>> read_number({"RANK": "3"}, "RANK", "torchrun", below=4)
+        3
+        >>> read_number({"RANK": "4"}, "RANK", "torchrun", below=4)
+        Traceback (most recent call last):
+            ...
+        paramserver.errors.UnsupportedConfiguration: RANK (4) must be below 4: ranks count from 0
+    """
+    text = read_variable(environ, name, set_by)
     if not (text.isascii() and text.isdigit()):
         raise UnsupportedConfiguration(
             f"{name} ({text}) must be a whole number from {minimum}; start the ranks with {set_by}"
@@ -76,11 +209,3 @@ def read_number(environ: Environ, name: str, set_by: str, *, minimum: int = 0, b
     if below is not None and number >= below:
         raise UnsupportedConfiguration(f"{name} ({number}) must be below {below}: ranks count from 0")
     return number
-
-
-def assumed_place(global_rank: int, world_size: int, master_addr: str) -> tuple[int, int, int]:
-    """Guess (local_rank, local_world_size, node_rank) where nobody tells.
-
-    Ranks that meet on the loopback share a host; otherwise each is taken to have a host of its own.
-    """
-    return (global_rank, world_size, 0) if is_loopback(master_addr) else (0, 1, global_rank)

@@ -1,7 +1,4 @@
-"""Addresses, interfaces, and the variables that a started process needs.
-
-The socket on which rank 0's store will answer.
-"""
+"""Addresses and interfaces of this machine, the listener of rank 0's store, and the environment of child processes."""
 
 from __future__ import annotations
 
@@ -16,17 +13,17 @@ from pathlib import Path
 from paramserver.errors import UnsupportedConfiguration
 
 DEFAULT_PORT = 29500
-"""Where ranks that were started apart meet unless they are told; the port of torch's own launchers."""
+"""Port of rank 0 for ranks that were started separately; the default of torch's own launchers."""
 
 _SUPERVISED = "PARAMSERVER_SUPERVISED"
-_CHOSEN = "PARAMSERVER_CHOSEN"  # names of variables that the launch set for the ranks, and not the user
+_CHOSEN = "PARAMSERVER_CHOSEN"  # names of the variables that the launcher set for the ranks, not the user
 _INTERFACE_VARIABLES = ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
-# torch's RPC agent warns of every connection that a peer closes, which is how each run ends; a peer that is lost is
-# reported by this package itself. torch's C++ log has one threshold and no filter per message.
+# torch's RPC agent logs a warning for every connection that a peer closes, which happens at the end of each run; this
+# package reports lost peers. torch's C++ log has one threshold and no filter per message.
 _LOG_LEVEL = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 
-# One arena that keeps what it got: tensors of several MB per step are then reused instead of mapped anew each time.
+# One arena that keeps its memory: tensors of several MB per step are reused instead of mapped again each time.
 _ALLOCATOR = {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),
@@ -36,7 +33,13 @@ _ALLOCATOR = {
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach ``host``. No name is looked up; localhost counts by its name."""
+    """Return whether only this machine can reach ``host``. Names are not resolved; localhost is known by its name.
+
+    Example::
+
+        >>> is_loopback("127.0.0.1"), is_loopback("localhost"), is_loopback("10.0.0.1")
+        (True, True, False)
+    """
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -48,7 +51,11 @@ def loopback_interface() -> str:
 
 
 def bind_interface(environ: MutableMapping[str, str], name: str) -> None:
-    """Make TensorPipe and gloo listen on this interface only, if called before either starts. Writes ``environ``.
+    """Make TensorPipe and gloo listen on this interface only. Call it before either starts.
+
+    Args:
+        environ: of this process; written.
+        name: of the interface.
 
     Raises:
         UnsupportedConfiguration: this machine has no such interface.
@@ -63,82 +70,84 @@ def bind_interface(environ: MutableMapping[str, str], name: str) -> None:
         environ[variable] = name
 
 
-def cores_here() -> int:
-    """How many cores this process may use."""
+def num_usable_cores() -> int:
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def child_environment(
     environ: Mapping[str, str],
     *,
-    sharers: int,
+    num_trainers: int,
     config_folder: Path | None = None,
     current_folder: Path | None = None,
     cores: int | None = None,
 ) -> dict[str, str]:
-    """Copy ``environ`` for a rank that this process starts. What the user set stands.
+    """Return a copy of ``environ`` for a rank that this process starts. Variables that the user set are kept.
 
-    The cores are shared out evenly among the trainers (OMP_NUM_THREADS), the allocator is tuned for large tensors,
-    output is not buffered, and the current folder and the config's are importable.
+    The cores are divided evenly among the trainers (OMP_NUM_THREADS), the allocator is tuned for large tensors,
+    output is not buffered, and modules in the current folder and in the config's can be imported.
 
     Args:
         environ: of the starting process.
-        sharers: trainers on this machine, at least 1; a server works while they wait, with as many threads as one.
+        num_trainers: on this machine, at least 1. A server works while they wait, with as many threads as a trainer.
         config_folder: folder of the config file, if there is one.
         current_folder: None = this process's.
-        cores: cores to share out; None = those that this process may use.
+        cores: cores to divide; None = those that this process may use.
+
+    Example::
+
+        >>> child_environment({"MALLOC_ARENA_MAX": "4"}, num_trainers=2, cores=8)["OMP_NUM_THREADS"]
+        '4'
     """
-    available = cores_here() if cores is None else cores
-    threads = max(1, available // sharers)
+    available = num_usable_cores() if cores is None else cores
+    threads = max(1, available // num_trainers)
     defaults = {**_ALLOCATOR, **_LOG_LEVEL, "OMP_NUM_THREADS": str(threads)}
     folders = [Path.cwd() if current_folder is None else current_folder]
     if config_folder is not None:
         folders.append(config_folder)
-    # Without repeats; an empty entry would mean the folder that the child runs in.
+    # Without repeats, and without empty entries, which would mean the current folder of the child.
     path = [str(folder.absolute()) for folder in folders] + environ.get("PYTHONPATH", "").split(os.pathsep)
     paths = os.pathsep.join(dict.fromkeys(entry for entry in path if entry))
     chosen = {_CHOSEN: ",".join(name for name in defaults if name not in environ)}
     return {**defaults, **environ, **chosen, "PYTHONUNBUFFERED": "1", "PYTHONPATH": paths}
 
 
-def producer_environment(environ: Mapping[str, str], told: Mapping[str, str]) -> dict[str, str]:
-    """Copy ``environ`` for a program that is no rank; one thread unless the user set another number.
+def producer_environment(environ: Mapping[str, str], variables: Mapping[str, str]) -> dict[str, str]:
+    """Return a copy of ``environ`` for a program that is no rank; with one thread unless the user set another number.
 
     Args:
-        environ: of a rank; what the launch chose for ranks is left out.
-        told: variables of the program's own.
+        environ: of a rank; variables that the launcher set for ranks are left out.
+        variables: of the program itself.
     """
     ours = {_SUPERVISED, _CHOSEN, *environ.get(_CHOSEN, "").split(",")}
     users = {name: value for name, value in environ.items() if name not in ours}
-    return {"OMP_NUM_THREADS": "1", **users, "PYTHONUNBUFFERED": "1", **told}
+    return {"OMP_NUM_THREADS": "1", **users, "PYTHONUNBUFFERED": "1", **variables}
 
 
 def mark_supervised(environ: MutableMapping[str, str]) -> None:
-    """Make a process that gets this environment know that a supervisor started it."""
+    """Mark the environment of a process that a supervisor starts."""
     environ[_SUPERVISED] = "1"
 
 
 def is_supervised(environ: Mapping[str, str]) -> bool:
-    """Whether a supervisor started this process as one of its ranks."""
+    """Return whether a supervisor started this process as one of its ranks."""
     return _SUPERVISED in environ
 
 
-def quiet_agent(environ: MutableMapping[str, str]) -> None:
-    """The same threshold for torch's log in a process that somebody else started; before torch is imported."""
+def quiet_torch_log(environ: MutableMapping[str, str]) -> None:
+    """Set the threshold of torch's log in a process that no supervisor started. Call it before torch is imported."""
     for name, value in _LOG_LEVEL.items():
         environ.setdefault(name, value)
 
 
-def interface_towards(host: str) -> str | None:
-    """The interface over which this machine reaches ``host``; None where that cannot be told (torch then chooses).
-
-    A datagram socket that is connected sends nothing, but the kernel chooses its own address.
-    """
+def interface_to(host: str) -> str | None:
+    """Return the interface over which this machine reaches ``host``; None if it is unknown (torch then chooses)."""
     if is_loopback(host):
         return loopback_interface()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((host, 9))
+            probe.connect((host, 9))  # sends nothing: the kernel only chooses a route, and with it the own address
         except OSError:
             return None
         own = probe.getsockname()[0]
@@ -147,10 +156,19 @@ def interface_towards(host: str) -> str | None:
 
 
 def own_address(host: str, interface: str | None = None) -> str:
-    """The address of this machine where others reach it as they reach ``host``; that of ``interface`` if it has one.
+    """Return the address at which other machines that reach ``host`` reach this one.
+
+    Args:
+        host: for example that of rank 0.
+        interface: if it has an IPv4 address, that one is returned, and ``host`` is not resolved.
 
     Raises:
-        UnsupportedConfiguration: there is no way to ``host``.
+        UnsupportedConfiguration: this machine does not reach ``host``.
+
+    Example::
+
+        >>> own_address("127.0.0.1")
+        '127.0.0.1'
     """
     if interface is not None:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
@@ -173,7 +191,7 @@ _SIOCGIFADDR = 0x8915
 
 
 def _address_of(any_socket: socket.socket, name: str) -> str | None:
-    """The IPv4 address of an interface (netdevice(7)); None where it has none."""
+    """Return the IPv4 address of an interface (netdevice(7)); None if it has none."""
     request = struct.pack("256s", name.encode()[:15])
     try:
         answer = fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, request)
@@ -183,7 +201,11 @@ def _address_of(any_socket: socket.socket, name: str) -> str | None:
 
 
 def bind_listener(host: str, port: int) -> socket.socket:
-    """A socket that listens on ``host:port`` alone; port 0 takes a free one.
+    """Return a socket that listens on ``host:port`` only.
+
+    Args:
+        host: address of this machine.
+        port: 0 = a free one.
 
     Raises:
         UnsupportedConfiguration: the address is not this machine's, or the port is taken.

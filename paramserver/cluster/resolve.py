@@ -1,36 +1,65 @@
-"""Which of the environments this process is in."""
+"""The registry of cluster environments, and the identity of this process according to them.
+
+To add an environment (SLURM, Kubernetes, MPI):
+
+1. Write one file in this folder with a subclass of :class:`~paramserver.cluster.base.ClusterEnvironment`: a table
+   ``variables`` of what it sets, ``detect``, ``global_rank``, ``world_size``, ``master_addr`` and ``master_port``;
+   ``local_rank``, ``local_world_size`` and ``node_rank`` if it provides them; ``store_is_hosted`` and ``job`` if it
+   serves a store. Read variables with ``read_variable`` and ``read_number``, whose errors name the variable.
+2. Add the class to ``ENVIRONMENTS``, before environments whose variables it sets too.
+
+Nothing else needs to change: flags override the addresses of every environment, and the rest of the package sees a
+:class:`~paramserver.cluster.base.ProcessIdentity` only.
+"""
 
 import dataclasses
 
-from paramserver.cluster.base import ClusterEnvironment, Environ, ProcessIdentity
-from paramserver.cluster.flags import FlagEnvironment, RankFlags
+from paramserver.cluster.base import ClusterEnvironment, Environ, ProcessIdentity, RankFlags
+from paramserver.cluster.flags import FlagEnvironment
 from paramserver.cluster.torchrun import EnvVarEnvironment, TorchrunEnvironment
 from paramserver.config import Config, with_world_size
 from paramserver.errors import UnsupportedConfiguration
 
+# The first that detects itself is used. A worker of torchrun has the variables of EnvVarEnvironment too.
+ENVIRONMENTS: tuple[type[ClusterEnvironment], ...] = (FlagEnvironment, TorchrunEnvironment, EnvVarEnvironment)
+
 
 def resolve_identity(flags: RankFlags, environ: Environ, config: Config) -> ProcessIdentity | None:
-    """Tell who this process is: by ``--rank``, else by its environment, else None: start all ranks on this machine.
+    """Return the identity of this process by ``--rank``, else by its environment variables.
+
+    Args:
+        flags: of the command line.
+        environ: environment variables.
+        config: effective configuration.
+
+    Returns:
+        None if neither gives a rank: then this process starts all ranks on this machine.
 
     Raises:
         UnsupportedConfiguration: a flag or variable is wrong, they contradict each other, or the mode cannot run in
             such a world.
+
+    Example::
+
+        >>> resolve_identity(RankFlags(global_rank=1, world_size=2), {}, Config(mode="ddp")).source
+        'flags'
+        >>> resolve_identity(RankFlags(), {"RANK": "1", "WORLD_SIZE": "2"}, Config(mode="ddp")).source
+        'environment'
+        >>> resolve_identity(RankFlags(), {}, Config(mode="ddp"))
     """
     flags.check()
-    # The order is the precedence. Workers of torchrun have the variables of HandSet too.
-    environments: tuple[ClusterEnvironment, ...] = (FlagEnvironment(flags), TorchrunEnvironment(), EnvVarEnvironment())
-    found = next((environment for environment in environments if environment.detect(environ)), None)
-    if found is None:
-        if flags.world_size is not None:  # refused here, not in the children
+    environment = next((e for e in ENVIRONMENTS if e.detect(environ, flags)), None)
+    if environment is None:
+        if flags.world_size is not None:  # refused here, before any rank is started
             with_world_size(config, flags.world_size)
         return None
-    identity = _with_flags(found.identity(environ, config), flags)
+    identity = _with_flags(environment(environ, config, flags).identity(), flags)
     with_world_size(config, identity.world_size)
     return identity
 
 
 def _with_flags(identity: ProcessIdentity, flags: RankFlags) -> ProcessIdentity:
-    """Put flags above the environment; but how many ranks there are was settled by whoever started them."""
+    """Override the addresses by flags. The world size is fixed by what started the ranks."""
     if flags.world_size is not None and flags.world_size != identity.world_size:
         raise UnsupportedConfiguration(
             f"--world_size ({flags.world_size}) must be the {identity.world_size} that {identity.source} started; "
@@ -43,6 +72,6 @@ def _with_flags(identity: ProcessIdentity, flags: RankFlags) -> ProcessIdentity:
         identity,
         master_addr=master_addr,
         master_port=master_port,
-        # The agent serves its own address only.
+        # The agent of torchrun serves a store at its own address only.
         store_is_hosted=identity.store_is_hosted and not moved,
     )

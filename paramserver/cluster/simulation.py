@@ -1,7 +1,4 @@
-"""What a run tells a simulation that it starts: the variables of its environment. Standard library only.
-
-SLURM, as far as what starts other programs must know of it.
-"""
+"""Environment variables by which a run passes parameters to the simulations that it starts. Standard library only."""
 
 from __future__ import annotations
 
@@ -12,29 +9,40 @@ from dataclasses import dataclass
 
 from paramserver.errors import UnsupportedConfiguration
 
-ADDRESS = "PARAMSERVER_ADDRESS"
-SIMULATION = "PARAMSERVER_SIMULATION"
-PARAMETERS = "PARAMSERVER_PARAMETERS"
-ATTEMPT = "PARAMSERVER_ATTEMPT"
-MEMBER = "PARAMSERVER_MEMBER"
-MEMBERS = "PARAMSERVER_MEMBERS"
-KEYS = "PARAMSERVER_KEYS"
-# Where srun starts a whole group, all its processes get one environment, and this tells them apart.
+VARIABLES = {
+    "address": "PARAMSERVER_ADDRESS",
+    "simulation": "PARAMSERVER_SIMULATION",
+    "parameters": "PARAMSERVER_PARAMETERS",
+    "attempt": "PARAMSERVER_ATTEMPT",
+    "member": "PARAMSERVER_MEMBER",
+    "members": "PARAMSERVER_MEMBERS",
+    "keys": "PARAMSERVER_KEYS",
+}
+# srun gives all processes of a group the same environment except for this variable.
 _SRUN_MEMBER = "SLURM_PROCID"
+_SLURM_JOB = "SLURM_JOB_ID"
 
 
 @dataclass(frozen=True)
 class SimulationEnvironment:
-    """One process of a simulation, as the run that starts it sees it; None = not told.
+    """What a run passes to one process of a simulation; None = not set.
 
     Attributes:
         address: of the run, for clients: ``tcp://host:port``.
         simulation: its number.
-        parameters: what the run drew for it.
-        attempt: how often it was started before.
-        member: which process of the simulation's group.
-        members: how many there are in the group.
+        parameters: sampled by the run for this simulation.
+        attempt: number of earlier starts.
+        member: index of the process in the simulation's group.
+        members: number of processes in the group.
         keys: folder of the run's keys.
+
+    Example::
+
+        >>> environment = SimulationEnvironment(simulation=3, parameters=(0.5, 2.0))
+        >>> environment.to_environ()
+        {'PARAMSERVER_SIMULATION': '3', 'PARAMSERVER_PARAMETERS': '[0.5, 2.0]'}
+        >>> SimulationEnvironment.from_environ(environment.to_environ()) == environment
+        True
     """
 
     address: str | None = None
@@ -46,45 +54,51 @@ class SimulationEnvironment:
     keys: str | None = None
 
     @classmethod
-    def of(cls, environ: Mapping[str, str] | None = None) -> SimulationEnvironment:
-        """Read it.
+    def from_environ(cls, environ: Mapping[str, str] | None = None) -> SimulationEnvironment:
+        """Read the variables.
 
         Args:
             environ: None = that of this process.
 
         Raises:
-            UnsupportedConfiguration: a variable that holds something else.
+            UnsupportedConfiguration: a variable has a wrong value.
         """
-        told = os.environ if environ is None else environ
-        members = _whole(told, MEMBERS)
-        member = _whole(told, MEMBER)
+        environ = os.environ if environ is None else environ
+        members = _read_integer(environ, VARIABLES["members"])
+        member = _read_integer(environ, VARIABLES["member"])
         if member is None and members is not None and members > 1:
-            member = _whole(told, _SRUN_MEMBER)
+            member = _read_integer(environ, _SRUN_MEMBER)
         return cls(
-            address=told.get(ADDRESS) or None,
-            simulation=_whole(told, SIMULATION),
-            parameters=_numbers(told, PARAMETERS),
-            attempt=_whole(told, ATTEMPT),
+            address=environ.get(VARIABLES["address"]) or None,
+            simulation=_read_integer(environ, VARIABLES["simulation"]),
+            parameters=_read_numbers(environ, VARIABLES["parameters"]),
+            attempt=_read_integer(environ, VARIABLES["attempt"]),
             member=member,
             members=members,
-            keys=told.get(KEYS) or None,
+            keys=environ.get(VARIABLES["keys"]) or None,
         )
 
-    def variables(self) -> dict[str, str]:
-        """What tells all this to a process; nothing for what is None."""
-        values = {
-            ADDRESS: self.address,
-            SIMULATION: self.simulation,
-            PARAMETERS: None if self.parameters is None else json.dumps(self.parameters),
-            ATTEMPT: self.attempt,
-            MEMBER: self.member,
-            MEMBERS: self.members,
-            KEYS: self.keys,
+    def to_environ(self) -> dict[str, str]:
+        """Return the variables that pass this to a process; none for attributes that are None."""
+        given = {name: value for name in VARIABLES if (value := getattr(self, name)) is not None}
+        return {
+            VARIABLES[name]: json.dumps(value) if isinstance(value, tuple) else str(value)
+            for name, value in given.items()
         }
-        return {name: str(value) for name, value in values.items() if value is not None}
 
 
-def _whole(environ: Mapping[str, str], name: str) -> int | None:
+def in_slurm_allocation(environ: Mapping[str, str]) -> bool:
+    """Return whether this process runs inside a SLURM allocation (sbatch, salloc), where srun starts further steps.
+
+    Example::
+
+        >>> in_slurm_allocation({"SLURM_JOB_ID": "7"})
+        True
+    """
+    return bool(environ.get(_SLURM_JOB))
+
+
+def _read_integer(environ: Mapping[str, str], name: str) -> int | None:
     text = environ.get(name, "").strip()
     if not text:
         return None
@@ -95,7 +109,7 @@ def _whole(environ: Mapping[str, str], name: str) -> int | None:
     return int(text)
 
 
-def _numbers(environ: Mapping[str, str], name: str) -> tuple[float, ...] | None:
+def _read_numbers(environ: Mapping[str, str], name: str) -> tuple[float, ...] | None:
     text = environ.get(name, "").strip()
     if not text:
         return None
@@ -106,11 +120,3 @@ def _numbers(environ: Mapping[str, str], name: str) -> tuple[float, ...] | None:
     if isinstance(values, list) and all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in values):
         return tuple(float(value) for value in values)
     raise UnsupportedConfiguration(f"{name} ({text}) must be a JSON list of numbers; the run sets it, leave it alone")
-
-
-JOB_ID = "SLURM_JOB_ID"
-
-
-def in_allocation(environ: Mapping[str, str]) -> bool:
-    """Whether this process runs inside a SLURM allocation (sbatch, salloc), where srun starts further steps."""
-    return bool(environ.get(JOB_ID))

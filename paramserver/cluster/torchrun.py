@@ -1,90 +1,121 @@
-"""The rank from variables: those of torchrun, or the same ones set by hand (``init_method="env://"``).
+"""The rank from environment variables: those of torchrun, or the same ones set by hand (``init_method="env://"``).
 
-The names are those of https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables.
+Names: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables.
 """
 
-from paramserver.cluster.base import Environ, ProcessIdentity, assumed_place, read_number, read_text
+from paramserver.cluster.base import (
+    ClusterEnvironment,
+    Environ,
+    RankFlags,
+    infer_placement,
+    read_number,
+    read_variable,
+)
 from paramserver.cluster.network import DEFAULT_PORT
 from paramserver.config import Config
 
-GLOBAL_RANK = "RANK"
-WORLD_SIZE = "WORLD_SIZE"
-LOCAL_RANK = "LOCAL_RANK"
-LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"
-NODE_RANK = "GROUP_RANK"
-MASTER_ADDR = "MASTER_ADDR"
-MASTER_PORT = "MASTER_PORT"
-RUN_ID = "TORCHELASTIC_RUN_ID"
-RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
-USE_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-
-VARIABLES = (
-    GLOBAL_RANK,
-    WORLD_SIZE,
-    LOCAL_RANK,
-    LOCAL_WORLD_SIZE,
-    NODE_RANK,
-    MASTER_ADDR,
-    MASTER_PORT,
-    RUN_ID,
-    RESTART_COUNT,
-    USE_AGENT_STORE,
-)
+VARIABLES = {
+    "global_rank": "RANK",
+    "world_size": "WORLD_SIZE",
+    "local_rank": "LOCAL_RANK",
+    "local_world_size": "LOCAL_WORLD_SIZE",
+    "node_rank": "GROUP_RANK",
+    "master_addr": "MASTER_ADDR",
+    "master_port": "MASTER_PORT",
+    "run_id": "TORCHELASTIC_RUN_ID",
+    # Optional.
+    "restart_count": "TORCHELASTIC_RESTART_COUNT",
+    "store_is_hosted": "TORCHELASTIC_USE_AGENT_STORE",
+}
 
 
-class TorchrunEnvironment:
-    """A worker of torchrun. All variables but the last two are required; its agent may already serve the store."""
+class TorchrunEnvironment(ClusterEnvironment):
+    """A worker of torchrun, whose agent may serve the store already.
 
-    _NAME = "torchrun"
+    Example::
 
-    def detect(self, environ: Environ) -> bool:
-        return RUN_ID in environ
+        >>> variables = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
+        >>> variables |= {"MASTER_ADDR": "node0", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "job7"}
+        >>> TorchrunEnvironment.detect(variables, RankFlags())
+        True
+        >>> TorchrunEnvironment(variables, Config(), RankFlags()).job
+        'job7-0'
+    """
 
-    def identity(self, environ: Environ, config: Config) -> ProcessIdentity:
-        world_size = read_number(environ, WORLD_SIZE, self._NAME, minimum=1)
-        local_world_size = read_number(environ, LOCAL_WORLD_SIZE, self._NAME, minimum=1)
-        restarts = read_number({RESTART_COUNT: "0", **environ}, RESTART_COUNT, self._NAME)
-        return ProcessIdentity(
-            global_rank=read_number(environ, GLOBAL_RANK, self._NAME, below=world_size),
-            world_size=world_size,
-            local_rank=read_number(environ, LOCAL_RANK, self._NAME, below=local_world_size),
-            local_world_size=local_world_size,
-            node_rank=read_number(environ, NODE_RANK, self._NAME),
-            master_addr=read_text(environ, MASTER_ADDR, self._NAME),
-            master_port=read_number(environ, MASTER_PORT, self._NAME, minimum=1, below=65536),
-            # torch writes str(bool).
-            store_is_hosted=environ.get(USE_AGENT_STORE) == str(True),
-            job=f"{read_text(environ, RUN_ID, self._NAME)}-{restarts}",
-            source="torchrun",
-        )
+    source = "torchrun"
+    variables = VARIABLES
+
+    @classmethod
+    def detect(cls, environ: Environ, flags: RankFlags) -> bool:
+        return VARIABLES["run_id"] in environ
+
+    def _number(self, key: str, *, minimum: int = 0, below: int | None = None) -> int:
+        return read_number(self.environ, self.variables[key], "torchrun", minimum=minimum, below=below)
+
+    @property
+    def global_rank(self) -> int:
+        return self._number("global_rank", below=self.world_size)
+
+    @property
+    def world_size(self) -> int:
+        return self._number("world_size", minimum=1)
+
+    @property
+    def local_rank(self) -> int:
+        return self._number("local_rank", below=self.local_world_size)
+
+    @property
+    def local_world_size(self) -> int:
+        return self._number("local_world_size", minimum=1)
+
+    @property
+    def node_rank(self) -> int:
+        return self._number("node_rank")
+
+    @property
+    def master_addr(self) -> str:
+        return read_variable(self.environ, self.variables["master_addr"], "torchrun")
+
+    @property
+    def master_port(self) -> int:
+        return self._number("master_port", minimum=1, below=65536)
+
+    @property
+    def store_is_hosted(self) -> bool:
+        return self.environ.get(self.variables["store_is_hosted"]) == str(True)  # torchrun writes str(bool)
+
+    @property
+    def job(self) -> str:
+        # The agent's store outlives a restart of its workers, so the attempt is part of the prefix.
+        name = self.variables["restart_count"]
+        restarts = read_number({name: "0", **self.environ}, name, "torchrun")
+        return f"{read_variable(self.environ, self.variables['run_id'], 'torchrun')}-{restarts}"
 
 
-class EnvVarEnvironment:
-    """RANK and WORLD_SIZE set by hand or by a job script; what else is not set comes from the config."""
+class EnvVarEnvironment(TorchrunEnvironment):
+    """RANK and WORLD_SIZE set by hand or by a job script. Variables that are not set come from the config."""
 
-    _NAME = "torchrun"
+    source = "environment"
 
-    def detect(self, environ: Environ) -> bool:
-        return GLOBAL_RANK in environ and WORLD_SIZE in environ
+    def __init__(self, environ: Environ, config: Config, flags: RankFlags) -> None:
+        super().__init__(environ, config, flags)
+        place = infer_placement(self.global_rank, self.world_size, self.master_addr)
+        defaults = dict(zip(("local_rank", "local_world_size", "node_rank"), place, strict=True))
+        defaults["master_port"] = config.cluster.master_port or DEFAULT_PORT
+        self.environ = {**{VARIABLES[key]: str(value) for key, value in defaults.items()}, **environ}
 
-    def identity(self, environ: Environ, config: Config) -> ProcessIdentity:
-        world_size = read_number(environ, WORLD_SIZE, self._NAME, minimum=1)
-        global_rank = read_number(environ, GLOBAL_RANK, self._NAME, below=world_size)
-        master_addr = environ.get(MASTER_ADDR) or config.cluster.master_addr
-        place = assumed_place(global_rank, world_size, master_addr)
-        defaults = dict(zip((LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK), map(str, place), strict=True))
-        port = str(config.cluster.master_port or DEFAULT_PORT)
-        complete = {**defaults, MASTER_PORT: port, **environ}
-        local_world_size = read_number(complete, LOCAL_WORLD_SIZE, self._NAME, minimum=1)
-        return ProcessIdentity(
-            global_rank=global_rank,
-            world_size=world_size,
-            local_rank=read_number(complete, LOCAL_RANK, self._NAME, below=local_world_size),
-            local_world_size=local_world_size,
-            node_rank=read_number(complete, NODE_RANK, self._NAME),
-            master_addr=master_addr,
-            master_port=read_number(complete, MASTER_PORT, self._NAME, minimum=1, below=65536),
-            store_is_hosted=False,
-            job="environment",
-            source="environment",
-        )
+    @classmethod
+    def detect(cls, environ: Environ, flags: RankFlags) -> bool:
+        return VARIABLES["global_rank"] in environ and VARIABLES["world_size"] in environ
+
+    @property
+    def master_addr(self) -> str:
+        return self.environ.get(self.variables["master_addr"]) or self.config.cluster.master_addr
+
+    @property
+    def store_is_hosted(self) -> bool:
+        return False
+
+    @property
+    def job(self) -> str:
+        return self.source

@@ -80,7 +80,7 @@ def test_it_sends_as_a_simulation_of_the_run_with_keys(bare, tmp_path):
     make_keys(tmp_path / "keys")
     with FakeRun(security=lambda context: server_security(context, tmp_path / "keys")) as run:
         told = SimulationEnvironment(run.address, 8, (0.5,), 1, 0, 1, str(tmp_path / "keys"))
-        simulate(bare, environ=told.variables())
+        simulate(bare, environ=told.to_environ())
         check(run, 8, attempt=1)
 
 

@@ -169,7 +169,7 @@ def measuring_environment() -> dict[str, str]:
 
     Those of ``child_environment`` alone would give our ranks an allocator that a hand-written loop lacks.
     """
-    return {**child_environment(process_environ(), sharers=1), "OMP_NUM_THREADS": "1"}
+    return {**child_environment(process_environ(), num_trainers=1), "OMP_NUM_THREADS": "1"}
 
 
 def run_fresh(

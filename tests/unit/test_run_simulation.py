@@ -34,7 +34,7 @@ def work(tmp_path):
 
     def worked(run, function):
         told = SimulationEnvironment(run.address, 5, (0.5, 1.25), 2, 0, 1)
-        environ = {**os.environ, "PYTHONPATH": str(ROOT), **told.variables()}
+        environ = {**os.environ, "PYTHONPATH": str(ROOT), **told.to_environ()}
         command = [sys.executable, "-m", "paramserver.run_simulation", function, "--folder", str(tmp_path)]
         return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, cwd=tmp_path)
 

@@ -44,7 +44,7 @@ def test_both_transports_are_bound_to_the_interface():
 
 def test_a_child_gets_a_copy_with_the_allocator_tuned_and_output_unbuffered():
     environ = {"HOME": "/h"}
-    child = child_environment(environ, sharers=2)
+    child = child_environment(environ, num_trainers=2)
     assert environ == {"HOME": "/h"}
     assert child["HOME"] == "/h"
     assert child["PYTHONUNBUFFERED"] == "1"
@@ -56,21 +56,21 @@ def test_a_child_gets_a_copy_with_the_allocator_tuned_and_output_unbuffered():
     }
 
 
-def test_what_the_user_set_stands():
+def test_variables_of_the_user_are_kept():
     own = {"OMP_NUM_THREADS": "7", "MALLOC_ARENA_MAX": "4", "MALLOC_TOP_PAD_": "0"}
-    child = child_environment(own, sharers=2, cores=64)
+    child = child_environment(own, num_trainers=2, cores=64)
     assert {name: child[name] for name in own} == own
     assert child["MALLOC_TRIM_THRESHOLD_"] == "536870912"
 
 
-@pytest.mark.parametrize(("cores", "processes", "threads"), [(8, 3, "2"), (2, 3, "1"), (16, 1, "16"), (9, 3, "3")])
-def test_the_cores_are_shared_out(cores, processes, threads):
-    assert child_environment({}, sharers=processes, cores=cores)["OMP_NUM_THREADS"] == threads
+@pytest.mark.parametrize(("cores", "trainers", "threads"), [(8, 3, "2"), (2, 3, "1"), (16, 1, "16"), (9, 3, "3")])
+def test_the_cores_are_divided_among_the_trainers(cores, trainers, threads):
+    assert child_environment({}, num_trainers=trainers, cores=cores)["OMP_NUM_THREADS"] == threads
 
 
-def test_a_program_that_is_no_rank_gets_what_the_user_set_and_not_what_the_launch_chose():
+def test_a_program_that_is_no_rank_gets_the_variables_of_the_user_and_not_of_the_launcher():
     user = {"HOME": "/h", "MALLOC_ARENA_MAX": "4"}
-    rank = child_environment(user, sharers=1, cores=8)
+    rank = child_environment(user, num_trainers=1, cores=8)
     mark_supervised(rank)
     program = producer_environment(rank, {"PARAMSERVER_MEMBER": "1"})
     assert program == {
@@ -80,44 +80,44 @@ def test_a_program_that_is_no_rank_gets_what_the_user_set_and_not_what_the_launc
         "PYTHONPATH": rank["PYTHONPATH"],
         "PYTHONUNBUFFERED": "1",
     }
-    threads = child_environment({"OMP_NUM_THREADS": "3"}, sharers=1, cores=8)
+    threads = child_environment({"OMP_NUM_THREADS": "3"}, num_trainers=1, cores=8)
     assert producer_environment(threads, {})["OMP_NUM_THREADS"] == "3"
 
 
-def test_an_allocation_is_known_by_its_job():
+def test_a_slurm_allocation_is_detected_by_its_job():
     assert in_slurm_allocation({"SLURM_JOB_ID": "7"})
     assert not in_slurm_allocation({"SLURM_CONF": "/etc/slurm.conf", "SLURM_JOB_ID": ""})
 
 
-def test_only_cores_that_this_process_may_use_count():
-    threads = child_environment({}, sharers=1)["OMP_NUM_THREADS"]
+def test_only_cores_that_this_process_may_use_are_counted():
+    threads = child_environment({}, num_trainers=1)["OMP_NUM_THREADS"]
     assert int(threads) == len(os.sched_getaffinity(0))
 
 
 def test_the_current_folder_and_the_config_come_first_on_the_path(tmp_path, monkeypatch):
     current, config = tmp_path / "current", tmp_path / "config"
     environ = {"PYTHONPATH": os.pathsep.join(["/site", "", str(config), "/more"])}
-    child = child_environment(environ, sharers=1, config_folder=config, current_folder=current)
+    child = child_environment(environ, num_trainers=1, config_folder=config, current_folder=current)
     assert child["PYTHONPATH"].split(os.pathsep) == [str(current), str(config), "/site", "/more"]
     monkeypatch.chdir(tmp_path)
-    relative = child_environment({}, sharers=1, config_folder=Path("config"))
+    relative = child_environment({}, num_trainers=1, config_folder=Path("config"))
     assert relative["PYTHONPATH"].split(os.pathsep) == [str(tmp_path), str(config)]
 
 
-def test_the_environment_of_the_process_is_handed_out_for_writing(own_environ, monkeypatch):
+def test_the_environment_of_the_process_can_be_written(own_environ, monkeypatch):
     monkeypatch.setenv("PARAMSERVER_TEST", "1")
     assert process_environ()["PARAMSERVER_TEST"] == "1"
     bind_interface(process_environ(), "lo")
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
 
 
-def test_the_own_address_is_one_that_others_reach_and_no_wider():
+def test_the_own_address_is_of_the_same_scope_as_the_host():
     assert own_address("127.0.0.1") == own_address("127.8.9.1") == "127.0.0.1"
-    assert own_address("host.invalid", "lo") == "127.0.0.1"  # the interface decides, and no name is looked up
+    assert own_address("host.invalid", "lo") == "127.0.0.1"  # the interface decides, and no name is resolved
     assert own_address("localhost") == "127.0.0.1"
 
 
-def test_an_address_without_a_way_is_refused(monkeypatch):
+def test_an_unreachable_address_is_refused(monkeypatch):
     def unknown(*args, **options):
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 

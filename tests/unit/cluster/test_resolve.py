@@ -1,4 +1,4 @@
-"""Which process am I: flags, torchrun, variables set by hand, or none of these."""
+"""The identity of this process: from flags, torchrun, variables set by hand, or none of these."""
 
 import dataclasses
 
@@ -7,12 +7,11 @@ import pytest
 import paramserver.cluster
 from paramserver.cluster import (
     EnvVarEnvironment,
-    FlagEnvironment,
     ProcessIdentity,
     RankFlags,
-    TorchrunEnvironment,
     resolve_identity,
 )
+from paramserver.cluster.resolve import ENVIRONMENTS
 from paramserver.cluster.torchrun import VARIABLES
 from paramserver.config import ClusterConfig, Config
 from paramserver.errors import UnsupportedConfiguration
@@ -49,7 +48,7 @@ def refused(flags: RankFlags, environ: dict, of: Config) -> str:
     return str(caught.value)
 
 
-def test_nothing_says_a_rank_so_all_are_started_here():
+def test_without_a_rank_all_ranks_are_started_here():
     assert resolve_identity(NO_FLAGS, {}, config()) is None
     assert resolve_identity(RankFlags(world_size=4, master_port=1234), {"PATH": "/bin", "RANK": "1"}, config()) is None
     assert "must be at least 2 in mode rpc" in refused(RankFlags(world_size=1), {}, config())
@@ -86,7 +85,7 @@ def test_a_rank_of_another_host_by_flags():
         (RankFlags(4, 9, "node1", 2222), {"master_addr": "node0", "master_port": 1111}, 9, ("node1", 2222)),
     ],
 )
-def test_what_flags_leave_out_comes_from_the_config(flags, cluster, world_size, address):
+def test_flags_that_are_not_given_come_from_the_config(flags, cluster, world_size, address):
     identity = resolve_identity(flags, {}, config(**cluster))
     assert identity.world_size == world_size
     assert (identity.master_addr, identity.master_port) == address
@@ -140,21 +139,21 @@ def test_the_agent_of_torchrun_may_serve_the_store(value, hosted):
     assert resolve_identity(NO_FLAGS, environ, config()).store_is_hosted is hosted
 
 
-@pytest.mark.parametrize("name", VARIABLES[:-2])
-def test_a_variable_of_torchrun_is_missing(name):
+@pytest.mark.parametrize("name", [*VARIABLES.values()][:-2])
+def test_a_missing_variable_of_torchrun_is_refused(name):
     environ = torchrun()
     del environ[name]
-    if name == "TORCHELASTIC_RUN_ID":  # what is left is set like by hand
+    if name == "TORCHELASTIC_RUN_ID":  # the rest is the same as when set by hand
         assert resolve_identity(NO_FLAGS, environ, config()).source == "environment"
     else:
-        said = f"{name} must be set, as torchrun does; start the ranks with it, or give --rank"
-        assert refused(NO_FLAGS, environ, config()) == said
-        assert refused(NO_FLAGS, {**environ, name: " "}, config()) == said
+        message = f"{name} must be set, as torchrun does; start the ranks with it, or give --rank"
+        assert refused(NO_FLAGS, environ, config()) == message
+        assert refused(NO_FLAGS, {**environ, name: " "}, config()) == message
 
 
-@pytest.mark.parametrize("name", [name for name in VARIABLES if name in torchrun() and torchrun()[name].isdigit()])
+@pytest.mark.parametrize("name", [name for name, value in torchrun().items() if value.isdigit()])
 @pytest.mark.parametrize("value", ["many", "-1", "1.0", "²"])
-def test_a_variable_of_torchrun_is_no_number(name, value):
+def test_a_variable_of_torchrun_must_be_a_number(name, value):
     message = refused(NO_FLAGS, torchrun(**{name: value}), config())
     assert message.startswith(f"{name} ({value}) must be a whole number from ")
     assert "; " in message
@@ -188,7 +187,7 @@ def test_variables_set_by_hand_are_completed_from_the_config():
     assert identity == ProcessIdentity(1, 2, 0, 1, 1, "node0", 1111, False, "environment", "environment")
 
 
-def test_variables_set_by_hand_stand_above_the_config():
+def test_variables_set_by_hand_override_the_config():
     given = {"RANK": "5", "WORLD_SIZE": "6", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "2222"}
     place = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "2"}
     identity = resolve_identity(NO_FLAGS, {**given, **place}, config(master_addr="node0", master_port=1111))
@@ -196,7 +195,7 @@ def test_variables_set_by_hand_stand_above_the_config():
     assert "LOCAL_RANK (2) must be below 2" in refused(NO_FLAGS, {**given, **place, "LOCAL_RANK": "2"}, config())
 
 
-def test_a_rank_flag_stands_above_torchrun():
+def test_a_rank_flag_overrides_torchrun():
     identity = resolve_identity(RankFlags(0, 2), torchrun(), config())
     assert (identity.global_rank, identity.world_size, identity.source) == (0, 2, "flags")
 
@@ -213,21 +212,13 @@ def test_other_flags_under_torchrun():
 
 def test_each_environment_detects_itself_only():
     by_hand = {"RANK": "0", "WORLD_SIZE": "2"}
-    assert [e.detect(torchrun()) for e in (FlagEnvironment(NO_FLAGS), TorchrunEnvironment(), EnvVarEnvironment())] == [
-        False,
-        True,
-        True,
-    ]
-    assert [e.detect(by_hand) for e in (FlagEnvironment(RankFlags(0)), TorchrunEnvironment(), EnvVarEnvironment())] == [
-        True,
-        False,
-        True,
-    ]
-    assert not EnvVarEnvironment().detect({"RANK": "0"})
-    assert not EnvVarEnvironment().detect({"WORLD_SIZE": "2"})
+    assert [e.detect(torchrun(), NO_FLAGS) for e in ENVIRONMENTS] == [False, True, True]
+    assert [e.detect(by_hand, RankFlags(0)) for e in ENVIRONMENTS] == [True, False, True]
+    assert not EnvVarEnvironment.detect({"RANK": "0"}, NO_FLAGS)
+    assert not EnvVarEnvironment.detect({"WORLD_SIZE": "2"}, NO_FLAGS)
 
 
-def test_every_public_name_is_there_and_no_other():
+def test_every_public_name_resolves_and_no_other():
     for name in paramserver.cluster.__all__:
         assert getattr(paramserver.cluster, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
