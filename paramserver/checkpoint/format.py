@@ -1,13 +1,14 @@
-"""What a checkpoint says about itself, and whether its files are what it says.
-
-The folder of a run's checkpoints: names, the pointers ``latest`` and ``best``, and which one is the newest.
+"""The stored format of a checkpoint, and of the folder that holds a run's checkpoints.
 
 ::
 
-    checkpoints/step-00000100/              complete: nothing is renamed to such a name before it is whole
-    checkpoints/latest, best                files with the name of a step folder
-    checkpoints/.step-00000100.<pid>.tmp    being written
-    checkpoints/.step-00000100.<pid>.old    moved aside while another of the same step takes its place
+    checkpoints/step-00000100/              a checkpoint: no folder gets such a name before it is complete
+        manifest.json                       step, format version, and size and SHA-256 of every other file
+        model.pt, optimizer.pt, run.pt      weights; optimizer state; counts, schedule, consistency
+        trainer-0.pt, ...                   random states, buffer and position of each trainer
+    checkpoints/latest, best                text files with the name of a step folder
+    checkpoints/.step-00000100.<pid>.tmp    being written by process <pid>
+    checkpoints/.step-00000100.<pid>.old    moved aside while another of the same step replaces it
     checkpoints/.step-00000100.<pid>.gone   being removed
 """
 
@@ -29,10 +30,14 @@ from paramserver.fileio import json_text
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
+LATEST = "latest"
+BEST = "best"
 _DIGEST_KEY = "manifest_sha256"
 _OWN_KEYS = ("format_version", "step", "created", "files", _DIGEST_KEY)
 _CHUNK_BYTES = 1 << 20
-# What a text raises on the way from JSON to a manifest that it is none of.
+_STEP_FOLDER = re.compile(r"step-([0-9]{8,18})")
+_UNFINISHED = re.compile(r"\.(?P<name>[^.]+)\.(?P<pid>\d+)\.(?P<kind>tmp|old|gone)")
+# What parsing a text raises that is not a manifest.
 _WRONG = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
 
@@ -46,7 +51,22 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of ``manifest.json``; ``about`` is what the writer of the checkpoint added (mode, trainers, ...)."""
+    """The content of ``manifest.json``.
+
+    Args:
+        step: the version that the checkpoint holds.
+        created: when, in ISO 8601.
+        files: size and digest of every other file, by name.
+        metadata: further entries (mode, trainers, ...).
+        format_version: of the files and what is in them.
+
+    Example::
+
+        >>> entry = FileEntry(bytes=3, sha256=hashlib.sha256(b"abc").hexdigest())
+        >>> manifest = Manifest(100, "2025-01-01T00:00:00+00:00", {"model.pt": entry}, {"mode": "rpc"})
+        >>> Manifest.parse(manifest.to_text()) == manifest
+        True
+    """
 
     step: int
     created: str
@@ -57,14 +77,14 @@ class Manifest:
     def __post_init__(self) -> None:
         taken = sorted(set(_OWN_KEYS) & set(self.metadata))
         if taken:
-            raise ValueError(f"about ({', '.join(taken)}) must not use the manifest's own keys; rename them")
+            raise ValueError(f"metadata ({', '.join(taken)}) must not use the manifest's own keys; rename them")
 
     @property
     def total_bytes(self) -> int:
         return sum(entry.bytes for entry in self.files.values())
 
     def to_text(self) -> str:
-        """Return the JSON text, sealed with a digest of itself; ``parse`` is the inverse."""
+        """Return the JSON text, with a digest of itself as its last key; ``parse`` is the inverse."""
         files = {name: {"bytes": entry.bytes, "sha256": entry.sha256} for name, entry in self.files.items()}
         own = {"format_version": self.format_version, "step": self.step, "created": self.created}
         content = json.loads(json_text({**own, **self.metadata, "files": files}))
@@ -72,11 +92,11 @@ class Manifest:
 
     @classmethod
     def parse(cls, text: str) -> Manifest:
-        """Read ``text``.
+        """Read what ``to_text`` returned.
 
         Raises:
-            ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError: it is not a manifest of a
-                known format, or was altered.
+            ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError: it is not a manifest, or
+                was altered.
         """
         content = json.loads(text)
         if content.pop(_DIGEST_KEY) != _manifest_digest(content):
@@ -85,12 +105,12 @@ class Manifest:
             _checked_file_name(name): FileEntry(int(entry["bytes"]), str(entry["sha256"]))
             for name, entry in content["files"].items()
         }
-        about = {key: value for key, value in content.items() if key not in _OWN_KEYS}
-        return cls(int(content["step"]), str(content["created"]), files, about, int(content["format_version"]))
+        metadata = {key: value for key, value in content.items() if key not in _OWN_KEYS}
+        return cls(int(content["step"]), str(content["created"]), files, metadata, int(content["format_version"]))
 
 
 def _checked_file_name(name: str) -> str:
-    """The name of a file in the checkpoint's own folder."""
+    """Return ``name`` if it is that of a file directly in the checkpoint's folder."""
     if Path(name).name != name or "\0" in name:
         raise ValueError(f"{name!r} is not the plain name of a file")
     os.fsencode(name)  # a ValueError where no file can have that name
@@ -105,22 +125,23 @@ def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of the checkpoint in ``folder``.
 
     Raises:
-        CheckpointError: it is missing, unreadable, or of a newer version of this package.
+        CheckpointError: it is missing, unreadable, damaged, or of another format version.
     """
     path = folder / MANIFEST
     if os.path.lexists(path) and not path.is_file():
-        raise CheckpointError(f"{path} cannot be read (it is no file)")
+        raise CheckpointError(f"{path} cannot be read (it is not a file)")
     try:
         text = path.read_text()
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing, so {folder} is not a complete checkpoint") from None
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path} cannot be read ({error})") from error
-    version = newer_format(text)
+    version = _other_format(text)
     if version is not None:
+        cure = "update paramserver" if version > FORMAT_VERSION else "resume it with the release that wrote it"
         raise CheckpointError(
-            f"{path} was written by a newer version (format {version}; this version reads up to {FORMAT_VERSION}); "
-            "update paramserver"
+            f"{path} has format version {version}, and this release of paramserver reads version {FORMAT_VERSION}; "
+            f"{cure}"
         )
     try:
         return Manifest.parse(text)
@@ -128,32 +149,29 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error})") from error
 
 
-def newer_format(text: str) -> int | None:
-    """Return the format version of a manifest's ``text`` if it is newer than ours.
-
-    A newer format may have any other shape, so only its number is looked at.
-    """
+def _other_format(text: str) -> int | None:
+    """Return the format version of a manifest's ``text`` where it is not ours. Everything else in it may differ."""
     try:
         version = json.loads(text)["format_version"]
     except _WRONG:
-        return None  # not a manifest at all: parsing it says so
-    return version if isinstance(version, int) and version > FORMAT_VERSION else None
+        return None  # not a manifest at all: ``Manifest.parse`` reports it
+    return version if isinstance(version, int) and version != FORMAT_VERSION else None
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> str | None:
-    """Say what is missing or of a wrong size in ``folder``; None if nothing. Reads no content."""
+    """Return what is missing or has a wrong size in ``folder``; None if nothing. Reads no content."""
     for name, entry in manifest.files.items():
         path = folder / name
         size = _size_bytes(path)
         if size is None:
             return f"{path} is missing"
         if size != entry.bytes:
-            return f"{path} has {size} bytes where its manifest says {entry.bytes}"
+            return f"{path} has {size} bytes where its manifest lists {entry.bytes}"
     return None
 
 
 def _size_bytes(path: Path) -> int | None:
-    """None where there is no such file, or no longer: the run that it is of may be removing it."""
+    """None where the file does not exist, or no longer: its run may be removing it."""
     try:
         status = path.stat()
     except OSError:
@@ -162,7 +180,7 @@ def _size_bytes(path: Path) -> int | None:
 
 
 def check_digests(folder: Path, manifest: Manifest) -> str | None:
-    """As ``check_sizes``, and the content of every file is compared with its SHA-256."""
+    """As ``check_sizes``, and also compare the content of every file with its SHA-256."""
     problem = check_sizes(folder, manifest)
     if problem:
         return problem
@@ -184,15 +202,9 @@ def _sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-LATEST = "latest"
-BEST = "best"
-_STEP_FOLDER = re.compile(r"step-([0-9]{8,18})")
-_LEFTOVER = re.compile(r"\.(?P<name>[^.]+)\.(?P<pid>\d+)\.(?P<kind>tmp|old|gone)")
-
-
 @dataclass(frozen=True)
 class UnfinishedWrite:
-    """A file or folder that a writer (process ``pid``) has not finished with."""
+    """What process ``pid`` is writing, replacing or removing, or was when it died; ``kind`` is tmp, old or gone."""
 
     path: Path
     final: Path
@@ -201,10 +213,15 @@ class UnfinishedWrite:
 
 
 def step_name(step: int) -> str:
-    """Name the folder of ``step``: ``step-00000100`` for 100.
+    """Return the name of the folder of ``step``.
 
     Raises:
         ValueError: ``step`` is negative.
+
+    Example::
+
+        >>> step_name(100), step_of("step-00000100"), step_of("latest")
+        ('step-00000100', 100, None)
     """
     if step < 0:
         raise ValueError(f"step ({step}) must be 0 or more")
@@ -212,13 +229,13 @@ def step_name(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """Return the step that a folder is named after; None where ``name`` is of something else."""
+    """Return the step in the name of a folder; None where ``name`` is not that of a checkpoint."""
     match = _STEP_FOLDER.fullmatch(name)
     return int(match.group(1)) if match else None
 
 
 def temporary_path(final: Path, kind: str) -> Path:
-    """Where this process keeps the ``tmp``, ``old`` or ``gone`` state of ``final``."""
+    """Return the hidden path at which this process keeps the ``tmp``, ``old`` or ``gone`` state of ``final``."""
     return final.with_name(f".{final.name}.{os.getpid()}.{kind}")
 
 
@@ -231,10 +248,10 @@ def remove(path: Path) -> None:
 
 
 def read_pointer(folder: Path, pointer: str) -> Path | None:
-    """Return the checkpoint that the file ``pointer`` (``latest`` or ``best``) names, there or not, or None.
+    """Return the checkpoint that ``latest`` or ``best`` names, whether it exists or not; None without such a file.
 
     Raises:
-        CheckpointError: ``pointer`` is no file, or one that nobody may read.
+        CheckpointError: ``pointer`` is not a file, or not one that this user may read.
     """
     file = folder / pointer
     if not os.path.lexists(file):
@@ -253,58 +270,58 @@ def read_pointer(folder: Path, pointer: str) -> Path | None:
 
 
 def unfinished_writes(folder: Path) -> list[UnfinishedWrite]:
-    """Everything in ``folder`` that is being written, replaced or removed, or was when its writer died."""
-    matches = [(path, _LEFTOVER.fullmatch(path.name)) for path in sorted(folder.iterdir())]
+    """Return everything in ``folder`` that is being written, replaced or removed, or was when its process died."""
+    matches = [(path, _UNFINISHED.fullmatch(path.name)) for path in sorted(folder.iterdir())]
     return [UnfinishedWrite(path, folder / m["name"], int(m["pid"]), m["kind"]) for path, m in matches if m]
 
 
 def why_incomplete(checkpoint: Path) -> str | None:
-    """Why ``checkpoint`` is not complete, from its manifest and the sizes of its files; None if it is complete.
+    """Return why ``checkpoint`` is incomplete, by its manifest and the sizes of its files; None if it is complete.
 
-    One of a newer format counts as complete: somebody else can read it.
+    One of another format version counts as complete: another release can read it.
     """
     try:
         return check_sizes(checkpoint, read_manifest(checkpoint))
     except CheckpointError as error:
-        return None if _of_newer_format(checkpoint) else str(error)
+        return None if _has_other_format(checkpoint) else str(error)
 
 
-def _of_newer_format(checkpoint: Path) -> bool:
+def _has_other_format(checkpoint: Path) -> bool:
     try:
         manifest = checkpoint / MANIFEST
-        return manifest.is_file() and newer_format(manifest.read_text()) is not None
+        return manifest.is_file() and _other_format(manifest.read_text()) is not None
     except (OSError, UnicodeDecodeError):
         return False
 
 
 def has_manifest(checkpoint: Path) -> bool:
-    """Whether the folder has a manifest, which is written last: without one it never was a checkpoint."""
+    """Whether the folder has a manifest. It is written last, so without one the folder never was a checkpoint."""
     try:
         os.lstat(checkpoint / MANIFEST)
     except PermissionError:
-        return True  # who may not look cannot pass it over either
+        return True  # cannot be ruled out, so it must not be skipped
     except OSError:
         return False
     return True
 
 
 def list_complete(folder: Path) -> list[Path]:
-    """All complete checkpoints, in the order of ``list_written``."""
+    """Return all complete checkpoints, in the order of ``list_written``."""
     return [path for path in list_written(folder) if why_incomplete(path) is None]
 
 
 def list_written(folder: Path) -> list[Path]:
-    """All checkpoints, whole or damaged since they were written, newest first.
+    """Return all checkpoints, intact or damaged since they were written, newest first.
 
-    Steps beyond ``latest`` come last: they are of a future that was given up when the run went back.
-    One that was moved aside counts while nothing has taken its place.
+    Steps after ``latest`` come last: the run was resumed from an earlier step and has abandoned them. A checkpoint that
+    was moved aside counts until another has replaced it.
     """
     if not folder.is_dir():
         return []
     places = {path.name: path for path in folder.iterdir() if step_of(path.name) is not None}
-    for leftover in unfinished_writes(folder):
-        if leftover.kind == "old" and step_of(leftover.final.name) is not None:
-            places.setdefault(leftover.final.name, leftover.path)
+    for unfinished in unfinished_writes(folder):
+        if unfinished.kind == "old" and step_of(unfinished.final.name) is not None:
+            places.setdefault(unfinished.final.name, unfinished.path)
     latest = read_pointer(folder, LATEST)
     newest_step = step_of(latest.name) if latest else None
 

@@ -1,4 +1,6 @@
-"""Finding a checkpoint and reading it: nothing is handed out that is not whole."""
+"""Finding a checkpoint, and reading it after every file was compared with the manifest."""
+
+from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,24 +14,24 @@ from paramserver.checkpoint.format import (
     FileEntry,
     Manifest,
     check_digests,
-    list_complete,
     has_manifest,
-    read_pointer,
-    why_incomplete,
+    list_complete,
+    list_written,
     read_manifest,
+    read_pointer,
     step_name,
     step_of,
-    list_written,
+    why_incomplete,
 )
 from paramserver.errors import CheckpointError
 
-# A run that saves every step and keeps one removes what a reader has chosen as often as it makes steps.
+# A run that saves every step and keeps one checkpoint may remove the chosen one at every attempt.
 _MAX_ATTEMPTS = 10
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose files were all compared with their SHA-256."""
+    """A checkpoint whose files were all compared with their SHA-256: see ``read_checkpoint``."""
 
     path: Path
     manifest: Manifest
@@ -43,7 +45,7 @@ class Checkpoint:
         """How many trainers stored a part.
 
         Raises:
-            CheckpointError: the manifest does not say it.
+            CheckpointError: the manifest does not contain it.
         """
         trainers = self.manifest.metadata.get("trainers")
         if not isinstance(trainers, int) or isinstance(trainers, bool) or trainers < 1:
@@ -55,25 +57,25 @@ class Checkpoint:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What ``load`` and ``bytes`` take: the file names without ``.pt``."""
+        """The names that ``load`` and ``read_bytes`` accept: those of the files, without ``.pt``."""
         return tuple(name.removesuffix(".pt") for name in self.manifest.files)
 
     def load(self, name: str) -> Any:
-        """Return the object saved as ``name``, by ``torch.load(weights_only=True)``, its tensors on the CPU.
+        """Return the object saved as ``name``, by ``torch.load(weights_only=True)``, with its tensors on the CPU.
 
         Raises:
-            CheckpointError: there is no such object, or it is not one that ``torch.save`` wrote.
+            CheckpointError: there is no such object, or the file was not written by ``torch.save``.
         """
         from paramserver.checkpoint.serialization import load_archive
 
         return load_archive(self.file_path(name))
 
     def read_bytes(self, name: str) -> bytes:
-        """Return the content of the file saved as ``name``, as it is."""
+        """Return the content of the file saved as ``name``."""
         return self.file_path(name).read_bytes()
 
     def file_path(self, name: str) -> Path:
-        """Return where ``name`` is stored.
+        """Return the file that holds ``name``.
 
         Raises:
             CheckpointError: there is no such object.
@@ -86,62 +88,60 @@ class Checkpoint:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Check every file of the checkpoint in the folder ``path`` and open it.
+    """Verify every file of the checkpoint in the folder ``path`` and open it.
 
     Raises:
-        CheckpointError: something is missing, damaged, or of a newer version; names it and the newest good checkpoint.
+        CheckpointError: a file is missing, damaged, or of another format version; the message names the file and the
+            newest intact checkpoint.
     """
     path = Path(path)
     try:
         return _verify(path)
     except CheckpointError as error:
-        good = _newest_intact(path.parent, besides=path)
+        intact = _newest_intact(path.parent, besides=path)
         cure = "no other checkpoint beside it is good; start anew, or --resume another run"
-        if good is not None:
-            cure = f"the newest good one is {good}; go on from it with --resume {good}"
+        if intact is not None:
+            cure = f"the newest good one is {intact}; resume from it with --resume {intact}"
         raise CheckpointError(f"{error}; {cure}") from error
 
 
 def load_chosen(run: Path, which: str, *names: str) -> tuple[Checkpoint, list[Any]]:
-    """Choose, check and load from a checkpoint of ``run``, also beside the process that trains it and removes old ones.
+    """Choose, verify and load from a checkpoint of ``run``, also while another process trains it and removes old ones.
 
-    One that goes away meanwhile is looked for again: ``latest`` and ``best`` then are others.
+    When the chosen one disappears meanwhile, it is chosen again: ``latest`` and ``best`` name another one by then.
 
     Args:
         run: the folder.
         which: ``latest``, ``best``, or a step by its number.
-        names: of the objects to load; in memory they stay, whatever becomes of the files.
+        names: of the objects to load. All are in memory on return, whatever happens to the files.
 
     Raises:
-        CheckpointError: there is no such checkpoint, or no longer; or it is damaged, or went away each time.
+        CheckpointError: there is no such checkpoint; or it is damaged, or it disappeared at every attempt.
     """
-    for look in range(1, _MAX_ATTEMPTS + 1):
+    for attempt in range(1, _MAX_ATTEMPTS + 1):
         try:
             path = choose_checkpoint(run, which)
         except CheckpointError:
-            if which not in (LATEST, BEST) or look == _MAX_ATTEMPTS:
+            if which not in (LATEST, BEST) or attempt == _MAX_ATTEMPTS:
                 raise
-            continue  # it may have been removed after the pointer to it was read
-        folder = _identity(path)
+            continue  # it may have been removed after its pointer was read
+        folder = _inode(path)
         try:
             checkpoint = _verify(path)
             return checkpoint, [checkpoint.load(name) for name in names]
         except CheckpointError as error:
-            if folder == _identity(path) is not None:
-                raise CheckpointError(f"{error}; {_alternative(path)}") from error
+            if folder == _inode(path) is not None:  # the same folder all the time, so it is damaged
+                intact = _newest_intact(path.parent, besides=path)
+                cure = "no other checkpoint beside it is good" if intact is None else f"the newest good one is {intact}"
+                raise CheckpointError(f"{error}; {cure}") from error
     raise CheckpointError(
-        f"checkpoint {which} of {run} was removed or replaced {_MAX_ATTEMPTS} times while it was read; try again when the run "
-        "has ended, or give that run a larger checkpoint.keep"
+        f"checkpoint {which} of {run} was removed or replaced {_MAX_ATTEMPTS} times while it was read; try again when "
+        "the run has ended, or give that run a larger checkpoint.keep"
     )
 
 
-def _alternative(damaged: Path) -> str:
-    good = _newest_intact(damaged.parent, besides=damaged)
-    return "no other checkpoint beside it is good" if good is None else f"the newest good one is {good}"
-
-
-def _identity(folder: Path) -> int | None:
-    """Tells a folder from another one that took its name; None where there is none."""
+def _inode(folder: Path) -> int | None:
+    """Distinguishes a folder from another one that got its name; None where there is none."""
     try:
         return folder.stat().st_ino
     except OSError:
@@ -160,26 +160,22 @@ def _verify(path: Path) -> Checkpoint:
 
 def _newest_intact(folder: Path, besides: Path) -> Path | None:
     for candidate in list_complete(folder):
-        if candidate.name != besides.name and _is_good(candidate):
-            return candidate
+        if candidate.name != besides.name:
+            try:
+                return _verify(candidate).path
+            except CheckpointError:
+                continue
     return None
-
-
-def _is_good(path: Path) -> bool:
-    try:
-        return bool(_verify(path))
-    except CheckpointError:
-        return False
 
 
 def find_checkpoint(run: Path) -> Path:
     """Choose the checkpoint to resume ``run`` (a folder) from: the one ``latest`` names, or the newest written.
 
-    One without a manifest was not, and is passed over. Whether the chosen one still is what was written is for
-    ``read_checkpoint`` to tell: to take an older one in its place, in silence, would go on from another state.
+    A folder without a manifest was never completed, and is skipped. A damaged checkpoint is not: silently choosing an
+    older one would resume from another state. ``read_checkpoint`` reports the damage.
 
     Raises:
-        CheckpointError: there is none; says what was looked at.
+        CheckpointError: there is none; the message lists what was found.
     """
     folder = Path(run) / "checkpoints"
     latest = read_pointer(folder, LATEST)
@@ -189,15 +185,16 @@ def find_checkpoint(run: Path) -> Path:
     if there:
         return there[0]
     raise CheckpointError(
-        f"{folder} must hold a complete checkpoint ({_describe_folder(folder)}); name another run, or start without --resume"
+        f"{folder} must hold a complete checkpoint ({_describe_folder(folder)}); name another run, or start "
+        "without --resume"
     )
 
 
 def choose_checkpoint(run: Path, which: str) -> Path:
-    """The checkpoint of ``run`` (a folder) that ``which`` names: ``latest``, ``best``, or a step by its number.
+    """Return the checkpoint of ``run`` (a folder) that ``which`` names: ``latest``, ``best``, or a step by its number.
 
     Raises:
-        CheckpointError: there is none; names those that there are.
+        CheckpointError: there is none; the message lists those that exist.
     """
     if which == LATEST:
         return find_checkpoint(run)
@@ -212,7 +209,7 @@ def choose_checkpoint(run: Path, which: str) -> Path:
 
 
 def skipped_checkpoints(checkpoint: Path) -> list[str]:
-    """What is wrong with those checkpoints beside ``checkpoint`` that are newer and not complete; newest first."""
+    """Return why each newer checkpoint next to ``checkpoint`` was skipped: what makes it incomplete. Newest first."""
     found = [(step_of(path.name), path) for path in checkpoint.parent.iterdir()]
     own = step_of(checkpoint.name) or 0
     newer = sorted(((step, path) for step, path in found if step is not None and step > own), reverse=True)

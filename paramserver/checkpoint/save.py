@@ -47,10 +47,10 @@ class ChunkedFile:
 
         >>> import numpy as np
         >>> content = ChunkedFile()
-        >>> content.append(np.array([1, 2], np.uint8))
-        >>> content.append(np.array([3], np.uint8))
+        >>> content.append(np.frombuffer(b"ab", np.uint8))
+        >>> content.append(np.frombuffer(b"c", np.uint8))
         >>> b"".join(content)
-        b'\\x01\\x02\\x03'
+        b'abc'
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
-"""Objects as files that ``torch.load(weights_only=True)`` reads: tensors, plain values and numpy arrays.
+"""Objects as files, bytes or chunks that ``torch.load(weights_only=True)`` reads.
 
-What a trainer stores, as bytes that ``torch.load(weights_only=True)`` reads.
+They consist of tensors, plain values and numpy arrays.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from paramserver.errors import CheckpointError, TaskError
 
-# Small enough that what else crosses the same connection hardly waits for one, large enough that a call costs little.
+# Small enough that other messages on the same connection hardly wait for one, large enough that a call costs little.
 CHUNK_BYTES = 8 * 2**20
 
-# numpy moved these two functions between its versions, so they are asked for, not named.
+# numpy moved these two functions between its versions, so their names are not written here.
 _NUMPY_FUNCTIONS: list[Any] = [np.zeros(0).__reduce__()[0], np.float64(0).__reduce__()[0]]
 _NUMPY_TYPES: list[Any] = [np.ndarray, np.dtype, *{type(np.dtype(code)) for code in "?bBhHiIlLqQefdgFDGSUVmM"}]
 _NUMPY: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [*_NUMPY_FUNCTIONS, *_NUMPY_TYPES]
@@ -38,66 +38,73 @@ class Writable(Protocol):
 
 
 def write_archive(obj: Any, file: Writable) -> None:
-    """``torch.save`` of ``obj`` in one pass; it never seeks, so a digest of what was written is that of the result."""
+    """``torch.save`` of ``obj`` in one pass. It never seeks, so the digest of what is written is that of the file."""
     torch.save(obj, cast(IO[bytes], file))
 
 
 def write_chunks(obj: Any, send: Callable[[npt.NDArray[np.uint8]], None]) -> None:
-    """Make the file of ``obj`` that ``torch.save`` would, and hand it on while it is made: no copy of it ever exists.
+    """Produce the file that ``torch.save`` makes of ``obj`` in chunks, and send each at once: no copy of it exists.
 
     Args:
-        obj: private, as this takes its time.
-        send: gets one piece after the other, at most ``PIECE_BYTES`` each; its memory is used again afterwards.
+        obj: private, as training continues meanwhile.
+        send: receives one chunk after the other, of at most ``CHUNK_BYTES``; its memory is reused after the call.
 
     Raises:
-        Exception: what ``send`` raised, or ``torch.save``.
+        Exception: of ``send`` or ``torch.save``.
+
+    Example::
+
+        >>> chunks = []
+        >>> write_chunks({"weight": torch.ones(3)}, lambda chunk: chunks.append(chunk.tobytes()))
+        >>> unpack(b"".join(chunks))
+        {'weight': tensor([1., 1., 1.])}
     """
-    cutter = _ChunkWriter(send)
-    write_archive(obj, cutter)
-    cutter.finish()
+    writer = _ChunkWriter(send)
+    write_archive(obj, writer)
+    writer.finish()
 
 
 class _ChunkWriter:
-    """A file that collects what is written. Copies are numpy's, which lets other threads run meanwhile."""
+    """A file that sends what is written to it. The copies are numpy's, which releases the GIL."""
 
     def __init__(self, send: Callable[[npt.NDArray[np.uint8]], None]) -> None:
         self._send = send
-        self._piece = np.empty(CHUNK_BYTES, np.uint8)
+        self._chunk = np.empty(CHUNK_BYTES, np.uint8)
         self._filled = 0
         self._error: Exception | None = None
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
         source = np.frombuffer(data, np.uint8)
         start = 0
-        # torch.save calls this from C++ and hides what it raises: the first error is kept for ``finish``.
+        # torch.save calls this from C++ and replaces an exception by its own: the first one is kept for ``finish``.
         while start < len(source) and self._error is None:
-            taken = source[start : start + CHUNK_BYTES - self._filled]
-            self._piece[self._filled : self._filled + len(taken)] = taken
-            self._filled += len(taken)
-            start += len(taken)
+            copied = source[start : start + CHUNK_BYTES - self._filled]
+            self._chunk[self._filled : self._filled + len(copied)] = copied
+            self._filled += len(copied)
+            start += len(copied)
             if self._filled == CHUNK_BYTES:
-                self._hand_on()
+                self._send_chunk()
         return len(source)
 
-    def _hand_on(self) -> None:
+    def _send_chunk(self) -> None:
         try:
-            self._send(self._piece[: self._filled])
+            self._send(self._chunk[: self._filled])
         except Exception as error:  # noqa: BLE001 - raised by ``finish``
             self._error = error
         self._filled = 0
 
     def flush(self) -> None:
-        """Nothing: ``finish`` flushes, and ``torch.save`` only wants the method to be there."""
+        """Nothing: ``torch.save`` requires the method, and ``finish`` sends the last chunk."""
 
     def finish(self) -> None:
         if self._filled and self._error is None:
-            self._hand_on()
+            self._send_chunk()
         if self._error is not None:
             raise self._error
 
 
 def unloadable_types(path: Path) -> list[str]:
-    """Name what in the archive at ``path`` would be refused when it is loaded. Reads its small pickle only."""
+    """Return the types in the archive at ``path`` that ``load_archive`` refuses. Reads its small pickle only."""
     try:
         return sorted(set(get_unsafe_globals_in_checkpoint(str(path))) - _NUMPY_NAMES)
     except pickle.UnpicklingError as error:
@@ -119,25 +126,41 @@ def load_archive(path: Path | IO[bytes]) -> Any:
 
 
 def pack(state: Mapping[str, Any]) -> bytes:
-    """What a trainer stores, as the bytes of a file that ``torch.load(weights_only=True)`` reads."""
+    """Return a trainer's part as the bytes of a file that ``torch.load(weights_only=True)`` reads.
+
+    Example::
+
+        >>> unpack(pack({"batch_idx": 7, "weights": np.arange(2)}))
+        {'batch_idx': 7, 'weights': array([0, 1])}
+    """
     file = io.BytesIO()
     torch.save(dict(state), file)
     return file.getvalue()
 
 
+def unpack(part: bytes) -> dict[str, Any]:
+    """Return the state that ``pack`` received.
+
+    Raises:
+        CheckpointError: ``part`` is not the result of ``pack``.
+    """
+    state: dict[str, Any] = load_archive(io.BytesIO(part))
+    return state
+
+
 def check_storable(state: Mapping[str, Any], task_name: str) -> None:
-    """Refuse, when it is stored, what could not be loaded again. Looks at types alone, whatever the size of tensors.
+    """Check, before a part is stored, that it can be loaded again. Looks at types only, so large tensors cost nothing.
 
     Args:
         state: private, so that its tensors are plain ones.
         task_name: for the message.
 
     Raises:
-        TaskError: ``on_checkpoint`` put something there that ``torch.load(weights_only=True)`` does not take.
+        TaskError: ``on_checkpoint`` stored something that ``torch.load(weights_only=True)`` refuses.
     """
     try:
         unpack(pack(_without_values(state)))
-    except Exception as error:  # pickle and torch raise many types for what they cannot take
+    except Exception as error:  # pickle and torch raise many types for what they cannot store
         raise TaskError(
             f"{task_name}.on_checkpoint stored what cannot be loaded again ({str(error).splitlines()[0]}); "
             "store tensors, numbers, strings, and lists or dicts of them"
@@ -145,7 +168,7 @@ def check_storable(state: Mapping[str, Any], task_name: str) -> None:
 
 
 def _without_values(state: Any) -> Any:
-    """The same nested structure with an empty tensor in the place of each."""
+    """Return the same nested structure with an empty tensor in the place of each."""
     if isinstance(state, torch.Tensor):
         return torch.empty(0, dtype=state.dtype)
     if isinstance(state, dict):
@@ -155,10 +178,4 @@ def _without_values(state: Any) -> Any:
         return fresh
     if type(state) in (list, tuple):
         return type(state)(_without_values(value) for value in state)
-    return state
-
-
-def unpack(part: bytes) -> dict[str, Any]:
-    """Take back what ``pack`` made."""
-    state: dict[str, Any] = load_archive(io.BytesIO(part))
     return state

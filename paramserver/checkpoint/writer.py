@@ -1,4 +1,6 @@
-"""Writing checkpoints while training goes on."""
+"""Writing checkpoints in the background, while training continues."""
+
+from __future__ import annotations
 
 import logging
 import threading
@@ -11,7 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from paramserver.checkpoint.format import read_manifest
-from paramserver.checkpoint.save import mark_best, apply_retention, write_checkpoint
+from paramserver.checkpoint.save import apply_retention, mark_best, write_checkpoint
 from paramserver.errors import DeadlineExceeded, ParamserverError, UnsupportedConfiguration
 
 _log = logging.getLogger(__name__)
@@ -21,7 +23,7 @@ _EXIT_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class WrittenCheckpoint:
-    """What one write came to, for the record of it."""
+    """What one write produced, for its record."""
 
     step: int
     path: Path
@@ -31,27 +33,40 @@ class WrittenCheckpoint:
 
 
 @dataclass(frozen=True, eq=False)
-class _Job:
+class _WriteJob:
     step: int
     objects: Mapping[str, Any]
-    about: Mapping[str, Any]
+    metadata: Mapping[str, Any]
     is_best: bool
-    future: "Future[WrittenCheckpoint]" = field(default_factory=Future)
+    future: Future[WrittenCheckpoint] = field(default_factory=Future)
 
 
 class CheckpointWriter:
-    """Writes checkpoints into one folder, marks the best and keeps the newest; with ``background`` in a thread.
+    """Writes checkpoints into one folder, marks the best and keeps the newest. A context manager.
 
-    One write is in progress and one waits. A newer submission takes the place of the waiting one, whose future is then
-    cancelled, except that a best one gives way to a newer best only. So ``submit`` never blocks, and a slow disk costs
-    checkpoints, not memory; wait for ``idle`` where each must be written. At most three copies of the state are held
-    here: one that is written, the newest and the best that wait. A fourth exists while a new one is made. Writing
-    copies nothing.
+    With ``background`` it owns the thread ``checkpoint-writer``. One write is in progress and one waits. A newer
+    submission replaces the waiting one, whose future is then cancelled; a best checkpoint is replaced by a newer best
+    one only. So ``submit`` never blocks, and a slow disk costs checkpoints, not memory; call ``wait_idle`` where each
+    one must be written. The writer holds at most three copies of the state: the one being written, the newest and the
+    best that wait. A fourth exists while a new one is staged. Writing copies nothing.
 
     Args:
         folder: the run's ``checkpoints`` folder.
         keep: how many of the newest checkpoints stay, at least 1.
-        background: write in a thread of its own; otherwise ``submit`` writes and its future is done.
+        background: write in the thread; otherwise ``submit`` writes before it returns.
+
+    Raises:
+        UnsupportedConfiguration: ``keep`` is below 1.
+
+    Example::
+
+        >>> folder = getfixture("tmp_path") / "checkpoints"
+        >>> with CheckpointWriter(folder, keep=1, background=True) as writer:
+        ...     first = writer.submit(10, {"model": {"scale": 1.0}}, {"mode": "local"})
+        ...     _ = first.result(timeout=10)
+        ...     second = writer.submit(20, {"model": {"scale": 0.5}}, {"mode": "local"})
+        >>> second.result().path.name, sorted(path.name for path in folder.iterdir())
+        ('step-00000020', ['latest', 'step-00000020'])
     """
 
     def __init__(self, folder: Path, keep: int, background: bool) -> None:
@@ -62,8 +77,8 @@ class CheckpointWriter:
         self.written: list[WrittenCheckpoint] = []
         self.superseded = 0
         self._changed = threading.Condition()
-        self._waiting: list[_Job] = []
-        self._current: _Job | None = None
+        self._waiting: list[_WriteJob] = []
+        self._current: _WriteJob | None = None
         self._closed = False
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -82,11 +97,11 @@ class CheckpointWriter:
         return sum(one.seconds for one in self.written)
 
     def submit(
-        self, step: int, objects: Mapping[str, Any], about: Mapping[str, Any], is_best: bool = False
-    ) -> "Future[WrittenCheckpoint]":
-        """Write a checkpoint of ``step``; see ``write_checkpoint`` for ``objects`` and ``about``.
+        self, step: int, objects: Mapping[str, Any], metadata: Mapping[str, Any], is_best: bool = False
+    ) -> Future[WrittenCheckpoint]:
+        """Write a checkpoint of ``step``; see ``write_checkpoint`` for ``objects`` and ``metadata``.
 
-        In the background ``objects`` must be private: see ``private_copy``.
+        In the background ``objects`` must be private copies: see ``stage_copy``.
 
         Returns:
             A future of what was written.
@@ -95,22 +110,22 @@ class CheckpointWriter:
             ParamserverError: closed already.
             Exception: the failure of an earlier write (without ``background``: of this one).
         """
-        job = _Job(step, objects, about, is_best)
+        job = _WriteJob(step, objects, metadata, is_best)
         with self._changed:
             if self._closed:
                 raise ParamserverError(
                     f"checkpoint writer ({self.folder}) must be open to take step {step}; it is closed"
                 )
-            self._raise_kept()
+            self.raise_error()
             displaced = self._enqueue(job) if self._thread is not None else []
-        for old in displaced:  # not under the lock: this calls back whoever waits for the future
+        for old in displaced:  # without the lock: ``cancel`` runs the callbacks of the future
             old.future.cancel()
         if self._thread is None:
             self._run(job)
-            self._raise_kept()
+            self.raise_error()
         return job.future
 
-    def _enqueue(self, job: _Job) -> list[_Job]:
+    def _enqueue(self, job: _WriteJob) -> list[_WriteJob]:
         displaced = [old for old in self._waiting if job.is_best or not old.is_best]
         self._waiting = [old for old in self._waiting if old not in displaced] + [job]
         self.superseded += len(displaced)
@@ -122,12 +137,12 @@ class CheckpointWriter:
         return displaced
 
     def wait_idle(self, timeout_s: float = 0.0) -> bool:
-        """Wait until nothing is being written and nothing waits; False if that took longer than ``timeout_s``."""
+        """Wait until nothing is being written and nothing waits; return False after ``timeout_s`` seconds."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._waiting and self._current is None, timeout_s)
 
     def close(self, timeout_s: float) -> None:
-        """Write what waits, then stop. Closing again does nothing more than to tell the failure again.
+        """Write what waits, then end the thread. Closing again only raises the failure again.
 
         Raises:
             DeadlineExceeded: the writing did not end within ``timeout_s`` seconds.
@@ -143,14 +158,10 @@ class CheckpointWriter:
                     f"checkpoint in {self.folder} must be written within {timeout_s:g} s of the end, and is not; "
                     "check that disk, or raise cluster.timeout_s"
                 )
-        self._raise_kept()
+        self.raise_error()
 
     def raise_error(self) -> None:
-        """Raise the failure of an earlier write."""
-        with self._changed:
-            self._raise_kept()
-
-    def _raise_kept(self) -> None:
+        """Raise the failure of an earlier write, if there is one."""
         if self._error is not None:
             raise self._error
 
@@ -160,9 +171,9 @@ class CheckpointWriter:
             with self._changed:
                 self._current = None
                 self._changed.notify_all()
-            del job  # and the copy that it holds
+            del job  # and the copy that it holds, which would otherwise live until the next job
 
-    def _next(self) -> _Job | None:
+    def _next(self) -> _WriteJob | None:
         with self._changed:
             while not self._waiting:
                 if self._closed:
@@ -171,7 +182,7 @@ class CheckpointWriter:
             self._current = self._waiting.pop(0)
             return self._current
 
-    def _run(self, job: _Job) -> None:
+    def _run(self, job: _WriteJob) -> None:
         if not job.future.set_running_or_notify_cancel():
             return
         try:
@@ -183,16 +194,17 @@ class CheckpointWriter:
             self.written.append(written)
             job.future.set_result(written)
 
-    def _write(self, job: _Job) -> WrittenCheckpoint:
+    def _write(self, job: _WriteJob) -> WrittenCheckpoint:
         started = time.perf_counter()
-        path = write_checkpoint(self.folder, job.step, job.objects, job.about)
+        # Retention comes last: it keeps what ``latest`` and ``best`` name, and both name this checkpoint by then.
+        path = write_checkpoint(self.folder, job.step, job.objects, job.metadata)
         if job.is_best:
             mark_best(self.folder, job.step)
         apply_retention(self.folder, self.keep)
         size_bytes = read_manifest(path).total_bytes
         return WrittenCheckpoint(job.step, path, size_bytes, time.perf_counter() - started, job.is_best)
 
-    def __enter__(self) -> "CheckpointWriter":
+    def __enter__(self) -> CheckpointWriter:
         return self
 
     def __exit__(

@@ -67,11 +67,11 @@ def empty(folder):
 
 DAMAGES = {
     "no manifest": (lambda folder: (folder / "manifest.json").unlink(), r"manifest\.json is missing"),
-    "cut": (cut, r"trainer-0\.pt has \d+ bytes where its manifest says \d+"),
+    "cut": (cut, r"trainer-0\.pt has \d+ bytes where its manifest lists \d+"),
     "without": (without, r"optimizer\.pt is missing"),
     "empty": (empty, r"manifest\.json is damaged"),
     "flipped": (flip, r"model\.pt is damaged: its SHA-256 is not the one in the manifest"),
-    "newer": (of_a_newer_format, r"was written by a newer version \(format 99; .*\); update paramserver"),
+    "newer": (of_a_newer_format, r"has format version 99, .* reads version 1; update paramserver"),
 }
 
 
@@ -83,7 +83,7 @@ def test_a_chosen_checkpoint_that_is_not_whole_names_the_newest_good_one_and_how
     before = file_contents(trained.run_dir)
     message = error_message(call(trained.run_dir, "--resume", chosen))
     assert re.search(said, message)
-    command = re.search(r"the newest good one is (\S+); go on from it with (--resume) (\S+)\n", message).groups()
+    command = re.search(r"the newest good one is (\S+); resume from it with (--resume) (\S+)\n", message).groups()
     assert command == (str(good), "--resume", str(good))
     assert file_contents(trained.run_dir) == before
     assert call(trained.run_dir, *command[1:]).code == 0
@@ -100,7 +100,7 @@ def test_the_newest_checkpoint_that_is_not_whole_is_passed_over_or_refused_but_n
     assert re.search(said, finished.output)
     good = trained.run_dir / "checkpoints" / "step-00000006"
     if name != "no manifest":
-        assert f"the newest good one is {good}; go on from it with --resume {good}\n" in error_message(finished)
+        assert f"the newest good one is {good}; resume from it with --resume {good}\n" in error_message(finished)
         assert file_contents(trained.run_dir) == before
         finished = call(trained.run_dir, "--resume", good)
         assert finished.code == 0, finished.output

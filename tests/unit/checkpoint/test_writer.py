@@ -61,7 +61,7 @@ def test_writes_keeps_and_counts(folder, background):
     assert steps_in(folder) == [1, 3, 4]
     assert (folder / "best").read_text() == "step-00000001\n"
     assert [one.step for one in writing.written] == [1, 2, 3, 4]
-    assert writing.bytes == 10
+    assert writing.size_bytes == 10
     assert writing.seconds == sum(one.seconds for one in writing.written) > 0
 
 
@@ -205,7 +205,7 @@ def test_views_of_a_flat_tensor_are_saved_without_the_rest(folder):
     assert torch.equal(copied["columns"], flat.view(100, 1000)[:, :2])
     assert [value.untyped_storage().nbytes() for value in copied.values()] == [16, 800]
     with CheckpointWriter(folder, keep=1, background=False) as writing:
-        assert writing.submit(1, {"model": copied}, {}).result().bytes < 10_000
+        assert writing.submit(1, {"model": copied}, {}).result().size_bytes < 10_000
 
 
 def test_private_copy_keeps_structure_classes_and_leaves():
