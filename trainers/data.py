@@ -166,7 +166,7 @@ class DataStream:
     @property
     def epoch_samples(self) -> int | None:
         """How many samples one pass over the source serves to all trainers together; None if unknown."""
-        once = self.source.pass_samples
+        once = self.source.samples_per_pass
         return None if once is None else once * self.pseudo_epochs
 
     @property

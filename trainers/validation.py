@@ -1,4 +1,4 @@
-"""Validation shared by all trainers: each takes its share, and the sums add up to the exact mean over all samples."""
+"""Distributed validation: each trainer evaluates its share, and the sums give the exact mean over all samples."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from paramserver.config import Config
-from paramserver.devices import Placement, move
+from paramserver.devices import Placement, move_to_device
 from paramserver.errors import TaskError
 from paramserver.metrics.records import WeightedSums
 from paramserver.parameters.model import autocast
@@ -20,8 +20,8 @@ from paramserver.sources.factory import is_map_style
 from paramserver.task import Task
 
 
-class _CountedBatches:
-    """Collates a batch and keeps its number of samples beside it."""
+class _SizedCollate:
+    """Collates samples to (batch, number of samples)."""
 
     def __init__(self, task: Task) -> None:
         self._task = task
@@ -31,23 +31,45 @@ class _CountedBatches:
         return self._task.collate(processed), len(samples)
 
 
-class _IteratedBatches(IterableDataset[Any]):
-    """An iterable that is asked for again each time: an iterator would be empty at the second validation."""
+class _ReiterableDataset(IterableDataset[Any]):
+    """Calls ``make`` for each iteration but the first: an iterator would be empty at the second validation."""
 
-    def __init__(self, first: Iterable[Any], again: Callable[[], Iterable[Any]]) -> None:
+    def __init__(self, first: Iterable[Any], make: Callable[[], Iterable[Any]]) -> None:
         self._first: Iterable[Any] | None = first
-        self._again = again
+        self._make = make
 
     def __iter__(self) -> Iterator[Any]:
         data, self._first = self._first, None
-        return iter(self._again() if data is None else data)
+        return iter(self._make() if data is None else data)
 
 
 def validation_batches(task: Task, partition: Partition, config: Config) -> DataLoader[Any] | None:
-    """The batches of one trainer's share, each with its number of samples; None where the task validates nothing.
+    """Return the validation batches of one trainer, each as (batch, number of samples).
 
-    A map-style data set is dealt (trainer i takes every ``count``-th sample from the i-th on: none is repeated or left
-    out); an iterable is this trainer's own share, and the task is asked for it at each validation.
+    A map-style data set is dealt: trainer i gets every ``count``-th sample from the i-th on, none is repeated or left
+    out. An iterable is this trainer's share as it is; ``validation_source`` is called at each validation.
+
+    Args:
+        task: provides the samples and collates the batches.
+        partition: the trainer's.
+        config: ``training.validation_batch_size``, or else ``training.batch_size``.
+
+    Returns:
+        A loader for any number of passes; None if the task has no ``validation_source``.
+
+    Raises:
+        TaskError: the source is neither a data set nor an iterable, or there is no ``validation_step``.
+
+    Example::
+
+        >>> from paramserver.config import TrainingConfig
+        >>> class Numbers(Task):
+        ...     def validation_source(self, partition):
+        ...         return [0.0, 1.0, 2.0, 3.0, 4.0]
+        ...     def validation_step(self, model, batch, valid_batch_idx, batch_idx):
+        ...         return {"mean": batch.mean()}
+        >>> list(validation_batches(Numbers(), Partition(1, 2), Config(training=TrainingConfig(batch_size=4))))
+        [(tensor([1., 3.], dtype=torch.float64), 2)]
     """
     data = task.validation_source(partition)
     if data is None:
@@ -60,20 +82,24 @@ def validation_batches(task: Task, partition: Partition, config: Config) -> Data
     if is_map_style(data):
         share: Any = Subset(data, range(partition.index, len(data), partition.count))
     elif isinstance(data, Iterable):
-        share = _IteratedBatches(data, lambda: task.validation_source(partition))
+        share = _ReiterableDataset(data, lambda: task.validation_source(partition))
     else:
         raise TaskError(
             f"validation_source returned {type(data).__name__}; "
             "it must return a map-style data set, an iterable or None"
         )
     size = config.training.validation_batch_size or config.training.batch_size
-    # Each pass of a DataLoader draws a seed; from a generator of its own, so that validating leaves training alone.
-    return DataLoader(share, batch_size=size, collate_fn=_CountedBatches(task), generator=torch.Generator())
+    # Each pass of a DataLoader draws a seed. A separate generator keeps the random numbers of the training unchanged.
+    return DataLoader(share, batch_size=size, collate_fn=_SizedCollate(task), generator=torch.Generator())
 
 
-def input_on(placement: Placement) -> Callable[[Any], Any]:
-    """Moves a batch to where the model computes, unless it spreads over several devices and takes care of it itself."""
-    return (lambda batch: move(batch, placement.device)) if len(placement.devices) == 1 else (lambda batch: batch)
+def make_input_mover(placement: Placement) -> Callable[[Any], Any]:
+    """Return a function that moves a batch to the model's device; a model on several devices moves its inputs."""
+    return (
+        (lambda batch: move_to_device(batch, placement.device))
+        if len(placement.devices) == 1
+        else (lambda batch: batch)
+    )
 
 
 def evaluate(
@@ -87,14 +113,31 @@ def evaluate(
 ) -> WeightedSums:
     """Run ``validation_step`` over ``batches`` with the model in ``eval()`` and without gradients.
 
+    Args:
+        task, model: what is evaluated.
+        batches: of ``validation_batches``.
+        batch_idx: the number of training batches so far, for ``validation_step``.
+        as_input: moves a batch to the model, see ``make_input_mover``.
+        precision: ``training.precision``.
+        device: of the model.
+
     Returns:
-        The sums over this share, weighted by samples.
+        The sums over these batches, weighted by samples.
 
     Raises:
         TaskError: ``validation_step`` does not return a dictionary of numbers.
+
+    Example::
+
+        >>> class Mean(Task):
+        ...     def validation_step(self, model, batch, valid_batch_idx, batch_idx):
+        ...         return {"mean": model(batch).mean()}
+        >>> batches = [(torch.ones(3, 1), 3), (torch.zeros(1, 1), 1)]
+        >>> evaluate(Mean(), nn.Identity(), batches, 0, lambda batch: batch, "float32", torch.device("cpu")).means()
+        {'mean': 0.75}
     """
     total = WeightedSums()
-    with evaluating(model), autocast(device, precision):
+    with eval_mode(model), autocast(device, precision):
         for valid_batch_idx, (batch, samples) in enumerate(batches):
             values = task.validation_step(model, as_input(batch), valid_batch_idx, batch_idx)
             total.add(_numbers(values, valid_batch_idx), samples)
@@ -120,8 +163,19 @@ def _number(value: Any, what: str) -> float:
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in ``eval()`` without gradients; afterwards each of its modules is as it was."""
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Put the model in ``eval()`` without gradients; at the exit restore the mode of each module.
+
+    Example::
+
+        >>> model = nn.Dropout()
+        >>> with eval_mode(model):
+        ...     model.training, torch.is_grad_enabled()
+        (False, False)
+        >>> model.training
+        True
+    """
+    # Per module, not model.train(): the user may have frozen some of them in eval().
     flags = {module: module.training for module in model.modules()}
     model.eval()
     try:

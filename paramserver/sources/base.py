@@ -1,4 +1,4 @@
-"""The protocol between what produces samples and the trainer's buffer."""
+"""The interface between what produces samples and the feeder, which puts them into a trainer's buffer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,14 @@ from paramserver.online.spec import ReceiverSpec
 
 @dataclass(frozen=True)
 class Partition:
-    """A trainer's share: ``index`` of ``count``."""
+    """One trainer's share of the data: ``index`` of ``count``.
+
+    Example::
+
+        >>> partition = Partition(index=1, count=3)
+        >>> list(range(10))[partition.index :: partition.count]
+        [1, 4, 7]
+    """
 
     index: int
     count: int
@@ -21,14 +28,14 @@ class Partition:
 
 @dataclass(frozen=True)
 class ResumePosition:
-    """How far one trainer of an earlier run had come, for a run with another number of trainers.
+    """Where one trainer of an earlier run stopped reading, for a run with another number of trainers.
 
     Attributes:
         state: its source's ``state_dict()``.
         position: how many samples it had put into its buffer.
-        unserved: keys of those that it held and had never served, in order; only where the source is ``refetchable``
-            (otherwise the samples themselves go over).
-        mark: of the last group that the buffer had got; None where there was none.
+        unserved: keys of those that its buffer held and had never served, in order; only if the source is
+            ``refetchable`` (otherwise the samples themselves are resharded).
+        mark: of the last group in its buffer; None if there was none.
     """
 
     state: Mapping[str, Any]
@@ -40,87 +47,108 @@ class ResumePosition:
 class Source(ABC):
     """An ordered sequence of ``(key, sample)``, read by one feeder thread.
 
-    Its position is the number of samples that were put into the buffer, which the buffer counts under the lock that
-    guards its content; so the two always agree.
+    The position of a source is the number of its samples that were put into the buffer. The buffer counts them under
+    the lock that guards its content, so position and content always agree.
+
+    To write a source: subclass it, implement ``samples``, and return it from ``Task.train_source``.
 
     Attributes:
-        refetchable: ``fetch(key)`` gives a sample again, so that checkpoints store keys in place of samples.
+        refetchable: ``fetch(key)`` returns a sample again, so that checkpoints store keys instead of samples.
+
+    Example::
+
+        >>> class Countdown(Source):
+        ...     def samples(self, position):
+        ...         for key in range(position, 3):
+        ...             yield key, 3.0 - key
+        >>> list(Countdown().samples(1))
+        [(1, 2.0), (2, 1.0)]
     """
 
     refetchable: bool = False
 
+    # Reading, in the feeder thread.
+
     @abstractmethod
     def samples(self, position: int) -> Iterator[tuple[Any, Any]]:
-        """The sequence from ``position`` on, which is 0 at the start of a run."""
+        """Return the sequence from ``position`` on, which is 0 at the start of a run."""
 
     def groups(self, position: int) -> Iterator[Sequence[tuple[Any, Any]]]:
-        """``samples`` in the groups in which they are at hand: what follows a group may take its time."""
+        """Return ``samples`` in the groups in which they become available; the feeder puts each group at once."""
         return ([pair] for pair in self.samples(position))
 
     def fetch(self, key: Any) -> Any:
-        """The sample of this key; only where ``refetchable``."""
+        """Return the sample of this key; only if ``refetchable``."""
         raise LookupError(f"{type(self).__name__} cannot give sample {key!r} a second time")
+
+    def mark(self) -> Any:
+        """Return what the source needs besides the position to continue after the last group of ``groups``.
+
+        The buffer keeps it with the samples of that group, so mark and content always agree.
+        """
+        return None
+
+    # What is known before the end.
 
     @property
     def endless(self) -> bool:
-        """Whether the sequence never ends by itself."""
+        """Whether the sequence ends only when the run does."""
         return False
 
     @property
     def total(self) -> int | None:
-        """How many samples this share will put from position 0 to the end; None where unknown or endless."""
+        """How many samples this trainer puts from position 0 to the end; None if unknown or endless."""
         return None
 
     @property
     def expected(self) -> int | None:
-        """How many samples this share is planned to put from position 0 to the end; there may come to be others."""
+        """How many samples this trainer is planned to put from position 0 to the end; the final number may differ."""
         return self.total
 
     @property
-    def pass_samples(self) -> int | None:
-        """How many samples one pass over the data holds for all trainers together; None where unknown."""
+    def samples_per_pass(self) -> int | None:
+        """How many samples one pass over the data has for all trainers together; None if unknown."""
         return None
 
-    def connect(self, post: ReceiverSpec) -> None:
-        """Learn of the online run, before anything is read; for sources whose samples come over the network."""
+    # Start and end.
+
+    def connect(self, receiver_spec: ReceiverSpec) -> None:
+        """Set where samples arrive. Called before anything is read, for sources that receive over the network."""
 
     def stop(self) -> None:
-        """No more samples are wanted: whoever makes them is told, and ``groups`` ends. ``close`` comes later."""
+        """End ``groups`` and notify the producers: no more samples are needed. ``close`` is called later."""
 
     def close(self) -> None:
-        """Stop, and have ``groups`` end in the thread that reads it, also where it waits; called once by its owner."""
+        """End ``groups`` in the feeder thread, even while it waits. Called once, by the owner."""
+
+    # Records, from any thread.
 
     def figures(self) -> dict[str, Any]:
-        """Counts for a record, of what was received, expected and not taken in the whole run; from any thread."""
+        """Return counts for a record: samples received, expected and refused in the whole run."""
         return {}
 
     def statistics(self) -> dict[str, dict[str, float]]:
-        """``{field: {mean, deviation, count, not_finite}}`` of what came since this was asked last; from any thread."""
+        """Return ``{field: {mean, deviation, count, not_finite}}`` of the samples since the last call."""
         return {}
 
-    def mark(self) -> Any:
-        """What the source needs besides the position to go on after the group that ``groups`` gave last.
-
-        It is kept with the samples of that group, so that it always belongs to what the buffer has got.
-        """
-        return None
+    # Checkpoints.
 
     def state_dict(self) -> dict[str, Any]:
-        """What is needed to go on, besides the position and the mark."""
+        """Return what is needed to continue, besides the position and the mark."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any], mark: Any = None) -> None:
-        """Take back ``state_dict()``, and the mark of the last group that the buffer got."""
+        """Restore ``state_dict()``, and the mark of the last group in the buffer."""
 
     def reshard(self, leftovers: Sequence[ResumePosition], held: Sequence[Any]) -> None:
-        """Go on with this trainer's share of what another number of trainers left.
+        """Continue with this trainer's share of what another number of trainers left.
 
         Args:
             leftovers: of all earlier trainers, in their order.
-            held: the keys that this trainer's buffer begins with; they count as the first positions.
+            held: the keys that this trainer's buffer starts with; they count as the first positions.
 
         Raises:
-            CheckpointError: this kind of source has a share for the same number of trainers only.
+            CheckpointError: this kind of source can only continue with the same number of trainers.
         """
         raise CheckpointError(
             f"a checkpoint of {len(leftovers)} trainers, whose data comes from {type(self).__name__}, must be resumed "

@@ -1,6 +1,7 @@
-"""Which indices of a data set a trainer serves, and in which order.
+"""A map-style data set as a source: dealt to the trainers, shuffled for each pass, resharded on resume.
 
-A map-style data set, dealt to the trainers and shuffled for each pass.
+``deal`` is the order of one pass, ``PartitionOrder`` the sequence of indices of one trainer over all passes, and
+``DatasetSource`` reads the samples of these indices.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, islice, zip_longest
+from itertools import chain, islice, repeat, zip_longest
+from operator import getitem
 from typing import Any
 
 import torch
@@ -28,11 +30,24 @@ def deal(
     drop_last: bool = False,
     pad: bool = False,
 ) -> list[int]:
-    """The indices of one trainer's share of one pass.
+    """Return the indices of one trainer's share of one pass.
 
     The order is that of ``torch.utils.data.DistributedSampler``: a permutation seeded with ``seed + epoch``, of which
-    trainer i takes every ``count``-th index from the i-th on. The tail is neither padded nor dropped, so that every
-    sample is dealt exactly once; ``pad`` repeats indices from the front and ``drop_last`` cuts the tail, as there.
+    trainer i gets every ``count``-th index from the i-th on. By default the tail is neither padded nor dropped, so each
+    sample is dealt exactly once; ``pad`` repeats indices from the front and ``drop_last`` drops the tail, as there.
+
+    Args:
+        length: of the data set.
+        partition: the trainer's.
+        seed, epoch: of the permutation.
+        shuffle, drop_last, pad: as above.
+
+    Example::
+
+        >>> [deal(7, Partition(i, 2), seed=0, epoch=0, shuffle=False) for i in range(2)]
+        [[0, 2, 4, 6], [1, 3, 5]]
+        >>> deal(7, Partition(1, 2), seed=0, epoch=0, shuffle=False, pad=True)
+        [1, 3, 5, 0]
     """
     if shuffle:
         generator = torch.Generator().manual_seed(seed + epoch)
@@ -49,14 +64,22 @@ def deal(
 
 @dataclass(frozen=True)
 class PartitionOrder:
-    """One trainer's sequence of indices; position n is its n-th index.
+    """The sequence of indices of one trainer; position n is its n-th index.
 
     Args:
         length: of the data set.
-        partition: whose share.
+        partition: the trainer's.
         options: of ``deal``: seed, shuffle, drop_last, pad.
-        rest: what comes before the first pass: a trainer's part of what an earlier number of trainers had begun.
+        rest: indices before the first pass: the trainer's share of the passes that another number of trainers began.
         epoch: the first whole pass.
+
+    Example::
+
+        >>> order = PartitionOrder(5, Partition(0, 1), {"seed": 0, "shuffle": False}, rest=[3, 4], epoch=1)
+        >>> order.total(passes=2)
+        7
+        >>> list(order.blocks(1, passes=2))
+        [[4], [0, 1, 2, 3, 4]]
     """
 
     length: int
@@ -67,15 +90,15 @@ class PartitionOrder:
 
     @cached_property
     def per_pass(self) -> int:
-        """How many indices of one pass are this trainer's."""
+        """How many indices of one pass belong to this trainer."""
         return len(deal(self.length, self.partition, epoch=0, **{**self.options, "shuffle": False}))
 
     def total(self, passes: int) -> int:
-        """How many indices there are until ``passes`` passes over the data set are done."""
+        """Return how many indices there are until the end of ``passes`` passes over the data set."""
         return len(self.rest) + max(passes - self.epoch, 0) * self.per_pass
 
     def blocks(self, position: int, passes: int | None) -> Iterator[list[int]]:
-        """The sequence from ``position`` on, in blocks of one pass; endless where ``passes`` is None."""
+        """Return the sequence from ``position`` on, in blocks of one pass; endless if ``passes`` is None."""
         if position < len(self.rest):
             yield list(self.rest[position:])
         epoch, offset = divmod(max(position - len(self.rest), 0), self.per_pass)
@@ -85,14 +108,18 @@ class PartitionOrder:
             epoch, offset = epoch + 1, 0
 
     def first_unserved_pass(self, position: int) -> int:
-        """The first pass of which nothing lies before ``position``."""
+        """Return the first pass of which no index is before ``position``."""
         return self.epoch + -(-max(position - len(self.rest), 0) // self.per_pass)
 
     def rewind(self, position: int, unserved: Sequence[int]) -> tuple[int, list[int]]:
-        """The position before the last indices that are all among ``unserved``, and those of them that lie earlier.
+        """Move ``position`` back over the indices that were read and never served.
 
-        A buffer reads ahead as fast as it can. What it did not serve is as if it had never been read, so that how far
-        it had come does not matter: entirely so for a FIFO, which serves in order.
+        The feeder reads ahead as fast as the buffer has room. After the rewind, an unserved sample counts as not read,
+        so the result does not depend on how far it read ahead: not at all for a FIFO, which serves in order.
+
+        Returns:
+            The position before the longest run of indices that are all in ``unserved``, and the unserved indices that
+            are earlier than that.
         """
         known = Counter(unserved)
         start = max(position - len(unserved), 0)
@@ -110,23 +137,23 @@ class PartitionOrder:
         return position, earlier
 
     def reshard(self, leftovers: Sequence[ResumePosition], held: Sequence[int]) -> PartitionOrder:
-        """This trainer's share, where ``leftovers`` tell what another number of trainers had come to.
+        """Return this trainer's order for what another number of trainers left.
 
-        What those had begun is dealt anew, in turn from each of them: the samples that they held and had not served,
-        and the indices up to the end of the last pass of which one of them had served something. So each pass still
-        serves each sample once.
+        The passes that those began are dealt again, in turn from each of them: the samples that they held and had not
+        served, and the indices up to the end of the last pass of which one of them had served a sample. So each pass
+        still serves each sample once.
 
         Args:
             leftovers: one for each of the earlier trainers, in their order.
-            held: the keys that this trainer's buffer begins with; its positions count them.
+            held: the keys that this trainer's buffer starts with; they count as its first positions.
         """
-        begun = []
+        rewound = []
         for i, one in enumerate(leftovers):
             partition = Partition(i, len(leftovers))
-            share = PartitionOrder(self.length, partition, self.options, one.state["rest"].tolist(), one.state["epoch"])
-            begun.append((share, *share.rewind(one.position, one.unserved)))
-        epoch = max(share.first_unserved_pass(position) for share, position, _ in begun)
-        left = [[*earlier, *chain.from_iterable(share.blocks(at, epoch))] for share, at, earlier in begun]
+            order = PartitionOrder(self.length, partition, self.options, one.state["rest"].tolist(), one.state["epoch"])
+            rewound.append((order, *order.rewind(one.position, one.unserved)))
+        epoch = max(order.first_unserved_pass(position) for order, position, _ in rewound)
+        left = [[*earlier, *chain.from_iterable(order.blocks(at, epoch))] for order, at, earlier in rewound]
         in_turn = [index for turn in zip_longest(*left) for index in turn if index is not None]
         return replace(self, rest=[*held, *in_turn[self.partition.index :: self.partition.count]], epoch=epoch)
 
@@ -135,12 +162,20 @@ class DatasetSource(Source):
     """One trainer's share of a map-style data set, pass after pass. A sample's key is its index in the data set.
 
     Args:
-        dataset: with ``__len__`` and ``__getitem__``.
-        partition: whose share.
+        dataset: has ``__len__`` and ``__getitem__``.
+        partition: the trainer's.
         seed: of the shuffling; the same for all trainers.
-        passes: how many passes are served; None for no end.
-        sampler_kwargs: ``shuffle``, ``pad``, ``drop_last`` and ``seed``, where a trainer wants them otherwise.
-        group: how many samples are read together, as a DataLoader reads a batch; ``__getitems__`` is used if offered.
+        passes: how many passes are served; None = no end.
+        sampler_kwargs: ``shuffle``, ``pad``, ``drop_last`` and ``seed`` of ``deal``, if not the default.
+        group: how many samples are read at once, like a batch of a DataLoader; with ``__getitems__`` if it exists.
+
+    Example::
+
+        >>> source = DatasetSource("abcd", Partition(1, 2), seed=0, passes=1, sampler_kwargs={"shuffle": False})
+        >>> list(source.samples(0))
+        [(1, 'b'), (3, 'd')]
+        >>> source.total, source.samples_per_pass
+        (2, 4)
     """
 
     refetchable = True
@@ -163,14 +198,14 @@ class DatasetSource(Source):
         self.options = {"seed": seed, **(sampler_kwargs or {})}
         if self.length == 0:
             raise TaskError("the training data set is empty; train_source must return at least one sample")
-        self._take(PartitionOrder(self.length, partition, self.options))
+        self._set_order(PartitionOrder(self.length, partition, self.options))
         try:
-            mine = self.order.per_pass
+            per_pass = self.order.per_pass
         except TypeError as error:
             raise UnsupportedConfiguration(
                 f"sampler_kwargs ({self.options}) must be among seed, shuffle, pad, drop_last"
             ) from error
-        if mine == 0:
+        if per_pass == 0:
             raise TaskError(
                 f"trainer {partition.index} gets none of the {self.length} training samples; "
                 f"use at most {self.length} trainers"
@@ -182,23 +217,21 @@ class DatasetSource(Source):
     def groups(self, position: int) -> Iterator[Sequence[tuple[int, Any]]]:
         for block in self.order.blocks(position, self.passes):
             for start in range(0, len(block), self.group):
-                yield from self._group(block[start : start + self.group])
+                yield from self._read_group(block[start : start + self.group])
 
-    def _group(self, indices: list[int]) -> Iterator[Sequence[tuple[int, Any]]]:
-        """The samples of these indices; where one cannot be read those before it, and then what was raised."""
+    def _read_group(self, indices: list[int]) -> Iterator[Sequence[tuple[int, Any]]]:
         group: list[tuple[int, Any]] = []
         try:
-            group.extend(zip(indices, self._fetch_all(indices), strict=True))
+            if hasattr(self.dataset, "__getitems__"):
+                group.extend(zip(indices, self.dataset.__getitems__(indices), strict=True))
+            else:
+                group.extend(zip(indices, map(getitem, repeat(self.dataset), indices), strict=True))
         except BaseException:
+            # The samples that were read before the failure are still put.
             if group:
                 yield group
             raise
         yield group
-
-    def _fetch_all(self, indices: list[int]) -> Iterator[Any]:
-        if hasattr(self.dataset, "__getitems__"):
-            return iter(self.dataset.__getitems__(indices))
-        return (self.dataset[i] for i in indices)
 
     def fetch(self, key: Any) -> Any:
         return self.dataset[key]
@@ -211,8 +244,8 @@ class DatasetSource(Source):
     def total(self) -> int | None:
         return None if self.passes is None else self.order.total(self.passes)
 
-    @cached_property  # it is asked for in every step, and costs a pass over the indices
-    def pass_samples(self) -> int:
+    @cached_property  # read in every step, and it costs a pass over the indices
+    def samples_per_pass(self) -> int:
         count = self.partition.count
         return sum(PartitionOrder(self.length, Partition(i, count), self.options).per_pass for i in range(count))
 
@@ -221,20 +254,20 @@ class DatasetSource(Source):
 
     def load_state_dict(self, state: dict[str, Any], mark: Any = None) -> None:
         self._check_length(state)
-        self._take(replace(self.order, rest=state["rest"].tolist(), epoch=state["epoch"]))
+        self._set_order(replace(self.order, rest=state["rest"].tolist(), epoch=state["epoch"]))
 
     def reshard(self, leftovers: Sequence[ResumePosition], held: Sequence[Any]) -> None:
         for leftover in leftovers:
             self._check_length(leftover.state)
-        self._take(self.order.reshard(leftovers, held))
+        self._set_order(self.order.reshard(leftovers, held))
 
-    def _take(self, share: PartitionOrder) -> None:
-        # As a tensor, which is copied at once at every checkpoint, where a list would be copied number by number.
-        self.order, self._rest = share, torch.tensor(share.rest, dtype=torch.int64)
+    def _set_order(self, order: PartitionOrder) -> None:
+        # A tensor is copied as one block at every checkpoint, a list number by number.
+        self.order, self._rest = order, torch.tensor(order.rest, dtype=torch.int64)
 
     def _check_length(self, state: Mapping[str, Any]) -> None:
         if state["length"] != self.length:
             raise CheckpointError(
                 f"the training data set has {self.length} samples, it must have {state['length']} as when the "
-                "checkpoint was written; use init_from to go on from the weights with other data"
+                "checkpoint was written; use init_from to continue from the weights with other data"
             )

@@ -1,4 +1,4 @@
-"""Which source a task's object becomes."""
+"""From the object that a task returns to a source."""
 
 from __future__ import annotations
 
@@ -15,19 +15,28 @@ from paramserver.sources.iterable import IterableSource
 from paramserver.sources.stream import Stream
 
 
-def is_map_style(data: Any) -> bool:
-    """Whether samples are reached by index (a Dataset, a list) and not by iterating alone (an IterableDataset)."""
-    return not isinstance(data, (IterableDataset, dict)) and hasattr(data, "__getitem__") and hasattr(data, "__len__")
-
-
 def make_source(
     data: Any, partition: Partition, config: Config, sampler_kwargs: dict[str, Any] | None = None
 ) -> Source:
-    """The source behind what ``train_source`` returned.
+    """Return the source for what ``Task.train_source`` returned.
+
+    Args:
+        data: a Source, a map-style data set or an iterable.
+        partition: the trainer's.
+        config: of the run.
+        sampler_kwargs: of ``DatasetSource``.
 
     Raises:
-        TaskError: it is neither a source, nor a map-style data set, nor an iterable.
+        TaskError: ``data`` is neither a source, nor a map-style data set, nor an iterable.
         UnsupportedConfiguration: the run would have no end, or the section ``simulations`` does not suit the source.
+
+    Example::
+
+        >>> from paramserver.config import TrainingConfig
+        >>> config = Config(training=TrainingConfig(max_epochs=2))
+        >>> source = make_source([10.0, 11.0, 12.0], Partition(0, 1), config, {"shuffle": False})
+        >>> [key for key, _ in source.samples(0)]
+        [0, 1, 2, 0, 1, 2]
     """
     training = config.training
     if isinstance(data, Stream):
@@ -64,16 +73,21 @@ def make_source(
     return source
 
 
+def is_map_style(data: Any) -> bool:
+    """Return whether samples are read by index (a Dataset, a list), not only by iterating (an IterableDataset)."""
+    return not isinstance(data, (IterableDataset, dict)) and hasattr(data, "__getitem__") and hasattr(data, "__len__")
+
+
 def check_watermark(watermark: int, total: int | None, partition: Partition) -> None:
     """Refuse a watermark that a trainer's buffer never reaches.
 
     Args:
         watermark: of its buffer.
-        total: samples that it will ever get; None = not known.
-        partition: whose share.
+        total: samples that are put into it; None if unknown.
+        partition: the trainer's.
 
     Raises:
-        UnsupportedConfiguration: the watermark is beyond the total.
+        UnsupportedConfiguration: the watermark is greater than the total.
     """
     if total is not None and watermark > total:
         raise UnsupportedConfiguration(

@@ -1,4 +1,4 @@
-"""The thread that carries samples from a source into a trainer's buffer."""
+"""The thread that moves samples from a source into a trainer's buffer."""
 
 from __future__ import annotations
 
@@ -13,12 +13,25 @@ from paramserver.sources.base import Source
 
 
 class Feeder:
-    """Owns one thread, from ``start`` to ``close``. What the source raises is kept and raised to the trainer.
+    """Owns the thread ``feeder-<trainer_index>``, from ``start`` to ``close``.
+
+    The thread finishes the buffer at the end of the source. If anything raises, the thread records the error and closes
+    the buffer; the trainer's next get raises BufferClosed, and the trainer then calls ``raise_error``.
 
     Args:
-        source: what is read, from the position that the buffer has reached.
-        buffer: what is filled; finished at the end of the source, closed where it fails.
+        source: read from the position that the buffer has reached.
+        buffer: what is filled.
         trainer_index: for messages and the thread's name.
+
+    Example::
+
+        >>> from paramserver.buffers import Fifo
+        >>> from paramserver.sources import IterableSource, Partition
+        >>> feeder = Feeder(IterableSource([1.5, 2.5], Partition(0, 1)), Fifo(capacity=8), trainer_index=0)
+        >>> feeder.start()
+        >>> feeder.buffer.get_batch(2, timeout=10.0).samples
+        [1.5, 2.5]
+        >>> feeder.close()
     """
 
     def __init__(self, source: Source, buffer: Buffer, trainer_index: int) -> None:
@@ -26,35 +39,61 @@ class Feeder:
         self.buffer = buffer
         self.trainer_index = trainer_index
         self._error: BaseException | None = None
-        self._enough = False
+        self._stopped = False
         self._thread = threading.Thread(target=self._run, name=f"feeder-{trainer_index}", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def _run(self) -> None:
-        start, total = self.buffer.info().puts, self.source.total
+    def raise_error(self) -> None:
+        """Raise what ended the thread, if it failed. Call it after a BufferClosed."""
+        if self._error is not None:
+            raise self._error
+
+    def stop(self) -> None:
+        """Stop the producers; the content of the buffer stays for a checkpoint."""
+        # Set first: the thread must not finish the buffer of a source that ends early.
+        self._stopped = True
+        self.source.stop()
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Close buffer and source and join the thread. It stays as a daemon if the source does not return in time."""
+        # The buffer first: the thread may wait in it for room.
+        self.buffer.close()
         try:
-            position = start
-            for group in self._read(start):
+            self.source.close()
+        finally:
+            if self._thread.ident is not None:
+                self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        position, total = self.buffer.info().puts, self.source.total
+        try:
+            for group in self._read(position):
                 position += len(group)
                 keys, samples = zip(*group, strict=True)
+                # ``last`` finishes the buffer with the last sample, so that a drain starts at the same get in each run.
                 self.buffer.put_many(samples, keys, last=position == total, mark=self.source.mark())
-            if not self._enough:  # else more would have come
+            if not self._stopped:
                 self.buffer.finish()
         except BufferClosed:
             if self.buffer.closed:
-                return  # the trainer wants no more
+                return  # by ``close``
             self._fail(
                 SourceError(
                     f"trainer {self.trainer_index}: the source gave more than the {total} samples of its length"
                 )
             )
-        except BaseException as error:  # noqa: BLE001 - kept, and raised to the trainer
+        except BaseException as error:  # noqa: BLE001 - recorded, and raised to the trainer
             self._fail(error)
 
+    def _fail(self, error: BaseException) -> None:
+        # Recorded before the buffer is closed: the trainer wakes up with BufferClosed and asks for the error.
+        self._error = error
+        self.buffer.close()
+
     def _read(self, position: int) -> Iterator[Sequence[tuple[Any, Any]]]:
-        """The source's samples from ``position`` on; whatever it raises, the error names the sample or says it all."""
+        """Read the source from ``position`` on; its errors become a SourceError that names the sample."""
         try:
             for group in self.source.groups(position):
                 yield group
@@ -66,26 +105,3 @@ class Feeder:
                 f"trainer {self.trainer_index}: the source raised at sample {position}: {error!r}\n"
                 f"{traceback.format_exc()}"
             ) from error
-
-    def _fail(self, error: BaseException) -> None:
-        self._error = error
-        self.buffer.close()
-
-    def raise_error(self) -> None:
-        """Raise what the source raised."""
-        if self._error is not None:
-            raise self._error
-
-    def stop(self) -> None:
-        """No more samples are wanted; what the buffer holds stays for a last look, and a checkpoint."""
-        self._enough = True
-        self.source.stop()
-
-    def close(self, timeout_s: float = 5.0) -> None:
-        """Stop reading. A source that does not return within the deadline is left to its daemon thread."""
-        self.buffer.close()
-        try:
-            self.source.close()
-        finally:
-            if self._thread.ident is not None:
-                self._thread.join(timeout_s)

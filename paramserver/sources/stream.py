@@ -1,4 +1,4 @@
-"""Samples that other programs send while the run goes on."""
+"""Samples that other programs send during the run."""
 
 from __future__ import annotations
 
@@ -20,29 +20,38 @@ if TYPE_CHECKING:
 
 
 class Stream(Source):
-    """What clients outside the run send (``paramserver.client``), as the config's section ``simulations`` describes it.
+    """Samples from clients outside the run (``paramserver.client``), as the config's section ``simulations`` declares.
 
     A sample is a dictionary of ``simulation`` and ``step`` (numbers), ``parameters`` (an array of float64) and the
-    fields, arrays each; its key is (simulation, step). Its order is that of arrival, and its end the last simulation's.
-    A task returns ``Stream()`` from ``train_source``; the run tells it the rest.
+    fields (an array each); its key is (simulation, step). The order is that of arrival; the end is that of the last
+    simulation. A task returns ``Stream()`` from ``train_source``; the run calls ``connect``.
+
+    Example::
+
+        >>> class Surrogate:  # a paramserver.Task
+        ...     def train_source(self, partition):
+        ...         return Stream()
+        >>> source = Surrogate().train_source(None)
+        >>> source.refetchable, source.total  # a sample is received once, and their number is not known
+        (False, None)
     """
 
-    started_here = False
+    starts_simulations = False
 
     def __init__(self) -> None:
         self.received_log = ReceivedLog()
         self._lock = threading.Lock()
-        self._post: ReceiverSpec | None = None
-        self._reception: SampleReceiver | None = None
+        self._spec: ReceiverSpec | None = None
+        self._receiver: SampleReceiver | None = None
         self._closed = False
         self._inherited = 0
 
     @classmethod
     def check(cls, config: SimulationsConfig | None) -> None:
-        """Refuse a section that does not suit this kind of source.
+        """Check the section ``simulations`` of the config for this kind of source.
 
         Raises:
-            UnsupportedConfiguration: there is none, or it starts simulations where it should not, or the reverse.
+            UnsupportedConfiguration: there is none, or it starts simulations for Stream or none for Simulations.
         """
         if config is None:
             raise UnsupportedConfiguration(
@@ -50,98 +59,99 @@ class Stream(Source):
                 "of a sample; add it, or give a data set or an iterable"
             )
         starts = config.command is not None or config.function is not None
-        if starts and not cls.started_here:
+        if starts and not cls.starts_simulations:
             raise UnsupportedConfiguration(
                 "train_source gives Stream, whose samples come from outside, but simulations.command or function "
                 "starts some; give paramserver.sources.Simulations, or leave it out"
             )
-        if cls.started_here and not starts:
+        if cls.starts_simulations and not starts:
             raise UnsupportedConfiguration(
                 "train_source gives Simulations, so simulations.command or function must say how one is started; add "
                 "it, or give paramserver.sources.Stream, whose samples come from outside"
             )
 
-    def connect(self, post: ReceiverSpec) -> None:
-        self.check(post.plan.config)
-        # Here, and not when it is read: where pyzmq is missing, this says so.
+    def connect(self, receiver_spec: ReceiverSpec) -> None:
+        self.check(receiver_spec.plan.config)
+        # Here, not when the feeder thread reads it: the import fails with the cure if pyzmq is missing.
         import paramserver.online.receiver  # noqa: F401
 
-        self._post = post
+        self._spec = receiver_spec
 
     def samples(self, position: int) -> Iterator[tuple[Any, Any]]:
         return (pair for group in self.groups(position) for pair in group)
 
     def groups(self, position: int) -> Iterator[Sequence[tuple[Any, Any]]]:
-        if (reception := self._receive(position)) is None:
+        if (receiver := self._start_receiver(position)) is None:
             return
-        while (group := reception.take()) is not None:
+        while (group := receiver.take()) is not None:
             self.received_log.extend(accepted.key for accepted in group)
             yield [(accepted.key, accepted.sample) for accepted in group]
-            # Asked for more: the buffer has got these.
-            reception.taken(len(group))
+            # The feeder asks for the next group once the buffer holds this one. Only now are the samples acknowledged.
+            receiver.taken(len(group))
 
-    def _receive(self, position: int) -> SampleReceiver | None:
-        """Begin, once; None where it was closed already."""
+    def _start_receiver(self, position: int) -> SampleReceiver | None:
+        """Start to receive; None if the source was stopped before."""
         from paramserver.online.receiver import SampleReceiver
 
         with self._lock:
-            if self._post is None:
+            if self._spec is None:
                 raise UnsupportedConfiguration(
-                    f"{type(self).__name__} must be told where to receive before it is read; call connect first"
+                    f"{type(self).__name__} must be connected before it is read; call connect first"
                 )
             if self._closed:
                 return None
             self.received_log.truncate(position)
-            self._inherited = self.received_log.inherited_for(self._post.trainer_index, self._post.trainers)
-            self._reception = SampleReceiver(self._post, self.received_log)
-            self._reception.start()
-            return self._reception
+            self._inherited = self.received_log.inherited_for(self._spec.trainer_index, self._spec.trainers)
+            self._receiver = SampleReceiver(self._spec, self.received_log)
+            self._receiver.start()
+            return self._receiver
 
     def stop(self) -> None:
         with self._lock:
             self._closed = True
-        if self._reception is not None:
-            self._reception.leave()
+        if self._receiver is not None:
+            self._receiver.leave()
 
     def close(self) -> None:
         self.stop()
-        if self._reception is not None:
-            self._reception.close()
+        if self._receiver is not None:
+            self._receiver.close()
 
     @property
     def expected(self) -> int | None:
-        if self._post is None:
+        if self._spec is None:
             return None
-        index, trainers = self._post.trainer_index, self._post.trainers
-        planned = self._post.plan.expected_for(index, trainers)
+        index, trainers = self._spec.trainer_index, self._spec.trainers
+        planned = self._spec.plan.expected_for(index, trainers)
         if planned is None:
             return None
         return planned - self.received_log.inherited_for(index, trainers) + self.received_log.held
 
     def figures(self) -> dict[str, Any]:
-        """As of ``Handshake``; with this trainer's share of what other trainers had got before, which is ``inherited``.
+        """Return the figures of ``SampleReceiver``, plus this trainer's share of ``inherited`` samples.
 
-        So the figures of all trainers add up to those of the whole run.
+        Inherited samples were received by the trainers of an earlier run, of another number. With them the figures of
+        all trainers add up to those of the whole run.
         """
-        if self._reception is None or self._post is None:
+        if self._receiver is None or self._spec is None:
             return {}
-        figures, plan = self._reception.figures(), self._post.plan
+        figures, plan = self._receiver.figures(), self._spec.plan
         return {
             **figures,
             "received": figures["received"] + self._inherited,
             "bytes": figures["bytes"] + self._inherited * plan.sample_bytes,
             "inherited": self._inherited,
-            "expected": plan.expected_for(self._post.trainer_index, self._post.trainers),
+            "expected": plan.expected_for(self._spec.trainer_index, self._spec.trainers),
         }
 
     def statistics(self) -> dict[str, dict[str, float]]:
-        return {} if self._reception is None else self._reception.statistics()
+        return {} if self._receiver is None else self._receiver.statistics()
 
     # Checkpoints.
 
     def state_dict(self) -> dict[str, Any]:
-        # All of the log: how far the buffer had come is known to who reads it. As tensors, for what stores them refuses
-        # an empty array.
+        # All of the log: the reader of the checkpoint knows the position of the buffer and truncates it. As tensors,
+        # because a checkpoint cannot store arrays.
         state = self.received_log.state()
         return {
             name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for name, value in state.items()
@@ -156,6 +166,12 @@ class Stream(Source):
 
 
 class Simulations(Stream):
-    """The same, of simulations that the run starts itself, as many and as ``simulations`` says."""
+    """Samples of simulations that the run starts, as many and in the way that the section ``simulations`` declares.
 
-    started_here = True
+    Example::
+
+        >>> from paramserver.config import SimulationsConfig
+        >>> Simulations.check(SimulationsConfig(command="./solve --x {x}", fields={"u": [64]}, count=100))
+    """
+
+    starts_simulations = True

@@ -107,11 +107,11 @@ def test_the_end_of_a_pass_is_the_start_of_the_next():
 
 def test_what_is_known_of_a_source():
     made = source(10, 0, 3, passes=4)
-    assert (made.order.per_pass, made.total, made.pass_samples, made.endless) == (4, 16, 10, False)
+    assert (made.order.per_pass, made.total, made.samples_per_pass, made.endless) == (4, 16, 10, False)
     endless = source(10, 1, 3, passes=None)
-    assert (endless.order.per_pass, endless.total, endless.pass_samples, endless.endless) == (3, None, 10, True)
-    assert source(10, 0, 3, sampler_kwargs={"pad": True}).pass_samples == 12
-    assert source(10, 0, 3, sampler_kwargs={"drop_last": True}).pass_samples == 9
+    assert (endless.order.per_pass, endless.total, endless.samples_per_pass, endless.endless) == (3, None, 10, True)
+    assert source(10, 0, 3, sampler_kwargs={"pad": True}).samples_per_pass == 12
+    assert source(10, 0, 3, sampler_kwargs={"drop_last": True}).samples_per_pass == 9
 
 
 def test_samples_can_be_had_again():
@@ -218,7 +218,7 @@ def test_any_limit_ends_a_data_set(limit):
 def test_an_iterable_resumes_by_leaving_out():
     made = IterableSource([10, 11, 12, 13], HERE)
     assert list(made.samples(2)) == [(2, 12), (3, 13)]
-    assert (made.total, made.endless, made.pass_samples) == (4, False, None)
+    assert (made.total, made.endless, made.samples_per_pass) == (4, False, None)
     assert IterableSource(iter([1]), HERE).total is None
     with pytest.raises(LookupError, match="IterableSource cannot give sample 2 a second time"):
         made.fetch(2)

@@ -377,12 +377,12 @@ def test_a_source_that_suits_stays_what_it_is(source, config):
 
 
 def test_a_source_that_was_told_nothing_says_so():
-    with pytest.raises(UnsupportedConfiguration, match="Stream must be told where to receive before it is read"):
+    with pytest.raises(UnsupportedConfiguration, match="Stream must be connected before it is read"):
         next(Stream().groups(0))
 
 
 def test_without_pyzmq_there_is_one_sentence(monkeypatch):
-    for name in ("zeromq", "keys", "ear", "reception"):
+    for name in ("zmq_import", "security", "receiver"):
         monkeypatch.delitem(sys.modules, f"paramserver.online.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "zmq", None)
     with pytest.raises(UnsupportedConfiguration, match=r"needs pyzmq; install paramserver\[online\]"):
