@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from paramserver.metrics.records import PHASES
-from paramserver.report.formatting import format_estimate, plural, quoted, scenario_text
+from paramserver.report.formatting import quoted
 from paramserver.report.results import LOCAL, NO_COMMUNICATION, CaseResult
 from paramserver.report.statistics import Estimate, estimate, merged_counts, merged_steps, ratio
 
@@ -235,84 +235,18 @@ def _family_key(case: ReportCase) -> str:
     return json.dumps([one.mode, one.servers, one.baseline, overrides, one.scenario], sort_keys=True, default=str)
 
 
-def key_without_scenario(case: ReportCase) -> str:
-    """What ``case`` shares with the case that is like it but for the scenario."""
-    one = case.first
-    return json.dumps([one.mode, one.trainers, one.servers, one.baseline, one.overrides], sort_keys=True, default=str)
-
-
 def _family_name(members: Sequence[ReportCase], taken: Iterable[str]) -> str:
     stripped = {_NUMBER_OF_TRAINERS.sub("", case.name).strip(" ,") for case in members}
     name = stripped.pop() if len(stripped) == 1 else ""
     return name if name and name not in taken else members[0].name
 
 
-@dataclass(frozen=True)
-class Group:
-    """Cases that do the same work under the same conditions, the fastest first."""
-
-    cases: tuple[ReportCase, ...]
-    conditions: str
-
-    @property
-    def best(self) -> ReportCase:
-        return self.cases[0]
-
-    def best_of_modes(self) -> list[ReportCase]:
-        """The fastest of each mode."""
-        best: dict[str, ReportCase] = {}
-        for case in self.cases:
-            best.setdefault(case.mode, case)
-        return list(best.values())
-
-
-def groups_of(cases: Sequence[ReportCase]) -> list[Group]:
-    """Completed cases by number of trainers and scenario. Baselines are in none, unless there is nothing else."""
-    timed = [case for case in cases if case.speed is not None]
-    chosen = [case for case in timed if case.baseline is None] or timed
-    found: dict[str, list[ReportCase]] = {}
-    for case in chosen:
-        found.setdefault(json.dumps([case.trainers, case.scenario], sort_keys=True, default=str), []).append(case)
-    is_alone = len(found) == 1
-    return [
-        Group(tuple(sorted(members, key=_speed, reverse=True)), _conditions(members[0], is_alone))
-        for members in found.values()
-    ]
-
-
-def _conditions(case: ReportCase, is_alone: bool) -> str:
-    scenario = scenario_text(case.scenario)
-    parts = ([] if is_alone else [plural(case.trainers, "trainer")]) + ([scenario] if scenario else [])
-    return f"With {', '.join(parts)}: " if parts else ""
-
-
-def _speed(case: ReportCase) -> float:
-    return case.speed.value if case.speed is not None else 0.0
-
-
-def is_significant(ratio: Estimate | None) -> bool:
-    return ratio is not None and ratio.excludes(1.0)
-
-
-def ratio_text(ratio: Estimate | None, other: ReportCase) -> str:
-    return f"ahead of {quoted_name(other)}" if ratio is None else f"{format_estimate(ratio)} times {quoted_name(other)}"
-
-
-def significance_caveat(ratio: Estimate | None) -> str:
-    """What follows a ratio that may be chance."""
-    if is_significant(ratio):
-        return ""
-    if ratio is None or not ratio.has_interval:
-        return ", but one repeat cannot tell whether that is chance"
-    return ", and that interval includes 1: they cannot be told apart"
+def by_speed(cases: Iterable[ReportCase]) -> list[ReportCase]:
+    """The cases with a known speed, the fastest first."""
+    timed = [(case.speed.value, case) for case in cases if case.speed is not None]
+    return [case for _, case in sorted(timed, key=lambda one: -one[0])]
 
 
 def quoted_name(case: ReportCase) -> str:
-    """Its name in a sentence or a table."""
+    """The name of a case in a sentence or a table."""
     return quoted(case.name)
-
-
-def reference_case(groups: Sequence[Group]) -> Group:
-    """The group that speaks for all of them: no scenario, the most trainers."""
-    usual = [group for group in groups if not group.best.scenario] or list(groups)
-    return max(usual, key=lambda group: group.best.trainers)

@@ -1,27 +1,21 @@
-"""What was found, in sentences that are derived from the numbers: the first lines of a report.
+"""The findings of a report: sentences derived from the numbers, the most important first.
 
-Where the time of a step goes, and what more trainers bring, in sentences.
+They answer which case was the fastest, by how much, whether the difference is significant, what failed, what a
+scenario costs, which case learned first, and what limits the speed.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from paramserver.report.cases import (
-    SAMPLES_TO_TARGET,
     TIME_TO_TARGET,
-    Group,
     ReportCase,
+    by_speed,
     communication_limit,
-    groups_of,
-    is_significant,
-    key_without_scenario,
     quoted_name,
-    ratio_text,
-    reference_case,
-    scaling_families,
-    significance_caveat,
 )
 from paramserver.report.formatting import (
     capitalize_first,
@@ -32,263 +26,214 @@ from paramserver.report.formatting import (
     format_percent,
     join_names,
     plural,
-    quoted,
+    scenario_text,
 )
 from paramserver.report.results import NO_COMMUNICATION
-from paramserver.report.statistics import Estimate, efficiency
+from paramserver.report.statistics import Estimate
 
-_SHOWN = 3
+_MOST_PHASES = 3
 _LEAST_SHARE = 0.05
+_WIDE = 0.15
 
 
-def limits(group: Group, cases: Sequence[ReportCase]) -> list[str]:
-    """What share of the speed without communication the best of each mode reached."""
+@dataclass(frozen=True)
+class Group:
+    """Cases with the same number of trainers and the same scenario, the fastest first.
+
+    Args:
+        cases: at least one.
+        conditions: the beginning of a sentence about them; empty where there is no other group.
+    """
+
+    cases: tuple[ReportCase, ...]
+    conditions: str
+
+    @property
+    def best(self) -> ReportCase:
+        return self.cases[0]
+
+    def best_of_modes(self) -> list[ReportCase]:
+        """The fastest case of each mode."""
+        best: dict[str, ReportCase] = {}
+        for case in self.cases:
+            best.setdefault(case.mode, case)
+        return list(best.values())
+
+
+def findings(cases: Sequence[ReportCase]) -> list[str]:
+    """The findings about ``cases``; names in them are in backquotes."""
+    groups = groups_of(cases)
+    if not groups:
+        return ["No case was completed: there is nothing to compare.", *_failures(cases)]
+    # Where the time goes is reported for one group: without a scenario, and with the most trainers.
+    reference = max([g for g in groups if not g.best.scenario] or groups, key=lambda group: group.best.trainers)
+    parts: list[Iterable[str]] = [
+        [sentence for group in groups for sentence in (_fastest(group), *_other_modes(group))],
+        _failures(cases),
+        _scenario_costs(groups, cases),
+        _target(cases),
+        _communication_share(reference, cases),
+        _largest_phases(reference),
+        _precision(groups),
+        _shared_cores(cases),
+    ]
+    return [sentence for part in parts for sentence in part]
+
+
+def groups_of(cases: Sequence[ReportCase]) -> list[Group]:
+    """Completed cases by number of trainers and scenario. Baselines are in no group, unless there is nothing else."""
+    timed = [case for case in cases if case.speed is not None]
+    found: dict[str, list[ReportCase]] = {}
+    for case in [case for case in timed if case.baseline is None] or timed:
+        found.setdefault(json.dumps([case.trainers, case.scenario], sort_keys=True, default=str), []).append(case)
+    groups = []
+    for members in found.values():
+        trainers = [plural(members[0].trainers, "trainer")] if len(found) > 1 else []
+        scenario = scenario_text(members[0].scenario)
+        parts = [*trainers, *([scenario] if scenario else [])]
+        groups.append(Group(tuple(by_speed(members)), f"With {', '.join(parts)}: " if parts else ""))
+    return groups
+
+
+# Speed.
+
+
+def _fastest(group: Group) -> str:
+    best, others = group.best, group.cases[1:]
+    speed = f"{format_estimate(best.speed)} samples/s"
+    if not others:
+        return f"{group.conditions}{quoted_name(best)} applied {speed}."
+    tied = [case for case in others if not _is_significant(best.ratio_to(case))]
+    if not tied:
+        rest = ", the next." if len(others) > 1 else "."
+        return f"{group.conditions}{quoted_name(best)} was the fastest: {speed}, {_lead(best, others[0])}{rest}"
+    nearest = best.ratio_to(tied[0])
+    text = f"{quoted_name(best)} applied {speed}, {_lead(best, tied[0])}{_caveat(nearest)}."
+    if len(tied) > 1 and nearest is not None and nearest.has_interval:
+        text += f" Its lead over {join_names([quoted_name(case) for case in tied[1:]])} is not significant either."
+    behind = next((case for case in others if _is_significant(best.ratio_to(case))), None)
+    return f"{group.conditions}{text}" + ("" if behind is None else f" It was {_lead(best, behind)}.")
+
+
+def _other_modes(group: Group) -> list[str]:
+    """The lead over the best of each other mode that the sentence about the fastest does not name."""
+    best, *others = group.best_of_modes()
+    behind = next((case for case in group.cases[1:] if _is_significant(best.ratio_to(case))), None)
+    leads = [
+        f"{quoted_name(best)} was {_lead(best, other)}, the best of {other.mode}{_caveat(best.ratio_to(other))}"
+        for other in others
+        if other is not group.cases[1] and other is not behind
+    ]
+    return [capitalize_first(f"{group.conditions}{'; '.join(leads)}.")] if leads else []
+
+
+def _is_significant(ratio: Estimate | None) -> bool:
+    return ratio is not None and ratio.excludes(1.0)
+
+
+def _lead(case: ReportCase, other: ReportCase) -> str:
+    ratio = case.ratio_to(other)
+    return f"ahead of {quoted_name(other)}" if ratio is None else f"{format_estimate(ratio)} times {quoted_name(other)}"
+
+
+def _caveat(ratio: Estimate | None) -> str:
+    """The end of a sentence about a ratio that may be chance."""
+    if _is_significant(ratio):
+        return ""
+    if ratio is None or not ratio.has_interval:
+        return ", but one repeat cannot show whether that is chance"
+    return ", and that interval includes 1: the difference is not significant"
+
+
+def _scenario_costs(groups: Sequence[Group], cases: Sequence[ReportCase]) -> list[str]:
+    """The share of its speed that each case keeps under a scenario."""
+    usual = {_key_without_scenario(case): case for case in cases if not case.scenario and case.speed is not None}
+    sentences = []
+    for group in groups:
+        kept = []
+        for case in group.cases:
+            before = usual.get(_key_without_scenario(case)) if case.scenario else None
+            share = None if before is None else case.ratio_to(before)
+            if share is not None:
+                kept.append((share.value, f"{quoted_name(case)} keeps {format_percent(share)}"))
+        if kept:
+            shares = join_names([text for _, text in sorted(kept, reverse=True)])
+            sentences.append(capitalize_first(f"{group.conditions}of its speed otherwise, {shares}."))
+    return sentences
+
+
+def _key_without_scenario(case: ReportCase) -> str:
+    one = case.first
+    return json.dumps([one.mode, one.trainers, one.servers, one.baseline, one.overrides], sort_keys=True, default=str)
+
+
+# Failures and learning.
+
+
+def _failures(cases: Sequence[ReportCase]) -> list[str]:
+    broken = [case for case in cases if case.failed]
+    reasons = []
+    for case in broken:
+        of = f" in {len(case.failed)} of {len(case.results)} repeats" if len(case.results) > 1 else ""
+        reason = first_line(case.failed[0].error) or "no reason is known"
+        reasons.append(f"{quoted_name(case)}{of}: {reason}".rstrip("."))
+    return [f"Of {plural(len(cases), 'case')}, {len(broken)} failed. {'. '.join(reasons)}."] if broken else []
+
+
+def _target(cases: Sequence[ReportCase]) -> list[str]:
+    """Which case reached the target first. Loops without communication train models of their own, and are left out."""
+    able = [case for case in cases if case.completed and case.baseline != NO_COMMUNICATION]
+    target = next((one.target for case in able for one in case.results if one.target), None)
+    what = " and ".join(f"{name} {value:g}" for name, value in target.items()) if target else "the target"
+    reached = [(case, s) for case in able if (s := case.estimate(TIME_TO_TARGET)) is not None]
+    if not reached:
+        return [f"No case reached {what} in its time."] if target else []
+    # A case that reaches the target in some repeats only is behind those that always do.
+    (first, seconds), *others = sorted(reached, key=lambda one: (bool(_in_some_repeats(one[0])), one[1].value))
+    text = f"{capitalize_first(what)} was reached first by {quoted_name(first)}{_in_some_repeats(first)}, after "
+    text += f"{format_estimate(seconds)} s"
+    if others:
+        second = others[0][0]
+        longer = second.ratio_to(first, TIME_TO_TARGET)
+        text += f"; {quoted_name(second)}{_in_some_repeats(second)} took {format_estimate(longer)} times as long"
+        text += _caveat(longer)
+    never = [quoted_name(case) for case in able if case.estimate(TIME_TO_TARGET) is None]
+    return [f"{text}.", *([f"It was not reached by {join_names(never)}."] if never else [])]
+
+
+def _in_some_repeats(case: ReportCase) -> str:
+    reached, repeats = sum(s is not None for s in case.values(TIME_TO_TARGET).values()), len(case.completed)
+    return "" if reached == repeats else f" (in {reached} of {repeats} repeats)"
+
+
+# Limits.
+
+
+def _communication_share(group: Group, cases: Sequence[ReportCase]) -> list[str]:
+    """The share of the speed without communication that the best case of each mode reached."""
     shares = []
     for case in group.best_of_modes():
         limit = communication_limit(case, cases)
         share = None if limit is None else case.ratio_to(limit)
         if share is not None:
             shares.append(f"{quoted_name(case)} reached {format_percent(share)}")
-    told = f"of the speed of the same loops without communication, {join_names(shares)}." if shares else ""
-    return [capitalize_first(f"{group.conditions}{told}")] if told else []
+    text = f"{group.conditions}of the speed of the same loops without communication, {join_names(shares)}."
+    return [capitalize_first(text)] if shares else []
 
 
-def spent(group: Group) -> list[str]:
-    """What fills a step of the best of each mode."""
-    return [text for case in group.best_of_modes() if (text := _spent_text(case))]
-
-
-def _spent_text(case: ReportCase) -> str:
-    phases = {name: value for name, value in case.phases_ms.items() if name != "hidden" and value > 0}
-    total = sum(phases.values())
-    largest = sorted(phases, key=lambda name: phases[name], reverse=True)[:_SHOWN]
-    shares = [f"{100 * phases[name] / total:.0f} % {name}" for name in largest if phases[name] >= _LEAST_SHARE * total]
-    mean = case.step_ms.get("mean")
-    return (
-        f"A step of {quoted_name(case)} took {format_number(mean)} ms: {join_names(shares)}."
-        if shares and mean is not None
-        else ""
-    )
-
-
-def growth(cases: Sequence[ReportCase]) -> list[str]:
-    """What the largest number of trainers brings over the smallest."""
-    sentences = []
-    for name, members in scaling_families(case for case in cases if case.baseline is None).items():
-        first, last = members[0], members[-1]
-        times = last.ratio_to(first) if last.trainers > first.trainers else None
-        if times is None:
-            continue
-        loss = ", which is slower" if times.excludes(1) and times.value < 1 else ""
-        grown = f"From {first.trainers} to {plural(last.trainers, 'trainer')}, {quoted(name)} became"
-        sentences.append(
-            f"{grown} {format_estimate(times)} times as fast{loss}: "
-            f"{format_percent(efficiency(times, last.trainers, first.trainers))} of the ideal."
-        )
-    return sentences
-
-
-def staleness(cases: Sequence[ReportCase]) -> list[str]:
-    """How stale gradients were where they were stale at all, the most stale first."""
-    stale = []
-    for case in cases:
-        count = sum(case.staleness.values())
-        mean = sum(value * n for value, n in case.staleness.items()) / count if count else 0.0
-        if mean > 0:
-            stale.append((mean, max(case.staleness), quoted_name(case)))
-    if not stale:
-        return []
-    stale.sort(reverse=True)
-    told = [
-        f"{name} {format_number(mean)} versions on average, {largest} at most" for mean, largest, name in stale[:_SHOWN]
-    ]
-    more = f"; less in {plural(len(stale) - _SHOWN, 'other case')}" if len(stale) > _SHOWN else ""
-    return [f"Gradients were stale when they were applied: {'; '.join(told)}{more}."]
-
-
-def predictions(group: Group, cases: Sequence[ReportCase]) -> list[str]:
-    """What the model of the network says, beside what was measured."""
+def _largest_phases(group: Group) -> list[str]:
+    """What a step of the best case of each mode consists of."""
     sentences = []
     for case in group.best_of_modes():
-        predicted = prediction_of(case)
-        expected_ms, servers = predicted.get("communication_ms"), predicted.get("break_even_servers")
-        measured_ms = communication_ms(case, communication_limit(case, cases))
-        if isinstance(expected_ms, int | float) and measured_ms is not None:
-            difference = f"{format_number(abs(measured_ms))} ms {'longer' if measured_ms >= 0 else 'shorter'}"
-            sentences.append(
-                f"The model of the network predicts {format_number(expected_ms)} ms of communication for a step of "
-                f"{quoted_name(case)}; the step was {difference} than without communication."
-            )
-        if isinstance(servers, int | float):
-            sentences.append(
-                f"By that model, with every process on a host of its own, {quoted_name(case)} would be as fast as "
-                f"all-reduce from {plural(math.ceil(servers), 'server')} on."
-            )
+        phases = {name: ms for name, ms in case.phases_ms.items() if name != "hidden" and ms > 0}
+        total = sum(phases.values())
+        largest = sorted(phases, key=lambda name: phases[name], reverse=True)[:_MOST_PHASES]
+        shares = [f"{100 * phases[n] / total:.0f} % {n}" for n in largest if phases[n] >= _LEAST_SHARE * total]
+        mean_ms = case.step_ms.get("mean")
+        if shares and mean_ms is not None:
+            took = f"A step of {quoted_name(case)} took {format_number(mean_ms)} ms"
+            sentences.append(f"{took}: {join_names(shares)}.")
     return sentences
-
-
-def prediction_of(case: ReportCase) -> Mapping[str, object]:
-    """What was predicted for it; empty where nothing was."""
-    return next((one.predicted for one in case.completed if one.predicted), {})
-
-
-def communication_ms(case: ReportCase, limit: ReportCase | None) -> float | None:
-    """How much longer a step takes than one of the loops without communication."""
-    if limit is None:
-        return None
-    with_it, without = case.step_ms.get("mean"), limit.step_ms.get("mean")
-    return None if with_it is None or without is None else with_it - without
-
-
-_WIDE = 0.15
-
-
-def findings(cases: Sequence[ReportCase]) -> list[str]:
-    """One sentence or two for each thing that was found, the most important first. Names stand in backquotes."""
-    groups = groups_of(cases)
-    if not groups:
-        return ["No case was completed: there is nothing to compare.", *_failures(cases)]
-    speaker = reference_case(groups)
-    parts: list[Iterable[str]] = [
-        [sentence for group in groups for sentence in (_fastest(group), *_between_modes(group))],
-        _failures(cases),
-        _kept(groups, cases),
-        _targets(groups, cases),
-        limits(speaker, cases),
-        spent(speaker),
-        growth(cases),
-        staleness(cases),
-        predictions(speaker, cases),
-        _precision(groups),
-        _crowded(cases),
-    ]
-    return [sentence for part in parts for sentence in part]
-
-
-# Which case was the fastest.
-
-
-def _fastest(group: Group) -> str:
-    best, others = group.best, group.cases[1:]
-    reached = f"{format_estimate(best.speed)} samples/s"
-    if not others:
-        return f"{group.conditions}{quoted_name(best)} applied {reached}."
-    tied = _tied(group)
-    if not tied:
-        ahead = ratio_text(best.ratio_to(others[0]), others[0])
-        return f"{group.conditions}{quoted_name(best)} was the fastest: {reached}, {ahead}" + (
-            ", the next." if len(others) > 1 else "."
-        )
-    nearest = best.ratio_to(tied[0])
-    text = f"{quoted_name(best)} applied {reached}, {ratio_text(nearest, tied[0])}{significance_caveat(nearest)}."
-    if len(tied) > 1 and nearest is not None and nearest.has_interval:
-        text += f" Nor can {join_names([quoted_name(case) for case in tied[1:]])} be told apart from it."
-    behind = _first_behind(group)
-    return f"{group.conditions}{text}" + (
-        f" It was {ratio_text(best.ratio_to(behind), behind)}." if behind is not None else ""
-    )
-
-
-def _tied(group: Group) -> list[ReportCase]:
-    """Those that may be as fast as the best."""
-    return [case for case in group.cases[1:] if not is_significant(group.best.ratio_to(case))]
-
-
-def _first_behind(group: Group) -> ReportCase | None:
-    return next((case for case in group.cases[1:] if is_significant(group.best.ratio_to(case))), None)
-
-
-def _between_modes(group: Group) -> list[str]:
-    """The best of every other mode beside the best of all, where that has not been said."""
-    best, *others = group.best_of_modes()
-    said = (*group.cases[1:2], _first_behind(group))
-    told = []
-    for other in others:
-        if all(case is not other for case in said):
-            ratio = best.ratio_to(other)
-            told.append(
-                f"{quoted_name(best)} was {ratio_text(ratio, other)}, the best of {other.mode}{significance_caveat(ratio)}"
-            )
-    return [capitalize_first(f"{group.conditions}{'; '.join(told)}.")] if told else []
-
-
-def _failures(cases: Sequence[ReportCase]) -> list[str]:
-    broken = [case for case in cases if case.failed]
-    if not broken:
-        return []
-    told = []
-    for case in broken:
-        of = f" in {len(case.failed)} of {len(case.results)} repeats" if len(case.results) > 1 else ""
-        told.append(f"{quoted_name(case)}{of}: {first_line(case.failed[0].error) or 'no reason is known'}".rstrip("."))
-    return [f"Of {plural(len(cases), 'case')}, {len(broken)} failed. {'. '.join(told)}."]
-
-
-# What matters beside speed.
-
-
-def _kept(groups: Sequence[Group], cases: Sequence[ReportCase]) -> list[str]:
-    """What each case keeps of its speed under a scenario."""
-    usual = {key_without_scenario(case): case for case in cases if not case.scenario and case.speed is not None}
-    sentences = []
-    for group in groups:
-        kept = []
-        for case in group.cases:
-            before = usual.get(key_without_scenario(case)) if case.scenario else None
-            share = None if before is None else case.ratio_to(before)
-            if share is not None:
-                kept.append((share.value, f"{quoted_name(case)} keeps {format_percent(share)}"))
-        if kept:
-            told = join_names([text for _, text in sorted(kept, reverse=True)])
-            sentences.append(capitalize_first(f"{group.conditions}of its speed otherwise, {told}."))
-    return sentences
-
-
-def _targets(groups: Sequence[Group], cases: Sequence[ReportCase]) -> list[str]:
-    """Who reached the target first; the loops without communication train models of their own, and are left out."""
-    able = [case for case in cases if case.completed and case.baseline != NO_COMMUNICATION]
-    target = next((one.target for case in able for one in case.results if one.target), None)
-    what = " and ".join(f"{name} {value:g}" for name, value in target.items()) if target else "the target"
-    by_time = sorted((case for case in able if _reached(case)), key=_time)
-    if not by_time:
-        return [f"No case reached {what} in the time it had."] if target else []
-    first, others = by_time[0], by_time[1:]
-    text = f"{capitalize_first(what)} was reached first by {quoted_name(first)}{_in_some(first)}, after "
-    text += f"{format_estimate(first.estimate(TIME_TO_TARGET))} s"
-    if others:
-        longer = others[0].ratio_to(first, TIME_TO_TARGET)
-        text += f"; {quoted_name(others[0])}{_in_some(others[0])} took {format_estimate(longer)} times as long{significance_caveat(longer)}"
-    sentences = [f"{text}."]
-    if len(groups) == 1 and groups[0].best in others:
-        sentences.append(
-            f"{quoted_name(groups[0].best)}, which applied the most samples per second, was not the first."
-        )
-    fewest = min(by_time, key=lambda case: _value(case.estimate(SAMPLES_TO_TARGET)))
-    if fewest is not first:
-        samples = fewest.estimate(SAMPLES_TO_TARGET)
-        sentences.append(f"{quoted_name(fewest)} needed the fewest samples for it: {format_estimate(samples)}.")
-    never = [quoted_name(case) for case in able if not _reached(case)]
-    return sentences + ([f"It was not reached by {join_names(never)}."] if never else [])
-
-
-def _reached(case: ReportCase) -> int:
-    return sum(value is not None for value in case.values(TIME_TO_TARGET).values())
-
-
-def _time(case: ReportCase) -> tuple[bool, float]:
-    """A case that reaches the target now and then comes after those that always do."""
-    return _reached(case) < len(case.completed), _value(case.estimate(TIME_TO_TARGET))
-
-
-def _in_some(case: ReportCase) -> str:
-    reached, repeats = _reached(case), len(case.completed)
-    return "" if reached == repeats else f" (in {reached} of {repeats} repeats)"
-
-
-def _value(estimate: Estimate | None) -> float:
-    return float("inf") if estimate is None else estimate.value
-
-
-# What limits the rest.
 
 
 def _precision(groups: Sequence[Group]) -> list[str]:
@@ -298,24 +243,21 @@ def _precision(groups: Sequence[Group]) -> list[str]:
         widest, speed = max(wide, key=lambda one: one[1].relative_width or 0)
         which = quoted_name(widest) + (f" and {plural(len(wide) - 1, 'other')}" if len(wide) > 1 else "")
         return [
-            f"The interval of {which} is wider than {100 * _WIDE:.0f} % of the mean ({format_interval(speed)} samples/s): more "
-            "repeats or more seconds would tell more."
+            f"The interval of {which} is wider than {100 * _WIDE:.0f} % of the mean ({format_interval(speed)} "
+            "samples/s): use more repeats or more seconds."
         ]
     if all(not speed.has_interval for _, speed in known):
-        return ["Each case ran once, so nothing is known of the spread: repeat to learn what is chance."]
+        return ["Each case ran once, so the spread is not known: use more repeats to find out what is chance."]
     return []
 
 
-def _crowded(cases: Sequence[ReportCase]) -> list[str]:
-    crowded = []
-    for case in cases:
-        cores = case.first.environment.get("cores")
-        if isinstance(cores, int) and case.completed and case.trainers + case.servers > cores:
-            crowded.append((case.trainers + case.servers, cores))
-    if not crowded:
+def _shared_cores(cases: Sequence[ReportCase]) -> list[str]:
+    known = [(case.trainers + case.servers, case.first.environment.get("cores")) for case in cases if case.completed]
+    shared = [(processes, cores) for processes, cores in known if isinstance(cores, int) and processes > cores]
+    if not shared:
         return []
-    processes, cores = max(crowded)
+    processes, cores = max(shared)
     return [
-        f"Up to {processes} trainers and servers shared {plural(cores, 'core')}: what they compete for is in these "
-        f"figures, and hosts of their own would give others."
+        f"Up to {processes} trainers and servers shared {plural(cores, 'core')}: the figures include their "
+        "competition, and would differ on separate hosts."
     ]

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from paramserver.metrics.records import PHASES
 from paramserver.report.cases import SPEED, ReportCase, local_baseline, scaling_families
-from paramserver.report.document import Picture
 from paramserver.report.formatting import format_number
 from paramserver.report.results import CaseResult
 from paramserver.report.svg import (
@@ -36,6 +35,15 @@ if TYPE_CHECKING:
 Curve: TypeAlias = list[tuple[float, float]]
 SAMPLES, SECONDS = 0, 1
 _POINTS = 60
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A plot as an SVG element, its name among those of a report, and a caption that describes what it shows."""
+
+    name: str
+    svg: str
+    caption: str
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,11 @@
-"""The tables of a report: every figure of every case, the fastest case first."""
+"""The tables of a report: the figures of each case, the fastest case first."""
 
 from __future__ import annotations
 
 import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from paramserver.metrics.records import PHASES
@@ -18,13 +19,13 @@ from paramserver.report.cases import (
     SAMPLES_TO_TARGET,
     TIME_TO_TARGET,
     WIRE,
+    Figure,
     ReportCase,
+    by_speed,
     communication_limit,
     quoted_name,
     scaling_families,
 )
-from paramserver.report.document import Table
-from paramserver.report.findings import communication_ms, prediction_of
 from paramserver.report.formatting import (
     DASH,
     first_line,
@@ -37,60 +38,62 @@ from paramserver.report.formatting import (
 )
 from paramserver.report.statistics import Estimate, efficiency
 
-Row = Sequence[str]
+Cell = Callable[[ReportCase], str]
 
 
-def _by_speed(cases: Iterable[ReportCase]) -> list[ReportCase]:
-    timed = [(case.speed.value, case) for case in cases if case.speed is not None]
-    return [case for _, case in sorted(timed, key=lambda one: -one[0])]
+@dataclass(frozen=True)
+class Table:
+    """Rows of text below their titles; all columns but the first hold numbers, unless ``are_numbers`` is false."""
+
+    titles: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    are_numbers: bool = True
 
 
-def _filled(titles: Row, rows: Sequence[Row]) -> Table:
-    """The table without the columns in which nothing is known."""
+def _case_table(cases: Iterable[ReportCase], columns: Mapping[str, Cell], are_numbers: bool = True) -> Table:
+    """A row for each case and a column for each title, without rows and columns that hold no known value."""
+    titles = ("case", *columns)
+    rows = [(quoted_name(case), *(cell(case) for cell in columns.values())) for case in cases]
+    rows = [row for row in rows if any(cell != DASH for cell in row[1:])]
     kept = [i for i in range(len(titles)) if i == 0 or any(row[i] != DASH for row in rows)]
-    return Table([titles[i] for i in kept], [[row[i] for i in kept] for row in rows])
+    return Table([titles[i] for i in kept], [[row[i] for i in kept] for row in rows], are_numbers)
 
 
-def throughput_table(cases: Sequence[ReportCase]) -> Table:
-    titles = (
-        "case",
-        "samples/s",
-        "95 %",
-        "median",
-        "repeats",
-        "times the best",
-        "of no communication",
-        "per process",
-        "per trainer",
-    )
-    timed = _by_speed(cases)
-    best = next((case for case in timed if case.baseline is None), timed[0] if timed else None)
-    rows = []
-    for case in timed:
-        assert case.speed is not None
-        assert best is not None
-        limit = communication_limit(case, cases)
-        rows.append(
-            (
-                quoted_name(case),
-                format_number(case.speed.value),
-                format_interval(case.speed),
-                format_number(case.speed.median),
-                f"{len(case.completed)} of {len(case.results)}",
-                "1" if case is best else format_estimate(case.ratio_to(best)),
-                DASH if limit is None else format_percent(case.ratio_to(limit)),
-                _value(case.estimate(PER_PROCESS)),
-                " / ".join(_value(speed) for speed in case.trainer_speeds()) or DASH,
-            )
-        )
-    return _filled(titles, rows)
+def _estimate_of(figure: Figure) -> Cell:
+    return lambda case: format_estimate(case.estimate(figure))
 
 
 def _value(estimate: Estimate | None) -> str:
-    return DASH if estimate is None else format_number(estimate.value)
+    return format_number(estimate.value if estimate else None)
+
+
+def throughput_table(cases: Sequence[ReportCase]) -> Table:
+    """Samples per second, against the fastest case and against the loops without communication."""
+    timed = by_speed(cases)
+    best = next((case for case in timed if case.baseline is None), timed[0] if timed else None)
+
+    def against_best(case: ReportCase) -> str:
+        return "1" if best is None or case is best else format_estimate(case.ratio_to(best))
+
+    def against_limit(case: ReportCase) -> str:
+        limit = communication_limit(case, cases)
+        return DASH if limit is None else format_percent(case.ratio_to(limit))
+
+    columns: dict[str, Cell] = {
+        "samples/s": lambda case: _value(case.speed),
+        "95 %": lambda case: format_interval(case.speed),
+        "median": lambda case: format_number(case.speed.median if case.speed else None),
+        "repeats": lambda case: f"{len(case.completed)} of {len(case.results)}",
+        "times the best": against_best,
+        "of no communication": against_limit,
+        "per process": lambda case: _value(case.estimate(PER_PROCESS)),
+        "per trainer": lambda case: " / ".join(map(_value, case.trainer_speeds())) or DASH,
+    }
+    return _case_table(timed, columns)
 
 
 def scaling_table(cases: Sequence[ReportCase]) -> Table:
+    """How the speed of cases that differ in their number of trainers alone grows with that number."""
     rows = []
     for name, members in scaling_families(cases).items():
         first = members[0]
@@ -103,47 +106,47 @@ def scaling_table(cases: Sequence[ReportCase]) -> Table:
 
 
 def steps_table(cases: Sequence[ReportCase]) -> Table:
-    rows = [
-        (quoted_name(case), *(format_number(case.step_ms.get(name)) for name in QUANTILES)) for case in _by_speed(cases)
-    ]
-    return _known(("case", *(f"{name} (ms)" for name in QUANTILES)), rows)
+    """Mean, quantiles and maximum of the durations of steps."""
 
+    def step(name: str) -> Cell:
+        return lambda case: format_number(case.step_ms.get(name))
 
-def _known(titles: Row, rows: Sequence[Row]) -> Table:
-    """Without the cases of which nothing is known."""
-    return _filled(titles, [row for row in rows if any(cell != DASH for cell in row[1:])])
+    return _case_table(by_speed(cases), {f"{name} (ms)": step(name) for name in QUANTILES})
 
 
 def phases_table(cases: Sequence[ReportCase]) -> Table:
-    rows = []
-    for case in _by_speed(cases):
-        known = case.phases_ms
-        total = sum(known.get(name, 0.0) for name in PHASES) if known else None
-        sums = (total, case.step_ms.get("mean") if known else None, known.get("hidden"))
-        rows.append(
-            (quoted_name(case), *(format_number(value) for value in (*(known.get(name) for name in PHASES), *sums)))
-        )
-    titles = ("case", *(f"{name} (ms)" for name in PHASES), "sum (ms)", "step (ms)", "hidden, beside (ms)")
-    return _known(titles, rows)
+    """The mean duration of each phase of a step; ``hidden`` overlaps the others."""
+
+    def phase(name: str) -> Cell:
+        return lambda case: format_number(case.phases_ms.get(name))
+
+    def total(case: ReportCase) -> str:
+        return format_number(sum(case.phases_ms.get(name, 0.0) for name in PHASES) if case.phases_ms else None)
+
+    def step(case: ReportCase) -> str:
+        return format_number(case.step_ms.get("mean") if case.phases_ms else None)
+
+    columns = {f"{name} (ms)": phase(name) for name in PHASES}
+    columns |= {"sum (ms)": total, "step (ms)": step, "hidden, overlapped (ms)": phase("hidden")}
+    return _case_table(by_speed(cases), columns)
 
 
 def learning_table(cases: Sequence[ReportCase]) -> Table:
-    rows = []
-    for case in _by_speed(cases):
-        reached = [value for value in case.values(TIME_TO_TARGET).values() if value is not None]
-        has_target = any(one.target for one in case.completed) or bool(reached)
-        rows.append(
-            (
-                quoted_name(case),
-                format_estimate(case.estimate(LOSS)),
-                _last_validation(case),
-                format_estimate(case.estimate(TIME_TO_TARGET)),
-                format_estimate(case.estimate(SAMPLES_TO_TARGET)),
-                f"{len(reached)} of {len(case.completed)}" if has_target else DASH,
-            )
-        )
-    titles = ("case", "last loss", "last validation", "to the target (s)", "to the target (samples)", "reached it")
-    return _known(titles, rows)
+    """What each case learned: the last loss and validation, and the way to the target."""
+
+    def reached(case: ReportCase) -> str:
+        known = [value is not None for value in case.values(TIME_TO_TARGET).values()]
+        has_target = any(one.target for one in case.completed) or any(known)
+        return f"{sum(known)} of {len(case.completed)}" if has_target else DASH
+
+    columns = {
+        "last loss": _estimate_of(LOSS),
+        "last validation": _last_validation,
+        "to the target (s)": _estimate_of(TIME_TO_TARGET),
+        "to the target (samples)": _estimate_of(SAMPLES_TO_TARGET),
+        "reached it": reached,
+    }
+    return _case_table(by_speed(cases), columns)
 
 
 def _last_validation(case: ReportCase) -> str:
@@ -154,19 +157,26 @@ def _last_validation(case: ReportCase) -> str:
 
 
 def staleness_table(cases: Sequence[ReportCase]) -> Table:
-    rows = []
-    for case in _by_speed(cases):
-        if case.staleness:
-            each = case.staleness_by_trainer()
-            figures = staleness_figures(case.staleness)
-            rows.append(
-                (quoted_name(case), *figures, " / ".join(staleness_figures(one)[0] for one in each.values()) or DASH)
-            )
-    return _filled(("case", "mean", "p95", "max", "gradients", "mean of each trainer"), rows)
+    """How many versions old gradients were when they were applied."""
+
+    def figure(index: int) -> Cell:
+        return lambda case: staleness_figures(case.staleness)[index]
+
+    def by_trainer(case: ReportCase) -> str:
+        return " / ".join(staleness_figures(one)[0] for one in case.staleness_by_trainer().values()) or DASH
+
+    columns = {name: figure(i) for i, name in enumerate(("mean", "p95", "max", "gradients"))}
+    return _case_table(
+        (case for case in by_speed(cases) if case.staleness), {**columns, "mean of each trainer": by_trainer}
+    )
 
 
 def staleness_figures(counts: Mapping[int, int]) -> tuple[str, str, str, str]:
-    """Mean, the least that 95 % do not exceed, maximum, number."""
+    """Mean, 95th percentile, maximum and number of gradients.
+
+    Args:
+        counts: gradients by staleness, in ascending order.
+    """
     total = sum(counts.values())
     if not total:
         return DASH, DASH, DASH, "0"
@@ -176,61 +186,55 @@ def staleness_figures(counts: Mapping[int, int]) -> tuple[str, str, str, str]:
 
 
 def resources_table(cases: Sequence[ReportCase]) -> Table:
-    columns: tuple[tuple[str, Callable[[ReportCase], Estimate | None]], ...] = (
-        ("CPU of servers (s)", lambda case: case.estimate(CPU[0])),
-        ("CPU of trainers (s)", lambda case: case.estimate(CPU[1])),
-        ("CPU of 1000 samples (s)", lambda case: case.estimate(CPU_OF_SAMPLES)),
-        ("memory of a server (MiB)", lambda case: case.estimate(MEMORY[0])),
-        ("memory of a trainer (MiB)", lambda case: case.estimate(MEMORY[1])),
-    )
-    rows = [
-        (quoted_name(case), _wire(case), *(format_estimate(take(case)) for _, take in columns))
-        for case in _by_speed(cases)
-    ]
-    return _known(("case", "wire per step (KiB)", *(title for title, _ in columns)), rows)
+    """Bytes on the wire, CPU time and memory."""
 
+    def wire(case: ReportCase) -> str:
+        """Bytes on the wire, and their source where the trainers did not count them."""
+        sources = {one.wire_bytes_source for one in case.completed if one.wire_bytes_source}
+        return " ".join([format_estimate(case.estimate(WIRE), 1 / 1024), *(f"({one})" for one in sorted(sources))])
 
-def _wire(case: ReportCase) -> str:
-    """Bytes on the wire, and how they are known where no trainer counted them."""
-    sources = {one.wire_bytes_source for one in case.completed if one.wire_bytes_source}
-    return " ".join([format_estimate(case.estimate(WIRE), 1 / 1024), *(f"({source})" for source in sorted(sources))])
+    columns = {
+        "wire per step (KiB)": wire,
+        "CPU of servers (s)": _estimate_of(CPU[0]),
+        "CPU of trainers (s)": _estimate_of(CPU[1]),
+        "CPU of 1000 samples (s)": _estimate_of(CPU_OF_SAMPLES),
+        "memory of a server (MiB)": _estimate_of(MEMORY[0]),
+        "memory of a trainer (MiB)": _estimate_of(MEMORY[1]),
+    }
+    return _case_table(by_speed(cases), columns)
 
 
 def predictions_table(cases: Sequence[ReportCase]) -> Table:
-    rows = []
-    for case in _by_speed(cases):
-        said = prediction_of(case)
-        if said:
-            measured = communication_ms(case, communication_limit(case, cases))
-            bandwidth, latency = _float(said.get("bandwidth_bytes_s")), _float(said.get("latency_s"))
-            rows.append(
-                (
-                    quoted_name(case),
-                    str(said.get("built") or DASH),
-                    format_number(None if bandwidth is None else bandwidth / 1e6),
-                    format_number(None if latency is None else latency * 1e6),
-                    format_number(_float(said.get("communication_ms"))),
-                    format_number(measured),
-                    format_number(_float(said.get("break_even_servers"))),
-                )
-            )
-    titles = (
-        "case",
-        "built",
-        "bandwidth (MB/s)",
-        "latency (us)",
-        "predicted (ms a step)",
-        "measured (ms a step)",
-        "servers to break even",
-    )
-    return _filled(titles, rows)
+    """Communication time: the network model's prediction, and what a step lasted longer than without communication."""
 
+    def prediction(case: ReportCase) -> Mapping[str, Any]:
+        return next((one.predicted for one in case.completed if one.predicted), {})
 
-def _float(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) else None
+    def predicted(name: str, scale: float = 1.0) -> Cell:
+        def cell(case: ReportCase) -> str:
+            value = prediction(case).get(name)
+            return format_number(value * scale if isinstance(value, int | float) else None)
+
+        return cell
+
+    def measured(case: ReportCase) -> str:
+        limit = communication_limit(case, cases)
+        own, without = case.step_ms.get("mean"), limit.step_ms.get("mean") if limit else None
+        return format_number(None if own is None or without is None else own - without)
+
+    columns = {
+        "built": lambda case: str(prediction(case).get("built") or DASH),
+        "bandwidth (MB/s)": predicted("bandwidth_bytes_s", 1e-6),
+        "latency (us)": predicted("latency_s", 1e6),
+        "predicted (ms a step)": predicted("communication_ms"),
+        "measured (ms a step)": measured,
+        "servers to break even": predicted("break_even_servers"),
+    }
+    return _case_table((case for case in by_speed(cases) if prediction(case)), columns)
 
 
 def failures_table(cases: Sequence[ReportCase]) -> Table:
+    """The error of each repeat that failed."""
     rows = [
         (quoted_name(case), str(one.repeat), first_line(one.error) or "no reason is known")
         for case in cases
@@ -240,17 +244,19 @@ def failures_table(cases: Sequence[ReportCase]) -> Table:
 
 
 def definitions_table(cases: Sequence[ReportCase]) -> Table:
-    """What each case is."""
-    rows = []
-    for case in cases:
-        keys = ", ".join(quoted(f"{key}={_short(value)}") for key, value in case.first.overrides.items())
-        role = case.baseline or DASH
-        scenario = scenario_text(case.scenario) or DASH
-        rows.append((quoted_name(case), case.mode, str(case.trainers), str(case.servers), keys or DASH, scenario, role))
-    titles = ("case", "mode", "trainers", "servers", "keys of the config", "scenario", "baseline")
-    kept = [i for i in range(len(titles)) if i == 0 or any(row[i] != DASH for row in rows)]
-    return Table([titles[i] for i in kept], [[row[i] for i in kept] for row in rows], are_numbers=False)
+    """What each case is: its mode, numbers of processes, config keys and scenario."""
 
+    def keys(case: ReportCase) -> str:
+        overrides = case.first.overrides.items()
+        texts = (f"{k}={v if isinstance(v, str) else json.dumps(v, default=str)}" for k, v in overrides)
+        return ", ".join(map(quoted, texts)) or DASH
 
-def _short(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=str)
+    columns: dict[str, Cell] = {
+        "mode": lambda case: case.mode,
+        "trainers": lambda case: str(case.trainers),
+        "servers": lambda case: str(case.servers),
+        "keys of the config": keys,
+        "scenario": lambda case: scenario_text(case.scenario) or DASH,
+        "baseline": lambda case: case.baseline or DASH,
+    }
+    return _case_table(cases, columns, are_numbers=False)

@@ -13,13 +13,12 @@ import pytest
 from fake_results import failed, repeats, stale
 
 from paramserver.errors import UnsupportedConfiguration
-from paramserver.report import plots, svg
+from paramserver.report import page as page_of, plots, svg
 from paramserver.report.cases import cases_of
-from paramserver.report.document import Code, NoteBlock, Picture, Sentences, Table, as_html, as_markdown
 from paramserver.report.findings import findings
 from paramserver.report.page import NO_PLOTS, write_report
 from paramserver.report.results import Results
-from paramserver.report.tables import resources_table, throughput_table
+from paramserver.report.tables import Table, resources_table, throughput_table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # the script that looks is a module of the checkout
 
@@ -250,26 +249,33 @@ if BROWSER is not None:  # conftest.py says in one sentence where it is not
             assert sum(said in one for one in found) == 1
 
 
-# Blocks.
+# Markdown and HTML.
 
 
-def test_both_languages_say_the_same_blocks():
+def test_html_has_the_content_of_the_markdown():
     blocks = [
-        NoteBlock("a `b` <c>"),
-        Sentences(["one `x`", "two"]),
-        Code("``` fenced\n<d>"),
-        Table(("n", "v"), [("`p|q`", "1")]),
+        "# T",
+        page_of.paragraph("a `b` <c>"),
+        page_of.bullets(["one `x`", "two"]),
+        page_of.code("``` fenced\n\n<d>"),
+        page_of.table(Table(("n", "v"), [("`p|q`", "1"), ("r\\|s", "")])),
+        "![p](plots/p.svg)\n\nthe `caption`",
+        page_of.paragraph("lone ` here <e>"),
     ]
-    text, html = as_markdown("T", blocks), as_html("T", blocks)
+    text = "\n\n".join(blocks)
+    html = page_of.to_html("T", text, {"p": "<svg></svg>"})
     assert "a `b` &lt;c>" in text
-    assert "````\n``` fenced\n<d>\n````" in text
+    assert "````\n``` fenced\n\n<d>\n````" in text
     assert "| `p\\|q` | 1 |" in text
     assert "| --- | ---: |" in text
+    assert "<h1>T</h1>" in html
     assert "a <code>b</code> &lt;c&gt;" in html
-    assert "<pre>``` fenced\n&lt;d&gt;</pre>" in html
-    assert "<td><code>p|q</code></td>" in html
-    assert "<p>lone ` here</p>" in as_html("T", [NoteBlock("lone ` here")])
-    assert "plots/p.svg" in as_markdown("T", [Picture("p", "<svg></svg>", "c")])
+    assert "<ul>\n<li>one <code>x</code></li>\n<li>two</li>\n</ul>" in html
+    assert "<pre>``` fenced\n\n&lt;d&gt;</pre>" in html
+    assert "<td><code>p|q</code></td><td>1</td>" in html
+    assert "<td>r\\|s</td><td></td>" in html
+    assert "<figure>\n<svg></svg>\n<figcaption>the <code>caption</code></figcaption>\n</figure>" in html
+    assert "<p>lone ` here &lt;e&gt;</p>" in html
 
 
 # Plots.
