@@ -108,7 +108,7 @@ class DdpTrainer(Trainer):
                 raise
             raise self._links.lost from error  # it names the rank, which a collective cannot
 
-    def give_up(self, error: BaseException) -> None:
+    def report_failure(self, error: BaseException) -> None:
         if isinstance(error, PeerLost) and self._links is not None:
             self._links.wait_loss(_NAMED_AFTER_S)
 
@@ -118,13 +118,13 @@ class DdpTrainer(Trainer):
         if self.process.placement.device.type == "cuda":
             torch.cuda.set_device(self.process.placement.device)  # nccl's collectives use the current device
         with self._connections.record():
-            self.open(process_group(self.rendezvous, self.process.placement.backend))
+            self.enter_context(process_group(self.rendezvous, self.process.placement.backend))
             self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.rendezvous.timeout_s))
         self._agreement = StepAgreement(self._control, self.process.trainers, self.trainer_index)
         # Where somebody is lost, the loop may wait for it in a collective, and would until its own timeout.
-        self._links = links = self.open(connect_ranks(self.rendezvous, self.config, self._connections.abort))
+        self._links = links = self.enter_context(connect_ranks(self.rendezvous, self.config, self._connections.abort))
         self._collection = PartGather(links)
-        self._courier = self.open(
+        self._sender = self.enter_context(
             BackgroundSender(self.config.checkpoint.background, "a part of a checkpoint", lambda: links.last_progress)
         )
         model = build_model(self.task, self.config.seed, self.process.placement)
@@ -158,7 +158,7 @@ class DdpTrainer(Trainer):
             else None
         )
         dist.scatter_object_list(part, parts, src=0, group=self._control)
-        self.begin_stream(part[0])
+        self.seed_or_restore(part[0])
 
     def configure_ddp(self, model: nn.Module, device_ids: list[torch.device] | None) -> nn.Module:
         """Wrap the model. Override to wrap it otherwise."""
@@ -196,20 +196,20 @@ class DdpTrainer(Trainer):
     def step_scope(self) -> AbstractContextManager[Any]:
         return translate_peer_loss()
 
-    def agree(self, announcement: Announcement) -> Decision:
+    def agree(self) -> Decision:
         decision = self._decide() if self._agreement.started else None
         if decision is None or decision.verdict is Verdict.WAIT:
-            self._begin_agreement(announcement)
+            self._begin_agreement(self.announcement())
             decision = self._decide()
         if decision.active:
             self._active = decision.active
         self.clock.lap("wait")
         return decision
 
-    def on_loss_known(self, loss: float, samples: int) -> None:
+    def on_last_loss(self, loss: float, samples: int) -> None:
         # What is said now holds until the next batch is taken: samples that are there stay, and an end is an end.
-        following = self.data_available() if self.data.is_ready() else Announcement(Readiness.WAITING)
-        self._begin_agreement(self.with_stop(following), StepTotals(loss, samples))
+        announcement = self.announcement_if_ready() or self.with_stop(Announcement(Readiness.WAITING))
+        self._begin_agreement(announcement, StepTotals(loss, samples))
 
     def _begin_agreement(self, announcement: Announcement, done: StepTotals | None = None) -> None:
         collect = self.monitor is not None and time.monotonic() - self._collected > _COLLECT_EVERY_S
@@ -231,8 +231,8 @@ class DdpTrainer(Trainer):
             self._collect(all_gather_objects(list(self.records), self._control))
         return agreed
 
-    def update(self, report: StepReport) -> None:
-        self.updater.update(report.version + 1)
+    def step_optimizer(self, report: StepReport) -> None:
+        self.updater.apply(report.version + 1)
         self.updater.optimizer.zero_grad()
         self.clock.lap("apply")
 
@@ -246,11 +246,11 @@ class DdpTrainer(Trainer):
         self._behind = True
 
     def on_epoch_ended(self, epoch: int) -> None:
-        self.updater.epoch_ended()
+        self.updater.on_epoch_end()
 
     # Validation, checkpoints, records.
 
-    def refresh(self) -> None:
+    def sync_model(self) -> None:
         """The same model and module buffers on all ranks, before they are validated or saved."""
         if self._agreement.started:
             self._finish_agreement()  # for the figures of the last step; what it said of the next one may be too old
@@ -276,24 +276,27 @@ class DdpTrainer(Trainer):
             merged = merge_sums({index: share for index, (share, _) in enumerate(shares)})
             verdict = [self.monitor is not None and self.monitor.validated(self.step, merged)]
             dist.broadcast_object_list(verdict, src=0, group=self._control)
-        self.updater.validated(self.step, merged.means())
+        self.updater.on_validation_end(self.step, merged.means())
         return merged.means(), verdict[0]
 
-    def deposit(self, reason: str, since: float) -> None:
-        self.settle()  # all ranks end the same travel, and so meet again
+    def save_part(self, reason: str, since: float) -> None:
+        self.wait_saved()  # all ranks end the same travel, and so meet again
         self._attend(True)
-        self.refresh()
+        self.sync_model()
         with translate_peer_loss():
             self._collect(all_gather_objects(list(self.records), self._control))
-        part = self.part()
+        part = self.state_dict()
         checkpoints = self.checkpoints
         if checkpoints is None:
             pause_s = time.perf_counter() - since
             self._carry(lambda: self._collection.send(part, pause_s))
-        else:
-            cut = checkpoints.stage(self.step, self.unwrapped_model, self.updater, reason, since)
+            return
+
+        def collect(staged: StagedCheckpoint) -> None:
             own_s = time.perf_counter() - since
-            self._carry(lambda: self._complete(checkpoints, cut, part, own_s))
+            self._carry(lambda: self._complete(checkpoints, staged, part, own_s))
+
+        checkpoints.save(self.step, self.unwrapped_model, self.updater, reason, since, collect)
 
     def _attend(self, attentive: bool) -> None:
         """While a part travels, a rank that falls silent is lost."""
@@ -305,24 +308,24 @@ class DdpTrainer(Trainer):
             job()
             self._attend(False)
 
-        self._courier.carry(carried)
+        self._sender.submit(carried)
 
     def _complete(
-        self, checkpoints: CheckpointManager, cut: StagedCheckpoint, part: Mapping[str, Any], pause_s: float
+        self, checkpoints: CheckpointManager, staged: StagedCheckpoint, part: Mapping[str, Any], pause_s: float
     ) -> None:
         """On rank 0: the other ranks' parts, and then the checkpoint. Whatever happens, they are answered."""
         taken = False
         try:
             parts, others_s = self._collection.receive()
-            checkpoints.commit(cut, {self.trainer_index: part, **parts}, max(pause_s, others_s))
+            checkpoints.commit(staged, {self.trainer_index: part, **parts}, max(pause_s, others_s))
             taken = True
         finally:
             self._collection.acknowledge(taken)
 
-    def settle(self) -> None:
-        self._courier.finish()
+    def wait_saved(self) -> None:
+        self._sender.wait()
 
-    def deliver(self, records: Sequence[Record]) -> None:
+    def send_records(self, records: Sequence[Record]) -> None:
         if self.monitor is not None:
             self._collect([list(records)])
 

@@ -6,14 +6,14 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paramserver.consistency import Announcement, Decision, decide
+from paramserver.consistency import Decision, decide
 from paramserver.context import ProcessContext
 from paramserver.distributed.rendezvous import Rendezvous
 from paramserver.limits import Limits
 from paramserver.metrics.records import Record, StepReport, StepResult, TrainerTotals, WeightedSums
 from paramserver.optim.updater import Updater
 from paramserver.parameters.model import build_model
-from paramserver.runs.checkpoint_manager import CheckpointManager
+from paramserver.runs.checkpoint_manager import CheckpointManager, StagedCheckpoint
 from paramserver.runs.monitor import RunMonitor
 from paramserver.task import Task
 from trainers.base import Trainer
@@ -44,34 +44,41 @@ class LocalTrainer(Trainer):
         self.on_after_setup_optimizers()
         self.step, self.samples = self.monitor.step, self.monitor.samples
         self.prepare_data()
-        self.begin_stream(self.checkpoints.trainer_part(self.trainer_index))
+        self.seed_or_restore(self.checkpoints.trainer_part(self.trainer_index))
 
-    def agree(self, announcement: Announcement) -> Decision:
+    def agree(self) -> Decision:
         return decide(
-            {self.trainer_index: announcement}, self.step, self.samples, self.limits, self.config.training.uneven_inputs
+            {self.trainer_index: self.announcement()},
+            self.step,
+            self.samples,
+            self.limits,
+            self.config.training.uneven_inputs,
         )
 
-    def update(self, report: StepReport) -> StepResult:
-        self.updater.update(report.version + 1)
+    def step_optimizer(self, report: StepReport) -> StepResult:
+        self.updater.apply(report.version + 1)
         self.updater.optimizer.zero_grad()
         self.samples += report.samples
         self.clock.lap("apply")
         return StepResult(report.version + 1, self.samples, report.loss, self.updater.lr, report.seconds)
 
     def on_epoch_ended(self, epoch: int) -> None:
-        self.updater.epoch_ended()
+        self.updater.on_epoch_end()
 
     def merge_validation(self, sums: WeightedSums) -> tuple[Mapping[str, float], bool]:
         improved = self.monitor.validated(self.step, sums)
-        self.updater.validated(self.step, sums.means())
+        self.updater.on_validation_end(self.step, sums.means())
         return sums.means(), improved
 
-    def deposit(self, reason: str, since: float) -> None:
-        part = self.part()
-        cut = self.checkpoints.stage(self.step, self.model, self.updater, reason, since)
-        self.checkpoints.commit(cut, {self.trainer_index: part}, time.perf_counter() - since)
+    def save_part(self, reason: str, since: float) -> None:
+        part = self.state_dict()
 
-    def deliver(self, records: Sequence[Record]) -> None:
+        def collect(staged: StagedCheckpoint) -> None:
+            self.checkpoints.commit(staged, {self.trainer_index: part}, time.perf_counter() - since)
+
+        self.checkpoints.save(self.step, self.model, self.updater, reason, since, collect)
+
+    def send_records(self, records: Sequence[Record]) -> None:
         for record in records:
             self.monitor.record(record)
         self.records.clear()

@@ -1,10 +1,11 @@
-"""Rank 0's checkpoints: staging, collecting the trainers' parts, committing, and restoring."""
+"""Rank 0's checkpoints: ``CheckpointManager.save`` and ``load_for_resume`` tell how one is made and used."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,7 +17,9 @@ from paramserver.checkpoint import (
     ChunkedFile,
     StagingPool,
     WrittenCheckpoint,
+    find_checkpoint,
     pack,
+    read_checkpoint,
     stage_copy,
 )
 from paramserver.checkpoint.save import restore_best_pointer
@@ -24,7 +27,7 @@ from paramserver.config import Config, num_trainers_of, world_size_of
 from paramserver.errors import TrainingError
 from paramserver.metrics.records import TrainerTotals, make_record
 from paramserver.optim.updater import Updater
-from paramserver.parameters.model import load_weights, detached_state_dict
+from paramserver.parameters.model import detached_state_dict, load_weights
 from paramserver.parameters.numerics import check_parameters_finite
 from paramserver.runs.monitor import RunMonitor
 from paramserver.runs.reshard import reshard_parts
@@ -52,6 +55,53 @@ class StagedCheckpoint:
     since: float
 
 
+@dataclass(frozen=True, eq=False)
+class ResumeState:
+    """What a run resumes from: see ``load_for_resume``.
+
+    Args:
+        checkpoint: verified.
+        run: the content of its ``run.pt``.
+        parts: of the trainers, packed, where the checkpoint is of another number of trainers; None otherwise.
+    """
+
+    checkpoint: Checkpoint
+    run: Mapping[str, Any]
+    parts: Sequence[bytes] | None
+
+
+def load_for_resume(config: Config, run: RunDir) -> ResumeState:
+    """Find, verify and load the checkpoint that a run resumes from. Nothing in its folder is changed.
+
+    What follows is up to each owner: ``CheckpointManager`` restores the figures of the run, the server (``rpc``) or
+    every trainer loads model and optimizer, and a trainer restores its random states, its buffer and its position in
+    the source from ``CheckpointManager.trainer_part``.
+
+    Args:
+        config: of the run that resumes.
+        run: its folder.
+
+    Raises:
+        CheckpointError: there is no checkpoint, it is damaged, or its buffers do not fit the trainers of ``config``.
+    """
+    # Verified before it is used, and before anything in the folder changes: every SHA-256, and every object is there.
+    checkpoint = read_checkpoint(find_checkpoint(run.path))
+    trainers = [f"trainer-{i}" for i in range(checkpoint.num_trainers)]
+    for name in ("model", "optimizer", "run", *trainers):
+        checkpoint.file_path(name)
+    state = checkpoint.load("run")
+    if len(trainers) == num_trainers_of(config):
+        return ResumeState(checkpoint, state, None)
+    # Another number of trainers: samples and positions move to the new ones, and a new one gets new random states.
+    parts = reshard_parts(
+        [checkpoint.load(name) for name in trainers],
+        num_trainers_of(config),
+        capacity=config.buffer.capacity,
+        entropy=(config.seed, state["resumes"] + 1),
+    )
+    return ResumeState(checkpoint, state, [pack(part) for part in parts])
+
+
 class Stateful(Protocol):
     """What has the state of an ``Updater``."""
 
@@ -71,8 +121,14 @@ class CheckpointManager:
         config: the run's.
         run: its folder, locked by this process.
         monitor: its state is part of every checkpoint.
-        checkpoint: what the run resumes from; None for a new one.
+        resume: what the run resumes from; None for a new one.
         initial_weights: of ``init_from``, where it is given.
+
+    Attributes:
+        checkpoint: the one that the run resumed from.
+        consistency_state: of the checkpoint, for the consistency model.
+        simulations: of an online run; its state is saved and its figures are in the summary.
+        simulations_state: of the checkpoint.
     """
 
     def __init__(
@@ -80,39 +136,30 @@ class CheckpointManager:
         config: Config,
         run: RunDir,
         monitor: RunMonitor,
-        checkpoint: Checkpoint | None = None,
+        resume: ResumeState | None = None,
         initial_weights: tuple[str, Mapping[str, Any]] | None = None,
     ) -> None:
         self.config = config
         self.run = run
         self.monitor = monitor
-        self.checkpoint = checkpoint
+        self.checkpoint = None if resume is None else resume.checkpoint
         self.initial_weights = initial_weights
         self.pauses_s: list[float] = []
         self.consistency_state: Mapping[str, Any] = {}
         self.simulations: SimulationsState | None = None
         self.simulations_state: dict[str, Any] | None = None
         self.writer = CheckpointWriter(run.checkpoints_dir, config.checkpoint.keep, config.checkpoint.background)
-        self._memory = StagingPool()
-        self._resharded: list[bytes] | None = None
-        if checkpoint is not None:
-            self._resume(checkpoint)
+        self._pool = StagingPool()
+        self._resharded = None if resume is None else resume.parts
+        if resume is not None:
+            monitor.load_state_dict(resume.run)
+            self.consistency_state = resume.run.get("consistency", {})
+            self.simulations_state = resume.run.get("simulations")
+            if monitor.best is not None and monitor.resume_note is None:
+                # The abandoned steps may have had a better one, or a crash came before this one was marked.
+                restore_best_pointer(run.checkpoints_dir, monitor.best.step)
 
-    # Resuming.
-
-    def _resume(self, checkpoint: Checkpoint) -> None:
-        state = checkpoint.load("run")
-        self.monitor.load_state_dict(state)
-        self.consistency_state = state.get("consistency", {})
-        self.simulations_state = state.get("simulations")
-        if self.monitor.best is not None and self.monitor.resume_note is None:
-            # Another was the best in a future that is given up; or this one was not marked before a crash.
-            restore_best_pointer(self.run.checkpoints_dir, self.monitor.best.step)
-        before, now = checkpoint.num_trainers, num_trainers_of(self.config)
-        if before != now:
-            parts = [checkpoint.load(f"trainer-{i}") for i in range(before)]
-            capacity, entropy = self.config.buffer.capacity, (self.config.seed, self.monitor.resumes)
-            self._resharded = [pack(part) for part in reshard_parts(parts, now, capacity=capacity, entropy=entropy)]
+    # Restoring.
 
     def restore_model(self, model: nn.Module) -> None:
         """Load the checkpoint's weights, or those of ``init_from``, into the model; nothing for a new run."""
@@ -136,9 +183,9 @@ class CheckpointManager:
 
     def trainer_part(self, trainer_index: int) -> bytes | None:
         """Return the packed state that a trainer resumes from; None in a new run."""
-        if self.checkpoint is None or self._resharded is not None:
-            return None if self._resharded is None else self._resharded[trainer_index]
-        return self.checkpoint.read_bytes(f"trainer-{trainer_index}.pt")
+        if self._resharded is not None:
+            return self._resharded[trainer_index]
+        return None if self.checkpoint is None else self.checkpoint.read_bytes(f"trainer-{trainer_index}.pt")
 
     # Saving.
 
@@ -149,6 +196,42 @@ class CheckpointManager:
             return self.writer.written[-1].path.name
         return self.checkpoint.path.name if self.checkpoint is not None else None
 
+    def save(
+        self,
+        step: int,
+        model: nn.Module,
+        updater: Stateful,
+        reason: str,
+        since: float,
+        collect: Callable[[StagedCheckpoint], None],
+        consistency: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Save a checkpoint: stage it here, collect every trainer's part, and commit it to the disk.
+
+        To be called while model, optimizer and every trainer stand at ``step``. Training may continue when this
+        returns; with ``checkpoint.background`` the parts arrive and the files are written meanwhile.
+
+        Args:
+            step: the version of model and optimizer.
+            model, updater: what is copied; the caller makes sure that nothing changes them during this call.
+            reason, since: see ``StagedCheckpoint``.
+            collect: arranges that ``commit`` is called, once, with the parts of all trainers; now or from any thread
+                later. Without that call, as when a trainer dies, nothing is written.
+            consistency: the state of its rules.
+
+        Raises:
+            Exception: the failure of an earlier write.
+            NotFinite: a parameter that is trained is NaN or infinite.
+        """
+        # A failed write ends the run at its next checkpoint, so that it does not train for long without a good one.
+        self.writer.raise_error()
+        # 1. Stage: one copy in memory. Nothing that training changes is read after this line.
+        staged = self.stage(step, model, updater, reason, since, consistency)
+        # 2. Collect: each trainer has staged its part of the same step, and sends it while training continues.
+        # 3. ``commit``, when the last part is here: the writer brings every file to the disk, then the manifest, and
+        #    renames the folder to its final name; then ``latest`` and ``best`` name it, and older ones are removed.
+        collect(staged)
+
     def stage(
         self,
         step: int,
@@ -158,19 +241,7 @@ class CheckpointManager:
         since: float,
         consistency: Mapping[str, Any] | None = None,
     ) -> StagedCheckpoint:
-        """Copy, once, what rank 0 stores: model, optimizer, schedule and the state of the run.
-
-        Args:
-            step: the version of model and optimizer.
-            model, updater: what is copied; the caller makes sure that nothing changes them during this call.
-            reason, since: see ``StagedCheckpoint``.
-            consistency: the state of its rules.
-
-        Raises:
-            Exception: the failure of an earlier write.
-            NotFinite: a parameter that is trained is NaN or infinite.
-        """
-        self.writer.raise_error()
+        """Copy, once, what rank 0 stores: model, optimizer, schedule and the state of the run. See ``save``."""
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         check_parameters_finite(trained, step, self.run.resume_command if self.last_checkpoint else None)
         state = updater.state_dict()
@@ -182,39 +253,31 @@ class CheckpointManager:
             "consistency": dict(consistency or {}),
         }
         objects = {
-            "model": stage_copy(detached_state_dict(model), self._memory),
-            "optimizer": stage_copy(state["optimizer"], self._memory),
+            "model": stage_copy(detached_state_dict(model), self._pool),
+            "optimizer": stage_copy(state["optimizer"], self._pool),
             "run": stage_copy(run_state),
         }
-        self._memory.trim()
+        self._pool.trim()
         return StagedCheckpoint(step, objects, self.monitor.improved_step == step, reason, since)
 
     def commit(
         self, staged: StagedCheckpoint, parts: Mapping[int, Mapping[str, Any] | ChunkedFile], pause_s: float
     ) -> None:
-        """Write a checkpoint: in the background, or before this returns, as the config says. Nothing is copied.
+        """Write a staged checkpoint: in the background, or before this returns, as the config says. Copies nothing.
 
         Args:
             staged: made by ``stage``.
-            parts: what each trainer stores: private, or the file that ``torch.save`` made of it.
+            parts: of each trainer, by its index: private objects, or the file that ``torch.save`` made of them.
             pause_s: how long training stopped for the copies, on the trainer where that took longest.
 
         Raises:
             Exception: the failure of an earlier write, or of this one without ``checkpoint.background``.
         """
+        config = self.config
         files = {
             f"trainer-{i}.pt" if isinstance(p, ChunkedFile) else f"trainer-{i}": p for i, p in sorted(parts.items())
         }
-        future = self.writer.submit(staged.step, {**staged.objects, **files}, self._about(), staged.is_best)
-        if not self.config.checkpoint.background:
-            pause_s = time.perf_counter() - staged.since
-        self.pauses_s.append(pause_s)
-        reason = staged.reason  # all that is kept of the staged checkpoint
-        future.add_done_callback(lambda done: self._written(done, pause_s, reason))
-
-    def _about(self) -> dict[str, Any]:
-        config = self.config
-        return {
+        metadata = {
             "mode": config.mode,
             "consistency": config.server.consistency,
             "trainers": num_trainers_of(config),
@@ -222,11 +285,17 @@ class CheckpointManager:
             "task": config.task,
             "seed": config.seed,
         }
+        future = self.writer.submit(staged.step, {**staged.objects, **files}, metadata, staged.is_best)
+        if not config.checkpoint.background:
+            pause_s = time.perf_counter() - staged.since
+        self.pauses_s.append(pause_s)
+        reason = staged.reason  # the callback must not keep ``staged``, and with it the copies, alive
+        future.add_done_callback(lambda done: self._record_written(done, pause_s, reason))
 
-    def _written(self, done: Any, pause_s: float, reason: str) -> None:
+    def _record_written(self, done: Future[WrittenCheckpoint], pause_s: float, reason: str) -> None:
         if done.cancelled() or done.exception() is not None:
-            return  # a cancelled one gave way to a newer; the writer raises a failure at its next call
-        written: WrittenCheckpoint = done.result()
+            return  # replaced by a newer one; and a failure is raised by the writer's next call
+        written = done.result()
         self.monitor.record(
             make_record(
                 "checkpoint",

@@ -20,7 +20,7 @@ from filelock import FileLock, Timeout
 
 from paramserver.checkpoint.save import explain_disk_errors
 from paramserver.errors import CheckpointError, UnsupportedConfiguration
-from paramserver.fileio import json_text, atomic_write_text
+from paramserver.fileio import atomic_write_text, json_text
 from paramserver.version import __version__
 
 _GIT_TIMEOUT_S = 5.0

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paramserver.checkpoint import Checkpoint, clean, find_checkpoint, load_chosen, read_checkpoint
+from paramserver.checkpoint import load_chosen, remove_leftovers
 from paramserver.checkpoint.format import LATEST
-from paramserver.cluster import ProcessIdentity, bind_interface, num_usable_cores, interface_to, process_environ
+from paramserver.cluster import ProcessIdentity, bind_interface, interface_to, num_usable_cores, process_environ
 from paramserver.config import Config, Role, dump_yaml, mode_of, roles, server_computes, trainer_of
 from paramserver.consistency import Decision
 from paramserver.context import ProcessContext, StartupTimer, StopRequest, set_trainer_index
@@ -34,7 +34,7 @@ from paramserver.importing import load_object
 from paramserver.metrics import FanOut, JsonLines, Sink, TensorBoard
 from paramserver.metrics.records import TrainerTotals, make_record
 from paramserver.runs.attempt import reserve_run, start_transaction
-from paramserver.runs.checkpoint_manager import CheckpointManager
+from paramserver.runs.checkpoint_manager import CheckpointManager, load_for_resume
 from paramserver.runs.monitor import RunMonitor, kinds_recorded_later
 from paramserver.runs.rundir import (
     RunDir,
@@ -188,21 +188,21 @@ def _open_checkpoints(plan: RankPlan, process: ProcessContext) -> Iterator[Check
         run = plan.run or stack.enter_context(reserve_run(config))
         stack.enter_context(start_transaction(run) if plan.run is None else nullcontext())
         stack.enter_context(run.lock(plan.resume))
-        checkpoint = _stored(run) if plan.resume else None
-        weights = _initial_weights(config) if checkpoint is None else None
-        clean(run.checkpoints_dir)
+        resume = load_for_resume(config, run) if plan.resume else None
+        weights = _initial_weights(config) if resume is None else None
+        remove_leftovers(run.checkpoints_dir)
         run.summary_file.unlink(missing_ok=True)
         write_text(run.config_file, dump_yaml(config))
         about = environment_record(list(plan.command))
         folders = [str(folder.resolve()) for folder in plan.folders]
         write_json(run.environment_file, {**about, "device": str(process.placement.device), "folders": folders})
-        if checkpoint is not None:
-            supersede_metrics(run.metrics_file, checkpoint.step, kinds_recorded_later(checkpoint.load("run")))
+        if resume is not None:
+            supersede_metrics(run.metrics_file, resume.checkpoint.step, kinds_recorded_later(resume.run))
         sinks: list[Sink] = [JsonLines(run.metrics_file)]
         if config.logging.tensorboard:
-            sinks.append(TensorBoard(run.tensorboard_dir, None if checkpoint is None else checkpoint.step + 1))
+            sinks.append(TensorBoard(run.tensorboard_dir, None if resume is None else resume.checkpoint.step + 1))
         fan = FanOut([*sinks, *plan.shown])
-        checkpoints = CheckpointManager(config, run, RunMonitor(config, fan, run.summary_file), checkpoint, weights)
+        checkpoints = CheckpointManager(config, run, RunMonitor(config, fan, run.summary_file), resume, weights)
         checkpoints.monitor.run_started(
             make_record(
                 "start",
@@ -214,20 +214,10 @@ def _open_checkpoints(plan: RankPlan, process: ProcessContext) -> Iterator[Check
                 total_steps=config.training.max_steps,
                 total_samples=config.training.max_samples,
                 run_dir=str(run.path),
-                resumed=checkpoint is not None,
+                resumed=resume is not None,
             )
         )
         yield checkpoints
-
-
-def _stored(run: RunDir) -> Checkpoint:
-    """The checkpoint to go on from. That it holds all that is needed is seen before anything is changed."""
-    checkpoint = read_checkpoint(find_checkpoint(run.path))
-    for name in ("model", "optimizer", "run"):
-        checkpoint.file(name)
-    for index in range(checkpoint.trainers):
-        checkpoint.file(f"trainer-{index}")
-    return checkpoint
 
 
 def _initial_weights(config: Config) -> tuple[str, Any] | None:
@@ -240,7 +230,7 @@ def _initial_weights(config: Config) -> tuple[str, Any] | None:
     try:
         if path.is_dir():
             checkpoint, (weights,) = load_chosen(path, LATEST, "model")
-            return str(checkpoint.file("model")), weights
+            return str(checkpoint.file_path("model")), weights
         return str(path), torch.load(path, weights_only=True, map_location="cpu")
     except CheckpointError as error:
         raise CheckpointError(f"init_from ({path}): {error}") from error
@@ -284,7 +274,7 @@ def _serve(
     process: ProcessContext, task: Task, checkpoints: CheckpointManager, rendezvous: Rendezvous
 ) -> dict[str, Any]:
     from paramserver.distributed.membership import release_liveness_calls
-    from paramserver.distributed.rpc_calls import register_server
+    from paramserver.distributed.rpc_calls import register_server, unregister_servers
     from paramserver.optim.parallel_step import ThreadTeam, num_spare_threads
     from paramserver.server.parameter_server import ParameterServer
     from paramserver.transport.segments import SegmentHost
@@ -298,17 +288,21 @@ def _serve(
                 segments = stack.enter_context(SegmentHost("paramserver", process.config.cluster.timeout_s))
             server = ParameterServer(task, process.config, process.trainers, checkpoints, process.stop, segments)
             register_server(server)
-            stack.callback(register_server, None)
-            if server.is_whole and server.rounds.rules.lockstep and (helpers := num_spare_threads(num_usable_cores())):
-                server.versions.work_with(stack.enter_context(closing(ThreadTeam(helpers))))
+            stack.callback(unregister_servers)
+            if (
+                server.is_whole
+                and server.aggregator.rules.lockstep
+                and (helpers := num_spare_threads(num_usable_cores()))
+            ):
+                server.store.use_threads(stack.enter_context(closing(ThreadTeam(helpers))))
             with rpc_server(rendezvous, process.trainers * server_computes(process.config)):
                 try:
                     _watch_over(server, process, rendezvous)
-                    server.wait_for_goodbyes(_GOODBYE_S)
+                    server.wait_for_disconnects(_GOODBYE_S)
                 finally:
                     totals.extend(t for _, t in sorted(server.totals.items()))
-                    if server.conductor is not None:
-                        server.conductor.dismiss(server.error or server.last_decision, _GOODBYE_S)
+                    if server.coordinator is not None:
+                        server.coordinator.shut_down(server.error or server.last_decision, _GOODBYE_S)
                     release_liveness_calls()
         if server.error is not None:
             raise server.error
@@ -319,7 +313,7 @@ def _serve(
 
 
 def _serve_shard(process: ProcessContext, task: Task, rendezvous: Rendezvous) -> None:
-    from paramserver.server.shard_server import serve_shard
+    from paramserver.server.shard_process import serve_shard
 
     _reason_of(serve_shard(process, task, rendezvous))
 
@@ -332,7 +326,7 @@ def _watch_over(server: Any, process: ProcessContext, rendezvous: Rendezvous) ->
     config = process.config
     deadline = time.monotonic() + config.cluster.timeout_s
     while not server.finished.wait(config.server.heartbeat_s):
-        server.look_for_silent_peers()
+        server.check_heartbeats()
         missing = server.missing()
         if missing and (told := rendezvous.reported_failure()) is not None:
             server.fail(told.error())
