@@ -119,7 +119,7 @@ class Buffer(ABC):
         self._index = self._index_type(capacity, np.empty(0, np.int64), 0)
         # Samples that must be held for any get, until the buffer is finished.
         self._least = watermark
-        # The n of the last get, or of the first one to come.
+        # The n of the last get; before it the expected one.
         self._batch_size = batch_size or 1
         # Guards everything below and the store. Two conditions on it, so that a put wakes no other producer.
         self._lock = threading.Lock()
@@ -254,7 +254,7 @@ class Buffer(ABC):
             return self._servings_held() if self._finished else None
 
     def expected_batches(self, samples: int, batch_size: int) -> int | None:
-        """Return how many batches ``samples`` puts will give; None if that depends on timing."""
+        """Return how many batches ``samples`` puts make; None if that depends on timing."""
         return None
 
     # Both sides.
@@ -436,7 +436,7 @@ class Buffer(ABC):
     def _wait_for_room(self, size: int, deadline: float | None) -> None:
         """Wait until the buffer changes."""
         store = self._store
-        # The consumer waits too, so no room would ever come. Only max_bytes can lead here.
+        # The consumer waits as well, so there would never be room. Only max_bytes can lead here.
         if not self._is_ready(self._batch_size):
             raise ValueError(
                 f"max_bytes ({store.max_bytes}) must hold what a get waits for, {max(self._batch_size, self._least)} "
@@ -447,7 +447,7 @@ class Buffer(ABC):
         if deadline is not None and now >= deadline:
             raise BufferTimeout(
                 f"a put must find room before its timeout, {store.count} of {self.capacity} samples are held "
-                f"({store.unseen} unseen); get faster or raise the timeout"
+                f"({store.unseen} unseen); get samples faster or raise the timeout"
             )
         self._can_put.wait(None if deadline is None else deadline - now)
         self._counters.put_wait_s += time.monotonic() - now
@@ -565,7 +565,7 @@ def _check_limits(capacity: int, watermark: int, max_bytes: int | None, batch_si
             "lower watermark or raise capacity"
         )
     if batch_size is not None:
-        check_at_least("batch_size", batch_size, 1, "leave it out where it is not known")
+        check_at_least("batch_size", batch_size, 1, "leave it out if it is not known")
         if batch_size > capacity:
             raise ValueError(
                 f"batch_size ({batch_size}) must be at most capacity ({capacity}), else no batch is ever gathered; "

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections import namedtuple
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -266,6 +266,12 @@ class TreeSpec(SampleSpec):
         self.kind = kind
         self.names = names
         self.children = children
+        # Makes a container of its elements; chosen once, because ``rebuild`` calls it for each sample.
+        self._pack: Callable[[Sequence[Any]], Any] = kind
+        if names is not None:
+            self._pack = lambda values: dict(zip(names, values, strict=True))
+        elif is_namedtuple(kind):
+            self._pack = lambda values: kind(*values)
 
     def flatten(self, sample: Any, leaves: list[Any]) -> bool:
         if type(sample) is not self.kind or len(sample) != len(self.children):
@@ -292,11 +298,6 @@ class TreeSpec(SampleSpec):
         values = [child.rebuild(columns, size) for child in self.children]
         rows = zip(*values, strict=True) if values else [()] * size
         return [self._pack(row) for row in rows]
-
-    def _pack(self, values: Sequence[Any]) -> Any:
-        if self.names is not None:
-            return dict(zip(self.names, values, strict=True))
-        return self.kind(*values) if is_namedtuple(self.kind) else self.kind(values)
 
 
 def sample_spec_of(sample: Any) -> SampleSpec | None:

@@ -315,32 +315,29 @@ class Column:
             memory = torch.from_numpy(np.empty((rows, leaf.row_bytes), np.uint8))
             flat = memory.view(leaf.dtype) if leaf.row_bytes else torch.empty((rows, 0), dtype=leaf.dtype, device="cpu")
             self.rows = flat.view(rows, *leaf.shape)
+        self.array: npt.NDArray[Any] = _numpy_view(self.rows)
         self._is_tensor = isinstance(leaf, TensorLeaf)
-        self._array: npt.NDArray[Any] = _numpy_view(self.rows)
 
     def write(self, slots: list[int], values: list[Any]) -> None:
         if self._is_tensor and len(slots) == 1:
             self.rows[slots[0]].copy_(values[0])
         elif self._is_tensor:
             # One stack and one write: a call per sample would cost more than the copy.
-            self._array[slots] = _numpy_view(torch.stack(values).resolve_conj().resolve_neg())
-        elif self._array.ndim == 1:
-            self._array[slots] = values
+            self.array[slots] = _numpy_view(torch.stack(values).resolve_conj().resolve_neg())
+        elif self.array.ndim == 1:
+            self.array[slots] = values
         else:
             # Stacking arrays would copy them twice, and numpy visits them one by one there too.
             for slot, value in zip(slots, values, strict=True):
-                self._array[slot] = value
-
-    def gather(self, slots: Slots) -> Tensor:
-        return torch.from_numpy(self._array.take(slots, axis=0)).view(self.rows.dtype)
+                self.array[slot] = value
 
     def gather_into(self, slots: Slots, allocate: AllocateBytes) -> Tensor:
-        """Gather into memory from ``allocate``."""
+        """Copy the rows of these slots to memory from ``allocate``."""
         shape = (len(slots), *self.rows.shape[1:])
         memory = torch.from_numpy(allocate(self.rows.element_size() * math.prod(shape)))
         rows = memory.view(self.rows.dtype).view(shape)
         # Every slot is a row, so "clip" changes no value; the default mode would gather into a temporary and copy it.
-        self._array.take(slots, axis=0, out=_numpy_view(rows), mode="clip")
+        self.array.take(slots, axis=0, out=_numpy_view(rows), mode="clip")
         return rows
 
 
@@ -382,7 +379,8 @@ class ColumnStorage(Storage):
         # A producer that waits for room in the middle of a put_many has released the lock before its flush.
         if self._pending_slots:
             self.flush()
-        columns = [column.gather(slots) for column in self._columns]
+        # ``view`` for a dtype that numpy lacks.
+        columns = [torch.from_numpy(one.array.take(slots, axis=0)).view(one.rows.dtype) for one in self._columns]
         return self.layout.stack(iter(columns)), partial(_rebuild, self.layout, columns, len(slots))
 
     def bytes_of(self, slots: Slots) -> int:
@@ -393,9 +391,8 @@ class ColumnStorage(Storage):
 
     def state_dict(self, slots: Slots, allocate: AllocateBytes | None = None) -> dict[str, Any]:
         template = encode(self.gather(slots[:1])[1]()[0])
-        if allocate is None:
-            return {"template": template, "columns": [column.gather(slots) for column in self._columns]}
-        return {"template": template, "columns": [column.gather_into(slots, allocate) for column in self._columns]}
+        memory: AllocateBytes = allocate or (lambda size: np.empty(size, np.uint8))
+        return {"template": template, "columns": [column.gather_into(slots, memory) for column in self._columns]}
 
     def load(self, columns: list[Tensor]) -> None:
         """Copy saved columns to rows 0, 1, ..."""

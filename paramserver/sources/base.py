@@ -152,5 +152,5 @@ class Source(ABC):
         """
         raise CheckpointError(
             f"a checkpoint of {len(leftovers)} trainers, whose data comes from {type(self).__name__}, must be resumed "
-            f"with {len(leftovers)}; give cluster.num_trainers or --world_size so, or a source with reshard"
+            f"with {len(leftovers)}; set cluster.num_trainers or --world_size to it, or use a source with reshard"
         )
