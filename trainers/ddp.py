@@ -1,7 +1,4 @@
-"""The same task through DistributedDataParallel: gradients are averaged by all-reduce while backward runs.
-
-Communication hooks of DDP that compress gradients, by the names of ``ddp.comm_hook``.
-"""
+"""Training with DistributedDataParallel: gradients are averaged by all-reduce during the backward."""
 
 from __future__ import annotations
 
@@ -35,50 +32,28 @@ from paramserver.task import Task
 from trainers.base import Trainer
 from trainers.ddp_control import AgreedStep, PartGather, StepAgreement, StepTotals, translate_peer_loss
 
-
-def _none(model: DistributedDataParallel) -> None:
-    """DDP's own all-reduce."""
-
-
-def _fp16(model: DistributedDataParallel) -> None:
-    model.register_comm_hook(None, fp16_compress_hook)
-
-
-def _bf16(model: DistributedDataParallel) -> None:
-    model.register_comm_hook(None, bf16_compress_hook)
-
-
-def _powersgd(model: DistributedDataParallel) -> None:
-    # Vogels et al., "PowerSGD", NeurIPS 2019. The first steps, in which DDP rebuilds its buckets, go uncompressed.
-    state = PowerSGDState(process_group=None, matrix_approximation_rank=2, start_powerSGD_iter=10)
-    model.register_comm_hook(state, powerSGD_hook)
-
-
-_HOOKS: dict[str, Callable[[DistributedDataParallel], None]] = {
-    "none": _none,
-    "fp16": _fp16,
-    "bf16": _bf16,
-    "powersgd": _powersgd,
-}
-
-
-def register_comm_hook(model: DistributedDataParallel, name: str) -> None:
-    _HOOKS[name](model)
-
-
-# Rank 0 asks for the others' records about so often; it costs one gather.
+# Rank 0 collects the records of the others this often; it costs one gather.
 _COLLECT_EVERY_S = 1.0
-# A collective may fail so long before it is told who is lost.
+# A collective may fail this long before the control channel names the lost rank.
 _NAMED_AFTER_S = 1.0
 
 
 class DdpTrainer(Trainer):
     """One rank of a process group. All ranks hold the model, the optimizer and the schedule.
 
-    For each step the ranks reduce one small vector: how far each is with its data, whether one wants to stop, and the
-    loss and samples of the step before. So they all take the same decision from the same numbers. All of that is known
-    before the last backward of a step, so the reduction runs beside it. Only where somebody had no data by then, or a
-    validation or checkpoint came between, the ranks agree anew before they go on.
+    For each step the ranks reduce one small vector: the data that each one has, whether one wants to stop, and loss
+    and samples of the current step. So all take the same decision from the same numbers. These are known before the
+    last backward of a step, so the reduction overlaps with it. The ranks agree again before a step only if one had no
+    data by then, or if a validation or checkpoint came between.
+
+    Example::
+
+        >>> from trainers import DdpTrainer
+        >>> class Bf16(DdpTrainer):
+        ...     def configure_ddp(self, model, device_ids):
+        ...         wrapped = super().configure_ddp(model, device_ids)
+        ...         wrapped.register_comm_hook(None, bf16_compress_hook)
+        ...         return wrapped
     """
 
     def __init__(
@@ -92,76 +67,81 @@ class DdpTrainer(Trainer):
         assert rendezvous is not None
         self.rendezvous = rendezvous
         self.limits = Limits.of(self.config.training)
-        self.joins = self.config.training.uneven_inputs == "join"
         self.samples = 0
         self._active: tuple[int, ...] = tuple(range(process.trainers))
-        self._behind = False
-        self._collected = time.monotonic()
-        self._connections = OpenedSockets()
-        self._links: ControlChannel | None = None
+        self._missed_updates = False
+        self._last_collected = time.monotonic()
+        self._sockets = OpenedSockets()
+        self._channel: ControlChannel | None = None
 
     def run(self) -> Decision:
         try:
             return super().run()
         except PeerLost as error:
-            if self._links is None or self._links.lost in (None, error):
+            if self._channel is None or self._channel.lost in (None, error):
                 raise
-            raise self._links.lost from error  # it names the rank, which a collective cannot
+            raise self._channel.lost from error  # the channel names the lost rank, a collective does not
 
     def report_failure(self, error: BaseException) -> None:
-        if isinstance(error, PeerLost) and self._links is not None:
-            self._links.wait_loss(_NAMED_AFTER_S)
+        if isinstance(error, PeerLost) and self._channel is not None:
+            self._channel.wait_loss(_NAMED_AFTER_S)
 
     # The connection and the model.
 
     def init_connection(self) -> None:
         if self.process.placement.device.type == "cuda":
             torch.cuda.set_device(self.process.placement.device)  # nccl's collectives use the current device
-        with self._connections.record():
+        with self._sockets.record():
             self.enter_context(process_group(self.rendezvous, self.process.placement.backend))
-            self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.rendezvous.timeout_s))
-        self._agreement = StepAgreement(self._control, self.process.trainers, self.trainer_index)
-        # Where somebody is lost, the loop may wait for it in a collective, and would until its own timeout.
-        self._links = links = self.enter_context(connect_ranks(self.rendezvous, self.config, self._connections.abort))
-        self._collection = PartGather(links)
+            self._control_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.rendezvous.timeout_s))
+        self._agreement = StepAgreement(self._control_group, self.process.trainers, self.trainer_index)
+        # A collective waits for a lost rank until its own timeout. Aborting its sockets ends that wait at once.
+        channel = self.enter_context(connect_ranks(self.rendezvous, self.config, self._sockets.abort))
+        self._channel = channel
+        self._part_gather = PartGather(channel)
         self._sender = self.enter_context(
-            BackgroundSender(self.config.checkpoint.background, "a part of a checkpoint", lambda: links.last_progress)
+            BackgroundSender(self.config.checkpoint.background, "a part of a checkpoint", lambda: channel.last_progress)
         )
-        model = build_model(self.task, self.config.seed, self.process.placement)
-        if self.checkpoints is not None:
-            self.checkpoints.restore_model(model)
+        self._build_model()
+        self._broadcast_start()
+        self.on_after_setup_optimizers()
+
+    def _build_model(self) -> None:
         placement = self.process.placement
+        model = build_model(self.task, self.config.seed, placement)
+        if self.checkpoints is not None:
+            self.checkpoints.restore_model(model)  # on rank 0; the constructor of DDP broadcasts it
         device_ids = [placement.device] if placement.device.type == "cuda" and len(placement.devices) == 1 else None
         self.model = self.configure_ddp(model, device_ids)
         self.updater = Updater(self.task, self.unwrapped_model, self.config.training)
-        if self.joins:
-            # Making the context switches the collectives of joining on; it is never entered: the loop here decides.
+        if self.config.training.uneven_inputs == "join":
+            # Creating the context switches the collectives of joining on. It is never entered: this loop decides.
             self._join = self._ddp().join(divide_by_initial_world_size=False)
             self._shadow = self._ddp().join_hook(divide_by_initial_world_size=False)  # type: ignore[no-untyped-call]
-        self._start_together()
-        self.on_after_setup_optimizers()
 
-    def _start_together(self) -> None:
-        """Rank 0's step, optimizer and stored parts, to every rank; the model came with DDP's constructor."""
+    def _broadcast_start(self) -> None:
+        """Send step, optimizer state and stored parts from rank 0 to every rank."""
         self.prepare_data()
         start: list[Any] = [None]
+        parts: list[Any] | None = None
         if self.checkpoints is not None and self.monitor is not None:
             start = [(self.monitor.step, self.monitor.samples, self.checkpoints.updater_state())]
-        dist.broadcast_object_list(start, src=0, group=self._control)
+            parts = [self.checkpoints.trainer_part(i) for i in range(self.process.trainers)]
+        dist.broadcast_object_list(start, src=0, group=self._control_group)
         self.step, self.samples, state = start[0]
         if state is not None:
             self.updater.load_state_dict(state)
         part: list[Any] = [None]
-        parts = (
-            [self.checkpoints.trainer_part(i) for i in range(self.process.trainers)]
-            if self.checkpoints is not None
-            else None
-        )
-        dist.scatter_object_list(part, parts, src=0, group=self._control)
+        dist.scatter_object_list(part, parts, src=0, group=self._control_group)
         self.seed_or_restore(part[0])
 
     def configure_ddp(self, model: nn.Module, device_ids: list[torch.device] | None) -> nn.Module:
-        """Wrap the model. Override to wrap it otherwise."""
+        """Return the model wrapped in DistributedDataParallel. Override to wrap it differently.
+
+        Args:
+            model: as ``Task.build_model`` returned it, on its devices.
+            device_ids: one GPU; None on the CPU, or if the model spans several devices.
+        """
         options = self.config.ddp
         wrapped = DistributedDataParallel(
             model,
@@ -172,7 +152,7 @@ class DdpTrainer(Trainer):
             bucket_cap_mb=options.bucket_cap_mb,
             **options.extra,
         )
-        register_comm_hook(wrapped, options.comm_hook)
+        _COMM_HOOKS[options.comm_hook](wrapped)
         return wrapped
 
     def _ddp(self) -> DistributedDataParallel:
@@ -191,6 +171,9 @@ class DdpTrainer(Trainer):
     def block_backward_sync(self) -> AbstractContextManager[Any]:
         return self._ddp().no_sync() if isinstance(self.model, DistributedDataParallel) else nullcontext()
 
+    def optimizer_state(self) -> dict[str, Any]:
+        return self.updater.optimizer.state_dict()
+
     # A step.
 
     def step_scope(self) -> AbstractContextManager[Any]:
@@ -199,7 +182,7 @@ class DdpTrainer(Trainer):
     def agree(self) -> Decision:
         decision = self._decide() if self._agreement.started else None
         if decision is None or decision.verdict is Verdict.WAIT:
-            self._begin_agreement(self.announcement())
+            self._start_agreement(self.announcement())
             decision = self._decide()
         if decision.active:
             self._active = decision.active
@@ -207,20 +190,20 @@ class DdpTrainer(Trainer):
         return decision
 
     def on_last_loss(self, loss: float, samples: int) -> None:
-        # What is said now holds until the next batch is taken: samples that are there stay, and an end is an end.
+        # The announcement holds until the next batch is taken: samples in the buffer stay, and an end is final.
         announcement = self.announcement_if_ready() or self.with_stop(Announcement(Readiness.WAITING))
-        self._begin_agreement(announcement, StepTotals(loss, samples))
+        self._start_agreement(announcement, StepTotals(loss, samples))
 
-    def _begin_agreement(self, announcement: Announcement, done: StepTotals | None = None) -> None:
-        collect = self.monitor is not None and time.monotonic() - self._collected > _COLLECT_EVERY_S
-        self._agreement.start(announcement, done, collect)
+    def _start_agreement(self, announcement: Announcement, totals: StepTotals | None = None) -> None:
+        collect_records = self.monitor is not None and time.monotonic() - self._last_collected > _COLLECT_EVERY_S
+        self._agreement.start(announcement, totals, collect_records)
 
     def _decide(self) -> Decision:
-        agreed = self._finish_agreement()
+        agreed = self._wait_agreement()
         return decide(agreed.announcements, self.step, self.samples, self.limits, self.config.training.uneven_inputs)
 
-    def _finish_agreement(self) -> AgreedStep:
-        """The words of all; the step that they belong to is accounted for."""
+    def _wait_agreement(self) -> AgreedStep:
+        """Wait for the announcements of all ranks, and count the step during which they were reduced."""
         agreed = self._agreement.wait()
         if agreed.totals is not None:
             self.samples += agreed.totals.samples
@@ -228,7 +211,7 @@ class DdpTrainer(Trainer):
                 lr = self.updater.lr
                 self.monitor.update_applied(StepResult(self.step, self.samples, agreed.totals.loss, lr, self.seconds))
         if agreed.collect_records:
-            self._collect(all_gather_objects(list(self.records), self._control))
+            self._write_records(all_gather_objects(list(self.records), self._control_group))
         return agreed
 
     def step_optimizer(self, report: StepReport) -> None:
@@ -237,101 +220,109 @@ class DdpTrainer(Trainer):
         self.clock.lap("apply")
 
     def idle(self, decision: Decision) -> None:
-        """Answer the collectives of those who still have data, as DDP's join does."""
-        self._begin_agreement(self.with_stop(Announcement(Readiness.DRAINED)))
+        """Take part in the collectives of ranks that still have data, as ``DistributedDataParallel.join`` does."""
+        self._start_agreement(self.with_stop(Announcement(Readiness.DRAINED)))
         with translate_peer_loss():
             for _ in range(decision.batches):
-                dist.all_reduce(torch.zeros(1, device=self._ddp().join_device))  # "one process that has no data"
+                # In each forward, DDP counts the ranks that have data; then shadow its collectives.
+                dist.all_reduce(torch.zeros(1, device=self._ddp().join_device))
                 self._shadow.main_hook()
-        self._behind = True
+        self._missed_updates = True
 
     def on_epoch_ended(self, epoch: int) -> None:
         self.updater.on_epoch_end()
 
-    # Validation, checkpoints, records.
+    # Validation and checkpoints.
 
     def sync_model(self) -> None:
-        """The same model and module buffers on all ranks, before they are validated or saved."""
+        """Bring all ranks to the same model and module buffers, before they are validated or saved."""
         if self._agreement.started:
-            self._finish_agreement()  # for the figures of the last step; what it said of the next one may be too old
+            self._wait_agreement()  # for the totals of the last step; its announcements may be outdated by now
         source = module_buffer_owner(self._active, self.config.training.uneven_inputs)
         with translate_peer_loss():
             for buffer in self.unwrapped_model.buffers():
                 dist.broadcast(buffer, src=source)
             if len(self._active) == self.process.trainers:
                 return
-            # Those whose data ended did not step; they take over what the others made.
+            # Ranks without data made no updates; they receive those of the others.
             for parameter in self.unwrapped_model.parameters():
                 dist.broadcast(parameter.data, src=source)
             state: list[Any] = [self.updater.state_dict() if self.trainer_index == source else None]
-            dist.broadcast_object_list(state, src=source, group=self._control)
-        if self._behind:
+            dist.broadcast_object_list(state, src=source, group=self._control_group)
+        if self._missed_updates:
             self.updater.load_state_dict(state[0])
-            self._behind = False
+            self._missed_updates = False
 
     def merge_validation(self, sums: WeightedSums) -> tuple[Mapping[str, float], bool]:
         with translate_peer_loss():
-            shares = all_gather_objects((sums, list(self.records)), self._control)
-            self._collect([records for _, records in shares])
-            merged = merge_sums({index: share for index, (share, _) in enumerate(shares)})
-            verdict = [self.monitor is not None and self.monitor.validated(self.step, merged)]
-            dist.broadcast_object_list(verdict, src=0, group=self._control)
+            gathered = all_gather_objects((sums, list(self.records)), self._control_group)
+            self._write_records([records for _, records in gathered])
+            merged = merge_sums({index: share for index, (share, _) in enumerate(gathered)})
+            improved = [self.monitor is not None and self.monitor.validated(self.step, merged)]
+            dist.broadcast_object_list(improved, src=0, group=self._control_group)
         self.updater.on_validation_end(self.step, merged.means())
-        return merged.means(), verdict[0]
+        return merged.means(), improved[0]
 
     def save_part(self, reason: str, since: float) -> None:
-        self.wait_saved()  # all ranks end the same travel, and so meet again
-        self._attend(True)
+        # All ranks wait for the same checkpoint here, so none is more than one ahead.
+        self.wait_saved()
+        # From here until rank 0 has all parts, ranks wait for each other without a collective that would fail.
+        self._watch_silence(True)
         self.sync_model()
         with translate_peer_loss():
-            self._collect(all_gather_objects(list(self.records), self._control))
+            # A checkpoint holds the records of its steps, so they are with rank 0 before it is staged.
+            self._write_records(all_gather_objects(list(self.records), self._control_group))
         part = self.state_dict()
         checkpoints = self.checkpoints
         if checkpoints is None:
             pause_s = time.perf_counter() - since
-            self._carry(lambda: self._collection.send(part, pause_s))
+            self._submit(lambda: self._part_gather.send(part, pause_s))
             return
 
         def collect(staged: StagedCheckpoint) -> None:
-            own_s = time.perf_counter() - since
-            self._carry(lambda: self._complete(checkpoints, staged, part, own_s))
+            pause_s = time.perf_counter() - since
+            self._submit(lambda: self._gather_and_commit(checkpoints, staged, part, pause_s))
 
         checkpoints.save(self.step, self.unwrapped_model, self.updater, reason, since, collect)
 
-    def _attend(self, attentive: bool) -> None:
-        """While a part travels, a rank that falls silent is lost."""
-        assert self._links is not None
-        self._links.watch_silence(attentive)
+    def _submit(self, job: Callable[[], None]) -> None:
+        """Run ``job`` while training continues: what it reads is a private copy of the state."""
 
-    def _carry(self, job: Callable[[], None]) -> None:
-        def carried() -> None:
+        def save() -> None:
             job()
-            self._attend(False)
+            self._watch_silence(False)
 
-        self._sender.submit(carried)
+        self._sender.submit(save)
 
-    def _complete(
+    def _gather_and_commit(
         self, checkpoints: CheckpointManager, staged: StagedCheckpoint, part: Mapping[str, Any], pause_s: float
     ) -> None:
-        """On rank 0: the other ranks' parts, and then the checkpoint. Whatever happens, they are answered."""
-        taken = False
+        """On rank 0, in the thread of the sender."""
+        received = False
         try:
-            parts, others_s = self._collection.receive()
-            checkpoints.commit(staged, {self.trainer_index: part, **parts}, max(pause_s, others_s))
-            taken = True
+            parts, longest_s = self._part_gather.receive()
+            checkpoints.commit(staged, {self.trainer_index: part, **parts}, max(pause_s, longest_s))
+            received = True
         finally:
-            self._collection.acknowledge(taken)
+            self._part_gather.acknowledge(received)  # also after a failure: the other ranks wait for the answer
+
+    def _watch_silence(self, watch: bool) -> None:
+        assert self._channel is not None
+        self._channel.watch_silence(watch)
 
     def wait_saved(self) -> None:
         self._sender.wait()
 
+    # Records.
+
     def send_records(self, records: Sequence[Record]) -> None:
         if self.monitor is not None:
-            self._collect([list(records)])
+            self._write_records([list(records)])
 
-    def _collect(self, gathered: Sequence[Sequence[Record]]) -> None:
+    def _write_records(self, gathered: Sequence[Sequence[Record]]) -> None:
+        """Write records of all ranks, on rank 0; elsewhere they are sent by now."""
         self.records.clear()
-        self._collected = time.monotonic()
+        self._last_collected = time.monotonic()
         if self.monitor is not None:
             for records in gathered:
                 for record in records:
@@ -339,11 +330,23 @@ class DdpTrainer(Trainer):
 
     def leave(self, totals: TrainerTotals, decision: Decision) -> None:
         with translate_peer_loss():
-            everything = all_gather_objects((totals, list(self.records)), self._control)
-        self._collect([records for _, records in everything])
-        self.all_totals = [one for one, _ in everything]
-        if self._links is not None:
-            self._links.leave()
+            gathered = all_gather_objects((totals, list(self.records)), self._control_group)
+        self._write_records([records for _, records in gathered])
+        self.all_totals = [of_trainer for of_trainer, _ in gathered]
+        if self._channel is not None:
+            self._channel.leave()
 
-    def optimizer_state(self) -> dict[str, Any]:
-        return self.updater.optimizer.state_dict()
+
+def _register_powersgd(model: DistributedDataParallel) -> None:
+    # Vogels et al., "PowerSGD", NeurIPS 2019. The first steps, in which DDP rebuilds its buckets, go uncompressed.
+    state = PowerSGDState(process_group=None, matrix_approximation_rank=2, start_powerSGD_iter=10)
+    model.register_comm_hook(state, powerSGD_hook)
+
+
+# Compression of gradients, by the values of ``ddp.comm_hook``.
+_COMM_HOOKS: dict[str, Callable[[DistributedDataParallel], None]] = {
+    "none": lambda model: None,  # DDP's own all-reduce
+    "fp16": lambda model: model.register_comm_hook(None, fp16_compress_hook),
+    "bf16": lambda model: model.register_comm_hook(None, bf16_compress_hook),
+    "powersgd": _register_powersgd,
+}

@@ -1,6 +1,7 @@
-"""How the ranks of a process group agree before each step: one small reduction, begun while they still compute.
+"""How the ranks of a ddp run decide and save together, next to DDP's all-reduce of gradients.
 
-How the parts of a checkpoint reach rank 0 in ddp, while the ranks train.
+Before each step the ranks agree by one small reduction, started while they still compute (:class:`StepAgreement`).
+Parts of a checkpoint reach rank 0 over the control channel while the ranks train (:class:`PartGather`).
 """
 
 from __future__ import annotations
@@ -22,13 +23,10 @@ from paramserver.consistency import Announcement, Readiness, Stop
 from paramserver.distributed.control_channel import ControlChannel
 from paramserver.errors import PeerLost, TrainingError
 
-# After a time-out gloo closes what it had, and who uses it next hears no more than the second.
-_OF_GLOO = ("gloo", "caused pair closure")
-
 
 @dataclass(frozen=True)
 class StepTotals:
-    """What the ranks that took part in the step before did: the mean of their losses, all their samples."""
+    """The last step over the ranks that took part in it: the mean of their losses, and the sum of their samples."""
 
     loss: float
     samples: int
@@ -38,154 +36,173 @@ class StepTotals:
 class AgreedStep:
     """What every rank knows after a reduction.
 
-    ``announced`` is each trainer's word; ``done`` the step that the reduction belongs to, None where there was none;
-    ``collect`` says that rank 0 wants the others' records now.
+    Attributes:
+        announcements: by trainer.
+        totals: of the step during which the reduction ran; None if there was none.
+        collect_records: whether rank 0 collects the records of the others now.
     """
 
-    announced: dict[int, Announcement]
-    done: StepTotals | None
-    collect: bool
+    announcements: dict[int, Announcement]
+    totals: StepTotals | None
+    collect_records: bool
 
 
 class StepAgreement:
-    """The reduction of one rank, at most one at a time.
+    """The reductions of one rank, at most one at a time.
 
-    All ranks begin theirs at the same places of the loop. It runs in a group of its own, so that its order beside the
-    gradients' does not matter.
+    All ranks start theirs at the same points of the loop. They have a process group of their own, because collectives
+    of one group must run in the same order on all ranks, and these overlap with the all-reduces of gradients.
 
     Args:
-        group: of gloo; the words are numbers on the CPU.
-        trainers: how many ranks there are.
-        me: which of them this is.
+        group: of gloo; what is reduced are numbers on the CPU.
+        trainers: number of ranks.
+        trainer_index: of this rank.
     """
 
-    def __init__(self, group: Any, trainers: int, me: int) -> None:
+    def __init__(self, group: Any, trainers: int, trainer_index: int) -> None:
         self.group = group
         self.trainers = trainers
-        self.me = me
-        self._words: torch.Tensor | None = None
+        self.trainer_index = trainer_index
+        self._vector: torch.Tensor | None = None
         self._work: Any = None
         self._own: Announcement | None = None
 
     @property
-    def begun(self) -> bool:
+    def started(self) -> bool:
         return self._work is not None
 
-    def begin(self, own: Announcement, done: StepTotals | None = None, collect: bool = False) -> None:
-        """Give this rank's words, and go on.
+    def start(self, own: Announcement, totals: StepTotals | None = None, collect_records: bool = False) -> None:
+        """Start a reduction and return.
 
         Args:
-            own: for the step that comes next.
-            done: this rank's loss and samples of the step that ends; None where it has none.
-            collect: on rank 0, whether it wants the records.
+            own: announcement of this rank's next step.
+            totals: this rank's loss and samples of the current step; None if it does not take part.
+            collect_records: on rank 0, whether it collects records.
         """
         assert self._work is None
+        # Readiness, batches and stop of rank i are at i, n+i and 2n+i; all other ranks contribute zeros there. Then
+        # the sums of losses, samples and participants.
         row = [0.0] * (3 * self.trainers)
-        row[self.me :: self.trainers] = own.readiness, own.batches, own.stop
-        row += (0.0, 0.0, 0.0) if done is None else (done.loss, done.samples, 1.0)
-        words = torch.tensor([*row, collect], dtype=torch.float64)
-        with peers_may_be_lost():
-            self._work = dist.all_reduce(words, group=self.group, async_op=True)
-        self._words, self._own = words, own
+        row[self.trainer_index :: self.trainers] = own.readiness, own.batches, own.stop
+        row += (0.0, 0.0, 0.0) if totals is None else (totals.loss, totals.samples, 1.0)
+        vector = torch.tensor([*row, collect_records], dtype=torch.float64)
+        with translate_peer_loss():
+            self._work = dist.all_reduce(vector, group=self.group, async_op=True)
+        self._vector, self._own = vector, own
 
-    def finish(self) -> AgreedStep:
-        """Wait for all ranks' words."""
-        assert self._words is not None
-        with peers_may_be_lost():
+    def wait(self) -> AgreedStep:
+        """Wait for the announcements of all ranks."""
+        assert self._vector is not None
+        with translate_peer_loss():
             self._work.wait()
-        words, own, self._work = self._words.tolist(), self._own, None
-        loss, samples, takers, collect = words[3 * self.trainers :]
-        announced = {}
+        numbers, own, self._work = self._vector.tolist(), self._own, None
+        loss, samples, participants, collect_records = numbers[3 * self.trainers :]
+        announcements = {}
         for i in range(self.trainers):
-            readiness, batches, stop = (int(word) for word in words[i : 3 * self.trainers : self.trainers])
-            reason = own.reason if own is not None and i == self.me else f"a signal to trainer {i}"
-            announced[i] = Announcement(Readiness(readiness), batches, Stop(stop), reason)
-        return AgreedStep(announced, StepTotals(loss / takers, int(samples)) if takers else None, bool(collect))
+            readiness, batches, stop = (int(number) for number in numbers[i : 3 * self.trainers : self.trainers])
+            reason = own.reason if own is not None and i == self.trainer_index else f"a signal to trainer {i}"
+            announcements[i] = Announcement(Readiness(readiness), batches, Stop(stop), reason)
+        totals = StepTotals(loss / participants, int(samples)) if participants else None
+        return AgreedStep(announcements, totals, bool(collect_records))
+
+
+# Messages of gloo about a lost peer. After a timeout gloo closes its connections, and later calls get the second.
+_GLOO_MESSAGES = ("gloo", "caused pair closure")
 
 
 @contextmanager
-def peers_may_be_lost() -> Iterator[None]:
-    """Say so where a collective fails because another rank is gone; torch raises a bare RuntimeError from gloo."""
+def translate_peer_loss() -> Iterator[None]:
+    """Raise ``PeerLost`` where a collective fails because another rank is gone; gloo raises a bare RuntimeError.
+
+    Example::
+
+        >>> with translate_peer_loss():
+        ...     raise RuntimeError("[/a/gloo/tcp/buffer.cc:78] Timed out waiting 6000ms for recv")
+        Traceback (most recent call last):
+            ...
+        paramserver.errors.PeerLost: another rank of the process group is lost: Timed out waiting 6000ms for recv
+    """
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, dist.DistError) or any(word in str(error) for word in _OF_GLOO):
-            raise PeerLost(f"another rank of the process group is lost: {_told(error)}") from error
+        if isinstance(error, dist.DistError) or any(message in str(error) for message in _GLOO_MESSAGES):
+            # The first line, without the position in gloo's source.
+            message = re.sub(r"^\[\S+\.(cc|h):\d+\] ", "", str(error).splitlines()[0])
+            raise PeerLost(f"another rank of the process group is lost: {message}") from error
         raise
 
 
-def _told(error: RuntimeError) -> str:
-    """What it says to people: its first line, without the place in gloo's source."""
-    return re.sub(r"^\[\S+\.(cc|h):\d+\] ", "", str(error).splitlines()[0])
-
-
-# Kinds of messages.
-_PIECE, _END, _FAILED, _TAKEN = 1, 2, 3, 4
-_PAUSE = struct.Struct("!d")
+# Kinds of messages on the control channel.
+_CHUNK, _END, _FAILED, _RECEIVED = 1, 2, 3, 4
+_PAUSE_S = struct.Struct("!d")
 
 
 class PartGather:
-    """One rank's end of it. Each other rank calls ``send``, rank 0 ``receive`` and ``answer``, once per checkpoint.
+    """Gathers the parts of a checkpoint on rank 0: once per checkpoint, rank 0 receives and acknowledges, others send.
 
-    A part comes as pieces and an end. Rank 0 answers all when it has handed the checkpoint to its writer, so that no
-    rank is far ahead of another when they meet again.
+    A part arrives in chunks, followed by an end. Rank 0 acknowledges all parts once the checkpoint is with its writer,
+    so no rank is more than one checkpoint ahead of another.
 
     Args:
-        links: this rank's, used by this object alone and by one thread.
+        channel: of this rank; used by this object only, and by one thread (``checkpoint-sender``).
     """
 
-    def __init__(self, links: ControlChannel) -> None:
-        self._links = links
+    def __init__(self, channel: ControlChannel) -> None:
+        self._channel = channel
 
     def send(self, part: Mapping[str, Any], pause_s: float) -> None:
-        """Give this rank's part to rank 0, and wait until rank 0 has those of all.
+        """Send this rank's part to rank 0, and wait for the acknowledgment.
+
+        Args:
+            part: staged state of this rank.
+            pause_s: seconds for which the training of this rank stopped.
 
         Raises:
-            PeerLost: rank 0 is gone, or could not take it.
+            PeerLost: rank 0 is gone, or failed to gather the parts.
         """
         try:
-            write_chunks(dict(part), self._send_piece)
+            write_chunks(dict(part), self._send_chunk)
         except PeerLost:
             raise
         except BaseException:
-            self._links.send(0, _FAILED)
+            self._channel.send(0, _FAILED)  # rank 0 would wait for the rest
             raise
-        self._links.send(0, _END, _PAUSE.pack(pause_s))
-        if self._links.receive().kind != _TAKEN:
+        self._channel.send(0, _END, _PAUSE_S.pack(pause_s))
+        if self._channel.receive().kind != _RECEIVED:
             raise PeerLost("rank 0 could not take a checkpoint; look for its own error")
 
-    def _send_piece(self, piece: npt.NDArray[np.uint8]) -> None:
-        self._links.send(0, _PIECE, piece.data)
+    def _send_chunk(self, chunk: npt.NDArray[np.uint8]) -> None:
+        self._channel.send(0, _CHUNK, chunk.data)
 
     def receive(self) -> tuple[dict[int, ChunkedFile], float]:
-        """The parts of the other ranks, and the longest of their pauses, in seconds.
+        """Return the parts of the other ranks, by rank, and the longest of their pauses, in seconds.
 
         Raises:
             PeerLost: a rank is gone.
-            TrainingError: a rank could not send its own.
+            TrainingError: a rank could not send its part.
         """
         pauses_s: dict[int, float] = {}
-        parts = {rank: ChunkedFile() for rank in self._links.peers}
+        parts = {rank: ChunkedFile() for rank in self._channel.peers}
         while len(pauses_s) < len(parts):
-            rank, kind, body = self._links.receive()
-            if kind == _PIECE:
-                self._take_piece(parts[rank], body)
+            rank, kind, body = self._channel.receive()
+            if kind == _CHUNK:
+                self._receive_chunk(parts[rank], body)
             elif kind == _END:
-                pauses_s[rank] = float(_PAUSE.unpack(body.data)[0])
+                pauses_s[rank] = float(_PAUSE_S.unpack(body.data)[0])
             else:
                 raise TrainingError(f"trainer {rank} could not store its part of a checkpoint; look for its own error")
         return parts, max(pauses_s.values(), default=0.0)
 
-    def _take_piece(self, pieces: ChunkedFile, piece: npt.NDArray[np.uint8]) -> None:
-        pieces.append(piece)
+    def _receive_chunk(self, part: ChunkedFile, chunk: npt.NDArray[np.uint8]) -> None:
+        part.append(chunk)
 
-    def answer(self, taken: bool) -> None:
-        """Tell the other ranks that they may go on to the next checkpoint, or that this one failed."""
+    def acknowledge(self, received: bool) -> None:
+        """Answer all other ranks: their parts are received, or this checkpoint failed."""
         failures = []
-        for rank in self._links.peers:
+        for rank in self._channel.peers:
             try:
-                self._links.send(rank, _TAKEN if taken else _FAILED)
+                self._channel.send(rank, _RECEIVED if received else _FAILED)
             except PeerLost as failure:
-                failures.append(failure)  # those after it are answered all the same
+                failures.append(failure)  # the ranks after it still need their answer
         if failures:
             raise failures[0]

@@ -1,4 +1,4 @@
-"""One process, no communication: the baseline, and the truth that the other modes are held against."""
+"""Training in one process without communication: the baseline and the reference of the other modes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,15 @@ from trainers.base import Trainer
 
 
 class LocalTrainer(Trainer):
-    """Trains the task alone."""
+    """The only trainer of a run in mode local.
+
+    Example::
+
+        >>> from trainers import LocalTrainer
+        >>> class Printing(LocalTrainer):
+        ...     def on_before_backward(self, loss):
+        ...         print(f"step {self.step}: loss {loss.item():.3f}")
+    """
 
     checkpoints: CheckpointManager
     monitor: RunMonitor
@@ -47,13 +55,8 @@ class LocalTrainer(Trainer):
         self.seed_or_restore(self.checkpoints.trainer_part(self.trainer_index))
 
     def agree(self) -> Decision:
-        return decide(
-            {self.trainer_index: self.announcement()},
-            self.step,
-            self.samples,
-            self.limits,
-            self.config.training.uneven_inputs,
-        )
+        announcements = {self.trainer_index: self.announcement()}
+        return decide(announcements, self.step, self.samples, self.limits, self.config.training.uneven_inputs)
 
     def step_optimizer(self, report: StepReport) -> StepResult:
         self.updater.apply(report.version + 1)

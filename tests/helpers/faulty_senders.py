@@ -1,4 +1,4 @@
-"""Trainers whose parts of a checkpoint travel badly: slowly, or not to the end."""
+"""Trainers that send their parts of a checkpoint late, or die or freeze while they send."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from trainers import DdpTrainer, RpcTrainer
 
 
 class DelayedParts:
-    """A part leaves only when this trainer has trained some steps more, or has come to its end, and takes its time."""
+    """Sends a part only after ``steps`` more steps of training, or after the last step, and slowly."""
 
     steps = 3
     _ended = False
@@ -20,7 +20,7 @@ class DelayedParts:
     def init_connection(self):
         super().init_connection()
         self._trained = threading.Condition()
-        carry = self._courier.submit
+        carry = self._sender.submit
 
         def carry_late(job, *rest):
             step = self.step
@@ -28,18 +28,18 @@ class DelayedParts:
             def late():
                 with self._trained:
                     trained = self._trained.wait_for(lambda: self._ended or self.step >= step + self.steps, 30)
-                assert trained, f"training stood still after the checkpoint of step {step}"
-                threading.Event().wait(0.2)  # the slow network that is stood for
+                assert trained, f"training did not continue after the checkpoint of step {step}"
+                threading.Event().wait(0.2)  # stands for a slow network
                 job()
 
             carry(late, *rest)
 
-        self._courier.submit = carry_late
+        self._sender.submit = carry_late
 
-    def agree(self, announcement):
+    def agree(self):
         with self._trained:
             self._trained.notify_all()
-        return super().agree(announcement)
+        return super().agree()
 
     def save(self, reason):
         if reason in ("end", "interrupted"):
@@ -58,7 +58,7 @@ class DelayedDdp(DelayedParts, DdpTrainer):
 
 
 class SlowRpc(DelayedRpc):
-    """Parts are on their way for a while, and nothing else."""
+    """Sending takes a while; training does not matter."""
 
     steps = 0
 
@@ -68,25 +68,24 @@ class SlowDdp(DelayedDdp):
 
 
 class KilledRpc(RpcTrainer):
-    """Trainer 1 dies when half of its second part is with the server."""
+    """Kills trainer 1 when the server has received half of its second part."""
 
     def init_connection(self):
         super().init_connection()
-        call = self.remote.call
+        send = self.server.send_part_chunk
 
-        def called(method, *args):
-            answer = call(method, *args)
-            if method == "deposit" and args[:2] == (1, 6):
+        def send_once(step, chunk):
+            send(step, chunk)
+            if (self.trainer_index, step) == (1, 6):
                 die(self)
-            return answer
 
-        self.remote.call = called
+        self.server.send_part_chunk = send_once
 
 
 class FaultyDdp(DdpTrainer):
-    """One rank gets a signal when two pieces of trainer 1's second part have left, or have come to rank 0.
+    """Sends one rank a signal when two chunks of trainer 1's second part have been sent, or received by rank 0.
 
-    ``died`` in the folder of the runs then says who, when, and how many pieces there were.
+    The file ``died`` in the folder of the runs records the process, the time and the number of chunks.
     """
 
     number = signal.SIGKILL
@@ -96,8 +95,8 @@ class FaultyDdp(DdpTrainer):
         serialization.CHUNK_BYTES = 512
         super().init_connection()
         if self.trainer_index == self.at:
-            name = "_send_piece" if self.at else "_take_piece"
-            setattr(self._collection, name, self.counted(getattr(self._collection, name)))
+            name = "_send_chunk" if self.at else "_receive_chunk"
+            setattr(self._part_gather, name, self.counted(getattr(self._part_gather, name)))
 
     def counted(self, handle):
         handled = []
@@ -107,7 +106,7 @@ class FaultyDdp(DdpTrainer):
             handled.append(self.step)
             if len([step for step in handled if step >= 6]) == 2:
                 await_checkpoint(self)
-                die(self, self.number, pieces=2, step=self.step)
+                die(self, self.number, chunks=2, step=self.step)
 
         return counting
 
@@ -136,7 +135,7 @@ def die(trainer, number=signal.SIGKILL, **about):
 
 
 def await_checkpoint(trainer):
-    """The first one is on the disk."""
+    """Wait until the first checkpoint is on the disk."""
     latest = Path(trainer.config.logging.run_dir, trainer.config.logging.name, "checkpoints", "latest")
     deadline = time.monotonic() + 30
     while not latest.exists():

@@ -41,7 +41,7 @@ def check(finished, died):
     left = sorted(path.name for path in (finished.run_dir / "checkpoints").iterdir())
     assert left == ["latest", "step-00000003"]
     before = read_checkpoint(finished.run_dir / "checkpoints" / "step-00000003")
-    assert before.file_path("trainer-1").stat().st_size > 512 * (died["pieces"] + 2)  # two pieces are not all
+    assert before.file_path("trainer-1").stat().st_size > 512 * (died["chunks"] + 2)  # two chunks are not all
     assert finished.summary["status"] == "failed"
     assert finished.summary["checkpoint"] == "step-00000003"
 
