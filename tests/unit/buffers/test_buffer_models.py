@@ -53,7 +53,7 @@ class FifoModel:
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_fifo_does_what_its_model_does(seed):
+def test_fifo_matches_its_model(seed):
     rng = np.random.default_rng(seed)
     capacity, times = int(rng.integers(1, 12)), int(rng.integers(1, 4))
     watermark = int(rng.integers(0, capacity + 1))
@@ -77,7 +77,7 @@ def compare(buffer: Fifo, model: FifoModel, n: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_firo_keeps_its_laws(seed):
+def test_firo_keeps_its_invariants(seed):
     rng = np.random.default_rng([1, seed])
     capacity, times = int(rng.integers(1, 12)), int(rng.integers(1, 4))
     watermark = int(rng.integers(0, capacity + 1))
@@ -119,7 +119,7 @@ def serve(batch, held: dict[int, int], total: Counter, times: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_reservoir_keeps_its_laws(seed):
+def test_reservoir_keeps_its_invariants(seed):
     rng = np.random.default_rng([2, seed])
     capacity = int(rng.integers(1, 12))
     watermark, must = int(rng.integers(0, capacity + 1)), int(rng.integers(0, min(capacity, 3) + 1))
@@ -131,7 +131,7 @@ def test_reservoir_keeps_its_laws(seed):
         unseen = sum(times == 0 for times in held.values())
         if rng.random() < 0.5:
             assert try_put(buffer, key) == (unseen < capacity)
-            put_into_reservoir(buffer, held, key, unseen < capacity, capacity)
+            check_eviction(buffer, held, key, unseen < capacity, capacity)
         elif (batch := try_get(buffer, n)) is None:
             assert len(held) < max(n, watermark) or unseen < min(must, n)
         else:
@@ -150,8 +150,8 @@ def test_reservoir_keeps_its_laws(seed):
     assert len(served) == buffer.info().puts
 
 
-def put_into_reservoir(buffer: Reservoir, held: dict[int, int], key: int, taken: bool, capacity: int) -> None:
-    """Follow which sample left: one that was seen, and only where the buffer was full."""
+def check_eviction(buffer: Reservoir, held: dict[int, int], key: int, taken: bool, capacity: int) -> None:
+    """Assert that a put evicts a sample that was seen, and only if the buffer was full; update ``held``."""
     gone = held.keys() - set(buffer.state_dict(samples=False)["keys"])
     assert len(gone) == (taken and len(held) == capacity)
     assert all(held.pop(k) > 0 for k in gone)
@@ -170,14 +170,14 @@ def chi_square(counts: list[int], drawn: int = 1) -> float:
 @pytest.mark.parametrize(
     "buffer", [Firo(20, pseudo_epochs=10**6, seed=1), Reservoir(20, seed=2)], ids=["firo", "reservoir"]
 )
-def test_draws_are_uniform_over_samples_and_places(buffer):
+def test_draws_are_uniform_over_samples_and_positions(buffer):
     buffer.put_many([float(i) for i in range(20)], keys=range(20))
     batches = [buffer.get_batch(5).keys for _ in range(4000)]
     counts = Counter(key for batch in batches for key in batch)
     assert chi_square([counts[key] for key in range(20)], drawn=5) < 43.8
-    for place in (0, 4):
-        at_place = Counter(batch[place] for batch in batches)
-        assert chi_square([at_place[key] for key in range(20)]) < 43.8
+    for position in (0, 4):
+        at_position = Counter(batch[position] for batch in batches)
+        assert chi_square([at_position[key] for key in range(20)]) < 43.8
 
 
 def test_a_drain_at_random_is_a_uniform_permutation():
@@ -203,7 +203,7 @@ def test_eviction_is_uniform_over_seen_samples_only():
     assert chi_square(list(evicted.values())) < 16.3
 
 
-def test_the_rest_of_a_batch_is_uniform_beside_the_new_samples():
+def test_the_rest_of_a_batch_is_uniform_next_to_the_new_samples():
     drawn, rounds = Counter(), 3000
     for seed in range(rounds):
         buffer = Reservoir(8, seed=seed, min_new_per_batch=1)

@@ -1,4 +1,4 @@
-"""A buffer saved in the middle of a run and loaded into another one goes on with the same draws."""
+"""Checkpoints of buffers: a loaded buffer continues with the same draws."""
 
 import io
 from collections import namedtuple
@@ -44,7 +44,7 @@ def moved(key: int):
 
 
 def play(buffer: Buffer, sample, start: int, stop: int, seed: int) -> list:
-    """Puts and gets in a random order; what was served, and which puts found no room."""
+    """Put and get in a random order; return what was served and which puts found no room."""
     rng = np.random.default_rng(seed)
     seen = []
     for key in range(start, stop):
@@ -108,7 +108,7 @@ def test_a_state_does_not_change_with_the_buffer(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_finished_goes_through_a_checkpoint(kind):
+def test_a_finished_buffer_is_restored_as_finished(kind):
     buffer = make(kind, seed=2)
     play(buffer, columns, 0, 12, seed=1)
     buffer.finish()
@@ -125,7 +125,7 @@ def test_finished_goes_through_a_checkpoint(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_empty_and_an_unstarted_buffer_go_through_a_checkpoint(kind):
+def test_an_empty_and_an_unused_buffer_are_restored(kind):
     buffer, other = make(kind, seed=3), make(kind, seed=4)
     other.load_state_dict(through_file(buffer.state_dict()))
     assert play(other, columns, 0, 30, seed=5) == play(buffer, columns, 0, 30, seed=5)
@@ -135,7 +135,7 @@ def test_an_empty_and_an_unstarted_buffer_go_through_a_checkpoint(kind):
     assert counts(other) == counts(buffer)
 
 
-def test_a_fifo_that_passed_its_watermark_does_not_wait_for_it_again():
+def test_a_restored_fifo_waits_for_the_watermark_only_before_its_first_get():
     buffer, other = make("fifo"), make("fifo")
     buffer.put_many([0.0] * 5, keys=range(5))
     other.load_state_dict(buffer.state_dict())
@@ -147,7 +147,7 @@ def test_a_fifo_that_passed_its_watermark_does_not_wait_for_it_again():
     assert other.wait_ready(2, timeout=0)
 
 
-def test_puts_agree_with_the_content():
+def test_the_number_of_puts_agrees_with_the_content():
     buffer = make("fifo")
     for key in range(15):
         buffer.put(columns(key), key, timeout=0)
@@ -156,7 +156,7 @@ def test_puts_agree_with_the_content():
         assert state["samples"] is None
 
 
-def test_a_state_has_its_own_memory_and_no_more():
+def test_a_state_owns_its_memory_and_stores_no_more_than_the_samples():
     big = torch.zeros(10**6)
     buffer = make_buffer("fifo", capacity=2)
     array = np.zeros(3)
@@ -173,7 +173,7 @@ def test_a_state_has_its_own_memory_and_no_more():
     assert (text, tensor.tolist(), values.tolist()) == ("text", [0, 0], [0, 0, 0])
 
 
-def test_every_kind_of_leaf_comes_back():
+def test_every_kind_of_leaf_is_restored():
     samples = [
         (np.array(["a", "bc"]), np.arange(3, dtype=">i4"), np.datetime64("2020-01-02"), np.array([], "f4")),
         [np.longdouble(1.5), np.array(2.0), True, 3, 2**70, -1.5, None, b"x", "y", ()],
@@ -187,7 +187,7 @@ def test_every_kind_of_leaf_comes_back():
         assert [type(part) for part in loaded] == [type(part) for part in sample]
 
 
-def test_a_named_tuple_comes_back_as_its_class_or_as_one_alike():
+def test_a_named_tuple_is_restored_as_its_class_or_one_with_its_fields():
     local = namedtuple("local", ["a", "b"])
     for kind in (Point, local):
         buffer, other = (make_buffer("fifo", capacity=2) for _ in range(2))
@@ -199,7 +199,7 @@ def test_a_named_tuple_comes_back_as_its_class_or_as_one_alike():
         assert (type(loaded) is kind) == (kind is Point)
 
 
-def test_numpy_keys_become_plain():
+def test_numpy_keys_become_plain_numbers():
     buffer = make_buffer("fifo", capacity=4)
     buffer.put_many([1.0, 2.0], keys=[np.int64(5), (np.int32(1), "a")])
     assert through_file(buffer.state_dict())["keys"] == [5, (1, "a")]
@@ -245,7 +245,7 @@ def test_keys_only_needs_keys():
         buffer.state_dict(samples=False)
 
 
-def test_what_does_not_fit_the_checkpoint_is_refused_and_changes_nothing():
+def test_a_refused_checkpoint_changes_nothing():
     buffer = make_buffer("firo", capacity=8, pseudo_epochs=2)
     buffer.put_many([np.zeros(4)] * 6, keys=range(6))
     state, keys = buffer.state_dict(), buffer.state_dict(samples=False)

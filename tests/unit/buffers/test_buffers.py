@@ -1,4 +1,4 @@
-"""The table of the three buffers, cell by cell, and what they refuse. One thread: a wait shows as a timeout of 0."""
+"""The three buffers, row by row of the table in docs/interface.md, and their refusals. One thread: a wait is a timeout of 0."""
 
 import pytest
 
@@ -56,7 +56,7 @@ def test_a_seed_may_be_a_sequence(kind):
     assert one == again != other
 
 
-# a sample is served
+# servings of a sample
 
 
 @pytest.mark.parametrize("kind", COUNTED)
@@ -69,7 +69,7 @@ def test_counted_buffers_serve_exactly_pseudo_epochs_times(kind, times):
     assert buffer.info().seen_histogram == {times: 5}
 
 
-def test_fifo_puts_a_served_sample_to_the_tail():
+def test_fifo_requeues_a_served_sample_at_the_tail():
     buffer = filled("fifo", 3, pseudo_epochs=2)
     assert buffer.get_batch(2, timeout=0).keys == [0, 1]
     buffer.put(3.0, 3, timeout=0)
@@ -95,7 +95,7 @@ def test_reservoir_serves_again_and_keeps_its_samples():
     assert buffer.info().seen_histogram == {5: 8}
 
 
-# get waits while
+# when a get waits
 
 
 def test_fifo_waits_for_the_watermark_once():
@@ -127,7 +127,7 @@ def test_a_batch_waits_for_as_many_different_samples(kind):
     assert sorted(buffer.get_batch(4, timeout=0).keys) == [0, 1, 2, 3]
 
 
-# put waits while
+# when a put waits
 
 
 @pytest.mark.parametrize("kind", COUNTED)
@@ -151,7 +151,7 @@ def test_reservoir_put_waits_only_while_all_are_unseen():
     assert (buffer.info().evicted, buffer.info().unseen) == (2, 4)
 
 
-def test_put_many_says_how_many_were_put():
+def test_the_error_of_put_many_states_how_many_were_put():
     buffer = make_buffer("fifo", capacity=3)
     with pytest.raises(BufferTimeout, match="3 of 5 samples were put"):
         buffer.put_many([1.0, 2.0, 3.0, 4.0, 5.0], timeout=0)
@@ -195,7 +195,7 @@ def test_reservoir_get_evicts_after_finish():
 
 @pytest.mark.parametrize("kind", COUNTED)
 @pytest.mark.parametrize(("samples", "times", "n"), [(7, 1, 3), (7, 3, 4), (1, 5, 3), (4, 3, 8), (8, 2, 5), (2, 7, 4)])
-def test_the_number_of_batches_is_known_beforehand(kind, samples, times, n):
+def test_the_expected_number_of_batches_is_served(kind, samples, times, n):
     buffer = filled(kind, samples, pseudo_epochs=times)
     first = [buffer.get_batch(n, timeout=0).keys] if samples >= n else []
     buffer.finish()
@@ -206,7 +206,7 @@ def test_the_number_of_batches_is_known_beforehand(kind, samples, times, n):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_servings_left_are_known_after_finish(kind):
+def test_remaining_servings_are_known_after_finish(kind):
     buffer = filled(kind, 5, **({} if kind == "reservoir" else {"pseudo_epochs": 3}))
     buffer.get_batch(4, timeout=0)
     assert buffer.remaining_servings() is None
@@ -326,7 +326,7 @@ def test_info_counts():
         ("fifo", {"max_bytes": 0}, r"max_bytes \(0\) must be at least 1"),
     ],
 )
-def test_what_can_never_work_is_refused_at_the_start(kind, options, message):
+def test_arguments_that_can_never_work_are_refused(kind, options, message):
     with pytest.raises(ValueError, match=message):
         make_buffer(kind, **{"capacity": 8, **options})
 

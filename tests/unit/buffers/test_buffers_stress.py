@@ -1,4 +1,4 @@
-"""Buffers with threads: who wakes whom, and that nothing is lost under load."""
+"""Buffers with several threads: which calls wake which, and no sample is lost under load."""
 
 import runpy
 import threading
@@ -23,8 +23,9 @@ def no_leaked_threads():
     assert set(threading.enumerate()) <= before
 
 
-class Watched(threading.Condition):
-    """Says when somebody waits. It is said under the lock, so who takes the lock then finds the other one waiting."""
+class WatchedCondition(threading.Condition):
+    """Counts waits and notifications. The count is released under the lock: a thread that gets the lock then finds the
+    other one waiting."""
 
     def __init__(self, lock):
         super().__init__(lock)
@@ -41,7 +42,7 @@ class Watched(threading.Condition):
 
 
 class Call:
-    """A call in a thread, and what came of it."""
+    """A call in a thread, with its result or exception."""
 
     def __init__(self, function, *args, **kwargs):
         self.result = None
@@ -49,7 +50,7 @@ class Call:
         def run():
             try:
                 self.result = function(*args, **kwargs)
-            except Exception as error:  # noqa: BLE001 - looked at by the test
+            except Exception as error:  # noqa: BLE001 - examined by the test
                 self.result = error
 
         self.thread = threading.Thread(target=run, daemon=True)
@@ -63,11 +64,11 @@ class Call:
 
 def watched(kind: str, **options) -> Buffer:
     buffer = make_buffer(kind, **options)
-    buffer._can_put, buffer._can_get = Watched(buffer._lock), Watched(buffer._lock)
+    buffer._can_put, buffer._can_get = WatchedCondition(buffer._lock), WatchedCondition(buffer._lock)
     return buffer
 
 
-def await_blocked(condition: Watched, count: int = 1) -> None:
+def await_blocked(condition: WatchedCondition, count: int = 1) -> None:
     for _ in range(count):
         assert condition.waiting.acquire(timeout=WAIT_S)
 
@@ -113,7 +114,7 @@ def test_put_many_waits_for_room_in_between():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_consumer_wakes_when_its_batch_is_there_and_not_before(kind):
+def test_a_consumer_wakes_when_its_batch_is_complete_and_not_before(kind):
     buffer = watched(kind, capacity=8, watermark=2)
     call = Call(buffer.get_batch, 3)
     await_blocked(buffer._can_get)
@@ -148,7 +149,7 @@ def test_a_consumer_wakes_on_close(kind):
     assert type(call.end()) is BufferClosed
 
 
-def test_timeouts_are_kept():
+def test_timeouts_expire():
     buffer = make_buffer("fifo", capacity=1)
     started = time.monotonic()
     assert not buffer.wait_ready(1, timeout=0.05)
@@ -175,7 +176,7 @@ def test_a_larger_batch_than_max_bytes_admits_fails_the_blocked_producer():
     assert "must hold what a get waits for, 4 samples" in str(error)
 
 
-def test_a_sample_prepared_for_columns_follows_the_move_to_objects():
+def test_a_waiting_put_follows_the_move_from_columns_to_objects():
     buffer = watched("fifo", capacity=2)
     buffer.put_many([np.zeros(2), np.ones(2)])
     fits = Call(buffer.put, np.full(2, 2.0))
@@ -188,7 +189,7 @@ def test_a_sample_prepared_for_columns_follows_the_move_to_objects():
     assert sorted(map(str, samples)) == ["[0. 0.]", "[1. 1.]", "[2. 2.]", "text"]
 
 
-def test_state_and_info_are_taken_in_between_puts_and_gets():
+def test_state_and_info_are_consistent_between_puts_and_gets():
     buffer = make_buffer("reservoir", capacity=16, seed=1)
     samples = [np.full(4, i) for i in range(3000)]
     call = Call(lambda: (buffer.put_many(samples, keys=range(3000), timeout=WAIT_S), buffer.finish()))

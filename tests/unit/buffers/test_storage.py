@@ -1,4 +1,4 @@
-"""How samples are kept: columns or objects, the move from one to the other, copies, sizes, and what comes out."""
+"""Storage of samples: columns or objects, the move from one to the other, copies, sizes, and batches."""
 
 from collections import namedtuple
 from typing import NamedTuple
@@ -35,8 +35,8 @@ def same(one, other) -> bool:
     return one == other
 
 
-def through(samples, kind="fifo", **options):
-    """The batch of all these samples."""
+def batch_of(samples, kind="fifo", **options):
+    """Put these samples into a new buffer and get them as one batch."""
     buffer = make_buffer(kind, capacity=len(samples), **options)
     buffer.put_many(samples, keys=range(len(samples)), timeout=0)
     return buffer.get_batch(len(samples), timeout=0)
@@ -92,24 +92,24 @@ def make(template, rng):
 
 @settings(max_examples=150, deadline=None, derandomize=True, database=None)
 @given(template=nests, count=st.integers(1, 5), seed=st.integers(0, 2**32))
-def test_a_batch_is_what_default_collate_makes_of_its_samples(template, count, seed):
+def test_a_batch_equals_default_collate_of_its_samples(template, count, seed):
     rng = np.random.default_rng(seed)
     samples = [make(template, rng) for _ in range(count)]
-    batch = through(samples)
+    batch = batch_of(samples)
     assert same(batch.stacked, default_collate(samples))
     assert same(batch.samples, samples)
 
 
 @pytest.mark.parametrize("kind", ["fifo", "firo", "reservoir"])
-def test_rows_stay_with_their_keys_in_every_kind(kind):
+def test_rows_match_their_keys_in_every_kind(kind):
     samples = [(torch.full((4,), float(i)), i, np.float32(i)) for i in range(50)]
-    batch = through(samples, kind, seed=4)
+    batch = batch_of(samples, kind, seed=4)
     assert batch.stacked[1].tolist() == batch.keys
     assert same(batch.samples, [samples[key] for key in batch.keys])
     assert same(batch.stacked, default_collate([samples[key] for key in batch.keys]))
 
 
-def test_a_put_copies_and_a_batch_is_its_own():
+def test_a_put_copies_and_a_batch_owns_its_memory():
     buffer = make_buffer("reservoir", capacity=2)
     array, tensor = np.zeros(3), torch.zeros(3)
     buffer.put((array, tensor))
@@ -121,13 +121,13 @@ def test_a_put_copies_and_a_batch_is_its_own():
     assert same(buffer.get_batch(1).samples, [(np.zeros(3), torch.zeros(3))])
 
 
-def test_odd_memory_goes_into_columns():
+def test_strided_and_read_only_arrays_are_stored_in_columns():
     strided = np.arange(12.0).reshape(3, 4)[::-1, ::2]
     read_only = np.arange(6.0).reshape(3, 2)
     read_only.flags.writeable = False
-    assert same(through([strided, read_only]).samples, [strided.copy(), read_only.copy()])
+    assert same(batch_of([strided, read_only]).samples, [strided.copy(), read_only.copy()])
     turned = torch.arange(6.0).reshape(2, 3).T
-    assert through([turned, turned.conj()]).stacked.tolist() == [turned.tolist()] * 2
+    assert batch_of([turned, turned.conj()]).stacked.tolist() == [turned.tolist()] * 2
 
 
 def test_columns_may_be_made_in_inference_mode_and_on_another_default_device():
@@ -143,7 +143,7 @@ def test_columns_may_be_made_in_inference_mode_and_on_another_default_device():
 
 @pytest.mark.parametrize("kind", ["fifo", "firo", "reservoir"])
 def test_many_samples(kind):
-    batch = through([np.array([i]) for i in range(5000)], kind, seed=1)
+    batch = batch_of([np.array([i]) for i in range(5000)], kind, seed=1)
     assert batch.stacked[:, 0].tolist() == batch.keys
     assert sorted(batch.keys) == list(range(5000))
 
@@ -174,8 +174,8 @@ def test_capacity_beyond_memory_is_refused_with_its_size():
     ],
     ids=str,
 )
-def test_what_torch_cannot_stack_is_held_as_it_is(samples):
-    batch = through(samples)
+def test_samples_that_torch_cannot_stack_are_kept_as_objects(samples):
+    batch = batch_of(samples)
     assert batch.stacked is None
     assert all(one is other for one, other in zip(batch.samples, samples, strict=True))
 
@@ -197,7 +197,7 @@ OTHERS = [
 
 @pytest.mark.parametrize("other", OTHERS, ids=str)
 @pytest.mark.parametrize("kind", ["fifo", "firo", "reservoir"])
-def test_a_sample_that_does_not_fit_moves_all_to_objects(kind, other):
+def test_a_sample_of_another_layout_moves_all_to_objects(kind, other):
     samples = [{"x": np.full(2, i, np.float32), "y": i} for i in range(6)]
     buffer = make_buffer(kind, capacity=6, **({} if kind == "reservoir" else {"pseudo_epochs": 2}))
     buffer.put_many(samples[:5], keys=range(5))
@@ -227,7 +227,7 @@ def test_a_tensor_that_requires_gradients_is_refused(sample, before):
     assert buffer.get_batch(2).stacked is not None
 
 
-def test_an_object_is_let_go_when_it_leaves():
+def test_an_object_is_released_when_it_is_removed():
     class Thing:
         alive = 0
 
@@ -304,7 +304,7 @@ def test_max_bytes_below_what_a_get_waits_for_is_refused_at_the_first_put(kind, 
 
 
 @pytest.mark.parametrize("kind", ["fifo", "firo", "reservoir"])
-def test_a_put_that_nobody_can_make_room_for_is_refused(kind):
+def test_a_put_for_which_no_get_can_make_room_is_refused(kind):
     buffer = make_buffer(kind, capacity=10, max_bytes=1000, batch_size=3)
     buffer.put_many([np.zeros(25), np.zeros(75)], timeout=0)
     with pytest.raises(
@@ -315,7 +315,7 @@ def test_a_put_that_nobody_can_make_room_for_is_refused(kind):
 
 def test_named_tuples_and_typed_ones():
     samples = [Typed(torch.full((2,), float(i)), i) for i in range(3)]
-    batch = through(samples)
+    batch = batch_of(samples)
     assert type(batch.stacked) is Typed
     assert same(batch.samples, samples)
     assert same(batch.stacked, default_collate(samples))
@@ -342,7 +342,7 @@ def test_samples_put_together_are_those_put_one_by_one(count, sample):
     assert repr(a.samples) == repr(b.samples)
 
 
-def test_a_producer_may_use_its_memory_again_once_put_many_has_returned():
+def test_a_producer_may_reuse_its_memory_after_put_many():
     buffer, memory = Fifo(8), [np.full(3, i) for i in range(4)]
     buffer.put_many(memory)
     for array in memory:
@@ -350,7 +350,7 @@ def test_a_producer_may_use_its_memory_again_once_put_many_has_returned():
     assert buffer.get_batch(4).stacked[:, 0].tolist() == [0, 1, 2, 3]
 
 
-def test_put_many_that_meets_another_layout_midway_keeps_all_samples():
+def test_put_many_keeps_all_samples_when_the_layout_changes_midway():
     buffer = Fifo(8)
     buffer.put_many([torch.zeros(2), torch.ones(2), torch.ones(3), torch.ones(2)])
     assert [tuple(sample.shape) for sample in buffer.get_batch(4).samples] == [(2,), (2,), (3,), (2,)]

@@ -1,4 +1,4 @@
-"""The same data for another number of trainers: nothing lost, nothing served twice that should be served once."""
+"""Resharding to another number of trainers: no sample is lost or served once too often."""
 
 import itertools
 import random
@@ -18,7 +18,7 @@ COUNTERS = {"batch_idx": 3, "samples_served": 5, "epoch": 1, "epoch_open": True,
 
 
 class Trainer:
-    """Source and buffer of one trainer, without threads: it puts and serves when it is told to."""
+    """Source and buffer of one trainer, without threads: tests call ``put`` and ``serve``."""
 
     def __init__(self, data, index, count, passes, *, kind="fifo", capacity=1000, pseudo_epochs=1):
         self.source = DatasetSource(data, Partition(index, count), seed=4, passes=passes)
@@ -84,7 +84,7 @@ def resumed(trainers, count, passes, **options):
     pseudo_epochs=st.integers(1, 2),
     seed=st.integers(0, 1000),
 )
-def test_every_pass_serves_every_sample_once_whatever_the_numbers_of_trainers(
+def test_every_pass_serves_every_sample_once_for_any_numbers_of_trainers(
     length, counts, passes, kind, pseudo_epochs, seed
 ):
     """Stopped again and again, each time with another number; trainers are at different places, even passes."""
@@ -104,7 +104,7 @@ def test_every_pass_serves_every_sample_once_whatever_the_numbers_of_trainers(
     assert Counter(served) == Counter(dict.fromkeys(range(length), passes * pseudo_epochs))
 
 
-def test_what_was_begun_comes_before_what_was_not_and_is_shared_evenly():
+def test_started_passes_come_first_and_are_dealt_evenly():
     trainers = [Trainer(range(100), i, 2, 2) for i in range(2)]
     for one in trainers:
         one.put(30)
@@ -115,11 +115,11 @@ def test_what_was_begun_comes_before_what_was_not_and_is_shared_evenly():
     assert [len(one) for one in left] == [20] * 4
     assert sorted(key for one in left for key in one) == sorted(set(range(100)) - before)
     assert all(one.source.total == 20 + 25 for one in new)
-    # In the order in which it would have come, of the first the first.
+    # In the order without a resume: the first trainer gets the first sample.
     assert left[0][0] == trainers[0].buffer.get_batch(1, 1.0).keys[0]
 
 
-def test_pass_numbers_go_on_where_some_had_begun_the_next_pass():
+def test_pass_numbers_continue_after_the_last_started_pass():
     trainers = [Trainer(range(10), i, 2, None) for i in range(2)]
     trainers[0].put(8)
     trainers[0].serve(6)  # the sixth is of its second pass
@@ -187,13 +187,13 @@ def test_a_sample_that_was_served_once_of_twice_is_served_once_more():
     assert buffer.info().puts == 6
 
 
-def test_what_does_not_fit_is_refused_with_the_number_that_would():
+def test_samples_that_do_not_fit_are_refused_with_the_number_that_would():
     states = [state_of("fifo", range(16)), state_of("fifo", range(16))]
     with pytest.raises(CheckpointError, match=r"hold 32 samples that must stay.*room for 16.*2 times"):
         reshard_buffers(states, 1, capacity=16, entropy=(0, 1))
 
 
-def test_a_reservoir_keeps_what_was_never_served_and_evicts_of_the_rest():
+def test_a_reservoir_keeps_unseen_samples_and_evicts_seen_ones():
     states = [state_of("reservoir", range(8), served=6, capacity=8), state_of("reservoir", range(8, 16), capacity=8)]
     unseen = int((states[0]["served"] == 0).sum()) + 8
     (state,), _ = reshard_buffers(states, 1, capacity=12, entropy=(0, 1))
@@ -205,7 +205,7 @@ def test_a_reservoir_keeps_what_was_never_served_and_evicts_of_the_rest():
         reshard_buffers(states, 1, capacity=unseen - 1, entropy=(0, 1))
 
 
-def test_old_trainers_keep_their_random_numbers_and_new_ones_draw_their_own():
+def test_old_trainers_keep_their_random_state_and_new_ones_get_their_own():
     trainers = [Trainer(range(20), i, 2, 1) for i in range(2)]
     parts = reshard_parts([one.part() for one in trainers], 4, capacity=16, entropy=(4, 1))
     assert [part["random"] for part in parts] == [{"of": 0}, {"of": 1}, None, None]
@@ -221,7 +221,7 @@ def test_old_trainers_keep_their_random_numbers_and_new_ones_draw_their_own():
     ]
 
 
-def test_counted_samples_stay_the_same_in_all():
+def test_the_sum_of_served_samples_is_kept():
     trainers = [Trainer(range(20), i, 3, 1) for i in range(3)]
     for one in trainers:
         one.put(4 + one.index)
@@ -232,7 +232,7 @@ def test_counted_samples_stay_the_same_in_all():
 
 
 class Lines:
-    """An iterable that knows its place: numbers of several files, and which file is whose."""
+    """A stateful iterable: numbers of several files, which are dealt by file."""
 
     def __init__(self, files):
         self.left = [list(file) for file in files]
@@ -254,7 +254,7 @@ class Lines:
         self.left = [list(file) for file in files[index::count]]
 
 
-def test_an_iterable_that_keeps_its_place_is_read_on_and_dealt_anew():
+def test_a_stateful_iterable_is_resumed_and_resharded():
     old = []
     for index in range(2):
         source = IterableSource(Lines([range(10 * f, 10 * f + 5) for f in range(index * 3, index * 3 + 3)]), None)
@@ -299,8 +299,8 @@ def without_reading_ahead(trainer):
     return exact
 
 
-def test_a_place_is_known_after_dealing_anew_also_when_nothing_more_was_read():
-    """Stopped again before anything was put: the place is that of the share, not the beginning."""
+def test_a_resharded_iterable_has_a_mark_before_anything_is_read():
+    """Stopped again before anything was put: the mark is the place of the share, not the start."""
     source = IterableSource(Lines([]), Partition(0, 1))
     source.reshard([ResumePosition({}, 5, (), {"left": [[7, 8]]}), ResumePosition({}, 5, (), {"left": []})], [])
     mark = source.mark()

@@ -1,4 +1,4 @@
-"""Where samples come from: the dealing of a data set, positions, and the thread that feeds a buffer."""
+"""Sources: the order of a data set, positions, resuming, and the thread that feeds a buffer."""
 
 import threading
 
@@ -43,7 +43,7 @@ def test_the_order_is_that_of_the_distributed_sampler(length, count, seed, epoch
 
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("count", COUNTS)
-def test_nothing_is_lost_and_nothing_repeated(length, count):
+def test_each_sample_is_dealt_exactly_once(length, count):
     assert sorted(index for share in shares(length, count) for index in share) == list(range(length))
 
 
@@ -56,18 +56,18 @@ def test_epochs_and_seeds_differ():
 
 
 class Squares(Dataset):
-    """Sample i is i * i; ``groups`` remembers what was asked for at once."""
+    """Sample i is i * i; ``requested`` records the indices, or with ``__getitems__`` the lists of indices."""
 
     def __init__(self, length: int, bad: int | None = None) -> None:
         self.length = length
         self.bad = bad
-        self.asked = []
+        self.requested = []
 
     def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, index: int) -> int:
-        self.asked.append(index)
+        self.requested.append(index)
         if index == self.bad:
             raise ValueError(f"sample file {index} is damaged")
         return index * index
@@ -75,7 +75,7 @@ class Squares(Dataset):
 
 class Grouped(Squares):
     def __getitems__(self, indices: list[int]) -> list[int]:
-        self.asked.append(list(indices))
+        self.requested.append(list(indices))
         return [index * index for index in indices]
 
 
@@ -91,7 +91,7 @@ def test_passes_follow_each_other_in_the_order_that_is_dealt():
 
 
 @pytest.mark.parametrize("options", [{}, {"sampler_kwargs": {"pad": True}}, {"sampler_kwargs": {"drop_last": True}}])
-def test_reading_goes_on_at_every_position(options):
+def test_reading_resumes_at_every_position(options):
     made = source(71, 1, 2, **options)
     whole = list(made.samples(0))
     assert len(whole) == made.total
@@ -105,7 +105,7 @@ def test_the_end_of_a_pass_is_the_start_of_the_next():
     assert next(made.samples(20))[0] == deal(10, Partition(0, 1), seed=3, epoch=2)[0]
 
 
-def test_what_is_known_of_a_source():
+def test_totals_of_a_source():
     made = source(10, 0, 3, passes=4)
     assert (made.order.per_pass, made.total, made.samples_per_pass, made.endless) == (4, 16, 10, False)
     endless = source(10, 1, 3, passes=None)
@@ -114,31 +114,31 @@ def test_what_is_known_of_a_source():
     assert source(10, 0, 3, sampler_kwargs={"drop_last": True}).samples_per_pass == 9
 
 
-def test_samples_can_be_had_again():
+def test_samples_can_be_fetched_again():
     made = source(10)
     assert made.refetchable
     assert all(made.fetch(key) == sample for key, sample in made.samples(0))
 
 
-def test_a_data_set_that_gives_groups_is_asked_for_groups():
+def test_a_data_set_with_getitems_is_read_in_groups():
     data = Grouped(70)
     read = list(DatasetSource(data, Partition(0, 1), seed=3, passes=1).samples(0))
-    assert [len(group) for group in data.asked] == [32, 32, 6]
+    assert [len(group) for group in data.requested] == [32, 32, 6]
     assert all(sample == key * key for key, sample in read)
 
 
-def test_no_more_is_read_than_the_group_that_is_used():
+def test_no_group_is_read_ahead():
     data = Squares(70)
     reading = DatasetSource(data, Partition(0, 1), seed=3, group=4).samples(0)
     keys = [next(reading)[0] for _ in range(6)]
-    assert data.asked[:6] == keys
-    assert len(data.asked) == 8
+    assert data.requested[:6] == keys
+    assert len(data.requested) == 8
 
 
-def test_what_was_read_before_a_sample_that_cannot_be_read_is_served():
+def test_the_samples_read_before_a_failure_are_served():
     class Broken(Squares):
         def __getitem__(self, index):
-            if len(self.asked) == 6:
+            if len(self.requested) == 6:
                 raise OSError("no such file")
             return super().__getitem__(index)
 
@@ -157,12 +157,12 @@ def test_what_was_read_before_a_sample_that_cannot_be_read_is_served():
         (9, 2, {"sampler_kwargs": {"shufle": True}}, "must be among seed, shuffle, pad, drop_last"),
     ],
 )
-def test_a_share_that_cannot_be_is_refused(length, count, options, message):
+def test_an_empty_share_is_refused(length, count, options, message):
     with pytest.raises(UnsupportedConfiguration, match=message):
         source(length, count - 1, count, **options)
 
 
-# Which source an object becomes.
+# From an object to a source.
 
 
 def config(**training) -> Config:
@@ -191,7 +191,7 @@ def test_an_iterable_is_this_trainers_own_share():
         assert [sample for _, sample in made.samples(0)] == list(range(5))
 
 
-def test_a_source_stays_what_it_is():
+def test_a_source_is_returned_unchanged():
     own = source(4, passes=1)
     assert make_source(own, HERE, config()) is own
 
@@ -205,7 +205,7 @@ def test_a_source_stays_what_it_is():
         ([1, 2], {}, "the run has no end"),
     ],
 )
-def test_what_can_be_no_source_is_refused(data, training, message):
+def test_an_object_that_is_no_source_is_refused(data, training, message):
     with pytest.raises(UnsupportedConfiguration, match=message):
         make_source(data, HERE, config(**training))
 
@@ -215,7 +215,7 @@ def test_any_limit_ends_a_data_set(limit):
     assert isinstance(make_source([1, 2], HERE, config(**{limit: 1})), DatasetSource)
 
 
-def test_an_iterable_resumes_by_leaving_out():
+def test_an_iterable_resumes_by_skipping():
     made = IterableSource([10, 11, 12, 13], HERE)
     assert list(made.samples(2)) == [(2, 12), (3, 13)]
     assert (made.total, made.endless, made.samples_per_pass) == (4, False, None)
@@ -240,7 +240,7 @@ def drained(fed: Feeder) -> list:
         return samples
 
 
-def test_a_feeder_carries_everything_and_finishes():
+def test_a_feeder_puts_all_samples_and_finishes():
     fed = feeder(source(10), capacity=3)
     fed.start()
     assert drained(fed) == [sample for _, sample in source(10).samples(0)]
@@ -248,7 +248,7 @@ def test_a_feeder_carries_everything_and_finishes():
     fed.close()
 
 
-def test_a_feeder_goes_on_where_the_buffer_is():
+def test_a_feeder_starts_at_the_position_of_the_buffer():
     fed = feeder(source(10))
     for key, sample in list(source(10).samples(0))[:7]:
         fed.buffer.put(sample, key)
@@ -258,7 +258,7 @@ def test_a_feeder_goes_on_where_the_buffer_is():
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyError, RuntimeError, SystemExit, BufferExhausted])
-def test_what_a_source_raises_comes_with_its_sample_and_traceback(error):
+def test_an_error_of_a_source_names_the_sample_and_has_the_traceback(error):
     def numbers():
         yield from range(3)
         raise error("no such file")
@@ -287,7 +287,7 @@ def test_the_sample_is_counted_from_the_start_of_the_run():
     fed.close()
 
 
-def test_what_the_buffer_refuses_is_not_blamed_on_the_source():
+def test_a_refusal_of_the_buffer_is_not_an_error_of_the_source():
     fed = feeder(IterableSource([torch.ones(1, requires_grad=True)], HERE))
     fed.start()
     with pytest.raises(BufferClosed):
@@ -316,12 +316,12 @@ def test_closing_ends_a_feeder_that_waits_for_room():
         fed.buffer.get(0)
 
 
-def test_a_feeder_that_never_began_can_be_closed():
+def test_a_feeder_that_was_not_started_can_be_closed():
     fed = feeder(source(4))
     fed.close()
     fed.raise_error()
 
 
-def test_errors_of_the_task_are_errors_of_the_configuration():
+def test_an_empty_data_set_is_an_error_of_the_task():
     with pytest.raises(TaskError):
         source(0)

@@ -1,4 +1,4 @@
-"""Samples from other programs as a source: into buffers, through checkpoints, to another number of trainers."""
+"""Streams: received samples in buffers, through checkpoints, and resharded to another number of trainers."""
 
 import io
 import random
@@ -26,7 +26,7 @@ ALL = {(simulation, step) for simulation in range(SIMULATIONS) for step in range
 
 
 class Trainer:
-    """Source, buffer and feeder, and what was served."""
+    """A source, a buffer, a feeder, and the keys that were served."""
 
     def __init__(self, desk, kind="fifo", capacity=1000, state=None, **keys):
         self.index, self.trainers = keys.get("index", 0), keys.get("trainers", 1)
@@ -39,7 +39,7 @@ class Trainer:
             self.load(state)
 
     def load(self, state):
-        """As trainers.data does."""
+        """Restore like ``DataStream.load_state_dict``."""
         if (left := state.get("leftovers")) is not None:
             self.source.reshard([ResumePosition(**one) for one in left], state["buffer"]["keys"])
         else:
@@ -47,14 +47,14 @@ class Trainer:
         self.buffer.load_state_dict({**state["buffer"], "finished": False})
 
     def state(self):
-        """As it comes back from a file."""
+        """Return the state as read back from a file."""
         file = io.BytesIO()
         torch.save({"buffer": self.buffer.state_dict(), "source": self.source.state_dict()}, file)
         file.seek(0)
         return load_archive(file)
 
     def get(self, n=4, timeout=PATIENCE_S):
-        """Serve a batch; whether there was one."""
+        """Serve a batch; return False if the buffer is exhausted."""
         try:
             batch = self.buffer.get_batch(n, timeout)
         except BufferExhausted:
@@ -80,7 +80,7 @@ def running(*trainers):
 
 
 class Producer:
-    """Sends simulations to trainers in turn, mindful of the window. In a thread, for ``with``."""
+    """Sends simulations to trainers in turn within the window. A context manager that owns a thread."""
 
     def __init__(self, addresses, keys, attempt=0, window=64):
         self.addresses, self.keys, self.attempt, self.window = addresses, keys, attempt, window
@@ -107,7 +107,7 @@ class Producer:
         try:
             with senders() as new:
                 self._send(new)
-        except BaseException as error:  # noqa: BLE001 - raised where it is left
+        except BaseException as error:  # noqa: BLE001 - raised in __exit__
             self.error = error
 
     def _send(self, new):
@@ -127,7 +127,7 @@ class Producer:
                 return
 
     def _room(self, line, taken):
-        """Wait until so many were taken; False where it must stop."""
+        """Wait until ``taken`` samples were acknowledged; return False if stopped before."""
         while line.taken < taken:
             if self.stop.is_set():
                 return False
@@ -137,7 +137,7 @@ class Producer:
 
 
 def in_turn(seed=0):
-    """All samples, each simulation in order, simulations mixed."""
+    """Return all keys: each simulation in order, simulations interleaved at random."""
     draw = random.Random(seed)
     order = [simulation for simulation in range(SIMULATIONS) for _ in range(STEPS)]
     draw.shuffle(order)
@@ -160,8 +160,8 @@ def test_every_sample_is_served(kind):
 
 
 @pytest.mark.parametrize("capacity", [4, 10])
-def test_a_full_buffer_holds_back_who_sends(capacity):
-    """What is held, on its way in and in the hands of the client is all that was ever sent."""
+def test_a_full_buffer_limits_what_producers_send(capacity):
+    """All that was sent is served, held by the buffer, or within the windows of receiver and client."""
     with Desk() as desk:
         trainer = Trainer(desk, capacity=capacity, window=8)
         with running(trainer), Producer([desk.trainer()], in_turn(), window=8) as producer:
@@ -170,7 +170,7 @@ def test_a_full_buffer_holds_back_who_sends(capacity):
             for _ in range(10):
                 assert producer.sent <= len(trainer.served) + most
                 assert trainer.get()
-            # Who waits hears that the trainer lives, and that there is no room.
+            # A waiting client receives a sign of life from the trainer, without room for more.
             with senders() as new:
                 line = new(desk.trainer()).open(9)
                 for step in range(8):
@@ -205,7 +205,7 @@ def test_closing_ends_a_feeder_that_waits_for_room():
         trainer.feeder.raise_error()
 
 
-def test_what_made_the_thread_fail_reaches_the_trainer():
+def test_an_error_of_the_receiver_thread_reaches_the_trainer():
     with Desk(refuses="the token must be this run's") as desk:
         trainer = Trainer(desk)
         with running(trainer):
@@ -217,8 +217,8 @@ def test_what_made_the_thread_fail_reaches_the_trainer():
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(4))
-def test_a_run_that_was_stopped_anywhere_goes_on_with_each_sample_once(kind, seed):
-    """The unfinished simulations are sent again from their start; what came before is dropped."""
+def test_a_run_stopped_anywhere_resumes_with_each_sample_once(kind, seed):
+    """The unfinished simulations are sent again from their start; samples received before are dropped."""
     draw = random.Random(seed)
     state, served = None, []
     for attempt in range(4):
@@ -249,8 +249,8 @@ def test_a_run_that_was_stopped_anywhere_goes_on_with_each_sample_once(kind, see
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_another_number_of_trainers_goes_on(before, after, kind):
-    """Each sample is put once in all, whoever got it; what the buffers held is served by whoever holds it now."""
+def test_resume_with_another_number_of_trainers(before, after, kind):
+    """Each sample is put once over all trainers; samples that buffers held are served by their new trainers."""
     keys = in_turn(before)
     with ExitStack() as stack:
         desk = stack.enter_context(Desk())
@@ -291,7 +291,7 @@ def test_another_number_of_trainers_goes_on(before, after, kind):
     assert set(served) == ALL
     assert (duplicated, inherited, received) == (len(keys) // 2, len(keys) // 2, len(keys))
     assert kind == "reservoir" or len(served) == len(ALL)
-    # And once more, back to one: all is known.
+    # Resharded again, to one trainer: it knows all samples.
     again = Stream()
     again.reshard([ResumePosition(state["source"], state["buffer"]["counters"]["puts"])], state["buffer"]["keys"])
     assert sum(again.received_log.inherited().values()) >= len(keys) // 2
@@ -323,7 +323,7 @@ def test_samples_and_groups_are_the_same_sequence():
         stream.close()
 
 
-def test_a_source_that_was_closed_gives_nothing():
+def test_a_closed_source_has_no_samples():
     with Desk() as desk:
         stream = Stream()
         stream.connect(post(desk))
@@ -332,10 +332,10 @@ def test_a_source_that_was_closed_gives_nothing():
         assert (stream.figures(), stream.statistics()) == ({}, {})
 
 
-# What is expected, and what is refused.
+# Expected samples, and refusals.
 
 
-def test_what_is_expected_is_what_the_plan_deals_to_a_trainer():
+def test_expected_samples_are_those_the_plan_deals_to_a_trainer():
     with Desk() as desk:
         streams = [Stream() for _ in range(3)]
         assert streams[0].expected is None
@@ -357,7 +357,7 @@ def online(**keys):
 
 
 @pytest.mark.parametrize(
-    ("source", "config", "says"),
+    ("source", "config", "message"),
     [
         (Stream, Config(), "train_source gives Stream, so the config must have the section simulations"),
         (Simulations, Config(), "train_source gives Simulations, so the config must have the section"),
@@ -365,23 +365,23 @@ def online(**keys):
         (Simulations, online(), "simulations.command or function must say how one is started"),
     ],
 )
-def test_a_source_that_does_not_suit_the_config_is_refused(source, config, says):
-    with pytest.raises(UnsupportedConfiguration, match=says):
+def test_a_source_that_does_not_suit_the_config_is_refused(source, config, message):
+    with pytest.raises(UnsupportedConfiguration, match=message):
         make_source(source(), Partition(0, 1), config)
 
 
 @pytest.mark.parametrize(("source", "config"), [(Stream, online()), (Simulations, online(function="a:b", count=2))])
-def test_a_source_that_suits_stays_what_it_is(source, config):
+def test_a_source_that_suits_the_config_is_returned_unchanged(source, config):
     made = source()
     assert make_source(made, Partition(0, 1), config) is made
 
 
-def test_a_source_that_was_told_nothing_says_so():
+def test_a_source_must_be_connected_before_it_is_read():
     with pytest.raises(UnsupportedConfiguration, match="Stream must be connected before it is read"):
         next(Stream().groups(0))
 
 
-def test_without_pyzmq_there_is_one_sentence(monkeypatch):
+def test_without_pyzmq_the_error_names_the_package(monkeypatch):
     for name in ("zmq_import", "security", "receiver"):
         monkeypatch.delitem(sys.modules, f"paramserver.online.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "zmq", None)
@@ -389,7 +389,7 @@ def test_without_pyzmq_there_is_one_sentence(monkeypatch):
         Stream().connect(ReceiverSpec("tcp://127.0.0.1:1", b"", plan(), 0, 1))
 
 
-def test_who_still_lives_after_the_end_is_told():
+def test_a_client_that_is_alive_after_the_end_is_notified():
     with Desk() as desk, senders() as new:
         trainer = Trainer(desk)
         with running(trainer):

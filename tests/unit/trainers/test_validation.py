@@ -1,4 +1,4 @@
-"""Validation shared by all trainers: whose samples, the exact mean, and a training that does not notice."""
+"""Distributed validation: the shares, the exact mean, and a training that is not affected."""
 
 import pytest
 import torch
@@ -96,13 +96,13 @@ def test_samples_are_processed_and_collated_by_the_task():
     assert evaluated(task, batches_of(task)).means() == {"x": 3.0}
 
 
-def test_a_task_may_validate_nothing():
+def test_a_task_may_have_no_validation():
     assert batches_of(Mean(None)) is None
     assert evaluated(Mean(), ()).means() == {}
 
 
 @pytest.mark.parametrize(("data", "kind"), [(7, "int"), (object(), "object")])
-def test_what_is_no_data_is_refused(data, kind):
+def test_an_object_that_is_no_data_is_refused(data, kind):
     with pytest.raises(TaskError, match=f"validation_source returned {kind}; it must return a map-style data set"):
         batches_of(Mean(data))
 
@@ -116,7 +116,7 @@ def test_a_source_without_a_step_is_refused_before_the_run():
         batches_of(Half())
 
 
-def test_a_step_sees_an_evaluating_model_and_both_counts():
+def test_validation_step_gets_a_model_in_eval_mode_and_both_counts():
     task = Mean(numbers(6))
     evaluated(task, batches_of(task))
     assert task.calls == [(0, 17, False, False), (1, 17, False, False)]
@@ -150,14 +150,14 @@ def test_a_metric_is_one_number(value):
         ({"x": [1.0]}, r"x is \[1\.0\]; each value must be one number"),
     ],
 )
-def test_what_is_no_metric_is_refused(returned, message):
+def test_a_value_that_is_no_metric_is_refused(returned, message):
     task = Mean(numbers(2), returned)
     with pytest.raises(TaskError, match=f"^validation_step, batch 0: {message}"):
         evaluated(task, batches_of(task))
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_every_module_is_afterwards_as_it_was(fails):
+def test_the_mode_of_every_module_is_restored(fails):
     model = nn.Sequential(nn.BatchNorm1d(1), nn.Sequential(nn.Dropout(), nn.Linear(1, 1)))
     model[1][0].eval()  # frozen by the user
     before = [module.training for module in model.modules()]
@@ -174,7 +174,7 @@ def test_every_module_is_afterwards_as_it_was(fails):
     assert torch.is_grad_enabled()
 
 
-def test_training_draws_the_same_numbers_with_and_without_a_validation():
+def test_validation_does_not_change_the_random_state():
     task = Mean(numbers(9))
     loader, model = batches_of(task), nn.Linear(1, 1)
     state = torch.get_rng_state()
