@@ -1,4 +1,8 @@
-"""Every test leaves the process as it found it; one that does not fails."""
+"""Fixtures of all tests. A test that does not leave the process as it found it fails.
+
+The modules of ``tests/helpers`` are imported by their bare names, here as in the processes of a run, which find the
+tasks of the tests by path: the folder is on ``sys.path`` and is no package.
+"""
 
 import signal
 import sys
@@ -14,7 +18,7 @@ from tests.measure.look_at_report import NOT_THERE, find_chromium
 
 
 def pytest_report_header():
-    """What is not collected on this machine, and why."""
+    """Name what is not collected on this machine, and why."""
     left_out = [] if find_chromium() else [f"{NOT_THERE}: the report is not looked at in a browser."]
     absent = [name for name in ("lightning", "ray") if find_spec(name) is None]
     return left_out + ([f"{' and '.join(absent)} (extra peers) not installed: not compared."] if absent else [])
@@ -44,7 +48,7 @@ def fork_server():
 
 @pytest.fixture
 def own_environ(nothing_left_behind):
-    """For tests of what writes to the environment on purpose: it is put back before anybody looks."""
+    """For tests of code that changes the environment: it is restored before leaks are looked for."""
     before = ProcessSnapshot.take()
     yield
     before.restore_environ()
@@ -64,7 +68,7 @@ def call(capsys, monkeypatch, own_environ):
             code = main([str(argument) for argument in arguments])
         except SystemExit as error:
             code = error.code
-        finally:  # a rank that was started by itself ends with its process, and keeps them
+        finally:  # a rank without a supervisor keeps its handlers until its process ends
             for number, handler in handlers.items():
                 signal.signal(number, handler)
         out, err = capsys.readouterr()

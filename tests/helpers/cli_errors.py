@@ -1,4 +1,4 @@
-"""What a run that was refused said, and what it left."""
+"""Error messages of runs that are refused or fail, and the files that such runs leave."""
 
 import re
 from pathlib import Path
@@ -23,12 +23,12 @@ def error_message(finished, code=2):
 
 
 def file_contents(folder):
-    """Every file below, but the lock, which is never removed."""
+    """Contents of every file below ``folder``, by path. The lock is left out: it is never removed."""
     return {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != ".lock"}
 
 
 def has_table(output):
-    """Whether the closing summary is there."""
+    """Whether the output has the closing summary."""
     return re.search(r"^status +\w+\n", output, re.MULTILINE) is not None
 
 
@@ -37,7 +37,7 @@ def temporary_files(folder):
 
 
 def readers_of(run_dir, call, capsys):
-    """What each of the programs says that read a run's folder."""
+    """Calls of each program that reads a run's folder; each returns the exit code and the output."""
 
     def evaluated():
         code = evaluate.main([str(run_dir)])
@@ -48,20 +48,21 @@ def readers_of(run_dir, call, capsys):
         yield lambda given=given: ((finished := call(run_dir, "--resume", given)).code, finished.output)
 
 
-def assert_readers_refuse(run_dir, call, capsys, said, ways=slice(None)):
-    for way in list(readers_of(run_dir, call, capsys))[ways]:
+def assert_readers_refuse(run_dir, call, capsys, pattern, readers=slice(None)):
+    """Each program exits with 2 and one line that matches ``pattern``, and changes no file."""
+    for read in list(readers_of(run_dir, call, capsys))[readers]:
         before = file_contents(run_dir)
-        code, output = way()
+        code, output = read()
         message = output.partition("error: ")[2]
         assert (code, message.count("\n")) == (2, 1), output
-        assert re.match(said, message), message
+        assert re.match(pattern, message), message
         assert file_contents(run_dir) == before
 
 
-def assert_failed_with(finished, said, checkpoints, steps):
-    """The run failed with this message, and what it had until then is there."""
+def assert_failed_with(finished, message, checkpoints, steps):
+    """The run failed with ``message`` after ``steps``, and its checkpoints are complete."""
     assert finished.summary["status"] == "failed"
-    assert said in finished.summary["error"]
+    assert message in finished.summary["error"]
     assert finished.summary["steps"] == steps
     assert finished.checkpoints == [f"step-{step:08d}" for step in checkpoints]
     assert finished.summary["checkpoint"] == (finished.checkpoints[-1] if checkpoints else None)

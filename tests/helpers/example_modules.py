@@ -1,4 +1,4 @@
-"""The modules of an example, as a run finds them."""
+"""Imports the modules of an example as a run imports them."""
 
 import sys
 from pathlib import Path
@@ -10,7 +10,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def load_example(name, task):
-    """The modules of ``examples/name`` by their names; what importing them changed is undone."""
+    """The modules of ``examples/name`` by name. ``sys.path`` and ``sys.modules`` are restored."""
     folder = EXAMPLES / name
     path, modules = list(sys.path), dict(sys.modules)
     load_object(f"{folder / 'task.py'}:{task}", "task")

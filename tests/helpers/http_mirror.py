@@ -1,4 +1,4 @@
-"""A stand-in for a place on the network from which files are downloaded, and an address where there is none."""
+"""A local HTTP server for tests of downloads, and an address at which nothing listens."""
 
 import socket
 import threading
@@ -6,10 +6,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class HttpMirror(ThreadingHTTPServer):
-    """Serves files by name from memory, and counts who asks.
+    """Serves files by name from memory and records the requests.
 
     Args:
-        served: contents by name; None for bytes without end.
+        served: contents by name; None for an endless response.
         patience_s: how long the first request is kept waiting for a second one.
     """
 
@@ -47,14 +47,14 @@ class Answer(BaseHTTPRequestHandler):
                 self.wfile.write(b"x")
             self.wfile.write(content)
         except OSError:
-            pass  # the other end has had enough
+            pass  # the client has closed the connection
 
     def log_message(self, *arguments):
         pass
 
 
 def closed_address():
-    """An address where nobody listens, and the socket that keeps it so."""
+    """An address at which nothing listens, and the bound socket that reserves it."""
     kept = socket.socket()
     kept.bind(("127.0.0.1", 0))
     return f"http://127.0.0.1:{kept.getsockname()[1]}/mnist/", kept

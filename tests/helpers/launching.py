@@ -1,4 +1,4 @@
-"""Runs of the command line as a user starts them, and what they leave behind."""
+"""Start runs, and read what they leave: ``launch``, ``resume``, ``run_in_process``, ``FinishedRun``."""
 
 import contextlib
 import io
@@ -23,7 +23,7 @@ SIGNAL_TASKS = Path(__file__).with_name("signal_tasks.py")
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A command that ended."""
+    """A run that ended: its exit code, its output and its folder."""
 
     code: int
     output: str
@@ -60,7 +60,7 @@ class FinishedRun:
 
 
 def environment(**extra):
-    """One thread per process: another number of threads rounds differently."""
+    """The environment of a run. One thread per process: another number of threads rounds differently."""
     path = os.pathsep.join(filter(None, (str(TASKS.parent), os.environ.get("PYTHONPATH"))))
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **extra}
 
@@ -124,35 +124,35 @@ def fork_server():
 
 
 def run_in_process(folder, *flags, name="run", **config):
-    """A run in mode local inside this process, which costs no start of an interpreter."""
+    """Run in mode local inside this process, which starts no interpreter."""
     file = write_config(folder, **config)
-    code, said = main_in_process("--config", file, "--set", f"logging.name={name}", *flags)
-    return FinishedRun(code, said, folder / "runs" / name)
+    code, output = main_in_process("--config", file, "--set", f"logging.name={name}", *flags)
+    return FinishedRun(code, output, folder / "runs" / name)
 
 
 def resume_in_process(finished, *flags):
-    """Go on with a run in mode local inside this process."""
-    code, said = main_in_process("--resume", finished.run_dir, *flags)
-    return FinishedRun(code, said, finished.run_dir)
+    """Resume a run in mode local inside this process."""
+    code, output = main_in_process("--resume", finished.run_dir, *flags)
+    return FinishedRun(code, output, finished.run_dir)
 
 
 def main_in_process(*arguments):
-    """The command line inside this process: its exit code, and what it said. It leaves the process as it was."""
-    said, threads, environ, path = io.StringIO(), torch.get_num_threads(), dict(os.environ), list(sys.path)
+    """The command line inside this process: its exit code and its output. It leaves the process unchanged."""
+    output, threads, environ, path = io.StringIO(), torch.get_num_threads(), dict(os.environ), list(sys.path)
     torch.set_num_threads(1)  # as in a process of its own: see environment()
     try:
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+        with contextlib.redirect_stderr(output), contextlib.redirect_stdout(output):
             code = launch_main([str(argument) for argument in arguments])
     finally:
         torch.set_num_threads(threads)
         os.environ.clear()
         os.environ.update(environ)
         sys.path[:] = path
-    return code, said.getvalue()
+    return code, output.getvalue()
 
 
 def train(folder, mode, trainers, **config):
-    """A run that must end well; in mode local inside this process."""
+    """A run that must complete; in mode local it runs inside this process."""
     cluster = {"num_trainers": trainers, "timeout_s": 30, **config.pop("cluster", {})}
     start = run_in_process if mode == "local" else launch
     finished = start(folder / f"{mode}-{trainers}", mode=mode, cluster=cluster, **config)
@@ -161,9 +161,9 @@ def train(folder, mode, trainers, **config):
 
 
 def run_concurrently(*calls):
-    """Make these calls at once, for runs that mostly wait; their results in order."""
+    """Make these calls in one thread each, for runs that mostly wait; return their results in order."""
     with ThreadPoolExecutor(len(calls)) as pool:
-        return [made.result() for made in [pool.submit(call) for call in calls]]
+        return [future.result() for future in [pool.submit(call) for call in calls]]
 
 
 def flatten_tensors(state, prefix=""):
@@ -192,14 +192,17 @@ def differing_tensors(one, other):
 
 
 def buffer_records(finished):
-    """Of which steps and trainers there are records of buffers, as often as they are there."""
+    """Step and trainer of every buffer record, sorted, with repetitions."""
     return sorted((r["step"], r["trainer"]) for r in finished.of_kind("buffer"))
 
 
 def assert_equal_runs(whole, other, trainers=1, buffers=False):
-    """Assert that two runs ended the same: parameters, optimizer, draws, counts, records, the best checkpoint.
+    """Assert that two runs ended equal: parameters, optimizer, random states, counters, records, best checkpoint.
 
-    Also what the buffers hold, where that does not depend on how far ahead the feeder is: nothing more is to come.
+    Args:
+        trainers: how many parts the checkpoints have.
+        buffers: compare the contents of the buffers too. They depend on how far ahead the feeder is, unless every
+            sample has arrived.
     """
     assert whole.summary["steps"] == other.summary["steps"]
     assert whole.summary["samples"] == other.summary["samples"]

@@ -1,4 +1,4 @@
-"""What a test may not leave behind: threads, processes, variables, signal handlers, open ports, groups and agents."""
+"""Detects what a test leaves behind: threads, processes, environment variables, signal handlers, ports, RPC agents."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Daemon threads, which would else pass for those of a library.
+# Daemon threads of this project; daemon threads of libraries may stay.
 OUR_THREADS = (
     "feeder",
     "desk",
@@ -37,7 +37,7 @@ _HELPERS = ("resource_tracker", "forkserver.py")
 
 @dataclass(frozen=True)
 class ProcessSnapshot:
-    """This process between two tests."""
+    """The state of this process that every test must restore."""
 
     threads: frozenset[threading.Thread]
     children: frozenset[int]
@@ -58,12 +58,12 @@ class ProcessSnapshot:
         )
 
     def leaks(self) -> list[str]:
-        """What is here now and was not at the snapshot, in words; what only ends slowly is waited for."""
+        """Describe what exists now and did not at the snapshot. Threads that are ending are joined first."""
         for thread in _ours(set(threading.enumerate()) - self.threads):
             thread.join(_PATIENCE_S)
         now = ProcessSnapshot.take()
         if now.ports - self.ports or now.states - self.states:
-            gc.collect()  # a store or agent may hang on a caught error's traceback
+            gc.collect()  # the traceback of a caught error may hold a store or an agent
             now = ProcessSnapshot.take()
         found = [f"thread {thread.name}" for thread in _ours(now.threads - self.threads)]
         found += [f"child process {pid} ({_command(pid)})" for pid in now.children - self.children]
@@ -74,7 +74,7 @@ class ProcessSnapshot:
         return found + sorted(now.states - self.states)
 
     def restore_environ(self) -> None:
-        """Put the variables back, so that one test alone is blamed."""
+        """Restore the environment variables, so that only one test fails for a changed one."""
         for name in [n for n in os.environ if n not in self.environ and n not in _NOT_OURS]:
             del os.environ[name]
         os.environ.update(self.environ)
@@ -92,7 +92,7 @@ def _children() -> list[int]:
         try:
             lists.append(file.read_text())
         except OSError:
-            continue  # that thread has just ended
+            continue  # the thread has just ended
     pids = [int(pid) for text in lists for pid in text.split()]
     return [pid for pid in pids if not any(name in _command(pid) for name in _HELPERS)]
 
@@ -105,7 +105,7 @@ def _command(pid: int) -> str:
 
 
 def _listening() -> set[str]:
-    """Inodes of the TCP sockets of this process on which somebody may knock."""
+    """Inodes of the listening TCP sockets of this process."""
     own = set()
     for link in Path("/proc/self/fd").iterdir():
         try:
@@ -125,11 +125,11 @@ def _lines(path: Path) -> list[str]:
 
 
 def _states() -> list[str]:
-    """What a process has one of; a module that nobody imported has none."""
-    asked = {
+    """Global states of modules that are set; a module that is not imported has none."""
+    checks = {
         "an initialised process group": ("torch.distributed", lambda m: m.is_initialized()),
         "an RPC agent": ("torch.distributed.rpc", lambda m: m.api._is_current_rpc_agent_set()),
-        "a hosted parameter server": ("paramserver.distributed.rpc_calls", lambda m: m._server is not None),
+        "a hosted parameter server": ("paramserver.distributed.rpc_calls", lambda m: bool(m._handlers)),
         "a trainer index": ("paramserver.context", lambda m: m._trainer_index is not None),
     }
-    return [what for what, (name, is_there) in asked.items() if name in sys.modules and is_there(sys.modules[name])]
+    return [what for what, (name, is_there) in checks.items() if name in sys.modules and is_there(sys.modules[name])]

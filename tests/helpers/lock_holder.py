@@ -1,4 +1,4 @@
-"""Another process that holds something of a folder for as long as a test wants."""
+"""A subprocess that holds a context manager, such as the lock of a run's folder, until a test ends it."""
 
 import subprocess
 import sys
@@ -8,7 +8,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def hold_in_subprocess(imports, context, folder):
-    """Start it: inside ``context``, an expression over ``folder`` (a Path), until its standard input is closed."""
+    """Start a process inside ``context``, an expression over ``folder`` (a Path), until its standard input closes."""
     program = (
         f"import sys; from pathlib import Path; {imports}; folder = Path(sys.argv[1])\n"
         f"with {context}:\n    print('held', flush=True); sys.stdin.read()"

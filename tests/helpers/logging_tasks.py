@@ -6,12 +6,12 @@ from pathlib import Path
 
 from tasks import ReferenceTask
 
-# Hooks that a run that goes on calls anew, because they are of a start and its end, not of a step.
+# A resumed run calls these hooks again: they belong to a start of the process, not to a step.
 OF_A_START = ("train_start", "train_end")
 
 
 class LogsEverywhere(ReferenceTask):
-    """Args: ``mark`` is a file that appears when trainer 0 is killed, in the training step of batch ``kill_at``."""
+    """Kills trainer 0 once, in the training step of batch ``kill_at``, and creates the file ``mark`` before."""
 
     def __init__(self, mark, kill_at=None, **options):
         super().__init__(**options)

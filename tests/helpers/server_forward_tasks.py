@@ -1,4 +1,4 @@
-"""Tasks and trainers for runs whose model is on the server."""
+"""Tasks and trainers for runs that compute the model on the server."""
 
 import copy
 import time
@@ -113,7 +113,7 @@ class Witness(ServedTrainer):
 class Recording(ServedTrainer):
     """Writes down what each push was made of: version, batch, random state, loss, and the version that it made.
 
-    And when it was computed, by a clock that all processes of a host share. A run that goes on writes on.
+    And when it was computed, by a clock that all processes of a host share. A resumed run appends.
     """
 
     def init_connection(self):
@@ -121,8 +121,8 @@ class Recording(ServedTrainer):
         self.file = Path(self.config.logging.run_dir) / f"pushes-{self.trainer_index}.pt"
         self.pushes = torch.load(self.file, weights_only=True) if self.file.exists() else []
 
-    def before_batches(self):
-        super().before_batches()
+    def load_version(self):
+        super().load_version()
         self.began = time.monotonic()
         self.random_state = torch.get_rng_state()
 
@@ -130,9 +130,9 @@ class Recording(ServedTrainer):
         self.batch = batch
         return batch
 
-    def update(self, report):
+    def step_optimizer(self, report):
         during = self.began, time.monotonic()
-        result = super().update(report)
+        result = super().step_optimizer(report)
         self.pushes.append((result.step, report.version, self.batch, self.random_state, report.loss, during))
         return result
 
@@ -142,7 +142,7 @@ class Recording(ServedTrainer):
 
 
 def replay(task, seed, pushes):
-    """The versions of a run, made again in one process from what its trainers wrote down.
+    """Compute the versions of a run again in one process from what its trainers recorded.
 
     Args:
         task: as in the run.
@@ -177,12 +177,12 @@ def replay(task, seed, pushes):
 
 def _gradients(model, task, version, push):
     """Gradients of one push at the version that it names, and the module buffers afterwards."""
-    _, _, batch, random_state, told, _ = push
+    _, _, batch, random_state, expected_loss, _ = push
     model.load_state_dict(version)
     model.zero_grad()
     torch.set_rng_state(random_state)
     loss = task.training_step(model, batch, 0)
-    assert float(loss.detach()) == told, "the loss of a push is not that of the version that it names"
+    assert float(loss.detach()) == expected_loss, "the loss of a push is not that of the version that it names"
     loss.backward()
     gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters() if p.requires_grad]
     return gradients, [buffer.clone() for buffer in model.buffers()]

@@ -1,4 +1,4 @@
-"""A task that is stopped by signals, with sources of both kinds and validations that say what a test wants."""
+"""Tasks that signals stop, with sources of both kinds and validation scores that a test chooses."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 
 class RestartingIterable:
-    """An iterable that begins again from the same samples, and does not know how many they are."""
+    """An iterable without a length that restarts from the same samples."""
 
     def __init__(self, data):
         self.data = data
@@ -26,7 +26,7 @@ class StopsBySignal(ReferenceTask):
         stops: lists of batch, trainer, signal and whom it is sent to: ``self`` or ``parent``, the supervisor.
         source: ``map`` or ``iterable`` (each trainer's own, of equal length).
         scores: metric ``score`` after step i + 1; the last one holds from there on.
-        accumulate: batches of a step, as the config says.
+        accumulate: batches of a step, as in the config.
     """
 
     def __init__(self, stops=(), source="map", scores=(0.0,), accumulate=1, **options):
@@ -52,7 +52,7 @@ class StopsBySignal(ReferenceTask):
 
 
 class EndsAtTheStart(ReferenceTask):
-    """Ends its run before the first step that this process makes is over.
+    """Ends its run before the first step of this process is complete.
 
     Args:
         how: ``raise`` or the name of a signal, before anything is trained; ``nan``, the loss of the first batch.
@@ -73,7 +73,7 @@ class EndsAtTheStart(ReferenceTask):
 
 
 class DiesAtTheStart(ReferenceTask):
-    """Kills its process, and the supervisor before it, when the run's folder is there and holds no config yet; once."""
+    """Kills its process once, and the supervisor before it, while the run's folder exists without a config."""
 
     def __init__(self, mark, whom, **options):
         super().__init__(**options)
@@ -82,4 +82,4 @@ class DiesAtTheStart(ReferenceTask):
             mark.write_text(" ".join(path.name for path in mark.with_name("runs").joinpath("run").iterdir()))
             if whom == "parent":
                 os.kill(os.getppid(), signal.SIGKILL)
-            os.kill(os.getpid(), signal.SIGKILL)  # without this rank the others begin nothing
+            os.kill(os.getpid(), signal.SIGKILL)  # without this rank the others do not start

@@ -1,4 +1,4 @@
-"""The package as its source says it: modules, what they import, and where they do what a law is about."""
+"""The source of the package as syntax trees: modules, imports, and uses that the laws restrict."""
 
 from __future__ import annotations
 

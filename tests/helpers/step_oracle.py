@@ -1,4 +1,4 @@
-"""What every step of a run used and pushed, written down by its trainers, and the same run again in one process.
+"""A ledger of what every step of a run used and pushed, and a replay of that run in one process.
 
 The replay is plain PyTorch: one model, one optimizer, a dictionary of versions. It shares with the run the task alone.
 """
@@ -49,7 +49,7 @@ class PacedTask(ReferenceTask):
         stops: trainer and batch at which it gets SIGTERM; with ``parent`` its supervisor does.
         changes: a trainer that changes a parameter in place at batch 3.
         alternate: a parameter has a gradient at every second batch only.
-        fifo: where trainer 0 says that it is at its tenth batch.
+        fifo: a named pipe to which trainer 0 writes at its tenth batch.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class PacedTask(ReferenceTask):
         pace_ms = random.Random(f"{index} {batch_idx}").uniform(0, self.pace_ms)
         pace_ms += self.slow_ms if index == self.slow else 0.0
         if pace_ms:
-            time.sleep(pace_ms / 1000)  # the work that is stood for
+            time.sleep(pace_ms / 1000)  # stands for the work of a batch
 
     def training_step(self, model, batch, batch_idx):
         loss = super().training_step(model, batch[:2], batch_idx)
@@ -94,23 +94,23 @@ class PacedTask(ReferenceTask):
 
 
 class LedgerTrainer(RpcTrainer):
-    """Writes down each of its steps: what it used, what it pushed, when it was inside backward."""
+    """Records each of its steps: what it used, what it pushed, when it was inside backward."""
 
     def on_after_setup_optimizers(self):
         self.first, self.ledger, self.batches = self.step, [], []
 
-    def agree(self, announcement):
+    def agree(self):
         self.batches.clear()  # those of a validation
-        return super().agree(announcement)
+        return super().agree()
 
     def on_before_forward(self, batch):
         self.batches.append(batch)
         return super().on_before_forward(batch)
 
-    def before_batches(self):
-        super().before_batches()
+    def load_version(self):
+        super().load_version()
         self.random, self.inside = torch.get_rng_state(), []
-        self.first_batch = self.counters.batch_idx
+        self.first_batch = self.progress.batch_idx
 
     def on_before_backward(self, loss):
         self.inside.append(time.monotonic())
@@ -118,7 +118,7 @@ class LedgerTrainer(RpcTrainer):
     def on_after_backward(self):
         self.inside.append(time.monotonic())
 
-    def update(self, report):
+    def step_optimizer(self, report):
         model = self.unwrapped_model
         entry = {
             "trainer": self.trainer_index,
@@ -130,24 +130,24 @@ class LedgerTrainer(RpcTrainer):
             "buffers": {n: b.clone() for n, b in model.named_buffers()},
             "inside": list(self.inside),
         }
-        result = super().update(report)
+        result = super().step_optimizer(report)
         self.ledger.append({**entry, "step": result.step, "dropped": result.dropped})
         return result
 
     def leave(self, totals, decision):
         logging = self.config.logging
         file = Path(logging.run_dir) / f"{logging.name}.{self.trainer_index}.{self.first}.ledger"
-        torch.save({"way": self.way.name, "entries": self.ledger}, file)
+        torch.save({"way": self.transport.name, "entries": self.ledger}, file)
         super().leave(totals, decision)
 
 
 class DelayedPull(LedgerTrainer):
-    """Trainer 1 has heard of a version, and takes its parameters when trainer 0 is at its tenth batch."""
+    """Trainer 1 is granted a version, and loads its parameters when trainer 0 is at its tenth batch."""
 
-    def hold(self, welcome):
+    def receive_model(self, reply):
         if self.trainer_index == 1:
             assert Path(self.task.fifo).read_text() == "here"
-        super().hold(welcome)
+        super().receive_model(reply)
 
 
 def gradients_of(model):
@@ -155,7 +155,7 @@ def gradients_of(model):
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-# What it left.
+# The ledger.
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Ledger:
-    """Everything that the trainers of a run wrote, also where it was stopped and went on."""
+    """All entries of the trainers of a run, resumed parts included."""
 
     ways: set
     entries: list
@@ -223,12 +223,12 @@ class Ledger:
         return most
 
 
-# The same again.
+# The replay.
 
 
 @dataclass
 class Replay:
-    """A run, made again by one process from its ledger.
+    """A run, computed again by one process from its ledger.
 
     Args:
         task: a new one, with the arguments of the run's.
@@ -254,7 +254,7 @@ class Replay:
         self.versions = [copy.deepcopy(self.model.state_dict())]
 
     def run(self, ledger):
-        """Make every update again. What a trainer pushed and this process computes otherwise is named in ``wrong``."""
+        """Compute every update again; ``wrong`` names each push that this process computes differently."""
         with one_thread():
             for step, entries in ledger.updates():
                 assert step == len(self.versions), "a version is left out"
@@ -264,7 +264,7 @@ class Replay:
         return self
 
     def compute(self, entry):
-        """The gradients of a push, at the version that it says it used."""
+        """The gradients of a push, at the version that the push names."""
         self.scratch.load_state_dict(self.versions[entry.version])
         self.scratch.zero_grad()
         torch.set_rng_state(entry.random)

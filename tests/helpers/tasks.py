@@ -1,4 +1,4 @@
-"""Tasks that the tests train: one model with everything in it that has ever made modes differ."""
+"""Tasks that the tests train. ``ReferenceModel`` has every kind of layer that has made modes differ."""
 
 import json
 import os
@@ -111,7 +111,7 @@ class ReferenceTask(Task):
 
 
 class ClampsGradients(ReferenceTask):
-    """Changes gradients after backward, in the way of old."""
+    """Changes gradients through ``.data`` after backward."""
 
     def on_batch_end(self, batch_idx):
         for parameter in self.trainer.unwrapped_model.parameters():
@@ -128,7 +128,7 @@ class UnevenLengths(ReferenceTask):
 
 
 class HookRecorder(ReferenceTask):
-    """Writes down every hook, in order, into one file per trainer."""
+    """Records every hook, in order, in one file per trainer."""
 
     def __init__(self, folder, **options):
         super().__init__(**options)
@@ -181,7 +181,7 @@ class HookRecorder(ReferenceTask):
 
 
 class FaultyTask(ReferenceTask):
-    """Does something bad in one trainer at one batch, and leaves a mark that it did."""
+    """Fails in one way in one trainer at one batch, and creates the file ``mark`` before."""
 
     def __init__(self, what, mark, trainer=0, batch=5, **options):
         super().__init__(**options)
@@ -227,7 +227,7 @@ class BadSource(ReferenceTask):
 
 
 class Starved(ReferenceTask):
-    """A stream that gives one batch and then nothing, until a file appears."""
+    """A stream that yields one batch and then blocks until a file appears."""
 
     def __init__(self, gate, **options):
         super().__init__(**options)
@@ -248,7 +248,7 @@ class Starved(ReferenceTask):
 
 
 class KillsItsServer(ReferenceTask):
-    """Its schedule, which runs where the optimizer is, kills that process at the sixth step."""
+    """The schedule runs in the process of the optimizer, and kills that process at the sixth step."""
 
     def __init__(self, mark, number=signal.SIGKILL, **options):
         super().__init__(**options)
@@ -268,7 +268,7 @@ class Slow(ReferenceTask):
     """Every batch takes a second."""
 
     def training_step(self, model, batch, batch_idx):
-        time.sleep(1.0)  # the work that is stood for
+        time.sleep(1.0)  # stands for the work of a batch
         return super().training_step(model, batch, batch_idx)
 
 
@@ -281,7 +281,7 @@ class UnfreezesLayer(ReferenceTask):
 
 
 class StoresTooMuch(ReferenceTask):
-    """Puts an object into its checkpoint that no safe loader takes."""
+    """Puts an object into its checkpoint that ``torch.load(weights_only=True)`` refuses."""
 
     def on_checkpoint(self, state):
         state["where"] = Path("here")

@@ -1,4 +1,4 @@
-"""Trainers of our own, as a user would write them: they count what happens in a step."""
+"""Trainers as a user writes them, which count what happens in a step."""
 
 import torch
 import torch.distributed.autograd as dist_autograd
@@ -30,7 +30,7 @@ class CountingTrainer(DdpTrainer):
 
 
 class WitnessTrainer(RpcTrainer):
-    """Sees that each step enters a distributed-autograd context, runs its backward and steps a DistributedOptimizer."""
+    """Asserts that each step enters a distributed-autograd context, runs backward and steps a DistributedOptimizer."""
 
     def on_after_setup_optimizers(self):
         assert isinstance(self.optimizer, DistributedOptimizer)
@@ -63,7 +63,7 @@ class TutorialTrainer(RpcTrainer):
     def on_after_setup_optimizers(self):
         self.unwrapped_model.eval()
         images = torch.randn(4, 1, 6, 6, generator=torch.Generator().manual_seed(self.trainer_index))
-        server = self.remote.rref.rpc_sync()
+        server = self.server.rref.rpc_sync()
         with dist_autograd.context() as context_id:
             output = server.forward(images)
             dist_autograd.backward(context_id, [output.pow(2).mean()])
@@ -78,28 +78,28 @@ class TutorialTrainer(RpcTrainer):
         self.unwrapped_model.zero_grad()
         references = server.get_param_rrefs()
         self.log("references", len(references))
-        self.log("server", rpc.rpc_sync(self.remote.rref.owner(), identity_of, args=(self.remote.rref,)))
+        self.log("server", rpc.rpc_sync(self.server.rref.owner(), identity_of, args=(self.server.rref,)))
 
 
 def identity_of(server):
-    """Runs on the server: which object the reference stands for."""
+    """Runs on the server: the identity of the object that the reference owns."""
     return id(server.local_value())
 
 
 class EarlyTrainer(RpcTrainer):
-    """Counts the gradients that leave while backward goes on, and those that leave after it."""
+    """Counts the gradient buckets that are sent during backward and after it."""
 
     going_back = False
 
     def on_after_setup_optimizers(self):
         self.left = {"early": 0, "late": 0}
-        begin = self.remote.begin_early
+        begin = self.server.send_bucket
 
         def counted(*message):
             self.left["early" if self.going_back else "late"] += 1
             return begin(*message)
 
-        self.remote.begin_early = counted
+        self.server.send_bucket = counted
 
     def _backward(self, loss, batches):
         self.going_back = True
@@ -108,5 +108,5 @@ class EarlyTrainer(RpcTrainer):
 
     def leave(self, totals, decision):
         for when, count in self.left.items():
-            self.log(when, count / totals.steps.count / len(self.way.buckets))
+            self.log(when, count / totals.steps.count / len(self.transport.buckets))
         super().leave(totals, decision)
