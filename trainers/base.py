@@ -1,11 +1,4 @@
-"""The one training loop, the same in every mode: announce, step, record, validate, save.
-
-What a trainer of one's own may change.
-
-How far a trainer has come: part of what it stores in a checkpoint.
-
-What a trainer does while it stands at a step: validation and checkpoints.
-"""
+"""The training loop, the same in every mode: announce, step, record, validate, save."""
 
 from __future__ import annotations
 
@@ -19,7 +12,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from paramserver.checkpoint import StagingPool, check_storable, stage_copy, unpack
-from paramserver.consistency import Announcement, Decision, Stop, Verdict
+from paramserver.consistency import Announcement, Decision, Readiness, Stop, Verdict
 from paramserver.context import ProcessContext
 from paramserver.devices import move_to_device
 from paramserver.limits import epoch_of, is_due
@@ -43,72 +36,23 @@ from paramserver.task import Task
 from trainers.data import DataStream
 from trainers.validation import evaluate, validation_batches
 
+T = TypeVar("T")
 
-class Overridable(ABC):
-    """Hooks and properties of a trainer, under the names of Lightning's DDPPlugin."""
-
-    model: nn.Module
-    """What ``training_step`` gets."""
-
-    process: ProcessContext
-    data: DataStream
-
-    @property
-    def unwrapped_model(self) -> nn.Module:
-        """The model as the task built it."""
-        return self.model
-
-    @property
-    def is_single_process_per_device(self) -> bool:
-        """Whether this process computes on one device alone, so that inputs are moved there beforehand."""
-        return len(self.process.placement.devices) == 1
-
-    @property
-    def sampler_kwargs(self) -> dict[str, Any]:
-        """``shuffle``, ``pad``, ``drop_last`` or ``seed``, where a map-style data set is to be dealt otherwise."""
-        return {}
-
-    @property
-    def data_parallel_group(self) -> Any:
-        """The process group of the trainers; None where there is none."""
-        return None
-
-    def block_backward_sync(self) -> AbstractContextManager[Any]:
-        """Around the micro-batches of a step but the last: gradients stay with this trainer."""
-        return nullcontext()
-
-    def on_before_forward(self, batch: Any) -> Any:
-        """The batch as the model gets it."""
-        return move_to_device(batch, self.process.placement.device) if self.is_single_process_per_device else batch
-
-    def on_after_setup_optimizers(self) -> None:
-        """The optimizer exists."""
-
-    def on_before_backward(self, loss: Tensor) -> None:
-        """The loss of a micro-batch is there."""
-
-    def on_after_backward(self) -> None:
-        """Its backward is done."""
-
-    @abstractmethod
-    def optimizer_state(self) -> dict[str, Any]:
-        """The optimizer's state, in the standard form of torch.optim."""
-
-    def data_available(self) -> Announcement:
-        """How far this trainer is with its data: enough for a step, waiting, or drained."""
-        return self.data.available()
-
-
-def overrides(owner: object, method: Callable[..., Any]) -> bool:
-    """Whether ``owner``, or its class, has another ``method`` than the class that ``method`` was taken from."""
-    return getattr(getattr(owner, method.__name__), "__func__", None) is not method
+_BETWEEN_STEPS = (Verdict.BARRIER, Verdict.VALIDATE)
+# Reasons of a checkpoint after which there is none.
+_LAST = ("end", "interrupted")
 
 
 @dataclass
 class TrainerProgress:
-    """``batch_idx`` is the next batch's; ``seconds`` are those of training before this process resumed the run.
+    """How far a trainer is; part of what it stores in a checkpoint.
 
-    ``steps`` are the steps that this trainer has made or waited for.
+    Attributes:
+        batch_idx: of the next batch.
+        samples_served: samples of all batches so far.
+        epoch: the current one, and whether ``on_epoch_start`` was called for it (``epoch_open``).
+        seconds: of training before this process resumed the run.
+        steps: that this trainer took, or waited for.
     """
 
     batch_idx: int = 0
@@ -119,112 +63,420 @@ class TrainerProgress:
     steps: int = 0
 
 
-# Why a checkpoint is taken after which there is none.
-_LAST = ("end", "interrupted")
+class Trainer(ABC):
+    """One trainer of a run: the loop, its hooks, validation and checkpoints. Subclasses implement a mode.
 
-
-class Standing(Overridable):
-    """Where a trainer is, and what is due there. How the trainers do it together is for the mode to say.
+    To change how steps are made, subclass ``LocalTrainer``, ``DdpTrainer`` or ``RpcTrainer`` and name the class in the
+    config (``trainer: module:Class``). The hooks have the names of Lightning's ``DDPPlugin``.
 
     Args:
-        process: who this trainer is.
-        task: the user's.
+        process: identity, devices and config of this process.
+        task: of the user; its ``trainer`` attribute is set to this object.
+        checkpoints: of the run, if this process is rank 0; None otherwise.
+
+    Attributes:
+        model: what ``Task.training_step`` receives.
+        step: the version that this trainer's model has; the number of updates applied so far.
+        lockstep: whether all trainers take every step together.
+        records: not sent to rank 0 yet.
+        all_totals: of every trainer, on rank 0 after the run.
+
+    Example::
+
+        >>> from trainers import LocalTrainer
+        >>> class Scaled(LocalTrainer):
+        ...     def on_before_forward(self, batch):
+        ...         return [tensor * 0.5 for tensor in super().on_before_forward(batch)]
     """
 
-    def __init__(self, process: ProcessContext, task: Task) -> None:
+    computes: str | None = None
+    """The value of ``server.compute`` that this trainer implements; None if the key does not apply."""
+
+    model: nn.Module
+    data: DataStream
+
+    def __init__(self, process: ProcessContext, task: Task, checkpoints: CheckpointManager | None) -> None:
         self.process = process
         self.config = process.config
         self.task = task
         self.trainer_index = process.trainer_index
+        self.checkpoints = checkpoints
+        self.monitor: RunMonitor | None = None if checkpoints is None else checkpoints.monitor
         self.clock = PhaseClock()
-        self.counters = TrainerProgress()
+        self.progress = TrainerProgress()
         self.step = 0
+        self.lockstep = True
+        self.records: list[Record] = []
+        self.wire_bytes = 0
+        self.all_totals: list[TrainerTotals] = []
         self.validation_loader: Iterable[tuple[Any, int]] | None = None
+        self._step_offset = 0  # 1 while step ``step + 1`` is being made
         self._memory = StagingPool()
         self._validated_step: int | None = None
         self._saved_step: int | None = None
+        self._validate_every = self.config.training.validate_every
+        save_every = self.config.checkpoint.every
+        self._save_every = self._validate_every if save_every is None else save_every
+        self._resources = ExitStack()
+        task.trainer = self
 
-    # What a mode says.
+    # Hooks that a user's trainer may override.
+
+    @property
+    def unwrapped_model(self) -> nn.Module:
+        """The model as ``Task.build_model`` returned it."""
+        return self.model
+
+    @property
+    def is_single_process_per_device(self) -> bool:
+        """Whether this process computes on one device; batches are then moved to it before the forward."""
+        return len(self.process.placement.devices) == 1
+
+    @property
+    def sampler_kwargs(self) -> dict[str, Any]:
+        """``shuffle``, ``pad``, ``drop_last`` or ``seed``, to partition a map-style data set differently."""
+        return {}
+
+    @property
+    def data_parallel_group(self) -> Any:
+        """The process group of the trainers; None if there is none."""
+        return None
+
+    def block_backward_sync(self) -> AbstractContextManager[Any]:
+        """Return a context for all micro-batches of a step except the last: gradients are not synchronized in it."""
+        return nullcontext()
+
+    def data_available(self) -> Announcement:
+        """Return whether this trainer has the batches of a step: ready, waiting or drained. Waits for a short time."""
+        return self.data.available()
+
+    def on_before_forward(self, batch: Any) -> Any:
+        """Return the batch as the model receives it."""
+        return move_to_device(batch, self.process.placement.device) if self.is_single_process_per_device else batch
+
+    def on_after_setup_optimizers(self) -> None:
+        """Called once the optimizer exists, before the first step."""
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        """Called with the loss of each micro-batch before its backward."""
+
+    def on_after_backward(self) -> None:
+        """Called after the backward of each micro-batch."""
+
+    @abstractmethod
+    def optimizer_state(self) -> dict[str, Any]:
+        """Return the optimizer's state in the form of ``torch.optim.Optimizer.state_dict``."""
+
+    # What a mode implements.
+
+    @abstractmethod
+    def init_connection(self) -> None:
+        """Build the model and connect to the other processes. Sets ``model``, ``data`` and ``step``."""
+
+    @abstractmethod
+    def agree(self) -> Decision:
+        """Announce the next step to the other trainers (see ``announcement``) and return what all do next."""
+
+    @abstractmethod
+    def step_optimizer(self, report: StepReport) -> StepResult | None:
+        """Make an update of this step's gradients; return None if its result is known later."""
 
     @abstractmethod
     def merge_validation(self, sums: WeightedSums) -> tuple[Mapping[str, float], bool]:
-        """The means over the shares of all trainers, and whether they are the best so far."""
+        """Return the means over the shares of all trainers, and whether they are the best so far."""
 
     @abstractmethod
-    def deposit(self, reason: str, since: float) -> None:
-        """Take part in a checkpoint of the current step: copy now, in the pause that began at ``since``; see ``part``.
+    def save_part(self, reason: str, since: float) -> None:
+        """Take part in a checkpoint of the current step: stage ``state_dict()``, in a pause that began at ``since``.
 
-        What follows, serialisation, travel and writing, is not for the pause, unless ``checkpoint.background`` is off.
+        With ``checkpoint.background`` serialization, sending and writing follow after this returns.
         """
 
-    def settle(self) -> None:
-        """Wait until rank 0 has all that this trainer has deposited."""
+    @abstractmethod
+    def send_records(self, records: Sequence[Record]) -> None:
+        """Send records to rank 0, or keep them until it collects them."""
 
-    def refresh(self) -> None:
-        """Bring ``unwrapped_model`` to the current version before it is validated or saved."""
+    @abstractmethod
+    def leave(self, totals: TrainerTotals, decision: Decision) -> None:
+        """Leave the run in good order; rank 0 receives the totals."""
 
-    # What is due.
+    def step_scope(self) -> AbstractContextManager[Any]:
+        """Return a context for the announcement and the step."""
+        return nullcontext()
+
+    def load_version(self) -> None:
+        """Load the parameters of this step's version into the model, after its batches have been taken."""
+
+    def on_last_loss(self, loss: float, samples: int) -> None:
+        """Called before the last backward of a step with the mean loss and the samples of all its batches."""
+
+    def idle(self, decision: Decision) -> None:
+        """Wait for a step in which this trainer has no data."""
+
+    def on_epoch_ended(self, epoch: int) -> None:
+        """Called once all samples of an epoch are applied; a trainer that owns a schedule steps it."""
+
+    def sync_model(self) -> None:
+        """Bring ``unwrapped_model`` to the current version, before it is validated or saved."""
+
+    def wait_saved(self) -> None:
+        """Wait until rank 0 has received this trainer's part of the last checkpoint."""
+
+    def report_failure(self, error: BaseException) -> None:
+        """Report to the other processes, where possible, that this trainer fails."""
+
+    # The run.
+
+    def run(self) -> Decision:
+        """Train from the first connection to the end, and return the decision that ended the run.
+
+        Everything that was opened is closed, also if an error is raised.
+        """
+        try:
+            self.init_connection()
+            self.task.on_train_start()
+            self.data.start()
+            decision = self._fit()
+            self.data.stop_feeding()  # before the last validation and checkpoint, which may take long
+            self._finish(decision)
+        except BaseException as error:
+            self.report_failure(error)
+            raise
+        finally:
+            self.close()
+        return decision
+
+    def prepare_data(self) -> None:
+        """Create source, buffer and feeder. ``init_connection`` calls it once the model exists."""
+        partition = Partition(self.trainer_index, self.process.trainers)
+        self.data = self.enter_context(
+            DataStream(self.task, partition, self.config, self.sampler_kwargs, self.process.receiver_spec)
+        )
+        self.validation_loader = validation_batches(self.task, partition, self.config)
+        if self.monitor is not None:
+            self.monitor.expect_samples(self.data.epoch_samples)
+        self.process.startup_timer.mark("model and data")
+
+    def seed_or_restore(self, part: bytes | None) -> None:
+        """Seed this trainer's random numbers, or restore its part of a checkpoint. Last in ``init_connection``."""
+        seed_all(self.config.seed, 1 + self.trainer_index)
+        if part is not None:
+            self.load_state_dict(unpack(part))
+
+    def enter_context(self, context: AbstractContextManager[T]) -> T:
+        """Enter a context that is exited when this trainer ends."""
+        return self._resources.enter_context(context)
+
+    def close(self) -> None:
+        """Exit all contexts, the last one first."""
+        self._resources.close()
+
+    def _fit(self) -> Decision:
+        self.clock.skip()
+        while True:
+            self._step_offset = 1
+            with self.step_scope():
+                decision = self.agree()
+                if decision.verdict is Verdict.WAIT:
+                    continue
+                self._step_offset = int(decision.verdict is Verdict.GO)
+                if decision.verdict in _BETWEEN_STEPS:
+                    self._between_steps(decision)
+                    continue
+                self._enter_epoch(decision)
+                if decision.verdict is Verdict.END:
+                    self.step = decision.step
+                    self.clock.skip()
+                    return decision
+                if self.trainer_index in decision.active:
+                    self.step = self._train(decision)
+                else:
+                    self.idle(decision)
+                    self.step = decision.step + 1
+                self._step_offset = 0
+            self.clock.end_step()
+            self.progress.steps += 1
+            if self._is_record_due():
+                self.record("buffer", **self.data.record())
+            if self.lockstep:
+                self._validate_and_save()
+
+    def announcement(self) -> Announcement:
+        """Return the announcement of this trainer's next step: its data, and whether it wants to stop.
+
+        ``agree`` calls it at most once per step.
+        """
+        announcement = self.with_stop(self.data_available())
+        self.clock.lap("data")
+        return announcement
+
+    def announcement_if_ready(self) -> Announcement | None:
+        """Return the announcement of the next step without waiting; None if the data is not ready yet.
+
+        What it states holds until the next batch is taken.
+        """
+        if overrides(self, Trainer.data_available):
+            if not self.data.is_ready():
+                return None
+            announcement = self.data_available()
+        else:
+            announcement = self.data.available(timeout_s=0.0)
+            if announcement.readiness is Readiness.WAITING:
+                return None
+        return self.with_stop(announcement)
+
+    def with_stop(self, announcement: Announcement) -> Announcement:
+        """Return the announcement with this process's request to stop, if there is one."""
+        stop, reason = self.process.stop.state()
+        if stop is Stop.NO and self.monitor is not None and (limit := self.monitor.stop_reason()) is not None:
+            stop, reason = Stop.LIMIT, limit
+        if stop is Stop.NO:
+            return announcement
+        return Announcement(announcement.readiness, announcement.batches, stop, reason)
+
+    def _between_steps(self, decision: Decision) -> None:
+        """With trainers that run freely: validate a retained version, or do at a barrier all that is due."""
+        self.clock.skip()
+        self.step = decision.step
+        if decision.verdict is Verdict.VALIDATE:
+            self.validate()
+        else:
+            self._validate_and_save()
+
+    def _finish(self, decision: Decision) -> None:
+        """Validate and save for the last time; after a signal only save."""
+        if not decision.interrupted and self.validate():
+            self._saved_step = None  # a checkpoint of this step was saved before it turned out to be the best
+        self.save("interrupted" if decision.interrupted else "end")
+        self.task.on_train_end()
+        if not self._is_record_due():
+            self.record("buffer", **self.data.record(), end=True)
+        self.leave(self._totals(), decision)
+
+    # A step.
+
+    def _train(self, decision: Decision) -> int:
+        """Train on the batches of a step; return the version that results."""
+        batches = [self._next_batch() for _ in range(decision.batches)]
+        self.load_version()
+        samples = sum(n for _, n in batches)
+        self.progress.samples_served += samples
+        summed = 0.0
+        for number, (batch, _) in enumerate(batches, start=1):
+            last = number == len(batches)
+            with nullcontext() if last else self.block_backward_sync():
+                value, loss = self._forward(batch)
+                summed += value
+                if last:
+                    self.on_last_loss(summed / number, samples)
+                self._backward(loss, len(batches))
+        report = StepReport(self.trainer_index, decision.step, samples, summed / len(batches), self.seconds)
+        result = self.step_optimizer(report)
+        if result is not None and self.monitor is not None:
+            self.monitor.update_applied(result)
+        if "first step" not in self.process.startup_timer.phases:
+            self.process.startup_timer.mark("first step")
+            self.record("phase", phases=dict(self.process.startup_timer.phases))
+        return decision.step + 1 if result is None else result.step
+
+    def _next_batch(self) -> tuple[Any, int]:
+        batch, samples = self.data.next_batch()
+        batch = self.on_before_forward(batch)
+        self.clock.lap("data")
+        return batch, samples
+
+    def _forward(self, batch: Any) -> tuple[float, Tensor]:
+        self.task.on_batch_start(self.progress.batch_idx)
+        with autocast(self.process.placement.device, self.config.training.precision):
+            loss = self.task.training_step(self.model, batch, self.progress.batch_idx)
+        # Reading the value waits for the device; a loss that is not finite ends the run before it is applied.
+        value = check_loss(loss, self.trainer_index, self.progress.batch_idx)
+        self.clock.lap("forward")
+        return value, loss
+
+    def _backward(self, loss: Tensor, batches: int) -> None:
+        self.on_before_backward(loss)
+        (loss / batches if batches > 1 else loss).backward()  # type: ignore[no-untyped-call]
+        self.on_after_backward()
+        self.clock.lap("backward")
+        self.task.on_batch_end(self.progress.batch_idx)
+        self.progress.batch_idx += 1
+
+    def _enter_epoch(self, decision: Decision) -> None:
+        """Enter the epoch of the next sample; at the end of the run, only close the open epoch."""
+        progress = self.progress
+        if decision.verdict is Verdict.END:
+            self._close_epoch()
+            return
+        for epoch in range(progress.epoch, epoch_of(decision.samples, self.data.epoch_samples)):
+            self._close_epoch()
+            # After the last sample of an epoch and before the first of the next, also if a run was resumed in between.
+            self.on_epoch_ended(epoch)
+            progress.epoch = epoch + 1
+        if not progress.epoch_open:
+            progress.epoch_open = True
+            if self.monitor is not None:
+                self.monitor.enter_epoch(progress.epoch)
+            self.task.on_epoch_start(progress.epoch)
+
+    def _close_epoch(self) -> None:
+        if self.progress.epoch_open:
+            self.progress.epoch_open = False
+            self.task.on_epoch_end(self.progress.epoch)
+
+    # Validation and checkpoints.
 
     @property
     def seconds(self) -> float:
-        """How long this trainer has trained, validation and checkpoints left out; also before it was resumed."""
-        return self.counters.seconds + self.clock.steps.total_s
+        """Seconds of training, without validation and checkpoints, including those before a resume."""
+        return self.progress.seconds + self.clock.steps.total_s
 
     def is_due(self, step: int) -> bool:
-        """Whether something is done at this step, at which all trainers stand."""
-        return is_due(step, self.config.training.validate_every) or is_due(step, self._save_every)
-
-    @property
-    def _save_every(self) -> int:
-        every = self.config.checkpoint.every
-        return self.config.training.validate_every if every is None else every
+        """Whether a validation or a checkpoint is due at this step."""
+        return is_due(step, self._validate_every) or is_due(step, self._save_every)
 
     def _validate_and_save(self) -> None:
-        """What is due at this step, at which all trainers stand."""
-        improved = is_due(self.step, self.config.training.validate_every) and self.validate()
+        """Do what is due at the current step, which all trainers have reached."""
+        improved = is_due(self.step, self._validate_every) and self.validate()
         if improved or is_due(self.step, self._save_every):
             self.save("best" if improved else "periodic")
 
     def validate(self) -> bool:
-        """Validate this trainer's share of the current version; True where the mean over all is the best so far."""
+        """Validate this trainer's share of the current version; return whether the mean over all is the best so far."""
         if self._validated_step == self.step:
             return False
         self._validated_step = self.step
-        self.refresh()
-        loader = self.validation_loader
-        if loader is None:
-            sums = WeightedSums()  # without data of its own it still takes part: the others wait for its word
+        self.sync_model()
+        if self.validation_loader is None:
+            # Without data a trainer still takes part: the others wait for its share.
+            _, improved = self.merge_validation(WeightedSums())
         else:
-            self.task.on_validation_start(self.counters.batch_idx)
-            sums = self._evaluate(loader)
-        _, improved = self.merge_validation(sums)
-        if loader is not None:
-            self.task.on_validation_end(self.counters.batch_idx)
+            self.task.on_validation_start(self.progress.batch_idx)
+            sums = evaluate(
+                self.task,
+                self.unwrapped_model,
+                self.validation_loader,
+                self.progress.batch_idx,
+                self.on_before_forward,
+                self.config.training.precision,
+                self.process.placement.device,
+            )
+            _, improved = self.merge_validation(sums)
+            self.task.on_validation_end(self.progress.batch_idx)
         self.clock.skip()
         return improved
 
-    def _evaluate(self, batches: Iterable[tuple[Any, int]]) -> WeightedSums:
-        return evaluate(
-            self.task,
-            self.unwrapped_model,
-            batches,
-            self.counters.batch_idx,
-            self.on_before_forward,
-            self.config.training.precision,
-            self.process.placement.device,
-        )
-
     def save(self, reason: str) -> None:
-        """Take part in a checkpoint of the current step, unless there is one; the last of a run also arrives."""
+        """Take part in a checkpoint of the current step, unless it exists; for the last one, wait until it is sent."""
         if self._saved_step != self.step:
             self._saved_step = self.step
-            self.deposit(reason, time.perf_counter())
+            self.save_part(reason, time.perf_counter())
             self.clock.skip()
         if reason in _LAST:
-            self.settle()
+            self.wait_saved()
 
-    def part(self) -> dict[str, Any]:
-        """What this trainer stores, copied once: nothing of it changes when training goes on."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return this trainer's part of a checkpoint: one copy, which training does not change any more."""
         own: dict[str, Any] = {}
         self.task.on_checkpoint(own)
         own = stage_copy(own, self._memory)
@@ -235,300 +487,45 @@ class Standing(Overridable):
             "trainer_index": self.trainer_index,
             **stream,
             "random": random_states(),
-            "counters": vars(self.counters) | {"seconds": self.seconds},
+            "counters": vars(self.progress) | {"seconds": self.seconds},
             "task": own,
         }
 
-    def _load_part(self, part: Mapping[str, Any]) -> None:
+    def load_state_dict(self, part: Mapping[str, Any]) -> None:
+        """Restore ``state_dict()``, or the part that resharding made for this trainer."""
         self.data.load_state_dict(part)
-        self.counters = TrainerProgress(**part["counters"])
+        self.progress = TrainerProgress(**part["counters"])
         self._saved_step = self.step
-        if part["random"] is None:  # a trainer that the checkpoint has not got
+        if part["random"] is None:  # the checkpoint is of fewer trainers
             seed_all(self.config.seed, part["resumes"], 1 + self.trainer_index)
             return
         restore_random_states(part["random"])
         self.task.on_resume(part["task"])
 
-
-T = TypeVar("T")
-
-_BESIDE_STEPS = (Verdict.BARRIER, Verdict.VALIDATE)
-
-
-class Trainer(Standing):
-    """One trainer of a run. A mode says how trainers agree, step and save together; the loop is here.
-
-    Args:
-        process: who this trainer is.
-        task: the user's; its ``trainer`` is this object.
-        checkpoints: saves and restores, on rank 0; None elsewhere.
-    """
-
-    computes: str | None = None
-    """The word of the key server.compute that this trainer is for; None where that key means nothing."""
-
-    def __init__(self, process: ProcessContext, task: Task, checkpoints: CheckpointManager | None) -> None:
-        super().__init__(process, task)
-        self.checkpoints = checkpoints
-        self.monitor: RunMonitor | None = None if checkpoints is None else checkpoints.monitor
-        self._ahead = 0  # 1 while the step after ``step`` is being made
-        self.records: list[Record] = []
-        self.wire_bytes = 0
-        self.lockstep = True
-        self.all_totals: list[TrainerTotals] = []
-        self._opened = ExitStack()
-        task.trainer = self
-
-    # What a mode says.
-
-    @abstractmethod
-    def init_connection(self) -> None:
-        """Build the model and meet the others; afterwards ``self.model`` and ``self.step`` are set."""
-
-    @abstractmethod
-    def agree(self, announcement: Announcement) -> Decision:
-        """Tell all trainers how far this one is, and learn what all do next."""
-
-    @abstractmethod
-    def update(self, report: StepReport) -> StepResult | None:
-        """Make the gradients of this step's batches part of the update; None where its figures come later."""
-
-    @abstractmethod
-    def deliver(self, records: Sequence[Record]) -> None:
-        """Send records to rank 0, or keep them until it asks."""
-
-    @abstractmethod
-    def leave(self, totals: TrainerTotals, decision: Decision) -> None:
-        """Say goodbye in good order: rank 0 gets the totals."""
-
-    def idle(self, decision: Decision) -> None:
-        """A step in which this trainer has no data while others go on."""
-
-    def step_scope(self) -> AbstractContextManager[Any]:
-        """Around the announcement and the step."""
-        return nullcontext()
-
-    # The run.
-
-    def run(self) -> Decision:
-        """From the first connection to the goodbye. What it opened is closed, also on the failing path.
-
-        Returns:
-            The decision that ended the run.
-        """
-        try:
-            self.init_connection()
-            self.task.on_train_start()
-            self.data.start()
-            decision = self._fit()
-            self.data.stop_feeding()  # before the last validation and checkpoint, which may take long
-            self._end(decision)
-        except BaseException as error:
-            self.give_up(error)
-            raise
-        finally:
-            self.close()
-        return decision
-
-    def give_up(self, error: BaseException) -> None:
-        """This trainer fails; tell the others where there is a way."""
-
-    def open(self, context: AbstractContextManager[T]) -> T:
-        """Enter a context that ends with this trainer."""
-        return self._opened.enter_context(context)
-
-    def close(self) -> None:
-        """Stop what this trainer started."""
-        self._opened.close()
-
-    def prepare_data(self) -> None:
-        """Make source, buffer and feeder. Called once the model is there."""
-        partition = Partition(self.trainer_index, self.process.trainers)
-        self.data = self.open(
-            DataStream(self.task, partition, self.config, self.sampler_kwargs, self.process.receiver_spec)
-        )
-        self.validation_loader = validation_batches(self.task, partition, self.config)
-        if self.monitor is not None:
-            self.monitor.expect_samples(self.data.epoch_samples)
-        self.process.startup_timer.mark("model and data")
-
-    def begin_stream(self, part: bytes | None) -> None:
-        """Start this trainer's own random numbers, or go on from what it stored. Called last in ``init_connection``."""
-        seed_all(self.config.seed, 1 + self.trainer_index)
-        if part is not None:
-            self._load_part(unpack(part))
-
-    def _fit(self) -> Decision:
-        self.clock.skip()
-        while True:
-            self._ahead = 1
-            available = self.data_available()
-            self.clock.lap("data")
-            with self.step_scope():
-                decision = self.agree(self.with_stop(available))
-                if decision.verdict is Verdict.WAIT:
-                    continue
-                self._ahead = int(decision.verdict is Verdict.GO)
-                if decision.verdict in _BESIDE_STEPS:
-                    self._stop_by(decision)
-                    continue
-                self._enter_epoch(decision)
-                if decision.verdict is Verdict.END:
-                    self.step = decision.step
-                    self.clock.skip()
-                    return decision
-                self.step, self._ahead = self._take_part(decision), 0
-            self.clock.end_step()
-            self.counters.steps += 1
-            self._after_step()
-
-    def _take_part(self, decision: Decision) -> int:
-        """A step, or the wait for one that the others make; the version that is there afterwards."""
-        if self.trainer_index not in decision.active:
-            self.idle(decision)
-            return decision.step + 1
-        result = self._train(decision)
-        return decision.step + 1 if result is None else result.step
-
-    def _stop_by(self, decision: Decision) -> None:
-        """What trainers that run freely do between steps: a validation of a kept version, or all that is due."""
-        self.clock.skip()
-        self.step = decision.step
-        if decision.verdict is Verdict.VALIDATE:
-            self.validate()
-        else:
-            self._validate_and_save()
-
-    def with_stop(self, announcement: Announcement) -> Announcement:
-        """The announcement with this trainer's wish to stop, where it has one."""
-        stop, reason = self.process.stop.state()
-        if stop is Stop.NO and self.monitor is not None and (wish := self.monitor.stop_reason()) is not None:
-            stop, reason = Stop.LIMIT, wish
-        return Announcement(announcement.readiness, announcement.batches, stop, reason)
-
-    def _train(self, decision: Decision) -> StepResult | None:
-        batches = [self._next_batch() for _ in range(decision.batches)]
-        self.before_batches()
-        samples = sum(n for _, n in batches)
-        self.counters.samples_served += samples
-        summed = 0.0
-        for place, (batch, _) in enumerate(batches, start=1):
-            last = place == len(batches)
-            with nullcontext() if last else self.block_backward_sync():
-                value, loss = self._forward(batch)
-                summed += value
-                if last:
-                    self.on_loss_known(summed / place, samples)
-                self._backward(loss, len(batches))
-        result = self.update(
-            StepReport(self.trainer_index, decision.step, samples, summed / len(batches), self.seconds)
-        )
-        if result is not None and self.monitor is not None:
-            self.monitor.update_applied(result)
-        if "first step" not in self.process.startup_timer.phases:
-            self._report_start()
-        return result
-
-    def before_batches(self) -> None:
-        """The batches of a step are there; nothing was computed yet."""
-
-    def _next_batch(self) -> tuple[Any, int]:
-        batch, samples = self.data.next_batch()
-        batch = self.on_before_forward(batch)
-        self.clock.lap("data")
-        return batch, samples
-
-    def on_loss_known(self, loss: float, samples: int) -> None:
-        """The mean loss of the step's batches is there; its last backward comes next."""
-
-    def _forward(self, batch: Any) -> tuple[float, Tensor]:
-        self.task.on_batch_start(self.counters.batch_idx)
-        with autocast(self.process.placement.device, self.config.training.precision):
-            loss = self.task.training_step(self.model, batch, self.counters.batch_idx)
-        value = check_loss(loss, self.trainer_index, self.counters.batch_idx)
-        self.clock.lap("forward")
-        return value, loss
-
-    def _backward(self, loss: Tensor, batches: int) -> None:
-        self.on_before_backward(loss)
-        (loss / batches if batches > 1 else loss).backward()  # type: ignore[no-untyped-call]
-        self.on_after_backward()
-        self.clock.lap("backward")
-        self.task.on_batch_end(self.counters.batch_idx)
-        self.counters.batch_idx += 1
-
-    # Epochs.
-
-    def _enter_epoch(self, decision: Decision) -> None:
-        """Go on to the epoch that the next sample belongs to; an end only closes the one that is open."""
-        counters = self.counters
-        if decision.verdict is Verdict.END:
-            self._close_epoch()
-            return
-        for epoch in range(counters.epoch, epoch_of(decision.samples, self.data.epoch_samples)):
-            self._close_epoch()
-            # After the last sample of an epoch, before the first of the next: also where a run was resumed in between.
-            self.on_epoch_ended(epoch)
-            counters.epoch = epoch + 1
-        if not counters.epoch_open:
-            counters.epoch_open = True
-            if self.monitor is not None:
-                self.monitor.enter_epoch(counters.epoch)
-            self.task.on_epoch_start(counters.epoch)
-
-    def _close_epoch(self) -> None:
-        if self.counters.epoch_open:
-            self.counters.epoch_open = False
-            self.task.on_epoch_end(self.counters.epoch)
-
-    def on_epoch_ended(self, epoch: int) -> None:
-        """A pass over the data was applied; a trainer that owns a schedule steps it."""
-
-    def _after_step(self) -> None:
-        if self._records_now():
-            self.emit("buffer", **self.data.record())
-        if self.lockstep:
-            self._validate_and_save()
-
-    def _records_now(self) -> bool:
-        """Whether the last step has a periodic record of the buffer: of all, or, where trainers run freely, of own."""
-        return (self.step if self.lockstep else self.counters.steps) % self.config.logging.log_every == 0
-
-    def _end(self, decision: Decision) -> None:
-        """The last validation and checkpoint; after a signal the checkpoint alone."""
-        if not decision.interrupted and self.validate():
-            self._saved_step = None  # one of this step was saved before it turned out to be the best
-        self.save("interrupted" if decision.interrupted else "end")
-        self.task.on_train_end()
-        if not self._records_now():
-            self.emit("buffer", **self.data.record(), end=True)
-        self.leave(self._totals(), decision)
-
     # Records.
 
     def log(self, name: str, value: float | Tensor) -> None:
-        """``Task.log``."""
-        self.emit("log", name=name, value=float(value.detach()) if isinstance(value, Tensor) else float(value))
+        """Record a value; ``Task.log`` calls it."""
+        self.record("log", name=name, value=float(value.detach()) if isinstance(value, Tensor) else float(value))
 
-    def emit(self, kind: str, **fields: Any) -> None:
-        """Record something about this trainer, at the step that is being made, or else at the last one that was.
+    def record(self, kind: str, **fields: Any) -> None:
+        """Record something about this trainer, at the step that is being made, or between steps at the last one.
 
-        A run that goes back to the checkpoint of a step makes the next one anew, and so the records of its making.
+        A run that resumes from the checkpoint of a step makes the next step again, and so its records.
         """
-        rank, step = self.process.identity.global_rank, self.step + self._ahead
+        rank, step = self.process.identity.global_rank, self.step + self._step_offset
         self.records.append(make_record(kind, step, rank=rank, trainer=self.trainer_index, **fields))
-        self.deliver(self.records)
+        self.send_records(self.records)
 
-    def _report_start(self) -> None:
-        clock = self.process.startup_timer
-        clock.mark("first step")
-        self.emit("phase", phases=dict(clock.phases))
+    def _is_record_due(self) -> bool:
+        """Whether the last step has a periodic record: of the run's steps, or of its own if trainers run freely."""
+        return (self.step if self.lockstep else self.progress.steps) % self.config.logging.log_every == 0
 
     def _totals(self) -> TrainerTotals:
         return TrainerTotals(
             trainer_index=self.trainer_index,
-            samples=self.counters.samples_served,
-            batches=self.counters.batch_idx,
+            samples=self.progress.samples_served,
+            batches=self.progress.batch_idx,
             samples_left=self.data.samples_left,
             seconds=self.clock.steps.total_s,
             phases_s={**self.clock.seconds, "hidden": self.clock.hidden_s},
@@ -537,3 +534,8 @@ class Trainer(Standing):
             peak_rss_mb=peak_rss_mb(),
             wire_bytes=self.wire_bytes,
         )
+
+
+def overrides(owner: object, method: Callable[..., Any]) -> bool:
+    """Return whether ``owner`` has another ``method`` than the class that ``method`` was taken from."""
+    return getattr(getattr(owner, method.__name__), "__func__", None) is not method

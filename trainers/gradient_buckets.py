@@ -1,4 +1,4 @@
-"""Gradients on their way out: packed when all are there, or while backward goes on."""
+"""Buckets of gradients: packed into the memory that they are sent from, and sent while backward continues."""
 
 from __future__ import annotations
 
@@ -9,103 +9,99 @@ from torch import Tensor
 
 from paramserver.transport.base import GradientBucket, TrainerTransport
 
-# A gradient as it was packed: the tensor, and how often it had been changed.
-_Packed = tuple[Tensor, int]
-
 
 class GradientBuckets:
-    """Copies the gradients of a step to where they leave from, and sends what may leave early.
+    """Packs the gradients of a step into the transport's memory, and sends each bucket once it is complete.
 
-    While it is awaited, a gradient is copied as soon as it is accumulated, and a message leaves with the last of its
-    gradients. ``finish`` copies and sends the rest, and again what was changed since it left, so that what arrives is
-    what the parameters hold at the end.
+    Distributed autograd sends gradients only after the whole backward. Between ``start`` and ``finish`` a gradient is
+    packed when it has been accumulated, and a bucket is sent with the last of its gradients. ``finish`` packs and sends
+    the rest, and again what has changed since, so that the server receives what the parameters hold at the end.
 
     Args:
-        way: by which they leave.
-        parameters: the trained ones, in the order of the layout.
-        send: takes a message that may leave; the same one anew, after a change, replaces the first.
+        transport: whose ``gradient_views`` the gradients are packed into.
+        parameters: trained, in the order of the layout.
+        send: sends a bucket; a second call for the same bucket replaces it.
     """
 
     def __init__(
-        self, way: TrainerTransport, parameters: Sequence[Tensor], send: Callable[[GradientBucket], None]
+        self, transport: TrainerTransport, parameters: Sequence[Tensor], send: Callable[[GradientBucket], None]
     ) -> None:
-        self._way = way
+        self._transport = transport
         self._parameters = list(parameters)
         self._send = send
-        self._awaited = False
-        self._packed: dict[int, _Packed] = {}
+        self._started = False
+        self._packed: dict[int, tuple[Tensor, int]] = {}  # by parameter: its gradient, and the version of that tensor
         self._missing: dict[GradientBucket, int] = {}
-        self._messages: list[list[GradientBucket]] = [[] for _ in parameters]
-        for early, numbers in way.early.items():
+        self._buckets_of: list[list[GradientBucket]] = [[] for _ in parameters]
+        for bucket, numbers in transport.buckets.items():
             for number in set(numbers):
-                self._messages[number].append(early)
+                self._buckets_of[number].append(bucket)
         hooks = {
-            number: parameter.register_post_accumulate_grad_hook(self._hook(number))  # type: ignore[no-untyped-call]
+            number: parameter.register_post_accumulate_grad_hook(self._make_hook(number))  # type: ignore[no-untyped-call]
             for number, parameter in enumerate(parameters)
-            if self._messages[number]
+            if self._buckets_of[number]
         }
         self._hooks = list(hooks.values())
-        self._ids = {number: hook.id for number, hook in hooks.items()}
+        self._hook_ids = {number: hook.id for number, hook in hooks.items()}
 
     def close(self) -> None:
-        """Leave the parameters as they were."""
+        """Remove the hooks from the parameters."""
         for hook in self._hooks:
             hook.remove()
 
-    def begin(self) -> None:
-        """The gradients that are accumulated from now on are final, as far as one can know."""
-        self._missing = {early: len(set(numbers)) for early, numbers in self._way.early.items()}
-        self._awaited = True
+    def start(self) -> None:
+        """Pack and send gradients from now on as they are accumulated. Call it before the last backward of a step."""
+        self._missing = {bucket: len(set(numbers)) for bucket, numbers in self._transport.buckets.items()}
+        self._started = True
 
-    def _hook(self, number: int) -> Callable[[Tensor], None]:
-        def accumulated(parameter: Tensor) -> None:
-            if self._awaited and number not in self._packed and _is_here(parameter) and self._is_last(number):
-                self._pack(number)
-                for early in self._messages[number]:
-                    self._missing[early] -= 1
-                    if not self._missing[early]:
-                        self._send(early)
+    def _make_hook(self, number: int) -> Callable[[Tensor], None]:
+        def on_accumulated(parameter: Tensor) -> None:
+            if not self._started or number in self._packed:
+                return
+            gradient = parameter.grad
+            # A GPU tensor would have to be waited for here; ``finish`` packs it.
+            if gradient is None or gradient.layout is not torch.strided or gradient.is_cuda:
+                return
+            # A hook of the user after this one may change ``grad.data``, which no version counter shows.
+            hooks: Mapping[int, object] = parameter._post_accumulate_grad_hooks
+            if next(reversed(hooks)) != self._hook_ids[number]:
+                return
+            with torch.no_grad():
+                self._transport.gradient_views[number].copy_(gradient)
+            self._packed[number] = gradient, gradient._version
+            for bucket in self._buckets_of[number]:
+                self._missing[bucket] -= 1
+                if not self._missing[bucket]:
+                    self._send(bucket)
 
-        return accumulated
-
-    def _is_last(self, number: int) -> bool:
-        """Whether no hook follows this one, which could change the gradient unseen (``grad.data``)."""
-        hooks: Mapping[int, object] = self._parameters[number]._post_accumulate_grad_hooks
-        return bool(next(reversed(hooks)) == self._ids[number])
-
-    def _pack(self, number: int) -> None:
-        gradient = self._parameters[number].grad
-        assert gradient is not None
-        with torch.no_grad():
-            self._way.gradient_views[number].copy_(gradient)
-        self._packed[number] = gradient, gradient._version
+        return on_accumulated
 
     def finish(self) -> tuple[bool, ...] | None:
-        """Pack and send what is left.
+        """Pack and send what remains.
 
         Returns:
-            Which parameters have a gradient; None for all.
+            Whether each parameter has a gradient; None if all have.
         """
-        self._awaited = False
-        stale = [number for number, parameter in enumerate(self._parameters) if not self._is_packed(number, parameter)]
-        again = {early for number in stale for early in self._messages[number]}
-        self._pack_all(stale)
+        self._started = False
+        remaining = []
+        for number, parameter in enumerate(self._parameters):
+            gradient, version = self._packed.get(number, (None, 0))
+            if gradient is None or gradient is not parameter.grad or gradient._version != version:
+                remaining.append(number)
+        self._pack(remaining)
         self._packed.clear()
-        for early in self._way.early:
-            if early in again:  # every message that has not left has a gradient that was not packed
-                self._send(early)
+        unsent = {bucket for number in remaining for bucket in self._buckets_of[number]}
+        for bucket in self._transport.buckets:
+            if bucket in unsent:  # every bucket that was not sent has a gradient that was not packed
+                self._send(bucket)
         used = tuple(parameter.grad is not None for parameter in self._parameters)
         return None if all(used) else used
 
-    def _is_packed(self, number: int, parameter: Tensor) -> bool:
-        gradient, version = self._packed.get(number, (None, 0))
-        return gradient is not None and gradient is parameter.grad and gradient._version == version
-
     @torch.no_grad()
-    def _pack_all(self, numbers: Sequence[int]) -> None:
+    def _pack(self, numbers: Sequence[int]) -> None:
         views, gradients = [], []
         for number in numbers:
-            view, gradient = self._way.gradient_views[number], self._parameters[number].grad
+            view, gradient = self._transport.gradient_views[number], self._parameters[number].grad
             if gradient is None:
                 view.zero_()
             else:
@@ -113,10 +109,6 @@ class GradientBuckets:
                 gradients.append(gradient)
         if views:
             torch._foreach_copy_(views, gradients, non_blocking=True)
+        # The copies from a GPU are asynchronous; the memory is sent as soon as this returns.
         for device in {gradient.device for gradient in gradients if gradient.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
-
-
-def _is_here(parameter: Tensor) -> bool:
-    """Whether its gradient can be copied at once, and without waiting for a GPU."""
-    return parameter.grad is not None and parameter.grad.layout is torch.strided and not parameter.grad.is_cuda

@@ -1,4 +1,4 @@
-"""A trainer of the parameter server: pull a version, compute, push the gradients."""
+"""The trainer of the parameter server: pull a version, compute, push the gradients."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ from paramserver.errors import PeerLost, PeerRefused, TaskError, UnsupportedConf
 from paramserver.metrics.records import Record, StepReport, StepResult, TrainerTotals, WeightedSums
 from paramserver.optim.distributed_optimizer import SharedOptimizer
 from paramserver.parameters.flat import FlatLayout, module_buffers, trainable_parameters
-from paramserver.parameters.model import build_model, load_weights, detached_state_dict
+from paramserver.parameters.model import build_model, detached_state_dict, load_weights
+from paramserver.parameters.sharding import full_shard
 from paramserver.runs.checkpoint_manager import CheckpointManager
-from paramserver.server.client import ServerClient
+from paramserver.server.client import InFlightCall, ServerClient
 from paramserver.task import Task
 from paramserver.transport.base import GradientBucket, TrainerTransport
+from paramserver.transport.compression import make_codec
 from paramserver.transport.messages import JoinReply, StepGrant, VersionView
-from paramserver.transport.rpc import RpcTrainerTransport, ShardedTrainerTransport
+from paramserver.transport.rpc import RpcTrainerTransport
 from paramserver.transport.segments import can_attach
 from paramserver.transport.shared_memory import SharedMemoryTrainerTransport
 from trainers.base import Trainer, overrides
@@ -38,32 +40,26 @@ from trainers.gradient_buckets import GradientBuckets
 
 log = logging.getLogger("paramserver")
 
-_SEND_EVERY_S = 1.0
-
-
-class InFlightCall:
-    """A call that is under way while this trainer does something else.
-
-    Args:
-        future: of its answer.
-    """
-
-    def __init__(self, future: torch.futures.Future[Any]) -> None:
-        self.future = future
-        self._began_s = time.perf_counter()
-        self._answered_s: float | None = None
-        future.add_done_callback(self._note)
-
-    def _note(self, _: torch.futures.Future[Any]) -> None:
-        self._answered_s = time.perf_counter()
-
-    def beside_s(self) -> float:
-        """How long it went on until now, or until it was answered."""
-        return (self._answered_s or time.perf_counter()) - self._began_s
+_SEND_RECORDS_EVERY_S = 1.0
 
 
 class RpcTrainer(Trainer):
-    """Steps a ``DistributedOptimizer`` that all trainers share; each step is one distributed-autograd context."""
+    """Steps a ``DistributedOptimizer`` that all trainers share; each step is one distributed-autograd context.
+
+    The announcement of step k + 1 is piggybacked on the push of step k, so a steady step takes one round trip for the
+    pull, which is hidden behind the forward, and one for the push. docs/architecture.md shows a step as a diagram.
+
+    Args:
+        process, task, checkpoints: see ``Trainer``.
+        rendezvous: where this process finds the servers.
+
+    Example::
+
+        >>> from trainers import RpcTrainer
+        >>> class Clipped(RpcTrainer):
+        ...     def on_after_backward(self):
+        ...         torch.nn.utils.clip_grad_value_(self.unwrapped_model.parameters(), 1.0)
+    """
 
     computes = "trainer"
 
@@ -77,13 +73,18 @@ class RpcTrainer(Trainer):
         super().__init__(process, task, checkpoints)
         assert rendezvous is not None
         self.rendezvous = rendezvous
-        self._arrived = False
+        self._joined = False
         self._context_id = 0
-        self._next: StepGrant | None = None
-        self._sent = time.monotonic()
-        self._leaving: dict[GradientBucket, InFlightCall] = {}
-        # What is changed through ``grad.data`` after backward cannot be noticed, so nothing leaves before those hooks.
-        self._sends_early = not overrides(task, Task.on_batch_end) and not overrides(self, Trainer.on_after_backward)
+        self._grant = StepGrant()
+        self._next_grant: StepGrant | None = None  # came with the reply to the last push
+        self._pull: list[InFlightCall[tuple[Tensor, ...]]] = []
+        self._pulled: tuple[Tensor, ...] = ()
+        self._sent_buckets: dict[GradientBucket, InFlightCall[None]] = {}
+        self._records_sent = time.monotonic()
+        # A change through ``grad.data`` after backward cannot be noticed, so nothing is sent before these hooks ran.
+        self._overlaps_backward = not overrides(task, Task.on_batch_end) and not overrides(
+            self, Trainer.on_after_backward
+        )
 
     # The connection.
 
@@ -91,48 +92,49 @@ class RpcTrainer(Trainer):
         self.model = build_model(self.task, self.config.seed, self.process.placement)
         self.prepare_data()
         self.connect()
-        self.join(self.arrive())
+        self.start_from(self.join())
 
     def connect(self) -> None:
-        """Make the servers reachable."""
+        """Start the RPC agent and connect to the servers."""
         servers = self.config.cluster.num_servers
-        self._name, self._worker_id = self.open(rpc_trainer(self.rendezvous, self.trainer_index, servers))
-        self.remote = ServerClient(self.config, self.trainer_index)
-        self.open(self._goodbye())
-        self._courier = self.open(BackgroundSender(self.config.checkpoint.background, "a part of a checkpoint"))
+        self._name, self._worker_id = self.enter_context(rpc_trainer(self.rendezvous, self.trainer_index, servers))
+        # Exited after the client is closed: tells the servers that this process leaves on purpose.
+        self._resources.callback(release_liveness_calls)
+        self.server = self.enter_context(closing(ServerClient(self.config, self.trainer_index)))
+        self._sender = self.enter_context(BackgroundSender(self.config.checkpoint.background, "a part of a checkpoint"))
 
-    def arrive(self) -> JoinReply:
-        """Take a place among the trainers, once this one is ready to step."""
+    def join(self) -> JoinReply:
+        """Join the run; returns once all trainers have joined."""
         member = Member(self.trainer_index, self._name, self._worker_id, self.rendezvous.host_and_pid)
-        self.remote.start_heartbeat()
-        welcome: JoinReply = self.remote.call_later(
-            "arrive", member, self.data.epoch_samples, timeout_s=self.config.cluster.timeout_s
-        )
-        self._arrived = True
-        return welcome
+        self.server.start_heartbeat()
+        reply = self.server.join(member, self.data.epoch_samples)
+        self._joined = True
+        return reply
 
-    def join(self, welcome: JoinReply) -> None:
-        """Begin where the server is."""
-        self.step = welcome.step
-        self.lockstep = welcome.lockstep
-        self.hold(welcome)
-        self.optimizer = SharedOptimizer(self.remote)
+    def start_from(self, reply: JoinReply) -> None:
+        """Start at the server's version."""
+        self.step = reply.step
+        self.lockstep = reply.lockstep
+        self.receive_model(reply)
+        self.optimizer = SharedOptimizer(self.server)
         self.on_after_setup_optimizers()
-        self.begin_stream(welcome.stored_part)
+        self.seed_or_restore(reply.stored_part)
         self.process.startup_timer.mark("connection")
 
-    def hold(self, welcome: JoinReply) -> None:
-        """Make the model that of the server, and open the way by which it stays so."""
-        load_weights(self.model, {**detached_state_dict(self.model), **welcome.model}, "the server")
-        self._lay_out(welcome.parameter_layout, welcome.buffer_layout)
-        self.way = self._way(welcome)
-        self._departures = self.open(closing(GradientBuckets(self.way, self._parameters, self._send_early)))
-        log.info("trainer %d: parameters and gradients travel by %s", self.trainer_index, self.way.name)
-        # Trainers that run freely may have gone on since the welcome; each step pulls its own version.
-        self._show(self.remote.view_version(None))
+    def receive_model(self, reply: JoinReply) -> None:
+        """Load the server's model, and choose the transport that keeps it current."""
+        load_weights(self.model, {**detached_state_dict(self.model), **reply.model}, "the server")
+        self._map_model(reply.parameter_layout, reply.buffer_layout)
+        self.transport = self._make_transport(reply)
+        self._buckets = self.enter_context(
+            closing(GradientBuckets(self.transport, self._parameters, self._send_bucket))
+        )
+        log.info("trainer %d: transport of parameters and gradients: %s", self.trainer_index, self.transport.name)
+        # Trainers that run freely may have made updates since the reply; each step pulls its own version.
+        self._load_view(self.server.view_version(None))
 
-    def _lay_out(self, parameters: FlatLayout, buffers: FlatLayout) -> None:
-        """Where each tensor of the model lies in what travels; gradients leave from memory that is used again."""
+    def _map_model(self, parameters: FlatLayout, buffers: FlatLayout) -> None:
+        """Find the tensors of this model that correspond to the slots of the server's layouts."""
         self._layout, self._buffer_layout = parameters, buffers
         own, own_buffers = trainable_parameters(self.model), module_buffers(self.model)
         for slot in parameters.slots:
@@ -143,139 +145,129 @@ class RpcTrainer(Trainer):
                 )
         self._parameters = [own[slot.name] for slot in parameters.slots]
         self._buffers = [own_buffers[slot.name] for slot in buffers.slots]
-        laid_out = {id(parameter) for parameter in self._parameters}
-        self._frozen = [(n, p) for n, p in self.model.named_parameters() if id(p) not in laid_out]
+        trained = {id(parameter) for parameter in self._parameters}
+        self._frozen = [(n, p) for n, p in self.model.named_parameters() if id(p) not in trained]
 
-    def _way(self, welcome: JoinReply) -> TrainerTransport:
-        """How parameters and gradients travel: through the server's memory where this process can reach it."""
-        wanted, timeout_s = self.config.server.transport, self.config.cluster.timeout_s
-        address = welcome.segments_address
-        if address is not None and can_attach(address, timeout_s):
-            slots = self.remote.call("share_segments", self.trainer_index)
-            if slots:
-                return SharedMemoryTrainerTransport(
-                    welcome.parameter_layout, self._parameters, address, slots, self.trainer_index, timeout_s
-                )
-        if wanted == "shared_memory":
+    def _make_transport(self, reply: JoinReply) -> TrainerTransport:
+        """Choose shared memory if this process can reach the server's, else messages."""
+        layout, timeout_s = reply.parameter_layout, self.config.cluster.timeout_s
+        address = reply.segments_address
+        if address is not None and can_attach(address, timeout_s) and (slots := self.server.share_segments()):
+            return SharedMemoryTrainerTransport(layout, self._parameters, address, slots, self.trainer_index, timeout_s)
+        if self.config.server.transport == "shared_memory":
             raise UnsupportedConfiguration(
                 f"server.transport (shared_memory) must have all ranks on one host; trainer {self.trainer_index} "
                 f"({self.rendezvous.host_and_pid}) cannot reach the server's memory; use auto or rpc"
             )
-        if welcome.shards:
-            self.remote.spread(len(welcome.shards))
-            wire_dtype = getattr(torch, self.config.server.wire_dtype)
-            return ShardedTrainerTransport(welcome.parameter_layout, welcome.shards, wire_dtype, self._parameters)
-        return RpcTrainerTransport(welcome.parameter_layout, welcome.wire_layout, self._parameters)
-
-    @contextmanager
-    def _goodbye(self) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            self.remote.close()
-            release_liveness_calls()
+        if reply.shards:
+            self.server.use_shards(len(reply.shards))
+        shards = reply.shards or (full_shard(layout),)
+        return RpcTrainerTransport(layout, shards, make_codec(self.config.server), self._parameters)
 
     # A step.
 
-    def step_scope(self) -> AbstractContextManager[Any]:
-        return self._context()
-
     @contextmanager
-    def _context(self) -> Iterator[None]:
+    def _autograd_context(self) -> Iterator[None]:
         with dist_autograd.context() as self._context_id:
             yield
 
-    def agree(self, announcement: Announcement) -> Decision:
-        if self._next is None:
-            self._next = self.remote.call_later("begin", self.trainer_index, announcement)
-            self.clock.lap_shared("pull", wait=self._next.held_s)
-        self._round, self._next = self._next, None
-        assert self._round.decision is not None
-        if self.trainer_index in self._round.decision.active:
+    def step_scope(self) -> AbstractContextManager[Any]:
+        return self._autograd_context()
+
+    def agree(self) -> Decision:
+        grant, self._next_grant = self._next_grant, None
+        if grant is None:
+            grant = self.server.announce(self.announcement())
+            self.clock.lap_shared("pull", wait=grant.held_s)
+        self._grant = grant
+        assert grant.decision is not None
+        if self.trainer_index in grant.decision.active:
             self.begin_pull()
-        return self._round.decision
+        return grant.decision
 
     def begin_pull(self) -> None:
-        """Ask for the version of this step, inside its context; for some transports the answer can wait."""
-        assert self._round.decision is not None
-        self._pulling = InFlightCall(self.remote.begin_pull(self._round.decision.step))
+        """Request the version of this step, inside its context; it is awaited when it is needed."""
+        assert self._grant.decision is not None
+        self._pull = self.server.pull(self._grant.decision.step)
 
-    def before_batches(self) -> None:
-        if self.way.zero_copy:
-            self.way.map_version(self._round.slot)
+    def _finish_pull(self) -> None:
+        self.clock.add_hidden(self._pull[0].in_flight_s())
+        self._pulled = tuple(flat for call in self._pull for flat in call.wait())
+
+    def load_version(self) -> None:
+        if self.transport.zero_copy:
+            # The version is in shared memory already; the reply to the pull is needed only for the push.
+            self.transport.map_version(self._grant.slot)
         else:
-            self._pulled = self._end_pull()
-            self.way.load(self._pulled)
-        self._take_buffers(self._round.buffers)
+            self._finish_pull()
+            self.transport.load(self._pulled)
+        self._load_buffers(self._grant.buffers)
         for parameter in self._parameters:
             parameter.grad = None
         self.clock.lap("pull")
 
     @torch.no_grad()
-    def _take_buffers(self, buffers: Sequence[Tensor]) -> None:
-        for own, value in zip(self._buffers, self._buffer_layout.views(buffers).values(), strict=True):
-            own.copy_(value)
+    def _load_buffers(self, flats: Sequence[Tensor]) -> None:
+        if self._buffers:
+            for own, value in zip(self._buffers, self._buffer_layout.views(flats).values(), strict=True):
+                own.copy_(value)
 
-    def on_loss_known(self, loss: float, samples: int) -> None:
-        if self._sends_early:
-            self._departures.begin()
+    def on_last_loss(self, loss: float, samples: int) -> None:
+        if self._overlaps_backward:
+            self._buckets.start()
 
-    def _send_early(self, early: GradientBucket) -> None:
-        assert self._round.decision is not None
-        again = early in self._leaving
-        if again:
-            self._await_early(early)  # the server may take two messages in any order
-        gradient = self.way.bucket_tensor(early)
-        self.wire_bytes += again * tensor_bytes([gradient])  # ``bytes_of`` counts it once
-        future = self.remote.begin_early(self._round.decision.step, early, gradient)
-        self._leaving[early] = InFlightCall(future)
+    def _send_bucket(self, bucket: GradientBucket) -> None:
+        assert self._grant.decision is not None
+        sent = self._sent_buckets.pop(bucket, None)
+        if sent is not None:
+            sent.wait()  # the server may receive two messages in any order, and the second replaces the first
+        gradient = self.transport.bucket_tensor(bucket)
+        if sent is not None:
+            self.wire_bytes += tensor_bytes([gradient])  # ``step_bytes`` counts it once
+        self._sent_buckets[bucket] = self.server.send_bucket(self._grant.decision.step, bucket, gradient)
 
-    def _await_early(self, early: GradientBucket) -> None:
-        self.remote.end_early(self._leaving.pop(early).future)
-
-    def update(self, report: StepReport) -> StepResult:
+    def step_optimizer(self, report: StepReport) -> StepResult:
         self._check_gradients()
-        used = self._departures.finish()
-        if self.way.zero_copy:
-            self._pulled = self._end_pull()
-        seal = self.way.backward_root(self._pulled)
-        buffers = self._pack_buffers() if self._round.wants_buffers else []
+        used = self._buckets.finish()
+        if self.transport.zero_copy:
+            self._finish_pull()
+        root = self.transport.backward_root(self._pulled)
+        buffers = self._pack_buffers() if self._grant.wants_buffers else []
         report = StepReport(**{**vars(report), "used": used})
-        self.wire_bytes += self.way.step_bytes(self._pulled) + tensor_bytes([*buffers, *self._round.buffers])
-        words = report, buffers, self.following(report.version + 1)
-        if self.way.zero_copy:
-            self.optimizer.request(self._context_id, *words)
-        if self._leaving:
-            self.clock.add_hidden(max(leaving.beside_s() for leaving in self._leaving.values()))
-        self.remote.backward(self._context_id, seal)
-        for early in list(self._leaving):
-            self._await_early(early)
-        return self.conclude(self.optimizer.step(self._context_id, *words))
+        self.wire_bytes += self.transport.step_bytes(self._pulled) + tensor_bytes([*buffers, *self._grant.buffers])
+        push = report, buffers, self.next_announcement(report.version + 1)
+        if self.transport.zero_copy:
+            self.optimizer.begin_step(self._context_id, *push)
+        if self._sent_buckets:
+            self.clock.add_hidden(max(call.in_flight_s() for call in self._sent_buckets.values()))
+        self.server.backward(self._context_id, root)
+        # All buckets must have arrived before the push is reported complete.
+        for bucket in list(self._sent_buckets):
+            self._sent_buckets.pop(bucket).wait()
+        return self.finish_step(self.optimizer.step(self._context_id, *push))
 
-    def conclude(self, answer: StepGrant) -> StepResult:
-        """Take in what the step of the optimizer has brought."""
-        assert answer.result is not None
-        self._next = answer if answer.decision is not None and answer.decision.verdict is not Verdict.WAIT else None
-        self.clock.lap_shared("push", wait=answer.result.held_s + answer.held_s, apply=answer.result.apply_s)
-        return answer.result
+    def finish_step(self, grant: StepGrant) -> StepResult:
+        """Take the result of the push from the server's reply, and the grant of the next step if it has one."""
+        assert grant.result is not None
+        has_grant = grant.decision is not None and grant.decision.verdict is not Verdict.WAIT
+        self._next_grant = grant if has_grant else None
+        self.clock.lap_shared("push", wait=grant.result.held_s + grant.held_s, apply=grant.result.apply_s)
+        return grant.result
 
-    def _end_pull(self) -> tuple[Tensor, ...]:
-        self.clock.add_hidden(self._pulling.beside_s())
-        return self.remote.end_pull(self._pulling.future)
+    def next_announcement(self, step: int) -> Announcement | None:
+        """Return the announcement to piggyback on the push before ``step``; None if it must be made separately.
 
-    def following(self, step: int) -> Announcement | None:
-        """The word for the step after this one, where nothing comes between: it saves a call and the wait for it."""
-        if (self.lockstep and self.is_due(step)) or not self.data.is_ready():
-            return None
-        return self.with_stop(self.data_available())
+        It must be if something is done between the two steps, or if this trainer does not have its data yet.
+        """
+        return None if self.lockstep and self.is_due(step) else self.announcement_if_ready()
 
     def idle(self, decision: Decision) -> None:
         """Wait for the version that the others make, which may be validated or saved next."""
-        self.remote.call_later("follow", self.trainer_index, decision.step + 1)
+        self.server.wait_version(decision.step + 1)
         self.clock.lap("wait")
 
     def _check_gradients(self) -> None:
-        """Refuse what would be lost on the way, by name."""
+        """Refuse, by name, what would be lost."""
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 raise TaskError(
@@ -295,67 +287,63 @@ class RpcTrainer(Trainer):
 
     # Validation, checkpoints, records.
 
-    def refresh(self) -> None:
-        self._show(self.remote.view_version(self.step))
+    def sync_model(self) -> None:
+        self._load_view(self.server.view_version(self.step))
 
-    def _show(self, look: VersionView) -> None:
-        if look.slot is None:
-            self.way.load(look.parameters)
+    def _load_view(self, view: VersionView) -> None:
+        if view.slot is None:
+            self.transport.load(view.parameters)
         else:
-            self.way.map_version(look.slot)
-        self._take_buffers(look.buffers)
+            self.transport.map_version(view.slot)
+        self._load_buffers(view.buffers)
 
     def merge_validation(self, sums: WeightedSums) -> tuple[Mapping[str, float], bool]:
-        assert self._round.decision is not None
-        if self._round.decision.verdict is Verdict.VALIDATE:
-            self.remote.call("take_share", self.trainer_index, self.step, sums)
+        assert self._grant.decision is not None
+        if self._grant.decision.verdict is Verdict.VALIDATE:  # trainers that run freely do not wait for each other
+            self.server.report_validation_share(self.step, sums)
             return sums.means(), False
-        means, improved = self.remote.call_later("report_validation", self.trainer_index, self.step, sums)
-        return means, improved
+        return self.server.report_validation(self.step, sums)
 
-    def deposit(self, reason: str, since: float) -> None:
-        self.settle()
-        told = self._flush()
-        cut = self.remote.begin("cut", self.trainer_index, reason)  # the server copies while this trainer does
-        step, part = self.step, self.part()
-        self.remote.end("cut", cut)
-        self.remote.end("take_records", told)  # records from before the cut are there before the checkpoint is
+    def save_part(self, reason: str, since: float) -> None:
+        self.wait_saved()
+        records = self._flush_records()
+        staging = self.server.stage_checkpoint(reason)  # the server copies while this trainer does
+        step, part = self.step, self.state_dict()
+        staging.wait()
+        records.wait()  # records from before the checkpoint are stored before it is
         pause_s = time.perf_counter() - since
-        self._courier.carry(lambda: self._send_part(step, part, pause_s))
+        self._sender.submit(lambda: self._send_part(step, part, pause_s))
 
     def _send_part(self, step: int, part: Mapping[str, Any], pause_s: float) -> None:
-        """Piece by piece, each answered before the next, so that the messages of a step find room between them."""
-        write_chunks(
-            dict(part),
-            lambda piece: self.remote.call("deposit", self.trainer_index, step, torch.from_numpy(piece)),
-        )
-        self.remote.call_later("complete_deposit", self.trainer_index, step, pause_s)
+        # In the thread of the sender. Each chunk is acknowledged before the next, so that messages of a step pass.
+        write_chunks(dict(part), lambda chunk: self.server.send_part_chunk(step, torch.from_numpy(chunk)))
+        self.server.finish_part(step, pause_s)
 
-    def settle(self) -> None:
-        self._courier.finish()
+    def wait_saved(self) -> None:
+        self._sender.wait()
 
-    def deliver(self, records: Sequence[Record]) -> None:
-        if time.monotonic() - self._sent > _SEND_EVERY_S or len(records) > 1000:
-            self._flush()
+    def send_records(self, records: Sequence[Record]) -> None:
+        if time.monotonic() - self._records_sent > _SEND_RECORDS_EVERY_S or len(records) > 1000:
+            self._flush_records()
 
-    def _flush(self) -> torch.futures.Future[Any]:
-        self._sent = time.monotonic()
+    def _flush_records(self) -> InFlightCall[None]:
+        self._records_sent = time.monotonic()
         records, self.records = self.records, []
-        return self.remote.begin_now("take_records", records)
+        return self.server.send_records(records)
 
     def leave(self, totals: TrainerTotals, decision: Decision) -> None:
-        self.remote.call("take_records", self.records)
-        self.remote.call("leave", totals, decision)
+        self._flush_records().wait()
+        self.server.leave(totals, decision)
 
-    def give_up(self, error: BaseException) -> None:
+    def report_failure(self, error: BaseException) -> None:
         if isinstance(error, (PeerLost, PeerRefused)):
             return
-        told = RemoteError.told_by(f"trainer {self.trainer_index}", error)
-        if self._arrived:
-            self._courier.wind_up()
-            self.remote.call("give_up", self.trainer_index, told)
+        failure = RemoteError.reported_by(f"trainer {self.trainer_index}", error)
+        if self._joined:
+            self._sender.abort()
+            self.server.report_failure(failure)
         else:
-            self.rendezvous.report_failure(told)
+            self.rendezvous.report_failure(failure)
 
     def optimizer_state(self) -> dict[str, Any]:
         return self.optimizer.state_dict()

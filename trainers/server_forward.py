@@ -193,20 +193,20 @@ class ServedTrainer(RpcTrainer):
     def init_connection(self) -> None:
         self.connect()
         # Data that a task draws follows what its model drew, as where both are made in one process.
-        states, training = self.remote.call("model_as_built")
+        states, training = self.server.model_as_built()
         restore_random_states(states)
         self.model = RemoteModel(self._call, training)
         self.prepare_data()
-        self.join(self.arrive())
+        self.start_from(self.join())
 
-    def hold(self, welcome: JoinReply) -> None:
+    def receive_model(self, welcome: JoinReply) -> None:
         """Nothing of the model is held here."""
 
-    def on_loss_known(self, loss: float, samples: int) -> None:
+    def on_last_loss(self, loss: float, samples: int) -> None:
         """Gradients are on the server; none leaves early."""
 
     def _call(self, call: ModelCall) -> ModelReply:
-        answer: ModelReply = self.remote.call_through("compute", self.trainer_index, call)
+        answer = self.server.compute(call)
         there_and_back = 2 if call.wants_grad else 1
         self.wire_bytes += _bytes_of((call.args, call.kwargs)) + there_and_back * _bytes_of(answer.output)
         return answer
@@ -216,7 +216,7 @@ class ServedTrainer(RpcTrainer):
     def begin_pull(self) -> None:
         """The version stays on the server, which knows it."""
 
-    def before_batches(self) -> None:
+    def load_version(self) -> None:
         self._losses: list[Tensor] = []
         self.model.begin_step()
         self.clock.lap("pull")
@@ -232,16 +232,18 @@ class ServedTrainer(RpcTrainer):
             self.model.next_batch()
         self.on_after_backward()
         self.clock.lap("backward")
-        self.task.on_batch_end(self.counters.batch_idx)
-        self.counters.batch_idx += 1
+        self.task.on_batch_end(self.progress.batch_idx)
+        self.progress.batch_idx += 1
 
-    def update(self, report: StepReport) -> StepResult:
-        return self.conclude(self.optimizer.step(self._context_id, report, [], self.following(report.version + 1)))
+    def step_optimizer(self, report: StepReport) -> StepResult:
+        return self.finish_step(
+            self.optimizer.step(self._context_id, report, [], self.next_announcement(report.version + 1))
+        )
 
     # Validation.
 
-    def refresh(self) -> None:
-        self.remote.call("look", self.trainer_index, self.step)
+    def sync_model(self) -> None:
+        self.server.view_version(self.step)
 
 
 def _bytes_of(value: object) -> int:

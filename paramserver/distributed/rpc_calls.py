@@ -1,6 +1,12 @@
-"""The RPC transport: which channels carry it, and how errors cross it.
+"""Typed calls between processes: handlers are named by reference, and errors cross RPC as values.
 
-The one parameter server of a process, and the functions by which trainers call it.
+``send(name, timeout_s, ParameterServer.leave, totals, decision)`` runs ``leave`` of the ``ParameterServer`` that the
+process ``name`` has registered. Type checkers match the arguments against the handler, and "go to definition" finds it.
+On the wire the handler is its class and its name; ``_handle*`` are the only places that turn these into a method.
+
+Calls address the process by its RPC name and not by an RRef to the server. Both reach the same object, but an RRef in
+each message costs about a tenth of a round trip (tests/measure/rref_calls.py), and an RRef to a server that restarted
+may resolve to another object (docs/torch-notes.md).
 """
 
 from __future__ import annotations
@@ -11,42 +17,43 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from operator import attrgetter
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed.rpc as rpc
 from torch import Tensor
 
 from paramserver import errors
-from paramserver.errors import TrainingError
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Handlers never block, so a few threads serve any number of trainers that compute by themselves.
+# Handlers never block, so a few threads serve any number of trainers.
 WORKER_THREADS = 8
+
+# 0 means no limit in torch.distributed.rpc.
+NO_TIMEOUT_S = 0.0
 
 
 def host_identity() -> str:
-    """What two processes share when they run on one host and in one network namespace."""
+    """Return what two processes share if they run on one host and in one network namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     namespace = Path("/proc/self/ns/net").readlink()
     return f"{socket.gethostname()}/{boot}/{namespace}"
 
 
 def agent_options(timeout_s: float, same_host: bool, computing: int = 0) -> rpc.TensorPipeRpcBackendOptions:
-    """Options of an agent that does not spin while it waits.
+    """Return options of an agent that does not spin while it waits.
 
-    torch's default transports keep a core busy in every idle process; ``uv`` sleeps. ``cma`` copies between processes
-    of one host without a socket. It also reaches across network namespaces of one machine, past the network that
-    somebody set up on purpose; so it is used only where both ends share everything that names a host.
+    torch's default transports keep one core busy in every idle process; ``uv`` sleeps. ``cma`` copies between processes
+    of one host without a socket. It also reaches across network namespaces of one machine and so bypasses a network
+    that was set up on purpose; therefore it is used only if both ends share everything that identifies a host.
 
     Args:
-        timeout_s: of a call that names none.
-        same_host: both ends share all that names a host.
-        computing: how many handlers compute at once, each of which has a thread beyond those of the others.
+        timeout_s: default timeout of a call.
+        same_host: whether both ends have the same ``host_identity``.
+        computing: number of handlers that compute at the same time; each gets a thread in addition to the others.
     """
     channels = ["cma", "mpt_uv", "basic"] if same_host else ["mpt_uv", "basic"]
     return rpc.TensorPipeRpcBackendOptions(
@@ -59,118 +66,169 @@ def agent_options(timeout_s: float, same_host: bool, computing: int = 0) -> rpc.
 
 @dataclass(frozen=True)
 class RemoteError:
-    """An error on its way back: RPC keeps only a few types of exception, so errors travel as values."""
+    """An error as a value: RPC preserves only a few exception types, so handlers return errors.
+
+    Example::
+
+        >>> from paramserver.errors import TrainingError
+        >>> RemoteError.of(TrainingError("the loss is NaN")).error()
+        TrainingError('the loss is NaN')
+    """
 
     kind: str
     message: str
 
     @classmethod
     def of(cls, error: BaseException, who: str = "the server") -> RemoteError:
-        """An error of this package as it is; any other with its traceback, and with who raised it."""
+        """Wrap an error of this package as it is, any other with its traceback and the process that raised it."""
         if isinstance(error, errors.ParamserverError):
             return cls(type(error).__name__, str(error))
         text = "".join(traceback.format_exception(error))
         return cls("TrainingError", f"{who} raised {type(error).__name__}: {error}\n{text}")
 
     @classmethod
-    def told_by(cls, who: str, error: BaseException) -> RemoteError:
-        """Why a process of the run fails, for another one: an error of the user's input stays one."""
+    def reported_by(cls, who: str, error: BaseException) -> RemoteError:
+        """Wrap the reason why a process of the run fails, for another process; an error of user input stays one."""
         kind = errors.PeerRefused if isinstance(error, errors.UnsupportedConfiguration) else errors.PeerFailed
-        says_all = isinstance(error, errors.ParamserverError) and error.says_all
-        return cls(kind.__name__, f"{who} failed: {error if says_all else f'{type(error).__name__}: {error}'}")
+        self_explanatory = isinstance(error, errors.ParamserverError) and error.self_explanatory
+        return cls(kind.__name__, f"{who} failed: {error if self_explanatory else f'{type(error).__name__}: {error}'}")
 
     def error(self) -> errors.ParamserverError:
-        kind = getattr(errors, self.kind, errors.TrainingError)
-        made = kind(self.message)
+        """Return the exception to raise."""
+        made = getattr(errors, self.kind, errors.TrainingError)(self.message)
         assert isinstance(made, errors.ParamserverError)
         return made
 
 
-def returns_errors(handler: Callable[P, T]) -> Callable[P, T | RemoteError]:
-    """Make a handler return what it raises."""
-
-    @functools.wraps(handler)
-    def answer(*args: P.args, **kwargs: P.kwargs) -> T | RemoteError:
-        try:
-            return handler(*args, **kwargs)
-        except Exception as error:  # noqa: BLE001 - it travels to the caller, who raises it
-            return RemoteError.of(error)
-
-    return answer
-
-
-def returns_errors_async(
-    handler: Callable[P, torch.futures.Future[Any]],
-) -> Callable[P, torch.futures.Future[Any]]:
-    """The same for a handler that returns a future; to stand below ``rpc.functions.async_execution``."""
-
-    @functools.wraps(handler)
-    def answer(*args: P.args, **kwargs: P.kwargs) -> torch.futures.Future[Any]:
-        try:
-            return handler(*args, **kwargs)
-        except Exception as error:  # noqa: BLE001 - it travels to the caller, who raises it
-            return completed_future(RemoteError.of(error))
-
-    return answer
-
-
 def completed_future(value: Any) -> torch.futures.Future[Any]:
-    """A future that has its value already."""
+    """Return a future that already has its value."""
     future: torch.futures.Future[Any] = torch.futures.Future()
     future.set_result(value)
     return future
 
 
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the size of ``tensors`` in bytes."""
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
-_server: Any = None
+# The called side.
+
+_handlers: dict[str, Any] = {}
 _lock = threading.Lock()
 
 
-def register_server(server: Any) -> None:
-    """Make ``server`` the one that this process answers for, a ``ParameterServer`` on rank 0; None ends that."""
-    global _server
+def register_server(server: object) -> None:
+    """Make ``server`` the object of this process whose methods other processes may call, under each of its classes."""
     with _lock:
-        _server = server
+        _handlers.update({cls.__name__: server for cls in type(server).__mro__[:-1]})
+
+
+def unregister_servers() -> None:
+    """Remove all objects; a later call fails."""
+    with _lock:
+        _handlers.clear()
 
 
 def get_parameter_server() -> Any:
-    """The one ``ParameterServer`` of this process, however many trainers ask: the target of their ``rpc.remote``."""
+    """Return the one ``ParameterServer`` of this process: the target of ``rpc.remote``, however many trainers ask."""
+    return _find("ParameterServer")
+
+
+def _find(owner: str) -> Any:
     with _lock:
-        if _server is None:
-            raise TrainingError("this process hosts no parameter server (yet, or any more)")
-        return _server
+        if owner not in _handlers:
+            raise errors.TrainingError(f"this process has no {owner} (not yet, or not any more)")
+        return _handlers[owner]
+
+
+def returns_errors(handler: Callable[P, T]) -> Callable[P, T | RemoteError]:
+    """Decorate a handler to return what it raises."""
+
+    @functools.wraps(handler)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T | RemoteError:
+        try:
+            return handler(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - returned to the caller, which raises it
+            return RemoteError.of(error)
+
+    return wrapped
+
+
+def returns_errors_async(
+    handler: Callable[P, torch.futures.Future[Any]],
+) -> Callable[P, torch.futures.Future[Any]]:
+    """Decorate a handler that returns a future to return what it raises; goes below ``async_execution``.
+
+    An exception set on such a future would be *returned* by the caller's ``rpc_sync``, so errors are values here too.
+    """
+
+    @functools.wraps(handler)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> torch.futures.Future[Any]:
+        try:
+            return handler(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - returned to the caller, which raises it
+            return completed_future(RemoteError.of(error))
+
+    return wrapped
+
+
+@returns_errors
+def _handle(owner: str, method: str, *args: Any, **kwargs: Any) -> Any:
+    return getattr(_find(owner), method)(*args, **kwargs)
+
+
+@returns_errors
+def _handle_by_rref(server_rref: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+    return getattr(server_rref.local_value(), method)(*args, **kwargs)
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
 @returns_errors_async
-def call_later(method: str, *args: Any) -> torch.futures.Future[Any]:
-    """Call a method of the server, or ``part.method`` of a part of it, that answers with a future."""
-    future: torch.futures.Future[Any] = attrgetter(method)(get_parameter_server())(*args)
+def _handle_deferred(owner: str, method: str, *args: Any, **kwargs: Any) -> torch.futures.Future[Any]:
+    future: torch.futures.Future[Any] = getattr(_find(owner), method)(*args, **kwargs)
     return future
 
 
-@returns_errors
-def call(method: str, *args: Any) -> Any:
-    """Call a method of the server that answers at once."""
-    return attrgetter(method)(get_parameter_server())(*args)
+# The calling side.
 
 
-def send(name: str, method: str, *args: Any, timeout_s: float) -> torch.futures.Future[Any]:
-    """``call`` in the process of that RPC name; 0 is no limit."""
-    future: torch.futures.Future[Any] = rpc.rpc_async(name, call, args=(method, *args), timeout=timeout_s)
+def send(
+    to: str, timeout_s: float, handler: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs
+) -> torch.futures.Future[T]:
+    """Call a handler in the process ``to`` that returns immediately.
+
+    Args:
+        to: the RPC name of a process that registered an instance of the handler's class.
+        timeout_s: 0 means no limit.
+        handler: a method, as ``Class.method``.
+        args, kwargs: its arguments.
+
+    Returns:
+        A future of the result, or of a ``RemoteError``.
+    """
+    target = *handler.__qualname__.split("."), *args
+    future: torch.futures.Future[T] = rpc.rpc_async(to, _handle, args=target, kwargs=kwargs, timeout=timeout_s)
     return future
 
 
-def send_later(name: str, method: str, *args: Any) -> torch.futures.Future[Any]:
-    """``call_later`` in the process of that RPC name, without a limit."""
-    future: torch.futures.Future[Any] = rpc.rpc_async(name, call_later, args=(method, *args), timeout=0)
+def send_deferred(
+    to: str, handler: Callable[Concatenate[Any, P], torch.futures.Future[T]], *args: P.args, **kwargs: P.kwargs
+) -> torch.futures.Future[T]:
+    """Call a handler that returns a future: it replies once other processes have taken part. There is no limit."""
+    target = *handler.__qualname__.split("."), *args
+    future: torch.futures.Future[T] = rpc.rpc_async(
+        to, _handle_deferred, args=target, kwargs=kwargs, timeout=NO_TIMEOUT_S
+    )
     return future
 
 
-@returns_errors
-def call_through(server_rref: Any, method: str, *args: Any) -> Any:
-    """The same by a reference to the server, as the RPC tutorial does it."""
-    return getattr(server_rref.local_value(), method)(*args)
+def send_by_rref(
+    server_rref: Any, handler: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs
+) -> torch.futures.Future[T]:
+    """Call a handler through an RRef, as the RPC tutorial does, without a limit."""
+    target = server_rref, handler.__name__, *args
+    future: torch.futures.Future[T] = rpc.rpc_async(
+        server_rref.owner(), _handle_by_rref, args=target, kwargs=kwargs, timeout=NO_TIMEOUT_S
+    )
+    return future

@@ -1,4 +1,4 @@
-"""The DistributedOptimizer that all trainers share."""
+"""The ``DistributedOptimizer`` that all trainers share."""
 
 from __future__ import annotations
 
@@ -11,58 +11,73 @@ with warnings.catch_warnings():
     from torch.distributed.optim import DistributedOptimizer
 
 
-class OptimizerHost(Protocol):
-    """Where the one optimizer lives, as seen by a trainer."""
+class PendingPush(Protocol):
+    """A push whose reply has not been awaited yet."""
 
-    def apply(self, context_id: int, *report: Any) -> Any: ...
+    def wait(self) -> Any: ...
 
-    def begin_apply(self, *report: Any) -> Any: ...
 
-    def end_apply(self, begun: Any) -> Any: ...
+class OptimizerClient(Protocol):
+    """The part of ``ServerClient`` that reaches the one optimizer."""
+
+    def push(self, context_id: int, *report: Any) -> Any: ...
+
+    def push_in_place(self, *report: Any) -> PendingPush: ...
 
     def optimizer_state(self) -> dict[str, Any]: ...
 
 
 class SharedOptimizer(DistributedOptimizer):
-    """All trainers step the one optimizer of the server.
+    """Steps the one optimizer of the server, for all trainers.
 
-    torch's ``DistributedOptimizer`` builds an optimizer on the server for every trainer that asks: momentum and Adam's
-    step count are then per trainer, and there is no state to save. This one keeps its contract, ``step(context_id)``
-    after ``dist_autograd.backward(context_id, ...)``, and attaches to the optimizer that exists.
+    torch's ``DistributedOptimizer`` builds an optimizer on the server for each trainer: momentum and Adam's step count
+    are then per trainer, and there is no ``state_dict``. This class keeps its contract, ``step(context_id)`` after
+    ``dist_autograd.backward(context_id, ...)``, and attaches to the optimizer that exists.
 
     Args:
-        host: the servers' face; its ``apply`` returns when the update that holds these gradients was made.
+        client: reaches the server.
+
+    Example::
+
+        >>> class Client:
+        ...     def push(self, context_id, *report): return f"context {context_id} applied"
+        ...     def optimizer_state(self): return {"state": {}, "param_groups": [{"lr": 0.1}]}
+        >>> optimizer = SharedOptimizer(Client())
+        >>> optimizer.step(7)
+        'context 7 applied'
+        >>> optimizer.param_groups
+        [{'lr': 0.1}]
     """
 
-    def __init__(self, host: OptimizerHost) -> None:
-        # The base class would build remote optimizers of its own; its contract is kept, its constructor is not.
-        self.host = host
+    def __init__(self, client: OptimizerClient) -> None:
+        # The base class would build remote optimizers; its contract is kept, its constructor is not called.
+        self.client = client
         self.is_functional_optim = False
-        self._requested: tuple[int, Any] | None = None
+        self._begun: tuple[int, PendingPush] | None = None
 
-    def request(self, context_id: int, *report: Any) -> None:
-        """Ask for the step of a context before its backward, so that word and gradients travel side by side.
+    def begin_step(self, context_id: int, *report: Any) -> None:
+        """Report the step of a context before its backward: report and gradients are then sent at the same time.
 
-        The step is made when both are there. Only where gradients lie in memory that is shared with the host.
+        For gradients in shared memory only. The update is applied once both have arrived.
         """
-        self._requested = context_id, self.host.begin_apply(*report)
+        self._begun = context_id, self.client.push_in_place(*report)
 
     def step(self, context_id: int, *report: Any) -> Any:
-        """Apply the gradients of this context, together with those of the other trainers where the consistency says so.
+        """Apply the gradients of a context, with those of other trainers if the consistency model requires it.
 
         Returns:
-            What the server answers: a ``StepResult``.
+            The reply of the server: a ``StepGrant`` with a ``StepResult``.
         """
-        requested, self._requested = self._requested, None
-        if requested is not None and requested[0] == context_id:
-            return self.host.end_apply(requested[1])
-        return self.host.apply(context_id, *report)
+        begun, self._begun = self._begun, None
+        if begun is not None and begun[0] == context_id:
+            return begun[1].wait()
+        return self.client.push(context_id, *report)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the shared optimizer, in the standard form of torch.optim."""
-        return self.host.optimizer_state()
+        """Return the state of the shared optimizer, in the form of ``torch.optim.Optimizer.state_dict``."""
+        return self.client.optimizer_state()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        groups: list[dict[str, Any]] = self.host.optimizer_state()["param_groups"]
+        groups: list[dict[str, Any]] = self.client.optimizer_state()["param_groups"]
         return groups

@@ -108,7 +108,7 @@ class ThreadTeam:
         self.size = helpers + 1
         self._pool = ThreadPoolExecutor(helpers, thread_name_prefix="crew")
 
-    def do(self, parts: Sequence[Callable[[], object]]) -> None:
+    def run(self, parts: Sequence[Callable[[], object]]) -> None:
         """Do all parts, the first one here; back when all are done.
 
         Raises:
@@ -126,7 +126,7 @@ class ThreadTeam:
     def close(self) -> None:
         self._pool.shutdown()
 
-    def cuts(self, flats: Sequence[Tensor]) -> list[list[slice]]:
+    def slices(self, flats: Sequence[Tensor]) -> list[list[slice]]:
         """For each member a range of each flat tensor, together all of it; the last ones may be empty."""
         shares = [-(-flat.numel() // (self.size * _STRIDE)) * _STRIDE for flat in flats]
         return [[slice(k * share, (k + 1) * share) for share in shares] for k in range(self.size)]
@@ -148,19 +148,19 @@ class ParallelStep:
         self._crew = crew
 
     @staticmethod
-    def can_part(optimizer: torch.optim.Optimizer) -> bool:
+    def supports(optimizer: torch.optim.Optimizer) -> bool:
         """Whether parameters are known to be stepped by themselves: it is torch's, without hooks and with its step."""
         own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
         hooks = own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks
         return type(optimizer) in (*ELEMENTWISE, *PER_PARAMETER) and not hooks and _steps_itself(optimizer)
 
     def __call__(self) -> None:
-        if not self.can_part(self._optimizer):  # a hook came later
+        if not self.supports(self._optimizer):  # a hook came later
             self._optimizer.step()
             return
         stepped = [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
         fresh = [p for p in stepped if p not in self._optimizer.state]
-        self._crew.do([self._part(ids).step for ids in _dealt(stepped, self._crew.size)])
+        self._crew.run([self._part(ids).step for ids in _dealt(stepped, self._crew.size)])
         self._put_in_order(fresh)
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # what a schedule asks after
 

@@ -41,7 +41,7 @@ class ShardUpdater:
         self.ranges = list(ranges)
         self.optimizer = optimizer
         self._crew: ThreadTeam | None = None
-        self.numbers = optimizer_indices(optimizer, parameters)
+        self.optimizer_indices = optimizer_indices(optimizer, parameters)
         self.leaves = [flat.detach().requires_grad_() for flat in self.ranges]
         views = shard.layout.views(self.ranges)
         self._owned: list[tuple[int, str, Tensor]] = []
@@ -55,7 +55,7 @@ class ShardUpdater:
         for group in optimizer.param_groups if split else ():
             group["params"] = [split.get(id(p), p) for p in group["params"]]
 
-    def work_with(self, crew: ThreadTeam) -> None:
+    def use_threads(self, crew: ThreadTeam) -> None:
         """Sums are made by all of the crew from now on."""
         self._crew = crew
 
@@ -69,17 +69,17 @@ class ShardUpdater:
         if self._crew is None:
             _average(gradients, factors)
         else:
-            parts = [[_cut(flats, cuts) for flats in gradients] for cuts in self._crew.cuts(self.ranges)]
-            self._crew.do([partial(_average, part, factors) for part in parts])
+            parts = [[_cut(flats, cuts) for flats in gradients] for cuts in self._crew.slices(self.ranges)]
+            self._crew.run([partial(_average, part, factors) for part in parts])
         return list(gradients[0])
 
-    def hand_out(self, mean: Sequence[Tensor], used: tuple[bool, ...] | None) -> None:
+    def assign_gradients(self, mean: Sequence[Tensor], used: tuple[bool, ...] | None) -> None:
         """Give each parameter its gradient, or none where no trainer had one: torch.optim then leaves it as it is."""
         views = self.shard.layout.views(mean)
         for slot, name, parameter in self._owned:
             parameter.grad = views[name] if used is None or used[slot] else None
 
-    def forget_gradients(self) -> None:
+    def clear_gradients(self) -> None:
         """The memory of a push is not held any longer."""
         for _, _, parameter in self._owned:
             parameter.grad = None
@@ -102,7 +102,7 @@ class ShardUpdater:
         if groups is not None:
             set_hyperparameters(self.optimizer, groups)
         self.optimizer.step()
-        self.forget_gradients()
+        self.clear_gradients()
 
     def groups(self) -> list[dict[str, Any]]:
         """The optimizer's hyper-parameters, for other servers."""
@@ -127,10 +127,10 @@ class ShardUpdater:
     @property
     def owned_states(self) -> States:
         """The same for what is owned."""
-        owned = {self.numbers[piece.slot] for piece in self.shard.slices}
+        owned = {self.optimizer_indices[piece.slot] for piece in self.shard.slices}
         return {number: state for number, state in self.states.items() if number in owned}
 
-    def adopt(self, states: Mapping[int, Mapping[str, Any]]) -> None:
+    def load_states(self, states: Mapping[int, Mapping[str, Any]]) -> None:
         """Take these states for those of the parameters, and forget all the others."""
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.optimizer.state.clear()

@@ -41,7 +41,7 @@ class Updater:
         self.validate_every = training.validate_every
         self.parameters = [p for p in model.parameters() if p.requires_grad]
 
-    def update(self, step: int) -> None:
+    def apply(self, step: int) -> None:
         """Make step number ``step``: apply the gradients that ``.grad`` holds.
 
         Raises:
@@ -53,23 +53,23 @@ class Updater:
             self.optimizer.step()
         else:
             self._parted()
-        self.stepped()
+        self.on_update()
 
-    def work_with(self, crew: ThreadTeam) -> None:
+    def use_threads(self, crew: ThreadTeam) -> None:
         """Parameters are stepped by all of the crew from now on, where the optimizer allows it."""
-        if ParallelStep.can_part(self.optimizer):
+        if ParallelStep.supports(self.optimizer):
             self._parted = ParallelStep(self.optimizer, crew)
 
-    def stepped(self) -> None:
+    def on_update(self) -> None:
         """The optimizer has made a step, here or on several servers."""
         if self.every == "step":
             self._advance()
 
-    def epoch_ended(self) -> None:
+    def on_epoch_end(self) -> None:
         if self.every == "epoch":
             self._advance()
 
-    def validated(self, step: int, values: Mapping[str, float]) -> None:
+    def on_validation_end(self, step: int, values: Mapping[str, float]) -> None:
         """Step a schedule that follows validations; ReduceLROnPlateau gets its metric.
 
         One that comes only because the run ends is left out, so that a run that goes on later is as if it never ended.

@@ -118,7 +118,7 @@ def run_rank(plan: RankPlan) -> dict[str, Any] | None:
                 if checkpoints is None
                 else stack.enter_context(start_coordinator(process, checkpoints, told, plan.folders))
             )
-            process = replace(process, post=publish_endpoint(process, desk, rendezvous))
+            process = replace(process, receiver_spec=publish_endpoint(process, desk, rendezvous))
         devices = ", ".join(str(device) for device in process.placement.devices)
         log.info("rank %d of %d: %s on %s, run %s", identity.global_rank, identity.world_size, role, devices, name)
         task.devices, task.config = process.placement.devices, config
@@ -288,6 +288,8 @@ def _serve(
                 segments = stack.enter_context(SegmentHost("paramserver", process.config.cluster.timeout_s))
             server = ParameterServer(task, process.config, process.trainers, checkpoints, process.stop, segments)
             register_server(server)
+            if server.coordinator is not None:
+                register_server(server.coordinator)
             stack.callback(unregister_servers)
             if (
                 server.is_whole

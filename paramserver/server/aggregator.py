@@ -238,13 +238,13 @@ class Aggregator:
             self._after_update(update, pushes, started)
             return
         self._busy = self._applying = True
-        in_place = [self.transports[i].in_place for i in update.trainers]
+        in_place = [self.transports[i].zero_copy for i in update.trainers]
         applied = partial(self._shards_applied, update, pushes, started)
         self._coordinator.apply(self.rules.step, update, pushes, in_place, self._versions_in_use(), applied)
 
     def _versions_in_use(self) -> set[int]:
         """Versions that trainers may still pull from other servers, or validate there."""
-        remote = [i for i, transport in self.transports.items() if not transport.in_place]
+        remote = [i for i, transport in self.transports.items() if not transport.zero_copy]
         pulled = {self._granted[i] for i in remote if i in self._granted}
         return pulled | self.store.retained_versions if remote else set()
 

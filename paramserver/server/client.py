@@ -1,10 +1,12 @@
-"""A trainer's view of the server."""
+"""Clients of the servers: one typed method for each handler that a trainer or a shard server calls."""
 
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import torch
 import torch.distributed.autograd as dist_autograd
@@ -12,189 +14,332 @@ import torch.distributed.rpc as rpc
 from torch import Tensor
 
 from paramserver.config import Config
-from paramserver.distributed import rpc_calls
-from paramserver.distributed.membership import Heartbeat, watch_peer
-from paramserver.distributed.rpc_calls import RemoteError
+from paramserver.consistency import Announcement, Decision
+from paramserver.distributed.membership import Heartbeat, Member, watch_peer
+from paramserver.distributed.rpc_calls import (
+    NO_TIMEOUT_S,
+    RemoteError,
+    get_parameter_server,
+    send,
+    send_by_rref,
+    send_deferred,
+)
 from paramserver.distributed.session import SERVER_NAME, server_name
 from paramserver.errors import DeadlineExceeded, PeerLost
-from paramserver.metrics.records import StepReport
+from paramserver.metrics.records import Record, StepReport, TrainerTotals, WeightedSums
+from paramserver.server.coordinator import ShardCoordinator
+from paramserver.server.parameter_server import ParameterServer
+from paramserver.server.shard_server import ShardServer
 from paramserver.transport.base import GradientBucket
-from paramserver.transport.messages import VersionView
+from paramserver.transport.messages import JoinReply, ModelCall, ModelReply, ShardAssignment, StepGrant, VersionView
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
-class ServerClient:
-    """The server as seen from a trainer, or from one more server: an RRef, calls that end when it is gone, a heartbeat.
-
-    Calls that wait for other trainers have no limit of their own: a slow trainer is no failure. What ends them is the
-    server's answer, its death (the lifeline) or its silence (the heartbeat).
-
-    Where several servers own a shard each, this is the first of them, and what goes to all goes to each. It looks after
-    the others: when one is lost, it ends the run.
+class InFlightCall(Generic[T]):
+    """A call whose reply is awaited later, while this process computes.
 
     Args:
-        config: the run's.
-        index: of the trainer, or of the other server.
-        beat: the server's method for the heartbeat.
+        connection: detects that the server is lost.
+        future: of the reply.
+        name: of the handler, for messages.
+        timeout_s: of ``wait``; None for a reply that waits for other trainers.
     """
 
-    def __init__(self, config: Config, index: int, beat: str = "beat") -> None:
+    def __init__(
+        self, connection: ServerConnection, future: torch.futures.Future[T], name: str, timeout_s: float | None = None
+    ) -> None:
+        self.future = future
+        self._connection = connection
+        self._name = name
+        self._timeout_s = timeout_s
+        self._sent = time.perf_counter()
+        self._replied: float | None = None
+        future.add_done_callback(self._note_reply)
+
+    def _note_reply(self, _: torch.futures.Future[T]) -> None:
+        self._replied = time.perf_counter()
+        self._connection.wake()
+
+    def in_flight_s(self) -> float:
+        """Return the seconds from sending to the reply, or until now."""
+        return (self._replied or time.perf_counter()) - self._sent
+
+    def wait(self) -> T:
+        """Return the reply.
+
+        Raises:
+            PeerLost: the server is lost.
+            DeadlineExceeded: there was no reply in time.
+            ParamserverError: the handler raised it.
+        """
+        return self._connection.wait(self.future, self._name, self._timeout_s)
+
+
+class ServerConnection:
+    """A connection to server 0: calls that end when the server is lost, and a heartbeat.
+
+    A call that waits for other trainers has no timeout, because a slow trainer is not a failure. It ends with the
+    reply, with the server's death (its liveness call fails) or with its silence (the heartbeat fails).
+
+    Args:
+        config: of the run.
+        index: of this trainer, or of this shard server.
+    """
+
+    def __init__(self, config: Config, index: int) -> None:
         self.config = config
         self.index = index
-        self._beat = beat
-        self._others: list[str] = []
-        self._called = "the server" if config.cluster.num_servers == 1 else "server 0"
-        self.rref = rpc.remote(SERVER_NAME, rpc_calls.get_parameter_server)
+        self.timeout_s = config.cluster.timeout_s
+        self._name = "the server" if config.cluster.num_servers == 1 else "server 0"
         self._changed = threading.Condition()
-        self._reason: str | None = None
+        self._lost_reason: str | None = None
         self._heartbeat: Heartbeat | None = None
-        watch_peer(SERVER_NAME, self._gone)
+        watch_peer(SERVER_NAME, lambda reason: self._mark_lost(reason or "it ended before this trainer did"))
+
+    def _send_heartbeat(self) -> torch.futures.Future[None]:
+        raise NotImplementedError
 
     def start_heartbeat(self) -> None:
-        lost_after_s = self.config.server.lost_after_s
-        self._heartbeat = Heartbeat(
-            lambda: rpc.rpc_sync(SERVER_NAME, rpc_calls.call, args=(self._beat, self.index), timeout=lost_after_s),
-            self.config.server.heartbeat_s,
-            self._lost,
-        )
+        """Start the thread that reports this process as alive and notices a server that does not reply."""
 
-    def call(self, method: str, *args: Any) -> Any:
-        """A call that the server answers at once, within ``cluster.timeout_s``."""
-        return self._answer(self.begin_now(method, *args), method, self.config.cluster.timeout_s)
+        def beat() -> None:
+            self._send_heartbeat().wait()
 
-    def call_later(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
-        """A call that the server answers when other trainers have come as far."""
-        return self.end(method, self.begin(method, *args), timeout_s)
+        self._heartbeat = Heartbeat(beat, self.config.server.heartbeat_s, self._mark_lost)
 
-    def begin(self, method: str, *args: Any) -> torch.futures.Future[Any]:
-        """The first half of ``call_later``: the server works while this trainer does something else."""
-        return rpc_calls.send_later(SERVER_NAME, method, *args)
-
-    def begin_now(self, method: str, *args: Any) -> torch.futures.Future[Any]:
-        """The same for a call that the server answers at once; its answer may never be looked at."""
-        return self._begin_at(SERVER_NAME, method, *args)
-
-    def end(self, method: str, begun: torch.futures.Future[Any], timeout_s: float | None = None) -> Any:
-        """The answer to what ``begin`` returned."""
-        return self._answer(begun, method, timeout_s)
-
-    def call_through(self, method: str, *args: Any) -> Any:
-        """A call by the RRef that takes its time; what it returns has a gradient inside a context."""
-        future = rpc.rpc_async(self.rref.owner(), rpc_calls.call_through, args=(self.rref, method, *args), timeout=0)
-        return self._answer(future, method, None)
-
-    def _answer(self, future: torch.futures.Future[Any], method: str, timeout_s: float | None) -> Any:
-        if not future.done():
-            future.add_done_callback(self._wake)
+    def wait(self, future: torch.futures.Future[T], name: str, timeout_s: float | None) -> T:
+        """Wait for a reply; see ``InFlightCall.wait``. The future must ``wake`` this object when it is done."""
         with self._changed:
-            ended = self._changed.wait_for(lambda: future.done() or self._reason is not None, timeout_s)
-            reason = self._reason
+            ended = self._changed.wait_for(lambda: future.done() or self._lost_reason is not None, timeout_s)
+            reason = self._lost_reason
         if not ended:
-            raise DeadlineExceeded(f"{self._called} did not answer {method} within cluster.timeout_s ({timeout_s:g} s)")
+            raise DeadlineExceeded(f"{self._name} did not answer {name} within cluster.timeout_s ({timeout_s:g} s)")
         if not future.done():
-            raise PeerLost(f"{self._called} is lost: {reason}")
+            raise PeerLost(f"{self._name} is lost: {reason}")
         try:
             value = future.value()
-        except RuntimeError as error:
-            raise PeerLost(f"{self._called} is lost: {str(error).splitlines()[0]}") from error
+        except RuntimeError as error:  # of the agent: handlers return their errors
+            raise PeerLost(f"{self._name} is lost: {str(error).splitlines()[0]}") from error
         if isinstance(value, RemoteError):
             raise value.error()
         return value
 
-    def _wake(self, _: torch.futures.Future[Any]) -> None:
+    def begin(
+        self, to: str, handler: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> InFlightCall[T]:
+        """Call a handler that replies immediately."""
+        future = send(to, self.timeout_s, handler, *args, **kwargs)
+        return InFlightCall(self, future, handler.__name__, self.timeout_s)
+
+    def begin_deferred(
+        self, handler: Callable[Concatenate[Any, P], torch.futures.Future[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> InFlightCall[T]:
+        """Call a handler of server 0 that replies once other trainers have taken part."""
+        return InFlightCall(self, send_deferred(SERVER_NAME, handler, *args, **kwargs), handler.__name__)
+
+    def call(self, handler: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call a handler of server 0 that replies immediately, and wait."""
+        return self.begin(SERVER_NAME, handler, *args, **kwargs).wait()
+
+    def call_deferred(
+        self, handler: Callable[Concatenate[Any, P], torch.futures.Future[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Call a handler of server 0 that replies once other trainers have taken part, and wait."""
+        return self.begin_deferred(handler, *args, **kwargs).wait()
+
+    def wake(self) -> None:
+        """Let ``wait`` look again. Called by threads of the RPC agent."""
         with self._changed:
             self._changed.notify_all()
 
-    def _gone(self, reason: str | None) -> None:
-        self._lost(reason or "it ended before this trainer did")
-
-    def _lost(self, reason: str) -> None:
+    def _mark_lost(self, reason: str) -> None:
         with self._changed:
-            self._reason = self._reason or reason
+            self._lost_reason = self._lost_reason or reason
             self._changed.notify_all()
 
     def check(self) -> None:
-        """Raises PeerLost: the server is gone."""
+        """Raise ``PeerLost`` if the server is lost."""
         with self._changed:
-            if self._reason is not None:
-                raise PeerLost(f"{self._called} is lost: {self._reason}")
+            if self._lost_reason is not None:
+                raise PeerLost(f"{self._name} is lost: {self._lost_reason}")
 
-    # What goes to all servers.
+    def close(self) -> None:
+        """Stop the heartbeat."""
+        if self._heartbeat is not None:
+            self._heartbeat.close()
 
-    def spread(self, servers: int) -> None:
-        """From now on a pull and a push are parts of all servers."""
-        self._others = [server_name(index) for index in range(1, servers)]
 
-    def begin_pull(self, version: int) -> torch.futures.Future[Any]:
-        """Ask for a version inside this thread's distributed-autograd context."""
-        first = self.begin_now("pull", self.index)
-        if not self._others:
-            return first
-        return torch.futures.collect_all([first, *(self._begin_at(n, "pull", version) for n in self._others)])
+class CoordinatorClient(ServerConnection):
+    """What a shard server calls on server 0."""
 
-    def end_pull(self, begun: torch.futures.Future[Any]) -> tuple[Tensor, ...]:
-        """Its tensors, in the order of servers."""
-        answer = self.end("pull", begun)
-        if not self._others:
-            pulled: tuple[Tensor, ...] = answer
-            return pulled
-        return tuple(flat for one in answer for flat in self._answer(one, "pull", None))
+    def _send_heartbeat(self) -> torch.futures.Future[None]:
+        return send(SERVER_NAME, self.config.server.lost_after_s, ShardCoordinator.heartbeat, self.index)
 
-    def look(self, version: int | None) -> VersionView:
-        """A version for validation; None = whatever is current, on each server."""
-        begun = [self._begin_at(name, "look", version) for name in self._others]
-        look: VersionView = self.call("look", self.index, version)
-        others = [flat for one in begun for flat in self._answer(one, "look", self.config.cluster.timeout_s)]
-        return replace(look, parameters=(*look.parameters, *others)) if others else look
+    def join(self, member: Member) -> ShardAssignment:
+        """Join the run and return the shard that this server owns."""
+        return self.call(ShardCoordinator.join, member)
+
+    def report_ready(self, shares_memory: bool) -> None:
+        """Report that the shard is in place, in the memory of server 0 or in that of this process."""
+        self.call(ShardCoordinator.shard_ready, self.index, shares_memory)
+
+    def request_stop(self, reason: str) -> None:
+        """Pass a signal to server 0."""
+        self.call(ShardCoordinator.request_stop, reason)
+
+    def report_failure(self, error: RemoteError) -> None:
+        """Report why this server fails; the run fails with it."""
+        self.call(ShardCoordinator.report_failure, self.index, error)
+
+
+class ServerClient(ServerConnection):
+    """What a trainer calls on the servers.
+
+    With several servers, server 0 takes the decisions, and each call that concerns parameters goes to every server.
+    Server 0 watches the others: if one is lost, it ends the run.
+
+    Args:
+        config: of the run.
+        index: of this trainer.
+    """
+
+    def __init__(self, config: Config, index: int) -> None:
+        super().__init__(config, index)
+        self._shard_servers: list[str] = []
+        # Steps address the server by name; see distributed/rpc_calls.py.
+        self.rref = rpc.remote(SERVER_NAME, get_parameter_server)
+
+    def _send_heartbeat(self) -> torch.futures.Future[None]:
+        return send(SERVER_NAME, self.config.server.lost_after_s, ParameterServer.heartbeat, self.index)
+
+    def close(self) -> None:
+        super().close()
+        # The agent's shutdown reports references that are still held as leaks.
+        del self.rref
+
+    # Joining and leaving.
+
+    def join(self, member: Member, epoch_samples: int | None) -> JoinReply:
+        """Join the run; returns once all trainers and servers have joined."""
+        future = send_deferred(SERVER_NAME, ParameterServer.join, member, epoch_samples)
+        return InFlightCall(self, future, "join", self.timeout_s).wait()
+
+    def share_segments(self) -> int:
+        """Ask the server to exchange tensors in shared memory; see ``ParameterServer.share_segments``."""
+        return self.call(ParameterServer.share_segments, self.index)
+
+    def use_shards(self, servers: int) -> None:
+        """Pull from and push to that many servers from now on."""
+        self._shard_servers = [server_name(i) for i in range(1, servers)]
+
+    def leave(self, totals: TrainerTotals, decision: Decision) -> None:
+        """Leave the run in good order."""
+        self.call(ParameterServer.leave, totals, decision)
+
+    def report_failure(self, error: RemoteError) -> None:
+        """Report why this trainer fails; the run fails with it."""
+        self.call(ParameterServer.report_failure, self.index, error)
+
+    # A step.
+
+    def announce(self, announcement: Announcement) -> StepGrant:
+        """Announce the next step; returns once the consistency model lets this trainer continue."""
+        return self.call_deferred(ParameterServer.announce, self.index, announcement)
+
+    def pull(self, version: int) -> list[InFlightCall[tuple[Tensor, ...]]]:
+        """Pull a version inside this thread's distributed-autograd context: a call for each server, in order."""
+        first = self.begin(SERVER_NAME, ParameterServer.pull, self.index)
+        return [first, *(self.begin(name, ShardServer.pull, version) for name in self._shard_servers)]
+
+    def send_bucket(self, version: int, bucket: GradientBucket, gradient: Tensor) -> InFlightCall[None]:
+        """Send a part of a push while backward continues. Like the push it takes as long as the network needs."""
+        handler = ShardServer.receive_bucket if bucket.server_index else ParameterServer.receive_bucket
+        to = server_name(bucket.server_index)
+        future = send(to, NO_TIMEOUT_S, handler, self.index, version, bucket.flat_index, gradient)
+        return InFlightCall(self, future, handler.__name__)
 
     def backward(self, context_id: int, root: Tensor) -> None:
-        """Push: the distributed backward of ``root``.
+        """Push by the distributed backward of ``root``.
 
         Raises:
-            PeerLost: it did not reach all servers.
+            PeerLost: the gradients did not reach all servers.
         """
         try:
             dist_autograd.backward(context_id, [root])  # type: ignore[attr-defined]
         except RuntimeError as error:
-            self.check()  # what was noticed first says more than what follows of it
-            who = "a server" if self._others else self._called
+            self.check()  # a loss that was noticed before is the cause; this error is its consequence
+            who = "a server" if self._shard_servers else self._name
             reason = str(error).splitlines()[0]
             raise PeerLost(f"{who} is lost: the gradients did not reach it ({reason})") from error
 
-    def begin_early(self, version: int, early: GradientBucket, gradient: Tensor) -> torch.futures.Future[Any]:
-        """Send a part of a push to its server. Like the push it takes as long as the network needs."""
-        name = server_name(early.server)
-        return rpc_calls.send(name, "take_early", self.index, version, early.number, gradient, timeout_s=0)
+    def push(
+        self, context_id: int, report: StepReport, buffers: Sequence[Tensor], announcement: Announcement | None
+    ) -> StepGrant:
+        """Report that the gradients of a context are complete; returns once they are applied or dropped."""
+        on_shards = [
+            self.begin(name, ShardServer.push, context_id, self.index, report.version) for name in self._shard_servers
+        ]
+        grant = self.call_deferred(ParameterServer.push, context_id, report, buffers, announcement)
+        for call in on_shards:  # also of a push that was dropped: the context, which holds the gradients, ends next
+            call.wait()
+        return grant
 
-    def end_early(self, begun: torch.futures.Future[Any]) -> None:
-        """It has arrived."""
-        self._answer(begun, "take_early", None)
+    def push_in_place(
+        self, report: StepReport, buffers: Sequence[Tensor], announcement: Announcement | None
+    ) -> InFlightCall[StepGrant]:
+        """The same for gradients in shared memory; may be called before they are complete."""
+        return self.begin_deferred(ParameterServer.push_in_place, report, buffers, announcement)
 
-    def _begin_at(self, name: str, method: str, *args: Any) -> torch.futures.Future[Any]:
-        return rpc_calls.send(name, method, *args, timeout_s=self.config.cluster.timeout_s)
-
-    # What SharedOptimizer asks of its host.
-
-    def apply(self, context_id: int, report: StepReport, *rest: Any) -> Any:
-        push = context_id, self.index, report.version
-        told = [self._begin_at(name, "take_push", *push) for name in self._others]
-        answer = self.call_later("step", context_id, report, *rest)
-        for one in told:  # also of a push that came too late: the context, which holds the gradients, ends after this
-            self._answer(one, "take_push", self.config.cluster.timeout_s)
-        return answer
-
-    def begin_apply(self, *report: Any) -> torch.futures.Future[Any]:
-        return self.begin("expect_step", *report)
-
-    def end_apply(self, begun: torch.futures.Future[Any]) -> Any:
-        return self.end("step", begun)
+    def wait_version(self, version: int) -> None:
+        """Return once ``version`` exists."""
+        self.call_deferred(ParameterServer.wait_version, self.index, version)
 
     def optimizer_state(self) -> dict[str, Any]:
-        state: dict[str, Any] = self.call_later("optimizer_state")
-        return state
+        """Return the state of the optimizer in the form of ``torch.optim.Optimizer.state_dict``."""
+        return self.call_deferred(ParameterServer.optimizer_state)
 
-    def close(self) -> None:
-        """Stop the heartbeat and let go of the server."""
-        if self._heartbeat is not None:
-            self._heartbeat.close()
-        # The agent's shutdown reports references that are still held as leaks.
-        del self.rref
+    # The model on the server (server.compute: server).
+
+    def model_as_built(self) -> tuple[dict[str, Any], bool]:
+        """Return the random states after the model was built, and its ``training`` flag."""
+        return self.call(ParameterServer.model_as_built)
+
+    def compute(self, call: ModelCall) -> ModelReply:
+        """Run a forward on the server, through the RRef as in PyTorch's RPC tutorial; it may take long."""
+        future = send_by_rref(self.rref, ParameterServer.compute, self.index, call)
+        return InFlightCall(self, future, "compute").wait()
+
+    # Validation, checkpoints, records.
+
+    def view_version(self, version: int | None) -> VersionView:
+        """Return a version for validation; None for the current one of each server."""
+        on_shards = [self.begin(name, ShardServer.view_version, version) for name in self._shard_servers]
+        view = self.call(ParameterServer.view_version, self.index, version)
+        others = [flat for call in on_shards for flat in call.wait()]
+        return replace(view, parameters=(*view.parameters, *others)) if others else view
+
+    def report_validation(self, version: int, sums: WeightedSums) -> tuple[dict[str, float], bool]:
+        """Report this trainer's share of a validation; returns the means over all shares and whether they improved."""
+        return self.call_deferred(ParameterServer.report_validation, self.index, version, sums)
+
+    def report_validation_share(self, version: int, sums: WeightedSums) -> None:
+        """The same without waiting for the other trainers."""
+        self.call(ParameterServer.report_validation_share, self.index, version, sums)
+
+    def stage_checkpoint(self, reason: str) -> InFlightCall[None]:
+        """Take part in a checkpoint; the reply comes once model and optimizer are copied."""
+        return self.begin_deferred(ParameterServer.stage_checkpoint, self.index, reason)
+
+    def send_part_chunk(self, step: int, chunk: Tensor) -> None:
+        """Send the next chunk of this trainer's part of a checkpoint."""
+        self.call(ParameterServer.receive_part_chunk, self.index, step, chunk)
+
+    def finish_part(self, step: int, pause_s: float) -> None:
+        """Report that the part is complete; returns once the server has accepted it."""
+        self.call_deferred(ParameterServer.finish_part, self.index, step, pause_s)
+
+    def send_records(self, records: Sequence[Record]) -> InFlightCall[None]:
+        """Send records to rank 0; the reply need not be awaited."""
+        return self.begin(SERVER_NAME, ParameterServer.receive_records, records)

@@ -1,4 +1,4 @@
-"""The first server's hand over the others: who owns what, orders to all of them, and one answer when all have."""
+"""Server 0's control of the other servers: it assigns shards and drives each update on all of them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch
 from paramserver.config import Config
 from paramserver.consistency import Decision, Update
 from paramserver.context import StopRequest
-from paramserver.distributed import rpc_calls
 from paramserver.distributed.membership import Member, Members, watch_peer
-from paramserver.distributed.rpc_calls import RemoteError
+from paramserver.distributed.rpc_calls import RemoteError, send, send_deferred
 from paramserver.errors import ParamserverError, PeerLost
 from paramserver.optim.parallel_step import is_elementwise
-from paramserver.parameters.numerics import check_norm
-from paramserver.parameters.sharding import States, merge_state, plan_shards, split_state
+from paramserver.parameters.numerics import check_gradient_norm
+from paramserver.parameters.sharding import States, get_hyperparameters, merge_state, plan_shards, split_state
 from paramserver.server.parameter_store import ParameterStore
-from paramserver.transport.messages import ApplyRequest, Future, Push, ShardAssignment, union
+from paramserver.server.shard_server import ShardServer
+from paramserver.transport.messages import ApplyRequest, Future, Push, ShardAssignment, merge_used
 
 _log = logging.getLogger("paramserver")
 
@@ -29,7 +29,7 @@ _TINY = 1e-6
 
 
 class CollectedState:
-    """The state of optimizer and schedule, from all servers."""
+    """The state of optimizer and schedule, collected from all servers."""
 
     def __init__(self, state: dict[str, Any]) -> None:
         self._state = state
@@ -39,234 +39,238 @@ class CollectedState:
 
 
 class ShardCoordinator:
-    """Deals the parameters to all servers and keeps them at one version. Its own part is that of server 0.
+    """Assigns a shard of the parameters to each server and keeps all servers at one version. Server 0 owns shard 0.
 
-    It waits for nobody: what follows an answer is called when the answer is there, under the lock of its owner, which
-    covers all other calls too.
+    No method blocks: what depends on replies of other servers is a callback, which runs in a thread of the RPC agent
+    and takes the lock of the ``ParameterServer`` that owns this object.
 
     Args:
-        config: the run's.
-        versions: of everything; only the first shard stays in the hands of its optimizer.
-        lock: the owner's.
-        stop: a signal to a server is passed on to it.
+        config: of the run.
+        store: of all parameters; afterwards its optimizer updates shard 0 only.
+        lock: of the owner, re-entrant.
+        stop: a signal to another server is passed on to it.
         step: the version that the run begins with.
-        segments: gives where the memory of this server is, and its key; None where it is not shared.
+        segments: returns the address of server 0's shared memory and its key; None if nothing is shared.
         fail: ends the run with an error.
-        all_here: called when the last server is ready.
+        all_ready: called when the last server is ready.
     """
 
     def __init__(
         self,
         config: Config,
-        versions: ParameterStore,
+        store: ParameterStore,
         lock: threading.RLock,
         stop: StopRequest,
         step: int,
         segments: Callable[[], tuple[str | None, str]],
         fail: Callable[[ParamserverError], None],
-        all_here: Callable[[], None],
+        all_ready: Callable[[], None],
     ) -> None:
         self.config = config
-        self.servers = config.cluster.num_servers
+        self.num_servers = config.cluster.num_servers
         self.shares_memory = True
-        self._versions = versions
+        self._store = store
         self._lock = lock
         self._stop = stop
         self._step = step
         self._segments = segments
         self._fail = fail
-        self._all_here = all_here
+        self._all_ready = all_ready
         self._members = Members()
         self._ready: set[int] = set()
-        self._over = False
-        self._deal()
+        self._ended = False
+        self._assign_shards()
 
-    def _deal(self) -> None:
-        versions, layout = self._versions, self._versions.parameters.layout
-        optimizer, numbers, states = versions.updater.optimizer, versions.portion.numbers, versions.portion.states
-        self.shards = plan_shards(layout, self.servers, is_elementwise(optimizer, self.servers))
-        self._numbers = numbers
-        parts = [split_state(states, numbers, layout, shard) for shard in self.shards]
+    def _assign_shards(self) -> None:
+        store, layout = self._store, self._store.parameters.layout
+        updater, optimizer = store.shard_updater, store.updater.optimizer
+        states, self._optimizer_indices = updater.states, updater.optimizer_indices
+        self.shards = plan_shards(layout, self.num_servers, is_elementwise(optimizer, self.num_servers))
+        parts = [split_state(states, self._optimizer_indices, layout, shard) for shard in self.shards]
         self._states = dict(enumerate(parts[1:], 1))
-        dealt = {number for part in parts for number in part}
-        versions.own(self.shards[0])
-        versions.portion.adopt(parts[0] | {n: s for n, s in states.items() if n not in dealt})
+        store.assign_shard(self.shards[0])
+        # Server 0 keeps the states of parameters that no shard holds, such as frozen ones in the optimizer.
+        assigned = {number for part in parts for number in part}
+        store.shard_updater.load_states(parts[0] | {n: s for n, s in states.items() if n not in assigned})
 
-    # A server's life.
+    # Handlers that a shard server calls.
 
-    @property
-    def complete(self) -> bool:
-        return len(self._ready) == self.servers - 1
-
-    def enroll(self, member: Member) -> ShardAssignment:
-        """Take a server in, and give it its share."""
+    def join(self, member: Member) -> ShardAssignment:
+        """Add a server, and return the shard that it owns."""
         index = member.trainer_index
         with self._lock:
             self._members.join(member)
-            layout, shard = self._versions.parameters.layout, self.shards[index]
-            weights = shard.copies_of(self._versions.parameters.flats)
-            given = ShardAssignment(shard, layout, weights, self._states.pop(index), self._step, *self._segments())
-        watch_peer(member.name, lambda reason: self._gone(member, reason))
-        return given
+            layout, shard = self._store.parameters.layout, self.shards[index]
+            weights = shard.copy_flats(self._store.parameters.flats)
+            reply = ShardAssignment(shard, layout, weights, self._states.pop(index), self._step, *self._segments())
+        # Without the lock: the callback takes it, in a thread of the RPC agent.
+        watch_peer(member.name, lambda reason: self._on_disconnect(member, reason))
+        return reply
 
-    def ready(self, server_index: int, shares_memory: bool) -> None:
-        """A server holds its share, in the memory of this one or in its own."""
+    def shard_ready(self, server_index: int, shares_memory: bool) -> None:
+        """A server holds its shard, in the memory of server 0 (``shares_memory``) or in its own."""
         with self._lock:
             self._ready.add(server_index)
             self.shares_memory = self.shares_memory and shares_memory
         if self.complete:
-            self._all_here()
+            self._all_ready()
 
-    def beat(self, server_index: int) -> None:
-        self._members.beat(server_index)
+    def heartbeat(self, server_index: int) -> None:
+        self._members.record_heartbeat(server_index)
 
-    def ask_to_stop(self, reason: str) -> None:
-        """A server got a signal."""
+    def request_stop(self, reason: str) -> None:
+        """A server received a signal."""
         self._stop.request(reason)
 
-    def give_up(self, server_index: int, told: RemoteError) -> None:
-        """A server failed, and says why; so the run fails."""
+    def report_failure(self, server_index: int, error: RemoteError) -> None:
+        """A server failed; the run fails with it."""
         self._members.leave(server_index)
-        self._fail(told.error())
+        self._fail(error.error())
+
+    # Membership.
+
+    @property
+    def complete(self) -> bool:
+        """Whether all servers are ready."""
+        return len(self._ready) == self.num_servers - 1
 
     def missing(self) -> list[int]:
-        """Servers that are not ready yet."""
-        return [index for index in range(1, self.servers) if index not in self._ready]
+        """Return the servers that are not ready yet."""
+        return [index for index in range(1, self.num_servers) if index not in self._ready]
 
-    def look_for_silent(self) -> None:
+    def check_heartbeats(self) -> None:
+        """Fail the run if a server has been silent for ``server.lost_after_s``."""
         silence_s = self.config.server.lost_after_s
-        for member in self._members.silent(silence_s):
+        for member in self._members.overdue(silence_s):
             self._fail(PeerLost(f"{member} is lost: no heartbeat for server.lost_after_s ({silence_s:g} s)"))
-            self._members.say_goodbye(member.trainer_index)  # it will say none
+            self._members.mark_disconnected(member.trainer_index)  # ``shut_down`` need not wait for it
 
-    def _gone(self, member: Member, reason: str | None) -> None:
-        self._members.say_goodbye(member.trainer_index)
+    def _on_disconnect(self, member: Member, reason: str | None) -> None:
+        self._members.mark_disconnected(member.trainer_index)
         if not member.left:
             self._fail(PeerLost(f"{member} is lost: {reason or 'it ended before this one did'}"))
 
-    def dismiss(self, outcome: Decision | ParamserverError | None, timeout_s: float) -> None:
-        """Tell all servers that the run is over, and wait until they have gone."""
+    def shut_down(self, outcome: Decision | ParamserverError | None, timeout_s: float) -> None:
+        """Report the end of the run to all servers, and wait until they have disconnected."""
         error = outcome if isinstance(outcome, ParamserverError) else PeerLost("server 0 ended the run")
-        told = outcome if isinstance(outcome, Decision) else RemoteError.of(error)
-        for member in self._members.here():
+        report = outcome if isinstance(outcome, Decision) else RemoteError.of(error)
+        for member in self._members.present():
             self._members.leave(member.trainer_index)
             try:
-                rpc_calls.send(member.name, "finish", told, timeout_s=timeout_s)
-            except RuntimeError as error:  # it ended before
-                _log.warning("%s could not be told that the run is over: %s", member, error)
-        self._over = True
-        self._members.await_goodbyes(timeout_s)
+                send(member.name, timeout_s, ShardServer.finish, report)
+            except RuntimeError as unreachable:  # it ended before
+                _log.warning("%s did not receive the end of the run: %s", member, unreachable)
+        self._ended = True
+        self._members.wait_for_disconnects(timeout_s)
 
-    # Versions.
+    def abort(self) -> None:
+        """Ignore replies that are still on their way: the run has failed."""
+        self._ended = True
 
-    def update(
+    # Updates.
+
+    def apply(
         self,
         version: int,
         update: Update,
         pushes: Sequence[Push],
-        shared: Sequence[bool],
-        needed: Iterable[int],
-        then: Callable[[], None],
+        in_place: Sequence[bool],
+        versions_in_use: Iterable[int],
+        on_applied: Callable[[], None],
     ) -> None:
-        """Have every server make the next version of its shard; ``then`` comes when all have.
+        """Apply an update on every server; clipping takes a second round trip, for the norm of all gradients.
 
         Args:
-            version: its number.
+            version: the version that results.
             update, pushes: as for ``ParameterStore.apply``.
-            shared: which gradients lie in shared memory.
-            needed: versions that may still be pulled from servers.
-            then: what follows.
+            in_place: which gradients are in shared memory.
+            versions_in_use: versions that may still be pulled from servers.
+            on_applied: called when all servers have applied it.
         """
-        portion, clip = self._versions.portion, self.config.training.clip_grad_norm
-        named = tuple((p.report.trainer_index, p.report.version, s) for p, s in zip(pushes, shared, strict=True))
-        groups = portion.groups() if clip is None else None
-        used = union([push.report.used for push in pushes])
-        factors = tuple(self._versions.factors(update))
-        order = ApplyRequest(version, named, factors, used, groups, frozenset(needed))
-        asked = [rpc_calls.send_later(name, "apply", order) for name in self._names]
-        self._versions.prepare(update, pushes)
+        updater, clip = self._store.shard_updater, self.config.training.clip_grad_norm
+        named = tuple((p.report.trainer_index, p.report.version, s) for p, s in zip(pushes, in_place, strict=True))
+        groups = get_hyperparameters(updater.optimizer) if clip is None else None
+        used = merge_used([push.report.used for push in pushes])
+        factors = tuple(self._store.gradient_factors(update))
+        request = ApplyRequest(version, named, factors, used, groups, frozenset(versions_in_use))
+        # The others start before this server averages its own shard, so that all work at the same time.
+        replies = [send_deferred(name, ShardServer.apply, request) for name in self._names]
+        self._store.begin_update(update, pushes)
 
-        def made(_: Sequence[Any]) -> None:
-            self._versions.updater.stepped()
-            self._versions.conclude(update, pushes)
-            then()
+        def finish(_: Sequence[Any]) -> None:
+            self._store.updater.on_update()
+            self._store.finish_update(update, pushes)
+            on_applied()
 
         if clip is None:
-            portion.step()
-            self._await(asked, made)
+            updater.step()
+            self._when_all(replies, finish)
         else:
-            self._await(asked, lambda norms: self._clip(version, clip, norms, made))
+            self._when_all(replies, lambda norms: self._apply_clipped(version, clip, norms, finish))
 
-    def _clip(self, version: int, most: float, norms: Sequence[float], then: Callable[[Sequence[Any]], None]) -> None:
-        """The second half of an update, when every server knows the norm of its gradients."""
-        portion = self._versions.portion
-        total = sum(norm**2 for norm in [portion.norm(), *norms]) ** 0.5
-        check_norm(total, version)
-        factor = min(most / (total + _TINY), 1.0)
-        asked = [self._send(name, "commit", factor, portion.groups()) for name in self._names]
-        portion.scale(factor)
-        portion.step()
-        self._await(asked, then)
+    def _apply_clipped(
+        self, version: int, max_norm: float, norms: Sequence[float], then: Callable[[Sequence[Any]], None]
+    ) -> None:
+        updater = self._store.shard_updater
+        total = sum(norm**2 for norm in [updater.norm(), *norms]) ** 0.5
+        check_gradient_norm(total, version)
+        factor = min(max_norm / (total + _TINY), 1.0)
+        timeout_s, groups = self.config.cluster.timeout_s, get_hyperparameters(updater.optimizer)
+        replies = [send(name, timeout_s, ShardServer.apply_clipped, factor, groups) for name in self._names]
+        updater.scale(factor)
+        updater.step()
+        self._when_all(replies, then)
 
-    def gather(self, then: Callable[[dict[str, Any]], None]) -> None:
-        """Bring together what belongs to a checkpoint: weights into the model, states into what ``then`` gets.
+    def collect_state(self, then: Callable[[dict[str, Any]], None]) -> None:
+        """Collect what a checkpoint stores: the weights into the model, and the states, which ``then`` receives.
 
-        Nobody may make a version meanwhile.
+        No update may be applied meanwhile.
         """
-        asked = [self._send(name, "gather", not self.shares_memory) for name in self._names]
-        self._await(asked, lambda parts: then(self._gathered(parts)))
+        timeout_s, weights = self.config.cluster.timeout_s, not self.shares_memory
+        replies = [send(name, timeout_s, ShardServer.collect_state, weights) for name in self._names]
+        self._when_all(replies, lambda parts: then(self._merge(parts)))
 
-    def _gathered(self, parts: Sequence[tuple[list[torch.Tensor] | None, States]]) -> dict[str, Any]:
-        versions = self._versions
+    def _merge(self, parts: Sequence[tuple[list[torch.Tensor] | None, States]]) -> dict[str, Any]:
+        store = self._store
         for shard, (weights, _) in zip(self.shards[1:], parts, strict=True):
-            for mine, theirs in zip(
-                shard.ranges_of(versions.parameters.flats), weights or (), strict=weights is not None
-            ):
-                mine.copy_(theirs)
-        own = versions.portion.states
-        every: list[tuple[Any, Mapping[int, Mapping[str, Any]]]] = [(self.shards[0], own)]
-        every += [(shard, states) for shard, (_, states) in zip(self.shards[1:], parts, strict=True)]
-        joined = merge_state(every, self._numbers, versions.parameters.layout)
-        state = versions.updater.state_dict()
-        state["optimizer"] = {**state["optimizer"], "state": dict(sorted(({**own, **joined}).items()))}
+            if weights is not None:
+                for own, collected in zip(shard.slice_flats(store.parameters.flats), weights, strict=True):
+                    own.copy_(collected)
+        own_states = store.shard_updater.states
+        by_shard: list[tuple[Any, Mapping[int, Mapping[str, Any]]]] = [(self.shards[0], own_states)]
+        by_shard += [(shard, states) for shard, (_, states) in zip(self.shards[1:], parts, strict=True)]
+        merged = merge_state(by_shard, self._optimizer_indices, store.parameters.layout)
+        state = store.updater.state_dict()
+        state["optimizer"] = {**state["optimizer"], "state": dict(sorted(({**own_states, **merged}).items()))}
         return state
-
-    # Calls.
 
     @property
     def _names(self) -> list[str]:
-        return [self._members.get(index).name for index in range(1, self.servers)]
+        return [self._members.get(index).name for index in range(1, self.num_servers)]
 
-    def _send(self, name: str, method: str, *args: Any) -> Future:
-        return rpc_calls.send(name, method, *args, timeout_s=self.config.cluster.timeout_s)
+    def _when_all(self, replies: Sequence[torch.futures.Future[Any]], then: Callable[[list[Any]], None]) -> None:
+        """Call ``then`` with all replies; the first error among them ends the run instead."""
+        torch.futures.collect_all(list(replies)).add_done_callback(lambda _: self._on_replies(replies, then))
 
-    def _await(self, asked: list[Future], then: Callable[[list[Any]], None]) -> None:
-        """Go on with the answers of all; what one of them fails with ends the run."""
-        torch.futures.collect_all(asked).add_done_callback(lambda _: self._answered(asked, then))
-
-    def _answered(self, asked: list[Future], then: Callable[[list[Any]], None]) -> None:
+    def _on_replies(self, replies: Sequence[Future], then: Callable[[list[Any]], None]) -> None:
         try:
             with self._lock:
-                if self._over:
+                if self._ended:
                     return
-                # The first error comes before the answers of others.
-                values = [self._value(index, future) for index, future in enumerate(asked, 1) if future.done()]
-                assert len(values) == len(asked), "what is not there yet follows an error, which was raised"
+                # collect_all completes at the first error, when other replies may still be missing.
+                values = [self._value(index, future) for index, future in enumerate(replies, 1) if future.done()]
+                assert len(values) == len(replies), "a missing reply follows an error, which was raised"
                 then(values)
         except ParamserverError as error:
             self._fail(error)
-        except Exception as error:  # noqa: BLE001 - it ends the run and travels to every trainer
+        except Exception as error:  # noqa: BLE001 - ends the run and is sent to every trainer
             self._fail(RemoteError.of(error).error())
 
-    def _value(self, index: int, future: Future) -> Any:
+    def _value(self, server_index: int, future: Future) -> Any:
         try:
             value = future.value()
         except RuntimeError as error:
-            raise PeerLost(f"{self._members.get(index)} is lost: {str(error).splitlines()[0]}") from error
+            raise PeerLost(f"{self._members.get(server_index)} is lost: {str(error).splitlines()[0]}") from error
         if isinstance(value, RemoteError):
             raise value.error()
         return value
-
-    def end(self) -> None:
-        """The run has failed: answers that are still to come mean nothing."""
-        self._over = True

@@ -1,4 +1,4 @@
-"""The parameters of a server and how they change: a version after each update, snapshots, versions that are kept."""
+"""The parameters of a server and their versions: one more after each update, with snapshots and retained versions."""
 
 from __future__ import annotations
 
@@ -10,137 +10,156 @@ import torch
 from torch import Tensor
 
 from paramserver.config import Config
-from paramserver.consistency import Update, scale
+from paramserver.consistency import Update
 from paramserver.devices import CPU
 from paramserver.errors import TaskError
 from paramserver.optim.parallel_step import WORTHWHILE_BYTES, ThreadTeam
-from paramserver.optim.shard_updater import ShardUpdater
+from paramserver.optim.shard_updater import ShardUpdater, staleness_factor
 from paramserver.optim.updater import Updater
-from paramserver.parameters.flat import FlatLayout, FlatTensors, module_buffers, trainable
+from paramserver.parameters.flat import FlatLayout, FlatTensors, module_buffers, trainable_parameters
 from paramserver.parameters.model import build_model
 from paramserver.parameters.sharding import Shard, full_shard
 from paramserver.task import Task
-from paramserver.transport.messages import Push, union
+from paramserver.transport.messages import Push, merge_used
 
 Flats = list[Tensor]
 
 
 class ParameterStore:
-    """One model in a few flat tensors, one optimizer over views of them. Not thread-safe.
+    """One model in a few flat tensors, and one optimizer over views of them. Not thread-safe.
+
+    Every snapshot is immutable: an update replaces it and never writes to it. So a gradient is exact for the version it
+    was computed at, whatever is applied meanwhile.
 
     Args:
         task: builds the model and the optimizer.
-        config: the run's.
-        allocate: makes the flat tensors of the parameters, where others are to read them in place.
+        config: of the run.
+        allocate: allocates the flat tensors of the parameters, if other processes read them in place.
+
+    Example::
+
+        >>> from paramserver import Task
+        >>> from paramserver.config import Config
+        >>> class Line(Task):
+        ...     def build_model(self): return torch.nn.Linear(1, 1)
+        ...     def build_optimizer(self, model): return torch.optim.SGD(model.parameters(), lr=0.1)
+        ...     def train_source(self, partition): return None
+        ...     def training_step(self, model, batch, batch_idx): return model(batch).sum()
+        >>> store = ParameterStore(Line(), Config())
+        >>> [tuple(tensor.shape) for tensor in store.parameters.tensors.values()]
+        [(1, 1), (1,)]
     """
 
     def __init__(
         self, task: Task, config: Config, allocate: Callable[[FlatLayout], list[Tensor]] | None = None
     ) -> None:
         self.model = build_model(task, config.seed, CPU)
-        self.parameters = FlatTensors(trainable(self.model), allocate, config.server.bucket_bytes)
+        self.parameters = FlatTensors(trainable_parameters(self.model), allocate, config.server.bucket_bytes)
         self.buffers = FlatTensors(module_buffers(self.model))
         self.updater = Updater(task, self.model, config.training)
         if isinstance(self.updater.optimizer, torch.optim.SparseAdam):
             raise TaskError("SparseAdam needs sparse gradients, which cannot be averaged on a server; use Adam")
-        self.own(full_shard(self.parameters.layout))
+        self.assign_shard(full_shard(self.parameters.layout))
         self._stale_scaling = config.server.stale_scaling
         self._snapshot: Flats | None = None
-        self._own_snapshot: Flats | None = None
+        self._shard_snapshot: Flats | None = None
         self._buffer_snapshot: Flats | None = None
-        self._kept: dict[int, tuple[Flats, Flats]] = {}
+        self._retained: dict[int, tuple[Flats, Flats]] = {}
 
-    def own(self, shard: Shard) -> None:
-        """Only this shard is updated here from now on; before that, everything is."""
-        ranges = shard.ranges_of(self.parameters.flats)
+    def assign_shard(self, shard: Shard) -> None:
+        """Update only this shard from now on; initially the shard is everything."""
+        flats = shard.slice_flats(self.parameters.flats)
         parameters = list(self.parameters.tensors.values())
         self.shard = shard
-        self.portion = ShardUpdater(self.parameters.layout, shard, ranges, parameters, self.updater.optimizer)
-        self.leaves = self.portion.leaves
+        self.shard_updater = ShardUpdater(self.parameters.layout, shard, flats, parameters, self.updater.optimizer)
+        self.leaves = self.shard_updater.leaves
 
-    def work_with(self, crew: ThreadTeam) -> None:
-        """Updates of large models are made by all of the crew from now on."""
-        if self.parameters.layout.bytes >= WORTHWHILE_BYTES:
-            self.portion.work_with(crew)
-            self.updater.work_with(crew)
+    def use_threads(self, team: ThreadTeam) -> None:
+        """Apply updates with all threads of ``team``, unless the model is too small for that."""
+        if self.parameters.layout.total_bytes >= WORTHWHILE_BYTES:
+            self.shard_updater.use_threads(team)
+            self.updater.use_threads(team)
 
-    # What others read.
+    # Reading.
 
     def snapshot(self) -> tuple[Flats, Flats]:
-        """Parameters and module buffers of the current version; nobody writes to them, whatever happens to it."""
+        """Return parameters and module buffers of the current version, immutable."""
         if self._snapshot is None:
             self._snapshot = self.parameters.clone()
         return self._snapshot, self.snapshot_of_buffers()
 
     def snapshot_of_buffers(self) -> Flats:
-        """The module buffers alone."""
+        """Return the module buffers alone."""
         if self._buffer_snapshot is None:
             self._buffer_snapshot = self.buffers.clone()
         return self._buffer_snapshot
 
-    def own_snapshot(self) -> Flats:
-        """The same of what is owned here; all of the parameters, where there is one server."""
+    def shard_snapshot(self) -> Flats:
+        """Return the parameters of this server's shard: with one server, all of them."""
         if self.shard.layout is self.parameters.layout:
             return self.snapshot()[0]
-        if self._own_snapshot is None:
-            self._own_snapshot = self.portion.clone()
-        return self._own_snapshot
+        if self._shard_snapshot is None:
+            self._shard_snapshot = self.shard_updater.clone()
+        return self._shard_snapshot
 
-    def keep(self, version: int) -> None:
-        """Hold on to the current version under this number, for ``kept``."""
-        self._kept[version] = self.snapshot()
+    def retain(self, version: int) -> None:
+        """Retain the current version under this number until ``drop``."""
+        self._retained[version] = self.snapshot()
 
-    def kept(self, version: int) -> tuple[Flats, Flats]:
-        return self._kept[version]
+    def retained(self, version: int) -> tuple[Flats, Flats]:
+        """Return parameters and module buffers of a retained version."""
+        return self._retained[version]
 
     @property
-    def kept_versions(self) -> frozenset[int]:
-        return frozenset(self._kept)
+    def retained_versions(self) -> frozenset[int]:
+        return frozenset(self._retained)
 
-    def forget(self, version: int) -> None:
-        self._kept.pop(version, None)
+    def drop(self, version: int) -> None:
+        """Release a retained version; nothing if it is not retained."""
+        self._retained.pop(version, None)
 
     def forward(self, flats: Sequence[Tensor], inputs: Sequence[Any]) -> Any:
-        """The model's output with the parameters in ``flats``."""
+        """Return the model's output with the parameters in ``flats``. Thread-safe."""
         views = self.parameters.layout.views(flats)
         memo = {id(t): t for t in [*self.model.parameters(), *self.model.buffers()]}
-        # One skeleton per call: functional_call on a shared module is not thread-safe.
+        # A copy of the modules for each call: functional_call on a shared module is not thread-safe.
         return torch.func.functional_call(copy.deepcopy(self.model, memo), views, tuple(inputs))
 
-    # An update.
+    # Updating.
 
     def apply(self, version: int, update: Update, pushes: Sequence[Push]) -> None:
-        """Make the next version: the mean of the pushes, one step of the optimizer, the module buffers of one of them.
+        """Apply an update: mean of the gradients, clipping, optimizer step, schedule, module buffers.
 
         Args:
-            version: its number.
+            version: the version that results.
             update: whose gradients, and how stale each is.
-            pushes: in the order of ``update.trainers``; their gradients are changed.
+            pushes: in the order of ``update.trainers``; their gradients are overwritten.
         """
-        self.prepare(update, pushes)
-        self.updater.update(version)
-        self.conclude(update, pushes)
+        self.begin_update(update, pushes)
+        self.updater.apply(version)
+        self.finish_update(update, pushes)
 
-    def prepare(self, update: Update, pushes: Sequence[Push]) -> None:
-        """The first part of it, up to the gradients that the optimizer is given."""
-        self._snapshot = self._own_snapshot = self._buffer_snapshot = None
-        mean = self.portion.average([push.gradients for push in pushes], self.factors(update))
-        self.portion.hand_out(mean, union([push.report.used for push in pushes]))
+    def begin_update(self, update: Update, pushes: Sequence[Push]) -> None:
+        """Average the gradients and assign them to the parameters."""
+        # Before the optimizer writes: a snapshot of this version must not be taken while it is half updated.
+        self._snapshot = self._shard_snapshot = self._buffer_snapshot = None
+        mean = self.shard_updater.average([push.gradients for push in pushes], self.gradient_factors(update))
+        self.shard_updater.assign_gradients(mean, merge_used([push.report.used for push in pushes]))
 
-    def conclude(self, update: Update, pushes: Sequence[Push]) -> None:
-        """The last part, after the step of the optimizer."""
-        self._snapshot = self._own_snapshot = None
-        self.portion.forget_gradients()
-        self.parameters.check_in_place()
+    def finish_update(self, update: Update, pushes: Sequence[Push]) -> None:
+        """Release the gradients and store the module buffers, after the optimizer's step."""
+        self._snapshot = self._shard_snapshot = None
+        self.shard_updater.clear_gradients()
+        self.parameters.check_views()
         buffers = pushes[update.trainers.index(update.buffers_from)].buffers
         if buffers:
-            self.buffers.copy_from(buffers)
+            self.buffers.copy_(buffers)
 
-    def factors(self, update: Update) -> list[float]:
-        """By what each gradient is multiplied before the mean is taken."""
-        return [scale(staleness, self._stale_scaling) for staleness in update.staleness]
+    def gradient_factors(self, update: Update) -> list[float]:
+        """Return the factor of each gradient of an update (``server.stale_scaling``)."""
+        return [staleness_factor(staleness, self._stale_scaling) for staleness in update.staleness]
 
     def gradients_by_name(self, held: Mapping[Tensor, Tensor]) -> dict[str, Tensor]:
-        """The gradients of a context, zero where it holds none."""
+        """Return the gradients that a context holds by parameter name, zero for those it does not hold."""
         flats = [held[leaf] if leaf in held else torch.zeros_like(leaf) for leaf in self.leaves]
         return self.parameters.layout.views(flats)

@@ -1,13 +1,9 @@
-"""A server beside the first: it owns a shard of the parameters, and does what the first one orders.
-
-A rank that is a server beside the first, from its connection to its end.
-"""
+"""A shard server: owns a shard of the parameters and applies the updates that server 0 requests."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,70 +12,65 @@ from torch import Tensor
 
 from paramserver.config import Config
 from paramserver.consistency import Decision
-from paramserver.context import ProcessContext
 from paramserver.devices import CPU
-from paramserver.distributed import rpc_calls
-from paramserver.distributed.membership import Member, release_liveness_calls
-from paramserver.distributed.rendezvous import Rendezvous
 from paramserver.distributed.rpc_calls import RemoteError
-from paramserver.distributed.session import rpc_shard_server
-from paramserver.errors import PeerLost, PeerRefused, TrainingError, UnsupportedConfiguration
+from paramserver.errors import TrainingError, UnsupportedConfiguration
 from paramserver.optim.shard_updater import ShardUpdater
 from paramserver.optim.updater import build_optimizer
-from paramserver.parameters.flat import FlatLayout, trainable
+from paramserver.parameters.flat import FlatLayout, trainable_parameters
 from paramserver.parameters.model import build_model
 from paramserver.parameters.sharding import States
-from paramserver.server.client import ServerClient
 from paramserver.task import Task
-from paramserver.transport.messages import ApplyRequest, Future, ShardAssignment
+from paramserver.transport.compression import make_codec
+from paramserver.transport.messages import ApplyRequest, ShardAssignment
 from paramserver.transport.rpc import PushAssembly, WireVersion
 from paramserver.transport.segments import attach, can_attach
 from paramserver.transport.shared_memory import gradients_key
 
 
 class ShardServer:
-    """The handlers that the first server and the trainers call. They never block; errors travel back as values.
+    """The handlers that server 0 and the trainers call. They never block; errors are returned as values.
 
-    It knows no rules, no schedule and no module buffers: those are with the first server.
+    Consistency, schedule and module buffers are on server 0. A trainer pushes to every server; an update is applied
+    here once both server 0's request and all pushes that it names have arrived, in either order.
 
     Args:
-        task: builds the same model and optimizer as there.
-        config: the run's.
-        server_index: for messages.
-        enrollment: what the first server gave.
+        task: builds the same model and optimizer as on server 0.
+        config: of the run.
+        server_index: at least 1.
+        assignment: the reply of server 0 to ``join``.
 
     Raises:
-        UnsupportedConfiguration: memory must be shared with the first server and cannot be.
+        UnsupportedConfiguration: the memory of server 0 must be shared and cannot be reached.
     """
 
-    def __init__(self, task: Task, config: Config, server_index: int, enrollment: ShardAssignment) -> None:
+    def __init__(self, task: Task, config: Config, server_index: int, assignment: ShardAssignment) -> None:
         self.config = config
         self.server_index = server_index
-        self.version = enrollment.step
+        self.version = assignment.step
         self.finished = threading.Event()
         self.outcome: Decision | RemoteError | None = None
+        # Held by every handler: RPC worker threads call them concurrently.
         self._lock = threading.RLock()
-        self._whole = enrollment.parameters
-        self._segments = self._reachable(enrollment.segments)
-        self._segments_key = enrollment.segments_key
-        self._shared: dict[int, list[Tensor]] = {}
-        self._pushes: dict[int, tuple[int, list[Tensor]]] = {}
-        self._arrivals: dict[int, tuple[int, PushAssembly]] = {}
-        self._kept: dict[int, list[Tensor]] = {}
+        self._layout = assignment.parameter_layout
+        self._segments_address = self._check_segments(assignment.segments_address)
+        self._segments_key = assignment.segments_key
+        self._shared_gradients: dict[int, list[Tensor]] = {}
+        self._assemblies: dict[int, tuple[int, PushAssembly]] = {}  # by trainer: version, gradients so far
+        self._pushes: dict[int, tuple[int, list[Tensor]]] = {}  # by trainer: version, gradients
+        self._retained: dict[int, list[Tensor]] = {}
         self._snapshot: list[Tensor] | None = None
-        self._order: ApplyRequest | None = None
-        self._answer: Future | None = None
-        self.portion = self._build(task, enrollment)
-        own = enrollment.shard.layout
-        wire = own.narrowed(getattr(torch, config.server.wire_dtype))
-        self._outgoing = WireVersion(own, wire, self._current)
+        self._request: ApplyRequest | None = None
+        self._reply: torch.futures.Future[float | None] | None = None
+        self.shard_updater = self._build(task, assignment)
+        self._wire = WireVersion(assignment.shard.layout, make_codec(config.server), self._current)
 
     @property
     def shares_memory(self) -> bool:
-        """Whether its ranges are the first server's memory."""
-        return self._segments is not None
+        """Whether the shard lies in the memory of server 0."""
+        return self._segments_address is not None
 
-    def _reachable(self, address: str | None) -> str | None:
+    def _check_segments(self, address: str | None) -> str | None:
         if address is None or can_attach(address, self.config.cluster.timeout_s):
             return address
         if self.config.server.transport == "shared_memory":
@@ -89,215 +80,151 @@ class ShardServer:
             )
         return None
 
-    def _build(self, task: Task, enrollment: ShardAssignment) -> ShardUpdater:
-        """The model and the optimizer, with the memory of what is owned and without that of all else."""
+    def _build(self, task: Task, assignment: ShardAssignment) -> ShardUpdater:
+        """Build model and optimizer, with memory for the owned parameters only."""
         model = build_model(task, self.config.seed, CPU)
-        parameters = trainable(model)
-        if FlatLayout.of(parameters.items(), self.config.server.bucket_bytes) != self._whole:
+        parameters = trainable_parameters(model)
+        if FlatLayout.of(parameters.items(), self.config.server.bucket_bytes) != self._layout:
             raise TrainingError(
                 f"server {self.server_index} built another model than server 0; build_model must give the same one in "
                 "every process"
             )
         optimizer = build_optimizer(task, model)
-        shard = enrollment.shard
-        ranges = self._ranges(enrollment)
-        portion = ShardUpdater(self._whole, shard, ranges, list(parameters.values()), optimizer)
-        views = shard.layout.views(ranges)
-        whole = {
+        shard = assignment.shard
+        if self.shares_memory:
+            flats = shard.slice_flats(self._attach(self._segments_key))
+        else:
+            flats = shard.layout.allocate()
+            for own, initial in zip(flats, assignment.weights, strict=True):
+                own.copy_(initial)
+        updater = ShardUpdater(self._layout, shard, flats, list(parameters.values()), optimizer)
+        views = shard.layout.views(flats)
+        owned_whole = {
             slot.name
-            for p, slot in zip(shard.pieces, shard.layout.slots, strict=True)
-            if shard.is_whole(p, self._whole)
+            for piece, slot in zip(shard.slices, shard.layout.slots, strict=True)
+            if shard.is_whole(piece, self._layout)
         }
         for name, parameter in parameters.items():
-            parameter.data = views[name] if name in whole else torch.empty(0, dtype=parameter.dtype)
-        portion.adopt(enrollment.states)
-        return portion
-
-    def _ranges(self, enrollment: ShardAssignment) -> list[Tensor]:
-        if self._segments is not None:
-            return enrollment.shard.ranges_of(self._attach(self._segments_key))
-        ranges = enrollment.shard.layout.allocate()
-        for mine, theirs in zip(ranges, enrollment.weights, strict=True):
-            mine.copy_(theirs)
-        return ranges
+            parameter.data = views[name] if name in owned_whole else torch.empty(0, dtype=parameter.dtype)
+        updater.load_states(assignment.states)
+        return updater
 
     def _attach(self, key: str) -> list[Tensor]:
-        assert self._segments is not None
-        return attach(self._segments, key, self._whole, self.config.cluster.timeout_s)
+        assert self._segments_address is not None
+        return attach(self._segments_address, key, self._layout, self.config.cluster.timeout_s)
 
-    # What trainers call.
+    # Handlers that trainers call.
 
     def pull(self, version: int) -> tuple[Tensor, ...]:
-        """This shard of a version, inside a trainer's distributed-autograd context."""
+        """Return this shard of a version, recorded in the trainer's distributed-autograd context."""
         with self._lock:
-            current = version == self.version
-            flats = self._outgoing.version() if current else self._outgoing.rounded(self._find(version))
-        return PushAssembly(self.portion.leaves).edge(flats)
+            flats = self._wire.current() if version == self.version else self._wire.encode(self._find(version))
+        return PushAssembly(self.shard_updater.leaves, self._wire.codec).pull(flats)
 
-    def look(self, version: int | None) -> tuple[Tensor, ...]:
-        """The same without a way back, for validation; None = whatever is current."""
+    def view_version(self, version: int | None) -> tuple[Tensor, ...]:
+        """Return this shard of a version for validation, without gradients; None for the current one."""
         with self._lock:
             if version is None or version == self.version:
-                return tuple(self._outgoing.version())
+                return tuple(self._wire.current())
             return tuple(self._find(version))
 
-    def take_early(self, trainer_index: int, version: int, number: int, gradient: Tensor) -> None:
-        """The gradient of flat tensor ``number``, which comes beside the context, before it."""
+    def receive_bucket(self, trainer_index: int, version: int, number: int, gradient: Tensor) -> None:
+        """Accept the gradient of flat tensor ``number``, which arrives before the push."""
         with self._lock:
-            self._arrivals_of(trainer_index, version).take(number, gradient)
+            self._assembly_of(trainer_index, version).add_bucket(number, gradient)
 
-    def _arrivals_of(self, trainer_index: int, version: int) -> PushAssembly:
-        """Those of a push; what came for an earlier one of this trainer is let go."""
-        known = self._arrivals.get(trainer_index)
-        if known is None or known[0] != version:
-            known = self._arrivals[trainer_index] = version, PushAssembly(self.portion.leaves)
-        return known[1]
-
-    def take_push(self, context_id: int, trainer_index: int, version: int) -> None:
-        """The gradients that a context holds are complete; they wait for the order that names them."""
+    def push(self, context_id: int, trainer_index: int, version: int) -> None:
+        """Accept the gradients that a context holds; they wait for the request that names them."""
         held = dist_autograd.get_gradients(context_id)  # type: ignore[attr-defined]
         with self._lock:
-            gradients = self._arrivals_of(trainer_index, version).complete(held)
+            gradients = self._assembly_of(trainer_index, version).complete(held)
             if gradients is None:
                 raise TrainingError(f"trainer {trainer_index} stepped a context without gradients; call backward first")
-            del self._arrivals[trainer_index]
+            del self._assemblies[trainer_index]
             self._pushes[trainer_index] = version, gradients
-            self._go_on()
+            self._process()
+
+    def _assembly_of(self, trainer_index: int, version: int) -> PushAssembly:
+        """Return the assembly of a push; one for an earlier version of the trainer is discarded."""
+        known = self._assemblies.get(trainer_index)
+        if known is None or known[0] != version:
+            known = self._assemblies[trainer_index] = version, PushAssembly(self.shard_updater.leaves, self._wire.codec)
+        return known[1]
 
     def _current(self) -> list[Tensor]:
         if self._snapshot is None:
-            self._snapshot = self.portion.clone()
+            self._snapshot = self.shard_updater.clone()
         return self._snapshot
 
     def _find(self, version: int) -> list[Tensor]:
-        if version not in self._kept:
+        if version not in self._retained:
             raise TrainingError(f"server {self.server_index} holds version {self.version}, and {version} no more")
-        return self._kept[version]
+        return self._retained[version]
 
-    # What the first server calls.
+    # Handlers that server 0 calls.
 
-    def apply(self, order: ApplyRequest) -> Future:
-        """Answered with None when the order's version is made, or with the norm of the gradients before that."""
+    def apply(self, request: ApplyRequest) -> torch.futures.Future[float | None]:
+        """Reply with None once the version is made; with clipping, with the norm of the gradients before that."""
         with self._lock:
-            if order.version != self.version + 1:
+            if request.version != self.version + 1:
                 raise TrainingError(
-                    f"server {self.server_index} holds version {self.version} and cannot make {order.version}"
+                    f"server {self.server_index} holds version {self.version} and cannot make {request.version}"
                 )
-            future: Future = torch.futures.Future()
-            self._order, self._answer = order, future
-            self._go_on()
+            future: torch.futures.Future[float | None] = torch.futures.Future()
+            self._request, self._reply = request, future
+            self._process()
             return future
 
-    def commit(self, factor: float, groups: list[dict[str, Any]]) -> None:
-        """Make the version whose gradients' norm was answered, with the gradients multiplied by ``factor``."""
+    def apply_clipped(self, factor: float, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Make the version whose norm was the reply of ``apply``, with the gradients multiplied by ``factor``."""
         with self._lock:
-            self.portion.scale(factor)
+            self.shard_updater.scale(factor)
             self._step(groups)
 
-    def gather(self, weights: bool) -> tuple[list[Tensor] | None, States]:
-        """What belongs to a checkpoint, of the current version. Nobody orders the next one meanwhile."""
+    def collect_state(self, weights: bool) -> tuple[list[Tensor] | None, States]:
+        """Return what a checkpoint stores of this shard. Server 0 requests no update meanwhile."""
         with self._lock:
-            return self._current() if weights else None, self.portion.owned_states
+            return self._current() if weights else None, self.shard_updater.owned_states
 
     def finish(self, outcome: Decision | RemoteError) -> None:
-        """The run is over."""
+        """The run has ended."""
         self.outcome = outcome
         self.finished.set()
 
-    def _go_on(self) -> None:
-        """Carry out the order, once all that it names is here."""
-        order, future = self._order, self._answer
-        if order is None or future is None or any(not self._is_here(*push) for push in order.pushes):
+    def _process(self) -> None:
+        """Apply the requested update once all pushes that it names have arrived."""
+        request, future = self._request, self._reply
+        if request is None or future is None:
             return
-        self._order = self._answer = None
+        if any(not in_place and self._pushes.get(i, (None,))[0] != v for i, v, in_place in request.pushes):
+            return
+        self._request = self._reply = None
         try:
-            answer: Any = self._carry_out(order)
-        except Exception as error:  # noqa: BLE001 - it travels to the first server, who ends the run with it
-            answer = RemoteError.of(error, f"server {self.server_index}")
-        future.set_result(answer)
+            reply: Any = self._apply(request)
+        except Exception as error:  # noqa: BLE001 - returned to server 0, which ends the run with it
+            reply = RemoteError.of(error, f"server {self.server_index}")
+        future.set_result(reply)
 
-    def _is_here(self, trainer_index: int, version: int, shared: bool) -> bool:
-        return shared or self._pushes.get(trainer_index, (None,))[0] == version
-
-    def _carry_out(self, order: ApplyRequest) -> float | None:
-        kept = {self.version: self._current()} if self.version in order.needed else {}
-        self._kept = {v: flats for v, flats in self._kept.items() if v in order.needed} | kept
-        gradients = [self._gradients(trainer, shared) for trainer, _, shared in order.pushes]
-        self.portion.hand_out(self.portion.average(gradients, order.factors), order.used)
-        if order.groups is None:
-            return self.portion.norm()
-        self._step(order.groups)
+    def _apply(self, request: ApplyRequest) -> float | None:
+        in_use = request.retained_versions
+        current = {self.version: self._current()} if self.version in in_use else {}
+        self._retained = {v: flats for v, flats in self._retained.items() if v in in_use} | current
+        gradients = [self._gradients(trainer_index, in_place) for trainer_index, _, in_place in request.pushes]
+        self.shard_updater.assign_gradients(self.shard_updater.average(gradients, request.factors), request.used)
+        if request.groups is None:
+            return self.shard_updater.norm()
+        self._step(request.groups)
         return None
 
-    def _gradients(self, trainer_index: int, shared: bool) -> list[Tensor]:
-        if not shared:
+    def _gradients(self, trainer_index: int, in_place: bool) -> list[Tensor]:
+        if not in_place:
             return self._pushes.pop(trainer_index)[1]
-        if trainer_index not in self._shared:
-            self._shared[trainer_index] = self.portion.shard.ranges_of(self._attach(gradients_key(trainer_index)))
-        return self._shared[trainer_index]
+        if trainer_index not in self._shared_gradients:
+            flats = self._attach(gradients_key(trainer_index))
+            self._shared_gradients[trainer_index] = self.shard_updater.shard.slice_flats(flats)
+        return self._shared_gradients[trainer_index]
 
-    def _step(self, groups: list[dict[str, Any]]) -> None:
-        self.portion.step(groups)
+    def _step(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        self.shard_updater.step(groups)
         self.version += 1
         self._snapshot = None
-
-
-# A signal to this process is passed on so soon, however seldom its heart beats.
-_LOOK_S = 0.2
-
-
-def serve_shard(process: ProcessContext, task: Task, meeting: Rendezvous) -> Decision:
-    """Own a shard until the first server says that the run is over; what ended it.
-
-    Raises:
-        ParamserverError: the run failed, here or elsewhere.
-    """
-    config, index = process.config, process.role.server_index
-    assert index is not None
-    with ExitStack() as stack:
-        name = stack.enter_context(rpc_shard_server(meeting, index))
-        remote = stack.enter_context(_first_server(config, index))
-        try:
-            enrollment: ShardAssignment = remote.call(
-                "conductor.enroll", Member(index, name, index, meeting.place, kind="server")
-            )
-            remote.start_heartbeat()
-            server = ShardServer(task, config, index, enrollment)
-            rpc_calls.register_server(server)
-            stack.callback(rpc_calls.register_server, None)
-            remote.call("conductor.ready", index, server.shares_memory)
-            return _await_end(server, remote, process)
-        except Exception as error:
-            _give_up(remote, index, error)
-            raise
-
-
-@contextmanager
-def _first_server(config: Config, server_index: int) -> Iterator[ServerClient]:
-    remote = ServerClient(config, server_index, "conductor.beat")
-    try:
-        yield remote
-    finally:
-        remote.close()
-        release_liveness_calls()
-
-
-def _await_end(server: ShardServer, remote: ServerClient, process: ProcessContext) -> Decision:
-    told = False
-    while not server.finished.wait(min(process.config.server.heartbeat_s, _LOOK_S)):
-        remote.check()
-        if process.stop.event.is_set() and not told:
-            told = True
-            remote.call("conductor.ask_to_stop", process.stop.state()[1])
-    outcome: Any = server.outcome
-    if isinstance(outcome, RemoteError):
-        raise outcome.error()
-    assert isinstance(outcome, Decision)
-    return outcome
-
-
-def _give_up(remote: ServerClient, server_index: int, error: Exception) -> None:
-    """Tell the first server why this one ends, unless that is how it knows."""
-    if isinstance(error, (PeerLost, PeerRefused)):
-        return
-    remote.call("conductor.give_up", server_index, RemoteError.told_by(f"server {server_index}", error))

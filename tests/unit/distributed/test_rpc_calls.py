@@ -1,6 +1,8 @@
 """Errors on their way across RPC, what names a host, and where a type of the wire means something."""
 
 import pickle
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from launching import launch
 
 from paramserver import errors
 from paramserver.config import config_from_mapping
+from paramserver.distributed import rpc_calls
 from paramserver.distributed.rpc_calls import (
     RemoteError,
     completed_future,
@@ -16,6 +19,10 @@ from paramserver.distributed.rpc_calls import (
     returns_errors_async,
     tensor_bytes,
 )
+from paramserver.server import client
+from paramserver.server.coordinator import ShardCoordinator
+from paramserver.server.parameter_server import ParameterServer
+from paramserver.server.shard_server import ShardServer
 
 CLASSES = [c for c in vars(errors).values() if isinstance(c, type)]
 
@@ -103,6 +110,58 @@ def test_bytes_are_those_of_the_values():
 def test_a_host_is_named_the_same_twice_and_by_its_network():
     assert host_identity() == host_identity()
     assert "net:[" in host_identity()
+
+
+# Handlers are found by reference.
+
+
+class Server:
+    def add(self, a, b=1):
+        return a + b
+
+    def later(self):
+        return completed_future("late")
+
+
+class Derived(Server):
+    def add(self, a, b=1):
+        return -super().add(a, b)
+
+
+@pytest.fixture
+def local_calls(monkeypatch):
+    """Calls that stay in this process, as they are on the wire: names and arguments."""
+
+    def rpc_async(to, function, args, kwargs, timeout):
+        arrived = pickle.loads(pickle.dumps((args, kwargs)))
+        result = function(*arrived[0], **arrived[1])
+        return result if isinstance(result, torch.futures.Future) else completed_future(result)
+
+    monkeypatch.setattr(rpc_calls.rpc, "rpc_async", rpc_async)
+    yield
+    rpc_calls.unregister_servers()
+
+
+def test_a_call_reaches_the_method_of_the_object_that_is_registered(local_calls):
+    rpc_calls.register_server(Server())
+    assert rpc_calls.send("server0", 1.0, Server.add, 2, b=3).value() == 5
+    assert rpc_calls.send_deferred("server0", Server.later).value() == "late"
+    rpc_calls.register_server(Derived())
+    assert rpc_calls.send("server0", 1.0, Server.add, 2).value() == -3
+
+
+def test_a_call_without_a_registered_object_is_an_error(local_calls):
+    for refused in (rpc_calls.send("server0", 1.0, Server.add, 2), rpc_calls.send_deferred("server0", Server.later)):
+        assert refused.value() == RemoteError("TrainingError", "this process has no Server (not yet, or not any more)")
+
+
+def test_a_client_has_one_method_for_each_handler():
+    """Each handler is named in the client, by reference, and nothing that is no handler is."""
+    source = Path(client.__file__).read_text()
+    for owner in (ParameterServer, ShardCoordinator, ShardServer):
+        named = set(re.findall(rf"\b{owner.__name__}\.(\w+)", source))
+        assert named
+        assert named <= {name for name in vars(owner) if not name.startswith("_")}
 
 
 # The type of the wire, where nothing goes over it.

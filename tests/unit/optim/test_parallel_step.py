@@ -51,7 +51,7 @@ def test_every_optimizer_makes_the_same_step(crew, kind):
     alone, together = optimizer_of(kind, one), optimizer_of(kind, many)
     schedules = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8) for optimizer in (alone, together)]
     parted = ParallelStep(together, crew)
-    assert parted.can_part(together)
+    assert parted.supports(together)
     generator = torch.Generator().manual_seed(2)
     for step in range(6):
         for number, (a, b) in enumerate(zip(one, many, strict=True)):
@@ -113,7 +113,7 @@ def test_a_step_that_somebody_put_in_place_is_the_one_that_is_made(crew, schedul
     optimizer.step = types.MethodType(counted, optimizer)
     if scheduled:
         torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
-    assert not ParallelStep.can_part(optimizer)
+    assert not ParallelStep.supports(optimizer)
     ParallelStep(optimizer, crew)()
     assert seen == [2]
 
@@ -123,8 +123,8 @@ def test_what_may_look_at_several_parameters_is_left_alone():
         pass
 
     own = parameters(torch.optim.SGD, 1)
-    assert not ParallelStep.can_part(Own(own, lr=0.1))
-    assert not ParallelStep.can_part(torch.optim.LBFGS(own))
+    assert not ParallelStep.supports(Own(own, lr=0.1))
+    assert not ParallelStep.supports(torch.optim.LBFGS(own))
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -146,7 +146,7 @@ def test_a_mean_has_the_same_bits(crew, seed):
         own = [nn.Parameter(tensor.clone()) for _, tensor in named]
         portion = ShardUpdater(layout, full_shard(layout), layout.allocate(), own, torch.optim.SGD(own, lr=0.1))
         if by is not None:
-            portion.work_with(by)
+            portion.use_threads(by)
         return portion.average(copy.deepcopy(pushes), factors)
 
     assert all(torch.equal(a, b) for a, b in zip(mean(None), mean(crew), strict=True))
@@ -159,7 +159,7 @@ def test_all_take_part(crew):
         here.wait()
         names.add(threading.current_thread().name)
 
-    crew.do([part] * crew.size)
+    crew.run([part] * crew.size)
     assert len(names) == crew.size
 
 
@@ -172,7 +172,7 @@ def test_the_others_are_done_when_one_has_failed(crew):
     for parts in ([fails, done.set], [done.set, fails]):
         done.clear()
         with pytest.raises(ValueError, match="on purpose"):
-            crew.do(parts)
+            crew.run(parts)
         assert done.is_set()
 
 

@@ -46,7 +46,7 @@ def with_gradients(updater: Updater, *gradients) -> Updater:
 def step_rates(updater: Updater, steps: int = 4) -> list[float]:
     rates = []
     for _ in range(steps):
-        with_gradients(updater, [0.0, 0.0], [0.0]).update(1)
+        with_gradients(updater, [0.0, 0.0], [0.0]).apply(1)
         rates.append(updater.lr[0])
     return rates
 
@@ -57,31 +57,31 @@ def values(updater: Updater) -> list[list[float]]:
 
 def test_an_update_is_a_step_of_the_optimizer():
     updater = with_gradients(made(), [0.5, 0.5], [1.0])
-    updater.update(1)
+    updater.apply(1)
     assert values(updater) == [[0.5, 1.5], [-1.0]]
 
 
 def test_a_parameter_without_a_gradient_is_not_stepped():
     updater = made(lambda m: torch.optim.SGD(m.parameters(), lr=1.0, weight_decay=0.5))
-    with_gradients(updater, None, [1.0]).update(1)
+    with_gradients(updater, None, [1.0]).apply(1)
     assert values(updater) == [[1.0, 2.0], [-1.0]]
 
 
 def test_the_norm_over_all_parameters_is_clipped():
     updater = with_gradients(made(clip=1.0), [3.0, 0.0], [4.0])  # norm 5
-    updater.update(1)
+    updater.apply(1)
     assert values(updater) == [[pytest.approx(0.4), 2.0], [pytest.approx(-0.8)]]
 
 
 def test_a_small_norm_is_left_alone():
     updater = with_gradients(made(clip=10.0), [0.3, 0.0], [0.4])
-    updater.update(1)
+    updater.apply(1)
     assert values(updater) == [[pytest.approx(0.7), 2.0], [pytest.approx(-0.4)]]
 
 
 def test_clipping_counts_what_has_a_gradient_only():
     updater = with_gradients(made(clip=1.0), None, [4.0])
-    updater.update(1)
+    updater.apply(1)
     assert values(updater) == [[1.0, 2.0], [pytest.approx(-1.0)]]
 
 
@@ -94,25 +94,25 @@ def test_a_plain_scheduler_is_stepped_per_update():
 
 def test_without_a_scheduler_the_rate_stays():
     updater = made()
-    updater.epoch_ended()
-    updater.validated(1, {"loss": 1.0})
+    updater.on_epoch_end()
+    updater.on_validation_end(1, {"loss": 1.0})
     assert step_rates(updater) == [1.0] * 4
 
 
 def test_a_schedule_of_epochs_is_stepped_at_their_end_only():
     updater = made(scheduler=lambda o: {"scheduler": lr_scheduler.ExponentialLR(o, 0.5), "every": "epoch"})
     assert step_rates(updater) == [1.0] * 4
-    updater.validated(1, {"loss": 1.0})
+    updater.on_validation_end(1, {"loss": 1.0})
     assert updater.lr == (1.0,)
-    updater.epoch_ended()
+    updater.on_epoch_end()
     assert updater.lr == (0.5,)
 
 
 def test_a_schedule_of_validations_without_a_metric():
     updater = made(scheduler=lambda o: {"scheduler": lr_scheduler.ExponentialLR(o, 0.5), "every": "validation"})
     assert step_rates(updater) == [1.0] * 4
-    updater.epoch_ended()
-    updater.validated(1, {})
+    updater.on_epoch_end()
+    updater.on_validation_end(1, {})
     assert updater.lr == (0.5,)
 
 
@@ -125,7 +125,7 @@ def test_a_plateau_follows_its_metric():
     updater = made(scheduler=plateau)
     rates = []
     for loss in (1.0, 0.5, 0.5, 0.4, 0.6):
-        updater.validated(1, {"accuracy": 0.0, "loss": loss})
+        updater.on_validation_end(1, {"accuracy": 0.0, "loss": loss})
         rates += updater.lr
     assert rates == [1.0, 1.0, 0.5, 0.5, 0.25]
 
@@ -138,17 +138,17 @@ def test_a_validation_that_is_not_due_leaves_the_schedule_alone(validate_every, 
     updater = made(scheduler=exponential, validate_every=validate_every)
     found = []
     for step in range(1, 5):
-        with_gradients(updater, [0.0, 0.0], [0.0]).update(1)
-        updater.validated(step, {})
+        with_gradients(updater, [0.0, 0.0], [0.0]).apply(1)
+        updater.on_validation_end(step, {})
         found += updater.lr
     assert found == rates
 
 
 def test_a_metric_that_validation_lacks_is_named():
     with pytest.raises(TaskError, match=r"metric \(loss\), which validation_step does not return; it returns accuracy"):
-        made(scheduler=plateau).validated(1, {"accuracy": 0.1})
+        made(scheduler=plateau).on_validation_end(1, {"accuracy": 0.1})
     with pytest.raises(TaskError, match="it returns nothing"):
-        made(scheduler=plateau).validated(1, {})
+        made(scheduler=plateau).on_validation_end(1, {})
 
 
 def test_each_group_has_its_rate():
@@ -177,7 +177,7 @@ def test_an_optimizer_whose_closure_is_optional_is_welcome():
             return super().step(closure)
 
     updater = with_gradients(made(lambda m: Own(m.parameters(), lr=1.0)), [1.0, 1.0], [1.0])
-    updater.update(1)
+    updater.apply(1)
     assert values(updater) == [[0.0, 1.0], [-1.0]]
 
 
@@ -214,8 +214,8 @@ def test_the_state_goes_on_where_it_was(scheduler):
 
     def train(updater: Updater, steps: range) -> Updater:
         for step in steps:
-            with_gradients(updater, [0.1 * step, 1.0], [float(step)]).update(1)
-            updater.validated(step, {"loss": float(step % 3)})
+            with_gradients(updater, [0.1 * step, 1.0], [float(step)]).apply(1)
+            updater.on_validation_end(step, {"loss": float(step % 3)})
         return updater
 
     whole = train(made(adam, scheduler), range(10))
@@ -237,5 +237,5 @@ def test_a_state_without_a_schedule_is_taken_by_a_task_that_has_one_now():
 def test_gradients_that_are_clipped_and_not_finite_are_not_applied(value):
     updater = with_gradients(made(clip=1.0), [0.5, 0.5], [value])
     with pytest.raises(NotFinite, match=r"^step 7: the norm of all gradients is (nan|inf) and must be finite"):
-        updater.update(7)
+        updater.apply(7)
     assert values(updater) == values(made())

@@ -175,14 +175,14 @@ def test_a_snapshot_stays_what_it_was():
     versions = ParameterStore(Given("SGD"), config())
     flats, _ = versions.snapshot()
     held = [flat.clone() for flat in flats]
-    versions.keep(0)
+    versions.retain(0)
     versions.apply(1, Update((0,), (0,), 0), [push(versions, 0, gradients(versions.model, 1))])
     assert all(torch.equal(a, b) for a, b in zip(flats, held, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(versions.kept(0)[0], held, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(versions.retained(0)[0], held, strict=True))
     assert not torch.equal(versions.snapshot()[0][0], held[0])
-    versions.forget(0)
+    versions.drop(0)
     with pytest.raises(KeyError):
-        versions.kept(0)
+        versions.retained(0)
 
 
 def test_no_push_is_held_on_to():

@@ -26,14 +26,14 @@ class Sent:
     def __init__(self, model, flat_bytes=SMALL):
         self.parameters = trainable_parameters(model)
         self.layout = FlatLayout.of(self.parameters.items(), flat_bytes)
-        self.way = RpcTrainerTransport(
+        self.transport = RpcTrainerTransport(
             self.layout, [full_shard(self.layout)], CastCodec(torch.float32), list(self.parameters.values())
         )
         self.messages, self.during, self.in_backward = {}, [], False
-        self.departures = GradientBuckets(self.way, list(self.parameters.values()), self.send)
+        self.buckets = GradientBuckets(self.transport, list(self.parameters.values()), self.send)
 
     def send(self, early):
-        self.messages[early] = self.way.bucket_tensor(early).clone()
+        self.messages[early] = self.transport.bucket_tensor(early).clone()
         if self.in_backward:
             self.during.append(early)
 
@@ -45,8 +45,8 @@ class Sent:
     def arrived(self):
         """By name: the last of each message, and what goes with the context."""
         pulled = [torch.zeros(n, requires_grad=True) for n in self.layout.sizes]
-        self.way.backward_root(pulled).backward()
-        assert [flat.grad is None for flat in pulled] == [False] + [True] * len(self.way.buckets)
+        self.transport.backward_root(pulled).backward()
+        assert [flat.grad is None for flat in pulled] == [False] + [True] * len(self.transport.buckets)
         flats = [pulled[0].grad, *(self.messages[GradientBucket(0, n)] for n in range(1, len(self.layout.sizes)))]
         return self.layout.views(flats)
 
@@ -69,7 +69,7 @@ def sent():
     torch.manual_seed(1)
     made = Sent(layers(5, 20, 20, 20, 3))
     yield made
-    made.departures.close()
+    made.buckets.close()
 
 
 def loss_of(made, seed=0):
@@ -82,19 +82,19 @@ def loss_of(made, seed=0):
 
 
 def test_messages_leave_while_backward_goes_on(sent):
-    assert len(sent.way.buckets) > 2
-    sent.departures.begin()
+    assert len(sent.transport.buckets) > 2
+    sent.buckets.start()
     sent.backward(loss_of(sent))
-    assert sorted(sent.during, key=lambda early: early.number) == list(sent.way.buckets)
-    assert sent.departures.finish() is None
-    assert len(sent.during) == len(sent.way.buckets)  # none twice
+    assert sorted(sent.during, key=lambda bucket: bucket.flat_index) == list(sent.transport.buckets)
+    assert sent.buckets.finish() is None
+    assert len(sent.during) == len(sent.transport.buckets)  # none twice
     sent.check()
 
 
 def test_nothing_leaves_before_it_is_awaited(sent):
     sent.backward(loss_of(sent))
     assert sent.messages == {}
-    assert sent.departures.finish() is None
+    assert sent.buckets.finish() is None
     sent.check()
     sent.parameters["0.weight"].grad.zero_()
     sent.backward(loss_of(sent))  # finish has ended what begin began
@@ -112,21 +112,21 @@ def test_nothing_leaves_before_it_is_awaited(sent):
     ids=["in place", "another", "none", "clipped"],
 )
 def test_what_was_changed_since_it_left_leaves_again(sent, change):
-    sent.departures.begin()
+    sent.buckets.start()
     sent.backward(loss_of(sent))
     change(sent.parameters["2.weight"])
     before = len(sent.during)
-    used = sent.departures.finish()
-    assert before == len(sent.during) == len(sent.way.buckets)
+    used = sent.buckets.finish()
+    assert before == len(sent.during) == len(sent.transport.buckets)
     assert (used is None) == all(p.grad is not None for p in sent.parameters.values())
     sent.check()
 
 
 def test_a_second_backward_of_the_same_step_counts(sent):
-    sent.departures.begin()
+    sent.buckets.start()
     sent.backward(loss_of(sent, 1))
     sent.backward(loss_of(sent, 2))
-    sent.departures.finish()
+    sent.buckets.finish()
     sent.check()
 
 
@@ -134,42 +134,42 @@ def test_a_hook_that_comes_later_may_change_gradients_unseen(sent):
     """Through ``grad.data``; the messages of other parameters leave early all the same."""
     parameter = sent.parameters["2.weight"]
     hook = parameter.register_post_accumulate_grad_hook(halved_unseen)
-    sent.departures.begin()
+    sent.buckets.start()
     sent.backward(loss_of(sent))
-    assert len(sent.during) == len(sent.way.buckets) - 1
-    sent.departures.finish()
+    assert len(sent.during) == len(sent.transport.buckets) - 1
+    sent.buckets.finish()
     sent.check()
     hook.remove()
-    sent.departures.begin()
+    sent.buckets.start()
     sent.during.clear()
     sent.backward(loss_of(sent))
-    assert len(sent.during) == len(sent.way.buckets)
+    assert len(sent.during) == len(sent.transport.buckets)
 
 
 def test_a_parameter_without_a_gradient_holds_up_only_its_own_message(sent):
-    sent.departures.begin()
+    sent.buckets.start()
     names = ["2.weight", "3.weight", "3.bias"]
     sent.backward(sum(sent.parameters[name].sum() for name in names))
-    assert 0 < len(sent.during) < len(sent.way.buckets)
-    assert sent.departures.finish() == tuple(name in names for name in sent.parameters)
+    assert 0 < len(sent.during) < len(sent.transport.buckets)
+    assert sent.buckets.finish() == tuple(name in names for name in sent.parameters)
     sent.check()
 
 
 def test_what_the_last_step_left_does_not_come_again(sent):
-    sent.departures.begin()
+    sent.buckets.start()
     sent.backward(loss_of(sent))
-    sent.departures.finish()
+    sent.buckets.finish()
     for parameter in sent.parameters.values():
         parameter.grad = None
-    sent.departures.begin()
+    sent.buckets.start()
     sent.backward(sent.parameters["2.weight"].sum())
-    sent.departures.finish()
+    sent.buckets.finish()
     sent.check()
 
 
 def test_closed_it_leaves_the_parameters_as_they_were(sent):
-    sent.departures.close()
-    sent.departures.begin()
+    sent.buckets.close()
+    sent.buckets.start()
     sent.backward(loss_of(sent))
     assert sent.during == []
 
@@ -190,15 +190,15 @@ def test_any_steps_of_any_model(seed):
         batches = 1 + draw(3)
         for batch in range(batches):
             if batch == batches - 1 and draw(4):
-                made.departures.begin()
+                made.buckets.start()
             part = [p.sin().sum() for p in made.parameters.values() if draw(5)] if draw(3) == 0 else []
             made.backward(sum(part[1:], part[0]) if part else loss_of(made, step))
         for parameter in made.parameters.values():
             if draw(8) == 0 and parameter.grad is not None:
                 parameter.grad.add_(1.0)
-        made.departures.finish()
+        made.buckets.finish()
         made.check()
-    made.departures.close()
+    made.buckets.close()
 
 
 def test_a_hook_is_seen_wherever_it_is_written():
@@ -212,16 +212,16 @@ def test_a_hook_is_seen_wherever_it_is_written():
 
 
 def test_bytes_that_go_again_are_counted_again():
-    trainer, none = object.__new__(RpcTrainer), lambda *_: torch.futures.Future()
-    trainer.wire_bytes, trainer._leaving = 0, {}
-    trainer._round = SimpleNamespace(decision=SimpleNamespace(step=3))
-    trainer.remote = SimpleNamespace(begin_early=none, end_early=none)
-    trainer.way = SimpleNamespace(departing=lambda _: torch.zeros(10))
+    trainer, sent = object.__new__(RpcTrainer), SimpleNamespace(wait=lambda: None)
+    trainer.wire_bytes, trainer._sent_buckets = 0, {}
+    trainer._grant = SimpleNamespace(decision=SimpleNamespace(step=3))
+    trainer.server = SimpleNamespace(send_bucket=lambda *_: sent)
+    trainer.transport = SimpleNamespace(bucket_tensor=lambda _: torch.zeros(10))
     for early, counted in (
         (GradientBucket(0, 1), 0),
         (GradientBucket(0, 2), 0),
         (GradientBucket(0, 1), 40),
         (GradientBucket(0, 1), 80),
     ):
-        trainer._send_early(early)
+        trainer._send_bucket(early)
         assert trainer.wire_bytes == counted

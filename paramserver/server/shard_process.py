@@ -1,0 +1,59 @@
+"""The process of a shard server: connect, join, serve until server 0 ends the run."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, closing
+
+from paramserver.consistency import Decision
+from paramserver.context import ProcessContext
+from paramserver.distributed.membership import Member, release_liveness_calls
+from paramserver.distributed.rendezvous import Rendezvous
+from paramserver.distributed.rpc_calls import RemoteError, register_server, unregister_servers
+from paramserver.distributed.session import rpc_shard_server
+from paramserver.errors import PeerLost, PeerRefused
+from paramserver.server.client import CoordinatorClient
+from paramserver.server.shard_server import ShardServer
+from paramserver.task import Task
+
+# A signal to this process is passed on after at most this time, even if heartbeats are rarer.
+_POLL_S = 0.2
+
+
+def serve_shard(process: ProcessContext, task: Task, rendezvous: Rendezvous) -> Decision:
+    """Serve a shard until server 0 ends the run, and return the decision that ended it.
+
+    Raises:
+        ParamserverError: the run failed, here or in another process.
+    """
+    config, index = process.config, process.role.server_index
+    assert index is not None
+    with ExitStack() as stack:
+        name = stack.enter_context(rpc_shard_server(rendezvous, index))
+        # Released last: it tells server 0 that this process ends on purpose.
+        stack.callback(release_liveness_calls)
+        client = stack.enter_context(closing(CoordinatorClient(config, index)))
+        try:
+            assignment = client.join(Member(index, name, index, rendezvous.host_and_pid, kind="server"))
+            client.start_heartbeat()
+            server = ShardServer(task, config, index, assignment)
+            register_server(server)
+            stack.callback(unregister_servers)
+            client.report_ready(server.shares_memory)
+            return _wait_for_end(server, client, process)
+        except Exception as error:
+            if not isinstance(error, (PeerLost, PeerRefused)):  # these come from server 0
+                client.report_failure(RemoteError.reported_by(f"server {index}", error))
+            raise
+
+
+def _wait_for_end(server: ShardServer, client: CoordinatorClient, process: ProcessContext) -> Decision:
+    signal_reported = False
+    while not server.finished.wait(min(process.config.server.heartbeat_s, _POLL_S)):
+        client.check()
+        if process.stop.event.is_set() and not signal_reported:
+            signal_reported = True
+            client.request_stop(process.stop.state()[1])
+    if isinstance(server.outcome, RemoteError):
+        raise server.outcome.error()
+    assert server.outcome is not None
+    return server.outcome
