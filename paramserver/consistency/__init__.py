@@ -1,4 +1,4 @@
-"""Consistency models: when a gradient is applied and which trainers wait. Pure: no process, thread or clock."""
+"""Consistency models: which trainer continues and which gradients make an update. Pure rules, no process, no clock."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Updates on arrival: asynchronous, and stale-synchronous with a bound on how far trainers part."""
+"""Every gradient is an update: asynchronous, and stale-synchronous with a bound between the clocks of trainers."""
 
 from __future__ import annotations
 
@@ -6,21 +6,38 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from paramserver.consistency.base import RunTerms, Update, sequence_of
+from paramserver.config import ServerConfig
+from paramserver.consistency.base import RunTerms, Update
 from paramserver.consistency.free_running import FreeRunning
 
 
 class Async(FreeRunning):
-    """Every gradient is an update by itself, applied when it arrives, at whatever version the server has by then.
+    """Every gradient is an update, applied when it arrives to whatever version the server has then.
 
-    Dean et al., "Large scale distributed deep networks", NeurIPS 2012 (Downpour SGD); without locks between the reading
-    and the writing of parameters as in Recht et al., "Hogwild!", NeurIPS 2011, but of whole versions.
+    Dean et al., "Large scale distributed deep networks", NeurIPS 2012 (Downpour SGD). As in Recht et al., "Hogwild!",
+    NeurIPS 2011, reading and writing parameters takes no lock, but trainers read complete versions only.
+
+    Example::
+
+        >>> from paramserver.consistency import Announcement, Readiness
+        >>> from paramserver.limits import Limits
+        >>> rules = Async(RunTerms(num_trainers=2, limits=Limits()))
+        >>> for trainer_index in (0, 1):
+        ...     rules.announce(trainer_index, Announcement(Readiness.READY))
+        >>> sorted(rules.pop_decisions())
+        [0, 1]
+        >>> rules.push(trainer_index=1, version=0, samples=32), rules.push(trainer_index=0, version=0, samples=32)
+        (True, True)
+        >>> rules.next_update()
+        Update(trainers=(1,), staleness=(0,), buffers_from=1)
+        >>> rules.next_update()
+        Update(trainers=(0,), staleness=(1,), buffers_from=0)
     """
 
     def __init__(self, terms: RunTerms, step: int = 0, samples: int = 0) -> None:
         super().__init__(terms, step, samples)
         self.clocks = dict.fromkeys(range(terms.num_trainers), 0)
-        self._arrived: deque[tuple[int, int, int]] = deque()
+        self._arrived: deque[tuple[int, int, int]] = deque()  # trainer index, version, samples
 
     def may_start(self, trainer_index: int) -> bool:
         return self.has_version_slot()
@@ -47,32 +64,50 @@ class Async(FreeRunning):
         return {"clocks": [self.clocks[i] for i in sorted(self.clocks)]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Trainers of another number begin at the same clock."""
-        self.clocks = sequence_of(state.get("clocks", ()), self.terms.num_trainers) or self.clocks
+        clocks = state.get("clocks", ())
+        if len(clocks) == self.terms.num_trainers:  # otherwise all trainers start with equal clocks
+            self.clocks = dict(enumerate(clocks))
 
 
 class Bounded(Async):
-    """Stale-synchronous parallelism: a trainer starts clock c only when the slowest has finished c - ``bound``.
+    """Stale-synchronous parallel: a trainer starts clock c only once the slowest has finished c - ``bound``.
 
     Otherwise like ``Async``. Ho et al., "More effective distributed ML via a stale synchronous parallel parameter
-    server", NeurIPS 2013. Their condition is on clocks; here it follows that a gradient is at most
-    (T - 1)(2 ``bound`` + 1) versions stale: while a trainer computes, each of the others starts no clock beyond
-    ``bound`` above and may have been ``bound`` behind.
-    A trainer whose data has ended holds nobody up.
+    server", NeurIPS 2013. Their condition is on clocks. It follows that a gradient of one of T trainers is at most
+    (T - 1)(2 ``bound`` + 1) versions stale: while a trainer computes, each of the others starts no clock more than
+    ``bound`` ahead of it, and may have been ``bound`` behind it. A trainer whose data has ended does not count.
 
     Args:
         terms, step, samples: see ``Consistency``.
         bound: clocks that a trainer may start ahead of the slowest, at least 0.
+
+    Example::
+
+        >>> from paramserver.consistency import Announcement, Readiness
+        >>> from paramserver.limits import Limits
+        >>> rules = Bounded(RunTerms(num_trainers=2, limits=Limits()), bound=0)
+        >>> rules.announce(0, Announcement(Readiness.READY))
+        >>> rules.pop_decisions()[0].verdict
+        <Verdict.GO: 'go'>
+        >>> rules.push(trainer_index=0, version=0, samples=32), rules.next_update().trainers
+        (True, (0,))
+        >>> rules.announce(0, Announcement(Readiness.READY))
+        >>> rules.pop_decisions()  # trainer 1 has not finished clock 0
+        {}
     """
 
     def __init__(self, terms: RunTerms, bound: int, step: int = 0, samples: int = 0) -> None:
         super().__init__(terms, step, samples)
         self.bound = bound
 
+    @classmethod
+    def from_config(cls, config: ServerConfig, terms: RunTerms, step: int, samples: int) -> Bounded:
+        return cls(terms, config.staleness_bound, step, samples)
+
     def may_start(self, trainer_index: int) -> bool:
         return super().may_start(trainer_index) and self.clocks[trainer_index] - self.slowest_clock <= self.bound
 
     @property
     def slowest_clock(self) -> int:
-        """The clock of the slowest trainer that has not said that its data ended; of all, where all have."""
+        """The smallest clock of a trainer whose data has not ended; of all trainers if all data has ended."""
         return min((c for i, c in self.clocks.items() if i not in self._drained), default=min(self.clocks.values()))

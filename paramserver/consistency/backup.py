@@ -1,34 +1,52 @@
-"""Synchronous consistency that does not wait for the slowest."""
+"""Synchronous consistency that does not wait for the slowest trainers."""
 
 from __future__ import annotations
 
+from paramserver.config import ServerConfig
 from paramserver.consistency.base import Readiness, RunTerms, Update
 from paramserver.consistency.free_running import FreeRunning
 
 
 class BackupSync(FreeRunning):
-    """An update is the mean of the first T - B gradients of a version; those that come later are dropped and counted.
+    """An update is the mean of the first T - B gradients of a version; later ones are dropped and counted.
 
     Chen et al., "Revisiting distributed synchronous SGD", ICLR workshop 2016 (arXiv:1604.00981), section 3. A trainer
-    that was too late goes on with the newest version. Where the data of some trainers has ended, T counts the others.
-    Once the run is to end, those that wait for samples count as ended too: a begun update holds up no stop.
+    whose gradient was dropped continues with the newest version. T counts the trainers whose data has not ended; once
+    the run is to end, it does not count those that wait for samples either, so that a partial update delays no stop.
 
     Args:
         terms, step, samples: see ``Consistency``.
         backups: B, at most T - 1.
+
+    Example::
+
+        >>> from paramserver.consistency import Announcement
+        >>> from paramserver.limits import Limits
+        >>> rules = BackupSync(RunTerms(num_trainers=2, limits=Limits()), backups=1)
+        >>> for trainer_index in (0, 1):
+        ...     rules.announce(trainer_index, Announcement(Readiness.READY))
+        >>> sorted(rules.pop_decisions())
+        [0, 1]
+        >>> rules.push(trainer_index=1, version=0, samples=32), rules.next_update().trainers
+        (True, (1,))
+        >>> rules.push(trainer_index=0, version=0, samples=32), rules.dropped
+        (False, {0: 1, 1: 0})
     """
 
     def __init__(self, terms: RunTerms, backups: int, step: int = 0, samples: int = 0) -> None:
         super().__init__(terms, step, samples)
         self.backups = backups
-        self._held: dict[int, int] = {}
+        self._held: dict[int, int] = {}  # trainer index: samples of its gradient of this version
+
+    @classmethod
+    def from_config(cls, config: ServerConfig, terms: RunTerms, step: int, samples: int) -> BackupSync:
+        return cls(terms, config.backup_trainers, step, samples)
 
     def may_start(self, trainer_index: int) -> bool:
-        """Whether it has not given its gradient of this version."""
-        return trainer_index not in self._held
+        return trainer_index not in self._held  # one gradient of each trainer in a version
 
     def may_still_apply(self, coming: int) -> bool:
-        """Always: all who are let go with a version make the next one together, and late ones are dropped."""
+        """Return True: all permits for one version contribute to one update, and late gradients are dropped."""
         return True
 
     @property
@@ -44,19 +62,16 @@ class BackupSync(FreeRunning):
         return True
 
     def next_update(self) -> Update | None:
-        if not self._held or len(self._held) < self.terms.num_trainers - len(self._absent) - self.backups:
+        # No gradient of this version can come from trainers without data, nor, before the end, from those that wait.
+        waiting = {i for i, a in self._announced.items() if a.readiness is Readiness.WAITING}
+        absent = (self._drained | (waiting if self._end is not None else set())) - self._held.keys()
+        if not self._held or len(self._held) < self.terms.num_trainers - len(absent) - self.backups:
             return None
         trainers = tuple(sorted(self._held))
         self.samples += sum(self._held.values())
         self._held = {}
         self._advance()
         return Update(trainers, (0,) * len(trainers), trainers[0])
-
-    @property
-    def _absent(self) -> set[int]:
-        """Those from whom no gradient of this version can come."""
-        waiting = {i for i, a in self._announced.items() if a.readiness is Readiness.WAITING}
-        return (self._drained | (waiting if self._end is not None else set())) - self._held.keys()
 
     def wants_buffers_from(self, trainer_index: int) -> bool:
         return True

@@ -1,21 +1,32 @@
-"""What every consistency answers: who may go on, and which gradients make the next update. Pure counts, no clock.
+"""The consistency interface: which trainer continues, and which gradients make the next version. No clock, no process.
 
-What trainers announce before a step, and what they are told.
+To add a consistency model:
+
+1. Write a module with a subclass of ``Consistency``. It implements ``announce`` (optional), ``pop_decisions``,
+   ``rejection_reason``, ``push``, ``next_update`` and ``wants_buffers_from``, and sets ``lockstep``; with keys of its
+   own it implements ``from_config``, and with a state ``state_dict`` and ``load_state_dict``. If trainers wait for each
+   other at checkpoints only, subclass ``FreeRunning`` instead: it leaves ``may_start``, ``push``, ``next_update`` and
+   ``wants_buffers_from``.
+2. Add the class to ``CLASSES`` in consistency/factory.py.
+3. Add its name to ``CONSISTENCIES`` in config/schema.py.
+
+tests/helpers/consistency_model.py runs random trainers against a model and checks what must hold.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import Any
 
+from paramserver.config import ServerConfig
 from paramserver.limits import Limits
 
 
 class Readiness(IntEnum):
-    """What a trainer says before a step: it has its next batches, it waits for samples, or no more will come."""
+    """What a trainer announces before a step: it has its next batches, it waits for samples, or its data has ended."""
 
     READY = 1
     WAITING = 2
@@ -23,7 +34,7 @@ class Readiness(IntEnum):
 
 
 class Stop(IntEnum):
-    """Why a trainer asks all to stop; the larger one wins."""
+    """Why a trainer requests the end of the run; the larger reason wins."""
 
     NO = 0
     LIMIT = 1
@@ -33,9 +44,9 @@ class Stop(IntEnum):
 class Verdict(Enum):
     """What a trainer does next.
 
-    ``GO`` takes a step; ``WAIT`` announces itself again; ``END`` is the same for all. The other two come where trainers
-    run freely: ``STAND`` says that all stand at the same step, where what is due there is done together; ``VALIDATE``
-    that this trainer validates its share of a version that is kept for it, while others go on.
+    ``GO``: take a step. ``WAIT``: announce again. ``END``: the run ends, for all trainers. The other two exist without
+    lockstep. ``BARRIER``: all trainers are at the same step, where they validate or save together. ``VALIDATE``: this
+    trainer validates its share of a retained version, while the others continue.
     """
 
     GO = "go"
@@ -47,7 +58,7 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class Announcement:
-    """One trainer's word before a step; ``batches`` it has ready for it."""
+    """What a trainer sends before each step; it has ``batches`` batches ready for it."""
 
     readiness: Readiness
     batches: int = 1
@@ -57,11 +68,16 @@ class Announcement:
 
 @dataclass(frozen=True)
 class Decision:
-    """The answer to an announcement.
+    """The reply to an announcement.
 
-    ``active`` are the trainers that take part in the step, each with ``batches`` batches (fewer than
-    ``accumulate_batches`` only where somebody's data ends); ``step`` and ``samples`` are what was applied before it
-    (``VALIDATE``: the version to validate); ``interrupted`` tells a run that a signal ended from one that is complete.
+    Attributes:
+        verdict: what to do next.
+        active: indices of the trainers that take part in the step.
+        step: steps applied before it; with ``VALIDATE`` the version to validate.
+        samples: samples applied before it.
+        reason: why the run ends.
+        interrupted: a signal ends the run, which is therefore not complete.
+        batches: of each active trainer; fewer than ``training.accumulate_batches`` only at the end of the data.
     """
 
     verdict: Verdict
@@ -75,15 +91,15 @@ class Decision:
 
 @dataclass(frozen=True)
 class RunTerms:
-    """What a run agreed on before it began.
+    """What is fixed before a run starts.
 
-    Args:
-        trainers: how many there are.
+    Attributes:
+        num_trainers: number of trainers.
         limits: the first that is reached ends the run.
-        uneven_inputs: "stop" or "join", where one trainer's data ends before another's.
-        batch_size: samples of a batch at most; tells how many samples are on their way.
-        barrier_every: steps at whose multiples trainers that run freely all stand still (checkpoints); 0 is never.
-        validate_every: steps at whose multiples they validate a version that is kept for them; 0 is never.
+        uneven_inputs: "stop" or "join": what happens when the data of one trainer ends before that of another.
+        batch_size: samples of a batch, at most; bounds the samples that are in flight.
+        barrier_every: steps; at multiples of any of them all trainers wait for each other (checkpoints). 0 is never.
+        validate_every: steps; multiples of it are retained and validated without a barrier. 0 is never.
     """
 
     num_trainers: int
@@ -96,10 +112,12 @@ class RunTerms:
 
 @dataclass(frozen=True)
 class Update:
-    """The gradients that make the next version: their mean, in the order of ``trainers``.
+    """The gradients whose mean makes the next version, in the order of ``trainers``.
 
-    ``staleness[k]`` is the version that the k-th gradient is applied to minus the one that it was taken at;
-    ``buffers_from`` the trainer whose module buffers become the version's.
+    Attributes:
+        trainers: indices of the trainers.
+        staleness: of each gradient: the version that it is applied to minus the version that it was computed at.
+        buffers_from: the trainer whose module buffers become those of the version.
     """
 
     trainers: tuple[int, ...]
@@ -108,18 +126,19 @@ class Update:
 
 
 class Consistency(ABC):
-    """Takes announcements and pushes, and says what follows from them. Not thread-safe; it decides and does nothing.
+    """Decides which trainer continues and which gradients make an update; the caller carries the decisions out.
 
-    After each ``announce`` and ``push`` the caller asks ``due`` until it has no update left, makes each, and then hands
-    out ``answers``.
+    After each ``announce`` and each ``push``, call ``next_update`` until it returns None and apply each update, then
+    send what ``pop_decisions`` returns. Not thread-safe: one lock of the caller covers these calls.
 
     Args:
         terms: of the run.
-        step, samples: applied so far.
+        step: steps applied so far.
+        samples: samples applied so far.
     """
 
     lockstep: bool
-    """All trainers take every step together, so each knows by itself when all validate and save."""
+    """All trainers take every step together, so each of them knows without a message when to validate and save."""
 
     def __init__(self, terms: RunTerms, step: int = 0, samples: int = 0) -> None:
         self.terms = terms
@@ -128,38 +147,41 @@ class Consistency(ABC):
         self.dropped = dict.fromkeys(range(terms.num_trainers), 0)
         self._announced: dict[int, Announcement] = {}
 
+    @classmethod
+    def from_config(cls, config: ServerConfig, terms: RunTerms, step: int, samples: int) -> Consistency:
+        """Return an instance with the keys of the server section that concern it."""
+        return cls(terms, step, samples)
+
     def announce(self, trainer_index: int, announcement: Announcement) -> None:
-        """A trainer's word before a step. It waits until ``answers`` has a decision for it."""
+        """Record an announcement. The trainer waits until ``pop_decisions`` returns a decision for it."""
         self._announced[trainer_index] = announcement
 
     @abstractmethod
     def pop_decisions(self) -> dict[int, Decision]:
-        """The trainers that wait no longer, and what each does next. Each announcement is answered once."""
+        """Return what each trainer does next that need not wait any longer; one decision for each announcement."""
 
     @abstractmethod
     def rejection_reason(self, trainer_index: int, version: int) -> str | None:
-        """Why a push may not be counted, or None: the update after the last, a second push, one out of turn."""
+        """Return why a push must not be counted, or None.
+
+        Such a push is an error of the trainer: it is for another version, a second one, or outside of a step.
+        """
 
     @abstractmethod
     def push(self, trainer_index: int, version: int, samples: int) -> bool:
-        """Count a push that was not refused; False where it came too late and is dropped."""
+        """Count a push that is not rejected; return False if it arrived too late and is dropped."""
 
     @abstractmethod
     def next_update(self) -> Update | None:
-        """The next update that can be made; ``step`` and ``samples`` then count it."""
+        """Return the next update that is complete, and count it in ``step`` and ``samples``; None if there is none."""
 
     @abstractmethod
     def wants_buffers_from(self, trainer_index: int) -> bool:
-        """Whether the module buffers of a trainer's next push may become those of the version."""
+        """Return whether the module buffers of a trainer's next push may become those of the version."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a run that goes on needs beside the counts."""
+        """Return what a resumed run needs in addition to ``step`` and ``samples``, as JSON values."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back ``state_dict()``."""
-
-
-def sequence_of(numbers: Sequence[int], trainers: int) -> dict[int, int] | None:
-    """A number for each trainer; None where they are of another number of trainers."""
-    return dict(enumerate(numbers)) if len(numbers) == trainers else None
+        """Restore ``state_dict()``, also of another consistency or another number of trainers."""

@@ -1,4 +1,4 @@
-"""The consistency that a configuration asks for."""
+"""From the configuration to a consistency."""
 
 from __future__ import annotations
 
@@ -9,12 +9,28 @@ from paramserver.consistency.base import Consistency, RunTerms
 from paramserver.consistency.lockstep import Sync
 from paramserver.limits import Limits
 
+# The values of server.consistency.
+CLASSES: dict[str, type[Consistency]] = {"sync": Sync, "bounded": Bounded, "async": Async}
+
 
 def make_consistency(config: Config, trainers: int, step: int = 0, samples: int = 0) -> Consistency:
-    """The rules of a run.
+    """Return the consistency of a run.
 
-    Trainers that run freely stand still for checkpoints. They validate a version that is kept for them, without
-    standing still, unless the best version is to be saved: what is saved must be what was validated.
+    Without lockstep, all trainers wait for each other at checkpoints. They validate retained versions without waiting,
+    unless the best version is to be saved: what is saved must be what was validated.
+
+    Args:
+        config: of the run.
+        trainers: number of trainers.
+        step: steps applied so far.
+        samples: samples applied so far.
+
+    Example::
+
+        >>> from paramserver.config import ServerConfig
+        >>> rules = make_consistency(Config(server=ServerConfig(consistency="bounded", staleness_bound=3)), trainers=2)
+        >>> type(rules).__name__, rules.bound
+        ('Bounded', 3)
     """
     training, server = config.training, config.server
     every = training.validate_every if config.checkpoint.every is None else config.checkpoint.every
@@ -27,10 +43,6 @@ def make_consistency(config: Config, trainers: int, step: int = 0, samples: int 
         barrier_every=(every, training.validate_every) if together else (every,),
         validate_every=0 if together else training.validate_every,
     )
-    if server.consistency == "async":
-        return Async(terms, step, samples)
-    if server.consistency == "bounded":
-        return Bounded(terms, server.staleness_bound, step, samples)
-    if server.backup_trainers:
-        return BackupSync(terms, server.backup_trainers, step, samples)
-    return Sync(terms, step, samples)
+    # Backup trainers are a variant of sync; config/checks.py rejects them with other consistencies.
+    chosen = BackupSync if server.consistency == "sync" and server.backup_trainers else CLASSES[server.consistency]
+    return chosen.from_config(server, terms, step, samples)

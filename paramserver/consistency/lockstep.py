@@ -1,7 +1,4 @@
-"""Synchronous consistency: the mean over all trainers, as in data-parallel SGD.
-
-What trainers do that take every step together, as ranks of a process group or under a server.
-"""
+"""Lockstep: all trainers take every step together, as ranks of a process group or with a server (``Sync``)."""
 
 from __future__ import annotations
 
@@ -14,9 +11,19 @@ from paramserver.limits import Limits
 def decide(
     announced: Mapping[int, Announcement], step: int, samples: int, limits: Limits, uneven_inputs: str
 ) -> Decision:
-    """What all trainers do next, from what each of them announced and from what was applied so far.
+    """Return what all trainers do next, from the announcements of all of them and what was applied so far.
 
-    It depends on its arguments alone, so that ranks which reduced the same values take the same decision.
+    The result depends on the arguments only, so ranks that have reduced the same values take the same decision.
+
+    Example::
+
+        >>> ready, drained = Announcement(Readiness.READY), Announcement(Readiness.DRAINED)
+        >>> decide({0: ready, 1: ready}, 0, 0, Limits(), "stop").verdict
+        <Verdict.GO: 'go'>
+        >>> decide({0: ready, 1: drained}, 5, 160, Limits(), "join").active
+        (0,)
+        >>> decide({0: ready, 1: ready}, 5, 160, Limits(max_steps=5), "stop").reason
+        'training.max_steps (5) reached'
     """
     active = tuple(i for i in sorted(announced) if announced[i].readiness is Readiness.READY)
     drained = tuple(i for i in sorted(announced) if announced[i].readiness is Readiness.DRAINED)
@@ -25,6 +32,7 @@ def decide(
         return Decision(Verdict.END, (), step, samples, reason, interrupted)
 
     stop = max((a.stop for a in announced.values()), default=Stop.NO)
+    # A limit comes before a signal: a run that has reached it is complete, whatever else would end it.
     if (limit := limits.reached(step, samples)) is not None:
         return end(limit)
     if stop is not Stop.NO:
@@ -40,15 +48,27 @@ def decide(
 
 
 def module_buffer_owner(active: tuple[int, ...], uneven_inputs: str) -> int:
-    """The trainer whose module buffers (BatchNorm) a step keeps: the first, as in DDP; in DDP's join the last."""
+    """Return the trainer whose module buffers (BatchNorm) a step keeps: as in DDP the first, in DDP's join the last."""
     return active[-1] if uneven_inputs == "join" else active[0]
 
 
 class Sync(Consistency):
-    """An update is the mean over all trainers that take part; nobody goes on before it is made.
+    """An update is the mean over all trainers that take part, and no trainer continues before it is applied.
 
-    Bulk-synchronous parallelism with a server: Valiant, "A bridging model for parallel computation", CACM 33(8), 1990;
-    the mean over trainers is what DistributedDataParallel computes (Li et al., "PyTorch Distributed", VLDB 2020).
+    Bulk-synchronous parallelism with a server: Valiant, "A bridging model for parallel computation", CACM 33(8), 1990.
+    DistributedDataParallel computes the same mean (Li et al., "PyTorch Distributed", VLDB 2020).
+
+    Example::
+
+        >>> sync = Sync(RunTerms(num_trainers=2, limits=Limits()))
+        >>> for trainer_index in (0, 1):
+        ...     sync.announce(trainer_index, Announcement(Readiness.READY))
+        >>> sync.pop_decisions()[0].active
+        (0, 1)
+        >>> sync.push(trainer_index=1, version=0, samples=32), sync.next_update()
+        (True, None)
+        >>> sync.push(trainer_index=0, version=0, samples=32), sync.next_update()
+        (True, Update(trainers=(0, 1), staleness=(0, 0), buffers_from=0))
     """
 
     lockstep = True
@@ -64,9 +84,9 @@ class Sync(Consistency):
         decision = decide(self._announced, self.step, self.samples, self.terms.limits, self.terms.uneven_inputs)
         if decision.verdict is Verdict.GO:
             self._active, self._pushed = decision.active, {}
-        answered = dict.fromkeys(sorted(self._announced), decision)
+        decisions = dict.fromkeys(sorted(self._announced), decision)
         self._announced.clear()
-        return answered
+        return decisions
 
     def rejection_reason(self, trainer_index: int, version: int) -> str | None:
         if trainer_index not in self._active:
@@ -84,15 +104,12 @@ class Sync(Consistency):
     def next_update(self) -> Update | None:
         if not self._active or len(self._pushed) < len(self._active):
             return None
-        update = Update(self._active, (0,) * len(self._active), self._buffer_source)
+        owner = module_buffer_owner(self._active, self.terms.uneven_inputs)
+        update = Update(self._active, (0,) * len(self._active), owner)
         self._active = ()
         self.step += 1
         self.samples += sum(self._pushed.values())
         return update
 
     def wants_buffers_from(self, trainer_index: int) -> bool:
-        return bool(self._active) and trainer_index == self._buffer_source
-
-    @property
-    def _buffer_source(self) -> int:
-        return module_buffer_owner(self._active, self.terms.uneven_inputs)
+        return bool(self._active) and trainer_index == module_buffer_owner(self._active, self.terms.uneven_inputs)

@@ -1,4 +1,4 @@
-"""Trainers that run freely, as small state machines, and everything that must hold whatever they do."""
+"""A model checker: trainers without lockstep as small state machines, and what must hold in every order of events."""
 
 import json
 from collections import Counter
@@ -27,21 +27,21 @@ BATCH_SIZE = 4
 
 @dataclass
 class Trainer:
-    """One trainer: at a ``boundary`` it announces, ``busy`` it pushes; ``asked`` and ``held`` it waits."""
+    """One trainer: at a ``boundary`` it announces, ``busy`` it pushes; ``announced`` and ``held`` it waits."""
 
     batches: list[int]  # samples of each that is left
     speed: float
     state: str = "boundary"
-    word: Announcement | None = None
+    announcement: Announcement | None = None
     version: int = 0
     clock: int = 0
     drained: bool = False
     validated: list[int] = field(default_factory=list)
-    validating: bool = False  # the last of them, until it announces itself
+    validating: bool = False  # the last of them, until it announces again
 
 
-class Fleet:
-    """A run of one kind under random circumstances; each event is checked against counts of its own."""
+class SimulatedRun:
+    """A run of one kind in a random order of events; each event is checked against counts kept here."""
 
     def __init__(self, random: Random, kind: str) -> None:
         self.random, self.kind = random, kind
@@ -58,14 +58,14 @@ class Fleet:
         self.barrier_every = random.choice(((), (0,), (random.randint(1, 9),), (random.randint(1, 9), 6)))
         self.validate_every = random.choice((0, 1, 3, random.randint(1, 12)))
         self.waits = random.choice((0.0, 0.2, 0.6))
-        self.patient = random.random() < 0.5  # does not announce itself while its push is held
-        self._draw_stop()
+        self.waits_for_version = random.random() < 0.5  # does not announce while its push is held
+        self._choose_stop()
         self.step = self.samples = self.start = 0
-        self.rules = self._rules()
-        self.stands: list[int] = []
+        self.rules = self._make_rules()
+        self.barriers: list[int] = []
         self.staleness: list[int] = []
         self.distance = -1
-        self.most_kept = 0
+        self.most_retained = 0
         self._begin()
 
     def _trainer(self, longest: int) -> Trainer:
@@ -73,18 +73,18 @@ class Fleet:
         sizes = [BATCH_SIZE] * full + [self.random.randint(1, BATCH_SIZE)] * (full > 0)
         return Trainer(sizes, speed=self.random.choice((0.05, 1.0, 1.0, 3.0)))
 
-    def _draw_stop(self) -> None:
-        """Some are asked to stop at some moment, with or without a source that goes silent then."""
-        everybody = range(len(self.trainers))
+    def _choose_stop(self) -> None:
+        """Some are requested to stop at some event, with or without a source that delivers no more samples then."""
+        indices = range(len(self.trainers))
         self.stop = self.random.choice((Stop.NO, Stop.NO, Stop.LIMIT, Stop.SIGNAL))
         self.stop_at = self.random.randint(0, 300)
-        self.stopped = set(self.random.sample(everybody, self.random.randint(1, len(everybody))))
+        self.stopped = set(self.random.sample(indices, self.random.randint(1, len(indices))))
         self.silent: set[int] = set()
         if self.stop is not Stop.NO and self.random.random() < 0.5:
-            self.stopped = set(everybody)
-            self.silent = {i for i in everybody if self.random.random() < 0.7}
+            self.stopped = set(indices)
+            self.silent = {i for i in indices if self.random.random() < 0.7}
 
-    def _rules(self):
+    def _make_rules(self):
         number, every = len(self.trainers), (self.barrier_every, self.validate_every)
         terms = RunTerms(number, self.limits, self.uneven, BATCH_SIZE, *every)
         if self.kind == "async":
@@ -99,25 +99,25 @@ class Fleet:
         self.arrived: list[tuple[int, int, int]] = []
         self.dropped: Counter[int] = Counter()
         self.dropped_of: Counter[int] = Counter()
-        self.asked = Stop.NO
+        self.stop_requested = Stop.NO
         self.end: Decision | None = None
 
     def resume(self) -> None:
-        """Go on where a signal ended it, from what a checkpoint keeps; nobody stops it again."""
+        """Continue where a signal ended the run, from what a checkpoint contains; no other signal follows."""
         assert self.end.interrupted
         state = json.loads(json.dumps(self.rules.state_dict()))
-        self.rules = self._rules()
+        self.rules = self._make_rules()
         self.rules.load_state_dict(state)
-        self.stop, self.silent, self.stands = Stop.NO, set(), []
+        self.stop, self.silent, self.barriers = Stop.NO, set(), []
         for trainer in self.trainers:
             trainer.state, trainer.drained, trainer.validated, trainer.validating = "boundary", False, [], False
         self._begin()
 
     # Events.
 
-    def run(self) -> "Fleet":
+    def run(self) -> "SimulatedRun":
         while self.end is None:
-            assert self.events < EVENTS, f"it never ends: {self.trainers}"
+            assert self.events < EVENTS, f"the run never ends: {self.trainers}"
             self._act()
         self._check_end()
         return self
@@ -133,13 +133,13 @@ class Fleet:
             self._push(index)
         while (update := self.rules.next_update()) is not None:
             self._apply(update)
-        answers = self.rules.pop_decisions()
-        self._check_together(answers)
-        for i, decision in answers.items():
-            self._answered(i, decision)
+        decisions = self.rules.pop_decisions()
+        self._check_together(decisions)
+        for i, decision in decisions.items():
+            self._receive(i, decision)
         assert self.rules.pop_decisions() == {}
-        self.most_kept = max(self.most_kept, self.kept)
-        assert self.kept <= MAX_RETAINED_VERSIONS or self.kind == "backup"
+        self.most_retained = max(self.most_retained, self.retained)
+        assert self.retained <= MAX_RETAINED_VERSIONS or self.kind == "backup"
         self._check_waiting()
 
     def _announce(self, index: int) -> None:
@@ -154,13 +154,16 @@ class Fleet:
         else:
             readiness = Readiness.READY
         batches = self.random.randint(1, max(1, min(2, len(trainer.batches))))
-        trainer.word = Announcement(readiness, batches, stop, f"{stop.name} asked")
-        trainer.state, self.asked = "asked", max(self.asked, stop)
-        self.rules.announce(index, trainer.word)
+        trainer.announcement = Announcement(readiness, batches, stop, f"{stop.name} requested")
+        trainer.state, self.stop_requested = "announced", max(self.stop_requested, stop)
+        self.rules.announce(index, trainer.announcement)
 
     def _push(self, index: int) -> None:
         trainer = self.trainers[index]
-        taken, trainer.batches = trainer.batches[: trainer.word.batches], trainer.batches[trainer.word.batches :]
+        taken, trainer.batches = (
+            trainer.batches[: trainer.announcement.batches],
+            trainer.batches[trainer.announcement.batches :],
+        )
         assert self.rules.rejection_reason(index, trainer.version) is None
         assert self.rules.rejection_reason(index, trainer.version + self.random.choice((-1, 1))) is not None
         late = self.kind == "backup" and trainer.version < self.step
@@ -175,14 +178,14 @@ class Fleet:
             self.dropped_of[trainer.version] += 1
         else:
             self.arrived.append((index, trainer.version, sum(taken)))
-            trainer.state = "held" if self.kind == "backup" and self.patient else "boundary"
+            trainer.state = "held" if self.kind == "backup" and self.waits_for_version else "boundary"
 
     def _apply(self, update: Update) -> None:
         assert self.end is None
         assert self.limit is None, "a step after the limit"
-        assert not self.stand_is_due, "a step where all should have stood"
+        assert not self.is_barrier_due, "a step where a barrier is due"
         if self.kind == "backup":
-            assert len(self.arrived) == self.needed  # neither earlier nor later: the first that came, and no more
+            assert len(self.arrived) == self.needed  # neither earlier nor later: the first that arrived, and no more
             taken, self.arrived = sorted(self.arrived), []
         else:
             taken = [self.arrived.pop(0)]
@@ -197,13 +200,13 @@ class Fleet:
             if self.trainers[index].state == "held":
                 self.trainers[index].state = "boundary"
 
-    def _answered(self, index: int, decision: Decision) -> None:
+    def _receive(self, index: int, decision: Decision) -> None:
         trainer = self.trainers[index]
-        assert trainer.state == "asked"
+        assert trainer.state == "announced"
         assert decision.samples == self.samples
         trainer.state = "boundary"
         if decision.verdict is Verdict.WAIT:
-            assert trainer.word.readiness is Readiness.WAITING
+            assert trainer.announcement.readiness is Readiness.WAITING
         elif decision.verdict is Verdict.VALIDATE:
             trainer.validated.append(decision.step)
             trainer.validating = True
@@ -218,32 +221,32 @@ class Fleet:
         return self.limits.reached(self.step, self.samples)
 
     @property
-    def stand_is_due(self) -> bool:
-        return self.step in self._multiples(*self.barrier_every) and self.step not in self.stands
+    def is_barrier_due(self) -> bool:
+        return self.step in self._multiples(*self.barrier_every) and self.step not in self.barriers
 
     def _multiples(self, *every: int) -> list[int]:
         return [n for n in range(self.start + 1, self.step + 1) if any(e and n % e == 0 for e in every)]
 
     @property
-    def kept(self) -> int:
-        """Versions that somebody has still to validate, or is validating."""
+    def retained(self) -> int:
+        """Versions that some trainer still has to validate, or is validating."""
         every = self._multiples(self.validate_every)
         return max(len(every) - len(t.validated) + t.validating for t in self.trainers)
 
     @property
     def ending(self) -> bool:
         drained = [t.drained for t in self.trainers]
-        return self.asked is not Stop.NO or all(drained) or (self.uneven == "stop" and any(drained))
+        return self.stop_requested is not Stop.NO or all(drained) or (self.uneven == "stop" and any(drained))
 
     @property
     def needed(self) -> int:
-        """Gradients that make an update: of all but the backups, of those who can still give one."""
-        giving = {index for index, _, _ in self.arrived}
-        absent = [i for i, t in enumerate(self.trainers) if i not in giving and self._gives_none(t)]
+        """Gradients that make an update: those of all trainers that can still push one, less the backups."""
+        pushed = {index for index, _, _ in self.arrived}
+        absent = [i for i, t in enumerate(self.trainers) if i not in pushed and self._pushes_none(t)]
         return max(1, len(self.trainers) - len(absent) - self.backups)
 
-    def _gives_none(self, trainer: Trainer) -> bool:
-        waits = self.ending and trainer.state == "asked" and trainer.word.readiness is Readiness.WAITING
+    def _pushes_none(self, trainer: Trainer) -> bool:
+        waits = self.ending and trainer.state == "announced" and trainer.announcement.readiness is Readiness.WAITING
         return trainer.drained or waits
 
     def distance_of(self, index: int) -> int:
@@ -251,41 +254,41 @@ class Fleet:
         return self.trainers[index].clock - min(clocks)
 
     def _check_start(self, index: int, decision: Decision) -> None:
-        word = self.trainers[index].word
-        assert word.readiness is Readiness.READY
-        assert decision == Decision(Verdict.GO, (index,), self.step, self.samples, batches=word.batches)
+        announcement = self.trainers[index].announcement
+        assert announcement.readiness is Readiness.READY
+        assert decision == Decision(Verdict.GO, (index,), self.step, self.samples, batches=announcement.batches)
         assert self.limit is None
-        assert not self.stand_is_due
-        assert not self.ending or self.arrived, "nobody starts when all shall end, but to complete an update"
+        assert not self.is_barrier_due
+        assert not self.ending or self.arrived, "no trainer starts once the run is to end, except to complete an update"
         if self.kind == "bounded":
             self.distance = max(self.distance, self.distance_of(index))
             assert self.distance <= self.bound
         if self.kind == "backup":
             assert index not in {i for i, _, _ in self.arrived}, "two gradients of one version"
 
-    def _check_together(self, answers: dict[int, Decision]) -> None:
-        """All stand or end at once, with one answer, and nothing is under way."""
-        verdicts = {d.verdict for d in answers.values()}
+    def _check_together(self, decisions: dict[int, Decision]) -> None:
+        """At a barrier and at the end all trainers get one decision, and no push is in flight."""
+        verdicts = {d.verdict for d in decisions.values()}
         if not verdicts & {Verdict.BARRIER, Verdict.END}:
             return
-        assert set(answers) == set(range(len(self.trainers)))
-        assert len(set(answers.values())) == 1
-        assert all(t.state == "asked" for t in self.trainers)
+        assert set(decisions) == set(range(len(self.trainers)))
+        assert len(set(decisions.values())) == 1
+        assert all(t.state == "announced" for t in self.trainers)
         assert self.arrived == []
-        decision = answers[0]
+        decision = decisions[0]
         assert (decision.active, decision.step) == ((), self.step)
         if decision.verdict is Verdict.BARRIER:
-            assert self.stand_is_due
-            self.stands.append(self.step)
+            assert self.is_barrier_due
+            self.barriers.append(self.step)
         else:
             self.end = decision
 
     def _check_waiting(self) -> None:
-        """Whoever is not answered has a reason to wait; a validation that is owed is none, nor is one without data."""
+        """A trainer without a decision has a reason to wait; a pending validation is none."""
         if self.ending or self.limit is not None:
             return
-        asked = {i: t for i, t in enumerate(self.trainers) if t.state == "asked"}
-        assert all(t.validated == self._multiples(self.validate_every) for t in asked.values())
+        waiting = {i: t for i, t in enumerate(self.trainers) if t.state == "announced"}
+        assert all(t.validated == self._multiples(self.validate_every) for t in waiting.values())
         if self.kind == "backup":
             assert not self.arrived or len(self.arrived) < self.needed
         last = [self.step - self.step % every + every for every in self.barrier_every if every]
@@ -293,11 +296,11 @@ class Fleet:
         busy = [t for t in self.trainers if t.state == "busy"]
         full = self.kind != "backup" and any(self.step + len(busy) >= n for n in last)
         following = range(self.step + 1, self.step + len(busy) + 2) if self.validate_every else ()
-        crowded = self.kept + sum(n % self.validate_every == 0 for n in following) > MAX_RETAINED_VERSIONS
+        crowded = self.retained + sum(n % self.validate_every == 0 for n in following) > MAX_RETAINED_VERSIONS
         full = full or (self.kind != "backup" and crowded)
-        if self.stand_is_due or full or (self.limits.max_samples and busy and self.kind != "backup"):
+        if self.is_barrier_due or full or (self.limits.max_samples and busy and self.kind != "backup"):
             return
-        for index, trainer in asked.items():
+        for index, trainer in waiting.items():
             held = index in {i for i, _, _ in self.arrived}
             ahead = self.kind == "bounded" and self.distance_of(index) > self.bound
             assert trainer.drained or held or ahead, f"trainer {index} waits for nothing"
@@ -305,16 +308,16 @@ class Fleet:
     def _check_end(self) -> None:
         end = self.end
         assert self.limit or self.ending
-        assert end.interrupted == (self.asked is Stop.SIGNAL and self.limit is None)
+        assert end.interrupted == (self.stop_requested is Stop.SIGNAL and self.limit is None)
         assert end.reason == (self.limit or end.reason)
         if end.interrupted:
-            assert end.reason == "SIGNAL asked"
-        stands, validations = self._multiples(*self.barrier_every), self._multiples(self.validate_every)
-        assert self.stands == stands
+            assert end.reason == "SIGNAL requested"
+        barriers, validations = self._multiples(*self.barrier_every), self._multiples(self.validate_every)
+        assert self.barriers == barriers
         assert all(trainer.validated == validations for trainer in self.trainers)
         assert self.served - self.lost == self.samples - self.samples_before
         assert self.rules.dropped == {i: self.dropped[i] for i in range(len(self.trainers))}
         assert all(count <= self.backups for count in self.dropped_of.values())
-        if self.limit is None and self.asked is Stop.NO and self.uneven == "join":
+        if self.limit is None and self.stop_requested is Stop.NO and self.uneven == "join":
             assert not any(t.batches for t in self.trainers), "not all data was served"
         assert all(self.rules.rejection_reason(i, self.step) for i in range(len(self.trainers)))

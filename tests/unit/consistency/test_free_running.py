@@ -1,10 +1,11 @@
-"""Trainers that run freely: random runs against what must always hold, and single situations that once did not."""
+"""Consistency without lockstep: random runs against what must always hold, and single regressions."""
 
+import dataclasses
 from functools import cache
 from random import Random
 
 import pytest
-from consistency_model import KINDS, Fleet
+from consistency_model import KINDS, SimulatedRun
 from hypothesis import given, settings, strategies as st
 
 from paramserver.config import CheckpointConfig, Config, ServerConfig, TrainingConfig
@@ -22,6 +23,7 @@ from paramserver.consistency import (
     Verdict,
     make_consistency,
 )
+from paramserver.consistency.factory import CLASSES
 from paramserver.consistency.free_running import MAX_RETAINED_VERSIONS
 from paramserver.limits import Limits
 
@@ -32,67 +34,67 @@ SEEDS = range(240)
 
 
 @cache
-def fleet_of(kind: str, seed: int) -> Fleet:
+def run_of(kind: str, seed: int) -> SimulatedRun:
     """A run to its end, checked at every event, and on to a second end where a signal interrupted the first."""
-    fleet = Fleet(Random(seed), kind).run()
-    fleet.was_interrupted = fleet.end.interrupted
-    if fleet.was_interrupted:
-        fleet.resume()
-        fleet.run()
-    return fleet
+    run = SimulatedRun(Random(seed), kind).run()
+    run.was_interrupted = run.end.interrupted
+    if run.was_interrupted:
+        run.resume()
+        run.run()
+    return run
 
 
-def fleets(kind: str) -> list[Fleet]:
-    return [fleet_of(kind, seed) for seed in SEEDS]
+def runs_of(kind: str) -> list[SimulatedRun]:
+    return [run_of(kind, seed) for seed in SEEDS]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("first", range(0, len(SEEDS), 40))
 def test_whatever_happens_the_run_ends_as_it_must(kind, first):
     for seed in SEEDS[first : first + 40]:
-        assert fleet_of(kind, seed).end.verdict is Verdict.END
+        assert run_of(kind, seed).end.verdict is Verdict.END
 
 
 @given(st.randoms(use_true_random=False), st.sampled_from(KINDS))
 @settings(max_examples=60, deadline=None, derandomize=True)
-def test_no_circumstances_are_found_that_break_a_rule(random, kind):
-    Fleet(random, kind).run()
+def test_hypothesis_finds_no_run_that_breaks_a_rule(random, kind):
+    SimulatedRun(random, kind).run()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_runs_reach_what_they_are_to_test(kind):
-    runs = fleets(kind)
+    runs = runs_of(kind)
     reasons = " ".join(run.end.reason for run in runs)
-    for reason in ("max_steps", "max_samples", "no more data", "all data was served", "LIMIT asked"):
+    for reason in ("max_steps", "max_samples", "no more data", "all data was served", "LIMIT requested"):
         assert reason in reasons
     assert sum(run.was_interrupted for run in runs) > 5
-    assert sum(len(run.stands) > 2 for run in runs) > 20
+    assert sum(len(run.barriers) > 2 for run in runs) > 20
     assert sum(len(run.trainers[0].validated) > 2 for run in runs) > 20
 
 
 @pytest.mark.parametrize("bound", range(4))
 def test_the_distance_of_clocks_reaches_the_bound_and_never_exceeds_it(bound):
-    assert max(run.distance for run in fleets("bounded") if run.bound == bound) == bound
+    assert max(run.distance for run in runs_of("bounded") if run.bound == bound) == bound
 
 
 def test_staleness_is_within_its_limit_and_beyond_that_of_a_smaller_bound():
     beyond = 0
-    for run in fleets("bounded"):
+    for run in runs_of("bounded"):
         others, worst = len(run.trainers) - 1, max(run.staleness, default=0)
         assert worst <= others * (2 * run.bound + 1)
         beyond += worst > others
     assert beyond > 5
-    assert any(max(run.staleness, default=0) > 5 * (len(run.trainers) - 1) for run in fleets("async"))
+    assert any(max(run.staleness, default=0) > 5 * (len(run.trainers) - 1) for run in runs_of("async"))
 
 
 def test_backups_are_never_stale_and_some_come_too_late():
-    assert {value for run in fleets("backup") for value in run.staleness} == {0}
-    assert sum(run.dropped.total() for run in fleets("backup")) > 50
+    assert {value for run in runs_of("backup") for value in run.staleness} == {0}
+    assert sum(run.dropped.total() for run in runs_of("backup")) > 50
 
 
 @pytest.mark.parametrize("kind", ["async", "bounded"])
-def test_as_many_versions_as_may_be_are_kept_for_validations_and_no_more(kind):
-    kept = [run.most_kept for run in fleets(kind)]
+def test_as_many_versions_as_allowed_are_retained_and_no_more(kind):
+    kept = [run.most_retained for run in runs_of(kind)]
     assert max(kept) == MAX_RETAINED_VERSIONS
     assert sum(n == MAX_RETAINED_VERSIONS for n in kept) > 20
 
@@ -104,9 +106,9 @@ def terms(trainers: int, limits: Limits = NONE, uneven_inputs: str = "join", **e
     return RunTerms(trainers, limits, uneven_inputs, 1, **every)
 
 
-def say(rules, index: int, word: Announcement = READY) -> dict[int, Verdict]:
-    """Who is told what after an announcement (and what it makes due)."""
-    rules.announce(index, word)
+def announce(rules, index: int, announcement: Announcement = READY) -> dict[int, Verdict]:
+    """Return the verdicts that follow from an announcement and the updates that it completes."""
+    rules.announce(index, announcement)
     while rules.next_update() is not None:
         pass
     return {i: decision.verdict for i, decision in rules.pop_decisions().items()}
@@ -120,9 +122,9 @@ def push(rules, index: int, version: int, samples: int = 1) -> Update | None:
     return update
 
 
-def turn(rules, index: int) -> Update | None:
+def take_step(rules, index: int) -> Update | None:
     """One step of one trainer."""
-    assert say(rules, index) == {index: Verdict.GO}
+    assert announce(rules, index) == {index: Verdict.GO}
     return push(rules, index, rules.step)
 
 
@@ -133,54 +135,57 @@ GO = Verdict.GO
 def test_the_worst_staleness_of_the_bounded_rule_is_reached(trainers, bound):
     rules = Bounded(terms(trainers), bound)
     for _ in range(bound):
-        turn(rules, 0)
-    assert say(rules, 0) == {0: GO}  # as far ahead as it may be
+        take_step(rules, 0)
+    assert announce(rules, 0) == {0: GO}  # as far ahead as it may be
     version = rules.step
     for index in range(1, trainers):
-        assert say(rules, index) == {index: GO}
+        assert announce(rules, index) == {index: GO}
     for _ in range(2 * bound + 1):
         for index in range(1, trainers):
             push(rules, index, rules._permits[index].version)
-            say(rules, index)
-    assert not rules._permits.keys() - {0}  # nobody else may start now
+            announce(rules, index)
+    assert not rules._permits.keys() - {0}  # no other may start now
     assert push(rules, 0, version).staleness == ((trainers - 1) * (2 * bound + 1),)
     assert set(rules.pop_decisions()) == set(range(1, trainers))
 
 
-def test_a_drained_trainer_holds_nobody_up_while_it_validates_or_stands():
+def test_a_drained_trainer_delays_no_other_while_it_validates_or_waits_at_a_barrier():
     rules = Bounded(terms(2, barrier_every=(2,), validate_every=1), bound=0)
-    assert say(rules, 0, DRAINED) == {}
-    turn(rules, 1)
+    assert announce(rules, 0, DRAINED) == {}
+    take_step(rules, 1)
     assert rules.pop_decisions() == {0: Decision(Verdict.VALIDATE, (), 1, 1)}
-    assert say(rules, 1) == {1: Verdict.VALIDATE}
-    turn(rules, 1)  # trainer 0 still validates
-    assert [say(rules, i, w) for i, w in ((1, READY), (0, DRAINED))] == [{1: Verdict.VALIDATE}, {0: Verdict.VALIDATE}]
-    assert say(rules, 1) == {}
-    assert say(rules, 0, DRAINED) == {0: Verdict.BARRIER, 1: Verdict.BARRIER}
-    assert say(rules, 1) == {1: GO}  # trainer 0 has not come back
+    assert announce(rules, 1) == {1: Verdict.VALIDATE}
+    take_step(rules, 1)  # trainer 0 still validates
+    assert [announce(rules, i, w) for i, w in ((1, READY), (0, DRAINED))] == [
+        {1: Verdict.VALIDATE},
+        {0: Verdict.VALIDATE},
+    ]
+    assert announce(rules, 1) == {}
+    assert announce(rules, 0, DRAINED) == {0: Verdict.BARRIER, 1: Verdict.BARRIER}
+    assert announce(rules, 1) == {1: GO}  # trainer 0 has not announced again
 
 
 @pytest.mark.parametrize("rules", [Async(terms(2, validate_every=2)), Bounded(terms(2, validate_every=2), 9)])
-def test_who_validates_slowly_holds_the_others_before_the_version_that_would_be_kept_next(rules):
-    turn(rules, 0)
-    turn(rules, 0)
-    assert [say(rules, 0), say(rules, 1)] == [{0: Verdict.VALIDATE}, {1: Verdict.VALIDATE}]  # 1 takes its time
-    turn(rules, 0)
-    turn(rules, 0)
-    assert say(rules, 0) == {0: Verdict.VALIDATE}
-    turn(rules, 0)
-    assert say(rules, 0) == {}  # 2 and 4 are kept, and this push would make 6
-    assert say(rules, 1) == {0: GO, 1: Verdict.VALIDATE}
+def test_a_slow_validation_delays_the_others_before_the_version_that_would_be_retained_next(rules):
+    take_step(rules, 0)
+    take_step(rules, 0)
+    assert [announce(rules, 0), announce(rules, 1)] == [{0: Verdict.VALIDATE}, {1: Verdict.VALIDATE}]  # 1 is slow
+    take_step(rules, 0)
+    take_step(rules, 0)
+    assert announce(rules, 0) == {0: Verdict.VALIDATE}
+    take_step(rules, 0)
+    assert announce(rules, 0) == {}  # 2 and 4 are retained, and this push would make 6
+    assert announce(rules, 1) == {0: GO, 1: Verdict.VALIDATE}
     push(rules, 0, 5)
-    assert say(rules, 0) == {0: Verdict.VALIDATE}
-    assert say(rules, 1) == {1: Verdict.VALIDATE}
+    assert announce(rules, 0) == {0: Verdict.VALIDATE}
+    assert announce(rules, 1) == {1: Verdict.VALIDATE}
 
 
 def test_a_small_batch_may_come_last_and_is_applied_all_the_same():
     rules = Async(terms(3, Limits(max_samples=9)))
-    assert say(rules, 0, Announcement(Readiness.READY, batches=1)) == {0: GO}
-    assert say(rules, 1, Announcement(Readiness.READY, batches=3)) == {1: GO}
-    assert say(rules, 2, Announcement(Readiness.READY, batches=6)) == {}  # 3 + 6 would leave no room for the 1
+    assert announce(rules, 0, Announcement(Readiness.READY, batches=1)) == {0: GO}
+    assert announce(rules, 1, Announcement(Readiness.READY, batches=3)) == {1: GO}
+    assert announce(rules, 2, Announcement(Readiness.READY, batches=6)) == {}  # 3 + 6 would leave no room for the 1
     push(rules, 0, 0, 1)
     assert rules.pop_decisions().keys() == {2}  # now the 3 may come last
     push(rules, 2, 1, 6)
@@ -188,38 +193,38 @@ def test_a_small_batch_may_come_last_and_is_applied_all_the_same():
     assert rules.samples == 10
 
 
-def test_a_limit_that_is_reached_completes_a_run_that_a_signal_asked_to_end():
+def test_a_run_that_reaches_its_limit_is_complete_despite_a_signal():
     rules = Async(terms(2, Limits(max_steps=1)))
-    assert say(rules, 0) == {0: GO}
-    assert say(rules, 1, SIGNAL) == {}
+    assert announce(rules, 0) == {0: GO}
+    assert announce(rules, 1, SIGNAL) == {}
     push(rules, 0, 0)
     rules.announce(0, SIGNAL)
     end = Decision(Verdict.END, (), 1, 1, "training.max_steps (1) reached")
     assert rules.pop_decisions() == {0: end, 1: end}
 
 
-def test_what_is_due_is_done_before_a_signal_ends_a_run_and_it_outweighs_a_limit_that_was_asked_for():
+def test_what_is_due_is_done_before_a_signal_ends_a_run_and_it_outweighs_a_requested_limit():
     rules = Async(terms(2, validate_every=1, barrier_every=(1,)))
-    turn(rules, 0)
-    assert say(rules, 1, Announcement(Readiness.READY, stop=Stop.LIMIT, reason="time")) == {1: Verdict.VALIDATE}
-    assert say(rules, 1, SIGNAL) == {}
-    assert say(rules, 0) == {0: Verdict.VALIDATE}
-    assert say(rules, 0) == {0: Verdict.BARRIER, 1: Verdict.BARRIER}
-    assert say(rules, 0) == {}
+    take_step(rules, 0)
+    assert announce(rules, 1, Announcement(Readiness.READY, stop=Stop.LIMIT, reason="time")) == {1: Verdict.VALIDATE}
+    assert announce(rules, 1, SIGNAL) == {}
+    assert announce(rules, 0) == {0: Verdict.VALIDATE}
+    assert announce(rules, 0) == {0: Verdict.BARRIER, 1: Verdict.BARRIER}
+    assert announce(rules, 0) == {}
     rules.announce(1, READY)
     end = Decision(Verdict.END, (), 1, 1, "signal SIGTERM", interrupted=True)
     assert rules.pop_decisions() == {0: end, 1: end}
 
 
-def test_the_clocks_of_a_run_that_goes_on_are_those_it_had():
+def test_a_resumed_run_has_its_clocks_again():
     rules = Bounded(terms(2), bound=1)
     for _ in range(2):
-        turn(rules, 0)
+        take_step(rules, 0)
     resumed = Bounded(terms(2), 1, step=2, samples=2)
     resumed.load_state_dict(rules.state_dict())
     assert resumed.clocks == {0: 2, 1: 0}
-    assert say(resumed, 0) == {}
-    turn(resumed, 1)
+    assert announce(resumed, 0) == {}
+    take_step(resumed, 1)
     assert resumed.pop_decisions().keys() == {0}
 
 
@@ -230,21 +235,21 @@ def test_with_other_trainers_or_after_another_rule_all_clocks_are_equal(state):
     assert rules.clocks == {0: 0, 1: 0}
 
 
-def test_a_run_that_goes_on_at_a_stand_does_not_stand_again():
+def test_a_run_that_resumes_at_a_barrier_does_not_repeat_it():
     rules = Async(terms(1, barrier_every=(4,)), step=4, samples=4)
     for _ in range(4):
-        turn(rules, 0)
-    assert say(rules, 0) == {0: Verdict.BARRIER}
-    assert say(rules, 0) == {0: GO}
+        take_step(rules, 0)
+    assert announce(rules, 0) == {0: Verdict.BARRIER}
+    assert announce(rules, 0) == {0: GO}
 
 
 # Backup trainers.
 
 
 def backups(trainers: int, number: int, **options) -> BackupSync:
-    """All trainers under way with version 0."""
+    """All trainers have a permit for version 0."""
     rules = BackupSync(terms(trainers, **options), number)
-    assert [say(rules, i) for i in range(trainers)] == [{i: GO} for i in range(trainers)]
+    assert [announce(rules, i) for i in range(trainers)] == [{i: GO} for i in range(trainers)]
     return rules
 
 
@@ -253,66 +258,74 @@ def test_the_first_that_push_make_the_update_and_the_late_one_is_dropped():
     assert push(rules, 2, 0, 5) is None
     assert push(rules, 1, 0, 7) == Update((1, 2), (0, 0), buffers_from=1)
     assert (rules.step, rules.samples) == (1, 12)
-    assert say(rules, 1) == {1: GO}
+    assert announce(rules, 1) == {1: GO}
     assert rules.push(0, 0, 3) is False
     assert (rules.next_update(), rules.dropped, rules.samples) == (None, {0: 1, 1: 0, 2: 0}, 12)
-    assert say(rules, 0) == {0: GO}
+    assert announce(rules, 0) == {0: GO}
 
 
-def test_who_has_pushed_waits_for_the_version():
+def test_a_trainer_that_has_pushed_waits_for_the_version():
     rules = backups(3, 1)
     push(rules, 2, 0)
-    assert say(rules, 2) == {}
+    assert announce(rules, 2) == {}
     assert "outside a step" in rules.rejection_reason(2, 0)
     assert push(rules, 0, 0).trainers == (0, 2)
     assert rules.pop_decisions().keys() == {2}
 
 
-def test_the_last_gradient_of_a_drained_trainer_counts_before_it_is_gone():
+def test_the_last_gradient_of_a_drained_trainer_counts():
     rules = backups(3, 1)
     push(rules, 0, 0)
-    assert say(rules, 0, DRAINED) == {}
+    assert announce(rules, 0, DRAINED) == {}
     assert rules.step == 0  # a second one is needed still
     assert push(rules, 1, 0).trainers == (0, 1)
-    assert say(rules, 1) == {1: GO}
+    assert announce(rules, 1) == {1: GO}
     assert push(rules, 1, 1).trainers == (1,)  # of the two that are left, one is the backup
 
 
-def test_a_late_trainer_holds_nobody_up_near_the_limit_of_samples():
+def test_a_late_trainer_delays_no_other_near_the_limit_of_samples():
     rules = backups(3, 1, limits=Limits(max_samples=3))
     push(rules, 0, 0)
     push(rules, 1, 0)
-    assert [say(rules, 0), say(rules, 1)] == [{0: GO}, {1: GO}]  # trainer 2 still brings a sample of version 0
+    assert [announce(rules, 0), announce(rules, 1)] == [
+        {0: GO},
+        {1: GO},
+    ]  # trainer 2 still brings a sample of version 0
 
 
-def test_a_signal_is_heeded_though_nobody_has_data_to_complete_the_update():
+def test_a_signal_ends_a_run_in_which_no_trainer_has_data_to_complete_the_update():
     rules = backups(3, 0)
     for index in (1, 2):
         rules.push(index, 0, 4)
     assert rules.next_update() is None
-    assert say(rules, 1, SIGNAL) == {}
+    assert announce(rules, 1, SIGNAL) == {}
     rules.push(0, 0, 4)
     assert rules.next_update().trainers == (0, 1, 2)
     rules = BackupSync(terms(3), 0)
-    assert turn(rules, 2) is None
-    assert say(rules, 1, WAITING) == {1: Verdict.WAIT}
-    assert say(rules, 2, SIGNAL) == {}
-    assert say(rules, 1, WAITING) == {}
-    assert say(rules, 0, WAITING) == dict.fromkeys(range(3), Verdict.END)
+    assert take_step(rules, 2) is None
+    assert announce(rules, 1, WAITING) == {1: Verdict.WAIT}
+    assert announce(rules, 2, SIGNAL) == {}
+    assert announce(rules, 1, WAITING) == {}
+    assert announce(rules, 0, WAITING) == dict.fromkeys(range(3), Verdict.END)
     assert (rules.step, rules.samples) == (1, 1)
 
 
-def test_others_complete_an_update_after_the_end_was_asked_for():
+def test_others_complete_an_update_after_the_end_was_requested():
     rules = BackupSync(terms(3, uneven_inputs="stop"), 1)
-    turn(rules, 0)
-    assert say(rules, 0, SIGNAL) == {}
-    assert say(rules, 1) == {1: GO}
+    take_step(rules, 0)
+    assert announce(rules, 0, SIGNAL) == {}
+    assert announce(rules, 1) == {1: GO}
     assert push(rules, 1, 0).trainers == (0, 1)
-    assert say(rules, 1) == {}
-    assert say(rules, 2) == dict.fromkeys(range(3), Verdict.END)
+    assert announce(rules, 1) == {}
+    assert announce(rules, 2) == dict.fromkeys(range(3), Verdict.END)
 
 
 # The choice.
+
+
+def test_every_value_of_the_key_has_a_class():
+    field = next(f for f in dataclasses.fields(ServerConfig) if f.name == "consistency")
+    assert tuple(CLASSES) == field.metadata["rule"].choices
 
 
 def made(server: ServerConfig, best=None, every=None):
@@ -337,11 +350,11 @@ def test_the_configuration_chooses(server, kind, option):
     assert (rules.step, rules.samples, rules.terms.num_trainers) == (1, 2, 4)
     assert rules.lockstep is (kind is Sync)
     apart = kind in (Async, Bounded)
-    every = ((2,), 5) if apart else ((2, 5), 0)  # stands, validations of a kept version
+    every = ((2,), 5) if apart else ((2, 5), 0)  # barriers, validations of a retained version
     assert rules.terms == RunTerms(4, Limits(max_steps=9), "join", 3, *every)
 
 
-def test_what_is_saved_as_the_best_is_validated_at_a_stand():
+def test_what_is_saved_as_the_best_is_validated_at_a_barrier():
     rules = made(ServerConfig(consistency="async"), best={"metric": "accuracy", "mode": "max"})
     assert (set(rules.terms.barrier_every), rules.terms.validate_every) == ({5}, 0)
     assert made(ServerConfig(consistency="async")).terms.barrier_every == (5,)  # checkpoints follow validations

@@ -27,20 +27,20 @@ GO = Announcement(READY)
 
 def every_announcement() -> list[dict[int, Announcement]]:
     """All combinations of readiness, batches and stop of three trainers."""
-    one = [Announcement(r, b, s, f"{s.name} asked") for (r, b), s in itertools.product(STATES, Stop)]
-    return [dict(enumerate(words)) for words in itertools.product(one, repeat=3)]
+    one = [Announcement(r, b, s, f"{s.name} requested") for (r, b), s in itertools.product(STATES, Stop)]
+    return [dict(enumerate(announced)) for announced in itertools.product(one, repeat=3)]
 
 
 ALL = every_announcement()
-STOPLESS = [words for words in ALL if all(a.stop is Stop.NO for a in words.values())]
+STOPLESS = [announced for announced in ALL if all(a.stop is Stop.NO for a in announced.values())]
 
 
-def readiness(words: dict[int, Announcement]) -> list[Readiness]:
-    return [a.readiness for a in words.values()]
+def readiness(announced: dict[int, Announcement]) -> list[Readiness]:
+    return [a.readiness for a in announced.values()]
 
 
-def all_decisions(words_list, limits=NONE, uneven_inputs="join"):
-    return [(words, decide(words, 3, 96, limits, uneven_inputs)) for words in words_list]
+def all_decisions(many, limits=NONE, uneven_inputs="join"):
+    return [(announced, decide(announced, 3, 96, limits, uneven_inputs)) for announced in many]
 
 
 def test_the_enumeration_is_complete():
@@ -63,55 +63,55 @@ def test_a_limit_that_is_not_reached_changes_nothing():
 
 @pytest.mark.parametrize("uneven_inputs", ["stop", "join"])
 def test_a_stop_dominates_and_a_signal_dominates_a_limit(uneven_inputs):
-    for words, decision in all_decisions(ALL, uneven_inputs=uneven_inputs):
-        stops = {a.stop for a in words.values()}
+    for announced, decision in all_decisions(ALL, uneven_inputs=uneven_inputs):
+        stops = {a.stop for a in announced.values()}
         if stops != {Stop.NO}:
             assert decision.verdict is Verdict.END
             assert decision.interrupted == (Stop.SIGNAL in stops)
-            assert decision.reason == f"{max(stops).name} asked"
+            assert decision.reason == f"{max(stops).name} requested"
 
 
 def test_the_reason_is_that_of_the_first_trainer_who_has_one():
-    words = {2: Announcement(READY, stop=Stop.SIGNAL, reason="second"), 1: Announcement(READY, stop=Stop.SIGNAL)}
-    words[0] = Announcement(READY, stop=Stop.LIMIT, reason="smaller")
-    assert decide(words, 0, 0, NONE, "stop").reason == "second"
-    words[1] = Announcement(READY, stop=Stop.SIGNAL, reason="first")
-    assert decide(words, 0, 0, NONE, "stop").reason == "first"
+    announced = {2: Announcement(READY, stop=Stop.SIGNAL, reason="second"), 1: Announcement(READY, stop=Stop.SIGNAL)}
+    announced[0] = Announcement(READY, stop=Stop.LIMIT, reason="smaller")
+    assert decide(announced, 0, 0, NONE, "stop").reason == "second"
+    announced[1] = Announcement(READY, stop=Stop.SIGNAL, reason="first")
+    assert decide(announced, 0, 0, NONE, "stop").reason == "first"
 
 
 @pytest.mark.parametrize("uneven_inputs", ["stop", "join"])
 def test_without_a_stop_the_readiness_decides(uneven_inputs):
-    for words, decision in all_decisions(STOPLESS, uneven_inputs=uneven_inputs):
-        said = readiness(words)
-        if set(said) == {DRAINED} or (DRAINED in said and uneven_inputs == "stop"):
+    for announced, decision in all_decisions(STOPLESS, uneven_inputs=uneven_inputs):
+        readiness_of_all = readiness(announced)
+        if set(readiness_of_all) == {DRAINED} or (DRAINED in readiness_of_all and uneven_inputs == "stop"):
             expected = Verdict.END
         else:
-            expected = Verdict.WAIT if WAITING in said else Verdict.GO
-        assert decision.verdict is expected, words
+            expected = Verdict.WAIT if WAITING in readiness_of_all else Verdict.GO
+        assert decision.verdict is expected, announced
         assert not decision.interrupted
 
 
 def test_the_active_ones_are_those_with_data_and_take_the_smallest_number_of_batches():
-    for words, decision in all_decisions(ALL):
+    for announced, decision in all_decisions(ALL):
         assert (decision.step, decision.samples) == (3, 96)
         if decision.verdict is Verdict.GO:
-            assert decision.active == tuple(i for i in words if words[i].readiness is READY)
+            assert decision.active == tuple(i for i in announced if announced[i].readiness is READY)
             assert decision.active
-            assert decision.batches == min(words[i].batches for i in decision.active)
+            assert decision.batches == min(announced[i].batches for i in decision.active)
         else:
             assert (decision.active, decision.batches) == ((), 0)
 
 
 def test_the_first_drained_trainer_is_named_where_all_stop():
-    words = {0: GO, 1: Announcement(DRAINED), 2: Announcement(DRAINED)}
-    assert decide(words, 5, 7, NONE, "stop").reason == "trainer 1 has no more data (training.uneven_inputs: stop)"
+    announced = {0: GO, 1: Announcement(DRAINED), 2: Announcement(DRAINED)}
+    assert decide(announced, 5, 7, NONE, "stop").reason == "trainer 1 has no more data (training.uneven_inputs: stop)"
     assert decide(dict.fromkeys(range(2), Announcement(DRAINED)), 5, 7, NONE, "join").reason == "all data was served"
 
 
 def test_the_order_of_arrival_does_not_matter():
-    for words in ALL[::7]:
-        backwards = dict(reversed(words.items()))
-        assert decide(backwards, 1, 2, NONE, "join") == decide(words, 1, 2, NONE, "join")
+    for announced in ALL[::7]:
+        backwards = dict(reversed(announced.items()))
+        assert decide(backwards, 1, 2, NONE, "join") == decide(announced, 1, 2, NONE, "join")
 
 
 def test_the_module_buffers_are_those_of_ddp():
@@ -122,14 +122,14 @@ def test_the_module_buffers_are_those_of_ddp():
 # The rounds of a step.
 
 
-def say(rules: Sync, index: int, word: Announcement = GO) -> Decision | None:
+def announce(rules: Sync, index: int, announcement: Announcement = GO) -> Decision | None:
     """What an announcement brings: nothing, or the same answer for all."""
-    rules.announce(index, word)
-    answers = rules.pop_decisions()
-    assert set(answers) in (set(), set(range(rules.terms.num_trainers)))
-    assert len(set(answers.values())) <= 1
+    rules.announce(index, announcement)
+    decisions = rules.pop_decisions()
+    assert set(decisions) in (set(), set(range(rules.terms.num_trainers)))
+    assert len(set(decisions.values())) <= 1
     assert rules.pop_decisions() == {}  # each is answered once
-    return answers.get(index)
+    return decisions.get(index)
 
 
 def pushed(rules: Sync, index: int, samples: int) -> Update | None:
@@ -146,9 +146,9 @@ def round_of(trainers: int = 2, step: int = 0, samples: int = 0, limits=NONE, un
 def started(trainers: int = 2, **options) -> Sync:
     """A round in which all take part."""
     rules = round_of(trainers, **options)
-    answers = [say(rules, i) for i in range(trainers)]
-    assert answers[:-1] == [None] * (trainers - 1)
-    assert answers[-1].verdict is Verdict.GO
+    decisions = [announce(rules, i) for i in range(trainers)]
+    assert decisions[:-1] == [None] * (trainers - 1)
+    assert decisions[-1].verdict is Verdict.GO
     return rules
 
 
@@ -170,15 +170,15 @@ def test_a_second_push_is_refused():
 
 @pytest.mark.parametrize("version", [-1, 1])
 def test_a_gradient_of_another_version_is_refused(version):
-    assert started().refusal(0, version) == f"trainer 0 pushed a gradient of version {version} to version 0"
+    assert started().rejection_reason(0, version) == f"trainer 0 pushed a gradient of version {version} to version 0"
 
 
 def test_a_push_outside_a_step_is_refused():
     rules = round_of(2)
     assert "outside a step" in rules.rejection_reason(0, 0)
-    say(rules, 0)
+    announce(rules, 0)
     assert "outside a step" in rules.rejection_reason(0, 0)  # not all have spoken
-    say(rules, 1)
+    announce(rules, 1)
     assert rules.rejection_reason(0, 0) is None
     assert "trainer 2 pushed outside" in rules.rejection_reason(2, 0)
     pushed(rules, 0, 1)
@@ -188,8 +188,8 @@ def test_a_push_outside_a_step_is_refused():
 
 def test_a_drained_trainer_may_not_push_while_others_go_on():
     rules = round_of(2, uneven_inputs="join")
-    say(rules, 0, Announcement(DRAINED))
-    assert say(rules, 1).active == (1,)
+    announce(rules, 0, Announcement(DRAINED))
+    assert announce(rules, 1).active == (1,)
     assert rules.rejection_reason(0, 0) is not None
     assert [rules.wants_buffers_from(i) for i in range(2)] == [False, True]
     assert pushed(rules, 1, 8) == Update((1,), (0,), buffers_from=1)
@@ -200,8 +200,8 @@ def test_the_update_after_the_last_is_refused():
     rules = started(2, limits=Limits(max_steps=1))
     pushed(rules, 0, 1)
     pushed(rules, 1, 1)
-    say(rules, 0)
-    assert say(rules, 1).verdict is Verdict.END
+    announce(rules, 0)
+    assert announce(rules, 1).verdict is Verdict.END
     assert rules.rejection_reason(0, 1) is not None
     assert rules.rejection_reason(1, 0) is not None
     assert rules.step == 1
@@ -209,11 +209,11 @@ def test_the_update_after_the_last_is_refused():
 
 def test_a_wait_asks_everybody_again():
     rules = round_of(2)
-    say(rules, 0)
-    assert say(rules, 1, Announcement(WAITING)).verdict is Verdict.WAIT
+    announce(rules, 0)
+    assert announce(rules, 1, Announcement(WAITING)).verdict is Verdict.WAIT
     assert rules.rejection_reason(0, 0) is not None
-    assert say(rules, 1) is None  # trainer 0 has to speak again too
-    assert say(rules, 0).verdict is Verdict.GO
+    assert announce(rules, 1) is None  # trainer 0 must announce again too
+    assert announce(rules, 0).verdict is Verdict.GO
 
 
 def test_a_resumed_run_goes_on_from_its_counts():
@@ -226,7 +226,7 @@ def test_a_resumed_run_goes_on_from_its_counts():
     assert rules.state_dict() == {}  # the counts are all
 
 
-class Fleet:
+class SimulatedRun:
     """Trainers that act in random order, and what must come of it."""
 
     def __init__(self, seed: int) -> None:
@@ -243,7 +243,7 @@ class Fleet:
         self.samples = 0
         self.ended = False
 
-    def word(self, index: int) -> Announcement:
+    def announcement_of(self, index: int) -> Announcement:
         if self.left[index] == 0:
             return Announcement(DRAINED)
         return GO if self.random.random() < 0.8 else Announcement(WAITING)
@@ -258,7 +258,7 @@ class Fleet:
 
     def announce(self, index: int) -> None:
         self.to_announce.discard(index)
-        decision = say(self.rules, index, self.word(index))
+        decision = announce(self.rules, index, self.announcement_of(index))
         assert (decision is None) == bool(self.to_announce)
         if decision is not None:
             self.ended = decision.verdict is Verdict.END
@@ -288,12 +288,12 @@ class Fleet:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_any_order_of_events_gives_the_same_run(seed):
-    fleet = Fleet(seed)
+    run = SimulatedRun(seed)
     for _ in range(5000):
-        if fleet.ended:
+        if run.ended:
             break
-        fleet.act()
-    assert fleet.ended
-    assert fleet.rules.step == fleet.expected
-    assert fleet.rules.samples == fleet.samples
-    assert all(fleet.rules.rejection_reason(i, fleet.rules.step) for i in range(fleet.trainers))
+        run.act()
+    assert run.ended
+    assert run.rules.step == run.expected
+    assert run.rules.samples == run.samples
+    assert all(run.rules.rejection_reason(i, run.rules.step) for i in range(run.trainers))

@@ -134,7 +134,7 @@ class Split:
         for shard in self.shards:
             optimizer = made(kind, model)
             portion = ShardUpdater(self.layout, shard, shard.slice_flats(self.flat.flats), parameters, optimizer)
-            portion.adopt(split_state(states, numbers, self.layout, shard))
+            portion.load_states(split_state(states, numbers, self.layout, shard))
             self.portions.append(portion)
         self.numbers = numbers
 
@@ -149,7 +149,7 @@ class Split:
                 views[name].copy_(parameter.grad)
             parameter.grad = None
         for portion in self.portions:
-            portion.hand_out(portion.average([portion.shard.slice_flats(flats)], [1.0]), tuple(used))
+            portion.assign_gradients(portion.average([portion.shard.slice_flats(flats)], [1.0]), tuple(used))
             portion.step(portion.groups())
 
     def state_dict(self):
@@ -225,7 +225,7 @@ def test_the_norm_of_all_parts_is_the_norm_of_all():
             split.layout.views(flats)[name].copy_(parameter.grad)
         parameter.grad = None
     for portion in split.portions:
-        portion.hand_out([flat.clone() for flat in portion.shard.slice_flats(flats)], None)
+        portion.assign_gradients([flat.clone() for flat in portion.shard.slice_flats(flats)], None)
     total = sum(portion.norm() ** 2 for portion in split.portions) ** 0.5
     assert total == pytest.approx(float(nn.utils.get_total_norm([g.double() for g in gradients])), rel=1e-3)
     for portion in split.portions:
