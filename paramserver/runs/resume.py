@@ -1,7 +1,4 @@
-"""The folder of an earlier run: whether it is one, and holds what a run leaves, before anything in it is touched.
-
-Going on with a stored run: where its config is, and what a person is told of the way it goes on.
-"""
+"""Opening the folder of an earlier run: checks before anything in it changes, its config, and what changed in it."""
 
 from __future__ import annotations
 
@@ -17,12 +14,21 @@ from paramserver.runs.rundir import RunDir
 
 
 def open_run(path: Path) -> RunDir:
-    """Open the folder of an earlier run, given by itself or by one of its checkpoints, which is then the chosen one.
+    """Open the folder of an earlier run. Nothing in it is changed.
 
-    Nothing in it is changed.
+    Args:
+        path: of the folder, or of one of its checkpoints, which is then the chosen one.
 
     Raises:
-        CheckpointError: it is not such a folder, or something else lies in the place of a file or folder of the run.
+        CheckpointError: it is not such a folder, or a file of the run is not a file, or a folder not a folder.
+
+    Example::
+
+        >>> base = getfixture("tmp_path") / "digits"
+        >>> step = base / "checkpoints" / "step-00000100"
+        >>> step.mkdir(parents=True)
+        >>> open_run(step).path.name, open_run(step).chosen.name
+        ('digits', 'step-00000100')
     """
     path, chosen = Path(path), None
     if path.parent.name == "checkpoints" and step_of(path.name) is not None:
@@ -31,7 +37,7 @@ def open_run(path: Path) -> RunDir:
         rule = "be a folder" if os.path.lexists(path) else "exist"
         raise CheckpointError(f"run folder {path} must {rule}; give the folder of a run, such as runs/<name>")
     run = RunDir(path, chosen)
-    _refuse_odd(run)
+    _check_kinds(run)
     if not (run.config_file.is_file() or run.checkpoints_dir.is_dir()):
         raise CheckpointError(
             f"{path} must be a run folder, and holds neither config.yaml nor checkpoints; give one such as runs/<name>"
@@ -39,7 +45,7 @@ def open_run(path: Path) -> RunDir:
     return run
 
 
-def _refuse_odd(run: RunDir) -> None:
+def _check_kinds(run: RunDir) -> None:
     for folder in _folders(run):
         if not folder.is_dir():
             raise CheckpointError(f"{folder} must be a folder, as the run made it, and is none; move it away")
@@ -51,7 +57,7 @@ def _refuse_odd(run: RunDir) -> None:
 
 
 def check_writable(run: RunDir) -> None:
-    """Refuse now what could not be gone on with when a step was made.
+    """Check now that this user may write everything that the resumed run writes.
 
     Raises:
         UnsupportedConfiguration: names what this user may not read and write.
@@ -59,20 +65,20 @@ def check_writable(run: RunDir) -> None:
     for path in (*_folders(run), *_files(run)):
         if not _may(path, os.R_OK | os.W_OK | (os.X_OK if path.is_dir() else 0)):
             raise UnsupportedConfiguration(
-                f"{path} must be what this user can read and write, to go on with its run; change its permissions"
+                f"{path} must be what this user can read and write, to resume its run; change its permissions"
             )
 
 
 def _folders(run: RunDir) -> list[Path]:
-    return _there(run.path, run.checkpoints_dir, run.logs_dir, run.tensorboard_dir)
+    return _existing(run.path, run.checkpoints_dir, run.logs_dir, run.tensorboard_dir)
 
 
 def _files(run: RunDir) -> list[Path]:
     described = (run.config_file, run.environment_file, run.summary_file, run.metrics_file, run.superseded_file)
-    return _there(*described, run.checkpoints_dir / LATEST, run.checkpoints_dir / BEST)
+    return _existing(*described, run.checkpoints_dir / LATEST, run.checkpoints_dir / BEST)
 
 
-def _there(*paths: Path) -> list[Path]:
+def _existing(*paths: Path) -> list[Path]:
     return [path for path in paths if os.path.lexists(path)]
 
 
@@ -88,14 +94,19 @@ def _is_folder(path: Path) -> bool:
 
 
 def find_config_file(run: RunDir, given: Path | None = None) -> Path:
-    """The file with the config that holds: the run's own, or ``given`` where the run has lost it.
+    """Return the config file of a resume: the run's own, or ``given`` where the run has lost it.
 
     Raises:
         CheckpointError: there is neither, or the run never began.
     """
     if run.config_file.is_file():
         return run.config_file
-    _refuse_empty(run)
+    try:
+        find_checkpoint(run.path)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{run.path} holds no config.yaml and no checkpoint: that run never began; start it anew"
+        ) from error
     if given is None:
         raise CheckpointError(
             f"{run.path} holds checkpoints and no config.yaml; give the config that they were made with: python -m "
@@ -104,26 +115,17 @@ def find_config_file(run: RunDir, given: Path | None = None) -> Path:
     return given
 
 
-def _refuse_empty(run: RunDir) -> None:
-    try:
-        find_checkpoint(run.path)
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"{run.path} holds no config.yaml and no checkpoint: that run never began; start it anew"
-        ) from error
-
-
 def describe_resume(run: RunDir, config: Config) -> list[str]:
-    """From where and in which ways the run goes on, as lines.
+    """Return lines for the user: from which checkpoint the run resumes, and what changed in its config.
 
     Raises:
         CheckpointError: there is no checkpoint.
     """
     checkpoint = run.chosen or find_checkpoint(run.path)
     lines = [f"resuming {run.path} from {checkpoint.name}"]
-    lines += [f"  passed over: {wrong}" for wrong in (() if run.chosen else skipped_checkpoints(checkpoint))]
+    lines += [f"  skipped: {wrong}" for wrong in (() if run.chosen else skipped_checkpoints(checkpoint))]
     if not run.config_file.is_file():
-        return [*lines, "  note: the run holds no config.yaml, so the given one holds"]
+        return [*lines, "  note: the run holds no config.yaml, so the given one is used"]
     stored = load_config(run.config_file)
     lines += [f"  changed: {line}" for line in differences(stored, config)]
     before, now = _samples_of_a_step(stored), _samples_of_a_step(config)

@@ -1,4 +1,6 @@
-"""A run's folder: where everything of one run lies, who may write there, and which run is the newest."""
+"""A run's folder: the files in it, its locks, and finding the newest run."""
+
+from __future__ import annotations
 
 import json
 import os
@@ -24,13 +26,26 @@ from paramserver.fileio import atomic_write_text, json_text
 from paramserver.version import __version__
 
 _GIT_TIMEOUT_S = 5.0
-# Who has just taken a lock writes who it is within this time, or has let go of it.
-_SIGNING_S = 0.5
+# A process that has just locked a folder has written its id after this time, or has released the lock.
+_HOLDER_WRITTEN_S = 0.5
 
 
 @dataclass(frozen=True)
 class RunDir:
-    """The folder ``path`` of one run, and the places in it; ``chosen`` is the checkpoint that a user resumes from."""
+    """The folder of one run, the files in it, and its locks.
+
+    Args:
+        path: of the folder.
+        chosen: the checkpoint that the user chose to resume from; None = the newest.
+
+    Example::
+
+        >>> run = RunDir(Path("runs/digits"))
+        >>> run.metrics_file, run.log_file(0).name
+        (PosixPath('runs/digits/metrics.jsonl'), 'rank-0.log')
+        >>> run.resume_command
+        'python -m paramserver.launch --resume runs/digits'
+    """
 
     path: Path
     chosen: Path | None = None
@@ -73,48 +88,48 @@ class RunDir:
 
     @property
     def resume_command(self) -> str:
-        """What somebody types, in the folder where the run was started, to go on with it."""
+        """The command that resumes the run, in the folder where it was started."""
         return f"python -m paramserver.launch --resume {shlex.quote(str(self.path))}"
 
     def log_file(self, global_rank: int) -> Path:
         return self.logs_dir / f"rank-{global_rank}.log"
 
     def task_folders(self) -> list[Path]:
-        """Where the run looked for its task when it began."""
+        """The folders in which the run looked for its task when it began."""
         folders = read_mapping(self.environment_file, json.loads).get("folders")
         known = folders if isinstance(folders, list) else []
         return [Path(folder) for folder in known if isinstance(folder, str) and "\0" not in folder]
 
     @contextmanager
     def lock(self, resuming: bool = False) -> Iterator[None]:
-        """Hold the folder as its only writer; ``resuming`` is for the cure in the message.
+        """Lock the folder for its only writer, rank 0; ``resuming`` selects the cure in the message.
 
         Raises:
-            UnsupportedConfiguration: another process holds it; names that process and its host. Or nobody may write
-                there.
+            UnsupportedConfiguration: another process holds the lock; names it and its host. Or the folder cannot be
+                written to.
         """
-        with _held(self.path, ".lock", resuming):
+        with _locked(self.path, ".lock", resuming):
             yield
 
     @contextmanager
     def reserve(self, resuming: bool = False) -> Iterator[None]:
-        """Hold the folder from before an attempt to start or resume its run until that attempt is over.
+        """Reserve the folder for the whole attempt to start or resume its run.
 
-        Rank 0 locks the folder later, and may be another process. In between, nobody else may take it. The kernel lets
-        go of the claim of a process that is killed.
+        Rank 0 locks the folder later, and may be another process. In between, no other process may use it. The kernel
+        releases the reservation of a process that is killed.
 
         Raises:
             UnsupportedConfiguration: as ``lock``.
         """
-        with _held(self.path, ".claim", resuming):
+        with _locked(self.path, ".reserved", resuming):
             try:
                 yield
             finally:
-                (self.path / ".claim").unlink(missing_ok=True)
+                (self.path / ".reserved").unlink(missing_ok=True)
 
 
 @contextmanager
-def _held(folder: Path, name: str, resuming: bool) -> Iterator[None]:
+def _locked(folder: Path, name: str, resuming: bool) -> Iterator[None]:
     holder_file = folder / f"{name}.json"
     file_lock = FileLock(str(folder / name), timeout=0, thread_local=False)
     try:
@@ -126,7 +141,7 @@ def _held(folder: Path, name: str, resuming: bool) -> Iterator[None]:
     except OSError as error:
         raise not_writable(f"run folder {folder}", error) from error
     try:
-        _sign(folder, holder_file)
+        _write_holder(folder, holder_file)
         try:
             yield
         finally:
@@ -141,10 +156,11 @@ def _acquire(file_lock: FileLock, holder_file: Path) -> None:
     except Timeout:
         if _holder(holder_file) is not None:
             raise
-        file_lock.acquire(timeout=_SIGNING_S)
+        # The holder has only just locked it, or is about to release it.
+        file_lock.acquire(timeout=_HOLDER_WRITTEN_S)
 
 
-def _sign(folder: Path, holder_file: Path) -> None:
+def _write_holder(folder: Path, holder_file: Path) -> None:
     try:
         atomic_write_text(holder_file, json_text({"pid": os.getpid(), "host": socket.gethostname()}))
     except OSError as error:
@@ -160,6 +176,7 @@ def _holder(holder_file: Path) -> str | None:
 
 
 def not_writable(what: str, error: OSError) -> UnsupportedConfiguration:
+    """Return the error for a folder that cannot be written to."""
     return UnsupportedConfiguration(
         f"{what} must be a folder that this user can write to ({error.strerror or error}); make it so, or choose "
         "another logging.run_dir"
@@ -203,7 +220,7 @@ def _started_s(run: RunDir) -> float:
 
 
 def read_mapping(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
-    """Parse a file of a run, of which one that crashed may have any part: what cannot be read says nothing."""
+    """Parse a file of a run; return {} where it is missing or not a mapping, as a crash may leave any part of it."""
     if not path.is_file():
         return {}
     try:
@@ -229,13 +246,13 @@ def write_text(path: Path, text: str) -> None:
 
 
 def supersede_metrics(metrics_file: Path, step: int, kinds: Collection[str] = ()) -> int:
-    """Move the records after ``step`` to ``metrics.superseded.jsonl``, and with them any line that a crash tore.
+    """Move the records after ``step`` to ``metrics.superseded.jsonl``, and any line that a crash tore.
 
     Args:
         metrics_file: of the run.
-        step: of the checkpoint that the run goes back to.
-        kinds: records of these kinds are moved at ``step`` itself too: they came after that checkpoint. So did those
-            of any kind that say ``end``: one that the run made only because it ended.
+        step: of the checkpoint that the run resumes from.
+        kinds: records of these kinds are moved at ``step`` itself too: they were written after the checkpoint. So were
+            those of any kind with ``end: true``, which a run writes only because it ends.
 
     Returns:
         The number of lines moved. Repeating it after a crash in its middle moves nothing twice.
@@ -243,15 +260,15 @@ def supersede_metrics(metrics_file: Path, step: int, kinds: Collection[str] = ()
     if not metrics_file.exists():
         return 0
     lines = metrics_file.read_text(errors="replace").removesuffix("\n").split("\n")
-    moved = [line for line in lines if not _holds_at(line, step, kinds)]
+    moved = [line for line in lines if not _is_valid_at(line, step, kinds)]
     if not moved:
         return 0
     superseded_file = metrics_file.with_name(f"{metrics_file.stem}.superseded{metrics_file.suffix}")
     before = superseded_file.read_text(errors="replace") if superseded_file.exists() else ""
     block = _joined(moved)
-    if not before.endswith(block):  # else: an earlier call got so far and no further
+    if not before.endswith(block):  # else: an earlier call crashed between the two writes
         atomic_write_text(superseded_file, before + block)
-    atomic_write_text(metrics_file, _joined([line for line in lines if _holds_at(line, step, kinds)]))
+    atomic_write_text(metrics_file, _joined([line for line in lines if _is_valid_at(line, step, kinds)]))
     return len(moved)
 
 
@@ -259,8 +276,8 @@ def _joined(lines: Sequence[str]) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def _holds_at(line: str, step: int, kinds: Collection[str]) -> bool:
-    """Tell whether the record in ``line`` still holds when the run goes back to ``step``; a torn line never does."""
+def _is_valid_at(line: str, step: int, kinds: Collection[str]) -> bool:
+    """Whether the record in ``line`` remains valid when the run resumes from ``step``. A torn line never does."""
     try:
         record = json.loads(line)
     except ValueError:
@@ -273,7 +290,7 @@ def _holds_at(line: str, step: int, kinds: Collection[str]) -> bool:
 
 
 def environment_record(command: Sequence[str]) -> dict[str, Any]:
-    """Describe where and with what a run started, for ``environment.json``. Imports nothing heavy to find out."""
+    """Return where and with which versions a run started, for ``environment.json``. Does not import torch or numpy."""
     return {
         "started": datetime.now(timezone.utc).isoformat(),
         "command": list(command),

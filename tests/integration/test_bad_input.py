@@ -313,7 +313,7 @@ def test_folders_that_may_not_be_written_to(start, call):
         for closed in (run.run_dir / "checkpoints", run.run_dir / "logs"):
             with read_only(closed):
                 message = error_message(call(run.run_dir, *longer))
-            assert message.startswith(f"{closed} must be what this user can read and write, to go on with its run; ")
+            assert message.startswith(f"{closed} must be what this user can read and write, to resume its run; ")
             assert file_contents(run.run_dir) == before
         assert call(run.run_dir, *longer).code == 0
         assert run.checkpoints[-1] == "step-00000012"

@@ -106,7 +106,7 @@ def test_the_newest_checkpoint_that_is_not_whole_is_passed_over_or_refused_but_n
         assert finished.code == 0, finished.output
     else:
         assert finished.code == 0, finished.output
-        assert f"resuming {trained.run_dir} from step-00000006\n  passed over: " in finished.output
+        assert f"resuming {trained.run_dir} from step-00000006\n  skipped: " in finished.output
     assert file_contents(trained.run_dir / "checkpoints" / "step-00000003")
 
 

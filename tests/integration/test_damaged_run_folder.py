@@ -60,7 +60,7 @@ def test_something_else_in_the_place_of_a_folder(run_dir, call, capsys, name, wh
     )
 
 
-@pytest.mark.parametrize("name", [".lock", ".lock.json", ".claim.json"])
+@pytest.mark.parametrize("name", [".lock", ".lock.json", ".reserved.json"])
 def test_a_folder_in_the_place_of_a_lock(run_dir, call, name):
     put(run_dir / name, "folder")
     assert "must be a folder that this user can write to (Is a directory)" in error_message(
@@ -171,7 +171,7 @@ def test_no_folder_in_the_place_of_a_checkpoint(run_dir, call, what):
     put(run_dir / "checkpoints" / "step-00000004", what)
     finished = call(run_dir, "--resume", run_dir)
     assert finished.code == 0, finished.output
-    assert f"resuming {run_dir} from step-00000002\n  passed over: " in finished.output
+    assert f"resuming {run_dir} from step-00000002\n  skipped: " in finished.output
     assert finished.load("run")["step"] == 4
 
 

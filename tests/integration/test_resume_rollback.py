@@ -27,7 +27,7 @@ def content(run):
     """All files of a run, but for who holds it."""
     files = {p.relative_to(run.run_dir): p for p in run.run_dir.rglob("*") if p.is_file()}
     return {
-        str(name): path.read_bytes() for name, path in files.items() if not path.name.startswith((".lock", ".claim"))
+        str(name): path.read_bytes() for name, path in files.items() if not path.name.startswith((".lock", ".reserved"))
     }
 
 

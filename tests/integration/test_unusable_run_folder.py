@@ -87,7 +87,7 @@ def test_a_config_that_was_lost_is_given_anew(tmp_path, run_dir, call, chosen):
     assert without_logs(run_dir) == before
     finished = call(run_dir, "--config", given, "--resume", resumed)
     assert finished.code == 0, finished.output
-    assert "note: the run holds no config.yaml, so the given one holds" in finished.output
+    assert "note: the run holds no config.yaml, so the given one is used" in finished.output
     assert [record["step"] for record in finished.of_kind("train")] == list(range(1, 7))
     assert "max_steps: 6" in (run_dir / "config.yaml").read_text()
     assert evaluate.evaluate_run(run_dir).step == 6

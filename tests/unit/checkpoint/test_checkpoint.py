@@ -184,7 +184,7 @@ def test_a_damaged_manifest_is_an_error_of_the_checkpoint(folder, text):
     (path / "manifest.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(CheckpointError, match=r"manifest\.json (is damaged|cannot be read)"):
         read_checkpoint(path)
-    assert find_checkpoint(folder.parent) == path  # it was written, so it is not passed over
+    assert find_checkpoint(folder.parent) == path  # it was written, so it is not skipped
 
 
 def test_find_takes_latest_then_the_newest_that_was_written(folder):

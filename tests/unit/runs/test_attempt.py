@@ -76,20 +76,20 @@ def test_of_many_that_find_a_folder_in_which_nothing_began_one_takes_it(tmp_path
 def test_what_a_start_left_is_taken_over_and_tidied(tmp_path):
     run = claimed(tmp_path, "first")
     run.log_file(0).write_text("said\n")
-    left = ("summary.json", ".launch-41.yaml", "..launch-41.yaml.41.tmp", ".config.yaml.42.tmp", ".lock", ".claim")
+    left = ("summary.json", ".launch-41.yaml", "..launch-41.yaml.41.tmp", ".config.yaml.42.tmp", ".lock", ".reserved")
     for name in left:
         (run.path / name).write_text("{}")
     with reserve_folder(tmp_path, "first", "") as again:
         assert again == run
         assert sorted(path.name for path in run.path.iterdir()) == [
-            ".claim",
-            ".claim.json",
+            ".reserved",
+            ".reserved.json",
             ".lock",
             "checkpoints",
             "logs",
         ]
         assert run.log_file(0).read_text() == "said\n"
-    assert not list(run.path.glob(".claim*"))
+    assert not list(run.path.glob(".reserved*"))
 
 
 @pytest.mark.parametrize("there", ["config.yaml", "checkpoints/step-00000003", "own-notes.txt", "metrics.jsonl"])
