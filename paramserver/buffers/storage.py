@@ -333,12 +333,12 @@ class Column:
 
     def gather_into(self, slots: Slots, allocate: AllocateBytes) -> Tensor:
         """Copy the rows of these slots to memory from ``allocate``."""
-        shape = (len(slots), *self.rows.shape[1:])
-        memory = torch.from_numpy(allocate(self.rows.element_size() * math.prod(shape)))
-        rows = memory.view(self.rows.dtype).view(shape)
+        shape = (len(slots), *self.array.shape[1:])
+        # numpy makes the view: torch refuses one of no bytes, which a leaf of shape (0,) has.
+        rows = allocate(self.array.itemsize * math.prod(shape)).view(self.array.dtype).reshape(shape)
         # Every slot is a row, so "clip" changes no value; the default mode would gather into a temporary and copy it.
-        self.array.take(slots, axis=0, out=_numpy_view(rows), mode="clip")
-        return rows
+        self.array.take(slots, axis=0, out=rows, mode="clip")
+        return torch.from_numpy(rows).view(self.rows.dtype)
 
 
 class ColumnStorage(Storage):

@@ -173,6 +173,23 @@ def test_a_state_owns_its_memory_and_stores_no_more_than_the_samples():
     assert (text, tensor.tolist(), values.tolist()) == ("text", [0, 0], [0, 0, 0])
 
 
+@pytest.mark.parametrize("shape", [(), (3,), (0,), (2, 0)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.bool, torch.complex64])
+def test_samples_are_copied_to_allocated_memory(shape, dtype):
+    blocks = []
+
+    def allocate(size: int) -> np.ndarray:
+        blocks.append(np.empty(size, np.uint8))
+        return blocks[-1]
+
+    buffer, other = (make_buffer("fifo", capacity=4) for _ in range(2))
+    samples = [(torch.full(shape, i).to(dtype), i) for i in range(3)]
+    buffer.put_many(samples)
+    other.load_state_dict(buffer.state_dict(allocate=allocate))
+    assert [block.nbytes for block in blocks] == [3 * samples[0][0].nbytes, 24]
+    assert str(other.get_batch(3).samples) == str(samples)
+
+
 def test_every_kind_of_leaf_is_restored():
     samples = [
         (np.array(["a", "bc"]), np.arange(3, dtype=">i4"), np.datetime64("2020-01-02"), np.array([], "f4")),

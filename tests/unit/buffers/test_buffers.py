@@ -1,4 +1,4 @@
-"""The three buffers, row by row of the table in docs/interface.md, and their refusals. One thread: a wait is a timeout of 0."""
+"""The three buffers, by the rows of the table in docs/interface.md, and refusals. One thread: a wait is a timeout of 0."""
 
 import pytest
 
