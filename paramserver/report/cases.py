@@ -1,7 +1,4 @@
-"""A case: all its repeats, their figures, and the cases that it is measured against.
-
-Cases that may be compared with each other, and how a comparison is put into words.
-"""
+"""A case of a report: its repeats, its figures with their spread, and the baselines it is compared with."""
 
 from __future__ import annotations
 
@@ -24,11 +21,13 @@ _NUMBER_OF_TRAINERS = re.compile(r"[ ,]*\b\d+ trainers?\b")
 
 @dataclass(frozen=True)
 class Figure:
-    """A number that each record has.
+    """A number that a record may have.
 
     Args:
-        of: takes it from a record; None where it is not known.
-        better: 1 where more is better, -1 where less is, 0 where neither is.
+        name: for tables and sentences.
+        unit: empty for a number without one.
+        get: returns it from a record; None where it is unknown.
+        better: 1 where more is better, -1 where less is better, 0 otherwise.
     """
 
     name: str
@@ -88,7 +87,17 @@ FIGURES = (
 
 @dataclass(frozen=True)
 class ReportCase:
-    """All records of one name, in the order of their repeats. Its figures are over the completed ones."""
+    """All records of one name, in the order of their repeats. Figures are over the completed ones.
+
+    Example::
+
+        >>> from paramserver.report.results import CaseResult
+        >>> def record(case, repeat, speed):
+        ...     return CaseResult(case, repeat, "rpc", 2, 1, "completed", samples_per_second=speed)
+        >>> sync, free = cases_of([record("sync", 0, 100.0), record("async", 0, 150.0), record("sync", 1, 100.0)])
+        >>> sync.name, sync.speed.repeats, round(free.ratio_to(sync).value, 3)
+        ('sync', 2, 1.5)
+    """
 
     name: str
     results: tuple[CaseResult, ...]
@@ -137,12 +146,12 @@ class ReportCase:
         return estimate(self.values(figure).values())
 
     def ratio_to(self, other: ReportCase, figure: Figure = SPEED) -> Estimate | None:
-        """How many times the figure of ``other`` this one's is; both took turns."""
+        """This case's ``figure`` over that of ``other``; the repeats of both were interleaved."""
         return ratio(self.values(figure), other.values(figure))
 
     @cached_property
     def step_ms(self) -> dict[str, float]:
-        """Mean, quantiles and maximum of all steps of all repeats; without bins, the means of the repeats' figures."""
+        """Mean, quantiles and maximum over the steps of all repeats; without bins, means of the repeats' figures."""
         merged = merged_steps(self.completed)
         if merged.count:
             below = {f"p{q}": merged.quantile_s(q / 100) * 1e3 for q in (5, 25, 75)}
@@ -151,11 +160,11 @@ class ReportCase:
 
     @cached_property
     def phases_ms(self) -> dict[str, float]:
-        """Arithmetic means over all steps of all repeats, which sum to the mean of these steps."""
+        """Arithmetic means over all steps of all repeats; they sum to the mean of these steps."""
         return self._means(zip((*PHASES, "hidden"), PARTS, strict=True))
 
     def _means(self, figures: Iterable[tuple[str, Figure]]) -> dict[str, float]:
-        """Of figures that are means over the steps of a repeat: over the steps of all."""
+        """Means over the steps of all repeats, from figures that are means over the steps of one."""
         found = {}
         for name, figure in figures:
             known = [(value, one.steps or 1) for one in self.completed if (value := figure.get(one)) is not None]
@@ -191,19 +200,19 @@ def cases_of(results: Iterable[CaseResult]) -> list[ReportCase]:
 
 
 def communication_limit(case: ReportCase, cases: Sequence[ReportCase]) -> ReportCase | None:
-    """The loops without communication that ``case`` is measured against: one process alone where it has one trainer."""
+    """The baseline without communication for ``case``; with one trainer that is the single process."""
     fitting = [*_baselines(case, cases, NO_COMMUNICATION), *_baselines(case, cases, LOCAL)]
     alike = (one for one in fitting if one.trainers == case.trainers and one.scenario == case.scenario)
     return next(alike, None)
 
 
 def local_baseline(case: ReportCase, cases: Sequence[ReportCase]) -> ReportCase | None:
-    """The single process that ``case`` is measured against."""
+    """The baseline with a single process for ``case``."""
     return next(iter(_baselines(case, cases, LOCAL)), None)
 
 
 def _baselines(case: ReportCase, cases: Sequence[ReportCase], baseline: str) -> list[ReportCase]:
-    """Those whose overrides are all among the case's too, the nearest first."""
+    """Baselines whose overrides are a subset of those of ``case``, the one with the most first."""
     own = case.first.overrides
     fitting = [
         one
@@ -217,7 +226,7 @@ def _baselines(case: ReportCase, cases: Sequence[ReportCase], baseline: str) -> 
 
 
 def scaling_families(cases: Iterable[ReportCase]) -> dict[str, list[ReportCase]]:
-    """Completed cases that differ in their number of trainers alone, by the name they share, least trainers first."""
+    """Completed cases that differ in their number of trainers only, fewest trainers first, by the name they share."""
     found: dict[str, list[ReportCase]] = {}
     for case in cases:
         if case.speed is not None:

@@ -1,4 +1,4 @@
-"""Two sets of results of the same cases: the change of every figure with its spread, and a limit for it."""
+"""Compares two sets of results case by case: the change of each figure with its spread, and a lower limit for it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TITLES = ("figure", "A", "B", "B / A", "95 %", "")
 
 @dataclass(frozen=True)
 class Change:
-    """A figure of one case in A and in B; ``times`` is B over A, None where one of them is 0."""
+    """A figure of one case in A and in B; ``ratio`` is B over A, None where one of them is 0."""
 
     figure: Figure
     before: Estimate
@@ -26,7 +26,7 @@ class Change:
 
     @property
     def verdict(self) -> str:
-        """One word or two: what the interval of the ratio says."""
+        """What the interval of the ratio shows, in one to three words."""
         if self.ratio is None:
             return "same" if self.before.value == self.after.value else ""
         if not self.ratio.has_interval:
@@ -38,14 +38,20 @@ class Change:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What became of each case that both have; ``notes`` are sentences on what stands in the way of comparing."""
+    """The result of ``compare``.
+
+    Args:
+        changes: the figures that A and B both have, by case.
+        broken: why B has no figures of a case that A has, by case.
+        notes: sentences about differences that make the comparison doubtful.
+    """
 
     changes: dict[str, list[Change]]
     broken: dict[str, str]
     notes: tuple[str, ...]
 
     def regressions(self, limit: float) -> list[str]:
-        """Why B does not pass, one sentence each: a throughput below ``limit`` times that of A, or none at all.
+        """One sentence for each case of B whose throughput is below ``limit`` times that of A, or is missing.
 
         Raises:
             UnsupportedConfiguration: ``limit`` is not above 0.
@@ -56,9 +62,8 @@ class Comparison:
         for name, changes in self.changes.items():
             speed = next((change.ratio for change in changes if change.figure is SPEED), None)
             if speed is not None and speed.value < limit:
-                found.append(
-                    f"{name}: throughput is {format_estimate(speed)} times that of A, below {limit:g}{_hope(speed, limit)}"
-                )
+                times = f"{format_estimate(speed)} times that of A"
+                found.append(f"{name}: throughput is {times}, below {limit:g}{_limit_caveat(speed, limit)}")
         return found
 
     def text(self) -> str:
@@ -68,14 +73,33 @@ class Comparison:
         return "\n\n".join([*parts, *self.notes])
 
 
-def _hope(speed: Estimate, limit: float) -> str:
+def _limit_caveat(speed: Estimate, limit: float) -> str:
     if speed.high is None:
         return " (one repeat: it may be chance)"
-    return "" if speed.high < limit else f" (its interval reaches {format_number(speed.high)}: more repeats would tell)"
+    return "" if speed.high < limit else f" (its interval reaches {format_number(speed.high)}: use more repeats)"
 
 
 def compare(before: Results, after: Results) -> Comparison:
-    """Compare B with A case by case, as independent samples: they were not measured in turns.
+    """Compare B with A case by case, as independent samples: their repeats were not interleaved.
+
+    Args:
+        before: A.
+        after: B.
+
+    Example::
+
+        >>> from paramserver.report.results import CaseResult
+        >>> def results(source, *speeds):
+        ...     records = [
+        ...         CaseResult("rpc", repeat, "rpc", 2, 1, "completed", samples_per_second=speed)
+        ...         for repeat, speed in enumerate(speeds)
+        ...     ]
+        ...     return Results(source, tuple(records))
+        >>> found = compare(results("A", 99.0, 100.0, 101.0), results("B", 79.0, 80.0, 81.0))
+        >>> [(change.figure.name, change.verdict) for change in found.changes["rpc"]]
+        [('throughput', 'worse')]
+        >>> len(found.regressions(0.95))
+        1
 
     Raises:
         UnsupportedConfiguration: they have no case in common.
@@ -96,7 +120,16 @@ def compare(before: Results, after: Results) -> Comparison:
             broken[name] = reason
         else:
             changes[name] = _changes(case, new[name])
-    notes = [*before.notes, *after.notes, *_only(old, new), *_elsewhere(list(old.values()), list(new.values()))]
+    notes = [*before.notes, *after.notes]
+    if added := [name for name in new if name not in old]:
+        notes.append(f"Only B has {join_names(added)}.")
+    if failed := [name for name, case in old.items() if case.speed is None]:
+        notes.append(f"A has no figures of {join_names(failed)}.")
+    a, b = machine_names(list(old.values())), machine_names(list(new.values()))
+    if a != b:
+        notes.append(
+            f"A ran on {join_names(a)}, B on {join_names(b)}: the figures include the difference of the machines."
+        )
     return Comparison(changes, broken, tuple(notes))
 
 
@@ -117,20 +150,6 @@ def _changes(old: ReportCase, new: ReportCase) -> list[Change]:
             times = ratio(new.values(figure), old.values(figure), are_interleaved=False)
             found.append(Change(figure, before, after, times))
     return found
-
-
-def _only(old: dict[str, ReportCase], new: dict[str, ReportCase]) -> list[str]:
-    added = [name for name in new if name not in old]
-    failed = [name for name, case in old.items() if case.speed is None]
-    notes = [f"Only B has {join_names(added)}."] if added else []
-    return notes + ([f"A has no figures of {join_names(failed)}."] if failed else [])
-
-
-def _elsewhere(old: Sequence[ReportCase], new: Sequence[ReportCase]) -> list[str]:
-    a, b = machine_names(old), machine_names(new)
-    if a == b:
-        return []
-    return [f"A ran on {join_names(a)}, B on {join_names(b)}: what differs between the machines is in these figures."]
 
 
 def _table(changes: Sequence[Change]) -> str:

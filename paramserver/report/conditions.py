@@ -1,4 +1,4 @@
-"""Under which conditions results came about, so that anybody can run them again."""
+"""The conditions of a set of results, with which they can be measured again."""
 
 from __future__ import annotations
 
@@ -19,52 +19,54 @@ def machine_names(cases: Sequence[ReportCase]) -> list[str]:
 
 
 def conditions_text(cases: Sequence[ReportCase]) -> str:
-    """One sentence: how often, how long, on what."""
+    """How often and how long each case ran, on which machine, in one sentence."""
     results = [one for one in _all(cases) if one.is_completed] or _all(cases)
     counts = {len([one for one in case.results if one.is_completed]) for case in cases} - {0}
     seconds = [one.seconds for one in results if one.seconds]
     repeats = plural(max(counts), "repeat") if counts else "no completed repeat"
     if len(counts) > 1:
         repeats = f"{min(counts)} to {repeats}"
-    long = f" of {_from_to(seconds)} s" if seconds else ""
+    lengths = _distinct(format_number(get(seconds)) for get in (min, max)) if seconds else []
+    long = f" of {' to '.join(lengths)} s" if seconds else ""
     versions = _distinct(_version(one, "torch") for one in results)
+    machines = join_names(machine_names(cases)) or "an unknown machine"
     return (
-        f"{plural(len(cases), 'case')}, {repeats}{long} each, on {join_names(machine_names(cases)) or 'an unknown machine'}"
-        f"{', with torch ' + join_names(versions) if versions else ''}. Intervals, in brackets, hold the geometric "
-        "mean with 95 % confidence over the repeats (Student's t, of the logarithm)."
+        f"{plural(len(cases), 'case')}, {repeats}{long} each, on {machines}"
+        f"{', with torch ' + join_names(versions) if versions else ''}. Brackets hold the 95 % confidence interval of "
+        "the geometric mean over the repeats (Student's t, of the logarithm)."
     )
 
 
 def method_text(cases: Sequence[ReportCase]) -> str:
-    """What the figures are, in a few sentences."""
+    """What the figures mean, in a few sentences."""
     has_baselines = any(case.baseline for case in cases)
     text = (
         "Each repeat of a case is a fresh start. Speeds, durations and sizes are geometric means over the repeats, and "
-        "their intervals are those of the logarithm, so that no bound is below 0; where a figure is 0 in some repeat, "
-        "as staleness may be, they are of the values themselves. Ratios compare repeat with repeat where both cases "
-        "have the same ones, so that a machine that was slow for a while was so for both. Steps of all repeats are "
-        "taken together for their means and quantiles and for the means of phases, which sum to the step."
+        "their intervals are those of the logarithm, so that no bound is below 0. Where a figure is 0 in some repeat, "
+        "as staleness may be, mean and interval are arithmetic. Ratios compare repeat with repeat where both cases "
+        "have the same ones, so that a slow period of the machine affects both. Means and quantiles of steps, and the "
+        "means of phases, which sum to the step, are over the steps of all repeats."
     )
     if has_baselines:
         text += (
-            " Baselines: `local` is one process; `no communication` is the trainers' loops alone, at once on the same "
-            "machine, which no way of communicating can beat while it does the same work."
+            " Baselines: `local` is one process; `no communication` is the trainers' loops at the same time on the "
+            "same machine without an exchange, an upper bound for every case that does the same work."
         )
     return text
 
 
 def comparability_warnings(cases: Sequence[ReportCase]) -> list[str]:
-    """What makes a comparison of these doubtful: other machines, versions, commits or commands."""
+    """Sentences about different machines, commits or versions, which make a comparison of ``cases`` doubtful."""
     found = []
-    for what, take in (
+    for what, get in (
         ("machines", _machine),
         ("commits", lambda one: _text(one.environment.get("commit"))[:12]),
         ("versions of torch", lambda one: _version(one, "torch")),
         ("versions of Python", lambda one: _version(one, "python")),
     ):
-        values = _distinct(take(one) for one in _all(cases))
+        values = _distinct(get(one) for one in _all(cases))
         if len(values) > 1:
-            found.append(f"These are results of different {what} ({join_names(values)}): not only the cases differ.")
+            found.append(f"The results are of different {what} ({join_names(values)}): not only the cases differ.")
     return found
 
 
@@ -75,7 +77,9 @@ def condition_rows(cases: Sequence[ReportCase]) -> list[tuple[str, str]]:
     names = sorted({name for one in results for name in _versions(one)})
     rows += [(f"{name} version", text) for name in names for text in _distinct(_version(one, name) for one in results)]
     rows += [("commit", text) for text in _distinct(_text(one.environment.get("commit")) for one in results)]
-    rows += [("command", quoted(text)) for text in commands_of(cases)]
+    commands = (one.environment.get("command") for one in results)
+    texts = (shlex.join(map(str, c)) if isinstance(c, list | tuple) else _text(c) for c in commands)
+    rows += [("command", quoted(text)) for text in _distinct(texts)]
     started = sorted(one.started for one in results if one.started is not None)
     if started:
         rows.append(("measured", f"{_date(started[0])} to {_date(started[-1])} (UTC, starts)"))
@@ -85,12 +89,8 @@ def condition_rows(cases: Sequence[ReportCase]) -> list[tuple[str, str]]:
     return rows
 
 
-def commands_of(cases: Sequence[ReportCase]) -> list[str]:
-    return _distinct(_command(one.environment.get("command")) for one in _all(cases))
-
-
 def cases_by_config(cases: Sequence[ReportCase]) -> dict[str, list[str]]:
-    """The names of the cases by the text of their config, which is that of the first repeat."""
+    """The names of the cases by the text of their config; that of a case is the config of its first repeat."""
     found: dict[str, list[str]] = {}
     for case in cases:
         found.setdefault(_text(case.first.environment.get("config")), []).append(case.name)
@@ -126,17 +126,8 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
 
 
-def _command(value: Any) -> str:
-    return shlex.join(map(str, value)) if isinstance(value, list | tuple) else _text(value)
-
-
-def _from_to(values: Sequence[float]) -> str:
-    low, high = format_number(min(values)), format_number(max(values))
-    return low if low == high else f"{low} to {high}"
-
-
 def _date(seconds: float) -> str:
     try:
         return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M")
-    except (ValueError, OverflowError, OSError):  # a clock may say anything
+    except (ValueError, OverflowError, OSError):  # a clock may be wrong
         return format_number(seconds)

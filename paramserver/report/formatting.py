@@ -1,4 +1,4 @@
-"""Numbers and lists as a person reads them."""
+"""Numbers, intervals and lists as text for people."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ DASH = "-"
 
 
 def format_number(value: float | None, digits: int = 3) -> str:
-    """So many significant digits, and never fewer than those before the point."""
+    """A number with ``digits`` significant digits, and all digits before the point; a dash for an unknown one.
+
+    Example::
+
+        >>> format_number(1234.5), format_number(0.001234), format_number(None)
+        ('1234', '0.00123', '-')
+    """
     if value is None or not math.isfinite(value):
         return DASH
     if value == 0:
@@ -32,7 +38,7 @@ def format_interval(estimate: Estimate | None, scale: float = 1.0, digits: int =
 
 
 def format_estimate(estimate: Estimate | None, scale: float = 1.0, digits: int = 3) -> str:
-    """The value and, in brackets, its interval."""
+    """The value and, in brackets, its interval: "5200 (5100 to 5300)"."""
     if estimate is None:
         return DASH
     text = format_number(estimate.value * scale, digits)
@@ -48,7 +54,7 @@ def format_percent(estimate: Estimate | None) -> str:
 
 
 def quoted(name: str) -> str:
-    """A name, set apart from the sentence around it by backquotes, of which it keeps none."""
+    """A name in backquotes, which mark it in a sentence; backquotes in it become quotes."""
     return f"`{name.replace('`', chr(39))}`"
 
 
@@ -61,7 +67,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def join_names(names: Sequence[str], most: int = 6) -> str:
-    """The names in a sentence: "a, b and c", or "a, b and 3 more"; empty where there is none."""
+    """The names in a sentence, "a, b and c", or "a, b and 3 more" where there are more than ``most``."""
     shown = list(names) if len(names) <= most else [*names[: most - 1], f"{len(names) - most + 1} more"]
     return "".join(shown) if len(shown) < 2 else f"{', '.join(shown[:-1])} and {shown[-1]}"
 
@@ -72,7 +78,7 @@ def first_line(text: str | None, most: int = 300) -> str:
 
 
 def scenario_text(scenario: Mapping[str, Any]) -> str:
-    """What was done to the trainers: "trainer 1 slowed 5 times"; empty where nothing was."""
+    """A scenario in words, "trainer 1 slowed 5 times"; empty for none."""
     return ", ".join(_slow(what) if name == "slow" else f"{name} {_plain(what)}" for name, what in scenario.items())
 
 
@@ -84,11 +90,8 @@ def _slow(what: Any) -> str:
     probability = what.get("probability", 1.0)
     chance = "" if probability in (1, None) else f" with probability {probability}"
     factor = what.get("factor", "?")
-    return f"trainer {what.get('trainer', '?')} slowed {format_number(factor) if _is_number(factor) else factor} times{chance}"
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float)
+    factor = format_number(factor) if isinstance(factor, int | float) else factor
+    return f"trainer {what.get('trainer', '?')} slowed {factor} times{chance}"
 
 
 def _plain(what: Any) -> str:

@@ -1,16 +1,14 @@
-"""The plots of a report, drawn with matplotlib where it is installed.
-
-Curves of several repeats as one: their mean and the band in which they lie.
-"""
+"""The plots of a report, drawn with matplotlib: speeds, steps, phases, curves of learning, scaling and staleness."""
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
 
 from paramserver.metrics.records import PHASES
 from paramserver.report.cases import SPEED, ReportCase, local_baseline, scaling_families
@@ -48,7 +46,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Band:
-    """At each place ``x``: the mean of the repeats, the least and the greatest."""
+    """The mean, minimum and maximum of the repeats at each ``x``."""
 
     x: list[float]
     mean: list[float]
@@ -57,12 +55,12 @@ class Band:
 
 
 def loss_against(axis: int) -> Callable[[CaseResult], Curve]:
-    """Takes the loss of a record against its samples (0) or seconds (1)."""
+    """A function that returns the loss of a record against its samples (0) or seconds (1)."""
     return lambda result: [(point[:2][axis], point[2]) for point in result.loss if point[2] is not None]
 
 
 def validation_against(axis: int, name: str) -> Callable[[CaseResult], Curve]:
-    """Takes a validation metric of a record against its samples (0) or seconds (1)."""
+    """A function that returns a validation metric of a record against its samples (0) or seconds (1)."""
 
     def get(result: CaseResult) -> Curve:
         pairs = [(point[:2][axis], point[2].get(name)) for point in result.validation]
@@ -77,21 +75,27 @@ def metric_names(results: Iterable[CaseResult]) -> list[str]:
 
 
 def band(curves: Iterable[Curve], points: int = _POINTS) -> Band | None:
-    """The band over what all curves cover. A curve with more points is smoothed to so many; None without any point."""
+    """The band over the range that all curves cover; None without any point.
+
+    Args:
+        curves: of the repeats.
+        points: a curve with more points is smoothed to this number.
+    """
     thinned = [_thinned(sorted(curve), points) for curve in curves if curve]
     if not thinned:
         return None
     start, end = max(curve[0][0] for curve in thinned), min(curve[-1][0] for curve in thinned)
-    if start > end:  # no place that all cover
+    if start > end:  # no common range: the first curve alone is drawn
         thinned = thinned[:1]
         start, end = thinned[0][0][0], thinned[0][-1][0]
-    places = _places(thinned, start, end, points)
-    columns = [[_at(curve, x) for curve in thinned] for x in places]
-    return Band(places, [statistics.fmean(c) for c in columns], list(map(min, columns)), list(map(max, columns)))
+    count = min(points, max(map(len, thinned))) if end > start else 1
+    x = np.array([x for x, _ in thinned[0]]) if len(thinned) == 1 else np.linspace(start, end, count)
+    values = np.array([np.interp(x, [a for a, _ in curve], [b for _, b in curve]) for curve in thinned])
+    return Band(x.tolist(), values.mean(0).tolist(), values.min(0).tolist(), values.max(0).tolist())
 
 
 def _thinned(curve: Curve, points: int) -> Curve:
-    """Neighbours averaged, so that at most so many points are left."""
+    """The curve with neighbours averaged to at most ``points`` points."""
     if len(curve) <= points:
         return curve
     edges = [i * len(curve) // points for i in range(points + 1)]
@@ -99,34 +103,18 @@ def _thinned(curve: Curve, points: int) -> Curve:
     return [(statistics.fmean(x for x, _ in part), statistics.fmean(y for _, y in part)) for part in parts]
 
 
-def _places(curves: Sequence[Curve], start: float, end: float, points: int) -> list[float]:
-    """Where the band is computed: at the points of a lone curve, evenly otherwise."""
-    if len(curves) == 1:
-        return [x for x, _ in curves[0]]
-    count = min(points, max(len(curve) for curve in curves))
-    return [start + (end - start) * i / (count - 1) for i in range(count)] if count > 1 and end > start else [start]
-
-
-def _at(curve: Curve, x: float) -> float:
-    """Linear interpolation."""
-    right = bisect.bisect_left(curve, x, key=lambda point: point[0])
-    if right == 0:
-        return curve[0][1]
-    if right == len(curve):
-        return curve[-1][1]
-    (x0, y0), (x1, y1) = curve[right - 1], curve[right]
-    return y1 if x1 == x0 else y0 + (y1 - y0) * (x - x0) / (x1 - x0)
-
-
 _LEGEND_LINE = 0.21
-_LATE = 40  # a staleness from which on gradients are counted together
-_TALL = 20.0  # times the median: from there on durations are drawn on a logarithmic axis
+_LATE = 40  # gradients of this staleness or more are counted together
+_TALL = 20.0  # a longest step of this many medians gets a logarithmic axis
 _METRICS = 3
-_BEYOND = 1.5  # times the fastest repeat: an interval that goes further, as of two repeats far apart, is cut off there
+_BEYOND = 1.5  # times the fastest repeat: wider intervals, as of two very different repeats, are cut off there
 
 
 def draw(cases: Sequence[ReportCase]) -> dict[str, list[Picture]]:
-    """Every plot for which there are numbers, by the section of the report where it belongs.
+    """Draw every plot for which there are numbers.
+
+    Returns:
+        The pictures by the section of the report to which they belong.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -189,13 +177,13 @@ def _throughput(cases: Sequence[ReportCase]) -> Iterator[Picture]:
     yield _picture(
         figure,
         "throughput",
-        "Applied samples per second: geometric mean, 95 % interval (an arrow: it goes on) and each repeat (dots). "
+        "Applied samples per second: geometric mean, 95 % interval (an arrow: it is wider) and each repeat (dots). "
         "Hatched: baselines.",
     )
 
 
 def _most(cases: Sequence[ReportCase]) -> float:
-    """The end of what is drawn of speeds."""
+    """The largest speed that is drawn."""
     return _BEYOND * max(value for case in cases for value in case.values(SPEED).values() if value is not None)
 
 
@@ -268,13 +256,13 @@ def _phases(cases: Sequence[ReportCase]) -> Iterator[Picture]:
     yield _picture(
         figure,
         "phases",
-        "Mean phases of a step on a trainer's own path, which sum to the step; apply is the server's update. Thin grey "
-        "bar: hidden, what went on beside them.",
+        "Mean phases of a step in a trainer's main thread, which sum to the step; apply is the server's update. Thin "
+        "grey bar: hidden, which overlapped them.",
     )
 
 
 def _light(colour: str) -> str:
-    """Half as strong, so that a hatch can be seen on it."""
+    """The colour at half strength, on which a hatch is visible."""
     parts = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
     return "#" + "".join(f"{(part + 255) // 2:02x}" for part in parts)
 
@@ -293,12 +281,12 @@ def _legend_below(figure: Figure, axes: Axes, columns: int) -> None:
 def _learning(cases: Sequence[ReportCase]) -> Iterator[Picture]:
     axes_of = ((SECONDS, "seconds", "seconds of training"), (SAMPLES, "samples", "samples"))
     for axis, name, label in axes_of:
-        caption = f"Training loss against {label}: mean of the repeats, and the band in which they lie."
+        caption = f"Training loss against {label}: mean and range of the repeats."
         yield from _lines(cases, loss_against(axis), f"loss-{name}", label, "training loss", caption)
     results = [one for case in cases for one in case.completed]
     for i, metric in enumerate(metric_names(results)[:_METRICS]):
         for axis, name, label in axes_of:
-            caption = f"Validation: {metric} against {label}, mean of the repeats and their band."
+            caption = f"Validation: {metric} against {label}, mean and range of the repeats."
             get = validation_against(axis, metric)
             yield from _lines(cases, get, f"validation-{i}-{name}", label, metric, caption, _target(results, metric))
 
@@ -333,7 +321,7 @@ def _lines(
 
 
 def _line_style(index: int, points: int = 1) -> dict[str, Any]:
-    """How a line looks: colour, stroke and mark change in cycles of different lengths."""
+    """Colour, stroke and marker of a line; they change in cycles of different lengths."""
     return {
         "color": COLOURS[index % len(COLOURS)],
         "linestyle": LINES[index % len(LINES)],
@@ -367,13 +355,11 @@ def _scaling(cases: Sequence[ReportCase]) -> Iterator[Picture]:
     axes.set_ylabel("samples per second")
     axes.grid()
     _legend_below(figure, axes, 1)
-    yield _picture(
-        figure, "scaling", "Samples per second by number of trainers, with 95 % intervals, beside the ideal."
-    )
+    yield _picture(figure, "scaling", "Samples per second by number of trainers, with 95 % intervals, and the ideal.")
 
 
 def _ideal(grown: dict[str, list[ReportCase]], cases: Sequence[ReportCase]) -> tuple[float, str]:
-    """Samples per second of one trainer, and whose: of the single process, or of the fastest at its least trainers."""
+    """Samples per second of one trainer under ideal scaling, and the label of that line."""
     first = next(iter(grown.values()))[0]
     alone = local_baseline(first, cases)
     if alone is not None:
@@ -406,7 +392,9 @@ def _staleness(cases: Sequence[ReportCase]) -> Iterator[Picture]:
     panels[-1].xaxis.set_major_locator(_few_ticks(10))
     panels[-1].set_xlabel("versions that a gradient was old" + (f" ({_LATE}: or older)" if largest == _LATE else ""))
     figure.supylabel("% of gradients", fontsize=10)
-    yield _picture(figure, "staleness", "How old gradients were when they were applied, in versions, over all repeats.")
+    yield _picture(
+        figure, "staleness", "The staleness of gradients when they were applied, in versions, over all repeats."
+    )
 
 
 def _few_ticks(count: int) -> Any:

@@ -1,4 +1,4 @@
-"""results.jsonl: what each case of a benchmark came to, one record a line for each repeat."""
+"""``results.jsonl``: the result of each case of a benchmark, one line for each repeat."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ Numbers = Mapping[str, float | None]
 
 @dataclass(frozen=True)
 class CaseResult:
-    """One case in one repeat. What is unknown is None or empty; durations are of what came after the warm-up.
+    """One case in one repeat. Unknown values are None or empty; figures are of the time after the warm-up.
 
     Attributes:
         case: the name that all repeats of the case share.
-        baseline: what it is beside the cases, "local" (one process) or "no communication" (the trainers' loops alone).
-        overrides: keys of the config that make the case what it is, by dotted name.
-        scenario: what was done to the trainers, such as {"slow": {"trainer": 1, "factor": 5.0, "probability": 1.0}}.
-        wall_s: of all its processes, from the start to the end; ``seconds`` is the training that was measured.
-        per_trainer: samples/s of each; ``per_process``: those of all, shared among trainers and servers.
-        wire_bytes_source: how ``wire_bytes_per_step`` is known, where the trainers did not count it.
+        baseline: "local" (one process) or "no communication" (the trainers' loops without an exchange) for a baseline.
+        overrides: the config keys that define the case, by dotted name.
+        scenario: a disturbance, such as {"slow": {"trainer": 1, "factor": 5.0, "probability": 1.0}}.
+        wall_s: from the start of its first process to the end of its last; ``seconds`` is the measured training.
+        per_trainer: samples/s of each trainer; ``per_process``: of all, divided by the number of trainers and servers.
+        wire_bytes_source: the source of ``wire_bytes_per_step``, where the trainers did not count it.
         step_bins: counts by bin, as ``DurationHistogram`` has them.
         loss: points (samples, seconds, loss); ``validation``: points (samples, seconds, {name: value}).
-        target: the metric and the value that ``time_to_target_s`` and ``samples_to_target`` are about.
+        target: the metric and the value that ``time_to_target_s`` and ``samples_to_target`` refer to.
         environment: versions, host, cores, commit, config (its text) and command.
     """
 
@@ -79,7 +79,7 @@ class CaseResult:
         return self.status == COMPLETED
 
     def to_mapping(self) -> dict[str, Any]:
-        """The record as it stands in the file; a number that is not finite is not known there: null."""
+        """The record as it is written to the file; a number that is not finite becomes null."""
         return {"format": FORMAT, **{name: _finite(value) for name, value in asdict(self).items()}}
 
 
@@ -93,15 +93,15 @@ def _finite(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Results:
-    """All records of a file, in its order; ``notes`` are sentences on what a reader should know of it."""
+    """All records of a file in its order; ``notes`` are sentences about its defects for the reader of a report."""
 
     source: str
     results: tuple[CaseResult, ...]
     notes: tuple[str, ...] = ()
 
 
-_HUGE = 1e300  # no measurement, and no sum of some, is beyond
-# What a field must be: a check, and its words.
+_HUGE = 1e300  # larger than any measurement or sum of measurements
+# The rule of a field: a check, and its wording for messages.
 Rule = tuple[Callable[[Any], bool], str]
 
 
@@ -118,7 +118,7 @@ def _is_numbers(value: Any) -> bool:
 
 
 def _are_counts(value: Any, digits: int) -> bool:
-    """Whether it is a mapping of whole numbers with so many digits at most, as text, to counts."""
+    """Whether ``value`` maps whole numbers, as text of at most ``digits`` digits, to counts."""
     if not isinstance(value, dict):
         return False
     return all(len(k) <= digits and k.isdecimal() and _is_count(v) for k, v in value.items())
@@ -227,8 +227,8 @@ def _frozen(given: dict[str, Any]) -> dict[str, Any]:
 def read_results(path: Path) -> Results:
     """Read ``results.jsonl``, or the one in the folder ``path``.
 
-    A last line that has no end and is no record is left out, with a note: whoever wrote it was killed. Of two records
-    of one case and repeat the later one counts, with a note.
+    An incomplete last line is left out, with a note: its writer was killed. Of two records of the same case and repeat
+    the later one counts, with a note.
 
     Raises:
         UnsupportedConfiguration: there is no such file, it holds no record, or a line is none of this format.
@@ -267,7 +267,7 @@ def _is_record(line: bytes) -> bool:
 
 def _parsed(line: bytes, where: str) -> CaseResult:
     try:
-        # What some writers put for a number that is not finite is not known.
+        # NaN and Infinity, which are no JSON but which some writers use, become null.
         record = json.loads(line, parse_constant=lambda _: None)
     except (ValueError, RecursionError) as error:
         raise UnsupportedConfiguration(
@@ -277,9 +277,18 @@ def _parsed(line: bytes, where: str) -> CaseResult:
 
 
 def append_result(path: Path, result: CaseResult) -> None:
-    """Add a record and bring it to the disk before returning: what was finished outlives an interrupt or a crash.
+    """Append a record and flush it to the disk, so that it survives an interrupt or a crash.
 
-    What a writer left behind that was killed inside a line is cut off.
+    An incomplete last line, left by a writer that was killed, is removed first.
+
+    Example::
+
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = Path(folder) / "results.jsonl"
+        ...     append_result(path, CaseResult("rpc", 0, "rpc", 2, 1, "completed", samples_per_second=1000.0))
+        ...     [(one.case, one.samples_per_second) for one in read_results(path).results]
+        [('rpc', 1000.0)]
 
     Raises:
         UnsupportedConfiguration: the file cannot be written.

@@ -1,4 +1,4 @@
-"""Figures with their spread: means and ratios with intervals, and steps that were counted in bins."""
+"""Means and ratios with 95 % intervals, and merged histograms."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paramserver.metrics.records import DurationHistogram
 from paramserver.report.results import CaseResult
 
 CONFIDENCE = 0.95
-# Of two repeats that are worlds apart the upper bound is beyond what a float holds; this says as much.
+# Upper bounds of two very different repeats exceed the range of a float; they are cut off here.
 _LARGEST_LOG = 600.0
 _PANELS = 400  # of Simpson's rule; even
 _HALVINGS = 60
@@ -22,7 +22,7 @@ _HALVINGS = 60
 class Estimate:
     """A figure over repeats.
 
-    ``low`` and ``high`` bound the 95 % interval; both are None where there is one repeat, of which no spread is known.
+    ``low`` and ``high`` are the bounds of the 95 % interval; both are None for one repeat, whose spread is unknown.
     """
 
     value: float
@@ -37,7 +37,7 @@ class Estimate:
 
     @property
     def relative_width(self) -> float | None:
-        """The interval from end to end as a share of the value."""
+        """The width of the interval as a share of the value."""
         if self.low is None or self.high is None or not self.value:
             return None
         return (self.high - self.low) / abs(self.value)
@@ -73,7 +73,7 @@ def t_quantile(probability: float, degrees: float) -> float:
 
 def _cosine_integral(angle: float, power: float) -> float:
     """Of cos(x)**power from 0 to ``angle``."""
-    # Beyond this the integrand is below e**-50, and an angle cut there keeps the panels where it is not.
+    # Beyond this angle the integrand is below e**-50; integrating to it keeps the panels where the function is large.
     end = min(angle, math.sqrt(100 / power)) if power else angle
     width = end / _PANELS
     total: float = 1.0 + max(math.cos(end), 0.0) ** power
@@ -83,11 +83,17 @@ def _cosine_integral(angle: float, power: float) -> float:
 
 
 def estimate(values: Iterable[float | None]) -> Estimate | None:
-    """The mean of what is known, with its interval; None where nothing is.
+    """The mean of the known values with its interval; None without a known value.
 
-    Where every value is above 0, as speeds and durations are, it is the geometric mean with the t-interval of the
-    logarithm: no bound is below 0, however few and far apart the repeats, and the quotient of two such means is what
-    ``ratio`` gives. Otherwise it is the arithmetic mean with the t-interval of the values.
+    If every value is above 0, as speeds and durations are, this is the geometric mean with the t-interval of the
+    logarithm: no bound is below 0, and the quotient of two such means is what ``ratio`` returns. Otherwise it is the
+    arithmetic mean with the t-interval of the values.
+
+    Example::
+
+        >>> found = estimate([90.0, 100.0, None, 111.0])
+        >>> f"{found.value:.1f} ({found.low:.1f} to {found.high:.1f}), {found.repeats} repeats"
+        '100.0 (77.0 to 129.7), 3 repeats'
     """
     known = [float(value) for value in values if value is not None]
     if not known:
@@ -109,17 +115,23 @@ def _around(mean: float, values: Sequence[float]) -> Estimate:
 def ratio(
     ours: Mapping[int, float | None], theirs: Mapping[int, float | None], are_interleaved: bool = True
 ) -> Estimate | None:
-    """How many times the one figure is the other, as the geometric mean, with the t-interval of its logarithm.
+    """The geometric mean of ``ours`` over ``theirs``, with the t-interval of its logarithm.
 
     Args:
         ours, theirs: values by repeat.
-        are_interleaved: the repeats of both took turns. Then, where both have the same ones, each repeat is compared
-            with its counterpart, so that what slowed both is in neither; otherwise as two independent samples (Welch,
-            "The generalization of Student's problem when several different population variances are involved",
-            Biometrika 34, 1947).
+        are_interleaved: the repeats of both were measured in turns. If both have the same repeats, each is then
+            compared with its counterpart, which removes what slowed both. Otherwise they are compared as independent
+            samples (Welch, "The generalization of Student's problem when several different population variances are
+            involved", Biometrika 34, 1947).
 
     Returns:
         None where one has no value above 0.
+
+    Example::
+
+        >>> found = ratio({0: 200.0, 1: 400.0}, {0: 100.0, 1: 200.0})
+        >>> round(found.value, 6), found.excludes(1.0)
+        (2.0, True)
     """
     a, b = _logarithms(ours), _logarithms(theirs)
     if not a or not b:
@@ -164,14 +176,14 @@ def _welch(a: Sequence[float], b: Sequence[float]) -> Estimate:
 
 
 def efficiency(times_as_fast: Estimate, trainers: int, trainers_before: int) -> Estimate:
-    """What share of an ideal growth was reached: the ratio of two speeds over that of their numbers of trainers."""
+    """The ratio of two speeds over the ratio of their numbers of trainers: 1 is linear scaling."""
     share = trainers_before / trainers
     low, high = (None if bound is None else bound * share for bound in (times_as_fast.low, times_as_fast.high))
     return Estimate(times_as_fast.value * share, low, high, times_as_fast.repeats, times_as_fast.median * share)
 
 
 def merged_steps(results: Iterable[CaseResult]) -> DurationHistogram:
-    """The steps of all these in one histogram; those that lack bins, mean or maximum are not in it."""
+    """The steps of all records in one histogram, without records that lack bins, mean or maximum."""
     merged = DurationHistogram()
     for one in results:
         if None in (one.step_ms.get("mean"), one.step_ms.get("max")):
@@ -186,7 +198,7 @@ def merged_steps(results: Iterable[CaseResult]) -> DurationHistogram:
 
 
 def merged_counts(histograms: Iterable[Mapping[str, int]]) -> dict[int, int]:
-    """Counts by value of several histograms, from the smallest value on."""
+    """The sum of several histograms, in ascending order of values."""
     merged: dict[int, int] = {}
     for histogram in histograms:
         for value, count in histogram.items():

@@ -1,4 +1,4 @@
-"""How plots are drawn: a canvas for a narrow page, marks that do not rely on colour, SVG that stands in HTML."""
+"""Drawing with matplotlib: figures for a narrow page, styles that do not rely on colour, and SVG for HTML."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's palette, "Color Universal Design", 2008, without its yellow, which is faint on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
-# So many of each that cycles of different lengths come together late: 45 lines can be told apart without colour.
+# The cycles have different lengths, so that 45 lines differ in stroke or marker without colour.
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 LINES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (7, 1.5, 1.5, 1.5, 1.5, 1.5)))
 HATCHES = ("", "////", "||||", "\\\\\\\\", "xx", "--", "++")  # of straight strokes: each dot would cost a kilobyte
 # Inches. A page on a phone shows a figure of this width at about two thirds of its size, which can still be read.
 WIDTH = 5.8
-LETTERS = 66  # that fit into a line of this width
+LETTERS = 66  # the number of letters in a line of this width
 _LINE = 0.19
 _STYLE: Any = {
     "axes.axisbelow": True,
@@ -52,7 +52,7 @@ def has_matplotlib() -> bool:
 
 @contextmanager
 def style() -> Iterator[None]:
-    """All drawing is done inside, whatever settings the user has for plots of their own."""
+    """A context for all drawing that replaces the user's own settings of matplotlib."""
     import matplotlib
 
     with matplotlib.rc_context(_STYLE):
@@ -60,7 +60,7 @@ def style() -> Iterator[None]:
 
 
 def new_figure(height: float, rows: int = 1, **options: Any) -> tuple[Figure, list[Axes]]:
-    """A figure of the page's width and so many inches of height, with ``rows`` axes one below the other."""
+    """A figure of the page's width and ``height`` inches, with ``rows`` axes one below the other."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
@@ -69,7 +69,7 @@ def new_figure(height: float, rows: int = 1, **options: Any) -> tuple[Figure, li
 
 
 def svg_of(figure: Figure, name: str, caption: str) -> str:
-    """The figure as an SVG element; ``name`` is part of its ids, so that no other picture of the page has them."""
+    """The figure as an SVG element; its ids begin with ``name``, so that they are unique on a page."""
     import matplotlib
 
     salt: Any = {"svg.hashsalt": name}
@@ -90,7 +90,7 @@ def wrapped(name: str, letters: int = LETTERS) -> str:
 
 
 def named_rows(names: Sequence[str], thickness: float = 0.26) -> tuple[Figure, Axes, list[float]]:
-    """Axes in which each name has a row of its own, with the name above it, so that any name has the whole width.
+    """Axes with a row for each name, and the name above its row, where it has the whole width.
 
     Returns:
         The figure, its axes and the height of each row's middle; a row is 1 high at most, from -0.5 to 0.5 of

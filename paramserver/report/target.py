@@ -1,4 +1,4 @@
-"""When a validation metric reached a value: ``accuracy=0.95``."""
+"""The value that a validation metric is to reach, ``accuracy=0.95``, and when a run reached it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from paramserver.errors import UnsupportedConfiguration
 from paramserver.report.results import CaseResult, Numbers
 
-# Of metrics with such a word in their name, less is better.
+# A metric whose name contains one of these is better when it is smaller.
 _SMALLER = ("loss", "error", "perplexity", "mse", "mae")
 
 
 @dataclass(frozen=True)
 class Target:
-    """A value that a validation metric is to reach: at least, or at most."""
+    """A value that a validation metric is to reach: at least, or with ``at_most`` at most."""
 
     name: str
     value: float
@@ -30,10 +30,16 @@ class Target:
 
 
 def parse_target(text: str) -> Target:
-    """Read ``name=value``: at most for a loss or an error, by its name, at least otherwise.
+    """Parse ``name=value``: at most for a loss or an error, judged by its name, at least otherwise.
+
+    Example::
+
+        >>> target = parse_target("accuracy=0.95")
+        >>> first_reached([(320.0, 1.0, {"accuracy": 0.9}), (640.0, 2.0, {"accuracy": 0.96})], target)
+        (640.0, 2.0)
 
     Raises:
-        UnsupportedConfiguration: it is none.
+        UnsupportedConfiguration: ``text`` is not of this form.
     """
     name, _, word = (part.strip() for part in text.partition("="))
     try:
@@ -48,12 +54,12 @@ def parse_target(text: str) -> Target:
 
 
 def first_reached(validation: Sequence[tuple[float, float, Numbers]], target: Target) -> tuple[float, float] | None:
-    """Samples and seconds of the first validation that meets it; None where none does."""
+    """Samples and seconds of the first validation that meets ``target``; None where none does."""
     return next(((samples, seconds) for samples, seconds, values in validation if target.is_met(values)), None)
 
 
 def with_target(result: CaseResult, target: Target) -> CaseResult:
-    """The record with its time and samples to this target in place of another's."""
+    """A copy of ``result`` with the time and samples to ``target``."""
     samples, seconds = first_reached(result.validation, target) or (None, None)
     return dataclasses.replace(
         result, target={target.name: target.value}, time_to_target_s=seconds, samples_to_target=samples
