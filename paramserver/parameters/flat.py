@@ -1,23 +1,26 @@
-"""Parameters as a few flat tensors, with the model's own tensors as views of them."""
+"""Flat tensors: parameters or module buffers in a few tensors, with the tensors of the model as views of them.
+
+A version is then copied, sent and averaged in a few operations, whatever the number of parameters.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from paramserver.errors import UnsupportedConfiguration
 
-# Views begin at multiples of a cache line: unaligned ones cost linear layers up to 15 %.
+# Views start at multiples of a cache line: unaligned ones cost linear layers up to 15 %.
 ALIGNMENT_BYTES = 64
 
 
 @dataclass(frozen=True)
 class TensorSlot:
-    """Where one tensor lies in the flat tensor ``group``: element offset, shape and strides."""
+    """The place of one tensor in the flat tensor ``group``: element offset, shape and strides."""
 
     name: str
     group: int
@@ -25,12 +28,30 @@ class TensorSlot:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
+    @property
+    def numel(self) -> int:
+        """Number of elements of the tensor."""
+        return math.prod(self.shape)
+
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """How named tensors lie in flat tensors: ``dtypes[g]`` and ``sizes[g]`` (elements) of each, a slot per tensor.
+    """The places of named tensors in flat tensors.
 
-    Each flat tensor is of one dtype; of one dtype there are several where they are to travel one by one.
+    Attributes:
+        dtypes: of each flat tensor; several have the same dtype if they are sent as buckets.
+        sizes: of each flat tensor, in elements.
+        slots: one for each named tensor.
+
+    Example::
+
+        >>> layout = FlatLayout.of([("weight", torch.zeros(2, 3)), ("bias", torch.zeros(2))])
+        >>> layout.sizes, [slot.offset for slot in layout.slots]  # aligned to 64 bytes
+        ((32,), [0, 16])
+        >>> flats = layout.allocate()
+        >>> _ = layout.views(flats)["bias"].fill_(1.0)
+        >>> flats[0][16:19]
+        tensor([1., 1., 0.])
     """
 
     dtypes: tuple[torch.dtype, ...]
@@ -39,7 +60,15 @@ class FlatLayout:
 
     @classmethod
     def of(cls, tensors: Iterable[tuple[str, Tensor]], flat_bytes: float = math.inf) -> FlatLayout:
-        """The layout of ``tensors`` in their order; one flat tensor exceeds ``flat_bytes`` only by a single tensor."""
+        """Return the layout of ``tensors`` in their order.
+
+        Args:
+            tensors: names and tensors, on any device.
+            flat_bytes: size of a flat tensor, at most; a single tensor that is larger gets one of its own.
+
+        Raises:
+            UnsupportedConfiguration: a tensor is sparse.
+        """
         dtypes: list[torch.dtype] = []
         sizes: list[int] = []
         slots: list[TensorSlot] = []
@@ -60,20 +89,16 @@ class FlatLayout:
 
     @property
     def total_bytes(self) -> int:
+        """Size of all flat tensors."""
         return sum(n * dtype.itemsize for n, dtype in zip(self.sizes, self.dtypes, strict=True))
 
-    def narrowed(self, dtype: torch.dtype) -> FlatLayout:
-        """The same places with elements of ``dtype``, where those are smaller."""
-        narrow = tuple(dtype if dtype.itemsize < own.itemsize else own for own in self.dtypes)
-        return replace(self, dtypes=narrow)
-
     def allocate(self, device: torch.device | str = "cpu", *, pinned: bool = False) -> list[Tensor]:
-        """Fresh flat tensors of zeros; ``pinned`` in memory that a GPU copies from and to without a detour."""
+        """Return new flat tensors of zeros; ``pinned`` for copies from and to a GPU without a second buffer."""
         shapes = zip(self.sizes, self.dtypes, strict=True)
         return [torch.zeros(n, dtype=dtype, device=device, pin_memory=pinned) for n, dtype in shapes]
 
     def views(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Each named tensor as a view of ``flats``, which may be views themselves."""
+        """Return each named tensor as a view of ``flats``, which may be views themselves."""
         starts = [flat.storage_offset() for flat in flats]
         return {
             s.name: torch.as_strided(flats[s.group], s.shape, s.stride, starts[s.group] + s.offset) for s in self.slots
@@ -81,7 +106,7 @@ class FlatLayout:
 
 
 def _dense_stride(tensor: Tensor) -> tuple[int, ...]:
-    """The tensor's own strides where it fills its memory without gaps (channels_last too), else contiguous ones."""
+    """Return the tensor's own strides if it has no gaps in memory (channels_last too), else contiguous ones."""
     expected = 1
     for stride, size in sorted(
         (stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1
@@ -93,14 +118,25 @@ def _dense_stride(tensor: Tensor) -> tuple[int, ...]:
 
 
 class FlatTensors:
-    """Named tensors moved into flat storage: afterwards each of them is a view of ``flats``.
+    """Named tensors moved into flat tensors: afterwards each of them is a view of ``flats``.
 
-    Ties survive, because ``named_parameters()`` names a shared tensor once and its ``data`` is replaced in place.
+    Tied parameters stay tied: ``named_parameters()`` names a shared tensor once, and its ``data`` is replaced in place.
 
     Args:
         tensors: by name.
-        allocate: makes the flat tensors, where they are not to be this process's own memory.
+        allocate: returns the flat tensors; by default memory of this process.
         flat_bytes: see ``FlatLayout.of``.
+
+    Raises:
+        UnsupportedConfiguration: two tensors share memory, or one is sparse.
+
+    Example::
+
+        >>> model = nn.Linear(3, 2)
+        >>> flat = FlatTensors(trainable_parameters(model))
+        >>> flat.copy_([torch.ones(size) for size in flat.layout.sizes])
+        >>> model.weight.sum().item()
+        6.0
     """
 
     def __init__(
@@ -109,7 +145,7 @@ class FlatTensors:
         allocate: Callable[[FlatLayout], list[Tensor]] | None = None,
         flat_bytes: float = math.inf,
     ) -> None:
-        _refuse_shared_memory(tensors)
+        _check_separate_memory(tensors)
         self.layout = FlatLayout.of(tensors.items(), flat_bytes)
         self.tensors = dict(tensors)
         device = next((t.device for t in tensors.values()), torch.device("cpu"))
@@ -121,7 +157,11 @@ class FlatTensors:
                 tensor.data = self.views[name]
 
     def check_views(self) -> None:
-        """Raise where a tensor is no longer the view that it was made (``p.data = ...``)."""
+        """Check that each tensor still is a view of ``flats``.
+
+        Raises:
+            UnsupportedConfiguration: one was replaced (``p.data = ...``).
+        """
         for name, tensor in self.tensors.items():
             if tensor.data_ptr() != self.views[name].data_ptr():
                 raise UnsupportedConfiguration(
@@ -129,18 +169,18 @@ class FlatTensors:
                 )
 
     def copy_(self, flats: Sequence[Tensor]) -> None:
-        """Overwrite all tensors; ``flats`` may lie on another device."""
+        """Overwrite all tensors; ``flats`` may be on another device."""
         with torch.no_grad():
-            for mine, theirs in zip(self.flats, flats, strict=True):
-                mine.copy_(theirs)
+            for own, new in zip(self.flats, flats, strict=True):
+                own.copy_(new)
 
     def clone(self) -> list[Tensor]:
-        """Immutable by convention: a snapshot that nobody writes to."""
+        """Return a snapshot, which is immutable by convention."""
         return [flat.detach().clone() for flat in self.flats]
 
 
-def _refuse_shared_memory(tensors: Mapping[str, Tensor]) -> None:
-    """Two tensors in one place would part company when each is moved to a place of its own."""
+def _check_separate_memory(tensors: Mapping[str, Tensor]) -> None:
+    # Two tensors over the same memory would become independent when each is moved to its own slot.
     places: dict[int, str] = {}
     for name, tensor in tensors.items():
         if tensor.numel() and (other := places.setdefault(tensor.data_ptr(), name)) != name:
@@ -150,7 +190,11 @@ def _refuse_shared_memory(tensors: Mapping[str, Tensor]) -> None:
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters that are trained, by name; refused by name where no gradient can be averaged."""
+    """Return the parameters that are trained, by name.
+
+    Raises:
+        UnsupportedConfiguration: one is not a floating-point tensor, so its gradient cannot be averaged.
+    """
     parameters: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -164,5 +208,5 @@ def trainable_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def module_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The module buffers (BatchNorm statistics and the like), by name."""
+    """Return the module buffers (BatchNorm statistics, for example) by name."""
     return dict(model.named_buffers())

@@ -1,4 +1,4 @@
-"""Builds a task's model so that every process builds the same one, and puts stored weights into it."""
+"""Building the model of a task, equally in every process, and moving weights into and out of it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,17 @@ from paramserver.task import Task
 
 
 def build_model(task: Task, seed: int, placement: Placement) -> nn.Module:
-    """The task's model, with its initial weights drawn from ``seed``; the same in every process and mode.
+    """Build the task's model with initial weights from ``seed``: the same in every process and mode.
 
-    A process with one device moves the model there; a task that gets several (``self.devices``) places it itself.
+    A process with one device moves the model there; a task with several (``self.devices``) places it itself.
+
+    Args:
+        task: builds the model.
+        seed: of all random generators while it does.
+        placement: devices of this process.
 
     Raises:
-        TaskError: it is not a module, or has nothing to train.
+        TaskError: ``build_model`` returns no module, or one without trainable parameters.
     """
     task.devices = placement.devices
     seed_all(seed)
@@ -37,10 +42,25 @@ def build_model(task: Task, seed: int, placement: Placement) -> nn.Module:
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, Tensor], origin: str) -> None:
-    """Copy stored weights into the model: all of them, or none where they do not fit.
+    """Copy stored weights into the model: all of them, or none if any does not fit.
+
+    Args:
+        model: to load into.
+        weights: a ``state_dict()``.
+        origin: where they come from, for messages.
 
     Raises:
-        CheckpointError: they are of another model; the first differences are named.
+        CheckpointError: they are of another model; the message names the first differences.
+
+    Example::
+
+        >>> model = nn.Linear(1, 1, bias=False)
+        >>> load_weights(model, {"weight": torch.full((1, 1), 2.0)}, "model.pt")
+        >>> model.weight.item()
+        2.0
+        >>> load_weights(model, {"bias": torch.zeros(1)}, "model.pt")
+        Traceback (most recent call last):
+        paramserver.errors.CheckpointError: model.pt holds another model: weight is missing there; bias is not in ...
     """
     if not isinstance(weights, Mapping):
         raise CheckpointError(
@@ -69,16 +89,16 @@ def _shape(value: object) -> tuple[int, ...] | str:
 
 
 def detached_state_dict(model: nn.Module) -> dict[str, Any]:
-    """The model's ``state_dict()``, detached: what model.pt holds."""
+    """Return the model's ``state_dict()``, detached: the contents of model.pt."""
     return {n: t.detach() if isinstance(t, Tensor) else t for n, t in model.state_dict().items()}
 
 
 def untrained_state_dict(model: nn.Module) -> dict[str, Any]:
-    """The part of it that no optimizer changes: module buffers, frozen parameters and what else a model stores."""
+    """Return the part of the state that no optimizer changes: module buffers, frozen parameters and extra state."""
     trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
     return {name: value for name, value in detached_state_dict(model).items() if name not in trained}
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:
-    """Mixed precision where ``precision`` asks for it; a context that does nothing otherwise."""
+    """Return a context of mixed precision if ``precision`` is "bfloat16", otherwise one that does nothing."""
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bfloat16")

@@ -1,4 +1,4 @@
-"""Whether numbers are finite: gradients by the norm that clipping needs anyway, parameters before they are stored."""
+"""Checks for NaN and infinity: of each loss, of gradients by the norm that clipping computes, of what is saved."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from paramserver.errors import NotFinite, TaskError
 
 
 def check_gradient_norm(norm: float, step: int) -> None:
-    """Refuse gradients by their norm, before any of them is applied.
+    """Check gradients by their norm, before any of them is applied.
 
     Raises:
-        NotFinite: it is NaN or infinite.
+        NotFinite: the norm is NaN or infinite.
     """
     if not math.isfinite(norm):
         raise NotFinite(
@@ -25,10 +25,17 @@ def check_gradient_norm(norm: float, step: int) -> None:
 
 
 def first_nonfinite(tensors: Mapping[str, Tensor]) -> str | None:
-    """The name of the first tensor with an element that is NaN or infinite.
+    """Return the name of the first tensor with an element that is NaN or infinite; None if there is none.
 
-    The sum of such a tensor is not finite. That of another one may overflow, so it is looked at again, element by
-    element, which takes many times longer.
+    The sum of such a tensor is not finite. The sum of a finite tensor may overflow; only then are its elements checked,
+    which takes many times longer.
+
+    Example::
+
+        >>> first_nonfinite({"weight": torch.ones(3), "bias": torch.tensor([1.0, float("nan")])})
+        'bias'
+        >>> first_nonfinite({"weight": torch.full((2,), 3e38)}) is None
+        True
     """
     for name, tensor in tensors.items():
         values = tensor.detach()
@@ -38,12 +45,12 @@ def first_nonfinite(tensors: Mapping[str, Tensor]) -> str | None:
 
 
 def check_parameters_finite(parameters: Mapping[str, Tensor], step: int, resume_command: str | None) -> None:
-    """Refuse to store parameters that no training can go on from.
+    """Check parameters before they are saved: no training can continue from NaN or infinity.
 
     Args:
         parameters: the trained ones, by name.
-        step: that they are of.
-        resume_command: goes on from the last checkpoint; None where there is none.
+        step: number of the step, for the message.
+        resume_command: resumes from the last checkpoint; None if there is none.
 
     Raises:
         NotFinite: one is NaN or infinite.
@@ -51,7 +58,7 @@ def check_parameters_finite(parameters: Mapping[str, Tensor], step: int, resume_
     name = first_nonfinite(parameters)
     if name is None:
         return
-    again = "start anew" if resume_command is None else f"go on from the last checkpoint ({resume_command})"
+    again = "start anew" if resume_command is None else f"resume from the last checkpoint ({resume_command})"
     raise NotFinite(
         f"step {step}: parameter {name} is NaN or infinite and must be finite to be stored; a gradient was not, though "
         f"the loss was; no checkpoint of this step is written: {again} with a lower learning rate or "
@@ -60,11 +67,21 @@ def check_parameters_finite(parameters: Mapping[str, Tensor], step: int, resume_
 
 
 def check_loss(loss: object, trainer_index: int, batch_idx: int) -> float:
-    """The loss as a number.
+    """Return the loss of a batch as a number, before its backward.
+
+    Args:
+        loss: what ``training_step`` returned.
+        trainer_index: with ``batch_idx``, for messages.
+        batch_idx: index of the batch.
 
     Raises:
-        TaskError: it is not a scalar tensor that takes part in a graph.
-        NotFinite: it is NaN or infinite; nothing of this batch was applied.
+        TaskError: it is not a scalar tensor with a gradient.
+        NotFinite: it is NaN or infinite; nothing of this batch is applied.
+
+    Example::
+
+        >>> check_loss(torch.tensor(0.5, requires_grad=True), trainer_index=0, batch_idx=0)
+        0.5
     """
     where = f"training_step, trainer {trainer_index}, batch {batch_idx}"
     if not isinstance(loss, torch.Tensor):

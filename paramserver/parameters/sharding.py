@@ -1,6 +1,7 @@
-"""Which server owns which part of the parameters: contiguous ranges of the flat tensors, of about equal size.
+"""Shards: contiguous ranges of the flat tensors, about equally large, one for each server.
 
-An optimizer over a part of the parameters, and its state: taken apart for servers, and put together again.
+``plan_shards`` decides who owns what. ``split_state`` and ``merge_state`` divide the state of an optimizer accordingly,
+and join it again in the form that ``torch.optim`` saves.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from torch import Tensor
 from paramserver.errors import UnsupportedConfiguration
 from paramserver.parameters.flat import ALIGNMENT_BYTES, FlatLayout, TensorSlot
 
-# A tensor is split where it is larger than one of these.
+# A tensor may be split if it is larger than the smaller of these.
 _LARGE_BYTES = 64 * 1024
 _LARGE_SHARE = 0.01
 
 
 @dataclass(frozen=True)
 class ShardSlice:
-    """``length`` elements of the tensor in slot number ``slot``, from element ``start`` on, as they lie in memory."""
+    """``length`` elements of the tensor of slot ``slot``, starting at element ``start``, in the order of its memory."""
 
     slot: int
     start: int
@@ -35,8 +36,10 @@ class ShardSlice:
 class Shard:
     """What one server owns.
 
-    ``ranges`` are the parts of the flat tensors, each ``(group, first element, end)`` and none empty; ``layout`` says
-    how the pieces lie in them: a whole tensor in its own shape, a part of one in one dimension.
+    Attributes:
+        ranges: ``(group, first element, end)`` of each range of a flat tensor; none is empty.
+        slices: of tensors, one after the other in the ranges.
+        layout: of the slices in the ranges: a whole tensor has its own shape, a part of one has one dimension.
     """
 
     ranges: tuple[tuple[int, int, int], ...]
@@ -44,67 +47,67 @@ class Shard:
     layout: FlatLayout
 
     def slice_flats(self, flats: Sequence[Tensor]) -> list[Tensor]:
-        """This shard's ranges as views of the flat tensors of everything."""
+        """Return this shard's ranges as views of the flat tensors of all parameters."""
         return [flats[group][first:end] for group, first, end in self.ranges]
 
     def copy_flats(self, flats: Sequence[Tensor]) -> list[Tensor]:
-        """The same in memory of their own: of a view, all that lies around it may travel too."""
+        """Return copies of the ranges, to be sent: with a view, RPC may send its whole storage."""
         return [part.detach().clone() for part in self.slice_flats(flats)]
 
     def slots_of_range(self, number: int) -> list[int]:
-        """The slots of all tensors of which a piece is in range ``number``."""
+        """Return the slots of all tensors with a slice in range ``number``."""
         return [p.slot for p, own in zip(self.slices, self.layout.slots, strict=True) if own.group == number]
 
     def is_whole(self, piece: ShardSlice, whole: FlatLayout) -> bool:
-        """Whether the piece is all of its tensor."""
-        return piece.length == slot_numel(whole.slots[piece.slot])
-
-
-def slot_numel(slot: TensorSlot) -> int:
-    """Elements of the tensor in a slot."""
-    size = 1
-    for n in slot.shape:
-        size *= n
-    return size
+        """Return whether the slice is all of its tensor."""
+        return piece.length == whole.slots[piece.slot].numel
 
 
 def full_shard(layout: FlatLayout) -> Shard:
-    """All of the parameters, for the only server."""
+    """Return the shard of the only server: all parameters."""
     ranges = tuple((group, 0, size) for group, size in enumerate(layout.sizes))
-    pieces = tuple(ShardSlice(number, 0, slot_numel(slot)) for number, slot in enumerate(layout.slots))
-    return Shard(ranges, pieces, layout)
+    slices = tuple(ShardSlice(number, 0, slot.numel) for number, slot in enumerate(layout.slots))
+    return Shard(ranges, slices, layout)
 
 
 def plan_shards(layout: FlatLayout, servers: int, splittable: bool) -> tuple[Shard, ...]:
-    """Deal the parameters to servers, in order, so that each owns about as many bytes.
+    """Assign the parameters to servers, in order, so that each owns about the same number of bytes.
 
     Args:
         layout: of all parameters.
-        servers: how many.
-        splittable: tensors may be cut, as each element is updated by itself; at multiples of 64 bytes, large ones only.
+        servers: number of servers.
+        splittable: tensors may be split, because the optimizer updates each element independently. Only large ones are,
+            at multiples of 64 bytes.
 
     Returns:
-        A shard for each server. No element is in two of them, and each has at most the mean and one largest part that
-        is not cut. Of several shards none has tensors without elements, which are never stepped.
+        A shard for each server. Every element is in exactly one. A shard is at most as large as the mean and one
+        largest unsplit part. With several shards, tensors without elements are in none: they are never stepped.
 
     Raises:
         UnsupportedConfiguration: there are more servers than parts.
+
+    Example::
+
+        >>> layout = FlatLayout.of([("weight", torch.zeros(64, 1024)), ("bias", torch.zeros(64))])
+        >>> [shard.ranges for shard in plan_shards(layout, servers=2, splittable=True)]
+        [((0, 0, 32800),), ((0, 32800, 65600),)]
     """
     if servers == 1:
         return (full_shard(layout),)
     targets = [layout.total_bytes * k / servers for k in range(1, servers)]
-    cuts = sorted({*_between(layout), *(_inside(layout, targets) if splittable else ())})
-    if len(cuts) < servers - 1:
+    between = sorted(first for first, _ in _spans(layout))[1:]
+    boundaries = sorted({*between, *(_inside(layout, targets) if splittable else ())})
+    if len(boundaries) < servers - 1:
         raise UnsupportedConfiguration(
-            f"cluster.num_servers ({servers}) must be at most {len(cuts) + 1}, as the parameters of this model fall "
-            "into so many parts; lower it"
+            f"cluster.num_servers ({servers}) must be at most {len(boundaries) + 1}, as the parameters of this model "
+            "fall into so many parts; lower it"
         )
-    chosen = [0, *_nearest(cuts, targets), layout.total_bytes]
+    chosen = [0, *_nearest(boundaries, targets), layout.total_bytes]
     return tuple(_shard(layout, first, end) for first, end in pairwise(chosen))
 
 
 def _ends(layout: FlatLayout) -> list[int]:
-    """Where each flat tensor ends, in bytes, when they follow one another."""
+    """Return the end of each flat tensor, in bytes, if they follow one another."""
     ends, end = [], 0
     for size, dtype in zip(layout.sizes, layout.dtypes, strict=True):
         end += size * dtype.itemsize
@@ -113,99 +116,97 @@ def _ends(layout: FlatLayout) -> list[int]:
 
 
 def _spans(layout: FlatLayout) -> Iterator[tuple[int, int]]:
-    """First byte and end of each tensor that is not empty."""
+    """Yield first byte and end of each tensor that has elements."""
     ends = _ends(layout)
     for slot in layout.slots:
         item_bytes = layout.dtypes[slot.group].itemsize
         before = ends[slot.group] - layout.sizes[slot.group] * item_bytes
-        if slot_numel(slot):
-            yield before + slot.offset * item_bytes, before + (slot.offset + slot_numel(slot)) * item_bytes
-
-
-def _between(layout: FlatLayout) -> list[int]:
-    """The bytes at which a tensor begins, but for the first."""
-    return sorted(first for first, _ in _spans(layout))[1:]
+        if slot.numel:
+            yield before + slot.offset * item_bytes, before + (slot.offset + slot.numel) * item_bytes
 
 
 def _inside(layout: FlatLayout, targets: Sequence[float]) -> Iterator[int]:
-    """The aligned bytes nearest to the targets that lie inside of large tensors."""
+    """Yield the aligned bytes nearest to the targets, if they are inside a large tensor."""
     large = min(_LARGE_BYTES, layout.total_bytes * _LARGE_SHARE)
     for first, end in _spans(layout):
         for target in targets if end - first > large else ():
-            cut = round(target / ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-            if first < cut < end:
-                yield cut
+            boundary = round(target / ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+            if first < boundary < end:
+                yield boundary
 
 
-def _nearest(cuts: Sequence[int], targets: Sequence[float]) -> list[int]:
-    """The cut nearest to each target, rising, so that one is left for each target that follows."""
+def _nearest(boundaries: Sequence[int], targets: Sequence[float]) -> list[int]:
+    """Return the boundary nearest to each target, ascending; each target leaves one for every target after it."""
     chosen: list[int] = []
     low = 0
     for number, target in enumerate(targets):
-        high = len(cuts) - (len(targets) - number)
-        at = bisect_left(cuts, target, low, high + 1)
+        high = len(boundaries) - (len(targets) - number)
+        at = bisect_left(boundaries, target, low, high + 1)
         candidates = [i for i in (at - 1, at) if low <= i <= high] or [high]
-        best = min(candidates, key=lambda i: abs(cuts[i] - target))
-        chosen.append(cuts[best])
+        best = min(candidates, key=lambda i: abs(boundaries[i] - target))
+        chosen.append(boundaries[best])
         low = best + 1
     return chosen
 
 
 def _shard(layout: FlatLayout, first_byte: int, end_byte: int) -> Shard:
-    """What lies between two bytes."""
+    """Return the shard between two bytes."""
     ranges: list[tuple[int, int, int]] = []
-    places: dict[int, int] = {}
+    range_of: dict[int, int] = {}  # by group
     dtypes = []
     for group, (end, size) in enumerate(zip(_ends(layout), layout.sizes, strict=True)):
         item_bytes = layout.dtypes[group].itemsize
         before = end - size * item_bytes
         first, last = max(first_byte, before), min(end_byte, end)
         if first < last:
-            places[group] = len(ranges)
+            range_of[group] = len(ranges)
             ranges.append((group, (first - before) // item_bytes, (last - before) // item_bytes))
             dtypes.append(layout.dtypes[group])
-    pieces, slots = [], []
+    slices, slots = [], []
     for number, slot in enumerate(layout.slots):
-        if slot.group not in places:
+        if slot.group not in range_of:
             continue
-        _, first, end = ranges[places[slot.group]]
-        begin, stop = max(slot.offset, first), min(slot.offset + slot_numel(slot), end)
+        _, first, end = ranges[range_of[slot.group]]
+        begin, stop = max(slot.offset, first), min(slot.offset + slot.numel, end)
         if begin < stop:
-            pieces.append(ShardSlice(number, begin - slot.offset, stop - begin))
-            whole = stop - begin == slot_numel(slot)
+            slices.append(ShardSlice(number, begin - slot.offset, stop - begin))
+            whole = stop - begin == slot.numel
             shape, stride = (slot.shape, slot.stride) if whole else ((stop - begin,), (1,))
-            slots.append(TensorSlot(slot.name, places[slot.group], begin - first, shape, stride))
+            slots.append(TensorSlot(slot.name, range_of[slot.group], begin - first, shape, stride))
     own = FlatLayout(tuple(dtypes), tuple(end - first for _, first, end in ranges), tuple(slots))
-    return Shard(tuple(ranges), tuple(pieces), own)
+    return Shard(tuple(ranges), tuple(slices), own)
 
 
-# The state of one parameter by name, and of several by their number in the optimizer.
+# The state of an optimizer.
+
+# ``State`` is that of one parameter, by name; ``States`` are those of several, by their index in the optimizer.
 State: TypeAlias = dict[str, Any]
 States: TypeAlias = dict[int, State]
 
 
 def optimizer_indices(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> list[int | None]:
-    """Of each parameter the number by which the optimizer's ``state_dict()`` knows it; None where it is not in it."""
+    """Return the index of each parameter in the optimizer's ``state_dict()``; None if it is not in the optimizer."""
     ids = [id(p) for group in optimizer.param_groups for p in group["params"]]
-    known = {identity: number for number, identity in enumerate(ids)}
+    known = {identity: index for index, identity in enumerate(ids)}
     return [known.get(id(parameter)) for parameter in parameters]
 
 
 def get_hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """What each group says beside its parameters."""
+    """Return the entries of each parameter group other than its parameters."""
     return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
 
 
 def set_hyperparameters(optimizer: torch.optim.Optimizer, values: Sequence[Mapping[str, Any]]) -> None:
+    """Set what ``get_hyperparameters`` returned."""
     for group, own in zip(optimizer.param_groups, values, strict=True):
         group.update(own)
 
 
 def slice_state(state: Mapping[str, Any], slot: TensorSlot, piece: ShardSlice) -> State:
-    """The state of a piece of a parameter.
+    """Return the state of a slice of a parameter.
 
-    A tensor of the parameter's shape is sliced as the parameter is, in the order of its memory; all else counts for the
-    whole parameter and is kept.
+    A tensor of the parameter's shape is sliced like the parameter, in the order of its memory; everything else is for
+    the whole parameter, and is kept.
     """
     return {name: _sliced(value, slot, piece) for name, value in state.items()}
 
@@ -213,16 +214,16 @@ def slice_state(state: Mapping[str, Any], slot: TensorSlot, piece: ShardSlice) -
 def _sliced(value: Any, slot: TensorSlot, piece: ShardSlice) -> Any:
     if not isinstance(value, Tensor):
         return value
-    if piece.length == slot_numel(slot) or tuple(value.shape) != slot.shape:
+    if piece.length == slot.numel or tuple(value.shape) != slot.shape:
         return value.detach().clone()
     ordered = torch.empty_strided(slot.shape, slot.stride, dtype=value.dtype).copy_(value.detach())
     return ordered.as_strided((piece.length,), (1,), piece.start).clone()
 
 
 def join_state(parts: Sequence[tuple[ShardSlice, Mapping[str, Any]]], slot: TensorSlot) -> State:
-    """The state of a parameter from those of its pieces."""
+    """Return the state of a parameter from those of its slices."""
     first, state = parts[0]
-    if first.length == slot_numel(slot):
+    if first.length == slot.numel:
         return dict(state)
     return {name: _joined(name, value, parts, slot) for name, value in state.items()}
 
@@ -230,40 +231,52 @@ def join_state(parts: Sequence[tuple[ShardSlice, Mapping[str, Any]]], slot: Tens
 def _joined(name: str, value: Any, parts: Sequence[tuple[ShardSlice, Mapping[str, Any]]], slot: TensorSlot) -> Any:
     if not isinstance(value, Tensor) or tuple(value.shape) != (parts[0][0].length,):
         return value
-    memory = torch.empty(slot_numel(slot), dtype=value.dtype)
+    memory = torch.empty(slot.numel, dtype=value.dtype)
     for piece, state in parts:
         memory[piece.start : piece.start + piece.length] = state[name]
     return memory.as_strided(slot.shape, slot.stride)
 
 
 def split_state(
-    states: Mapping[int, Mapping[str, Any]], numbers: Sequence[int | None], layout: FlatLayout, shard: Shard
+    states: Mapping[int, Mapping[str, Any]], indices: Sequence[int | None], layout: FlatLayout, shard: Shard
 ) -> States:
-    """What a server needs of the states of all parameters.
+    """Return a shard's part of an optimizer's state.
 
     Args:
-        states: by the optimizer's number of the parameter.
-        numbers: of the parameter in each slot.
+        states: of all parameters, by their index in the optimizer.
+        indices: of the parameter of each slot, see ``optimizer_indices``.
         layout: of all parameters.
-        shard: the server's.
+        shard: of the server.
+
+    Example::
+
+        >>> layout = FlatLayout.of([("weight", torch.zeros(64, 1024))])
+        >>> shards = plan_shards(layout, servers=2, splittable=True)
+        >>> states = {0: {"step": 3, "momentum": torch.arange(65536.0).reshape(64, 1024)}}
+        >>> parts = [split_state(states, [0], layout, shard) for shard in shards]
+        >>> parts[1][0]["momentum"].shape
+        torch.Size([32768])
+        >>> merged = merge_state(list(zip(shards, parts)), [0], layout)
+        >>> torch.equal(merged[0]["momentum"], states[0]["momentum"])
+        True
     """
     parts: States = {}
     for piece in shard.slices:
-        number = numbers[piece.slot]
-        if number is not None and number in states:
-            parts[number] = slice_state(states[number], layout.slots[piece.slot], piece)
+        index = indices[piece.slot]
+        if index is not None and index in states:
+            parts[index] = slice_state(states[index], layout.slots[piece.slot], piece)
     return parts
 
 
 def merge_state(
-    parts: Sequence[tuple[Shard, Mapping[int, Mapping[str, Any]]]], numbers: Sequence[int | None], layout: FlatLayout
+    parts: Sequence[tuple[Shard, Mapping[int, Mapping[str, Any]]]], indices: Sequence[int | None], layout: FlatLayout
 ) -> States:
-    """The states of all parameters from what each server has, in the order of servers: ``split_state`` undone."""
+    """Return the states of all parameters from the parts of all servers, in their order: undoes ``split_state``."""
     found: dict[int, list[tuple[ShardSlice, Mapping[str, Any]]]] = {}
     for shard, states in parts:
         for piece in shard.slices:
-            number = numbers[piece.slot]
-            if number is not None and number in states:
-                found.setdefault(piece.slot, []).append((piece, states[number]))
-    joined = {numbers[slot]: join_state(pieces, layout.slots[slot]) for slot, pieces in found.items()}
-    return {number: state for number, state in sorted(joined.items()) if number is not None}
+            index = indices[piece.slot]
+            if index is not None and index in states:
+                found.setdefault(piece.slot, []).append((piece, states[index]))
+    joined = {indices[slot]: join_state(pieces, layout.slots[slot]) for slot, pieces in found.items()}
+    return {index: state for index, state in sorted(joined.items()) if index is not None}

@@ -7,6 +7,7 @@ of config/schema.py. Servers and trainers of a run have the same configuration, 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -74,7 +75,8 @@ class CastCodec(WireCodec):
         self.dtype = dtype
 
     def wire_layout(self, layout: FlatLayout) -> FlatLayout:
-        return layout.narrowed(self.dtype)
+        dtypes = tuple(self.dtype if self.dtype.itemsize < own.itemsize else own for own in layout.dtypes)
+        return replace(layout, dtypes=dtypes)
 
     def encode(self, layout: FlatLayout, flats: list[Tensor]) -> list[Tensor]:
         wire = self.wire_layout(layout)

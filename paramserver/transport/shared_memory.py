@@ -203,7 +203,7 @@ class SharedMemoryTrainerTransport(TrainerTransport):
         self._set_parameters(list(self._layout.views(flats).values()))
         self._slot = None
 
-    def _set_parameters(self, views: Sequence[Tensor]) -> None:
+    def _set_parameters(self, views: list[Tensor]) -> None:
         if not self._on_cpu:
             torch._foreach_copy_(self._parameters, views)
             return

@@ -43,7 +43,7 @@ def test_it_is_told_in_one_sentence_with_step_and_cure():
     weights = {"a": torch.ones(2), "b": torch.tensor([NAN])}
     with pytest.raises(NotFinite, match=r"^step 6: parameter b is NaN or infinite .* written: start anew with a lower"):
         check_parameters_finite(weights, 6, None)
-    with pytest.raises(NotFinite, match=r"go on from the last checkpoint \(resume it\) with a lower"):
+    with pytest.raises(NotFinite, match=r"resume from the last checkpoint \(resume it\) with a lower"):
         check_parameters_finite(weights, 6, "resume it")
 
 
@@ -86,7 +86,7 @@ def test_a_run_goes_on_from_the_last_good_checkpoint(tmp_path):
     task = {"task": f"{bad_tasks}:FailsAtBatch", "task_args": {"what": "gradient", "at": 5}, "checkpoint": EVERY_3}
     finished = run_in_process(tmp_path, **task)
     assert (
-        f"go on from the last checkpoint (python -m paramserver.launch --resume {finished.run_dir})" in finished.output
+        f"resume from the last checkpoint (python -m paramserver.launch --resume {finished.run_dir})" in finished.output
     )
     again = run_in_process(tmp_path / "again", "--resume", finished.run_dir, "--set", "task_args.at=-1", **task)
     assert again.code == 0, again.output

@@ -1,4 +1,4 @@
-"""Who may go on: every announcement of three trainers, and the rounds of a step against a model."""
+"""Lockstep: every combination of announcements of three trainers, and steps against a model."""
 
 import itertools
 import random
@@ -71,7 +71,7 @@ def test_a_stop_dominates_and_a_signal_dominates_a_limit(uneven_inputs):
             assert decision.reason == f"{max(stops).name} requested"
 
 
-def test_the_reason_is_that_of_the_first_trainer_who_has_one():
+def test_the_reason_is_that_of_the_first_trainer_that_has_one():
     announced = {2: Announcement(READY, stop=Stop.SIGNAL, reason="second"), 1: Announcement(READY, stop=Stop.SIGNAL)}
     announced[0] = Announcement(READY, stop=Stop.LIMIT, reason="smaller")
     assert decide(announced, 0, 0, NONE, "stop").reason == "second"
@@ -123,7 +123,7 @@ def test_the_module_buffers_are_those_of_ddp():
 
 
 def announce(rules: Sync, index: int, announcement: Announcement = GO) -> Decision | None:
-    """What an announcement brings: nothing, or the same answer for all."""
+    """Return the decision that follows from an announcement: none, or the same for all."""
     rules.announce(index, announcement)
     decisions = rules.pop_decisions()
     assert set(decisions) in (set(), set(range(rules.terms.num_trainers)))
@@ -144,7 +144,7 @@ def round_of(trainers: int = 2, step: int = 0, samples: int = 0, limits=NONE, un
 
 
 def started(trainers: int = 2, **options) -> Sync:
-    """A round in which all take part."""
+    """A step in which all take part."""
     rules = round_of(trainers, **options)
     decisions = [announce(rules, i) for i in range(trainers)]
     assert decisions[:-1] == [None] * (trainers - 1)
@@ -152,7 +152,7 @@ def started(trainers: int = 2, **options) -> Sync:
     return rules
 
 
-def test_a_round_is_complete_with_the_last_push_in_the_order_of_trainers():
+def test_a_step_is_complete_with_the_last_push_in_the_order_of_trainers():
     rules = started(3)
     assert pushed(rules, 2, 5) is None
     assert pushed(rules, 0, 7) is None
@@ -186,7 +186,7 @@ def test_a_push_outside_a_step_is_refused():
     assert "(step 1)" in rules.rejection_reason(0, 1)  # the round is over
 
 
-def test_a_drained_trainer_may_not_push_while_others_go_on():
+def test_a_drained_trainer_may_not_push_while_others_continue():
     rules = round_of(2, uneven_inputs="join")
     announce(rules, 0, Announcement(DRAINED))
     assert announce(rules, 1).active == (1,)
@@ -207,7 +207,7 @@ def test_the_update_after_the_last_is_refused():
     assert rules.step == 1
 
 
-def test_a_wait_asks_everybody_again():
+def test_after_a_wait_all_trainers_announce_again():
     rules = round_of(2)
     announce(rules, 0)
     assert announce(rules, 1, Announcement(WAITING)).verdict is Verdict.WAIT
@@ -216,7 +216,7 @@ def test_a_wait_asks_everybody_again():
     assert announce(rules, 0).verdict is Verdict.GO
 
 
-def test_a_resumed_run_goes_on_from_its_counts():
+def test_a_resumed_run_continues_from_its_counts():
     rules = started(2, step=7, samples=100)
     assert rules.rejection_reason(0, 7) is None
     assert "version 0 to version 7" in rules.rejection_reason(0, 0)
@@ -227,7 +227,7 @@ def test_a_resumed_run_goes_on_from_its_counts():
 
 
 class SimulatedRun:
-    """Trainers that act in random order, and what must come of it."""
+    """Trainers that act in random order, and what must follow."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -235,7 +235,7 @@ class SimulatedRun:
         self.left = [self.random.randint(0, 6) for _ in range(self.trainers)]
         self.joins = self.random.random() < 0.5
         self.max_steps = self.random.randint(1, 8)
-        # A fleet that does not join ends with its shortest supply.
+        # A run that does not join ends with its shortest supply.
         self.expected = min(self.max_steps, max(self.left) if self.joins else min(self.left))
         uneven = "join" if self.joins else "stop"
         self.rules = round_of(self.trainers, limits=Limits(max_steps=self.max_steps), uneven_inputs=uneven)
@@ -278,7 +278,7 @@ class SimulatedRun:
             self.to_announce = set(range(self.trainers))
 
     def intrude(self) -> None:
-        """Whoever is not due to push is refused, and whoever is due, with another version."""
+        """Pushes of trainers outside of a step are refused, and pushes for another version."""
         index = self.random.randrange(self.trainers + 1)
         wrong = self.rules.step + self.random.choice((-2, -1, 1))
         assert self.rules.rejection_reason(index, wrong) is not None

@@ -17,7 +17,6 @@ from paramserver.parameters.sharding import (
     merge_state,
     optimizer_indices,
     plan_shards,
-    slot_numel,
     split_state,
 )
 
@@ -38,7 +37,7 @@ def test_every_element_has_one_owner_and_shares_are_even(layout, servers, splitt
     try:
         shards = plan_shards(layout, servers, splittable)
     except UnsupportedConfiguration:
-        tensors = sum(slot_numel(slot) > 0 for slot in layout.slots)
+        tensors = sum(slot.numel > 0 for slot in layout.slots)
         assert servers > max(tensors, 1)
         return
     assert len(shards) == servers
@@ -57,10 +56,10 @@ def test_every_element_has_one_owner_and_shares_are_even(layout, servers, splitt
             assert piece.length or servers == 1
     assert all(bool((flat == 1).all()) for flat in flats)
     assert all(bool((view == 1).all()) for view in layout.views(marks).values())
-    biggest = max(-(-slot_numel(s) * layout.dtypes[s.group].itemsize // 64) * 64 for s in layout.slots)
+    biggest = max(-(-s.numel * layout.dtypes[s.group].itemsize // 64) * 64 for s in layout.slots)
     if servers == 1:
         assert shards == (full_shard(layout),)
-    elif sum(slot_numel(s) > 0 for s in layout.slots) >= 2 * servers:  # or each must get one, however small
+    elif sum(s.numel > 0 for s in layout.slots) >= 2 * servers:  # or each must get one, however small
         assert max(map(bytes_of, shards)) <= layout.total_bytes / servers + 2 * biggest
 
 

@@ -119,8 +119,8 @@ def test_types_as_small_as_the_wires_stay():
     layout = FlatLayout.of(
         [("a", torch.zeros(2)), ("b", torch.zeros(2, dtype=torch.bfloat16)), ("c", torch.zeros(1).double())]
     )
-    assert layout.narrowed(torch.float16).dtypes == (torch.float16, torch.bfloat16, torch.float16)
-    assert layout.narrowed(torch.float32).dtypes == (torch.float32, torch.bfloat16, torch.float32)
+    assert CastCodec(torch.float16).wire_layout(layout).dtypes == (torch.float16, torch.bfloat16, torch.float16)
+    assert CastCodec(torch.float32).wire_layout(layout).dtypes == (torch.float32, torch.bfloat16, torch.float32)
 
 
 # In memory.
