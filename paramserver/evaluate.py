@@ -1,4 +1,4 @@
-"""Validates a stored model, trains nothing: ``paramserver evaluate RUN_DIR``, ``python -m paramserver.evaluate``."""
+"""Validates the model of a checkpoint, without training: ``paramserver evaluate RUN_DIR``."""
 
 from __future__ import annotations
 
@@ -22,9 +22,14 @@ from paramserver.runs.rundir import RunDir
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a stored model came to.
+    """The result of validating a checkpoint.
 
-    ``values`` are exact means over ``samples`` samples; ``logged`` is what the task gave to ``self.log`` last.
+    Args:
+        checkpoint: its name.
+        step: its step.
+        samples: how many validation samples were used.
+        values: exact means over ``samples`` samples, by the name of the metric.
+        logged: what the task last passed to ``self.log``, by name.
     """
 
     checkpoint: str
@@ -35,7 +40,7 @@ class Evaluation:
 
 
 class EvaluationTrainer:
-    """Stands where a task expects its trainer, ``self.trainer``, while nothing is trained."""
+    """What ``task.trainer`` is during an evaluation: it only accepts ``log``."""
 
     trainer_index = 0
 
@@ -47,11 +52,11 @@ class EvaluationTrainer:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The arguments of ``paramserver evaluate``."""
+    """Return the parser of ``paramserver evaluate``."""
     parser = argparse.ArgumentParser(
         prog="paramserver evaluate",
         description="Validate the model of a run's checkpoint with the run's own task and data. Trains and changes "
-        "nothing; the run may still be going on.",
+        "nothing; the run may still be in progress.",
         epilog="Exit codes: 0 done, 1 the validation failed, 2 the input is wrong.",
     )
     parser.add_argument("run", type=Path, metavar="RUN_DIR", help="the folder of a run, or of one of its checkpoints")
@@ -64,13 +69,13 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
+    """Run the command line and return the exit code."""
     arguments = make_parser().parse_args(argv)
     try:
         found = evaluate_run(arguments.run, arguments.checkpoint, arguments.overrides)
     except KeyboardInterrupt:
         return 1
-    except Exception as error:  # noqa: BLE001 - the last thing printed; with its traceback, unless the input is wrong
+    except Exception as error:  # noqa: BLE001 - printed last; with its traceback, unless the input is wrong
         return report_error(error)
     print_output(json.dumps(asdict(found)) if arguments.json else _text(found))
     return 0
@@ -84,22 +89,28 @@ def _text(found: Evaluation) -> str:
 
 
 def evaluate_run(run_dir: Path, which: str = "latest", overrides: Sequence[str] = ()) -> Evaluation:
-    """Validate the model of a checkpoint on the first device that the config gives, with all validation samples.
+    """Validate the model of a checkpoint on the first device of the config, with all validation samples.
 
     Args:
-        run_dir: of the run.
+        run_dir: the folder of the run, or of one of its checkpoints.
         which: ``latest``, ``best``, or the number of a step.
         overrides: as after ``--set``.
 
     Raises:
-        CheckpointError: there is no such checkpoint, or no longer, or it is damaged.
-        TaskError: the task validates nothing.
+        CheckpointError: there is no such checkpoint, or it was removed meanwhile, or it is damaged.
+        TaskError: the task has no validation samples.
+
+    Example::
+
+        >>> result = evaluate_run(Path("runs/digits"), "best")  # doctest: +SKIP
+        >>> result.step, result.values  # doctest: +SKIP
+        (1200, {'accuracy': 0.97})
     """
     run = open_run(run_dir)
     config = load_config(find_config_file(run), overrides=overrides)
     if run.chosen is not None and which == LATEST:
         which = str(step_of(run.chosen.name))
-    # All of it at once: a run that goes on may remove the checkpoint while the model is built.
+    # Everything is read at once: a run in progress may remove the checkpoint while the model is built.
     checkpoint, (weights, part) = load_chosen(run.path, which, "model", "trainer-0")
     return _evaluate(run, config, checkpoint, weights, part)
 
@@ -124,7 +135,9 @@ def _evaluate(
         raise TaskError(f"{type(task).__name__}.validation_source gives nothing to validate; write one")
     batch_idx = part["counters"]["batch_idx"]
     task.on_validation_start(batch_idx)
-    sums = evaluate(task, model, batches, batch_idx, make_input_mover(placement), config.training.precision, placement.device)
+    sums = evaluate(
+        task, model, batches, batch_idx, make_input_mover(placement), config.training.precision, placement.device
+    )
     task.on_validation_end(batch_idx)
     return Evaluation(checkpoint.path.name, checkpoint.step, sums.samples, sums.means(), task.trainer.logged)
 

@@ -1,7 +1,4 @@
-"""What a person reads when a run has ended, from the fields of ``summary.json``.
-
-summary.json: what a run came to, from the accounts of its keeper and its trainers.
-"""
+"""The summary of a run: the fields of ``summary.json``, and the table that is printed at the end."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from paramserver.metrics.records import PHASES, DurationHistogram, TrainerTotals
 
 
 class StalenessCounts(Protocol):
-    """How stale gradients were."""
+    """How stale the applied gradients were."""
 
     def summary(self) -> dict[str, Any]: ...
 
@@ -22,7 +19,7 @@ class StalenessCounts(Protocol):
 
 
 class RunFigures(Protocol):
-    """What rank 0 counted while the run went on."""
+    """What rank 0 counted during the run."""
 
     config: Config
     step: int
@@ -47,7 +44,7 @@ def summarize(
     checkpoint: str | None,
     checkpoint_pauses_s: Sequence[float],
 ) -> dict[str, Any]:
-    """The fields of summary.json (docs/interface.md, section 5). What is unknown is null."""
+    """Return the fields of summary.json (docs/interface.md, section 5). An unknown value is None."""
     config = account.config
     steps = DurationHistogram()
     for one in totals:
@@ -100,7 +97,7 @@ def _sum_known(numbers: Sequence[int | None]) -> int | None:
 
 
 def _phases_ms(totals: Sequence[TrainerTotals], steps: int) -> dict[str, float]:
-    """Mean milliseconds per step and trainer of each phase; together they are the step. ``hidden`` went on beside."""
+    """Mean milliseconds per step and trainer of each phase; their sum is the step. ``hidden`` overlaps them."""
     if not steps:
         return {}
     return {
@@ -109,7 +106,7 @@ def _phases_ms(totals: Sequence[TrainerTotals], steps: int) -> dict[str, float]:
 
 
 def _trainer(t: TrainerTotals) -> dict[str, Any]:
-    """One trainer's own figures, with those of what it received where its samples came from simulations."""
+    """Return the figures of one trainer, with those of the received samples where they came from simulations."""
     waited_s = t.buffer.get("get_wait_s", 0.0)
     return {
         "trainer": t.trainer_index,
@@ -129,14 +126,34 @@ def _buffer(totals: Sequence[TrainerTotals]) -> dict[str, float]:
 Summary = Mapping[str, Any]
 
 _OWN_PATH = ("data", "pull", "forward", "backward", "push", "apply", "wait")
-_BESIDE = ("hidden",)
+_OVERLAPPED = ("hidden",)
 _STARVED = 0.1
 _RECEIVED = ("received", "duplicated", "refused")
-_STUDY = ("complete", "running", "waiting", "restarted", "given_up")
+_SIMULATION_COUNTS = ("complete", "running", "waiting", "restarted", "given_up")
 
 
 def summary_text(summary: Summary, run_dir: Path | str) -> str:
-    """Return aligned lines ``name  value``; a field that is missing or None has no line, or a dash in its line."""
+    """Return the table that is printed at the end of a run.
+
+    Args:
+        summary: the content of ``summary.json``. A field that is missing or None has no line, or a dash in its line.
+        run_dir: the folder of the run.
+
+    Returns:
+        Aligned lines ``name  value``.
+
+    Example::
+
+        >>> print(summary_text({"status": "completed", "mode": "local", "steps": 100}, "runs/digits"), end="")
+        status       completed
+        mode         local
+        steps        100
+        samples      - applied
+        time         -
+        loss         -
+        checkpoint   none was written
+        folder       runs/digits
+    """
     lines = [(name, line(summary)) for name, line in _LINES]
     tensorboard = Path(run_dir) / "tensorboard"
     lines.append(("tensorboard", f"tensorboard --logdir {tensorboard}" if tensorboard.is_dir() else ""))
@@ -212,7 +229,7 @@ def _share(part_ms: float, step_ms: float | None) -> str:
 
 
 def _starved(summary: Summary) -> str:
-    """Who spent a tenth of its time or more on waiting for samples."""
+    """Name the trainers that spent a tenth of their time or more waiting for samples."""
     waits = [(one["trainer"], one.get("data_wait_share") or 0.0) for one in summary.get("trainers") or ()]
     starved = [(index, share) for index, share in waits if share >= _STARVED]
     return "; ".join(f"trainer {index} waited {100 * share:.0f} % of the time for data" for index, share in starved)
@@ -223,19 +240,19 @@ def _received(summary: Summary) -> str:
     if not streams:
         return ""
     counts = {name: sum(_count(stream.get(name)) for stream in streams) for name in _RECEIVED}
-    told = ", ".join(f"{count} {name}" for name, count in counts.items() if count or name == "received")
+    text = ", ".join(f"{count} {name}" for name, count in counts.items() if count or name == "received")
     expected = [stream.get("expected") for stream in streams]
-    return told if None in expected else told.replace(" received", f" received of {sum(expected)} expected", 1)
+    return text if None in expected else text.replace(" received", f" received of {sum(expected)} expected", 1)
 
 
-def _count(told: Any) -> int:
+def _count(value: Any) -> int:
     """A number, or the sum of the numbers of several kinds."""
-    return sum(told.values()) if isinstance(told, Mapping) else told or 0
+    return sum(value.values()) if isinstance(value, Mapping) else value or 0
 
 
 def _simulations(summary: Summary) -> str:
     counts = summary.get("simulations") or {}
-    known = [(name, counts[name]) for name in _STUDY if counts.get(name)]
+    known = [(name, counts[name]) for name in _SIMULATION_COUNTS if counts.get(name)]
     return ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in known)
 
 
@@ -267,7 +284,7 @@ _LINES: tuple[tuple[str, Callable[[Summary], str]], ...] = (
     ("validation", _validation),
     ("step", _step_ms),
     ("phases", _phases(_OWN_PATH)),
-    ("beside", _phases(_BESIDE)),
+    ("overlapped", _phases(_OVERLAPPED)),
     ("staleness", _staleness),
     ("simulations", _simulations),
     ("received", _received),

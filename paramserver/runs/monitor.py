@@ -37,6 +37,14 @@ class RunMonitor:
         improved_step: the step of the newest validation that was the best.
         staleness, dropped_pushes: of the gradients that the server applied, and those that came too late for it.
         resumes: how often the run was resumed.
+
+    Example::
+
+        >>> from paramserver.metrics import FanOut
+        >>> monitor = RunMonitor(Config(), FanOut([]), Path("summary.json"))
+        >>> monitor.update_applied(StepResult(step=1, samples=32, loss=0.5, lr=(0.1,), seconds=0.01))
+        >>> monitor.step, monitor.samples, monitor.stop_reason()
+        (1, 32, None)
     """
 
     def __init__(self, config: Config, sink: Sink, summary_file: Path) -> None:
@@ -183,7 +191,7 @@ class RunMonitor:
             }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state``, and count this as a resume. ``resume_note`` says where the best metric changed."""
+        """Continue from ``state``, and count this as a resume. ``resume_note`` is set where the best metric changed."""
         self.step, self.samples, self.seconds = state["step"], state["samples"], state["seconds"]
         self.first_samples = self.samples
         self.validation = dict(state["validation"])

@@ -1,4 +1,4 @@
-"""What the trainers of a checkpoint stored, for another number of trainers."""
+"""Redistributes the trainers' parts of a checkpoint to another number of trainers."""
 
 from __future__ import annotations
 
@@ -11,17 +11,21 @@ from paramserver.buffers.reshard import reshard_buffers
 def reshard_parts(
     parts: Sequence[Mapping[str, Any]], trainers: int, *, capacity: int, entropy: tuple[int, int]
 ) -> list[dict[str, Any]]:
-    """Deal the parts of a checkpoint to ``trainers`` trainers.
+    """Redistribute the parts of a checkpoint to ``trainers`` trainers.
 
-    Trainer i goes on with the random numbers, the batch number and the task's own state of the old trainer i; one
-    beyond the old ones begins with random numbers of its own, and its task is not resumed. What is counted in samples
-    goes over to trainer i modulo ``trainers``, so that sums stay.
+    Trainer i continues with the random states, the batch number and the task state of the old trainer i. A trainer
+    beyond the old ones gets new random states, and its task is not resumed. Counts of samples of the old trainer i move
+    to trainer i modulo ``trainers``, so that their sums are preserved.
 
     Args:
         parts: of all trainers of the checkpoint, in their order.
-        trainers: how many there are now.
-        capacity: samples that each of their buffers holds.
-        entropy: seed and number of resumes; new random numbers come of it.
+        trainers: the new number of trainers.
+        capacity: samples that the buffer of each of them holds.
+        entropy: seed and number of resumes, from which new random states are derived.
+
+    Returns:
+        One part for each new trainer. Under ``leftovers`` it holds the positions of the old trainers' sources and
+        the samples that were not served yet.
 
     Raises:
         CheckpointError: the buffers hold more samples than fit.
@@ -39,17 +43,20 @@ def reshard_parts(
         for part, keys in zip(parts, unserved, strict=True)
     ]
     return [
-        _part(parts, i, trainers, entropy) | {"buffer": buffers[i], "leftovers": leftovers} for i in range(trainers)
+        _trainer_part(parts, i, trainers, entropy) | {"buffer": buffers[i], "leftovers": leftovers}
+        for i in range(trainers)
     ]
 
 
-def _part(parts: Sequence[Mapping[str, Any]], index: int, trainers: int, entropy: tuple[int, int]) -> dict[str, Any]:
-    adopted = [part["counters"] for part in parts[index::trainers]]
+def _trainer_part(
+    parts: Sequence[Mapping[str, Any]], index: int, trainers: int, entropy: tuple[int, int]
+) -> dict[str, Any]:
+    merged = [part["counters"] for part in parts[index::trainers]]
     known = index < len(parts)
     counters = {
         **parts[0]["counters"],
         "batch_idx": parts[index]["counters"]["batch_idx"] if known else 0,
-        "samples_served": sum(one["samples_served"] for one in adopted),
+        "samples_served": sum(one["samples_served"] for one in merged),
     }
     return {
         "trainer_index": index,

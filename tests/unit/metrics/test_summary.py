@@ -49,7 +49,7 @@ def test_everything_is_told_in_aligned_lines(tmp_path):
         "validation": "loss 0.25, accuracy 0.98",
         "step": "mean 10 ms, p50 9.5 ms, p95 12.25 ms, max 40.5 ms",
         "phases": "data 0.5 ms (5 %), forward 4 ms (40 %), backward 5 ms (50 %), apply 0.25 ms (2 %)",
-        "beside": "hidden 1 ms (10 %)",
+        "overlapped": "hidden 1 ms (10 %)",
         "staleness": "mean 1.5, p95 3, max 4",
         "faults": "1, 2 restarts",
         "checkpoint": "runs/x/checkpoints/step-00001000",

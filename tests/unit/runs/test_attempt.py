@@ -14,13 +14,13 @@ from paramserver.runs.attempt import reserve_folder
 from paramserver.runs.rundir import RunDir
 
 
-def claimed(base, name, default="default"):
+def reserved(base, name, default="default"):
     with reserve_folder(base, name, default) as run:
         return run
 
 
 def test_a_new_run_has_its_folders_and_places(tmp_path):
-    run = claimed(tmp_path / "runs", "first")
+    run = reserved(tmp_path / "runs", "first")
     assert run == RunDir(tmp_path / "runs" / "first")
     assert sorted(path.name for path in run.path.iterdir()) == [".lock", "checkpoints", "logs"]
     places = {
@@ -41,16 +41,16 @@ def began(run):
 
 
 def test_a_name_that_exists_is_refused_and_a_default_one_counts_on(tmp_path):
-    began(claimed(tmp_path, "first"))
+    began(reserved(tmp_path, "first"))
     with pytest.raises(UnsupportedConfiguration, match=r"first exists already; choose another .* or --resume it"):
-        claimed(tmp_path, "first")
-    assert [claimed(tmp_path, None).name for _ in range(3)] == ["default", "default-2", "default-3"]
+        reserved(tmp_path, "first")
+    assert [reserved(tmp_path, None).name for _ in range(3)] == ["default", "default-2", "default-3"]
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", ".", "/abs"])
 def test_a_name_is_one_folder(tmp_path, name):
     with pytest.raises(UnsupportedConfiguration, match="must be the name of one folder"):
-        claimed(tmp_path, name)
+        reserved(tmp_path, name)
 
 
 def test_of_many_that_want_a_name_each_gets_its_own(tmp_path):
@@ -58,23 +58,23 @@ def test_of_many_that_want_a_name_each_gets_its_own(tmp_path):
         enter = held.enter_context
         runs = list(pool.map(lambda _: enter(reserve_folder(tmp_path, None, "default")).name, range(24)))
         assert len(set(runs)) == 24
-        claims = [pool.submit(lambda: enter(reserve_folder(tmp_path, "wanted", ""))) for _ in range(8)]
-        assert sum(claim.exception() is None for claim in claims) == 1
+        reservations = [pool.submit(lambda: enter(reserve_folder(tmp_path, "wanted", ""))) for _ in range(8)]
+        assert sum(reservation.exception() is None for reservation in reservations) == 1
 
 
 def test_of_many_that_find_a_folder_in_which_nothing_began_one_takes_it(tmp_path):
     for number in range(5):
-        claimed(tmp_path, f"left-{number}")
+        reserved(tmp_path, f"left-{number}")
         with ExitStack() as held, ThreadPoolExecutor(8) as pool:
             name, enter = f"left-{number}", held.enter_context
-            claims = [
+            reservations = [
                 pool.submit(lambda name=name, enter=enter: enter(reserve_folder(tmp_path, name, ""))) for _ in "x" * 8
             ]
-            assert sum(claim.exception() is None for claim in claims) == 1
+            assert sum(reservation.exception() is None for reservation in reservations) == 1
 
 
 def test_what_a_start_left_is_taken_over_and_tidied(tmp_path):
-    run = claimed(tmp_path, "first")
+    run = reserved(tmp_path, "first")
     run.log_file(0).write_text("said\n")
     left = ("summary.json", ".launch-41.yaml", "..launch-41.yaml.41.tmp", ".config.yaml.42.tmp", ".lock", ".reserved")
     for name in left:
@@ -82,9 +82,9 @@ def test_what_a_start_left_is_taken_over_and_tidied(tmp_path):
     with reserve_folder(tmp_path, "first", "") as again:
         assert again == run
         assert sorted(path.name for path in run.path.iterdir()) == [
+            ".lock",
             ".reserved",
             ".reserved.json",
-            ".lock",
             "checkpoints",
             "logs",
         ]
@@ -94,10 +94,10 @@ def test_what_a_start_left_is_taken_over_and_tidied(tmp_path):
 
 @pytest.mark.parametrize("there", ["config.yaml", "checkpoints/step-00000003", "own-notes.txt", "metrics.jsonl"])
 def test_a_folder_with_something_to_lose_is_left_alone(tmp_path, there):
-    run = claimed(tmp_path, "first")
+    run = reserved(tmp_path, "first")
     (run.path / there).mkdir() if "step" in there else (run.path / there).write_text("")
     with pytest.raises(UnsupportedConfiguration, match="exists already"):
-        claimed(tmp_path, "first")
+        reserved(tmp_path, "first")
     assert (run.path / there).exists()
 
 
@@ -106,16 +106,16 @@ def test_a_folder_that_another_start_holds_is_left_alone_until_that_one_is_kille
         "from paramserver.runs.attempt import reserve_folder", "reserve_folder(folder, 'first', '')", tmp_path
     ) as holder:
         with pytest.raises(UnsupportedConfiguration, match="exists already"):
-            claimed(tmp_path, "first")
+            reserved(tmp_path, "first")
         os.kill(holder.pid, signal.SIGKILL)
         holder.wait(20)
-    assert claimed(tmp_path, "first").logs_dir.is_dir()
+    assert reserved(tmp_path, "first").logs_dir.is_dir()
 
 
 def test_a_folder_that_a_rank_still_writes_to_is_left_alone(tmp_path):
-    run = claimed(tmp_path, "first")
+    run = reserved(tmp_path, "first")
     with run.lock(), pytest.raises(UnsupportedConfiguration, match="exists already"):
-        claimed(tmp_path, "first")
+        reserved(tmp_path, "first")
 
 
 @pytest.mark.processes
