@@ -1,4 +1,4 @@
-"""The three buffers, by the rows of the table in docs/interface.md, and refusals. One thread: a wait is a timeout of 0."""
+"""The three buffers, by the rows of the table in docs/interface.md, and refusals. In one thread, with timeouts of 0."""
 
 import pytest
 
