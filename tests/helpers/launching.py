@@ -5,6 +5,7 @@ import io
 import json
 import os
 import signal
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -91,7 +92,7 @@ def command(*arguments):
     return [sys.executable, "-m", "paramserver.launch", *map(str, arguments)]
 
 
-def launch(folder, *flags, timeout_s=90, env=None, **config):
+def launch(folder, *flags, timeout_s=90, env=None, fresh=False, **config):
     """Run to the end with all ranks on this machine, forked from a process that has imported torch.
 
     Args:
@@ -99,12 +100,18 @@ def launch(folder, *flags, timeout_s=90, env=None, **config):
         flags: of ``python -m paramserver.launch``, after those that name the config and the run.
         timeout_s: the run must end within this time.
         env: added to the environment.
+        fresh: start new interpreters, whose output goes into a pipe instead of a file.
         config: as for ``write_config``; ``name`` is the run's.
     """
     name = config.pop("name", "run")
     file = write_config(folder, **config)
     arguments = ["--config", file, "--set", f"logging.name={name}", *flags]
-    return _run_forked(arguments, folder, timeout_s, folder / "runs" / name, environment(**(env or {})))
+    run_dir, environ = folder / "runs" / name, environment(**(env or {}))
+    if not fresh:
+        return _run_forked(arguments, folder, timeout_s, run_dir, environ)
+    options = {"capture_output": True, "text": True, "timeout": timeout_s, "check": False}
+    done = subprocess.run(command(*arguments), env=environ, cwd=folder, **options)
+    return FinishedRun(done.returncode, done.stdout + done.stderr, run_dir)
 
 
 def resume(finished, *flags, timeout_s=90):

@@ -67,7 +67,7 @@ BEFORE = {
         {"task": invalid_task("Unmakeable")},
         ["--dry_run"],
         None,
-        r"raised: RuntimeError: there are no labels \(.*bad_tasks\.py:\d+\)",
+        r"raised: RuntimeError: there are no labels \(.*invalid_tasks\.py:\d+\)",
     ),
     "a watermark above all samples": (
         {"training": {"max_epochs": 1, "max_steps": None}, "buffer": {"watermark": 257}},
@@ -285,7 +285,9 @@ def test_a_checkpoint_that_is_refused_by_the_disk_keeps_those_before(start, call
 @pytest.mark.processes
 def test_a_disk_that_takes_nothing_more_does_not_hide_the_first_error(tmp_path, call):
     """Records, checkpoint, log and summary are all refused; the last thing said is what was refused first."""
-    finished = launch(tmp_path, task=invalid_task("FailsAtBatch"), task_args={"what": "refuse_writes"}, **EVERY_3)
+    finished = launch(
+        tmp_path, fresh=True, task=invalid_task("FailsAtBatch"), task_args={"what": "refuse_writes"}, **EVERY_3
+    )
     message = error_message(finished, code=1)
     assert re.match(r"metrics file \S*/metrics\.jsonl must be writable \(.*File too large.*\); free space", message)
     assert finished.checkpoints == ["step-00000003"]

@@ -28,7 +28,7 @@ class Racer:
 
     def __init__(self, monkeypatch, run, times, during="altered", step=4):
         self.run, self.left, self.step = run, times, step
-        target = {"altered": "read.altered", "load": "archive.load_archive"}[during]
+        target = {"altered": "load.altered", "load": "serialization.load_archive"}[during]
         original = {"altered": load.altered, "load": load_archive}[during]
 
         def hooked(*arguments):

@@ -114,15 +114,13 @@ class Own(ReferenceTask):
         return {**super().validation_step(model, batch, valid_batch_idx, batch_idx), "batch_idx": float(batch_idx)}
 """
     )
-    tests = str(next(p for p in sys.path if p.endswith("tests")))
-    env = environment(PYTHONPATH=tests + ":" + environment().get("PYTHONPATH", ""))
-    run = launch(tmp_path, task=f"{tmp_path}/own.py:Own", env=env, **CONFIG)
+    run = launch(tmp_path, task=f"{tmp_path}/own.py:Own", **CONFIG)
     assert run.code == 0, run.output
     done = subprocess.run(
         [sys.executable, "-m", "paramserver.evaluate", str(run.run_dir), "--json"],
         capture_output=True,
         text=True,
-        env=env,
+        env=environment(),
         cwd=tmp_path,
         timeout=60,
         check=False,
