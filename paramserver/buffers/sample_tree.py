@@ -43,12 +43,17 @@ def size_of(sample: Any) -> int:
     return sys.getsizeof(sample)
 
 
-def encode_key(key: Any) -> Any:
-    """Convert a key to plain values; numpy integers become int, which compare and hash the same."""
+def encode_keys(keys: list[Any]) -> list[Any]:
+    """Convert keys to plain values; numpy integers become int, which compare and hash the same."""
+    # Keys are mostly plain, and there may be a hundred thousand of them in a checkpoint.
+    return keys if set(map(type, keys)).issubset(_PLAIN) else [_encode_key(key) for key in keys]
+
+
+def _encode_key(key: Any) -> Any:
     if type(key) in _PLAIN:
         return key
     if type(key) is tuple:
-        return tuple(encode_key(part) for part in key)
+        return tuple(_encode_key(part) for part in key)
     if isinstance(key, np.generic) and type(key.item()) in _PLAIN:
         return key.item()
     raise _cannot_store("key", key, "give an int, a str or a tuple of these as key")

@@ -25,7 +25,7 @@ from paramserver.buffers.sample_tree import (
     TensorLeaf,
     decode,
     encode,
-    encode_key,
+    encode_keys,
     sample_spec_of,
     size_of,
 )
@@ -217,7 +217,7 @@ class SampleStore:
 
     def state_dict(self, order: Slots, samples: bool, allocate: AllocateBytes | None = None) -> dict[str, Any]:
         """Return the state, with the held slots listed in ``order``. Each sample is copied once."""
-        keys = [encode_key(key) for key in self._keys[order].tolist()]
+        keys = encode_keys(self._keys[order].tolist())
         if not samples and None in keys:
             raise UnsupportedConfiguration(
                 "a key (None) must be given with every sample that is saved without its values; put samples with keys"
