@@ -1,6 +1,6 @@
-"""What a training step gets as its model where the model is on the server (``server.compute: server``).
+"""The trainer for ``server.compute: server``: the forward runs on the server, loss and backward start here.
 
-A trainer whose model is on the server: it calls it, computes the loss, and sends the loss's gradient back.
+``ServedTrainer`` is the trainer, ``RemoteModel`` what ``training_step`` gets as its model.
 """
 
 from __future__ import annotations
@@ -21,51 +21,66 @@ from paramserver.transport.autograd import recv_outputs
 from paramserver.transport.messages import JoinReply, ModelCall, ModelReply
 from trainers.rpc import RpcTrainer
 
-_OFFERED = frozenset({"forward", "train", "eval", "training", "modules", "begin_step", "next_batch", "end_step"})
-_OFFERED |= {"call_super_init"}  # asked by nn.Module's own constructor
+_PUBLIC = frozenset({"forward", "train", "eval", "training", "modules", "begin_step", "next_batch", "end_step"})
+_PUBLIC |= {"call_super_init"}  # read by the constructor of nn.Module
 
 
 class RemoteModel(nn.Module):
-    """Stands for the model: it can be called, and switched between ``train()`` and ``eval()``. It has no parameters.
+    """A proxy of the model on the server: it can be called, and set to ``train()`` or ``eval()``. It has no parameters.
 
     Args:
-        call: sends a call to the server.
-        training: as the task built the model.
+        call: sends a call to the server and returns the reply.
+        training: the flag of the model as the task built it.
+
+    Raises:
+        ModelIsElsewhere: an attribute or a part of the model is used, which only the server has.
+
+    Example::
+
+        >>> def call(call: ModelCall) -> ModelReply:  # in a run, a call of the server
+        ...     return ModelReply(call.args[0] * 2, token=None, random_state=call.random_state)
+        >>> model = RemoteModel(call, training=True)
+        >>> model.eval()(torch.ones(2))
+        tensor([2., 2.])
+        >>> model.weight
+        Traceback (most recent call last):
+        paramserver.errors.ModelIsElsewhere: the model has no attribute weight here: it is on the server, and a step...
     """
 
+    # Class attributes, because the constructor of nn.Module reads ``training`` before this one sets them.
     _training: bool | None = None
-    _before: bool | None = None
-    _built = True
+    _training_before: bool | None = None
+    _training_as_built = True
 
     def __init__(self, call: Callable[[ModelCall], ModelReply], training: bool) -> None:
         super().__init__()
         self._call = call
-        self._built = training
+        self._training_as_built = training
         self._batch: int | None = None
         self._anchors: list[Tensor] = []
 
     def __getattribute__(self, name: str) -> Any:
-        if not name.startswith("_") and name not in _OFFERED:
-            raise AttributeError(name)  # Python goes on to __getattr__
+        if not name.startswith("_") and name not in _PUBLIC:
+            raise AttributeError(name)  # Python calls __getattr__ next
         return super().__getattribute__(name)
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_"):
-            raise ModelIsElsewhere(_elsewhere(f"attribute {name}"))
+            raise _elsewhere(f"attribute {name}")
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name != "training" and not name.startswith("_"):
-            raise ModelIsElsewhere(_elsewhere(f"attribute {name}"))
+            raise _elsewhere(f"attribute {name}")
         object.__setattr__(self, name, value)
 
     def __delattr__(self, name: str) -> None:
-        raise ModelIsElsewhere(_elsewhere(f"attribute {name}"))
+        raise _elsewhere(f"attribute {name}")
 
-    # As a Sequential or a ModuleList, which Python asks past __getattr__.
+    # The methods of a Sequential or a ModuleList: Python looks them up on the class, not through __getattr__.
 
     def __getitem__(self, key: Any) -> Any:
-        raise ModelIsElsewhere(_elsewhere(f"part [{key!r}]"))
+        raise _elsewhere(f"part [{key!r}]")
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self[key]
@@ -74,16 +89,16 @@ class RemoteModel(nn.Module):
         self[key]
 
     def __len__(self) -> int:
-        raise ModelIsElsewhere(_elsewhere("length"))
+        raise _elsewhere("length")
 
     def __iter__(self) -> Iterator[Any]:
-        raise ModelIsElsewhere(_elsewhere("parts to go through"))
+        raise _elsewhere("parts to go through")
 
     def __reversed__(self) -> Iterator[Any]:
         return iter(self)
 
     def __contains__(self, item: Any) -> bool:
-        raise ModelIsElsewhere(_elsewhere("parts to look into"))
+        raise _elsewhere("parts to look into")
 
     def __bool__(self) -> bool:
         return True
@@ -94,18 +109,19 @@ class RemoteModel(nn.Module):
     # A step.
 
     def begin_step(self) -> None:
-        """Gradients are recorded from now on, until ``end_step``."""
+        """Record gradients from now on, until ``end_step``."""
         self._batch, self._anchors = 0, []
 
     def next_batch(self) -> None:
-        """The calls that follow are of another batch of the same step."""
+        """Count the calls that follow to another batch of the same step."""
         assert self._batch is not None
         self._batch += 1
 
     def end_step(self) -> list[Tensor]:
-        """Roots of the backward beside the loss, one for each reply: a reply that is no part of it would be waited for.
+        """Return the roots of the backward in addition to the loss, one for each reply of the server.
 
-        A reply whose outputs are no part of the loss thereby sends word that it has no gradient.
+        Distributed autograd waits for the gradients of every reply. Through its root, a reply whose outputs are not in
+        the loss reports to the server that it has no gradient.
         """
         anchors, self._batch, self._anchors = self._anchors, None, []
         return anchors
@@ -113,45 +129,51 @@ class RemoteModel(nn.Module):
     # The model.
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output. Inputs travel without their gradients.
+        """Return the model's output. Inputs are sent without gradients.
 
         Raises:
-            TaskError: an input has a gradient, which would be lost.
+            TaskError: an input requires a gradient, which would be lost.
         """
         records = torch.is_grad_enabled() and self._batch is not None
-        if records:
-            _refuse_gradients((args, kwargs))
-        sent_args, sent_kwargs = tree_map(_plain, (args, kwargs))
+        for value in tree_leaves((args, kwargs)) if records else ():
+            if isinstance(value, Tensor) and value.requires_grad:
+                raise TaskError(
+                    f"an input of the model ({tuple(value.shape)}) has a gradient, which does not come back from the "
+                    "server (server.compute: server); detach() it, or use server.compute: trainer"
+                )
+        sent_args, sent_kwargs = tree_map(
+            lambda value: value.detach().cpu() if isinstance(value, Tensor) else value, (args, kwargs)
+        )
         dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-        answer = self._call(
+        reply = self._call(
             ModelCall(sent_args, sent_kwargs, self._batch or 0, self._training, records, dtype, torch.get_rng_state())
         )
-        torch.set_rng_state(answer.random_state)
-        return answer.output if answer.token is None else self._anchored(answer.output, answer.token)
-
-    def _anchored(self, output: Any, ticket: Tensor) -> Any:
-        leaves, form = tree_flatten(output)
-        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        anchor, arrived = recv_outputs([ticket, *(leaves[place] for place in places)])
+        # Random numbers of the task continue after those of the model, as in one process.
+        torch.set_rng_state(reply.random_state)
+        if reply.token is None:
+            return reply.output
+        leaves, spec = tree_flatten(reply.output)
+        with_grad = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        anchor, received = recv_outputs([reply.token, *(leaves[i] for i in with_grad)])
         self._anchors.append(anchor)
-        for place, leaf in zip(places, arrived, strict=True):
-            leaves[place] = leaf
-        return tree_unflatten(leaves, form)
+        for i, leaf in zip(with_grad, received, strict=True):
+            leaves[i] = leaf
+        return tree_unflatten(leaves, spec)
 
-    # Training or not: it travels with each call.
+    # The training flag, which is sent with each call.
 
     @property
     def training(self) -> bool:
-        return self._built if self._training is None else self._training
+        return self._training_as_built if self._training is None else self._training
 
     @training.setter
     def training(self, training: bool) -> None:
-        """Puts back what was before ``train`` or ``eval``, where that is the same."""
-        before = self._built if self._before is None else self._before
-        self._training = self._before if before == training else training
+        """Restore the flag before the last ``train`` or ``eval``, if it was equal; None then means "as built" again."""
+        before = self._training_as_built if self._training_before is None else self._training_before
+        self._training = self._training_before if before == training else training
 
     def train(self, mode: bool = True) -> RemoteModel:
-        self._before, self._training = self._training, bool(mode)
+        self._training_before, self._training = self._training, bool(mode)
         return self
 
     def eval(self) -> RemoteModel:
@@ -161,30 +183,23 @@ class RemoteModel(nn.Module):
         yield self
 
 
-def _plain(value: Any) -> Any:
-    return value.detach().cpu() if isinstance(value, Tensor) else value
-
-
-def _refuse_gradients(inputs: Any) -> None:
-    for value in tree_flatten(inputs)[0]:
-        if isinstance(value, Tensor) and value.requires_grad:
-            raise TaskError(
-                f"an input of the model ({tuple(value.shape)}) has a gradient, which does not come back from the "
-                "server (server.compute: server); detach() it, or use server.compute: trainer"
-            )
-
-
-def _elsewhere(what: str) -> str:
-    return (
+def _elsewhere(what: str) -> ModelIsElsewhere:
+    return ModelIsElsewhere(
         f"the model has no {what} here: it is on the server, and a step can only call it "
         "(server.compute: server); use server.compute: trainer for a task that needs more"
     )
 
 
 class ServedTrainer(RpcTrainer):
-    """PyTorch's RPC tutorial: forward by the server's RRef, ``dist_autograd.backward`` of the loss, optimizer's step.
+    """PyTorch's RPC tutorial: forward through an RRef, ``dist_autograd.backward`` of the loss, step of the optimizer.
 
-    Only inputs, outputs and their gradients travel. The model, its module buffers and its gradients stay on the server.
+    Only inputs, outputs and their gradients are sent. The model, its module buffers and its gradients stay on the
+    server.
+
+    Example::
+
+        >>> from paramserver import launch  # doctest: +SKIP
+        >>> launch(task="mnist:MnistTask", server={"compute": "server"})  # doctest: +SKIP
     """
 
     computes = "server"
@@ -192,29 +207,29 @@ class ServedTrainer(RpcTrainer):
 
     def init_connection(self) -> None:
         self.connect()
-        # Data that a task draws follows what its model drew, as where both are made in one process.
+        # The data source continues the random numbers of build_model, as if both were made in one process.
         states, training = self.server.model_as_built()
         restore_random_states(states)
         self.model = RemoteModel(self._call, training)
         self.prepare_data()
         self.start_from(self.join())
 
-    def receive_model(self, welcome: JoinReply) -> None:
-        """Nothing of the model is held here."""
+    def receive_model(self, reply: JoinReply) -> None:
+        """Do nothing: the model stays on the server."""
 
     def on_last_loss(self, loss: float, samples: int) -> None:
-        """Gradients are on the server; none leaves early."""
+        """Do nothing: gradients are made on the server, so there are no buckets."""
 
     def _call(self, call: ModelCall) -> ModelReply:
-        answer = self.server.compute(call)
-        there_and_back = 2 if call.wants_grad else 1
-        self.wire_bytes += _bytes_of((call.args, call.kwargs)) + there_and_back * _bytes_of(answer.output)
-        return answer
+        reply = self.server.compute(call)
+        directions = 2 if call.wants_grad else 1  # outputs, and their gradients
+        self.wire_bytes += _bytes_of((call.args, call.kwargs)) + directions * _bytes_of(reply.output)
+        return reply
 
     # A step.
 
     def begin_pull(self) -> None:
-        """The version stays on the server, which knows it."""
+        """Do nothing: the version stays on the server, which has pinned it."""
 
     def load_version(self) -> None:
         self._losses: list[Tensor] = []
@@ -222,7 +237,7 @@ class ServedTrainer(RpcTrainer):
         self.clock.lap("pull")
 
     def _backward(self, loss: Tensor, batches: int) -> None:
-        """One backward for all batches of a step: a second one in the same context would wait for ever."""
+        # One backward for all batches of a step: a second one in the same context would never return.
         self.on_before_backward(loss)
         self._losses.append(loss / batches if batches > 1 else loss)
         if len(self._losses) == batches:

@@ -1,7 +1,8 @@
-"""The model as trainers call it on the server (``server.compute: server``), all of them at once.
+"""The model as trainers call it on the server (``server.compute: server``), many of them at the same time.
 
-A module that several threads use cannot serve several versions, also not through ``functional_call``. So each call of a
-step has a skeleton: a copy of the module whose parameters are leaves of its own, in memory that a snapshot lends.
+Threads that share a module cannot use several versions of its parameters, not even with ``functional_call``, which
+replaces attributes of the module. So each call of a step has a replica of the module, whose parameters are separate
+leaves in the memory of a snapshot.
 """
 
 from __future__ import annotations
@@ -34,30 +35,40 @@ _PLAIN = (Tensor, bool, int, float, complex, str, bytes, type(None))
 
 
 class ModelReplica:
-    """A copy of a model for one call at a time: it costs objects, and no memory for parameters.
+    """A copy of a model for one call at a time. It consists of Python objects, without memory for parameters.
 
     Args:
         model: as the task built it.
-        trained: the names of the parameters that are trained; the others are shared with ``model``.
-        buffers: the module buffers that it uses and changes, by name.
+        trained: names of the trained parameters; the others are shared with ``model``.
+        buffers: the module buffers that the replica uses and changes, by name.
 
     Raises:
-        UnsupportedConfiguration: the model cannot be copied so.
+        UnsupportedConfiguration: the model cannot be copied, or the copy does not use the new parameters.
+
+    Example::
+
+        >>> model = nn.Linear(2, 1, bias=False)
+        >>> replica = ModelReplica(model, ["weight"], {})
+        >>> replica.bind({"weight": torch.ones(1, 2)})
+        >>> replica.module(torch.tensor([[2.0, 3.0]])).item()
+        5.0
     """
 
     def __init__(self, model: nn.Module, trained: Sequence[str], buffers: Mapping[str, Tensor]) -> None:
         parameters = dict(model.named_parameters())
-        # By ``data``: a leaf that shares the version counter of the server's own would fail at every update of that.
+        # By ``data``: a leaf that shares the server's version counter would fail in backward after every update.
         self.leaves = {name: nn.Parameter(parameters[name].data) for name in trained}
+        # deepcopy takes what the memo contains as the copy, so no memory of parameters is copied.
         memo: dict[int, Any] = {id(parameter): parameter for parameter in parameters.values()}
         memo |= {id(parameters[name]): leaf for name, leaf in self.leaves.items()}
         memo |= {id(buffer): buffers[name] for name, buffer in model.named_buffers()}
-        self.module = _copied(model, memo)
-        self._check()
-        self._built = [(module, module.training) for module in self.module.modules()]
-        self._held: Mapping[str, Tensor] | None = None
-
-    def _check(self) -> None:
+        try:
+            self.module = copy.deepcopy(model, memo)
+        except Exception as error:
+            raise UnsupportedConfiguration(
+                f"the model ({type(model).__name__}) cannot be copied ({type(error).__name__}: {error}), which a "
+                "server that many trainers call must do; use server.compute: trainer"
+            ) from error
         own = dict(self.module.named_parameters())
         for name, leaf in self.leaves.items():
             if own.get(name) is not leaf:
@@ -65,39 +76,31 @@ class ModelReplica:
                     f"parameter {name} of the model ({type(self.module).__name__}) cannot be replaced in a copy; "
                     "use server.compute: trainer"
                 )
+        self._training_as_built = [(module, module.training) for module in self.module.modules()]
+        self._bound: Mapping[str, Tensor] | None = None
 
     def bind(self, tensors: Mapping[str, Tensor]) -> None:
-        """Compute with these parameters from now on; what was computed before must have had its backward."""
-        if self._held is tensors:
+        """Compute with these parameters from now on. The backward of every earlier call must be done."""
+        if self._bound is tensors:
             return
         for name, leaf in self.leaves.items():
             leaf.data = tensors[name]
-        self._held = tensors
+        self._bound = tensors
 
     def set_training(self, training: bool | None) -> None:
-        """``train()`` or ``eval()``; with None as the task built it."""
-        for module, built in self._built:
-            module.training = built if training is None else training
-
-
-def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    try:
-        return copy.deepcopy(model, memo)
-    except Exception as error:
-        raise UnsupportedConfiguration(
-            f"the model ({type(model).__name__}) cannot be copied ({type(error).__name__}: {error}), which a server "
-            "that many trainers call must do; use server.compute: trainer"
-        ) from error
+        """Call ``train()`` or ``eval()``; None restores the mode in which the task built each module."""
+        for module, as_built in self._training_as_built:
+            module.training = as_built if training is None else training
 
 
 class ServedTransport(ServerTransport):
-    """One trainer's forwards: versions are offered to them, and gradients are found at the leaves of its skeletons.
+    """The forwards of one trainer: it binds versions to replicas and finds gradients at the leaves of these.
 
     Args:
         model: a module on the devices that compute; its own parameters are not used.
-        parameters, buffers: how both lie in flat tensors.
-        snapshot: gives the current version, immutable: parameters and module buffers.
-        device: that takes the inputs.
+        parameters: layout of the trained parameters, and ``buffers`` that of the module buffers.
+        snapshot: returns the current version, immutable: parameters and module buffers.
+        device: that the inputs are moved to.
     """
 
     def __init__(
@@ -109,24 +112,24 @@ class ServedTransport(ServerTransport):
         device: torch.device,
     ) -> None:
         self._model = model
-        self._parameters, self._buffer_layout = parameters, buffers
+        self._parameter_layout, self._buffer_layout = parameters, buffers
         self._snapshot = snapshot
         self._device = device
         self._devices = {name: parameter.device for name, parameter in model.named_parameters()}
         self._trained = [slot.name for slot in parameters.slots]
-        # Of this trainer alone: they go on from call to call, and a push takes them.
+        # This trainer's own: they change from call to call, and its push brings them to the server.
         self._buffers = {name: torch.empty_like(buffer) for name, buffer in model.named_buffers()}
-        self._skeletons: list[ModelReplica] = []
-        self._batches: list[int] = []
+        self._replicas: list[ModelReplica] = []
+        self._batches: list[int] = []  # of each call of the step that records gradients
         self._tensors: dict[str, Tensor] = {}
         self._gradients = parameters.allocate()
         self._used: list[bool] = []
-        self._offered: tuple[Flats, Flats] | None = None
+        self._pinned: tuple[Flats, Flats] | None = None  # not bound yet
 
-    # Versions.
+    # Versions. These methods hold the server's lock, so they only note the version; the next call binds it.
 
     def pin_version(self) -> int:
-        self._offered = self._snapshot()
+        self._pinned = self._snapshot()
         return 0
 
     def pull(self) -> tuple[Tensor, ...]:
@@ -136,72 +139,76 @@ class ServedTransport(ServerTransport):
         return self.pin_version(), ()
 
     def view_retained(self, parameters: Flats, buffers: Flats) -> VersionView:
-        self._offered = parameters, buffers
+        self._pinned = parameters, buffers
         return VersionView(0, (), ())
 
     def buffers_to_send(self, current: Flats) -> tuple[Tensor, ...]:
         return ()
 
     @torch.no_grad()
-    def _hold(self, parameters: Flats, buffers: Flats) -> None:
-        """Done by the first call, outside of the server's lock."""
-        views = self._parameters.views(parameters)
+    def _bind(self, parameters: Flats, buffers: Flats) -> None:
+        views = self._parameter_layout.views(parameters)
         self._tensors = {name: view.to(self._devices[name]) for name, view in views.items()}
         for name, value in self._buffer_layout.views(buffers).items():
             self._buffers[name].copy_(value)
         self._batches = []
 
-    # Calls.
+    # Calls, without the server's lock: trainers compute at the same time, each on its own transport.
 
     def compute(self, call: ModelCall) -> ModelReply:
-        """The model's output at the version that was offered or looked at last, and the random state after it."""
-        if self._offered is not None:
-            self._hold(*self._offered)
-            self._offered = None
-        skeleton = self._skeleton(call)
+        """Return the model's output at the version that was pinned or viewed last, and the random state after it.
+
+        Raises:
+            TaskError: the model returns something that cannot be sent.
+            UnsupportedConfiguration: see ``ModelReplica``.
+        """
+        if self._pinned is not None:
+            self._bind(*self._pinned)
+            self._pinned = None
+        replica = self._next_replica(call)
         args, kwargs = move_to_device((call.args, call.kwargs), self._device)
         autocast = torch.autocast(self._device.type, call.autocast_dtype, enabled=call.autocast_dtype is not None)
-        with PrivateRng(call.random_state) as draws, torch.set_grad_enabled(call.wants_grad), autocast:
-            output = skeleton.module(*args, **kwargs)
-        return _answer(output, draws.state)
+        with PrivateRng(call.random_state) as rng, torch.set_grad_enabled(call.wants_grad), autocast:
+            output = replica.module(*args, **kwargs)
+        return _reply(output, rng.state)
 
-    def _skeleton(self, call: ModelCall) -> ModelReplica:
-        """One for each call of a step, so that the gradients of several add up in one order, whichever comes first."""
-        place = len(self._batches)
-        if place == len(self._skeletons):
-            self._skeletons.append(ModelReplica(self._model, self._trained, self._buffers))
+    def _next_replica(self, call: ModelCall) -> ModelReplica:
+        """Return the replica for a call: another one for each call of a step.
+
+        So the gradients of several calls are added in a fixed order, whichever backward is done first.
+        """
+        number = len(self._batches)
+        if number == len(self._replicas):
+            self._replicas.append(ModelReplica(self._model, self._trained, self._buffers))
         if call.wants_grad:
             self._batches.append(call.batch)
-        skeleton = self._skeletons[place]
-        skeleton.bind(self._tensors)
-        skeleton.set_training(call.training)
-        return skeleton
+        replica = self._replicas[number]
+        replica.bind(self._tensors)
+        replica.set_training(call.training)
+        return replica
 
     # A push.
 
     @torch.no_grad()
     def collect_gradients(self, held: Mapping[Tensor, Tensor]) -> list[Tensor] | None:
-        self._refuse_strangers(held)
-        calls = list(zip(self._batches, self._skeletons, strict=False))
-        # As where a trainer computes: each batch's calls from the last, as its backward goes, then batch after batch.
-        batches = [
-            [skeleton for other, skeleton in reversed(calls) if other == batch] for batch in sorted({*self._batches})
-        ]
-        views = self._parameters.views(self._gradients)
-        self._used = []
-        for name in self._trained:
-            parts = [[held[s.leaves[name]] for s in batch if s.leaves[name] in held] for batch in batches]
-            self._used.append(_add_up(name, [part for part in parts if part], views[name]))
-        return list(self._gradients) if any(self._used) else None
-
-    def _refuse_strangers(self, held: Mapping[Tensor, Tensor]) -> None:
-        """A function keeps what it refers to when a module is copied: such a gradient is of no version, and lost."""
+        # When a module is copied, a function keeps its references: a gradient that it made is of no version, and lost.
         for name, parameter in self._model.named_parameters():
             if parameter in held:
                 raise TaskError(
                     f"the model reaches parameter {name} through a function (a lambda, a hook), which no copy of the "
                     "model can follow; make it a method, or use server.compute: trainer"
                 )
+        calls = list(zip(self._batches, self._replicas, strict=False))
+        # In the order of a backward on a trainer: the calls of a batch from the last to the first, batch after batch.
+        batches = [
+            [replica for batch, replica in reversed(calls) if batch == wanted] for wanted in sorted({*self._batches})
+        ]
+        views = self._parameter_layout.views(self._gradients)
+        self._used = []
+        for name in self._trained:
+            parts = [[held[r.leaves[name]] for r in batch if r.leaves[name] in held] for batch in batches]
+            self._used.append(_add_up(name, [part for part in parts if part], views[name]))
+        return list(self._gradients) if any(self._used) else None
 
     @torch.no_grad()
     def complete_push(self, report: StepReport, buffers: Flats) -> tuple[StepReport, Flats]:
@@ -211,28 +218,28 @@ class ServedTransport(ServerTransport):
         return replace(report, used=None if all(self._used) else tuple(self._used)), flats
 
     def unpin(self) -> None:
-        """A snapshot lives as long as somebody holds it."""
+        """Do nothing: a snapshot exists as long as it is referenced."""
 
 
 def _add_up(name: str, batches: Sequence[Sequence[Tensor]], total: Tensor) -> bool:
-    """Put the sum over the batches' sums of gradients into ``total``; False where there is no gradient."""
+    """Set ``total`` to the sum over the batches' sums of gradients; return False if there is no gradient."""
     if any(part.layout is not torch.strided for batch in batches for part in batch):
         raise TaskError(f"the gradient of parameter {name} is sparse; use dense ones (sparse=False)")
     if not batches:
         total.zero_()
-    for place, (first, *others) in enumerate(batches):
-        summed = sum(others, first)
-        total.add_(summed.to(total.device)) if place else total.copy_(summed)
+    for number, (first, *others) in enumerate(batches):
+        batch_sum = sum(others, first)
+        total.add_(batch_sum.to(total.device)) if number else total.copy_(batch_sum)
     return bool(batches)
 
 
-def _answer(output: Any, random_state: Tensor) -> ModelReply:
-    """What travels back: tensors of the CPU; those that have a gradient behind one ticket.
+def _reply(output: Any, random_state: Tensor) -> ModelReply:
+    """Return the message for an output: tensors on the CPU, those with gradients behind one token.
 
     Raises:
-        TaskError: the model returns something that is no tensor and no nested tuple, list or dictionary of tensors.
+        TaskError: the output is not a tensor or a nested tuple, list or dictionary of tensors.
     """
-    leaves, form = tree_flatten(output)
+    leaves, spec = tree_flatten(output)
     for leaf in leaves:
         if not isinstance(leaf, _PLAIN):
             raise TaskError(
@@ -240,38 +247,43 @@ def _answer(output: Any, random_state: Tensor) -> ModelReply:
                 "alone or in tuples, lists and dictionaries; return those, or use server.compute: trainer"
             )
     leaves = [leaf.to("cpu") if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    if not places:
-        return ModelReply(output=tree_unflatten(leaves, form), token=None, random_state=random_state)
-    ticket, *departed = send_outputs([leaves[place] for place in places])
-    for place, leaf in zip(places, departed, strict=True):
-        leaves[place] = leaf
-    return ModelReply(output=tree_unflatten(leaves, form), token=ticket, random_state=random_state)
+    with_grad = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if not with_grad:
+        return ModelReply(output=tree_unflatten(leaves, spec), token=None, random_state=random_state)
+    token, *sent = send_outputs([leaves[i] for i in with_grad])
+    for i, leaf in zip(with_grad, sent, strict=True):
+        leaves[i] = leaf
+    return ModelReply(output=tree_unflatten(leaves, spec), token=token, random_state=random_state)
 
 
 class ModelService:
-    """The model of a server as trainers call it: built once, an end for each trainer.
+    """The model of a server as trainers call it: built once, with a transport for each trainer.
+
+    Create it right after the store: the random states of ``as_built`` are those after the model was built.
 
     Args:
-        task: builds the model again where it is to compute on other devices than the CPU.
-        config: the run's.
-        versions: of the parameters, which live on the CPU. Made just before this.
+        task: builds the model again if it is to compute on devices other than the CPU.
+        config: of the run.
+        store: of the parameters, which are on the CPU.
+
+    Attributes:
+        as_built: random states after the model was built, and its ``training`` flag.
     """
 
-    def __init__(self, task: Task, config: Config, versions: ParameterStore) -> None:
+    def __init__(self, task: Task, config: Config, store: ParameterStore) -> None:
         states = random_states()
         states.pop("cuda", None)  # a trainer may have other devices
-        self.as_built = states, versions.model.training
-        self._versions = versions
+        self.as_built = states, store.model.training
+        self._store = store
         placement = place_server(config)
         self._device = placement.device
-        self._model = versions.model if placement == CPU else build_model(task, config.seed, placement)
+        self._model = store.model if placement == CPU else build_model(task, config.seed, placement)
 
     def new_transport(self) -> ServedTransport:
-        """Of a trainer that arrives; it can call the model at once."""
-        if self._model is not self._versions.model:  # what is not trained never changes after the start
-            load_weights(self._model, detached_state_dict(self._versions.model), "the server")
-        parameters, buffers = self._versions.parameters.layout, self._versions.buffers.layout
-        end = ServedTransport(self._model, parameters, buffers, self._versions.snapshot, self._device)
-        end.pin_version()
-        return end
+        """Return the transport of a trainer that joins; it can call the model immediately."""
+        if self._model is not self._store.model:  # what is not trained never changes after the start
+            load_weights(self._model, detached_state_dict(self._store.model), "the server")
+        parameters, buffers = self._store.parameters.layout, self._store.buffers.layout
+        transport = ServedTransport(self._model, parameters, buffers, self._store.snapshot, self._device)
+        transport.pin_version()
+        return transport

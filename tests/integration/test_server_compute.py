@@ -157,18 +157,18 @@ def a_call(*args, batch=0, training=None, wants_grad=True, seed=0):
 
 def received(*answers):
     """What a trainer has of these answers, each one tensor: the outputs, and the anchors beside them."""
-    pairs = [recv_outputs([answer.ticket, answer.output]) for answer in answers]
+    pairs = [recv_outputs([answer.token, answer.output]) for answer in answers]
     return [outputs[0] for _, outputs in pairs], [anchor for anchor, _ in pairs]
 
 
 def gradients(end, loss, anchors):
     """What a push finds after the backward of a loss: gradients by name, which there are, and the module buffers."""
-    leaves = [leaf for skeleton in end._skeletons for leaf in skeleton.leaves.values()]
+    leaves = [leaf for replica in end._replicas for leaf in replica.leaves.values()]
     grads = torch.autograd.grad([loss, *anchors], leaves, allow_unused=True)
     held = {leaf: grad for leaf, grad in zip(leaves, grads, strict=True) if grad is not None}
     flats = end.collect_gradients(held)
     report, buffers = end.complete_push(StepReport(0, 0, 1, 0.0, 0.0), [])
-    return end._parameters.views(flats), report.used, end._buffer_layout.views(buffers)
+    return end._parameter_layout.views(flats), report.used, end._buffer_layout.views(buffers)
 
 
 class Meeting(nn.Module):
@@ -204,7 +204,7 @@ def test_threads_neither_share_versions_nor_module_buffers_nor_random_numbers():
     torch.manual_seed(1)
     models = [ReferenceModel(dropout=0.5, unused=True) for _ in range(8)]
     end_of = [an_end(models[0]) for _ in range(8)]
-    layouts = end_of[0]._parameters, end_of[0]._buffer_layout
+    layouts = end_of[0]._parameter_layout, end_of[0]._buffer_layout
 
     def one(index):
         end, own, made = end_of[index], models[index], []
