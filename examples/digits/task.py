@@ -9,7 +9,7 @@ from paramserver import Task
 
 
 class Digits(Task):
-    """A small convolutional network that reads digits. Every fifth sample is kept for validation."""
+    """A small convolutional network that recognises digits. Every fifth sample is used for validation."""
 
     def __init__(self, width: int = 32, lr: float = 0.05) -> None:
         self.width = width
@@ -37,7 +37,7 @@ class Digits(Task):
         return self._samples(validation=True)
 
     def _samples(self, validation):
-        from sklearn.datasets import load_digits  # the server has no data, and need not wait for this import
+        from sklearn.datasets import load_digits  # imported here because the server needs no data
 
         images, labels = load_digits(return_X_y=True)
         data = TensorDataset(

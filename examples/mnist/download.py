@@ -1,4 +1,4 @@
-"""The four files of MNIST: found in a folder, or downloaded into it once, however many processes ask."""
+"""The four files of MNIST: found in a folder, or downloaded into it once for all processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CHECKSUMS = {
 }
 
 _CHUNK_BYTES = 1 << 16
-_QUIET_S = 10.0  # a mirror that says nothing for so long is given up
+_SOCKET_TIMEOUT_S = 10.0  # after this time without data the next mirror is tried
 
 log = logging.getLogger("paramserver")
 
@@ -38,17 +38,17 @@ def provide(
     checksums: Mapping[str, str] = CHECKSUMS,
     timeout_s: float = 45.0,
 ) -> dict[str, Path]:
-    """Where each file is, by its name without ``.gz``. What is there already is taken as it is.
+    """Return the path of each file, by its name without ``.gz``. Existing files are used as they are.
 
     Args:
-        folder: where the files are looked for, plain or as .gz, and where downloads go.
-        download: fetch what is missing; False for looking only.
-        mirrors: the addresses of folders, tried in this order.
-        checksums: the SHA-256 of each file's .gz, by its name without ``.gz``.
-        timeout_s: for everything together, waiting for another process that downloads included.
+        folder: folder of the files, plain or as .gz; missing ones are downloaded into it.
+        download: download missing files.
+        mirrors: URLs of folders, tried in this order.
+        checksums: SHA-256 of each file's .gz, by its name without ``.gz``.
+        timeout_s: limit of the whole call, including the wait for another process that downloads.
 
     Raises:
-        TaskError: files are missing and cannot be had; says which, why, and what to do.
+        TaskError: files are missing and cannot be downloaded; the message names them, the reason and the cure.
     """
     deadline = time.monotonic() + timeout_s
     if not _missing(folder, checksums):
@@ -58,7 +58,7 @@ def provide(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / ".lock", timeout=timeout_s):
-            for name in _missing(folder, checksums):  # asked again: another process may have been here first
+            for name in _missing(folder, checksums):  # listed again: another process may have downloaded some
                 if failures := _download(name, folder, mirrors, checksums[name], deadline):
                     raise _refusal(folder, checksums, f"no mirror gave {name}.gz ({', '.join(failures)})")
     except Timeout as error:
@@ -69,7 +69,7 @@ def provide(
 
 
 def _places(folder: Path, names: Mapping[str, str]) -> dict[str, Path]:
-    """Those of the files that are there."""
+    """Return the files that exist."""
     candidates = ((name, folder / f"{name}{ending}") for ending in (".gz", "") for name in names)
     return {name: path for name, path in candidates if path.is_file()}
 
@@ -80,7 +80,7 @@ def _missing(folder: Path, names: Mapping[str, str]) -> list[str]:
 
 
 def _download(name: str, folder: Path, mirrors: Sequence[str], checksum: str, deadline: float) -> list[str]:
-    """Fetch one file from the first mirror that has it; what went wrong with each, or nothing where one did."""
+    """Download one file from the first mirror that has it; return no failures, or one per mirror."""
     failures = []
     for mirror in mirrors:
         url = f"{mirror.rstrip('/')}/{name}.gz"
@@ -95,14 +95,14 @@ def _download(name: str, folder: Path, mirrors: Sequence[str], checksum: str, de
 
 
 def _fetch(url: str, target: Path, checksum: str, deadline: float) -> None:
-    """Write ``target`` if what arrives has the checksum; what does not is never seen under that name.
+    """Download to ``target`` if the checksum matches; no other content ever has that name.
 
-    The caller holds the folder's lock, so that the temporary name is its own.
+    The caller holds the lock of the folder, so no other process uses the temporary name.
     """
     part = target.with_name(f"{target.name}.part")
     digest = hashlib.sha256()
     try:
-        with urlopen(url, timeout=min(_left(deadline), _QUIET_S)) as answer, part.open("wb") as file:
+        with urlopen(url, timeout=min(_left(deadline), _SOCKET_TIMEOUT_S)) as answer, part.open("wb") as file:
             while chunk := answer.read1(_CHUNK_BYTES):
                 digest.update(chunk)
                 file.write(chunk)

@@ -1,7 +1,7 @@
 """Files in IDX, the format of MNIST (http://yann.lecun.com/exdb/mnist/), plain or compressed with gzip.
 
-A file is a header of big-endian numbers, then the values in C order: two zero bytes, a byte for the type of the
-values, a byte for the number of dimensions, and four bytes for the length of each dimension.
+A file consists of a header of big-endian numbers and the values in C order. The header has two zero bytes, a byte for
+the type of the values, a byte for the number of dimensions, and four bytes for the length of each dimension.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ _FIXED = 4  # bytes of the header before the dimensions
 
 
 def read_idx(path: Path, dims: int) -> Bytes:
-    """The values of a uint8 file with ``dims`` dimensions; a plain file is mapped, a .gz loaded.
+    """Read a uint8 file with ``dims`` dimensions; a plain file is memory-mapped, a .gz is loaded.
 
     Raises:
-        TaskError: the file cannot be read, or is anything else, or shorter or longer than its header says.
+        TaskError: the file cannot be read, has another format, or has another length than its header states.
     """
     content = _unpacked(path) if path.suffix == ".gz" else _mapped(path)
     start = _FIXED + 4 * dims
     shape = _shape(path, content[:start].tobytes(), dims)
     held, wanted = len(content) - start, math.prod(shape)
     if held != wanted:
-        said = " x ".join(map(str, shape))
-        raise _refusal(path, f"must hold {wanted} values ({said}), as its header says, and holds {held}")
+        sizes = " x ".join(map(str, shape))
+        raise _refusal(path, f"must hold {wanted} values ({sizes}), as its header states, and holds {held}")
     return content[start:].reshape(shape)
 
 
 def _mapped(path: Path) -> Bytes:
     try:
-        if path.stat().st_size == 0:  # which cannot be mapped
+        if path.stat().st_size == 0:  # an empty file cannot be mapped
             return np.empty(0, np.uint8)
         return np.memmap(path, np.uint8, "r")
     except OSError as error:
@@ -57,7 +57,7 @@ def _unpacked(path: Path) -> Bytes:
 
 
 def _shape(path: Path, header: bytes, dims: int) -> tuple[int, ...]:
-    """The dimensions out of a header, which is as long as that of a file with ``dims`` dimensions."""
+    """Parse the dimensions from the header of a file that should have ``dims`` of them."""
     if len(header) < _FIXED or header[:2] != b"\0\0" or header[2] not in _TYPES:
         begins = header[:4].hex(" ", 2) or "nothing"
         raise _refusal(path, f"must begin like an IDX file (0000 08{dims:02x}), and begins with {begins}")
@@ -71,4 +71,4 @@ def _shape(path: Path, header: bytes, dims: int) -> tuple[int, ...]:
 
 
 def _refusal(path: Path, rule: str) -> TaskError:
-    return TaskError(f"{path} {rule}; remove it and have it downloaded again, or copy it anew")
+    return TaskError(f"{path} {rule}; remove it to download it again, or copy it again")

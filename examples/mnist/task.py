@@ -17,19 +17,19 @@ from paramserver.errors import TaskError
 
 MEAN, STD = 0.1307, 0.3081  # of the training images, as fractions of white
 
-# What of cluster.timeout_s a download may take: the others wait no longer than that for this rank to arrive.
+# Fraction of cluster.timeout_s that a download may take: the other ranks wait that long for this rank.
 DOWNLOAD_SHARE = 0.75
 
 
 class Net(nn.Module):
-    """The tutorial's network; its second half is on the last of ``devices``."""
+    """The network of the tutorial; its second half is on the last of ``devices``."""
 
     def __init__(self, devices):
         super().__init__()
         self.conv1 = nn.Conv2d(1, 32, 3, 1).to(devices[0])
         self.conv2 = nn.Conv2d(32, 64, 3, 1).to(devices[0])
         self.dropout1 = nn.Dropout2d(0.25)
-        self.dropout2 = nn.Dropout(0.5)  # on rows of numbers the tutorial's Dropout2d is this, with a warning
+        self.dropout2 = nn.Dropout(0.5)  # equal to the tutorial's Dropout2d on rows of numbers, which warns
         self.fc1 = nn.Linear(9216, 128).to(devices[-1])
         self.fc2 = nn.Linear(128, 10).to(devices[-1])
 
@@ -42,21 +42,21 @@ class Net(nn.Module):
 
 
 class Digits(Dataset):
-    """Pairs of a float32 image (1, 28, 28), normalised, and a label, out of arrays of bytes."""
+    """Pairs of a normalised float32 image of shape (1, 28, 28) and a label."""
 
     def __init__(self, images_file: Path, labels_file: Path) -> None:
         self.images = read_idx(images_file, 3)
         self.labels = read_idx(labels_file, 1)
         count, *size = self.images.shape
         if size != [28, 28]:
-            raise TaskError(f"{images_file} must hold images of 28 x 28, and holds {size[0]} x {size[1]}; copy it anew")
+            raise TaskError(f"{images_file} must hold images of 28 x 28, not {size[0]} x {size[1]}; copy it again")
         if count != len(self.labels):
             raise TaskError(
                 f"{images_file} ({count} images) must hold as many as {labels_file} ({len(self.labels)} "
                 "labels); copy both from one place"
             )
         if self.labels.max(initial=0) > 9:
-            raise TaskError(f"{labels_file} must hold labels from 0 to 9, and holds {self.labels.max()}; copy it anew")
+            raise TaskError(f"{labels_file} must hold labels from 0 to 9, and holds {self.labels.max()}; copy it again")
 
     def __len__(self):
         return len(self.labels)
@@ -65,20 +65,20 @@ class Digits(Dataset):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices):
-        """Several at once, which takes far less time than one by one."""
+        """Return several samples, which is much faster than one at a time. DataLoader uses the same method."""
         images = torch.from_numpy(self.images[indices]).unsqueeze(1).to(torch.float32)
         images.div_(255).sub_(MEAN).div_(STD)
         return list(zip(images, self.labels[indices].tolist(), strict=True))
 
 
 class Mnist(Task):
-    """Reads digits.
+    """Recognises digits.
 
     Args:
-        folder: where the four files are, or go; ``~`` is the home folder.
-        download: fetch what is missing there.
-        mirrors: where from, tried in this order.
-        lr: the learning rate.
+        folder: folder of the four files; ``~`` is the home folder.
+        download: download missing files into it.
+        mirrors: URLs of folders to download from, tried in this order.
+        lr: learning rate.
     """
 
     def __init__(self, folder="data/mnist", download=True, mirrors=MIRRORS, lr=0.03):

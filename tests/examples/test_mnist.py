@@ -75,8 +75,8 @@ def test_an_idx_file_gives_its_values(example, tmp_path, compressed):
 
 GOOD = idx(np.arange(12, dtype=np.uint8).reshape(3, 2, 2))
 FAULTS = {
-    "cut": (GOOD[:-1], r"must hold 12 values \(3 x 2 x 2\), as its header says, and holds 11;"),
-    "longer": (GOOD + b"\0", "as its header says, and holds 13;"),
+    "cut": (GOOD[:-1], r"must hold 12 values \(3 x 2 x 2\), as its header states, and holds 11;"),
+    "longer": (GOOD + b"\0", "as its header states, and holds 13;"),
     "empty": (b"", "must begin like an IDX file .*, and begins with nothing;"),
     "header cut": (GOOD[:10], "must have a header of 16 bytes, and ends after 10;"),
     "another magic": (b"\1" + GOOD[1:], r"must begin like an IDX file \(0000 0803\), and begins with 0100 0803;"),

@@ -1,6 +1,6 @@
-"""The documents say what is: commands run, flags and keys exist, links lead somewhere.
+"""The documents match the code: commands run, flags and keys exist, links have targets.
 
-``python tests/laws/test_documents.py`` rewrites the table of keys in docs/interface.md.
+``python tests/laws/test_documents.py`` regenerates the table of keys in docs/interface.md.
 """
 
 import configparser
@@ -144,7 +144,7 @@ def test_launch_commands_parse_and_their_configs_load():
     assert len(found) >= 6
     for words in found:
         arguments = make_parser().parse_args(words)
-        file = ROOT / (arguments.config or QUICKSTART[1])  # --resume alone goes on with the quickstart's run
+        file = ROOT / (arguments.config or QUICKSTART[1])  # --resume alone resumes the run of the quickstart
         load_config(file, overrides=arguments.overrides, flags={"mode": arguments.mode})
 
 
@@ -198,7 +198,7 @@ def test_keys_that_are_named_exist(document):
 
 
 def refused(text):
-    """The rows of the README's table of limits: key -> the values that this version takes."""
+    """The rows of the README's table of limits: key -> the values that this version accepts."""
     table = text.partition("<!-- limits: begin -->\n")[2].partition("<!-- limits: end -->")[0]
     rows = [line.split("|") for line in table.splitlines()[2:]]
     return {row[1].strip(" `"): tuple(yaml.safe_load(word.strip(" `")) for word in row[2].split(",")) for row in rows}
@@ -225,7 +225,7 @@ def anchor(heading):
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_links_lead_somewhere(document):
+def test_links_have_targets(document):
     text = re.sub(r"^```.*?^```$", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
     for link in re.findall(r"\]\(([^)\s]+)\)", text):
         if re.match(r"[a-z]+://", link):
@@ -251,13 +251,13 @@ def pins(python):
 
 
 @pytest.mark.parametrize("python", ["3.10", "3.11", "3.12"])
-def test_whatever_an_extra_asks_for_is_pinned_once(python):
+def test_every_requirement_of_an_extra_is_pinned_once(python):
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
-    asked = [setup["options"]["install_requires"], *setup["options.extras_require"].values()]
-    wanted = [Requirement(line) for lines in asked for line in lines.split("\n") if line.strip()]
+    lists = [setup["options"]["install_requires"], *setup["options.extras_require"].values()]
+    requirements = [Requirement(line) for text in lists for line in text.split("\n") if line.strip()]
     pinned = pins(python)
-    for requirement in wanted:
+    for requirement in requirements:
         name = canonicalize_name(requirement.name)
         if name == "paramserver":
             continue

@@ -26,13 +26,15 @@ def examples_of(name: str) -> list[doctest.DocTest]:
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_examples_give_what_they_show(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_examples_give_what_they_show(name, request, tmp_path_factory, monkeypatch):
+    folder = tmp_path_factory.mktemp("working")
+    monkeypatch.chdir(folder)
     for test in examples_of(name):
+        test.globs["getfixture"] = request.getfixturevalue  # as in ``pytest --doctest-modules``
         output: list[str] = []
         result = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test, out=output.append)
         assert result.failed == 0, "".join(output)
-    assert list(tmp_path.iterdir()) == [], "an example leaves no files"
+    assert list(folder.iterdir()) == [], "an example leaves no files"
 
 
 def test_examples_that_do_not_run_are_listed():

@@ -1,4 +1,4 @@
-"""Which devices a trainer gets, by a table; no GPU is needed for it."""
+"""Placement of trainers, from tables; no GPU is needed."""
 
 from collections import OrderedDict, namedtuple
 
@@ -83,7 +83,7 @@ def test_nccl_without_gpus_is_refused(kind, gpus_here):
         placed(kind, gpus_here, 2, None, backend="nccl")
 
 
-def test_torch_is_asked_where_nobody_says(monkeypatch):
+def test_the_number_of_gpus_defaults_to_that_of_torch(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     assert place_trainer(Config(), 2, 3) == gpus(2)
     assert gpus(2, 5).device == torch.device("cuda", 2)
@@ -92,7 +92,7 @@ def test_torch_is_asked_where_nobody_says(monkeypatch):
 Pair = namedtuple("Pair", "x y")
 
 
-def test_a_batch_moves_with_its_form():
+def test_a_batch_keeps_its_structure_when_moved():
     one = torch.ones(2)
     batch = {"a": [one, (one, "text")], "b": Pair(one, None), "c": 3}
     moved = move_to_device(batch, torch.device("meta"))
@@ -105,7 +105,7 @@ def test_a_batch_moves_with_its_form():
     assert one.device.type == "cpu"
 
 
-def test_what_is_there_already_is_not_copied():
+def test_tensors_on_the_device_are_not_copied():
     one = torch.ones(2)
     assert move_to_device([one], torch.device("cpu"))[0] is one
     assert list(move_to_device(OrderedDict(b=one, a=one), torch.device("cpu"))) == ["b", "a"]

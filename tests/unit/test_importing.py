@@ -1,4 +1,4 @@
-"""A user's class by its name: which file or module is meant, and what is said where there is none."""
+"""Import of user code: which file or module a reference names, and the message where there is none."""
 
 import gc
 import sys
@@ -55,7 +55,7 @@ def test_a_file_is_imported_once(tmp_path):
         del sys.counted
 
 
-def test_a_file_with_the_name_of_a_module_takes_nothing_from_it(tmp_path):
+def test_a_file_with_the_name_of_a_module_does_not_replace_it(tmp_path):
     loaded = load_object("json.py:Digits", "task", [write(tmp_path, "json.py").parent])
     import json
 
@@ -83,7 +83,7 @@ def test_a_reference_has_a_place_and_a_name(reference):
         load_object(reference, "trainer")
 
 
-def test_a_missing_file_says_where_it_was_looked_for(tmp_path):
+def test_a_missing_file_is_refused_with_the_folders_searched(tmp_path):
     with pytest.raises(TaskError) as caught:
         load_object("sub/none.py:Digits", "task", [tmp_path / "a", tmp_path / "b"])
     assert str(caught.value) == (
@@ -91,7 +91,7 @@ def test_a_missing_file_says_where_it_was_looked_for(tmp_path):
     )
 
 
-def test_a_missing_name_says_what_there_is(tmp_path):
+def test_a_missing_name_is_refused_with_the_classes_of_the_module(tmp_path):
     file = write(tmp_path, "several.py", "from pathlib import Path\nclass B: pass\nclass A: pass\n")
     with pytest.raises(TaskError, match=r"several\.py has no Digits; it has A, B$"):
         load_object(f"{file}:Digits", "task")
@@ -105,7 +105,7 @@ def test_a_missing_module_is_named(module):
         load_object(f"{module}:Digits", "task")
 
 
-def test_a_module_that_lacks_one_of_its_own_imports_is_another_matter(tmp_path):
+def test_a_module_with_a_failing_import_has_another_message(tmp_path):
     write(tmp_path, "lacks_something.py", "import not_installed_anywhere\n")
     with pytest.raises(TaskError, match="importing lacks_something failed: No module named 'not_installed_anywhere'"):
         load_object("lacks_something:Digits", "task", [tmp_path])
@@ -113,19 +113,19 @@ def test_a_module_that_lacks_one_of_its_own_imports_is_another_matter(tmp_path):
 
 @pytest.mark.parametrize(("text", "kind"), [("1 / 0", "ZeroDivisionError"), ("class", "SyntaxError")])
 @pytest.mark.parametrize("form", ["{}", "{}.py"])
-def test_what_an_import_raises_is_told_and_kept(tmp_path, text, kind, form):
+def test_an_error_during_import_is_described_and_chained(tmp_path, text, kind, form):
     write(tmp_path, "broken_task.py", text)
     with pytest.raises(TaskError, match=f"importing .*broken_task.* raised {kind}: ") as caught:
         load_object(f"{form.format('broken_task')}:Digits", "task", [tmp_path])
     assert type(caught.value.__cause__).__name__ == kind
-    assert "broken_task" not in sys.modules  # the corrected file is read anew
+    assert "broken_task" not in sys.modules  # so that the corrected file is imported
 
 
 def test_any_object_may_be_named(tmp_path):
     assert load_object("json:loads", "task")("7") == 7
 
 
-# The way back.
+# From a class to its reference.
 
 
 class AtTheTop:
@@ -133,12 +133,12 @@ class AtTheTop:
         pass
 
 
-def test_a_class_at_the_top_of_a_module_is_found_by_it():
+def test_a_class_at_the_top_of_a_module_has_a_reference():
     assert class_reference(AtTheTop) == f"{__name__}:AtTheTop"
     assert load_object(class_reference(AtTheTop), "task") is AtTheTop
 
 
-def test_a_class_that_others_cannot_find_is_refused():
+def test_a_class_that_other_processes_cannot_import_is_refused():
     def maker() -> type:
         class Local:
             pass
@@ -175,7 +175,7 @@ def test_torch_is_imported_without_collecting_garbage(monkeypatch, error):
         gc.unfreeze()
 
 
-def test_where_torch_is_there_or_the_user_collects_nothing_it_is_left_so(monkeypatch):
+def test_garbage_collection_is_unchanged_if_torch_is_imported_or_it_is_disabled(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", sys)
     with torch_import_without_gc():
         assert gc.isenabled()

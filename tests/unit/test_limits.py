@@ -1,4 +1,4 @@
-"""When a run ends, and which epoch a sample belongs to."""
+"""Limits of a run, and the epoch of a sample."""
 
 import pytest
 
@@ -27,9 +27,9 @@ def test_the_first_limit_that_is_reached_is_named(limits, steps, samples, reason
 @pytest.mark.parametrize(
     ("seconds", "reason"), [(0.0, None), (1.49, None), (1.5, "training.max_seconds (1.5) reached"), (9.0, "training")]
 )
-def test_time_is_a_limit_of_its_own(seconds, reason):
-    told = Limits(max_seconds=1.5).reached_time(seconds)
-    assert told is None if reason is None else told.startswith(reason)
+def test_training_time_is_a_separate_limit(seconds, reason):
+    message = Limits(max_seconds=1.5).reached_time(seconds)
+    assert message is None if reason is None else message.startswith(reason)
     assert Limits(max_steps=1).reached_time(1e9) is None
 
 
@@ -48,7 +48,7 @@ def test_a_source_of_unknown_length_has_one_epoch(unknown):
     assert epoch_of(10**6, unknown) == 0
 
 
-def test_what_happens_every_so_often_is_due_at_multiples():
+def test_an_interval_is_due_at_its_multiples():
     assert [step for step in range(1, 10) if is_due(step, 3)] == [3, 6, 9]
     assert [step for step in range(1, 4) if is_due(step, 1)] == [1, 2, 3]
     assert not any(is_due(step, 0) for step in range(10))

@@ -1,4 +1,4 @@
-"""What a user writes: what must be there, what has a default, and how a task is made again elsewhere."""
+"""Tasks: required methods, defaults, and the arguments that create an equal task in another process."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def without(name: str) -> type[Task]:
     return type("Lacking", (Task,), written)
 
 
-def test_a_complete_task_is_taken():
+def test_a_complete_task_is_accepted():
     assert check_task_class(Complete, "m:Complete") is Complete
     assert check_task_class(type("Derived", (Complete,), {}), "m:Derived").__name__ == "Derived"
 
@@ -47,7 +47,7 @@ def test_a_method_that_is_missing_is_named_with_its_signature(name):
 
 
 @pytest.mark.parametrize("other", [nn.Linear, Complete(), None, "m:C", lambda: None])
-def test_what_is_no_task_is_refused(other):
+def test_an_object_that_is_no_task_is_refused(other):
     with pytest.raises(TaskError, match=r"it must be a class derived from paramserver\.Task"):
         check_task_class(other, "m:C")
 
@@ -61,7 +61,7 @@ def test_what_is_no_task_is_refused(other):
         (Complete(7, depth=2, kwargs=1), {"width": 7, "depth": 2, "kwargs": 1}),
     ],
 )
-def test_a_task_tells_the_arguments_that_make_another_like_it(task, expected):
+def test_a_task_returns_the_arguments_that_create_an_equal_one(task, expected):
     assert task.keyword_arguments() == expected
     assert Complete(**task.keyword_arguments()).keyword_arguments() == expected
 
@@ -85,7 +85,7 @@ def test_a_task_without_a_constructor_takes_no_arguments():
         Bare(width=3)
 
 
-def test_what_need_not_be_written_has_a_default():
+def test_optional_methods_have_defaults():
     task = Complete()
     assert task.build_scheduler(None) is None
     assert task.validation_source(Partition(0, 1)) is None
@@ -129,7 +129,7 @@ def test_a_number_is_logged_by_the_trainer():
 
 
 @pytest.mark.parametrize(("trainer_index", "calls"), [(None, 1), (0, 1), (1, 0), (5, 0)])
-def test_one_trainer_alone_runs_what_is_for_rank_zero(trainer_index, calls):
+def test_rank_zero_only_runs_on_one_trainer(trainer_index, calls):
     called = []
 
     @rank_zero_only

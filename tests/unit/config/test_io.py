@@ -1,4 +1,4 @@
-"""From the sources to one config: precedence, --set, what is refused, and the way to text and back."""
+"""Loading a config: precedence, --set, refusals, and the round trip through text."""
 
 import subprocess
 import sys
@@ -61,7 +61,7 @@ def test_a_flag_that_was_not_given_changes_nothing(file):
     assert load_config(file, flags={"mode": None, "training.max_steps": None}) == load_config(file)
 
 
-def test_a_stored_config_stands_in_for_the_file(file):
+def test_a_stored_config_replaces_the_file(file):
     stored = load_config(file)
     resumed = load_config(None, base=stored.to_mapping(), overrides=["training.max_steps=9"], flags={"mode": "ddp"})
     assert differences(stored, resumed) == ["mode: rpc -> ddp", "training.max_steps: 5 -> 9"]
@@ -150,9 +150,9 @@ def test_a_stored_config_is_not_changed_by_an_override():
 
 
 def test_from_python_the_origin_is_optional():
-    said = "seed (-1) must be at least 0; give a whole number from 0 to 9223372036854775807"
-    assert refused({"seed": -1}) == said
-    assert refused({"seed": -1}, "notebook") == f"notebook: {said}"
+    message = "seed (-1) must be at least 0; give a whole number from 0 to 9223372036854775807"
+    assert refused({"seed": -1}) == message
+    assert refused({"seed": -1}, "notebook") == f"notebook: {message}"
 
 
 REFUSED = {
@@ -166,7 +166,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", NOT_IN_THIS_VERSION)
-def test_later_versions(name):
+def test_keys_of_later_versions_are_refused(name):
     value, end = REFUSED[name]
     assert refused(nested(name, value), "digits.yaml") == f"digits.yaml: not in this version: {name} {end}"
     for accepted in NOT_IN_THIS_VERSION[name]:
@@ -227,7 +227,7 @@ def test_a_broken_relation_names_the_key_that_was_given_last(file):
         load_config(file, overrides=["training.max_steps=1"])
 
 
-def test_differences_name_each_value_inside_dictionaries_and_tell_types_apart():
+def test_differences_name_each_value_inside_dictionaries_and_distinguish_types():
     before = Config(task="a:B", task_args={"x": 1, "gone": 2, "same": float("nan"), "deep": {"a": [1]}})
     after = Config(task="a:B", task_args={"x": True, "same": float("nan"), "deep": {"a": [1, 2]}, "new": {}})
     assert differences(before, after) == [
@@ -244,7 +244,7 @@ def test_differences_name_each_value_inside_dictionaries_and_tell_types_apart():
     assert differences(best, best) == []
 
 
-# What keeps the relations, for those keys that stand in one.
+# Values that satisfy the relations, for keys that are part of one.
 RELATED = {
     "task": st.just("a:B"),
     "training.patience": st.none(),

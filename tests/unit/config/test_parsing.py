@@ -1,4 +1,4 @@
-"""YAML files: lines, and one sentence for each way in which a file can be wrong."""
+"""YAML files: line numbers, and one sentence for each kind of error."""
 
 import contextlib
 
@@ -90,11 +90,11 @@ def test_messages_name_file_and_line(refused, old, new, message):
          "give a positive whole number, or null"),
     ],
 )  # fmt: skip
-def test_a_key_is_explained_where_it_stands(refused, text, message):
+def test_a_wrong_key_is_explained_with_its_line(refused, text, message):
     assert refused(f"task: a:B\n{text}\n") == f"digits.yaml:2: {message}"
 
 
-def test_a_key_that_resembles_nothing_gets_the_list(refused):
+def test_a_key_similar_to_none_lists_all(refused):
     assert refused("xyzzy: 3").startswith(
         "digits.yaml:1: xyzzy is not a key; the keys of a config are task, task_args, "
     )
@@ -102,12 +102,12 @@ def test_a_key_that_resembles_nothing_gets_the_list(refused):
 
 
 @pytest.mark.parametrize(
-    ("text", "line", "said"),
+    ("text", "line", "message"),
     [
         ("task: a:B\nmode: [\n", 3, "not valid YAML: while parsing a flow node, expected the node content"),
         ("task: a:B\nmode: rpc: ddp\n", 2, "not valid YAML: mapping values are not allowed here; correct this line"),
         ("task: a:B\ntraining:\n\tmax_steps: 3\n", 3, r"not valid YAML: while scanning for the next token"),
-        ("task: *nobody\n", 1, "not valid YAML: found undefined alias 'nobody'"),
+        ("task: *unknown\n", 1, "not valid YAML: found undefined alias 'unknown'"),
         ("task: a:B\n--- \ntask: b:C\n", 2, "not valid YAML: expected a single document in the stream"),
         (
             "task: a:B\nmode: \x07\n",
@@ -127,8 +127,8 @@ def test_a_key_that_resembles_nothing_gets_the_list(refused):
         ("task: a:B\ntask_args:\n  a: 1\n  b: {c: 1, c: 2}\n", 4, "c is given twice, first in line 4; "),
     ],
 )
-def test_malformed_yaml(refused, text, line, said):
-    assert refused(text).startswith(f"digits.yaml:{line}: {said}")
+def test_malformed_yaml(refused, text, line, message):
+    assert refused(text).startswith(f"digits.yaml:{line}: {message}")
 
 
 @pytest.mark.parametrize("tag", ["!!python/object:os.system", "!!python/name:os.system", "!mine", "!!set", "!!binary"])
@@ -137,19 +137,19 @@ def test_tags_are_refused_unconstructed(refused, tag):
     assert message.startswith(f"digits.yaml:3: the tag {tag} is not for a config; use plain text, ")
 
 
-def test_files_that_are_none(refused, tmp_path):
+def test_files_that_cannot_be_read(refused, tmp_path):
     assert refused("") == "digits.yaml is empty; give at least task: module:Class"
     assert refused("# nothing\n") == "digits.yaml is empty; give at least task: module:Class"
     assert refused("- a\n") == "digits.yaml ([a]) must be a mapping of keys to values; write lines like mode: rpc"
     assert refused(b"task: \xff") == "digits.yaml is not UTF-8 text (byte 6); save it as UTF-8"
     assert refused("{}").startswith("digits.yaml: task is missing; ")
     assert refused("task_args: " + "[" * 3000) == "digits.yaml: nested too deeply; a config has three levels"
-    for file, said in [
+    for file, message in [
         (tmp_path, "is a folder"),
         (tmp_path / "no.yaml", "does not exist"),
         (tmp_path / "a\0b", "cannot"),
     ]:
-        with pytest.raises(UnsupportedConfiguration, match=said):
+        with pytest.raises(UnsupportedConfiguration, match=message):
             load_config(file)
 
 
@@ -165,7 +165,7 @@ def test_merged_mappings(tmp_path):
     assert load_config(file).ddp.extra == {"a": 1, "b": 3, "c": 5}
 
 
-def test_the_lines_of_merged_keys_are_those_of_the_mapping_they_stand_in():
+def test_the_lines_of_merged_keys_are_those_of_the_mapping_that_merges_them():
     document = read_text("a: &a\n  x: 1\n  y: 1\nb:\n  x: 2\n  <<: *a\n", "digits.yaml")
     assert (document.lines[("b", "x")], document.lines[("b", "y")]) == (5, 3)
 
@@ -200,7 +200,7 @@ PLAIN = st.recursive(
 @seed(5)
 @settings(max_examples=150, deadline=None, database=None)
 @given(PLAIN)
-def test_what_is_dumped_is_read_back_here_and_by_any_reader(value):
+def test_dumped_values_are_read_back_by_every_yaml_reader(value):
     text = dump(value)
     assert read_text(text, "x").value == value
     assert yaml.safe_load(text) == value
@@ -216,6 +216,6 @@ def test_text_that_looks_like_something_else_stays_text(text):
 @seed(6)
 @settings(max_examples=300, deadline=None, database=None)
 @given(st.text(alphabet="ab:{}[]&*!<>|?-'\"#%@\n\t ,0.1e\x00é~", max_size=24))
-def test_no_text_whatsoever_raises_anything_else(text):
+def test_no_text_raises_another_error(text):
     with contextlib.suppress(UnsupportedConfiguration):
         read_text(text, "digits.yaml")

@@ -1,4 +1,4 @@
-"""Modes: who does what in a world of which size."""
+"""Modes and worlds: the role of each rank, and the world sizes that a mode accepts."""
 
 import dataclasses
 
@@ -88,5 +88,5 @@ def test_a_given_world_size_settles_the_number_of_trainers(mode, num_trainers):
     assert num_servers_of(after) == num_servers_of(before)
 
 
-def test_one_process_needs_no_change():
+def test_a_single_process_keeps_its_config():
     assert with_world_size(config("local"), 1) == config("local")

@@ -40,7 +40,7 @@ logging: {run_dir: runs, name: null, log_every: 10, tensorboard: true, progress:
 """
 DEPARTURES = {"server.on_loss": "fail", "cluster.max_restarts": 0, "ddp.bucket_cap_mb": None}
 
-# A value of another type than each kind, one that no leniency covers.
+# Values of other types than each kind, which no conversion accepts.
 FOREIGN = {
     "int": [True, "32", "many", 1.5, [1], {"a": 1}, "1e-3", float("inf"), float("nan")],
     "float": [True, "0.5", "much", [0.5], float("inf"), float("nan"), 10**400],
@@ -90,7 +90,7 @@ def test_a_default_keeps_the_rule_of_its_key(key):
 
 
 @pytest.mark.parametrize("key", KEYS.values(), ids=by_name)
-def test_the_rule_says_the_type_that_the_annotation_says(key):
+def test_the_rule_has_the_type_of_the_annotation(key):
     owner = Config
     for part in key.name.split(".")[:-1]:
         owner = next(f for f in dataclasses.fields(owner) if f.name == part).metadata["section"]
@@ -103,14 +103,14 @@ def test_the_rule_says_the_type_that_the_annotation_says(key):
 
 @pytest.mark.parametrize("key", KEYS.values(), ids=by_name)
 def test_another_type_is_refused(key):
-    meant = {True} if "on" in key.rule.choices else set()
+    accepted = {True} if "on" in key.rule.choices else set()
     for value in FOREIGN[key.rule.kind]:
-        if not (isinstance(value, bool) and value in meant):
+        if not (isinstance(value, bool) and value in accepted):
             refusal(key, value)
 
 
 @pytest.mark.parametrize("key", KEYS.values(), ids=by_name)
-def test_null_is_accepted_where_the_rule_says_so(key):
+def test_null_is_accepted_where_the_rule_is_nullable(key):
     if key.rule.nullable:
         assert check_value(key.name, key.rule, None) is None
     elif key.rule.kind == "mapping":
@@ -138,7 +138,7 @@ def test_an_excluded_bound_is_refused_and_a_little_more_is_not(key):
 
 
 @pytest.mark.parametrize("key", keys_where(lambda rule: rule.choices), ids=by_name)
-def test_each_choice_is_accepted_and_a_word_near_to_it_is_told(key):
+def test_each_choice_is_accepted_and_suggested_for_a_similar_word(key):
     for word in key.rule.choices:
         assert check_value(key.name, key.rule, word) == word
     longest = max(key.rule.choices, key=len)
@@ -169,7 +169,7 @@ def test_an_int_key_takes_integral_exponents(key):
 
 
 @pytest.mark.parametrize("name", NOT_IN_THIS_VERSION)
-def test_what_this_version_can_do_holds_the_default_and_keeps_the_rule(name):
+def test_values_of_this_version_include_the_default_and_keep_the_rule(name):
     accepted = NOT_IN_THIS_VERSION[name]
     assert KEYS[name].default in accepted
     for value in accepted:
@@ -184,7 +184,7 @@ def test_the_listing_has_a_line_per_key_with_default_rule_and_help():
     assert "checkpoint.best.metric = (required)  # text: the name of a value that validation_step returns" in lines
 
 
-def test_the_words_on_and_off_are_meant_where_yaml_reads_booleans():
+def test_on_and_off_are_strings_where_yaml_reads_booleans():
     for given, word in [(True, "on"), (False, "off"), ("on", "on"), ("auto", "auto")]:
         assert config_from_mapping({"task": "a:B", "logging": {"progress": given}}).logging.progress == word
 
@@ -227,8 +227,12 @@ def test_free_dictionaries_hold_what_yaml_can_store():
     endless: dict = {}
     endless["again"] = endless
     rule = Rule("mapping")
-    for value, said in [({"a": {1, 2}}, "not set"), ({"a": [object()]}, "not object"), (endless, "not contain itself")]:
-        with pytest.raises(UnsupportedConfiguration, match=f"task_args .* must .*{said}"):
+    for value, message in [
+        ({"a": {1, 2}}, "not set"),
+        ({"a": [object()]}, "not object"),
+        (endless, "not contain itself"),
+    ]:
+        with pytest.raises(UnsupportedConfiguration, match=f"task_args .* must .*{message}"):
             check_value("task_args", rule, value)
 
 

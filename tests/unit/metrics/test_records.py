@@ -1,4 +1,4 @@
-"""What travels from a step to the report: histograms that merge, a clock whose phases sum to the step, exact means."""
+"""Histograms merge exactly, the phases of a clock sum to the step, and means are exact."""
 
 import math
 import random
@@ -66,13 +66,13 @@ def test_histograms_merge_exactly():
     assert merged.total_s == pytest.approx(sum(values))
 
 
-def test_milliseconds_are_those_of_the_summary():
-    told = histogram([0.010] * 98 + [0.2, 0.4]).summary_ms()
-    assert list(told) == ["mean", "p50", "p90", "p95", "p99", "max"]
-    assert told["mean"] == pytest.approx((0.98 + 0.6) * 10)
-    assert told["p50"] == told["p95"] == pytest.approx(10, rel=0.01)
-    assert told["p99"] == pytest.approx(200, rel=0.01)
-    assert told["max"] == 400
+def test_the_summary_is_in_milliseconds():
+    summary = histogram([0.010] * 98 + [0.2, 0.4]).summary_ms()
+    assert list(summary) == ["mean", "p50", "p90", "p95", "p99", "max"]
+    assert summary["mean"] == pytest.approx((0.98 + 0.6) * 10)
+    assert summary["p50"] == summary["p95"] == pytest.approx(10, rel=0.01)
+    assert summary["p99"] == pytest.approx(200, rel=0.01)
+    assert summary["max"] == 400
     assert set(DurationHistogram().summary_ms().values()) == {0.0}
 
 
@@ -101,7 +101,7 @@ def test_each_lap_goes_to_one_phase_and_all_sum_to_the_step(clock_at):
     assert (clock.steps.count, clock.steps.total_s) == (1, 31.0)
 
 
-def test_a_shared_lap_takes_what_is_known_to_belong_elsewhere(clock_at):
+def test_a_shared_lap_attributes_known_times_to_other_phases(clock_at):
     clock, now = clock_at
     now.seconds += 10.0
     clock.lap_shared("push", wait=6.0, apply=1.0)
@@ -109,17 +109,17 @@ def test_a_shared_lap_takes_what_is_known_to_belong_elsewhere(clock_at):
     assert [clock.seconds[p] for p in ("push", "wait", "apply")] == [3.0, 6.0, 1.0]
 
 
-def test_a_shared_lap_never_gives_more_than_it_has(clock_at):
+def test_a_shared_lap_never_attributes_more_than_its_duration(clock_at):
     clock, now = clock_at
     now.seconds += 5.0
     clock.lap("push")  # of the same step, before
     now.seconds += 10.0
-    clock.lap_shared("push", wait=8.0, apply=7.0)  # the server's clock and ours need not agree
+    clock.lap_shared("push", wait=8.0, apply=7.0)  # clocks of server and trainer may differ
     clock.end_step()
     assert [clock.seconds[p] for p in ("push", "wait", "apply")] == [5.0, 8.0, 2.0]
 
 
-def test_what_is_skipped_belongs_to_no_phase_and_no_step(clock_at):
+def test_skipped_time_counts_for_no_phase_and_no_step(clock_at):
     clock, now = clock_at
     now.seconds += 50.0
     clock.skip()
@@ -128,7 +128,7 @@ def test_what_is_skipped_belongs_to_no_phase_and_no_step(clock_at):
     assert sum(clock.seconds.values()) == 2.0
 
 
-def test_a_step_that_is_never_closed_is_in_no_figure(clock_at):
+def test_a_step_that_does_not_end_is_not_counted(clock_at):
     clock, now = clock_at
     now.seconds += 3.0
     clock.lap("data")
@@ -149,7 +149,7 @@ def test_means_are_weighted_by_samples():
 
 
 @pytest.mark.parametrize("shares", [1, 2, 3, 7])
-def test_shares_add_up_to_the_mean_over_all_samples(shares):
+def test_parts_merge_to_the_mean_over_all_samples(shares):
     draw = random.Random(shares)
     values = [Fraction(draw.randint(-1000, 1000), 64) for _ in range(101)]  # exact in binary
     parts = {}
@@ -164,10 +164,10 @@ def test_shares_add_up_to_the_mean_over_all_samples(shares):
     assert merged.means()["loss"] == pytest.approx(float(sum(values) / 101), rel=1e-12)
 
 
-def test_shares_are_added_in_the_order_of_trainers():
+def test_parts_merge_in_the_order_of_trainers():
     parts = {i: WeightedSums({"x": v}, {"x": 1}, 1) for i, v in ((2, -1e16), (0, 1e16), (1, 1.0))}
     assert merge_sums(parts).sums == {"x": (1e16 + 1.0) - 1e16}
-    assert parts[0].sums == {"x": 1e16}  # the shares themselves stay as they are
+    assert parts[0].sums == {"x": 1e16}  # the parts are not modified
 
 
 def test_a_record_has_its_time_kind_and_step():

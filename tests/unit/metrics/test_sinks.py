@@ -1,4 +1,4 @@
-"""Sinks, each read back by what it is for."""
+"""Sinks: the output of each is read back by its consumer."""
 
 import fcntl
 import io
@@ -53,7 +53,7 @@ def lines(path):
     return [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
 
 
-def test_fan_drops_a_failing_sink_once_and_goes_on(caplog):
+def test_fan_out_drops_a_failing_sink_once_and_continues(caplog):
     failing, good = Collecting(failing_at=1), Collecting()
     fan = FanOut([failing, good])
     for step in range(4):
@@ -66,7 +66,7 @@ def test_fan_drops_a_failing_sink_once_and_goes_on(caplog):
     assert len([entry for entry in caplog.records if entry.levelno >= logging.WARNING]) == 1
 
 
-def test_fan_raises_the_failure_of_a_required_sink_after_the_others_had_the_record():
+def test_fan_out_raises_the_failure_of_a_required_sink_after_the_others_received_the_record():
     required, good = Collecting(failing_at=0, required=True), Collecting()
     fan = FanOut([required, good])
     with pytest.raises(OSError, match="no space left"):
@@ -99,7 +99,7 @@ def test_json_lines_are_valid_json_whatever_a_value_is(tmp_path):
     assert second["values"] == expected
 
 
-def test_json_lines_begin_anew_after_a_torn_line(tmp_path):
+def test_json_lines_start_a_new_line_after_an_incomplete_one(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"kind": "tr')
     with JsonLines(path) as sink:
@@ -118,7 +118,7 @@ def test_a_full_disk_for_metrics_is_the_runs_failure():
         fan.close()
 
 
-def test_a_metrics_file_that_cannot_be_opened_is_told(tmp_path):
+def test_a_metrics_file_that_cannot_be_opened_is_refused(tmp_path):
     with pytest.raises(TrainingError, match="must be writable"):
         JsonLines(tmp_path / "missing" / "metrics.jsonl")
 
@@ -175,7 +175,7 @@ def test_tensorboard_is_purged_from_the_step_given(tmp_path):
     assert curves(tmp_path)["Loss/train"] == [(10, 0.5), (20, 0.5), (25, 0.125)]
 
 
-def test_tensorboard_that_got_nothing_writes_nothing(tmp_path):
+def test_tensorboard_without_records_writes_nothing(tmp_path):
     with TensorBoard(tmp_path / "tensorboard") as sink:
         sink.write(record("phase", None, name="import", seconds=1.0))
     assert not (tmp_path / "tensorboard").exists()
@@ -188,7 +188,7 @@ class Clock:
         return self.now_s
 
 
-def test_progress_in_a_pipe_is_a_line_now_and_then_and_one_per_validation():
+def test_progress_in_a_pipe_is_a_line_per_interval_and_per_validation():
     stream, clock = io.StringIO(), Clock()
     shown = Progress(stream, "auto", total_steps=100, clock=clock)
     for step in range(1, 41):
@@ -220,7 +220,7 @@ def shown_on_a_terminal(total_steps, records, columns=0):
         sink.close()
         terminal.flush()
         shown = b""
-        while select.select([screen], [], [], 0.5)[0]:  # the kernel hands on what was written piece by piece
+        while select.select([screen], [], [], 0.5)[0]:  # the kernel delivers the output in pieces
             shown += screen.read(65536)
         return shown.decode()
 
@@ -279,7 +279,7 @@ def test_progress_survives_a_broken_pipe():
         stream.close()
 
 
-def test_progress_starts_no_thread_that_stays():
+def test_progress_leaves_no_thread():
     before = threading.active_count()
     sink = Progress(io.StringIO(), "on", total_steps=2)
     sink.write(train(1))
