@@ -132,7 +132,7 @@ def test_samples_are_images_normalised_as_in_the_tutorial(example, tmp_path):
 @pytest.mark.parametrize(
     ("name", "array", "message"),
     [
-        (NAMES[0], np.zeros((TRAIN, 28, 27), np.uint8), f"{NAMES[0]} must hold images of 28 x 28, and holds 28 x 27"),
+        (NAMES[0], np.zeros((TRAIN, 28, 27), np.uint8), f"{NAMES[0]} must hold images of 28 x 28, not 28 x 27"),
         (NAMES[1], np.zeros(TRAIN - 1, np.uint8), r"\(96 images\) must hold as many as .*-labels.* \(95 labels\)"),
         (NAMES[1], np.full(TRAIN, 10, np.uint8), "must hold labels from 0 to 9, and holds 10"),
     ],
