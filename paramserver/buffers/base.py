@@ -449,6 +449,7 @@ class Buffer(ABC):
                 f"a put must find room before its timeout, {store.count} of {self.capacity} samples are held "
                 f"({store.unseen} unseen); get samples faster or raise the timeout"
             )
+        # The wait releases the lock: gets and the puts of other producers take place meanwhile.
         self._can_put.wait(None if deadline is None else deadline - now)
         self._counters.put_wait_s += time.monotonic() - now
 
