@@ -86,15 +86,16 @@ def load_for_resume(config: Config, run: RunDir) -> ResumeState:
     """
     # Verified before it is used, and before anything in the folder changes: every SHA-256, and every object is there.
     checkpoint = read_checkpoint(find_checkpoint(run.path))
-    trainers = [f"trainer-{i}" for i in range(checkpoint.num_trainers)]
-    for name in ("model", "optimizer", "run", *trainers):
+    for name in ("model", "optimizer", "run"):
         checkpoint.file_path(name)
+    for index in range(checkpoint.num_trainers):  # a wrong number ends at the first part that is missing
+        checkpoint.file_path(f"trainer-{index}")
     state = checkpoint.load("run")
-    if len(trainers) == num_trainers_of(config):
+    if checkpoint.num_trainers == num_trainers_of(config):
         return ResumeState(checkpoint, state, None)
     # Another number of trainers: samples and positions move to the new ones, and a new one gets new random states.
     parts = reshard_parts(
-        [checkpoint.load(name) for name in trainers],
+        [checkpoint.load(f"trainer-{index}") for index in range(checkpoint.num_trainers)],
         num_trainers_of(config),
         capacity=config.buffer.capacity,
         entropy=(config.seed, state["resumes"] + 1),
