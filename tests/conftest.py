@@ -4,17 +4,30 @@ The modules of ``tests/helpers`` are imported by their bare names, here as in th
 tasks of the tests by path: the folder is on ``sys.path`` and is no package.
 """
 
+import gc
 import signal
 import sys
 from importlib.util import find_spec
 
 import launching
 import pytest
+import torch
 from forkserver import close_shared_server
 from launching import FinishedRun, write_config
 from leaks import ProcessSnapshot
 
 from tests.measure.look_at_report import NOT_THERE, find_chromium
+
+
+def pytest_configure():
+    # Tensors of the tests are small, and several workers share the cores: more threads only wait for each other.
+    torch.set_num_threads(1)
+
+
+def pytest_collection_finish():
+    # Objects of imported modules live as long as the process: no later collection needs to visit them.
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_report_header():

@@ -1,17 +1,14 @@
 """A run that signals stop at steps of their own choosing, and that goes on each time, is the run that never stopped."""
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
+import shlex
 
 import pytest
 from launching import (
     SIGNAL_TASKS,
     FinishedRun,
     assert_equal_runs,
-    environment,
+    fork_server,
     resume_in_process,
     run_in_process,
     write_config,
@@ -94,15 +91,13 @@ def test_alone(tmp_path, kind, source, signals):
 
 # With several processes, as a shell sees them.
 
-PYTHON = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-
 
 def shell(folder, line):
-    """What somebody types in ``folder``, where a run's path is a relative one with a space."""
-    done = subprocess.run(
-        line, shell=True, cwd=folder, env=environment(**PYTHON), capture_output=True, text=True, timeout=90, check=False
-    )
-    return FinishedRun(done.returncode, done.stdout + done.stderr, folder / "my runs" / "run")
+    """Run a command line of a POSIX shell in ``folder``, where a run's path is a relative one with a space."""
+    words = shlex.split(line)
+    assert words[:3] == ["python", "-m", "paramserver.launch"]
+    code, output = fork_server().run(words[3:], folder, timeout_s=90)
+    return FinishedRun(code, output, folder / "my runs" / "run")
 
 
 def begun(folder, mode, config, stops=()):
