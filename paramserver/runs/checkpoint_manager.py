@@ -130,6 +130,21 @@ class CheckpointManager:
         consistency_state: of the checkpoint, for the consistency model.
         simulations: of an online run; its state is saved and its figures are in the summary.
         simulations_state: of the checkpoint.
+
+    Example::
+
+        >>> from types import SimpleNamespace
+        >>> from paramserver.metrics import FanOut
+        >>> config, run = Config(mode="local"), RunDir(getfixture("tmp_path"))
+        >>> checkpoints = CheckpointManager(config, run, RunMonitor(config, FanOut([]), run.summary_file))
+        >>> updater = SimpleNamespace(state_dict=lambda: {"optimizer": {}, "scheduler": None})
+        >>> def collect(staged):  # there is one trainer, in this process
+        ...     checkpoints.commit(staged, {0: {"position": 320}}, pause_s=0.001)
+        >>> checkpoints.save(10, nn.Linear(1, 1), updater, "periodic", time.perf_counter(), collect)
+        >>> checkpoints.close("completed", totals=[])["checkpoint"]
+        'step-00000010'
+        >>> load_for_resume(config, run).checkpoint.names
+        ('model', 'optimizer', 'run', 'trainer-0')
     """
 
     def __init__(
@@ -151,7 +166,7 @@ class CheckpointManager:
         self.simulations_state: dict[str, Any] | None = None
         self.writer = CheckpointWriter(run.checkpoints_dir, config.checkpoint.keep, config.checkpoint.background)
         self._pool = StagingPool()
-        self._resharded = None if resume is None else resume.parts
+        self._resume = resume
         if resume is not None:
             monitor.load_state_dict(resume.run)
             self.consistency_state = resume.run.get("consistency", {})
@@ -172,9 +187,12 @@ class CheckpointManager:
 
     def updater_state(self) -> dict[str, Any] | None:
         """Return the state of optimizer and schedule to load; None in a new run."""
-        if self.checkpoint is None:
+        if self._resume is None:
             return None
-        return {"optimizer": self.checkpoint.load("optimizer"), "scheduler": self.checkpoint.load("run")["scheduler"]}
+        return {
+            "optimizer": self._resume.checkpoint.load("optimizer"),
+            "scheduler": self._resume.run["scheduler"],
+        }
 
     def restore_optimizer(self, updater: Updater) -> None:
         """Load the state of optimizer and schedule; nothing for a new run."""
@@ -184,9 +202,11 @@ class CheckpointManager:
 
     def trainer_part(self, trainer_index: int) -> bytes | None:
         """Return the packed state that a trainer resumes from; None in a new run."""
-        if self._resharded is not None:
-            return self._resharded[trainer_index]
-        return None if self.checkpoint is None else self.checkpoint.read_bytes(f"trainer-{trainer_index}.pt")
+        if self._resume is None:
+            return None
+        if self._resume.parts is not None:
+            return self._resume.parts[trainer_index]
+        return self._resume.checkpoint.read_bytes(f"trainer-{trainer_index}.pt")
 
     # Saving.
 
@@ -209,7 +229,7 @@ class CheckpointManager:
     ) -> None:
         """Save a checkpoint: stage it here, collect every trainer's part, and commit it to the disk.
 
-        To be called while model, optimizer and every trainer stand at ``step``. Training may continue when this
+        To be called while model, optimizer and every trainer are at ``step``. Training may continue when this
         returns; with ``checkpoint.background`` the parts arrive and the files are written meanwhile.
 
         Args:
