@@ -1,7 +1,4 @@
-"""Measures cases of one task beside each other: ``python -m paramserver.benchmark``, ``paramserver benchmark``.
-
-How far a benchmark is, in lines, with the time that is left.
-"""
+"""The command line that compares modes and configs of one task: ``python -m paramserver.benchmark``."""
 
 from __future__ import annotations
 
@@ -40,17 +37,17 @@ from paramserver.report.results import RESULTS_FILE, CaseResult, Results, append
 from paramserver.report.svg import has_matplotlib
 from paramserver.runs.rundir import environment_record, not_writable
 
-# Of a run whose like was not seen yet, beside its training: imports, rendezvous, the end.
+# The time around the training of a run, before one was measured: imports, rendezvous, the end.
 START_S = 6.0
 
 
 class BenchmarkProgress:
-    """Says what was measured, and how long the rest takes.
+    """Prints a line for each finished run, with an estimate of the remaining time.
 
     Args:
-        stream: for the lines.
+        stream: of the lines.
         runs: the case of each run, in order.
-        training_s: what each run trains.
+        training_s: the duration of the training of each run.
     """
 
     def __init__(self, stream: TextIO, runs: Sequence[Case], training_s: float) -> None:
@@ -65,7 +62,7 @@ class BenchmarkProgress:
         self.print_line(f"{len(self._runs)} runs of {cases} cases, about {duration_text(self.remaining_s())}")
 
     def run_finished(self, result: CaseResult) -> None:
-        """One more is over."""
+        """Print the result of the next run."""
         self._done += 1
         self._took_s.setdefault(result.case, []).append(result.wall_s or 0.0)
         rate = result.samples_per_second
@@ -81,12 +78,17 @@ class BenchmarkProgress:
 
 
 def remaining_s(names: Sequence[str], took_s: Mapping[str, Sequence[float]], guess_s: float) -> float:
-    """How long runs of these cases take: as long as before; a case not seen before as long as the others did.
+    """The expected duration of the remaining runs: the mean of earlier runs of their case, or else of all runs.
 
     Args:
-        names: a case for each run that is left.
-        took_s: what runs took, by case.
-        guess_s: of a run, where none was seen.
+        names: the case of each remaining run.
+        took_s: the durations of earlier runs, by case.
+        guess_s: the duration of a run while none has finished.
+
+    Example::
+
+        >>> remaining_s(["ddp", "rpc"], {"ddp": [4.0, 6.0]}, guess_s=10.0)
+        10.0
     """
     every = [seconds for taken in took_s.values() for seconds in taken]
     usual_s = statistics.fmean(every) if every else guess_s
@@ -94,7 +96,7 @@ def remaining_s(names: Sequence[str], took_s: Mapping[str, Sequence[float]], gue
 
 
 def duration_text(seconds: float) -> str:
-    """A duration as 0:02:05."""
+    """A duration as 0:02:05, rounded to seconds."""
     return str(timedelta(seconds=round(seconds)))
 
 
@@ -108,7 +110,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="paramserver benchmark",
         description="Train the task of a config in several ways, in turns, and report how fast each was. A single "
-        "process and the trainers' loops without communication are measured beside them.",
+        "process and the trainers' loops without communication are measured as baselines.",
         epilog="paramserver benchmark compare A B compares two results. Exit codes: 0 done, 1 a case failed (the "
         "report says which and why), 2 the input is wrong, 3 interrupted (the report holds what was finished).",
     )
@@ -156,7 +158,7 @@ def _benchmark(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     progress = BenchmarkProgress(sys.stderr, [case for _, case in runs], method.warm_s + method.seconds)
     results: list[CaseResult] = []
     notes: list[str] = []
-    with _stopping(method.stop), method.hosts or contextlib.nullcontext():
+    with _stop_on_signal(method.stop), method.hosts or contextlib.nullcontext():
         try:
             method = replace(method, speeds=_speeds(cases, method, progress))
             progress.start()
@@ -179,22 +181,22 @@ def _benchmark(arguments: argparse.Namespace, words: Sequence[str]) -> int:
 
 
 def prepare(arguments: argparse.Namespace, words: Sequence[str]) -> tuple[list[Case], int, MeasuringMethod]:
-    """What is measured, how often and how.
+    """The cases, the number of repeats, and the settings of the measurement.
 
     Args:
         arguments: parsed.
-        words: as they were given, for the records.
+        words: the unparsed arguments, for the records.
 
     Raises:
-        UnsupportedConfiguration: something is wrong with them.
+        UnsupportedConfiguration: an argument is invalid.
     """
     slow = None if arguments.slow is None else parse_slowdown(arguments.slow)
-    asked = RequestedCases(
+    requested = RequestedCases(
         arguments.config, arguments.modes, arguments.trainers, arguments.overrides, arguments.sweep, slow
     )
     seconds, warm_s = _above_zero("--seconds", arguments.seconds), _above_zero("--warm_up", arguments.warm_up)
     repeats = parse_positive(arguments.repeats, "--repeats")
-    cases = make_cases(asked)
+    cases = make_cases(requested)
     base = cases[0].config
     target = None if arguments.target is None else target_for(arguments.target, base)
     hosts = None if arguments.bandwidth is None else _hosts(arguments.bandwidth, cases)
@@ -226,14 +228,14 @@ def _above_zero(flag: str, word: str) -> float:
 
 
 def _hosts(bandwidth: str, cases: Sequence[Case]) -> NetworkHosts:
-    """As many as the largest case needs, and two for the probe of the links; not made yet."""
+    """Hosts for the largest case, and at least two for the probe of the links; they are made later, on entry."""
     rate = parse_bandwidth(bandwidth)
     require_network_namespaces()
     return NetworkHosts(max(2, *(case.trainers + case.servers for case in cases)), rate)
 
 
 def _threads(most_trainers: int) -> str:
-    """Threads of every process in every case, so that a trainer computes alike in all of them; the user's own stand."""
+    """The user's OMP_NUM_THREADS, or else a number that is the same in all cases, so that trainers compute alike."""
     shared = max(1, len(os.sched_getaffinity(0)) // most_trainers)
     return process_environ().get("OMP_NUM_THREADS", str(shared))
 
@@ -262,7 +264,7 @@ def _environment(words: Sequence[str], threads: str) -> dict[str, Any]:
 
 
 def _speeds(cases: Sequence[Case], method: MeasuringMethod, progress: BenchmarkProgress) -> Mapping[str, LinkSpeed]:
-    """The link of each mode that has one; where it cannot be measured, reports go without theory."""
+    """The speed of the link of each mode; empty, and then reports have no predictions, where it cannot be measured."""
     modes = {case.mode.name: case.mode for case in cases if not case.mode.single_process}
     folder = method.out / "links"
     try:
@@ -277,8 +279,8 @@ def _speeds(cases: Sequence[Case], method: MeasuringMethod, progress: BenchmarkP
 
 
 @contextlib.contextmanager
-def _stopping(stop: threading.Event) -> Iterator[None]:
-    """A first Ctrl-C or SIGTERM sets ``stop``; a second one raises."""
+def _stop_on_signal(stop: threading.Event) -> Iterator[None]:
+    """Set ``stop`` at the first Ctrl-C or SIGTERM; raise KeyboardInterrupt at the second."""
 
     def handle(number: int, frame: FrameType | None) -> None:
         if stop.is_set():
@@ -299,7 +301,7 @@ def _remove_if_empty(folder: Path) -> None:
 
 
 def _report(results: Results, out: Path) -> None:
-    """Write the pages; say what was found, and where they are."""
+    """Write the pages; print the findings and the paths."""
     pages = write_report(results, out, _TITLE)
     if not has_matplotlib():
         print(NO_PLOTS, file=sys.stderr)

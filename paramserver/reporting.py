@@ -1,4 +1,4 @@
-"""Makes the pages of runs and benchmarks that exist: ``paramserver report RUN_DIR...``."""
+"""The command line that reports finished runs and benchmarks: ``paramserver report RUN_DIR...``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def make_parser() -> argparse.ArgumentParser:
         "paths", type=Path, nargs="+", metavar="RUN_DIR", help="folders of runs, or one results.jsonl or its folder"
     )
     parser.add_argument("--out", type=Path, default=Path("report"), metavar="DIR", help="default: report")
-    parser.add_argument("--target", metavar="NAME=VALUE", help="tell when a validation metric got there: accuracy=0.95")
+    parser.add_argument(
+        "--target", metavar="NAME=VALUE", help="when a validation metric reached a value: accuracy=0.95"
+    )
     return parser
 
 
@@ -47,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _report(paths: Sequence[Path], out: Path, target_text: str | None) -> str:
-    """Write the pages; what was found, and where they are."""
+    """Write the pages; return the findings and the paths."""
     target = None if target_text is None else parse_target(target_text)
     results = results_at(paths)
     if target is not None:

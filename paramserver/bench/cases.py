@@ -1,7 +1,4 @@
-"""What is compared: the cases that a command line asks for, by readable names, and the order in which they are run.
-
-The validation value that the runs of a benchmark are to reach: what the config and the task must have for it.
-"""
+"""The cases of a benchmark: parsed from its command line, named, and interleaved."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ T = TypeVar("T")
 
 LOCAL, NO_COMMUNICATION = "local", "no communication"
 _LOCAL_MODE = next(mode for mode in MODES.values() if mode.single_process)
-# What has a flag of its own is not set or swept by its key; what the measurement decides is not at all.
+# Keys that have a flag are not set or swept by their name; keys that the benchmark sets cannot be given at all.
 _FLAGS = {"mode": "--modes", "cluster.num_trainers": "--trainers", "training.max_seconds": "--seconds"}
 _SET_BY_BENCHMARK = (
     *("task", "checkpoint.every", "checkpoint.best", "logging.run_dir", "logging.name", "logging.tensorboard"),
@@ -34,10 +31,14 @@ _SET_BY_BENCHMARK = (
 
 @dataclass(frozen=True)
 class RequestedCases:
-    """What the command line asks for; texts as they stand there.
+    """The cases that a command line asks for, as unparsed text.
 
-    ``modes`` and ``trainers`` are None where the flag was not given. ``sweeps`` are texts ``key=v1,v2``, of which all
-    combinations are made.
+    Args:
+        file: the config.
+        modes, trainers: None without the flag.
+        overrides: ``key=value``, for all cases.
+        sweeps: ``key=v1,v2``; every combination of their values is a case.
+        slow: the straggler.
     """
 
     file: Path
@@ -50,15 +51,15 @@ class RequestedCases:
 
 @dataclass(frozen=True)
 class Case:
-    """One thing that is measured, in every repeat.
+    """A configuration that is measured in every repeat.
 
     Args:
-        name: of no other case.
-        config: effective, before the measurement sets limits and folders of its own.
-        trainers: how many train at once.
+        name: unique.
+        config: effective, before the benchmark sets its own limits and folders.
+        trainers: the number of trainers.
         overrides: the values of this case's sweeps, by key.
-        slow: which of its trainers is slow.
-        baseline: ``LOCAL``, ``NO_COMMUNICATION`` (so many runs of one trainer each, at once) or None.
+        slow: the straggler among its trainers.
+        baseline: ``LOCAL``, ``NO_COMMUNICATION`` (a run of one trainer for each trainer, at the same time) or None.
     """
 
     name: str
@@ -78,18 +79,18 @@ class Case:
 
     @property
     def runs(self) -> int:
-        """How many commands are started side by side."""
+        """The number of runs that are started at the same time."""
         return self.trainers if self.mode.single_process else 1
 
 
-# From words to values.
+# Parsing.
 
 
 def parse_modes(text: str) -> list[Mode]:
-    """Read ``ddp,rpc``.
+    """Parse ``ddp,rpc``.
 
     Raises:
-        UnsupportedConfiguration: one is unknown, or there is none.
+        UnsupportedConfiguration: a mode is unknown or empty.
     """
     return [_mode(word, text) for word in _words(text, "--modes", "ddp,rpc")]
 
@@ -103,16 +104,20 @@ def _mode(word: str, text: str) -> Mode:
 
 
 def parse_counts(text: str, flag: str) -> list[int]:
-    """Read ``1,2,4``.
+    """Parse ``1,2,4``.
 
     Raises:
-        UnsupportedConfiguration: one is no positive whole number, or there is none.
+        UnsupportedConfiguration: a word is no positive whole number.
     """
     return [parse_positive(word, flag, text) for word in _words(text, flag, "1,2,4")]
 
 
 def parse_positive(word: str, flag: str, text: str | None = None) -> int:
-    """A whole number from 1 on, or a refusal that names the flag."""
+    """Parse a whole number from 1 on.
+
+    Raises:
+        UnsupportedConfiguration: it is another text; the message names the flag.
+    """
     if not (word.isascii() and word.isdecimal() and int(word) > 0):
         raise UnsupportedConfiguration(
             f"{flag} {word if text is None else text}: {word} must be a whole number from 1 on; correct it"
@@ -128,11 +133,16 @@ def _words(text: str, flag: str, example: str) -> list[str]:
 
 
 def parse_sweep(text: str) -> tuple[str, list[str]]:
-    """Read ``key=v1,v2``; each value is YAML, in which commas between brackets or quotes do not count.
+    """Parse ``key=v1,v2``; each value is YAML, in which commas inside brackets or quotes do not separate.
+
+    Example::
+
+        >>> parse_sweep("training.batch_size=32,64")
+        ('training.batch_size', ['32', '64'])
 
     Raises:
-        UnsupportedConfiguration: the key is unknown (the nearest is named) or has a flag of its own, or a value is
-            empty.
+        UnsupportedConfiguration: the key is unknown (the message names the closest one) or has its own flag, or a value
+            is empty.
     """
     key, equals, rest = (part.strip() for part in text.partition("="))
     values = _split(rest)
@@ -142,7 +152,7 @@ def parse_sweep(text: str) -> tuple[str, list[str]]:
         )
     if key not in KEYS and free_key(tuple(key.split("."))) is None:
         raise UnsupportedConfiguration(f"--sweep {text}: {unknown_key_message(key)}")
-    _refuse_own(key, f"--sweep {text}")
+    _check_may_be_set(key, f"--sweep {text}")
     return key, list(dict.fromkeys(values))
 
 
@@ -161,65 +171,62 @@ def _split(text: str) -> list[str]:
     return [part.strip() for part in parts]
 
 
-def _refuse_own(key: str, said: str) -> None:
+def _check_may_be_set(key: str, flag: str) -> None:
     if key in _FLAGS:
-        raise UnsupportedConfiguration(f"{said}: {key} is what {_FLAGS[key]} is for; use that")
+        raise UnsupportedConfiguration(f"{flag}: {key} is what {_FLAGS[key]} is for; use that")
     if any(key == own or key.startswith(f"{own}.") for own in _SET_BY_BENCHMARK):
-        raise UnsupportedConfiguration(f"{said}: {key} is decided by the benchmark; leave it out")
+        raise UnsupportedConfiguration(f"{flag}: {key} is decided by the benchmark; leave it out")
 
 
 # The cases.
 
 
-def make_cases(asked: RequestedCases) -> list[Case]:
-    """Every case, the baselines first: ``local``, and per number of trainers the same loops without communication.
+def make_cases(requested: RequestedCases) -> list[Case]:
+    """All cases, the baselines first: ``local``, and for each number of trainers the loops without communication.
 
-    Where a trainer is to be slow, each but ``local`` is there twice, without and with it. With one trainer ``local`` is
-    the loop without communication already. What a key of another mode changes is no case of its own.
+    With a straggler every case but ``local`` is made twice, without and with it. With one trainer ``local`` is also the
+    loop without communication. Values of a swept key that a mode does not use make one case of that mode.
 
     Raises:
-        UnsupportedConfiguration: what was asked for is wrong, or is refused as a config.
+        UnsupportedConfiguration: the command line or a resulting config is invalid.
     """
-    for override in asked.overrides:
-        _refuse_own(override.partition("=")[0].strip(), f"--set {override}")
-    modes = parse_modes(asked.modes or "ddp,rpc")
-    swept = [parse_sweep(text) for text in asked.sweeps]
+    for override in requested.overrides:
+        _check_may_be_set(override.partition("=")[0].strip(), f"--set {override}")
+    modes = parse_modes(requested.modes or "ddp,rpc")
+    swept = [parse_sweep(text) for text in requested.sweeps]
     keys = [key for key, _ in swept]
     if len(set(keys)) < len(keys):
         twice = next(key for key in keys if keys.count(key) > 1)
         raise UnsupportedConfiguration(f"--sweep {twice} is given twice; give all of its values at once")
-    base = load_config(asked.file, overrides=asked.overrides)
-    counts = [base.cluster.num_trainers] if asked.trainers is None else parse_counts(asked.trainers, "--trainers")
-    if asked.slow is not None and asked.slow.trainer >= min(counts):
+    base = load_config(requested.file, overrides=requested.overrides)
+    counts = (
+        [base.cluster.num_trainers] if requested.trainers is None else parse_counts(requested.trainers, "--trainers")
+    )
+    if requested.slow is not None and requested.slow.trainer >= min(counts):
         raise UnsupportedConfiguration(
-            f"--slow: trainer ({asked.slow.trainer}) must be below the number of trainers of every case "
+            f"--slow: trainer ({requested.slow.trainer}) must be below the number of trainers of every case "
             f"({min(counts)}); indices count from 0"
         )
-    return list(_cases(asked, modes, counts, _products(swept)))
-
-
-def _products(swept: Sequence[tuple[str, list[str]]]) -> list[dict[str, str]]:
-    """Every combination of the values, by key."""
-    keys = [key for key, _ in swept]
-    return [dict(zip(keys, values, strict=True)) for values in itertools.product(*(values for _, values in swept))]
+    points = [dict(zip(keys, values, strict=True)) for values in itertools.product(*(values for _, values in swept))]
+    return list(_cases(requested, modes, counts, points))
 
 
 def _cases(
-    asked: RequestedCases, modes: Sequence[Mode], counts: Sequence[int], points: Sequence[dict[str, str]]
+    requested: RequestedCases, modes: Sequence[Mode], counts: Sequence[int], points: Sequence[dict[str, str]]
 ) -> Iterator[Case]:
     several = [count for count in counts if count > 1]
-    slows = [None] if asked.slow is None else [None, asked.slow]
+    slows = [None] if requested.slow is None else [None, requested.slow]
     for point in _distinct(_relevant(point, _LOCAL_MODE) for point in points):
-        yield _case(asked, _LOCAL_MODE, 1, point, None, LOCAL)
+        yield _case(requested, _LOCAL_MODE, 1, point, None, LOCAL)
     for count, point, slow in itertools.product(
         several, _distinct(_relevant(point, _LOCAL_MODE) for point in points), slows
     ):
-        yield _case(asked, _LOCAL_MODE, count, point, slow, NO_COMMUNICATION)
+        yield _case(requested, _LOCAL_MODE, count, point, slow, NO_COMMUNICATION)
     for mode in (mode for mode in modes if not mode.single_process):
         for count, point, slow in itertools.product(
             counts, _distinct(_relevant(point, mode) for point in points), slows
         ):
-            yield _case(asked, mode, count, point, slow, None)
+            yield _case(requested, mode, count, point, slow, None)
 
 
 def _distinct(items: Iterator[T]) -> list[T]:
@@ -231,12 +238,12 @@ def _distinct(items: Iterator[T]) -> list[T]:
 
 
 def _relevant(point: Mapping[str, str], mode: Mode) -> dict[str, str]:
-    """The part of it that this mode looks at."""
+    """The keys of a combination that the mode uses."""
     return {key: value for key, value in point.items() if not key.startswith(mode.unused_prefixes)}
 
 
 def _case(
-    asked: RequestedCases,
+    requested: RequestedCases,
     mode: Mode,
     trainers: int,
     point: Mapping[str, str],
@@ -246,8 +253,8 @@ def _case(
     swept = [f"{key}={text}" for key, text in point.items()]
     try:
         config = load_config(
-            asked.file,
-            overrides=[*asked.overrides, *swept],
+            requested.file,
+            overrides=[*requested.overrides, *swept],
             flags={"mode": mode.name, "cluster.num_trainers": trainers},
         )
     except UnsupportedConfiguration as error:
@@ -271,17 +278,23 @@ def _name(mode: Mode, trainers: int, point: Mapping[str, str], slow: SlowdownSpe
 
 
 def interleaved(cases: Sequence[T], repeats: int) -> Iterator[tuple[int, T]]:
-    """Each repeat and case; the cases take turns, and their order turns round with each repeat."""
+    """Each repeat with each case, in alternating order.
+
+    Example::
+
+        >>> list(interleaved(["a", "b"], 2))
+        [(0, 'a'), (0, 'b'), (1, 'b'), (1, 'a')]
+    """
     for repeat in range(repeats):
         for case in cases if repeat % 2 == 0 else cases[::-1]:
             yield repeat, case
 
 
 def target_for(text: str, config: Config) -> Target:
-    """Read ``accuracy=0.95``. Where ``checkpoint.best`` is of that metric, it says whether less is better.
+    """Parse ``accuracy=0.95``; ``checkpoint.best`` decides whether less is better if it is of the same metric.
 
     Raises:
-        UnsupportedConfiguration: it is not name=number, or nothing is validated on the way.
+        UnsupportedConfiguration: ``text`` is not name=number, or ``config`` has no periodic validation.
     """
     target = parse_target(text)
     if not config.training.validate_every:
@@ -297,10 +310,10 @@ def target_for(text: str, config: Config) -> Target:
 def require_first_reached(
     validation: Sequence[tuple[float, float, Numbers]], goal: Target
 ) -> tuple[float, float] | None:
-    """Samples and seconds of the first validation that meets it; None where none does.
+    """Samples and seconds of the first validation that meets ``goal``; None where none does.
 
     Raises:
-        TrainingError: no validation has that value.
+        TrainingError: the validations have no such metric.
     """
     known = sorted({name for _, _, values in validation for name in values})
     if goal.name not in known:

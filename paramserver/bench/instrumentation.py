@@ -1,4 +1,4 @@
-"""The user's task with an observer beside it: what a benchmark trains in place of the task itself."""
+"""The user's task with instrumentation: benchmarks train it in place of the task itself."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ BARRIER_TIMEOUT_S = 120.0
 
 
 def file_barrier(file: Path, number: int, count: int) -> None:
-    """Return when ``count`` processes have come here, each with a number of its own.
+    """Block until ``count`` processes have called this, for at most ``BARRIER_TIMEOUT_S``.
 
     Args:
-        file: through which they meet; nobody else's.
-        number: from 0 to ``count - 1``.
-        count: how many.
+        file: of the barrier's store; used for nothing else.
+        number: of this process, from 0 to ``count - 1``.
+        count: the number of processes.
     """
     store = FileStore(str(file), count)
     store.set(f"here-{number}", "")
@@ -35,13 +35,14 @@ def file_barrier(file: Path, number: int, count: int) -> None:
 
 
 class StepObserver:
-    """Notes the steps of the trainer in this process.
+    """Records the steps of the trainer in this process.
 
     Args:
-        folder: of one run; where the notes are left.
-        slow: which trainer is slow; None for none.
+        folder: of the run, to which the steps are written.
+        slow: the fields of a ``SlowdownSpec``; None without a straggler.
         seed: of the slow batches.
-        number: this run's among ``of`` runs of one trainer each, which begin together; None where the run has them all.
+        number: the number of this run among ``of`` runs of one trainer each, which start together; None for one run
+            with all trainers.
         of: see ``number``.
     """
 
@@ -55,19 +56,19 @@ class StepObserver:
         register_process(folder)
 
     def begin(self, trainer: Any) -> None:
-        """The trainer is connected, and takes its first step next."""
+        """Call when the trainer is connected, before its first step."""
         index = trainer.trainer_index if self._number is None else self._number
         if self._slow is not None:
             self.slowdown = Slowdown(self._slow, self._seed, index)
         self._trainer = trainer
         self._stamps = StepStamps(trainer.trainer_index, os.getpid(), self.model_bytes)
-        self._samples, self._wire_bytes = trainer.counters.samples_served, trainer.wire_bytes
+        self._samples, self._wire_bytes = trainer.progress.samples_served, trainer.wire_bytes
         trainer.clock.on_step = self._on_step
         if self._number is not None:
-            file_barrier(self._folder.parent / "meeting", self._number, self._of)
+            file_barrier(self._folder.parent / "barrier", self._number, self._of)
 
     def _on_step(self, end: float, seconds: float, phases: Mapping[str, float]) -> None:
-        samples, wire_bytes = self._trainer.counters.samples_served, self._trainer.wire_bytes
+        samples, wire_bytes = self._trainer.progress.samples_served, self._trainer.wire_bytes
         self._stamps.add(end, seconds, samples - self._samples, wire_bytes - self._wire_bytes, phases)
         self._samples, self._wire_bytes = samples, wire_bytes
 
@@ -77,13 +78,13 @@ class StepObserver:
 
 
 class ObservedTask(Task):
-    """Comes before the user's class, and calls it in all that it does."""
+    """First base of the instrumented class, before the user's class; extends its methods."""
 
     _observer: StepObserver
 
     def build_model(self) -> nn.Module:
         model = super().build_model()
-        if isinstance(model, nn.Module):  # else it is refused by who called
+        if isinstance(model, nn.Module):  # otherwise the caller refuses it
             trained = [p for p in model.parameters() if p.requires_grad]
             self._observer.model_bytes = sum(p.numel() * p.element_size() for p in trained)
         return model
@@ -107,10 +108,10 @@ class ObservedTask(Task):
 
 
 class InstrumentedTask(ObservedTask):
-    """Makes an instance of the user's class, or rather of one that is derived from ``ObservedTask`` and from it.
+    """Constructs an instance of a class derived from ``ObservedTask`` and the user's class.
 
     Args:
-        task: the user's, as the key ``task`` has it; a file by its whole path.
+        task: the user's, as in the key ``task``; a file by its absolute path.
         task_args: for the user's class.
         observer: arguments of ``StepObserver``.
     """
@@ -121,9 +122,9 @@ class InstrumentedTask(ObservedTask):
         made = construct_task(type(user_class.__name__, (ObservedTask, user_class), names), task, task_args)
         assert isinstance(made, ObservedTask)
         made._observer = StepObserver(**{**observer, "folder": Path(observer["folder"])})
-        return made  # no Measured: Python calls no second constructor
+        return made  # not an InstrumentedTask, so Python does not call __init__ again
 
-    # Never called; whoever loads a task looks whether they are written.
+    # Never called; the check of a task's class requires them.
 
     def build_optimizer(self, model: nn.Module) -> Any:
         raise NotImplementedError

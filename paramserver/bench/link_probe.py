@@ -1,10 +1,10 @@
-"""How fast two processes of this machine talk to each other, over gloo and over RPC, each as a run uses it.
+"""Measures the link between two processes over gloo and over RPC, with the settings of a run.
 
     python -m paramserver.bench.link_probe --folder FOLDER --number 0|1
 
-Process 1 sends to process 0 and waits for an answer: a number (half of it is the latency of one message), and a tensor
-of ``SIZE_BYTES`` (the rest of the time is its bytes over the bandwidth). The median of several counts.
-``measure_links`` starts both.
+Process 1 sends to process 0 and waits for the answer: first a number, of which half the round trip is the latency of a
+message, then a tensor of ``SIZE_BYTES``, whose further time is its size over the bandwidth. The medians of several
+exchanges are reported. ``measure_links`` starts both processes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from paramserver.process_utils import exit_process
 
 SIZE_BYTES = 8 * 2**20
 SMALL, LARGE, WARM = 100, 15, 3
-_SLOW_S = 0.3  # a tensor takes no longer over a link that is slow on purpose
+_MOST_S = 0.3  # the tensor is made smaller where a limited bandwidth would take longer
 TIMEOUT_S = 60.0
 GLOO, RPC = "gloo", "rpc"
 
@@ -35,21 +35,21 @@ GLOO, RPC = "gloo", "rpc"
 def measure_links(
     folder: Path, environ: Mapping[str, str], device: str = "cpu", hosts: NetworkHosts | None = None
 ) -> dict[str, LinkSpeed]:
-    """The speed over ``GLOO`` and over ``RPC``; of gloo only where trainers compute on CPUs, and so use it.
+    """The speed over ``GLOO`` and over ``RPC``; over gloo only where trainers compute on CPUs.
 
     Args:
-        folder: a new one, for the two processes to meet in.
-        environ: theirs.
-        device: the word of the key ``device.kind``.
+        folder: a new one, for the rendezvous of the two processes.
+        environ: of the two processes.
+        device: the value of ``device.kind``.
         hosts: the two processes run on the first two; None for this machine.
 
     Raises:
-        TrainingError: it did not come to figures.
+        TrainingError: the measurement failed.
     """
     folder.mkdir(parents=True)
     command = [sys.executable, "-m", "paramserver.bench.link_probe", "--folder", str(folder), "--device", device]
     if hosts is not None:
-        size = min(SIZE_BYTES, max(int(hosts.bandwidth * _SLOW_S), 2**16))
+        size = min(SIZE_BYTES, max(int(hosts.bandwidth * _MOST_S), 2**16))
         command += ["--interface", INTERFACE, "--size", str(size)]
     both = [[*command, "--number", str(i)] for i in range(2)]
     if hosts is not None:

@@ -1,8 +1,7 @@
-"""One case in one repeat: fresh processes, the steps of their trainers, and the record that follows from them.
+"""Measures one case in one repeat: runs it in fresh processes and makes the record from the steps of its trainers.
 
-From the steps of all trainers to the figures of a case: what came after the warm-up, while all of them trained.
-
-What the kernel counts while a run goes on: CPU time of its processes, bytes on the interfaces of its hosts.
+Figures are of the time after the warm-up, during which all trainers train. CPU time of the processes and bytes on the
+interfaces of hosts are sampled from the kernel's counters during the run.
 """
 
 from __future__ import annotations
@@ -40,25 +39,26 @@ from paramserver.report.from_runs import learning_curves
 from paramserver.report.results import COMPUTED_RING, COUNTED_BY_KERNEL, CaseResult
 from paramserver.report.target import Target
 
-# The first steps make what later ones use again: buffers, buckets, caches.
+# The first steps allocate what later ones reuse: buffers, buckets, caches.
 WARM_STEPS = 3
 
 
 @dataclass(frozen=True)
 class MeasuredWindow:
-    """From when to when is measured."""
+    """The measured time, between two values of ``time.perf_counter()``."""
 
     begin: float
     end: float
 
 
 def measured_window(trainers: Sequence[StepStamps], warm_s: float) -> MeasuredWindow:
-    """From when the last trainer is warm until the first one has made its last step.
+    """The window from the end of the last trainer's warm-up to the first trainer's last step.
 
-    A trainer is warm at the end of the step by which it has trained ``warm_s`` seconds, but not before the third.
+    The warm-up of a trainer ends with the step at which it has trained ``warm_s`` seconds, but not before step
+    ``WARM_STEPS``.
 
     Raises:
-        TrainingError: no trainer, or not every one, made a step in between.
+        TrainingError: a trainer has no step in the window.
     """
     warm = [_warm_at(one, warm_s) for one in trainers]
     begin = max((moment for moment in warm if moment is not None), default=0.0)
@@ -83,12 +83,12 @@ def _warm_at(one: StepStamps, warm_s: float) -> float | None:
 
 
 def _inside(one: StepStamps, window: MeasuredWindow) -> list[StepStamp]:
-    """The steps that ended in the window."""
+    """The steps that end in the window."""
     return [step for step in one.steps if window.begin < step.end <= window.end]
 
 
 def _share(step: StepStamp, window: MeasuredWindow) -> float:
-    """How much of a step lies in the window; a trainer of its own pace is in the middle of one where it begins."""
+    """The share of a step that lies in the window; the window begins during a step of other trainers."""
     inside_s = min(step.end, window.end) - max(step.begin, window.begin)
     return min(max(inside_s / step.seconds, 0.0), 1.0) if step.seconds else 0.0
 
@@ -100,14 +100,14 @@ def step_figures(
     updates: float = 1.0,
     processes: int = 1,
 ) -> dict[str, Any]:
-    """The fields of a record that follow from steps.
+    """The fields of a record that are computed from steps.
 
     Args:
         trainers: of one case.
-        window: what is measured.
-        applied: which share of the samples that trainers drew became part of an update.
-        updates: how many updates there are to a step of a trainer: 1 / T where T trainers make one together.
-        processes: trainers and servers.
+        window: the measured time.
+        applied: the share of the trainers' samples that became part of an update.
+        updates: updates per step of a trainer: 1 / T where T trainers make one together.
+        processes: the number of trainers and servers.
     """
     shares = [[(step, _share(step, window)) for step in one.steps] for one in trainers]
     seconds = [sum(step.seconds * share for step, share in own) for own in shares]
@@ -133,17 +133,17 @@ def step_figures(
 
 
 def _phases_ms(steps: Sequence[StepStamp]) -> dict[str, float]:
-    """Mean milliseconds per step and trainer. All but ``hidden``, which goes on beside them, make up the step."""
+    """Mean milliseconds per step and trainer. All but ``hidden``, which overlaps them, sum to the step."""
     assert COLUMNS[: len(PHASES)] == PHASES
     sums = [sum(values) for values in zip(*(step.phases for step in steps), strict=True)]
     return {name: total / len(steps) * 1e3 for name, total in zip(COLUMNS, sums, strict=True)}
 
 
 class CpuSampler:
-    """Samples the processes that signed in to some folders.
+    """Samples the CPU time of registered processes.
 
     Args:
-        folders: where they do.
+        folders: of ``register_process``.
     """
 
     def __init__(self, folders: Sequence[Path]) -> None:
@@ -152,7 +152,7 @@ class CpuSampler:
         self._ticks = os.sysconf("SC_CLK_TCK")
 
     def sample(self) -> None:
-        """Take one sample of each that is alive."""
+        """Take a sample of each process that is alive."""
         for pid in (pid for folder in self._folders for pid in registered_pids(folder)):
             used_s = self._used_s(pid)
             if used_s is not None:
@@ -166,25 +166,25 @@ class CpuSampler:
         return (int(fields[11]) + int(fields[12])) / self._ticks  # user and system time (proc(5))
 
     def used_s(self, pid: int, begin: float, end: float) -> float | None:
-        """Seconds between two moments of ``time.perf_counter``; None where the process was not seen twice."""
+        """CPU seconds between two values of ``time.perf_counter()``; None with fewer than two samples."""
         samples = self._samples.get(pid, ())
         if len(samples) < 2:
             return None
         return interpolated(samples, end) - interpolated(samples, begin)
 
     def all_used_s(self, pids: Sequence[int], begin: float, end: float) -> float | None:
-        """Of several processes together; None where one is not known, or there is none."""
+        """The sum over several processes; None where one is unknown, or without processes."""
         each = [self.used_s(pid, begin, end) for pid in pids]
         known = [seconds for seconds in each if seconds is not None]
         return sum(known) if known and len(known) == len(each) else None
 
 
 class WireSampler:
-    """Samples the counters of some hosts' interfaces, added up.
+    """Samples the sum of the byte counters of the interfaces of hosts.
 
     Args:
-        hosts: made already.
-        count: of the first so many.
+        hosts: entered.
+        count: the number of hosts that are sampled, from the first.
     """
 
     def __init__(self, hosts: NetworkHosts, count: int) -> None:
@@ -192,17 +192,23 @@ class WireSampler:
         self._samples: list[tuple[float, float]] = []
 
     def sample(self) -> None:
-        """Take one sample."""
+        """Take a sample."""
         moved = sum(self._hosts.moved_bytes(number) for number in range(self._count))
         self._samples.append((time.perf_counter(), float(moved)))
 
     def bytes_between(self, begin: float, end: float) -> float:
-        """Bytes sent and received between two moments of ``time.perf_counter``."""
+        """Bytes sent and received between two values of ``time.perf_counter()``."""
         return interpolated(self._samples, end) - interpolated(self._samples, begin)
 
 
 def interpolated(samples: Sequence[tuple[float, float]], moment: float) -> float:
-    """The value at a moment, on the line between its neighbours; beyond the ends, the end's."""
+    """The value at ``moment`` by linear interpolation; outside of the samples the first or last value.
+
+    Example::
+
+        >>> [interpolated([(0.0, 0.0), (2.0, 10.0)], moment) for moment in (-1.0, 1.0, 3.0)]
+        [0.0, 5.0, 10.0]
+    """
     place = bisect.bisect_left(samples, (moment, 0.0))
     if place == 0 or place == len(samples):
         return samples[min(place, len(samples) - 1)][1]
@@ -210,25 +216,25 @@ def interpolated(samples: Sequence[tuple[float, float]], moment: float) -> float
     return v0 + (v1 - v0) * (moment - t0) / (t1 - t0)
 
 
-# Beyond the training itself: imports, rendezvous, the last validation, on a busy machine.
+# The time for imports, rendezvous and the last validation on a busy machine.
 _STARTUP_AND_SHUTDOWN_S = 180.0
 _TIMES_AS_LONG = 4
 
 
 @dataclass(frozen=True)
 class MeasuringMethod:
-    """How every case is measured.
+    """The settings of a benchmark that all cases share.
 
     Args:
-        out: the benchmark's folder; a run's files are kept there only where it fails.
-        folders: where the task is looked for.
+        out: the benchmark's folder; the files of a run are kept there only if it fails.
+        folders: searched for the task.
         environ: of every process.
-        seconds: of training, after ``warm_s`` seconds of it.
-        target: what a run is to reach, where somebody asked.
-        hosts: where ranks that communicate run, each on its own; None for this machine.
+        seconds: the measured training, after ``warm_s`` seconds of warm-up.
+        target: the validation value that a run is to reach; None without one.
+        hosts: one for each rank that communicates; None for this machine.
         speeds: of the links between two processes, by ``Mode.name``.
-        environment: what every record tells of versions, machine and command.
-        stop: set where somebody wants no more of it.
+        environment: versions, machine and command for every record.
+        stop: an event that interrupts the benchmark.
     """
 
     out: Path
@@ -244,10 +250,10 @@ class MeasuringMethod:
 
 
 def measure(case: Case, repeat: int, method: MeasuringMethod) -> CaseResult:
-    """Run a case once, and tell what it came to; a failure is told too.
+    """Run a case once and return its record, also if it fails.
 
     Raises:
-        Interrupted: somebody asked to stop.
+        Interrupted: ``method.stop`` was set.
     """
     started, began = time.time(), time.perf_counter()
     folder = method.out / "runs" / folder_name(case, repeat)
@@ -278,15 +284,15 @@ def measure(case: Case, repeat: int, method: MeasuringMethod) -> CaseResult:
 
 
 def folder_name(case: Case, repeat: int) -> str:
-    """A plain name for the files of a run."""
+    """The name of the folder of a run, of plain characters."""
     return f"{re.sub(r'[^A-Za-z0-9.=_-]+', '-', case.name).strip('-.')[:100]}-{repeat}"
 
 
 def run_config(case: Case, repeat: int, method: MeasuringMethod, folder: Path, number: int) -> Config:
-    """The config of one of a case's runs: the user's, but for limits, saving, and an observer around the task.
+    """The user's config with other limits, without checkpoints, and with the instrumented task.
 
-    Nothing is validated or saved on the way, unless a target is to be seen. What limits the user's run is lifted: the
-    time ends this one, or the end of the data.
+    There is no periodic validation, unless the benchmark has a target. The limits of the user's run are removed: the
+    run ends with the time or the data.
     """
     config = case.config.to_mapping()
     observer = {
@@ -323,7 +329,7 @@ def run_config(case: Case, repeat: int, method: MeasuringMethod, folder: Path, n
 
 
 def task_reference(config: Config, folders: Sequence[Path]) -> str:
-    """The task, with the whole path of its file: who loads it does not know the folders.
+    """The reference of the task with the absolute path of its file, as its ranks do not know the folders.
 
     Raises:
         TaskError: there is no such file.
@@ -334,7 +340,7 @@ def task_reference(config: Config, folders: Sequence[Path]) -> str:
 
 
 def _run(case: Case, repeat: int, method: MeasuringMethod, folder: Path) -> dict[str, Any]:
-    """The fields that a run gives."""
+    """Run a case once and return the fields of its record that the run determines."""
     places = [folder / str(number) for number in range(case.runs)]
     commands = []
     for number, place in enumerate(places):
@@ -343,22 +349,22 @@ def _run(case: Case, repeat: int, method: MeasuringMethod, folder: Path) -> dict
         file.write_text(dump_yaml(run_config(case, repeat, method, place, number)), encoding="utf-8")
         commands += rank_commands(case, method, file)
     watch = CpuSampler(places)
-    # torch tells nobody what DistributedDataParallel sends.
+    # torch does not report the bytes that DistributedDataParallel sends.
     wire = WireSampler(method.hosts, case.trainers) if method.hosts and case.mode.has_process_group else None
 
-    def look() -> None:
+    def sample() -> None:
         watch.sample()
         if wire is not None:
             wire.sample()
 
     timeout_s = _STARTUP_AND_SHUTDOWN_S + _TIMES_AS_LONG * (method.warm_s + method.seconds)
     with ProcessGroup(commands, method.environ, folder, method.stop) as running:
-        running.wait(timeout_s, look)
+        running.wait(timeout_s, sample)
     return _outcome(case, method, places, watch, wire)
 
 
 def rank_commands(case: Case, method: MeasuringMethod, config_file: Path) -> list[list[str]]:
-    """What starts one run: a supervisor of all its ranks, or on hosts of their own each rank by itself."""
+    """The commands that start one run: a supervisor of all ranks, or with hosts one command for each rank."""
     command = [sys.executable, "-m", "paramserver.launch", "--config", str(config_file)]
     command += [word for one in method.folders for word in ("--folder", str(one))]
     if method.hosts is None or case.mode.single_process:
@@ -398,7 +404,7 @@ def _outcome(
 def _wire_bytes(
     case: Case, stamps: Sequence[StepStamps], window: MeasuredWindow, wire: WireSampler | None
 ) -> dict[str, float | str | None]:
-    """Of a step of a trainer in a process group: as the kernel counted it, or as it should be."""
+    """Bytes per step of a trainer in a process group: counted by the kernel, or computed."""
     if wire is None:
         computed = ring_bytes(stamps[0].model_bytes, case.trainers, case.config.ddp.comm_hook)
         return {"wire_bytes_per_step": computed, "wire_bytes_source": None if computed is None else COMPUTED_RING}
@@ -416,7 +422,7 @@ def _read_summary(place: Path) -> dict[str, Any]:
 
 
 def _curves(method: MeasuringMethod, place: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Of several runs of one trainer each, those of the first."""
+    """The learning curves; of several runs with one trainer each, those of the first."""
     lines = (place / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     points = learning_curves([json.loads(line) for line in lines], summary)
     loss, validation = (tuple((p[0], p[1], p[2]) for p in points[name]) for name in ("loss", "validation"))
@@ -432,14 +438,14 @@ def _curves(method: MeasuringMethod, place: Path, summary: Mapping[str, Any]) ->
 def _cpu_s(
     watch: CpuSampler, places: Sequence[Path], stamps: Sequence[StepStamps], window: MeasuredWindow
 ) -> dict[str, float | None]:
-    """CPU seconds of all servers and of all trainers in the window."""
+    """CPU seconds of all servers and of all trainers during the window."""
     servers = [pid for place in places for pid in server_pids(place, stamps)]
     groups = {"servers": servers, "trainers": [one.pid for one in stamps]}
     return {name: watch.all_used_s(pids, window.begin, window.end) for name, pids in groups.items()}
 
 
 def _peaks(summaries: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    """The largest of each kind."""
+    """The largest of all servers and of all trainers."""
     peaks = [summary["peak_rss_mb"] for summary in summaries]
     return {kind: max((p[kind] for p in peaks if p[kind] is not None), default=None) for kind in ("server", "trainer")}
 

@@ -1,11 +1,11 @@
-"""Hosts of one machine: network namespaces with an interface each, of a bandwidth that somebody chose.
+"""Simulated hosts on one machine: network namespaces, each with an interface of a limited bandwidth.
 
-Everything is made in namespaces of its own, and ends with them: nothing of the machine's network is touched. They have
-no names. A process holds each, and ends when its input does, which is at the end of this process at the latest, also
-when that is killed; a namespace is gone when nobody is in it any more (network_namespaces(7)).
+The namespaces have no names and do not change the network of the machine. Each is held by a process that ends with its
+standard input, so at the latest with this process, also when this process is killed; the kernel removes a namespace
+when no process is left in it (network_namespaces(7)).
 
-A switch in the middle joins the hosts; what a host sends is limited at its own end, what it gets at the switch's, so
-that both ways have the bandwidth at the same time, as on a real interface.
+A bridge in a further namespace connects the hosts. What a host sends is limited at its own interface, what it receives
+at the port of the bridge, so that both directions have the bandwidth at the same time, as on a real interface.
 """
 
 from __future__ import annotations
@@ -24,18 +24,23 @@ INTERFACE = "eth0"
 PORT = 29500
 _TIMEOUT_S = 30.0
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-# What may pass at once after a pause: little, or a small model would pass between two steps without being limited; and
-# as much as comes between two ticks of a kernel timer, or a fast link would be slower than it says (tc-tbf(8)).
+# The burst after a pause must be small, or the gradients of a small model pass without a limit, but must last for a
+# tick of the kernel's timer, or a fast link does not reach its rate (tc-tbf(8)).
 _BURST_S, _LEAST_BURST_BYTES = 0.004, 16 * 2**10
 _QUEUE = "100ms"
 _TOOLS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux", "unshare": "util-linux"}
 
 
 def parse_bandwidth(text: str) -> float:
-    """Read ``100mbit``; bytes per second.
+    """Parse ``100mbit`` to bytes per second.
+
+    Example::
+
+        >>> parse_bandwidth("100mbit")
+        12500000.0
 
     Raises:
-        UnsupportedConfiguration: it is no number with a unit.
+        UnsupportedConfiguration: ``text`` is not a positive number with a unit.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", text.strip().lower())
     if match is None or not float(match[1]):
@@ -46,14 +51,14 @@ def parse_bandwidth(text: str) -> float:
 
 
 class NetworkHosts:
-    """Namespaces as hosts; a context manager.
+    """A context manager that makes namespaces as hosts.
 
     Args:
-        count: how many.
-        bandwidth: of each, in bytes per second, in each direction.
+        count: the number of hosts.
+        bandwidth: of each host, in bytes per second, in each direction.
 
     Raises:
-        UnsupportedConfiguration: this user may not make them, or a tool is missing.
+        UnsupportedConfiguration: this user may not make namespaces, or a tool is missing.
     """
 
     def __init__(self, count: int, bandwidth: float) -> None:
@@ -93,69 +98,69 @@ class NetworkHosts:
         self.close()
 
     def close(self) -> None:
-        """Let go of them; what runs in one keeps running, and keeps it."""
+        """Release the namespaces; a process that still runs in one keeps it."""
         for namespace in (*self._hosts, *([] if self._switch is None else [self._switch])):
             namespace.close()
         self._hosts, self._switch = [], None
 
     def command_on(self, number: int, command: Sequence[str]) -> list[str]:
-        """The words that run a command on host ``number``; the process is the same one."""
+        """The command that runs ``command`` on host ``number``, in the same process."""
         return self._hosts[number].command_in(*command)
 
     def moved_bytes(self, number: int) -> int:
-        """What the kernel counted on the interface of a host: sent and received."""
+        """Bytes that the interface of a host sent and received."""
         return self._hosts[number].moved_bytes(INTERFACE)
 
 
 class Namespace:
-    """A network namespace, and the process that holds it.
+    """A network namespace and the process that holds it.
 
     Raises:
-        UnsupportedConfiguration: it could not be made.
+        UnsupportedConfiguration: the namespace cannot be made.
     """
 
     def __init__(self) -> None:
         command = ["unshare", "--net", "sh", "-c", "echo; exec cat"]
         pipe = subprocess.PIPE
-        # In a session of its own: a Ctrl-C is for who started it.
+        # A separate session: a Ctrl-C must not end it before the runs in it.
         self._holder = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
         self.pid = self._holder.pid
         assert self._holder.stdout is not None
-        there = select.select([self._holder.stdout], [], [], _TIMEOUT_S)[0]
-        if not there or not self._holder.stdout.read(1):
+        ready = select.select([self._holder.stdout], [], [], _TIMEOUT_S)[0]
+        if not ready or not self._holder.stdout.read(1):
             self._holder.kill()
-            said = self._holder.communicate(timeout=_TIMEOUT_S)[1].decode(errors="replace")
-            raise _refusal(command, said or "no answer")
+            output = self._holder.communicate(timeout=_TIMEOUT_S)[1].decode(errors="replace")
+            raise _failure(command, output or "no answer")
 
     def command_in(self, *command: str) -> list[str]:
-        """The words that run a command in it; the process is the same one."""
+        """The command that runs ``command`` in the namespace, in the same process."""
         return ["nsenter", f"--net=/proc/{self.pid}/ns/net", *command]
 
     def run(self, *command: str) -> str:
         return _run(self.command_in(*command))
 
     def moved_bytes(self, interface: str) -> int:
-        """Bytes sent and received, by the kernel's account of the interface (proc(5), net/dev)."""
+        """Bytes that the interface sent and received (proc(5), net/dev)."""
         lines = Path(f"/proc/{self.pid}/net/dev").read_text(encoding="ascii").splitlines()
         counters = next(line.partition(":")[2].split() for line in lines if line.strip().startswith(f"{interface}:"))
         return int(counters[0]) + int(counters[8])
 
     def close(self) -> None:
-        """Let go of it."""
+        """Release the namespace."""
         self._holder.kill()
         self._holder.communicate(timeout=_TIMEOUT_S)
 
 
 def host_address(number: int) -> str:
-    """Where the others reach host ``number``."""
+    """The address of host ``number``."""
     return f"10.99.{number // 250}.{number % 250 + 1}"
 
 
 def require_network_namespaces() -> None:
-    """Refuse where namespaces cannot be made.
+    """Check that this process can make network namespaces.
 
     Raises:
-        UnsupportedConfiguration: with the reason and the cure.
+        UnsupportedConfiguration: it cannot, with the reason.
     """
     missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
     if os.geteuid() != 0 or missing:
@@ -169,12 +174,12 @@ def require_network_namespaces() -> None:
 def _run(words: Sequence[str]) -> str:
     done = subprocess.run(words, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     if done.returncode:
-        raise _refusal(words, done.stderr or str(done.returncode))
+        raise _failure(words, done.stderr or str(done.returncode))
     return done.stdout
 
 
-def _refusal(words: Sequence[str], said: str) -> UnsupportedConfiguration:
+def _failure(words: Sequence[str], output: str) -> UnsupportedConfiguration:
     return UnsupportedConfiguration(
-        f"--bandwidth: {' '.join(words)} failed ({said.strip().splitlines()[-1]}); leave it out where network "
+        f"--bandwidth: {' '.join(words)} failed ({output.strip().splitlines()[-1]}); leave it out where network "
         "namespaces are not allowed"
     )

@@ -1,4 +1,4 @@
-"""Fresh processes side by side, with all that they start: run to their end, or ended."""
+"""A group of fresh processes that is waited for or killed with all its children."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from pathlib import Path
 
 from paramserver.errors import Interrupted, TrainingError
 
-_LOOK_EVERY_S = 0.1
+_POLL_INTERVAL_S = 0.1
 _ERROR = "error: "
 
 
 class ProcessGroup:
-    """Starts all of them at once; a context manager, at the end of which none is alive, nor what it started.
+    """A context manager that starts processes, and kills them and their children at its end.
 
-    Each leads a session of its own, so that a Ctrl-C reaches whoever started them, and not them. What they say is in
-    ``output-<i>.txt``.
+    Each process leads its own session, so that a Ctrl-C reaches the benchmark only. The output of process ``i`` is
+    written to ``output-<i>.txt``.
 
     Args:
-        commands: words of each.
-        environ: theirs.
+        commands: one for each process.
+        environ: their environment.
         folder: for the outputs.
-        stop: set by somebody who wants no more of it; ends a wait.
+        stop: an event that interrupts ``wait``.
     """
 
     def __init__(
@@ -64,22 +64,22 @@ class ProcessGroup:
         self.kill()
 
     def kill(self) -> None:
-        """Kill those that are alive, with their children."""
+        """Kill the processes that are alive, and their children."""
         for process in self._processes:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
-    def wait(self, timeout_s: float, look: Callable[[], None]) -> None:
-        """Return when all have ended well.
+    def wait(self, timeout_s: float, sample: Callable[[], None]) -> None:
+        """Block until all processes have ended without an error.
 
         Args:
-            timeout_s: for all of them.
-            look: called several times a second while they run.
+            timeout_s: for all processes together.
+            sample: called several times a second while they run.
 
         Raises:
-            TrainingError: one failed, in its own words; or they took too long.
-            Interrupted: somebody asked to stop.
+            TrainingError: a process failed, with its own error message, or the time is over.
+            Interrupted: ``stop`` was set.
         """
         deadline = time.monotonic() + timeout_s
         while running := [process for process in self._processes if process.poll() is None]:
@@ -88,9 +88,9 @@ class ProcessGroup:
                 raise Interrupted("interrupted by a signal")
             if time.monotonic() > deadline:
                 raise TrainingError(f"it did not end within {timeout_s:.0f} s and was killed{self._last_line()}")
-            look()
+            sample()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                running[0].wait(_LOOK_EVERY_S)
+                running[0].wait(_POLL_INTERVAL_S)
         self._check()
 
     def _check(self) -> None:
@@ -99,12 +99,12 @@ class ProcessGroup:
                 raise TrainingError(last_error(output) or f"it ended with exit code {process.returncode}")
 
     def _last_line(self) -> str:
-        said = [line for output in self._outputs for line in _lines(output)]
-        return f"; its last line: {said[-1]}" if said else ""
+        lines = [line for output in self._outputs for line in _lines(output)]
+        return f"; its last line: {lines[-1]}" if lines else ""
 
 
 def last_error(output: Path) -> str | None:
-    """The error that a command named before it ended: the first line of it."""
+    """The first line of the error that a process printed before it ended; None without one."""
     errors = [line.partition(_ERROR)[2] for line in _lines(output) if line.startswith(_ERROR)]
     return errors[-1].strip() if errors else None
 

@@ -1,4 +1,4 @@
-"""A trainer that is slow on purpose: its batches take a multiple of the time that they take to compute."""
+"""Straggler simulation: batches of one trainer take a multiple of their computing time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,16 @@ _EXAMPLE = "write for example --slow trainer=1,factor=5,probability=0.2"
 
 @dataclass(frozen=True)
 class SlowdownSpec:
-    """Which trainer is slow, how many times as long its batches take, and with which probability each of them does."""
+    """A straggler: the index of the trainer, the factor on the time of a batch, and the probability of each batch.
+
+    Example::
+
+        >>> spec = parse_slowdown("trainer=1,factor=5,probability=0.2")
+        >>> str(spec)
+        'trainer 1 slowed 5 times with probability 0.2'
+        >>> [batch for batch in range(20) if spec.slows(0, 1, batch)]
+        [12, 16, 17]
+    """
 
     trainer: int
     factor: float
@@ -27,17 +36,17 @@ class SlowdownSpec:
         return f"trainer {self.trainer} slowed {self.factor:g} times{chance}"
 
     def slows(self, seed: int, trainer_index: int, batch_idx: int) -> bool:
-        """Whether this batch is slowed: the same answer in every case and at every time."""
+        """Whether this batch is slowed; a function of the arguments only, so that all cases slow the same batches."""
         return trainer_index == self.trainer and seeded_chance(self.probability, seed, trainer_index, batch_idx)
 
 
 def seeded_chance(probability: float, *entropy: int) -> bool:
-    """True with this probability, by chance that depends on ``entropy`` alone."""
+    """True with this probability; the result depends on ``entropy`` only."""
     return random.Random("/".join(map(str, entropy))).random() < probability
 
 
 def parse_slowdown(text: str) -> SlowdownSpec:
-    """Read ``trainer=1,factor=5[,probability=0.1]``.
+    """Parse ``trainer=1,factor=5[,probability=0.1]``.
 
     Raises:
         UnsupportedConfiguration: a part is missing, unknown or out of its range.
@@ -77,16 +86,16 @@ _RULES: Mapping[str, tuple[type[int] | type[float], float, float, str]] = {
 
 
 class Slowdown:
-    """Makes the computation of a batch last ``factor`` times as long.
+    """Extends the computation of a batch to ``factor`` times its duration.
 
-    The time comes between forward and backward, so that what a trainer has to tell the others comes as late as from a
-    slow computer: ``factor - 1`` times this batch's forward and the last one's backward. A backward lasts until the
-    last gradient is there; what follows (an all-reduce) is not computation. Where the model is elsewhere
-    (``server.compute: server``) the backward is not seen, and the forward holds the server's share.
+    The trainer waits between forward and backward, so that its gradients arrive as late as from a slow computer:
+    ``factor - 1`` times the duration of this batch's forward and of the previous backward. A backward lasts until the
+    last gradient is accumulated; what follows (an all-reduce) is not computation. Where the server computes
+    (``server.compute: server``) the backward cannot be observed, and the forward includes the server's part.
 
     Args:
-        slow: who is slow, and how.
-        seed: of the draws; the trainer and the batch are drawn with it.
+        slow: the straggler.
+        seed: of the random choice of batches.
         trainer_index: of this process.
     """
 
@@ -95,22 +104,29 @@ class Slowdown:
         self._backward_began = 0.0
         self._backward_s = 0.0
         self._watched: Any = None
-        self._waiting = threading.Event()  # never set: a wait on it stands for computation
+        self._waiting = threading.Event()  # never set: a wait on it simulates computation
 
     def after_forward(self, model: Any, loss: Any, forward_s: float, batch_idx: int) -> None:
-        """This batch's forward took so long; the call returns when a slow trainer would be done with the batch."""
+        """Call after the forward of each batch; blocks as long as a slow trainer computes.
+
+        Args:
+            model: the model, whose gradients show when a backward ends.
+            loss: of the batch; its gradient shows when the backward begins.
+            forward_s: the duration of the forward.
+            batch_idx: of this trainer.
+        """
         if self._slow.slows(self._seed, self._trainer_index, batch_idx):
             self._waiting.wait((self._slow.factor - 1) * (forward_s + self._backward_s))
         if self._watched is not model and hasattr(model, "parameters"):
             self._watched = model
             for parameter in model.parameters():
                 if parameter.requires_grad:
-                    parameter.register_post_accumulate_grad_hook(self._got_gradient)
+                    parameter.register_post_accumulate_grad_hook(self._on_gradient)
         if loss.requires_grad:
-            loss.register_hook(self._begin_backward)
+            loss.register_hook(self._on_backward)
 
-    def _begin_backward(self, gradient: Any) -> None:
+    def _on_backward(self, gradient: Any) -> None:
         self._backward_began = time.perf_counter()
 
-    def _got_gradient(self, parameter: Any) -> None:
+    def _on_gradient(self, parameter: Any) -> None:
         self._backward_s = time.perf_counter() - self._backward_began

@@ -1,4 +1,4 @@
-"""The steps of one trainer, each with the moment at which it ended: written by the trainer, read by who measures."""
+"""The recorded steps of a trainer: written by the trainer's process, read by the benchmark."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ COLUMNS = (*PHASES, "hidden")
 
 @dataclass(frozen=True)
 class StepStamp:
-    """A step that a trainer took.
+    """A step of a trainer.
 
     Args:
-        end: the kernel's monotonic clock, which all processes of a host share (``time.perf_counter``).
-        seconds: how long it took.
-        samples: what the trainer drew for it.
-        wire_bytes: what the trainer sent and received.
+        end: ``time.perf_counter()``, the kernel's monotonic clock, which all processes of a host share.
+        seconds: its duration.
+        samples: the number of samples in its batches.
+        wire_bytes: sent and received by the trainer.
         phases: seconds of each of ``COLUMNS``.
     """
 
@@ -39,7 +39,7 @@ class StepStamp:
 
 @dataclass
 class StepStamps:
-    """What one trainer notes of itself. ``model_bytes`` are those of the parameters that it trains."""
+    """The steps of one trainer; ``model_bytes`` is the size of the parameters that it trains."""
 
     trainer_index: int
     pid: int
@@ -56,20 +56,20 @@ class StepStamps:
 
 
 def register_process(folder: Path) -> None:
-    """Tell that this process belongs to what is measured in ``folder``."""
+    """Register this process as part of the run in ``folder``."""
     (folder / f"process-{os.getpid()}").touch()
 
 
 def registered_pids(folder: Path) -> list[int]:
-    """The processes that did."""
+    """The ids of the processes that called ``register_process``."""
     return [int(path.name.partition("-")[2]) for path in folder.glob("process-*")]
 
 
 def read_stamps(folder: Path, trainers: int) -> list[StepStamps]:
-    """What the trainers of a run left in ``folder``.
+    """The steps that the trainers of a run wrote to ``folder``.
 
     Raises:
-        TrainingError: one left nothing.
+        TrainingError: one wrote none.
     """
     return [_read(folder / f"steps-{i}.json", i) for i in range(trainers)]
 
@@ -84,4 +84,5 @@ def _read(path: Path, trainer_index: int) -> StepStamps:
 
 
 def server_pids(folder: Path, trainers: Sequence[StepStamps]) -> list[int]:
+    """The registered processes that are not trainers."""
     return sorted(set(registered_pids(folder)) - {one.pid for one in trainers})

@@ -77,7 +77,7 @@ class Pretended:
 def pretended(monkeypatch):
     def pretend(**options):
         made = Namespaces(**options)
-        monkeypatch.setattr(network, "check_may_make_hosts", lambda: None)
+        monkeypatch.setattr(network, "require_network_namespaces", lambda: None)
         monkeypatch.setattr(network, "Namespace", made)
         return made
 

@@ -208,7 +208,7 @@ def test_trainers_without_communication_train_at_once_and_a_slow_one_is_slow(tmp
 def test_the_time_to_a_target_is_that_of_the_first_validation_that_meets_it(tmp_path):
     case = cases_of(tmp_path, modes="local", training={"validate_every": 5})["local"]
     method = outside_clock.method_of(tmp_path / "out", 0.5, 0.1)
-    target = benchmark.goal_of("accuracy=0.01", case.config)
+    target = benchmark.target_for("accuracy=0.01", case.config)
     record = measure(case, 0, benchmark.replace(method, target=target))
     assert record.error is None
     assert len(record.validation) > 2

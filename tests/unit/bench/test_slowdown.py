@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from paramserver.bench import instrumentation as slow_module
+from paramserver.bench import slowdown as slowdown_module
 from paramserver.bench.slowdown import Slowdown, SlowdownSpec, parse_slowdown, seeded_chance
 from paramserver.errors import UnsupportedConfiguration
 
@@ -63,7 +63,7 @@ def test_chance_is_that_of_seed_trainer_and_batch():
 
 
 class Waits:
-    """In place of the event that a brake waits on."""
+    """In place of the event that a slowdown waits on."""
 
     def __init__(self):
         self.seconds = []
@@ -75,7 +75,7 @@ class Waits:
 @pytest.fixture
 def waits(monkeypatch):
     made = Waits()
-    monkeypatch.setattr(slow_module.threading, "Event", lambda: made)
+    monkeypatch.setattr(slowdown_module.threading, "Event", lambda: made)
     return made
 
 
@@ -93,11 +93,11 @@ class Heavy(torch.autograd.Function):
 
 
 def test_a_batch_waits_for_its_forward_and_the_last_backward(waits):
-    model, brake = nn.Linear(3, 1), Slowdown(SlowdownSpec(0, 4.0), 0, 0)
+    model, slowdown = nn.Linear(3, 1), Slowdown(SlowdownSpec(0, 4.0), 0, 0)
     for batch in range(3):
         loss = model(Heavy.apply(torch.ones(2, 3, requires_grad=True)) if batch else torch.ones(2, 3)).sum()
         loss = Heavy.apply(loss)
-        brake.after_forward(model, loss, 0.01, batch)
+        slowdown.after_forward(model, loss, 0.01, batch)
         loss.backward()
         time.sleep(0.2)  # an all-reduce that follows is not computation
     assert waits.seconds[0] == pytest.approx(3 * 0.01)
@@ -106,17 +106,17 @@ def test_a_batch_waits_for_its_forward_and_the_last_backward(waits):
 
 
 def test_a_fast_trainer_never_waits(waits):
-    model, brake = nn.Linear(3, 1), Slowdown(SlowdownSpec(1, 4.0), 0, 0)
+    model, slowdown = nn.Linear(3, 1), Slowdown(SlowdownSpec(1, 4.0), 0, 0)
     loss = model(torch.ones(2, 3)).sum()
-    brake.after_forward(model, loss, 0.01, 0)
+    slowdown.after_forward(model, loss, 0.01, 0)
     loss.backward()
     assert waits.seconds == []
 
 
 def test_a_model_that_is_elsewhere_has_no_backward_to_see(waits):
-    brake = Slowdown(SlowdownSpec(0, 3.0), 0, 0)
+    slowdown = Slowdown(SlowdownSpec(0, 3.0), 0, 0)
     for batch in range(2):
         loss = torch.ones((), requires_grad=True) * 2
-        brake.after_forward(object(), loss, 0.5, batch)
+        slowdown.after_forward(object(), loss, 0.5, batch)
         loss.backward()
     assert waits.seconds == [1.0, 1.0]
