@@ -13,9 +13,9 @@ import yaml
 from paramserver.cluster import is_supervised, process_environ
 from paramserver.config import MODES, Config, load_config
 from paramserver.errors import UnsupportedConfiguration
-from paramserver.launch import Result, start_here
-from paramserver.runs.attempt import recover_attempt
-from paramserver.runs.resume import config_file_of, open_run
+from paramserver.launch import Result, launch_local
+from paramserver.runs.attempt import recover
+from paramserver.runs.resume import find_config_file, open_run
 from paramserver.runs.rundir import read_mapping
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def run(
     Raises:
         ParamserverError: as the command line would end.
     """
-    from paramserver.importing import reference_to
+    from paramserver.importing import class_reference
     from paramserver.task import Task, check_task_class
 
     if is_supervised(process_environ()):
@@ -54,18 +54,18 @@ def run(
     if task_class is not None:
         check_task_class(task_class, getattr(task_class, "__qualname__", repr(task_class)))
         single = MODES[str(values.get("mode", "rpc"))].single_process if values.get("mode", "rpc") in MODES else False
-        values["task"] = f"{task_class.__module__}:{task_class.__name__}" if single else reference_to(task_class)
+        values["task"] = f"{task_class.__module__}:{task_class.__name__}" if single else class_reference(task_class)
     if isinstance(task, Task):
         values["task_args"] = {**values.get("task_args", {}), **task.keyword_arguments()}
     opened = None if resume is None else open_run(Path(resume))
     if opened is not None:
-        recover_attempt(opened)
+        recover(opened)
         if config is None:
-            config_file_of(opened)  # refuses a folder that has none
+            find_config_file(opened)  # refuses a folder that has none
         values = _over(read_mapping(opened.config_file, yaml.safe_load), values)
         folders = [*folders, *opened.task_folders()]
     effective = load_config(None, base=values, overrides=overrides)
-    return start_here(effective, opened, folders, command=sys.argv, task_class=task_class)
+    return launch_local(effective, opened, folders, command=sys.argv, task_class=task_class)
 
 
 def _values(config: Mapping[str, Any] | str | os.PathLike[str] | Config | None) -> tuple[dict[str, Any], list[Path]]:

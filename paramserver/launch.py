@@ -1,7 +1,7 @@
-"""Starts a run: ``python -m paramserver.launch``.
+"""The command ``python -m paramserver.launch``.
 
-Without a rank, every rank is started on this machine under a supervisor; with one (by flag, torchrun or environment)
-this process is that rank.
+Without a rank it starts every rank on this machine under a supervisor. With one (by flag, torchrun or environment
+variables) this process is that rank.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paramserver.cluster import RankFlags, process_environ, quiet_agent, resolve_identity
+from paramserver.cluster import RankFlags, process_environ, quiet_torch_log, resolve_identity
 from paramserver.cluster.base import ProcessIdentity
 from paramserver.config import (
     MODES,
@@ -30,13 +30,13 @@ from paramserver.config import (
     world_size_of,
 )
 from paramserver.errors import ParamserverError, PeerLost, UnsupportedConfiguration
-from paramserver.importing import importing_torch
+from paramserver.importing import torch_import_without_gc
 from paramserver.metrics import Sink
 from paramserver.process_utils import exit_process, print_output
-from paramserver.runs.attempt import recover_attempt, reserve_run, resumed_attempt, start_transaction
-from paramserver.runs.resume import config_changes, config_file_of, open_run
+from paramserver.runs.attempt import recover, reserve_run, resume_transaction, start_transaction
+from paramserver.runs.resume import describe_resume, find_config_file, open_run
 from paramserver.runs.rundir import RunDir, newest_run
-from paramserver.runtime.supervisor import Channel, describe, first_error
+from paramserver.runtime.supervisor import EventPipe, describe_error, first_error
 
 if TYPE_CHECKING:
     from paramserver.task import Task
@@ -44,22 +44,35 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Result:
-    """What a run came to: its folder and its summary.json."""
+    """The result of a run.
+
+    Attributes:
+        run_dir: folder of the run.
+        summary: content of its summary.json.
+
+    Example::
+
+        >>> result = Result(Path("runs/digits-1"), {"status": "completed", "validation": {"accuracy": 0.97}})
+        >>> result.status, result.validation
+        ('completed', {'accuracy': 0.97})
+    """
 
     run_dir: Path
     summary: dict[str, Any]
 
     @property
     def status(self) -> str:
+        """``completed``; a run that fails or is interrupted raises an error."""
         return str(self.summary["status"])
 
     @property
     def validation(self) -> dict[str, float]:
+        """Means of the last validation, by name."""
         return dict(self.summary["validation"])
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The flags of ``paramserver launch``. Names are accepted with ``-`` in place of ``_`` too."""
+    """Return the parser of the command. ``normalize_flags`` accepts names with ``-`` in place of ``_`` too."""
     parser = argparse.ArgumentParser(
         prog="python -m paramserver.launch",
         description="Train a task through a parameter server (mode rpc), all-reduce (ddp) or alone (local).",
@@ -81,11 +94,11 @@ def make_parser() -> argparse.ArgumentParser:
         nargs="?",
         const="",
         metavar="RUN_DIR",
-        help="go on from a run's newest checkpoint, or from the one given (RUN_DIR/checkpoints/step-<N>); "
+        help="continue from a run's newest checkpoint, or from the one given (RUN_DIR/checkpoints/step-<N>); "
         "without RUN_DIR the newest run of this name or task",
     )
     parser.add_argument("--dry_run", action="store_true", help="show what would be done, start nothing")
-    # What a supervisor tells its ranks.
+    # Set by a supervisor for its ranks.
     for name, kind in (
         ("supervised", int),
         ("listener", int),
@@ -114,23 +127,29 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def normalize_flags(argv: Sequence[str]) -> list[str]:
-    """The words of a command line with ``_`` in the names of all flags."""
-    return [_underscored(word) for word in argv]
+    """Return the arguments of a command line with ``_`` in the names of all flags.
 
+    Example::
 
-def _underscored(word: str) -> str:
-    flag, equals, value = word.partition("=")
-    return flag[:2] + flag[2:].replace("-", "_") + equals + value if flag.startswith("--") else word
+        >>> normalize_flags(["--dry-run", "--master-addr=node-1", "file-1"])
+        ['--dry_run', '--master_addr=node-1', 'file-1']
+    """
+    normalized = []
+    for argument in argv:
+        flag, equals, value = argument.partition("=")
+        is_flag = flag.startswith("--")
+        normalized.append("--" + flag[2:].replace("-", "_") + equals + value if is_flag else argument)
+    return normalized
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
+    """Run the command line; return the exit code."""
     began = time.time()
     arguments = parse(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
-    quiet_agent(process_environ())
+    quiet_torch_log(process_environ())
     if arguments.supervised is not None:
-        return _supervised(arguments)
+        return _run_supervised_rank(arguments)
     try:
         _launch(arguments, began)
     except KeyboardInterrupt:
@@ -141,23 +160,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def report_error(error: BaseException) -> int:
-    """Print what ended the run; its exit code."""
+    """Print what ended the run; return its exit code."""
     error = first_error(error)
-    told = describe(error)
+    description = describe_error(error)
     relayed = isinstance(error, ParamserverError) and error.relayed
     sys.stdout.flush()
-    if told["traceback"] and not relayed and "Traceback (most recent call last)" not in told["message"]:
+    if description["traceback"] and not relayed and "Traceback (most recent call last)" not in description["message"]:
         lines = "".join(traceback.format_exception(error.__cause__ or error))
-        if isinstance(error, PeerLost):  # who is lost counts, not how a collective noticed
+        if isinstance(error, PeerLost):  # the last line names the lost rank; how a collective noticed matters less
             print(lines, file=sys.stderr)
         else:
-            told["message"] += f"\n{lines}"
-    print(f"error: {told['message']}".rstrip(), file=sys.stderr, flush=True)
-    return int(told["exit_code"])
+            description["message"] += f"\n{lines}"
+    print(f"error: {description['message']}".rstrip(), file=sys.stderr, flush=True)
+    return int(description["exit_code"])
 
 
 def _launch(arguments: argparse.Namespace, began: float) -> Result | None:
-    config, run, folders = settle(arguments)
+    config, run, folders = resolve_run(arguments)
     identity = _identity(arguments, config)
     world_size = arguments.world_size if identity is None else identity.world_size
     config = with_world_size(config, world_size or world_size_of(config))
@@ -165,22 +184,25 @@ def _launch(arguments: argparse.Namespace, began: float) -> Result | None:
     if arguments.dry_run:
         from paramserver.runtime.dry_run import plan_text
 
-        for line in () if run is None else config_changes(run, config):
+        for line in () if run is None else describe_resume(run, config):
             print(line, file=sys.stderr)
         print_output(plan_text(config, folders))
         return None
     if identity is None:
-        return start_here(config, run, folders, began=began, command=command)
-    return _be_rank(config, identity, run, folders, began, command)
+        return launch_local(config, run, folders, began=began, command=command)
+    return _run_rank_here(config, identity, run, folders, command)
 
 
-def settle(arguments: argparse.Namespace) -> tuple[Config, RunDir | None, list[Path]]:
-    """The effective config, the run to resume, and the folders where the task is looked for."""
+def resolve_run(arguments: argparse.Namespace) -> tuple[Config, RunDir | None, list[Path]]:
+    """Return the effective config, the run to resume, and the folders where the task is searched.
+
+    If an earlier start ended before it made a step, its changes to the run to resume are rolled back first.
+    """
     flags = {
         "mode": arguments.mode,
         "device.num_gpus": arguments.num_gpus,
         "cluster.master_addr": arguments.master_addr,
-        # A supervisor's ranks are told a port that was free today; it is nothing to store.
+        # The supervisor passes its ranks a port that was free at the start; the stored config keeps the user's.
         "cluster.master_port": arguments.master_port if arguments.supervised is None else None,
     }
     folders = [*arguments.folder] or [Path.cwd()]
@@ -191,16 +213,10 @@ def settle(arguments: argparse.Namespace) -> tuple[Config, RunDir | None, list[P
             raise UnsupportedConfiguration("--config FILE is missing; see --help, or examples/digits/config.yaml")
         run = None if arguments.run_folder is None else RunDir(arguments.run_folder)
         return load_config(arguments.config, overrides=arguments.overrides, flags=flags), run, folders
-    return _settle_resumed(arguments, flags, folders)
-
-
-def _settle_resumed(
-    arguments: argparse.Namespace, flags: Mapping[str, Any], folders: list[Path]
-) -> tuple[Config, RunDir, list[Path]]:
     run = open_run(_run_to_resume(arguments))
-    recover_attempt(run)
-    config = load_config(config_file_of(run, arguments.config), overrides=arguments.overrides, flags=flags)
-    # Where the run found its task when it began; a folder that is given now comes first.
+    recover(run)
+    config = load_config(find_config_file(run, arguments.config), overrides=arguments.overrides, flags=flags)
+    # The folders that are given now come before those of the earlier start.
     return config, run, list(dict.fromkeys([*folders, *run.task_folders()]))
 
 
@@ -222,10 +238,7 @@ def _identity(arguments: argparse.Namespace, config: Config) -> ProcessIdentity 
     return resolve_identity(flags, process_environ(), config)
 
 
-# All ranks on this machine.
-
-
-def start_here(
+def launch_local(
     config: Config,
     run: RunDir | None,
     folders: Sequence[Path],
@@ -234,7 +247,15 @@ def start_here(
     command: Sequence[str] = (),
     task_class: type[Task] | None = None,
 ) -> Result:
-    """Start every rank on this machine and wait for the end.
+    """Start every rank on this machine, and wait for the end of the run.
+
+    Args:
+        config: effective.
+        run: to resume; None = a new one.
+        folders: where the task is searched.
+        began: ``time.time()`` of the command; None = now.
+        command: for environment.json.
+        task_class: the task, for a run of one process; None = loaded by ``config.task``.
 
     Raises:
         ParamserverError: what ended the run.
@@ -243,13 +264,13 @@ def start_here(
 
     began = time.time() if began is None else began
     resume = run is not None
-    console = Console(config, sys.stderr, () if run is None else config_changes(run, config))
+    console = Console(config, sys.stderr, () if run is None else describe_resume(run, config))
     with ExitStack() as stack:
         if run is None:
             run = stack.enter_context(reserve_run(config))
-        stack.enter_context(resumed_attempt(run) if resume else start_transaction(run))
+        stack.enter_context(resume_transaction(run) if resume else start_transaction(run))
         if mode_of(config).single_process:
-            summary = _alone(config, run, folders, console, resume, began, command, task_class)
+            summary = _run_single_process(config, run, folders, console, resume, began, command, task_class)
         else:
             from paramserver.runtime.supervisor import Supervisor
 
@@ -257,18 +278,17 @@ def start_here(
     return Result(run.path, summary)
 
 
-def _alone(
+def _run_single_process(
     config: Config,
     run: RunDir,
     folders: Sequence[Path],
-    shown: Sink,
+    sink: Sink,
     resume: bool,
     began: float,
     command: Sequence[str],
     task_class: type[Task] | None,
 ) -> dict[str, Any]:
-    """A run of one process, which is this one."""
-    with importing_torch():
+    with torch_import_without_gc():
         from paramserver.runtime.rank import RankPlan, run_rank
 
     identity = ProcessIdentity(
@@ -284,49 +304,45 @@ def _alone(
         source="supervisor",
     )
     plan = RankPlan(
-        config, identity, folders, (shown,), run, resume, task_class=task_class, began=began, command=command
+        config, identity, folders, (sink,), run, resume, task_class=task_class, began=began, command=command
     )
     summary = run_rank(plan)
     assert summary is not None
     return summary
 
 
-# One rank.
-
-
-def _be_rank(
+def _run_rank_here(
     config: Config,
     identity: ProcessIdentity,
     run: RunDir | None,
     folders: Sequence[Path],
-    began: float,
     command: Sequence[str],
 ) -> Result | None:
-    """This process is one rank of a run whose others were started elsewhere."""
+    """Run one rank in this process; the others are started elsewhere."""
     from paramserver.metrics.console import Console
 
-    with importing_torch():
+    with torch_import_without_gc():
         from paramserver.runtime.rank import RankPlan, run_rank
 
-    told = () if run is None or identity.global_rank else config_changes(run, config)
-    shown = () if identity.global_rank else (Console(config, sys.stderr, told),)
-    plan = RankPlan(config, identity, folders, shown, run, run is not None, is_last_act=True, command=command)
-    with nullcontext() if run is None or identity.global_rank else resumed_attempt(run):
+    changes = () if run is None or identity.global_rank else describe_resume(run, config)
+    sinks = () if identity.global_rank else (Console(config, sys.stderr, changes),)
+    plan = RankPlan(config, identity, folders, sinks, run, run is not None, ends_process=True, command=command)
+    with nullcontext() if run is None or identity.global_rank else resume_transaction(run):
         summary = run_rank(plan)
     return None if summary is None or plan.run is None else Result(plan.run.path, summary)
 
 
-def _supervised(arguments: argparse.Namespace) -> int:
-    """A rank under a supervisor on this machine."""
+def _run_supervised_rank(arguments: argparse.Namespace) -> int:
+    """Run one rank in this process, under a supervisor on this machine."""
     from paramserver.process_utils import die_with_parent
 
-    channel = Channel(arguments.supervised)
+    pipe = EventPipe(arguments.supervised)
     try:
         die_with_parent()
-        with importing_torch():
+        with torch_import_without_gc():
             from paramserver.runtime.rank import RankPlan, run_rank
 
-        config, run, folders = settle(arguments)
+        config, run, folders = resolve_run(arguments)
         identity = _identity(arguments, config)
         assert identity is not None
         config = with_world_size(config, identity.world_size)
@@ -337,20 +353,20 @@ def _supervised(arguments: argparse.Namespace) -> int:
             config,
             identity,
             folders,
-            (channel,),
+            (pipe,),
             run,
             resume,
             listener,
-            logs=False,
-            is_last_act=True,
+            writes_log=False,
+            ends_process=True,
             began=arguments.began,
             command=command,
         )
         run_rank(plan)
-    except BaseException as error:  # noqa: BLE001 - whatever it is, the supervisor tells it
+    except BaseException as error:  # noqa: BLE001 - the supervisor reports it
         traceback.print_exc()
-        channel.failed(error)
-        return int(describe(error)["exit_code"])
+        pipe.send_error(error)
+        return int(describe_error(error)["exit_code"])
     return 0
 
 

@@ -1,4 +1,4 @@
-"""``--dry_run``: the effective config, who would do what on which device, expected samples and batches."""
+"""``--dry_run``: prints the effective config, the role and devices of each rank, and expected samples and batches."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from paramserver.online.process_runner import LaunchCommand
 from paramserver.online.sampler import make_sampler
 from paramserver.online.spec import IngestSpec
 from paramserver.sources import Partition, make_source
-from paramserver.sources.factory import refuse_unreachable
+from paramserver.sources.factory import check_watermark
 from paramserver.task import Task, make_task
 
 
 def plan_text(config: Config, folders: Sequence[Path]) -> str:
-    """What a run of ``config`` with all ranks on this machine would do. Starts nothing; reads the task's data."""
+    """Describe a run of ``config`` with all ranks on this machine. Starts nothing; reads the task's data."""
     task = make_task(config, folders)
     ranks = roles(config, world_size_of(config))
     trainers = sum(role.kind == "trainer" for role in ranks)
@@ -46,23 +46,23 @@ def _rank_text(role: Role, config: Config, task: Task, trainers: int) -> str:
     buffer = make_buffer(config.buffer.kind, capacity=config.buffer.capacity, pseudo_epochs=config.buffer.pseudo_epochs)
     batches = buffer.expected_batches(total, config.training.batch_size)
     buffer.close()
-    refuse_unreachable(watermark, total, partition)
+    check_watermark(watermark, total, partition)
     first = f", the first from {watermark} samples on" if watermark else ""
     return f"{role} on {devices}, {total} samples, {'unknown' if batches is None else batches} batches{first}"
 
 
 def _simulations_lines(config: Config, folders: Sequence[Path]) -> list[str]:
-    """What the run would start, or wait for; checked as it is at the start."""
-    told = config.simulations
-    if told is None:
+    """Describe the simulations, after the checks that the start of a run makes."""
+    simulations = config.simulations
+    if simulations is None:
         return []
-    plan = IngestSpec.of(told)
+    plan = IngestSpec.of(simulations)
     if not plan.started_here:
-        return [f"simulations: {'any number of' if told.count is None else told.count} from outside"]
-    assert told.count is not None
+        return [f"simulations: {'any number of' if simulations.count is None else simulations.count} from outside"]
+    assert simulations.count is not None
     LaunchCommand(plan, folders, process_environ())
-    make_sampler(told.sampler, plan.parameters, config.seed, told.count, folders)
-    return [f"simulations: {told.count}, {told.at_once} at a time"]
+    make_sampler(simulations.sampler, plan.parameters, config.seed, simulations.count, folders)
+    return [f"simulations: {simulations.count}, {simulations.at_once} at a time"]
 
 
 def _limits_text(config: Config) -> str:

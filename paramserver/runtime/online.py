@@ -1,4 +1,4 @@
-"""Where the clients of an online run are received: rank 0's desk, and how all ranks learn of it."""
+"""Start-up of an online run: the coordinator of its simulations on rank 0, and its address on all ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paramserver.cluster import own_address
-from paramserver.config import SimulationsConfig
 from paramserver.context import ProcessContext
 from paramserver.distributed.rendezvous import Rendezvous
 from paramserver.metrics.records import make_record
@@ -19,50 +18,57 @@ from paramserver.runs.checkpoint_manager import CheckpointManager
 if TYPE_CHECKING:
     from paramserver.online.coordinator import SimulationCoordinator
 
-_KEY = "desk"
+_KEY = "coordinator"
 
 
 @contextmanager
 def start_coordinator(
-    process: ProcessContext, checkpoints: CheckpointManager, told: SimulationsConfig, folders: Sequence[Path]
+    process: ProcessContext, checkpoints: CheckpointManager, folders: Sequence[Path]
 ) -> Iterator[SimulationCoordinator]:
-    """The desk of this run, which tells its address to people. What it did before a resume it takes back."""
-    with _make_desk(process, checkpoints, told, folders) as desk:
-        checkpoints.monitor.note(f"clients reach this run at {desk.address}")
-        yield desk
+    """Run the coordinator on rank 0. After a resume it continues from the state in the checkpoint.
 
-
-def _make_desk(
-    process: ProcessContext, checkpoints: CheckpointManager, told: SimulationsConfig, folders: Sequence[Path]
-) -> SimulationCoordinator:
+    Args:
+        process: of rank 0.
+        checkpoints: of the run; they include the state of the coordinator from now on.
+        folders: where functions of the user are searched.
+    """
     from paramserver.online.coordinator import SimulationCoordinator
 
-    def record(event: str, details: Mapping[str, Any]) -> None:
-        checkpoints.monitor.record(make_record("simulation", checkpoints.monitor.step, rank=0, event=event, **details))
+    config, monitor = process.config, checkpoints.monitor
+    assert config.simulations is not None
 
-    desk = SimulationCoordinator(
-        IngestSpec.of(told),
+    def record(event: str, details: Mapping[str, Any]) -> None:
+        monitor.record(make_record("simulation", monitor.step, rank=0, event=event, **details))
+
+    coordinator = SimulationCoordinator(
+        IngestSpec.of(config.simulations),
         process.trainers,
-        process.config.seed,
+        config.seed,
         checkpoints.run.logs_dir,
-        timeout_s=process.config.cluster.timeout_s,
+        timeout_s=config.cluster.timeout_s,
         folders=folders,
         state=checkpoints.simulations_state,
-        status=lambda: {"run": checkpoints.run.name, "step": checkpoints.monitor.step},
+        status=lambda: {"run": checkpoints.run.name, "step": monitor.step},
         on_event=record,
     )
-    checkpoints.simulations = desk
-    return desk
+    checkpoints.simulations = coordinator
+    with coordinator:
+        monitor.note(f"clients reach this run at {coordinator.address}")
+        yield coordinator
 
 
 def publish_endpoint(
-    process: ProcessContext, desk: SimulationCoordinator | None, rendezvous: Rendezvous | None
+    process: ProcessContext, coordinator: SimulationCoordinator | None, rendezvous: Rendezvous | None
 ) -> ReceiverSpec | None:
-    """What this trainer needs to receive samples; rank 0 tells it to the others. None on a server."""
-    told = process.config.simulations
-    assert told is not None
-    if desk is not None:
-        address, token = desk.address, desk.token
+    """Publish the address and token of the coordinator, on rank 0, or receive them, elsewhere.
+
+    Returns:
+        What a trainer needs to receive samples; None on a server.
+    """
+    simulations = process.config.simulations
+    assert simulations is not None
+    if coordinator is not None:
+        address, token = coordinator.address, coordinator.token
         if rendezvous is not None:
             rendezvous.set(_KEY, json.dumps([address, token.decode()]))
     else:
@@ -74,9 +80,9 @@ def publish_endpoint(
     return ReceiverSpec(
         desk=address,
         token=token,
-        plan=IngestSpec.of(told),
+        plan=IngestSpec.of(simulations),
         trainer_index=process.trainer_index,
         trainers=process.trainers,
-        host=own_address(told.address),
+        host=own_address(simulations.address),
         timeout_s=process.config.cluster.timeout_s,
     )

@@ -126,8 +126,8 @@ def _run_forked(arguments, folder, timeout_s, run_dir, environ):
 
 
 def fork_server():
-    """The fork server of this process."""
-    return shared_server(environment())
+    """The fork server of this process; torch is imported with the log level that a supervisor sets for its ranks."""
+    return shared_server(environment(TORCH_CPP_LOG_LEVEL="ERROR"))
 
 
 def run_in_process(folder, *flags, name="run", **config):

@@ -21,7 +21,7 @@ OUR_THREADS = (
     "checkpoint-sender",
     "control-channel",
     "peer-",
-    "watch-",
+    "rank-events-",
     "segment-host",
     "gatekeeper",
 )
