@@ -18,7 +18,7 @@ from paramserver.consistency import Announcement, Decision, Verdict
 from paramserver.context import ProcessContext
 from paramserver.distributed.membership import Member, release_liveness_calls
 from paramserver.distributed.rendezvous import Rendezvous
-from paramserver.distributed.rpc_calls import RemoteError, tensor_bytes
+from paramserver.distributed.rpc_calls import RemoteError
 from paramserver.distributed.session import rpc_trainer
 from paramserver.errors import PeerLost, PeerRefused, TaskError, UnsupportedConfiguration
 from paramserver.metrics.records import Record, StepReport, StepResult, TrainerTotals, WeightedSums
@@ -223,7 +223,7 @@ class RpcTrainer(Trainer):
             sent.wait()  # the server may receive two messages in any order, and the second replaces the first
         gradient = self.transport.bucket_tensor(bucket)
         if sent is not None:
-            self.wire_bytes += tensor_bytes([gradient])  # ``step_bytes`` counts it once
+            self.wire_bytes += gradient.nbytes  # ``step_bytes`` counts it once
         self._sent_buckets[bucket] = self.server.send_bucket(self._grant.decision.step, bucket, gradient)
 
     def step_optimizer(self, report: StepReport) -> StepResult:
@@ -232,9 +232,10 @@ class RpcTrainer(Trainer):
         if self.transport.zero_copy:
             self._finish_pull()
         root = self.transport.backward_root(self._pulled)
-        buffers = self._pack_buffers() if self._grant.wants_buffers else []
+        buffers = self._pack_buffers() if self._grant.wants_buffers and self._buffers else []
         report = StepReport(**{**vars(report), "used": used})
-        self.wire_bytes += self.transport.step_bytes(self._pulled) + tensor_bytes([*buffers, *self._grant.buffers])
+        self.wire_bytes += self.transport.step_bytes(self._pulled)
+        self.wire_bytes += sum(flat.nbytes for flat in (*buffers, *self._grant.buffers))
         push = report, buffers, self.next_announcement(report.version + 1)
         if self.transport.zero_copy:
             self.optimizer.begin_step(self._context_id, *push)

@@ -13,7 +13,6 @@ import torch.distributed.autograd as dist_autograd
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from paramserver.distributed.rpc_calls import tensor_bytes
 from paramserver.errors import ModelIsElsewhere, TaskError
 from paramserver.metrics.records import StepReport, StepResult
 from paramserver.rng import restore_random_states
@@ -262,4 +261,5 @@ class ServedTrainer(RpcTrainer):
 
 
 def _bytes_of(value: object) -> int:
-    return tensor_bytes(leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+    # Not ``nbytes``, which is not defined for sparse inputs.
+    return sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(value) if isinstance(leaf, Tensor))

@@ -15,14 +15,13 @@ import functools
 import socket
 import threading
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed.rpc as rpc
-from torch import Tensor
 
 from paramserver import errors
 
@@ -105,11 +104,6 @@ def completed_future(value: Any) -> torch.futures.Future[Any]:
     future: torch.futures.Future[Any] = torch.futures.Future()
     future.set_result(value)
     return future
-
-
-def tensor_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the size of ``tensors`` in bytes."""
-    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 # The called side.

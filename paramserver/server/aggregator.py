@@ -137,10 +137,11 @@ class Aggregator:
             future.set_result(StepGrant(decision, result=result, held_s=held_s))
             return
         transport = self.transports[trainer_index]
-        place, buffers = transport.pin_version(), transport.buffers_to_send(self.store.snapshot_of_buffers())
+        slot = transport.pin_version()
+        buffers = tuple(self.store.snapshot_of_buffers()) if transport.sends_buffers else ()
         self._granted[trainer_index] = decision.step
         wants_buffers = self.rules.wants_buffers_from(trainer_index)
-        future.set_result(StepGrant(decision, place, buffers, wants_buffers, result, held_s))
+        future.set_result(StepGrant(decision, slot, buffers, wants_buffers, result, held_s))
 
     def _enter_epoch(self, samples: int) -> None:
         """Step the schedule of epochs before the first step of a new epoch."""
@@ -292,8 +293,9 @@ class Aggregator:
         transport = self.transports[trainer_index]
         if version not in (None, self.rules.step):
             return transport.view_retained(*self.store.retained(version))
-        place, flats = transport.view_version()
-        return VersionView(place, tuple(flats), transport.buffers_to_send(self.store.snapshot_of_buffers()))
+        slot, flats = transport.view_version()
+        buffers = tuple(self.store.snapshot_of_buffers()) if transport.sends_buffers else ()
+        return VersionView(slot, tuple(flats), buffers)
 
     def pop_waiters(self) -> list[Future]:
         """Remove and return the futures of all calls that wait; the caller replies to them."""

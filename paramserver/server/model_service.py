@@ -103,6 +103,8 @@ class ServedTransport(ServerTransport):
         device: that the inputs are moved to.
     """
 
+    sends_buffers = False
+
     def __init__(
         self,
         model: nn.Module,
@@ -141,9 +143,6 @@ class ServedTransport(ServerTransport):
     def view_retained(self, parameters: Flats, buffers: Flats) -> VersionView:
         self._pinned = parameters, buffers
         return VersionView(0, (), ())
-
-    def buffers_to_send(self, current: Flats) -> tuple[Tensor, ...]:
-        return ()
 
     @torch.no_grad()
     def _bind(self, parameters: Flats, buffers: Flats) -> None:

@@ -42,10 +42,13 @@ class GradientBucket:
 class ServerTransport(ABC):
     """The server side for one trainer. Every method is called under the server's lock and does not block.
 
-    ``zero_copy`` is true where gradients are in memory that several servers may share.
+    Attributes:
+        zero_copy: gradients are in memory that several servers may share.
+        sends_buffers: the trainer needs the module buffers of its version.
     """
 
     zero_copy = False
+    sends_buffers = True
 
     @abstractmethod
     def pin_version(self) -> int:
@@ -70,10 +73,6 @@ class ServerTransport(ABC):
     def view_retained(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> VersionView:
         """Return a past version that the server has retained, for validation."""
         return VersionView(None, tuple(parameters), tuple(buffers))
-
-    def buffers_to_send(self, current: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return what the trainer needs of the module buffers of its version."""
-        return tuple(current)
 
     def receive_bucket(self, flat_index: int, gradient: Tensor) -> None:
         """Receive a gradient that is sent before the push; see ``TrainerTransport.buckets``."""

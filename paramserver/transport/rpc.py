@@ -13,7 +13,6 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from paramserver.distributed.rpc_calls import tensor_bytes
 from paramserver.parameters.flat import FlatLayout
 from paramserver.parameters.sharding import Shard
 from paramserver.transport.autograd import pull, push_root
@@ -251,7 +250,7 @@ class RpcTrainerTransport(TrainerTransport):
         return flat
 
     def step_bytes(self, pulled: Sequence[Tensor]) -> int:
-        return tensor_bytes(pulled) + tensor_bytes(self._outgoing)
+        return sum(flat.nbytes for flat in (*pulled, *self._outgoing))
 
 
 def _slice(dense: Tensor, start: int, length: int) -> Tensor:

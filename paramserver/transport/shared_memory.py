@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from paramserver.config import ServerConfig
-from paramserver.distributed.rpc_calls import tensor_bytes
 from paramserver.errors import TaskError, UnsupportedConfiguration
 from paramserver.parameters.flat import FlatLayout
 from paramserver.parameters.sharding import Shard
@@ -224,7 +223,7 @@ class SharedMemoryTrainerTransport(TrainerTransport):
         return push_root([torch.ones(1)], pulled)
 
     def step_bytes(self, pulled: Sequence[Tensor]) -> int:
-        return 2 * tensor_bytes(pulled)
+        return 2 * sum(token.nbytes for token in pulled)
 
 
 class SharedMemory:

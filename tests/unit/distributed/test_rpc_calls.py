@@ -17,7 +17,6 @@ from paramserver.distributed.rpc_calls import (
     host_identity,
     returns_errors,
     returns_errors_async,
-    tensor_bytes,
 )
 from paramserver.server import client
 from paramserver.server.coordinator import ShardCoordinator
@@ -99,12 +98,6 @@ def test_a_handler_that_answers_later_gives_its_error_as_a_future():
     assert refused.done()
     assert refused.value() == RemoteError("TrainingError", "refused")
     assert completed_future(7).value() == 7
-
-
-def test_bytes_are_those_of_the_values():
-    assert tensor_bytes([torch.zeros(3, 2), torch.zeros(5, dtype=torch.bfloat16), torch.empty(0)]) == 34
-    assert tensor_bytes(torch.zeros(8, dtype=torch.float64)[:2] for _ in range(2)) == 32
-    assert tensor_bytes([]) == 0
 
 
 def test_a_host_is_named_the_same_twice_and_by_its_network():
