@@ -50,6 +50,15 @@ class BufferInfo:
         get_wait_s: seconds that the consumer was blocked.
         bytes: size of the samples held.
         seen_histogram: {times served: samples}, over every sample ever put, held or removed.
+
+    Example::
+
+        >>> from paramserver.buffers import Fifo
+        >>> buffer = Fifo(capacity=8)
+        >>> buffer.put(1.5, key=0)
+        >>> info = buffer.info()
+        >>> info.kind, info.population, info.unseen
+        ('fifo', 1, 1)
     """
 
     kind: str

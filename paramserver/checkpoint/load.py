@@ -31,7 +31,17 @@ _MAX_ATTEMPTS = 10
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose files were all compared with their SHA-256: see ``read_checkpoint``."""
+    """A checkpoint whose files were all compared with their SHA-256: see ``read_checkpoint``.
+
+    Example::
+
+        >>> from paramserver.checkpoint import write_checkpoint
+        >>> run = getfixture("tmp_path")
+        >>> path = write_checkpoint(run / "checkpoints", 100, {"counts": {"samples": 3200}}, {"trainers": 2})
+        >>> checkpoint = read_checkpoint(path)
+        >>> checkpoint.step, checkpoint.num_trainers, checkpoint.names
+        (100, 2, ('counts',))
+    """
 
     path: Path
     manifest: Manifest
@@ -93,6 +103,14 @@ def read_checkpoint(path: Path) -> Checkpoint:
     Raises:
         CheckpointError: a file is missing, damaged, or of another format version; the message names the file and the
             newest intact checkpoint.
+
+    Example::
+
+        >>> from paramserver.checkpoint import write_checkpoint
+        >>> run = getfixture("tmp_path")
+        >>> path = write_checkpoint(run / "checkpoints", 100, {"counts": {"samples": 3200}}, {"trainers": 2})
+        >>> read_checkpoint(path).load("counts")
+        {'samples': 3200}
     """
     path = Path(path)
     try:
@@ -117,6 +135,15 @@ def load_chosen(run: Path, which: str, *names: str) -> tuple[Checkpoint, list[An
 
     Raises:
         CheckpointError: there is no such checkpoint; or it is damaged, or it disappeared at every attempt.
+
+    Example::
+
+        >>> from paramserver.checkpoint import write_checkpoint
+        >>> run = getfixture("tmp_path")
+        >>> path = write_checkpoint(run / "checkpoints", 100, {"counts": {"samples": 3200}}, {"trainers": 2})
+        >>> checkpoint, (counts,) = load_chosen(run, "latest", "counts")
+        >>> checkpoint.step, counts
+        (100, {'samples': 3200})
     """
     for attempt in range(1, _MAX_ATTEMPTS + 1):
         try:
@@ -176,6 +203,14 @@ def find_checkpoint(run: Path) -> Path:
 
     Raises:
         CheckpointError: there is none; the message lists what was found.
+
+    Example::
+
+        >>> from paramserver.checkpoint import write_checkpoint
+        >>> run = getfixture("tmp_path")
+        >>> path = write_checkpoint(run / "checkpoints", 100, {"counts": {"samples": 3200}}, {"trainers": 2})
+        >>> find_checkpoint(run).name
+        'step-00000100'
     """
     folder = Path(run) / "checkpoints"
     latest = read_pointer(folder, LATEST)
@@ -195,6 +230,14 @@ def choose_checkpoint(run: Path, which: str) -> Path:
 
     Raises:
         CheckpointError: there is none; the message lists those that exist.
+
+    Example::
+
+        >>> from paramserver.checkpoint import write_checkpoint
+        >>> run = getfixture("tmp_path")
+        >>> path = write_checkpoint(run / "checkpoints", 100, {"counts": {"samples": 3200}}, {"trainers": 2})
+        >>> choose_checkpoint(run, "100").name
+        'step-00000100'
     """
     if which == LATEST:
         return find_checkpoint(run)
@@ -209,7 +252,17 @@ def choose_checkpoint(run: Path, which: str) -> Path:
 
 
 def skipped_checkpoints(checkpoint: Path) -> list[str]:
-    """Return why each newer checkpoint next to ``checkpoint`` was skipped: what makes it incomplete. Newest first."""
+    """Return why each newer checkpoint next to ``checkpoint`` was skipped: what makes it incomplete. Newest first.
+
+    Example::
+
+        >>> from paramserver.checkpoint import write_checkpoint
+        >>> run = getfixture("tmp_path")
+        >>> path = write_checkpoint(run / "checkpoints", 100, {"counts": {"samples": 3200}}, {"trainers": 2})
+        >>> path.with_name("step-00000200").mkdir()
+        >>> len(skipped_checkpoints(path))
+        1
+    """
     found = [(step_of(path.name), path) for path in checkpoint.parent.iterdir()]
     own = step_of(checkpoint.name) or 0
     newer = sorted(((step, path) for step, path in found if step is not None and step > own), reverse=True)

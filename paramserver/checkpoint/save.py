@@ -209,7 +209,16 @@ def explain_disk_errors(path: Path, what: str = "checkpoint") -> Iterator[None]:
 
 
 def mark_best(folder: Path, step: int) -> None:
-    """Point ``folder/best`` to the checkpoint of ``step``, which retention then keeps."""
+    """Point ``folder/best`` to the checkpoint of ``step``, which retention then keeps.
+
+    Example::
+
+        >>> folder = getfixture("tmp_path") / "checkpoints"
+        >>> path = write_checkpoint(folder, 100, {"counts": {"samples": 3200}}, {"mode": "local"})
+        >>> mark_best(folder, 100)
+        >>> (folder / "best").read_text().strip()
+        'step-00000100'
+    """
     with explain_disk_errors(folder / BEST):
         atomic_write_text(folder / BEST, f"{step_name(step)}\n")
 
@@ -230,6 +239,14 @@ def apply_retention(folder: Path, keep: int) -> list[Path]:
 
     Raises:
         UnsupportedConfiguration: ``keep`` is below 1.
+
+    Example::
+
+        >>> folder = getfixture("tmp_path") / "checkpoints"
+        >>> for step in (100, 200):
+        ...     path = write_checkpoint(folder, step, {"counts": {}}, {"mode": "local"})
+        >>> [path.name for path in apply_retention(folder, keep=1)]
+        ['step-00000100']
     """
     if keep < 1:
         raise UnsupportedConfiguration(f"checkpoint.keep ({keep}) must be at least 1; resuming needs one")
@@ -252,6 +269,13 @@ def remove_leftovers(folder: Path) -> list[Path]:
 
     Returns:
         The removed paths.
+
+    Example::
+
+        >>> folder = getfixture("tmp_path") / "checkpoints"
+        >>> path = write_checkpoint(folder, 100, {"counts": {}}, {"mode": "local"})
+        >>> remove_leftovers(folder)
+        []
     """
     removed: list[Path] = []
     if not folder.is_dir():

@@ -143,6 +143,11 @@ def unpack(part: bytes) -> dict[str, Any]:
 
     Raises:
         CheckpointError: ``part`` is not the result of ``pack``.
+
+    Example::
+
+        >>> unpack(pack({"batch_idx": 7}))
+        {'batch_idx': 7}
     """
     state: dict[str, Any] = load_archive(io.BytesIO(part))
     return state
@@ -157,6 +162,14 @@ def check_storable(state: Mapping[str, Any], task_name: str) -> None:
 
     Raises:
         TaskError: ``on_checkpoint`` stored something that ``torch.load(weights_only=True)`` refuses.
+
+    Example::
+
+        >>> check_storable({"epoch": 3, "mean": torch.zeros(2)}, "Digits")
+        >>> check_storable({"lock": object()}, "Digits")
+        Traceback (most recent call last):
+            ...
+        paramserver.errors.TaskError: Digits.on_checkpoint stored what cannot be loaded again ...
     """
     try:
         unpack(pack(_without_values(state)))

@@ -23,7 +23,13 @@ _EXIT_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class WrittenCheckpoint:
-    """What one write produced, for its record."""
+    """What one write produced, for its record.
+
+    Example::
+
+        >>> WrittenCheckpoint(100, Path("checkpoints/step-00000100"), 2048, seconds=0.1, is_best=False).path.name
+        'step-00000100'
+    """
 
     step: int
     path: Path

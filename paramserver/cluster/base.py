@@ -28,6 +28,12 @@ class ProcessIdentity:
         store_is_hosted: an agent (torchrun's) serves a TCPStore there already, so no rank may bind the port.
         job: a prefix that all ranks of this attempt share, and no other attempt on the same store.
         source: where the identity comes from: flags, torchrun, environment (variables set by hand) or supervisor.
+
+    Example::
+
+        >>> from paramserver.cluster import resolve_identity
+        >>> resolve_identity(RankFlags(), {"RANK": "1", "WORLD_SIZE": "3"}, Config()).local_rank
+        1
     """
 
     global_rank: int
@@ -44,7 +50,12 @@ class ProcessIdentity:
 
 @dataclass(frozen=True)
 class RankFlags:
-    """``--rank``, ``--world_size``, ``--master_addr`` and ``--master_port`` of the command line; None = not given."""
+    """``--rank``, ``--world_size``, ``--master_addr`` and ``--master_port`` of the command line; None = not given.
+
+    Example::
+
+        >>> RankFlags(global_rank=1, world_size=3).check()
+    """
 
     global_rank: int | None = None
     world_size: int | None = None
@@ -75,6 +86,15 @@ class ClusterEnvironment(ABC):
         environ: environment variables of this process.
         config: effective configuration; provides what the environment leaves out.
         flags: of the command line.
+
+    Example::
+
+        >>> from paramserver.cluster import EnvVarEnvironment
+        >>> variables = {"RANK": "1", "WORLD_SIZE": "3"}
+        >>> EnvVarEnvironment.detect(variables, RankFlags())
+        True
+        >>> EnvVarEnvironment(variables, Config(), RankFlags()).identity().source
+        'environment'
     """
 
     source: ClassVar[str]
@@ -165,7 +185,13 @@ def infer_placement(global_rank: int, world_size: int, master_addr: str) -> tupl
 
 
 def process_environ() -> MutableMapping[str, str]:
-    """Return the environment variables of this process, for code that passes them on."""
+    """Return the environment variables of this process, for code that passes them on.
+
+    Example::
+
+        >>> "PATH" in process_environ()
+        True
+    """
     return os.environ
 
 

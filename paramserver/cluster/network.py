@@ -47,6 +47,13 @@ def is_loopback(host: str) -> bool:
 
 
 def loopback_interface() -> str:
+    """Return the name of the loopback interface.
+
+    Example::
+
+        >>> loopback_interface()
+        'lo'
+    """
     return "lo"
 
 
@@ -59,6 +66,13 @@ def bind_interface(environ: MutableMapping[str, str], name: str) -> None:
 
     Raises:
         UnsupportedConfiguration: this machine has no such interface.
+
+    Example::
+
+        >>> variables = {}
+        >>> bind_interface(variables, "lo")
+        >>> variables["GLOO_SOCKET_IFNAME"]
+        'lo'
     """
     known = [interface for _, interface in socket.if_nameindex()]
     if name not in known:
@@ -71,7 +85,13 @@ def bind_interface(environ: MutableMapping[str, str], name: str) -> None:
 
 
 def num_usable_cores() -> int:
-    """Return the number of cores that this process may use."""
+    """Return the number of cores that this process may use.
+
+    Example::
+
+        >>> num_usable_cores() >= 1
+        True
+    """
     return len(os.sched_getaffinity(0))
 
 
@@ -126,23 +146,51 @@ def producer_environment(environ: Mapping[str, str], variables: Mapping[str, str
 
 
 def mark_supervised(environ: MutableMapping[str, str]) -> None:
-    """Mark the environment of a process that a supervisor starts."""
+    """Mark the environment of a process that a supervisor starts.
+
+    Example::
+
+        >>> variables = {}
+        >>> mark_supervised(variables)
+        >>> is_supervised(variables)
+        True
+    """
     environ[_SUPERVISED] = "1"
 
 
 def is_supervised(environ: Mapping[str, str]) -> bool:
-    """Return whether a supervisor started this process as one of its ranks."""
+    """Return whether a supervisor started this process as one of its ranks.
+
+    Example::
+
+        >>> is_supervised({})
+        False
+    """
     return _SUPERVISED in environ
 
 
 def quiet_torch_log(environ: MutableMapping[str, str]) -> None:
-    """Set the threshold of torch's log in a process that no supervisor started. Call it before torch is imported."""
+    """Set the threshold of torch's log in a process that no supervisor started. Call it before torch is imported.
+
+    Example::
+
+        >>> variables = {}
+        >>> quiet_torch_log(variables)
+        >>> variables
+        {'TORCH_CPP_LOG_LEVEL': 'ERROR'}
+    """
     for name, value in _LOG_LEVEL.items():
         environ.setdefault(name, value)
 
 
 def interface_to(host: str) -> str | None:
-    """Return the interface over which this machine reaches ``host``; None if it is unknown (torch then chooses)."""
+    """Return the interface over which this machine reaches ``host``; None if it is unknown (torch then chooses).
+
+    Example::
+
+        >>> interface_to("127.0.0.1")
+        'lo'
+    """
     if is_loopback(host):
         return loopback_interface()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -209,6 +257,12 @@ def bind_listener(host: str, port: int) -> socket.socket:
 
     Raises:
         UnsupportedConfiguration: the address is not this machine's, or the port is taken.
+
+    Example::
+
+        >>> with bind_listener("127.0.0.1", 0) as listener:
+        ...     listener.getsockname()[0]
+        '127.0.0.1'
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)

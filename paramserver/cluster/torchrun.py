@@ -93,7 +93,14 @@ class TorchrunEnvironment(ClusterEnvironment):
 
 
 class EnvVarEnvironment(TorchrunEnvironment):
-    """RANK and WORLD_SIZE set by hand or by a job script. Variables that are not set come from the config."""
+    """RANK and WORLD_SIZE set by hand or by a job script. Variables that are not set come from the config.
+
+    Example::
+
+        >>> environment = EnvVarEnvironment({"RANK": "1", "WORLD_SIZE": "3"}, Config(), RankFlags())
+        >>> environment.master_addr, environment.master_port
+        ('127.0.0.1', 29500)
+    """
 
     source = "environment"
 

@@ -26,7 +26,13 @@ from paramserver.limits import Limits
 
 
 class Readiness(IntEnum):
-    """What a trainer announces before a step: it has its next batches, it waits for samples, or its data has ended."""
+    """What a trainer announces before a step: it has its next batches, it waits for samples, or its data has ended.
+
+    Example::
+
+        >>> Readiness.READY < Readiness.DRAINED
+        True
+    """
 
     READY = 1
     WAITING = 2
@@ -34,7 +40,13 @@ class Readiness(IntEnum):
 
 
 class Stop(IntEnum):
-    """Why a trainer requests the end of the run; the larger reason wins."""
+    """Why a trainer requests the end of the run; the larger reason wins.
+
+    Example::
+
+        >>> max(Stop.NO, Stop.SIGNAL, Stop.LIMIT)
+        <Stop.SIGNAL: 2>
+    """
 
     NO = 0
     LIMIT = 1
@@ -47,6 +59,11 @@ class Verdict(Enum):
     ``GO``: take a step. ``WAIT``: announce again. ``END``: the run ends, for all trainers. The other two exist without
     lockstep. ``BARRIER``: all trainers are at the same step, where they validate or save together. ``VALIDATE``: this
     trainer validates its share of a retained version, while the others continue.
+
+    Example::
+
+        >>> Verdict("barrier")
+        <Verdict.BARRIER: 'barrier'>
     """
 
     GO = "go"
@@ -58,7 +75,13 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class Announcement:
-    """What a trainer sends before each step; it has ``batches`` batches ready for it."""
+    """What a trainer sends before each step; it has ``batches`` batches ready for it.
+
+    Example::
+
+        >>> Announcement(Readiness.READY, batches=4).stop
+        <Stop.NO: 0>
+    """
 
     readiness: Readiness
     batches: int = 1
@@ -78,6 +101,11 @@ class Decision:
         reason: why the run ends.
         interrupted: a signal ends the run, which is therefore not complete.
         batches: of each active trainer; fewer than ``training.accumulate_batches`` only at the end of the data.
+
+    Example::
+
+        >>> Decision(Verdict.GO, active=(0, 1), step=10, samples=640, batches=1).interrupted
+        False
     """
 
     verdict: Verdict
@@ -100,6 +128,11 @@ class RunTerms:
         batch_size: samples of a batch, at most; bounds the samples that are in flight.
         barrier_every: steps; at multiples of any of them all trainers wait for each other (checkpoints). 0 is never.
         validate_every: steps; multiples of it are retained and validated without a barrier. 0 is never.
+
+    Example::
+
+        >>> RunTerms(2, Limits(max_steps=100), barrier_every=(50,)).uneven_inputs
+        'stop'
     """
 
     num_trainers: int
@@ -118,6 +151,11 @@ class Update:
         trainers: indices of the trainers.
         staleness: of each gradient: the version that it is applied to minus the version that it was computed at.
         buffers_from: the trainer whose module buffers become those of the version.
+
+    Example::
+
+        >>> Update(trainers=(0, 2), staleness=(0, 1), buffers_from=0).staleness
+        (0, 1)
     """
 
     trainers: tuple[int, ...]
@@ -135,6 +173,15 @@ class Consistency(ABC):
         terms: of the run.
         step: steps applied so far.
         samples: samples applied so far.
+
+    Example::
+
+        >>> from paramserver.consistency import Sync
+        >>> rule = Sync(RunTerms(2, Limits()))
+        >>> for trainer in (0, 1):
+        ...     rule.announce(trainer, Announcement(Readiness.READY))
+        >>> rule.next_update() is None, [decision.verdict.name for decision in rule.pop_decisions().values()]
+        (True, ['GO', 'GO'])
     """
 
     lockstep: bool

@@ -25,30 +25,40 @@ def decide(
         >>> decide({0: ready, 1: ready}, 5, 160, Limits(max_steps=5), "stop").reason
         'training.max_steps (5) reached'
     """
-    active = tuple(i for i in sorted(announced) if announced[i].readiness is Readiness.READY)
-    drained = tuple(i for i in sorted(announced) if announced[i].readiness is Readiness.DRAINED)
+    active, drained, batches = [], [], []
+    stop, reason = Stop.NO, ""
+    for trainer_index, announcement in sorted(announced.items()):
+        if announcement.readiness is Readiness.READY:
+            active.append(trainer_index)
+            batches.append(announcement.batches)
+        elif announcement.readiness is Readiness.DRAINED:
+            drained.append(trainer_index)
+        if announcement.stop > stop or (announcement.stop is stop and not reason):
+            stop, reason = announcement.stop, announcement.reason
 
-    def end(reason: str, interrupted: bool = False) -> Decision:
-        return Decision(Verdict.END, (), step, samples, reason, interrupted)
-
-    stop = max((a.stop for a in announced.values()), default=Stop.NO)
     # A limit comes before a signal: a run that has reached it is complete, whatever else would end it.
     if (limit := limits.reached(step, samples)) is not None:
-        return end(limit)
+        return Decision(Verdict.END, (), step, samples, limit)
     if stop is not Stop.NO:
-        reason = next((a.reason for _, a in sorted(announced.items()) if a.stop is stop and a.reason), "")
-        return end(reason, interrupted=stop is Stop.SIGNAL)
+        return Decision(Verdict.END, (), step, samples, reason, interrupted=stop is Stop.SIGNAL)
     if len(drained) == len(announced):
-        return end("all data was served")
+        return Decision(Verdict.END, (), step, samples, "all data was served")
     if drained and uneven_inputs == "stop":
-        return end(f"trainer {drained[0]} has no more data (training.uneven_inputs: stop)")
+        reason = f"trainer {drained[0]} has no more data (training.uneven_inputs: stop)"
+        return Decision(Verdict.END, (), step, samples, reason)
     if len(active) + len(drained) < len(announced):
         return Decision(Verdict.WAIT, (), step, samples)
-    return Decision(Verdict.GO, active, step, samples, batches=min(announced[i].batches for i in active))
+    return Decision(Verdict.GO, tuple(active), step, samples, batches=min(batches))
 
 
 def module_buffer_owner(active: tuple[int, ...], uneven_inputs: str) -> int:
-    """Return the trainer whose module buffers (BatchNorm) a step keeps: as in DDP the first, in DDP's join the last."""
+    """Return the trainer whose module buffers (BatchNorm) a step keeps: as in DDP the first, in DDP's join the last.
+
+    Example::
+
+        >>> module_buffer_owner((0, 1), "stop"), module_buffer_owner((0, 1), "join")
+        (0, 1)
+    """
     return active[-1] if uneven_inputs == "join" else active[0]
 
 

@@ -36,6 +36,11 @@ class ResumePosition:
         unserved: keys of those that its buffer held and had never served, in order; only if the source is
             ``refetchable`` (otherwise the samples themselves are resharded).
         mark: of the last group in its buffer; None if there was none.
+
+    Example::
+
+        >>> ResumePosition(state={"seed": 0}, position=640, unserved=[638, 639]).mark is None
+        True
     """
 
     state: Mapping[str, Any]
