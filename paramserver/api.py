@@ -29,17 +29,44 @@ def run(
     overrides: Sequence[str] = (),
     resume: str | os.PathLike[str] | None = None,
 ) -> Result:
-    """Train ``task`` as ``config`` says, with all ranks on this machine.
+    """Train a task with all ranks on this machine, and wait for the end of the run.
+
+    Call it in a script under ``if __name__ == "__main__":``, or in a notebook. With ``mode="local"`` the run happens
+    in this process; in the other modes each rank is a process of its own that imports the task.
 
     Args:
-        task: a class derived from Task, or an instance of one (its arguments are taken over; each process makes its
-            own); None where the config names it.
-        config: a mapping like the YAML file, the path of one, or a Config.
-        overrides: as after ``--set``.
-        resume: the folder of a run to go on with; its stored config holds, then ``config``, then ``overrides``.
+        task: a class derived from Task, or an instance of one (each process creates its own from the same arguments);
+            None = the config names it.
+        config: a mapping with the structure of the YAML file, the path of one, or a Config.
+        overrides: ``section.key=value``, as after ``--set``.
+        resume: the folder of a run to continue. ``config`` overrides its stored config, and ``overrides`` both.
+
+    Returns:
+        The folder of the run, and its summary.
 
     Raises:
-        ParamserverError: as the command line would end.
+        ParamserverError: what ended the run; Interrupted after a signal.
+
+    Example::
+
+        >>> import tempfile
+        >>> import torch
+        >>> from paramserver import Task
+        >>> class Line(Task):
+        ...     def build_model(self):
+        ...         return torch.nn.Linear(1, 1)
+        ...     def build_optimizer(self, model):
+        ...         return torch.optim.SGD(model.parameters(), lr=0.1)
+        ...     def train_source(self, partition):
+        ...         x = torch.linspace(-1, 1, 32).unsqueeze(1)
+        ...         return torch.utils.data.TensorDataset(x, 2 * x)
+        ...     def training_step(self, model, batch, batch_idx):
+        ...         return torch.nn.functional.mse_loss(model(batch[0]), batch[1])
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     logging = {"run_dir": folder, "progress": "off", "tensorboard": False}
+        ...     result = run(Line, {"mode": "local", "training": {"max_steps": 4, "batch_size": 8}, "logging": logging})
+        >>> result.status, result.summary["samples"]
+        ('completed', 32)
     """
     from paramserver.importing import class_reference
     from paramserver.task import Task, check_task_class
@@ -61,8 +88,8 @@ def run(
     if opened is not None:
         recover(opened)
         if config is None:
-            find_config_file(opened)  # refuses a folder that has none
-        values = _over(read_mapping(opened.config_file, yaml.safe_load), values)
+            find_config_file(opened)  # raises if the folder has none
+        values = _merge(read_mapping(opened.config_file, yaml.safe_load), values)
         folders = [*folders, *opened.task_folders()]
     effective = load_config(None, base=values, overrides=overrides)
     return launch_local(effective, opened, folders, command=sys.argv, task_class=task_class)
@@ -79,8 +106,8 @@ def _values(config: Mapping[str, Any] | str | os.PathLike[str] | Config | None) 
     return load_config(path).to_mapping(), [Path.cwd(), path.resolve().parent]
 
 
-def _over(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The stored config, with what is given now in place of it, section by section."""
+def _merge(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the stored config, overridden by the given one section by section."""
     merged = dict(stored)
     for key, value in given.items():
         old = merged.get(key)

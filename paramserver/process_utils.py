@@ -1,7 +1,4 @@
-"""How a process of the command line ends.
-
-A process ends with the one that started it.
-"""
+"""Output and exit of the commands, and processes that end with their parent."""
 
 from __future__ import annotations
 
@@ -20,22 +17,23 @@ _THREADS_S = 5.0
 
 
 def print_output(text: str) -> None:
-    """Print what a command was asked for; a reader that has closed its end wants no more of it."""
+    """Print the result of a command. A reader that has closed its end, such as ``head``, is no error."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
-        # What is left in the buffer goes nowhere when Python flushes it at the end.
+        # Python flushes the rest of the buffer at exit, which must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def exit_process(exit_code: int) -> NoReturn:
-    """End this process with ``exit_code``; where torch is loaded, without taking the interpreter apart.
+    """End this process with ``exit_code``; if torch is loaded, without finalizing the interpreter.
 
-    A thread of torch's, such as a worker of gloo that lets go of its last tensor, asks for the interpreter; where that
-    is being finalized the answer is SIGABRT, after the work was done well. So what an exit owes is done first (threads
-    of the task, exit handlers, output), and then the process ends at once, as the children of multiprocessing do.
+    A native thread of torch, such as a worker of gloo that releases its last tensor, takes the interpreter's lock.
+    While the interpreter is being finalized, that ends the process with SIGABRT after all work is done. So this
+    function joins threads, runs exit handlers and flushes output itself, and then ends the process at once, as the
+    children of multiprocessing do.
     """
-    # While it finalizes, Python puts handlers of its own back to the default; a late signal would change the exit code.
+    # Python restores the default handlers while it finalizes; a late signal would then change the exit code.
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     if "torch" not in sys.modules:
@@ -48,7 +46,7 @@ def exit_process(exit_code: int) -> NoReturn:
 
 
 def _join_threads(deadline: float) -> None:
-    """Threads that are no daemons may finish, as at the end of any program, but not for ever."""
+    """Wait for threads that are no daemons, as at the end of any program, but not for longer than the deadline."""
     for thread in threading.enumerate():
         if not thread.daemon and thread is not threading.current_thread():
             thread.join(max(deadline - time.monotonic(), 0.0))
@@ -58,15 +56,19 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Ask the kernel for a SIGTERM when the parent dies (prctl(2)); this process then saves and leaves.
+    """Ask the kernel to send SIGTERM when the parent dies (prctl(2)); this process then saves and ends.
 
-    To the kernel the parent is the thread that started this process.
+    The kernel's parent is the thread that started this process, so that thread must live as long as its process.
 
     Args:
-        parent: its process id, where it told; None = whoever is the parent now, if that is not the first process.
+        parent: process id, if it is known; None = the current parent, unless that is the first process.
+
+    Raises:
+        TrainingError: the parent is dead already.
     """
     expected = os.getppid() if parent is None else parent
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM) != 0:
         raise TrainingError(f"prctl failed: {os.strerror(ctypes.get_errno())}")
+    # It may have died before the call above; then no signal comes.
     if os.getppid() != expected or (parent is None and expected == 1):
         raise TrainingError("the parent died before this process began")

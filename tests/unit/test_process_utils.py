@@ -1,4 +1,4 @@
-"""The end of a process: nothing that is owed is lost, and no thread of native code turns success into SIGABRT."""
+"""The exit of a process: threads, handlers and output complete, and no native thread turns success into SIGABRT."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ def ended(code: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("torch", ["", "import torch"])
-def test_the_code_and_all_that_was_owed(torch):
+def test_the_exit_code_threads_handlers_and_output(torch):
     done = ended(
         f"""
 import atexit, sys, threading, time
@@ -27,8 +27,8 @@ exit_process(3)
     assert done.stdout.split() == ["work", "thread", "handler"]
 
 
-def test_a_store_that_a_daemon_thread_waits_for_does_not_abort_a_good_end():
-    """Where the interpreter is finalized, the thread of a wait that was given up ends the process by SIGABRT."""
+def test_a_daemon_thread_that_waits_for_a_store_does_not_abort_the_exit():
+    """With a finalized interpreter, the thread of an abandoned wait ends the process with SIGABRT."""
     done = ended(
         """
 import socket, threading, time
