@@ -1,4 +1,4 @@
-"""NaN and infinity: found wherever they are, told in one sentence, and never stored."""
+"""NaN and infinity are detected wherever they are, reported in one sentence, and never saved."""
 
 import math
 import re
@@ -70,13 +70,13 @@ def test_a_gradient_that_is_nan_with_a_finite_loss_is_never_stored(tmp_path, way
         **WAYS[way],
     }
     finished = (run_in_process if way == "local" else launch)(tmp_path, **config)
-    said = "step 6: parameter scale is NaN" if clip is None else "step 6: the norm of all gradients is nan"
+    expected = "step 6: parameter scale is NaN" if clip is None else "step 6: the norm of all gradients is nan"
     assert finished.code == 1, finished.output
     last = finished.output.rstrip().splitlines()[-1]
     assert last.startswith("error: ")
-    assert said in last
+    assert expected in last
     assert "Traceback" not in finished.output
-    assert said in finished.summary["error"]
+    assert expected in finished.summary["error"]
     assert finished.checkpoints == ["step-00000003"]
     assert all(tensor.isfinite().all() for tensor in finished.load("model").values())
 

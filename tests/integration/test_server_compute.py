@@ -52,7 +52,7 @@ def test_one_trainer_is_the_same_as_local_bit_for_bit(tmp_path):
     for kind, field in (("train", "loss"), ("train", "lr"), ("validation", "values")):
         assert [r[field] for r in local.of_kind(kind)] == [r[field] for r in served.of_kind(kind)]
     assert [r["value"] for r in served.of_kind("log")] == [15.0]
-    # What only the output that nobody uses leads to was never stepped, though weight decay alone would change it.
+    # What only the unused output depends on was never stepped, though weight decay alone would change it.
     assert differing_tensors(served.load("model")["second.weight"], initial(Branches())["second.weight"]) == []
 
 
@@ -74,7 +74,7 @@ def recorded(folder, trainers, steps, **config):
 
 
 def replayed(run, trainers):
-    """Asserts that a run of ``Recording`` ended as one process says; the pushes, and the staleness of each."""
+    """Assert that a run of ``Recording`` ended as in one process; return the pushes, and the staleness of each."""
     pushes = [torch.load(run.run_dir.parent / f"pushes-{i}.pt", weights_only=True) for i in range(trainers)]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -124,7 +124,7 @@ def test_a_task_that_needs_more_than_the_call_is_refused(tmp_path):
 
 @pytest.mark.processes
 def test_a_model_that_a_copy_cannot_follow_is_refused(tmp_path):
-    """Otherwise what it reaches so would never be trained, and nobody would know."""
+    """Otherwise that parameter would silently not be trained."""
     run = launch(tmp_path, task=f"{SERVED}:Sidelong", mode="rpc", cluster={"num_trainers": 1}, server=SERVER)
     assert run.code == 2, run.output
     assert "the model reaches parameter behind.weight through a function" in run.output
@@ -133,7 +133,7 @@ def test_a_model_that_a_copy_cannot_follow_is_refused(tmp_path):
 # The server's part.
 
 
-def an_end(model):
+def make_transport(model):
     parameters, buffers = trainable_parameters(model), module_buffers(model)
     layouts = FlatLayout.of(parameters.items()), FlatLayout.of(buffers.items())
     return ServedTransport(model, *layouts, lambda: flats_of(layouts, parameters, buffers), torch.device("cpu"))
@@ -156,23 +156,23 @@ def a_call(*args, batch=0, training=None, wants_grad=True, seed=0):
 
 
 def received(*answers):
-    """What a trainer has of these answers, each one tensor: the outputs, and the anchors beside them."""
+    """What a trainer receives of these replies, each one tensor: the outputs and the anchors."""
     pairs = [recv_outputs([answer.token, answer.output]) for answer in answers]
     return [outputs[0] for _, outputs in pairs], [anchor for anchor, _ in pairs]
 
 
-def gradients(end, loss, anchors):
+def gradients(transport, loss, anchors):
     """What a push finds after the backward of a loss: gradients by name, which there are, and the module buffers."""
-    leaves = [leaf for replica in end._replicas for leaf in replica.leaves.values()]
+    leaves = [leaf for replica in transport._replicas for leaf in replica.leaves.values()]
     grads = torch.autograd.grad([loss, *anchors], leaves, allow_unused=True)
     held = {leaf: grad for leaf, grad in zip(leaves, grads, strict=True) if grad is not None}
-    flats = end.collect_gradients(held)
-    report, buffers = end.complete_push(StepReport(0, 0, 1, 0.0, 0.0), [])
-    return end._parameter_layout.views(flats), report.used, end._buffer_layout.views(buffers)
+    flats = transport.collect_gradients(held)
+    report, buffers = transport.complete_push(StepReport(0, 0, 1, 0.0, 0.0), [])
+    return transport._parameter_layout.views(flats), report.used, transport._buffer_layout.views(buffers)
 
 
-class Meeting(nn.Module):
-    """Its forward ends only when another thread is in it too."""
+class WaitsForOthers(nn.Module):
+    """Its forward transports only when another thread is in it too."""
 
     def __init__(self, barrier):
         super().__init__()
@@ -180,7 +180,7 @@ class Meeting(nn.Module):
         self.layer = nn.Linear(2, 2)
 
     def __deepcopy__(self, memo):
-        own = Meeting(self.barrier[0])
+        own = WaitsForOthers(self.barrier[0])
         own.layer._parameters = {n: memo[id(p)] for n, p in self.layer.named_parameters()}
         return own
 
@@ -190,12 +190,12 @@ class Meeting(nn.Module):
 
 
 def test_forwards_run_side_by_side():
-    model = Meeting(threading.Barrier(8))
-    ends = [an_end(model) for _ in range(8)]
-    for end in ends:
-        end.pin_version()
+    model = WaitsForOthers(threading.Barrier(8))
+    transports = [make_transport(model) for _ in range(8)]
+    for transport in transports:
+        transport.pin_version()
     with ThreadPoolExecutor(8) as pool:
-        outputs = list(pool.map(lambda end: end.compute(a_call(torch.ones(1, 2))).output, ends))
+        outputs = list(pool.map(lambda transport: transport.compute(a_call(torch.ones(1, 2))).output, transports))
     assert all(torch.equal(output, model.layer(torch.ones(1, 2))) for output in outputs)
 
 
@@ -203,18 +203,18 @@ def test_threads_neither_share_versions_nor_module_buffers_nor_random_numbers():
     """Eight trainers at versions of their own, each against a model of its own in one thread."""
     torch.manual_seed(1)
     models = [ReferenceModel(dropout=0.5, unused=True) for _ in range(8)]
-    end_of = [an_end(models[0]) for _ in range(8)]
-    layouts = end_of[0]._parameter_layout, end_of[0]._buffer_layout
+    transports = [make_transport(models[0]) for _ in range(8)]
+    layouts = transports[0]._parameter_layout, transports[0]._buffer_layout
 
     def one(index):
-        end, own, made = end_of[index], models[index], []
+        transport, own, made = transports[index], models[index], []
         for step in range(10):
             images = torch.randn(4, 1, 6, 6, generator=torch.Generator().manual_seed(100 * index + step))
-            end._snapshot = lambda: flats_of(layouts, trainable_parameters(own), module_buffers(own))
-            end.pin_version()
-            answer = end.compute(a_call(images, seed=step))
+            transport._snapshot = lambda: flats_of(layouts, trainable_parameters(own), module_buffers(own))
+            transport.pin_version()
+            answer = transport.compute(a_call(images, seed=step))
             (output,), anchors = received(answer)
-            grads, used, buffers = gradients(end, output.pow(2).sum(), anchors)
+            grads, used, buffers = gradients(transport, output.pow(2).sum(), anchors)
             made.append((images, step, {n: g.clone() for n, g in grads.items()}, used, buffers))
         return made
 
@@ -235,14 +235,14 @@ def test_threads_neither_share_versions_nor_module_buffers_nor_random_numbers():
             assert differing_tensors(buffers, module_buffers(own)) == []
 
 
-def test_several_calls_of_a_step_go_on_with_the_same_module_buffers():
+def test_several_calls_of_a_step_continue_with_the_same_module_buffers():
     model = ReferenceModel(dropout=0.0, unused=False)
-    end, images = an_end(model), torch.randn(3, 4, 1, 6, 6)
-    end.pin_version()
-    answers = [end.compute(a_call(images[i], batch=i)) for i in range(3)]
-    end.compute(a_call(images[0], wants_grad=False, training=False))
+    transport, images = make_transport(model), torch.randn(3, 4, 1, 6, 6)
+    transport.pin_version()
+    answers = [transport.compute(a_call(images[i], batch=i)) for i in range(3)]
+    transport.compute(a_call(images[0], wants_grad=False, training=False))
     outputs, anchors = received(*answers)
-    grads, used, buffers = gradients(end, sum(output.square().mean() for output in outputs), anchors)
+    grads, used, buffers = gradients(transport, sum(output.square().mean() for output in outputs), anchors)
     for i in range(3):
         model(images[i]).square().mean().backward()
     assert used is None
@@ -252,32 +252,32 @@ def test_several_calls_of_a_step_go_on_with_the_same_module_buffers():
 
 def test_a_version_that_follows_does_not_reach_what_was_computed_before():
     model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
-    end = an_end(model)
-    end.pin_version()
-    (output,), anchors = received(end.compute(a_call(x := torch.randn(3, 2))))
+    transport = make_transport(model)
+    transport.pin_version()
+    (output,), anchors = received(transport.compute(a_call(x := torch.randn(3, 2))))
     expected = torch.autograd.grad(model(x).pow(3).sum(), list(model.parameters()))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(1.0)
-    end.pin_version()
-    grads, _, _ = gradients(end, output.pow(3).sum(), anchors)
+    transport.pin_version()
+    grads, _, _ = gradients(transport, output.pow(3).sum(), anchors)
     assert all(torch.equal(grad, want) for grad, want in zip(grads.values(), expected, strict=True))
-    assert torch.equal(end.compute(a_call(x)).output, model(x))
+    assert torch.equal(transport.compute(a_call(x)).output, model(x))
 
 
-def test_modes_travel_with_the_call():
+def test_the_training_flag_is_sent_with_the_call():
     """Also the mode in which the task built each module."""
     model = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5).eval(), nn.Linear(8, 1))
-    end, x = an_end(model), torch.ones(1, 8)
-    end.pin_version()
+    transport, x = make_transport(model), torch.ones(1, 8)
+    transport.pin_version()
     torch.manual_seed(0)
     built = model(x)
-    assert torch.equal(end.compute(a_call(x)).output, built)
-    assert torch.equal(end.compute(a_call(x, training=False)).output, model[2](x))
+    assert torch.equal(transport.compute(a_call(x)).output, built)
+    assert torch.equal(transport.compute(a_call(x, training=False)).output, model[2](x))
     torch.manual_seed(0)
     both = copy.deepcopy(model).train()(x)
-    assert torch.equal(end.compute(a_call(x, training=True)).output, both)
-    assert torch.equal(end.compute(a_call(x)).output, built)
+    assert torch.equal(transport.compute(a_call(x, training=True)).output, both)
+    assert torch.equal(transport.compute(a_call(x)).output, built)
 
 
 class Spread(ReferenceTask):
@@ -297,14 +297,14 @@ def test_a_model_may_be_spread_over_devices_of_the_server(monkeypatch):
     )
     task, config = Spread(), Config(server=ServerConfig(compute="server"))
     versions = ParameterStore(task, config)
-    forwards = ModelService(task, config, versions)
+    service = ModelService(task, config, versions)
     assert task.seen == [1, 2]
     with torch.no_grad():  # as a checkpoint that is restored
         for parameter in versions.model.parameters():
             parameter.add_(0.1)
-    end, images = forwards.new_transport(), torch.randn(4, 1, 6, 6)
-    (output,), anchors = received(end.compute(a_call(images)))
-    grads, used, _ = gradients(end, output.square().mean(), anchors)
+    transport, images = service.new_transport(), torch.randn(4, 1, 6, 6)
+    (output,), anchors = received(transport.compute(a_call(images)))
+    grads, used, _ = gradients(transport, output.square().mean(), anchors)
     versions.model(images).square().mean().backward()
     assert used is None
     assert differing_tensors(grads, {n: p.grad for n, p in versions.model.named_parameters() if p.requires_grad}) == []
@@ -320,8 +320,8 @@ class Returns(nn.Module):
         return self.what(self.layer, x)
 
 
-def recomputed(draws):
-    return lambda layer, x: checkpoint(lambda v: F.dropout(layer(v), draws).tanh(), x, use_reentrant=False)
+def recomputed(dropout):
+    return lambda layer, x: checkpoint(lambda v: F.dropout(layer(v), dropout).tanh(), x, use_reentrant=False)
 
 
 @pytest.mark.parametrize(
@@ -333,46 +333,46 @@ def recomputed(draws):
     ],
 )
 def test_what_a_model_may_not_do_on_a_server(what, message):
-    end = an_end(Returns(what))
-    end.pin_version()
+    transport = make_transport(Returns(what))
+    transport.pin_version()
     with pytest.raises(TaskError, match=message):
-        end.compute(a_call(torch.ones(1, 2)))
+        transport.compute(a_call(torch.ones(1, 2)))
 
 
-def test_recomputation_without_draws_uses_the_version_of_the_call():
+def test_recomputation_without_random_numbers_uses_the_version_of_the_call():
     model = Returns(recomputed(0.0))
-    end, x = an_end(model), torch.randn(3, 2)
+    transport, x = make_transport(model), torch.randn(3, 2)
     model.what = lambda layer, x: layer(x).tanh()
     expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))
     model.what = lambda layer, x: checkpoint(lambda v: layer(v).tanh(), x, use_reentrant=False)
-    end.pin_version()
-    (output,), anchors = received(end.compute(a_call(x)))
+    transport.pin_version()
+    (output,), anchors = received(transport.compute(a_call(x)))
     with torch.no_grad():
         model.layer.weight.zero_()
-    grads, _, _ = gradients(end, output.sum(), anchors)
+    grads, _, _ = gradients(transport, output.sum(), anchors)
     assert all(torch.equal(grad, want) for grad, want in zip(grads.values(), expected, strict=True))
 
 
 def test_a_model_that_cannot_be_copied_is_refused_and_so_are_sparse_gradients():
     model = nn.Linear(2, 2)
     model.lock = threading.Lock()
-    end = an_end(model)
-    end.pin_version()
+    transport = make_transport(model)
+    transport.pin_version()
     with pytest.raises(UnsupportedConfiguration, match="cannot be copied"):
-        end.compute(a_call(torch.ones(1, 2)))
-    end = an_end(nn.Embedding(4, 2, sparse=True))
-    end.pin_version()
-    (output,), anchors = received(end.compute(a_call(torch.tensor([1]))))
+        transport.compute(a_call(torch.ones(1, 2)))
+    transport = make_transport(nn.Embedding(4, 2, sparse=True))
+    transport.pin_version()
+    (output,), anchors = received(transport.compute(a_call(torch.tensor([1]))))
     with pytest.raises(TaskError, match="weight is sparse"):
-        gradients(end, output.sum(), anchors)
+        gradients(transport, output.sum(), anchors)
 
 
 def test_threads_draw_what_each_would_draw_alone():
     """Eight threads of dropout and normal numbers; and the process's own state is as it was."""
 
     def draw(seed):
-        with PrivateRng(torch.Generator().manual_seed(seed).get_state()) as draws:
-            return [F.dropout(torch.ones(5), 0.5) + torch.randn(5) for _ in range(100)], draws.state
+        with PrivateRng(torch.Generator().manual_seed(seed).get_state()) as rng:
+            return [F.dropout(torch.ones(5), 0.5) + torch.randn(5) for _ in range(100)], rng.state
 
     torch.manual_seed(3)
     before = torch.get_rng_state()
@@ -385,7 +385,7 @@ def test_threads_draw_what_each_would_draw_alone():
         assert torch.equal(state, torch.get_rng_state())
 
 
-# The edge, within one process.
+# The autograd functions, within one process.
 
 
 def test_outputs_without_a_part_in_the_loss_have_no_gradient():
@@ -400,7 +400,7 @@ def test_outputs_without_a_part_in_the_loss_have_no_gradient():
 
 
 def test_a_reply_without_a_part_in_the_loss_is_reached_all_the_same():
-    """The anchor leads to it: so nobody waits for its gradients."""
+    """Through the anchor, so that distributed autograd does not wait for its gradients."""
     x = torch.ones(2, requires_grad=True)
     reached = []
     out = send_outputs([x * 2])
@@ -420,28 +420,28 @@ def calls():
 
 
 @pytest.fixture
-def stand_in(calls):
-    end = an_end(nn.Linear(2, 1))
-    end.pin_version()
+def remote_model(calls):
+    transport = make_transport(nn.Linear(2, 1))
+    transport.pin_version()
 
     def call(made):
         calls.append(made)
-        return end.compute(made)
+        return transport.compute(made)
 
     return RemoteModel(call, training=True)
 
 
 @pytest.mark.parametrize("name", ["weight", "parameters", "state_dict", "to", "zero_grad", "children", "double"])
-def test_only_the_call_is_there(stand_in, name):
-    assert isinstance(stand_in, nn.Module)
-    assert not hasattr(stand_in, name)
+def test_a_remote_model_can_only_be_called(remote_model, name):
+    assert isinstance(remote_model, nn.Module)
+    assert not hasattr(remote_model, name)
     with pytest.raises(TaskError, match=f"no attribute {name} here.*use server.compute: trainer"):
-        getattr(stand_in, name)
+        getattr(remote_model, name)
     with pytest.raises(TaskError, match=f"no attribute {name} here"):
-        setattr(stand_in, name, 1)
+        setattr(remote_model, name, 1)
     with pytest.raises(TaskError, match=f"no attribute {name} here"):
-        delattr(stand_in, name)
-    assert "on the server" in repr(stand_in)
+        delattr(remote_model, name)
+    assert "on the server" in repr(remote_model)
 
 
 PARTS = {
@@ -461,48 +461,48 @@ PARTS = {
 
 
 @pytest.mark.parametrize("use", PARTS)
-def test_what_python_asks_of_a_container_is_refused_in_the_same_sentence(stand_in, use):
+def test_use_as_a_container_is_rejected_with_the_same_sentence(remote_model, use):
     with pytest.raises(ModelIsElsewhere, match=r"^the model has no .* here: it is on the server.*use server.compute"):
-        PARTS[use](stand_in)
-    assert stand_in  # as any module that is no container
+        PARTS[use](remote_model)
+    assert remote_model  # as any module that is no container
 
 
-def test_the_mode_is_put_back_after_a_validation(stand_in, calls):
+def test_the_training_flag_is_restored_after_a_validation(remote_model, calls):
     x = torch.ones(1, 2)
-    stand_in(x)
-    with eval_mode(stand_in):
-        assert not stand_in.training
-        stand_in(x)
-    assert stand_in.training
-    stand_in(x)
-    stand_in.eval()
-    with eval_mode(stand_in):
-        stand_in(x)
-    stand_in(x)
-    stand_in.train()(x)
+    remote_model(x)
+    with eval_mode(remote_model):
+        assert not remote_model.training
+        remote_model(x)
+    assert remote_model.training
+    remote_model(x)
+    remote_model.eval()
+    with eval_mode(remote_model):
+        remote_model(x)
+    remote_model(x)
+    remote_model.train()(x)
     assert [call.training for call in calls] == [None, False, None, False, False, True]
     assert not any(call.wants_grad for call in calls)  # outside of a step nothing is recorded
 
 
-def test_inputs_travel_without_gradients(stand_in, calls):
-    stand_in.begin_step()
+def test_inputs_are_sent_without_gradients(remote_model, calls):
+    remote_model.begin_step()
     with pytest.raises(TaskError, match=r"input of the model \(\(1, 2\)\) has a gradient.*detach"):
-        stand_in(torch.ones(1, 2, requires_grad=True))
+        remote_model(torch.ones(1, 2, requires_grad=True))
     with torch.no_grad():
-        assert not stand_in(torch.ones(1, 2, requires_grad=True)).requires_grad
-    output = stand_in(torch.ones(1, 2))
-    stand_in.next_batch()
-    stand_in(torch.ones(1, 2))
+        assert not remote_model(torch.ones(1, 2, requires_grad=True)).requires_grad
+    output = remote_model(torch.ones(1, 2))
+    remote_model.next_batch()
+    remote_model(torch.ones(1, 2))
     assert [call.batch for call in calls] == [0, 0, 1]
     assert output.requires_grad
-    assert len(stand_in.end_step()) == 2
-    assert stand_in.end_step() == []
+    assert len(remote_model.end_step()) == 2
+    assert remote_model.end_step() == []
 
 
-def test_autocast_travels_with_the_call(stand_in):
+def test_autocast_is_sent_with_the_call(remote_model):
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert stand_in(torch.ones(1, 2)).dtype is torch.bfloat16
-    assert stand_in(torch.ones(1, 2)).dtype is torch.float32
+        assert remote_model(torch.ones(1, 2)).dtype is torch.bfloat16
+    assert remote_model(torch.ones(1, 2)).dtype is torch.float32
 
 
 # Who is chosen, and what is refused.
@@ -549,8 +549,8 @@ def test_one_server_alone_holds_the_model():
     from paramserver.config.checks import RELATIONS
 
     config = served(task="a:B", cluster=ClusterConfig(num_servers=2))
-    said = [message for relation in RELATIONS if (message := relation.check(config))]
-    assert [message.split(" must")[0] for message in said] == ["cluster.num_servers (2)"]
+    messages = [message for relation in RELATIONS if (message := relation.check(config))]
+    assert [message.split(" must")[0] for message in messages] == ["cluster.num_servers (2)"]
 
 
 def test_a_trainer_of_the_other_kind_is_refused(tmp_path):

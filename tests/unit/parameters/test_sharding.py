@@ -128,13 +128,13 @@ class Split:
         parameters = list(self.flat.tensors.values())
         numbers = optimizer_indices(self.whole, parameters)
         self.shards = plan_shards(self.layout, servers, is_elementwise(self.whole, servers))
-        self.portions = []
+        self.updaters = []
         states = dict(enumerate_states(self.whole))
         for shard in self.shards:
             optimizer = made(kind, model)
-            portion = ShardUpdater(self.layout, shard, shard.slice_flats(self.flat.flats), parameters, optimizer)
-            portion.load_states(split_state(states, numbers, self.layout, shard))
-            self.portions.append(portion)
+            updater = ShardUpdater(self.layout, shard, shard.slice_flats(self.flat.flats), parameters, optimizer)
+            updater.load_states(split_state(states, numbers, self.layout, shard))
+            self.updaters.append(updater)
         self.numbers = numbers
 
     def step(self, generator):
@@ -147,12 +147,12 @@ class Split:
             if parameter.grad is not None:
                 views[name].copy_(parameter.grad)
             parameter.grad = None
-        for portion in self.portions:
-            portion.assign_gradients(portion.average([portion.shard.slice_flats(flats)], [1.0]), tuple(used))
-            portion.step(portion.groups())
+        for updater in self.updaters:
+            updater.assign_gradients(updater.average([updater.shard.slice_flats(flats)], [1.0]), tuple(used))
+            updater.step(updater.groups())
 
     def state_dict(self):
-        parts = [(portion.shard, portion.owned_states) for portion in self.portions]
+        parts = [(updater.shard, updater.owned_states) for updater in self.updaters]
         states = merge_state(parts, self.numbers, self.layout)
         return {"state": states, "param_groups": self.whole.state_dict()["param_groups"]}
 
@@ -200,7 +200,7 @@ def test_optimizers_over_parts_are_the_optimizer_over_all(kind, servers):
     trained = {number for number in expected if number in split.state_dict()["state"]}
     assert len(trained) >= 9
     assert_same({n: expected[n] for n in sorted(trained)}, split.state_dict()["state"], exact=False)
-    # What is put together goes on in torch.optim itself, and over another number of servers, as if nothing had been.
+    # The merged state continues in torch.optim itself, and over another number of servers.
     state = copy.deepcopy(split.state_dict())
     after = Split(copy.deepcopy(split.model), kind, 5 - servers, state)
     joined = made(kind, plain)
@@ -223,10 +223,10 @@ def test_the_norm_of_all_parts_is_the_norm_of_all():
         if parameter.grad is not None:
             split.layout.views(flats)[name].copy_(parameter.grad)
         parameter.grad = None
-    for portion in split.portions:
-        portion.assign_gradients([flat.clone() for flat in portion.shard.slice_flats(flats)], None)
-    total = sum(portion.norm() ** 2 for portion in split.portions) ** 0.5
+    for updater in split.updaters:
+        updater.assign_gradients([flat.clone() for flat in updater.shard.slice_flats(flats)], None)
+    total = sum(updater.norm() ** 2 for updater in split.updaters) ** 0.5
     assert total == pytest.approx(float(nn.utils.get_total_norm([g.double() for g in gradients])), rel=1e-3)
-    for portion in split.portions:
-        portion.scale(0.5)
-    assert sum(portion.norm() ** 2 for portion in split.portions) ** 0.5 == pytest.approx(total / 2, rel=1e-3)
+    for updater in split.updaters:
+        updater.scale(0.5)
+    assert sum(updater.norm() ** 2 for updater in split.updaters) ** 0.5 == pytest.approx(total / 2, rel=1e-3)

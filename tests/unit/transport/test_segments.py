@@ -1,4 +1,4 @@
-"""Shared memory that reaches the right processes, blocks nobody, and is gone with those who used it."""
+"""Segments reach the processes that may have them, block no client, and end with the last process that uses them."""
 
 import contextlib
 import ctypes
@@ -32,7 +32,7 @@ MIXED = FlatLayout((torch.float32, torch.bfloat16, torch.bool, torch.float64, to
 SMALL = FlatLayout((torch.float32,), (16,), ())
 LARGE = FlatLayout((torch.uint8,), (64 * 2**20,), ())
 NAME = "memfd:paramserver-segment"
-NOBODY = 65534
+OTHER_UID = 65534
 _CLONE_NEWNET = 0x40000000
 PROGRAM = """
 import gc, os, socket, sys, torch
@@ -50,7 +50,7 @@ for line in sys.stdin:
 
 
 class Other:
-    """Another process, which does what it is told a line at a time."""
+    """Another process, which executes one line at a time."""
 
     def __init__(self, folder: Path) -> None:
         environ = {**os.environ, "TMPDIR": str(folder)}
@@ -58,21 +58,21 @@ class Other:
         self.process = subprocess.Popen(
             [sys.executable, "-c", PROGRAM], stdin=pipe, stdout=pipe, bufsize=0, env=environ
         )
-        assert self.said() == "ready"
+        assert self.read_line() == "ready"
 
-    def said(self) -> str:
-        assert select.select([self.process.stdout], [], [], 60)[0], "the other process is silent"
+    def read_line(self) -> str:
+        assert select.select([self.process.stdout], [], [], 60)[0], "the other process does not reply"
         return self.process.stdout.readline().decode().strip()
 
-    def does(self, line: str) -> str:
+    def execute(self, line: str) -> str:
         """What it prints; ``done`` for a line that prints nothing."""
         self.process.stdin.write(f"{line}\n".encode())
-        answer = self.said()
+        answer = self.read_line()
         if answer != "done" and line.startswith("print"):
-            assert self.said() == "done"
+            assert self.read_line() == "done"
         return answer
 
-    def die(self) -> None:
+    def kill(self) -> None:
         self.process.kill()
         self.process.communicate(timeout=30)
 
@@ -81,14 +81,14 @@ class Other:
 def other(tmp_path_factory):
     process = Other(tmp_path_factory.mktemp("other"))
     yield process
-    process.die()
+    process.kill()
 
 
 @pytest.fixture
 def doomed(tmp_path):
     process = Other(tmp_path)
     yield process
-    process.die()
+    process.kill()
 
 
 def files(pid: int | str = "self") -> list[str]:
@@ -116,7 +116,7 @@ def host():
         yield opened
 
 
-def knock(host: SegmentHost) -> socket.socket:
+def connect(host: SegmentHost) -> socket.socket:
     client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     client.settimeout(10)
     client.connect(f"\0{host.address.partition(':')[0]}")
@@ -129,7 +129,7 @@ def descriptor() -> int:
     return number
 
 
-def settle(before: list[str]) -> None:
+def wait_for_files(before: list[str]) -> None:
     """The host closes its end of a connection a moment after the client has its answer."""
     gc.collect()
     assert poll_until(time.monotonic() + 10, lambda: files() == before or None, threading.Event()), files()
@@ -155,12 +155,12 @@ def test_what_one_process_writes_another_reads(host, other, layout):
     assert all(t.count_nonzero() == 0 for t in ours)
     for value, tensor in enumerate(ours, 1):
         tensor.fill_(value)
-    assert other.does(f"theirs = attach({host.address!r}, 'key', {layout!r}, 5)") == "done"
+    assert other.execute(f"theirs = attach({host.address!r}, 'key', {layout!r}, 5)") == "done"
     expected = [(str(t.dtype), t.double().tolist()) for t in ours]
-    assert other.does("print([(str(t.dtype), t.double().tolist()) for t in theirs])") == str(expected)
-    other.does("[t.fill_(0).view(-1)[-1:].fill_(1) for t in theirs]")
+    assert other.execute("print([(str(t.dtype), t.double().tolist()) for t in theirs])") == str(expected)
+    other.execute("[t.fill_(0).view(-1)[-1:].fill_(1) for t in theirs]")
     assert [t.double().tolist() for t in ours] == [[0.0] * (n - 1) + [1.0] * (n > 0) for n in layout.sizes]
-    other.does("del theirs")
+    other.execute("del theirs")
 
 
 def test_flat_tensors_begin_at_cache_lines_and_do_not_overlap(host):
@@ -176,9 +176,9 @@ def test_flat_tensors_begin_at_cache_lines_and_do_not_overlap(host):
 def test_mapping_and_descriptor_end_with_the_tensors(host, other):
     assert not any("memfd" in name for name in files(other.process.pid))
     ours = host.allocate("key", SMALL)
-    other.does(f"theirs = attach({host.address!r}, 'key', {SMALL!r}, 5); one = theirs[0][3:5]; del theirs")
+    other.execute(f"theirs = attach({host.address!r}, 'key', {SMALL!r}, 5); one = theirs[0][3:5]; del theirs")
     assert len([name for name in files(other.process.pid) if "memfd" in name]) == 1  # the mapping alone, by a view
-    other.does("del one")
+    other.execute("del one")
     assert not any("memfd" in name for name in files(other.process.pid))
     assert len([name for name in files() if "memfd" in name]) == 2
     host.release("key")
@@ -235,12 +235,12 @@ def test_errors_name_the_segment_and_the_rule(host, act, message):
 
 
 @pytest.mark.parametrize("request_bytes", [b"[", b"{}", b"3", b'["a", "key", ""]', b"[1, 2, 3]", b"x" * 70000])
-def test_who_knows_the_name_alone_gets_nothing(host, request_bytes):
+def test_a_client_without_the_secret_gets_nothing(host, request_bytes):
     host.allocate("key", SMALL)
     name, _, secret = host.address.partition(":")
     assert name in (names := Path("/proc/net/unix").read_text())
     assert secret not in names
-    with knock(host) as stranger:
+    with connect(host) as stranger:
         stranger.send(request_bytes)
         answer, descriptors, _, _ = socket.recv_fds(stranger, 4096, 1)
     assert descriptors == []
@@ -252,19 +252,19 @@ def test_who_knows_the_name_alone_gets_nothing(host, request_bytes):
 def test_another_user_is_refused_on_both_sides(host, other):
     """As root with another user; else with the own one, who is served."""
     host.allocate("key", SMALL)
-    uid = NOBODY if os.geteuid() == 0 else os.geteuid()
+    uid = OTHER_UID if os.geteuid() == 0 else os.geteuid()
     foreign = uid != os.geteuid()
     name, _, secret = host.address.partition(":")
     request = json.dumps([secret, "key", "16 float32"]).encode()
-    other.does(f"os.seteuid({uid})")
-    other.does(f"s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); s.connect({chr(0) + name!r})")
-    other.does(f"s.send({request!r}); s.settimeout(10); packet, got, *_ = socket.recv_fds(s, 4096, 1); s.close()")
-    answer = other.does("print(len(got), packet.decode()); [os.close(n) for n in got]")
+    other.execute(f"os.seteuid({uid})")
+    other.execute(f"s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); s.connect({chr(0) + name!r})")
+    other.execute(f"s.send({request!r}); s.settimeout(10); packet, got, *_ = socket.recv_fds(s, 4096, 1); s.close()")
+    answer = other.execute("print(len(got), packet.decode()); [os.close(n) for n in got]")
     assert answer.startswith('0 {"kind": "UnsupportedConfiguration"' if foreign else "1 {}")
-    answer = other.does(f"theirs = attach({host.address!r}, 'key', {SMALL!r}, 5); del theirs")
+    answer = other.execute(f"theirs = attach({host.address!r}, 'key', {SMALL!r}, 5); del theirs")
     assert ("all processes of a host must have one user" in answer) is foreign
-    assert other.does(f"print(can_attach({host.address!r}, 5))") == str(not foreign)
-    other.does(f"os.seteuid({os.geteuid()})")
+    assert other.execute(f"print(can_attach({host.address!r}, 5))") == str(not foreign)
+    other.execute(f"os.seteuid({os.geteuid()})")
 
 
 def test_a_host_of_another_user_is_not_trusted(host, monkeypatch):
@@ -290,37 +290,37 @@ def test_a_host_is_reached_within_its_network_namespace_only(host):
     assert can_attach(host.address, 5)
 
 
-# Clients that say nothing, or go.
+# Clients that send nothing, or disconnect.
 
 
-def test_a_silent_client_blocks_nobody_and_is_sent_away():
-    with SegmentHost("tests", 0.3) as host, knock(host) as silent:
+def test_a_silent_client_blocks_no_other_and_is_disconnected():
+    with SegmentHost("tests", 0.3) as host, connect(host) as silent:
         host.allocate("key", SMALL)
         assert len(attach(host.address, "key", SMALL, 5)) == 1
         assert silent.recv(1) == b""
 
 
-def test_many_silent_clients_leave_room_for_one_that_asks(host):
+def test_many_silent_clients_do_not_keep_another_out(host):
     with contextlib.ExitStack() as crowd:
-        silent = [crowd.enter_context(knock(host)) for _ in range(segments._MAX_PENDING + 20)]
+        silent = [crowd.enter_context(connect(host)) for _ in range(segments._MAX_PENDING + 20)]
         assert can_attach(host.address, 5)
         assert [client.recv(1) for client in silent[:20]] == [b""] * 20
         assert select.select(silent[22:], [], [], 0)[0] == []
 
 
-@pytest.mark.parametrize("says", [None, "request", "nonsense"])
-def test_a_client_that_goes_leaves_nothing(host, says):
+@pytest.mark.parametrize("sent", [None, "request", "nonsense"])
+def test_a_client_that_disconnects_leaves_nothing(host, sent):
     host.allocate("key", SMALL)
     before = files()
-    with knock(host) as client:
-        if says is not None:
-            request = [host.address.partition(":")[2], "key", "16 float32"] if says == "request" else {}
+    with connect(host) as client:
+        if sent is not None:
+            request = [host.address.partition(":")[2], "key", "16 float32"] if sent == "request" else {}
             client.send(json.dumps(request).encode())
-    settle(before)
+    wait_for_files(before)
     assert can_attach(host.address, 5)
 
 
-def test_without_descriptors_a_host_goes_on_when_there_are_some(host, caplog):
+def test_a_host_without_descriptors_serves_again_once_it_has_some(host, caplog):
     free = os.dup(0)
     os.close(free)
     with (
@@ -339,7 +339,7 @@ def test_clients_are_answered_while_memory_is_made(host, monkeypatch):
     assert seen == [True]
 
 
-def test_a_thread_that_fails_refuses_clients_and_tells_its_owner(monkeypatch):
+def test_a_thread_that_fails_rejects_clients_and_raises_to_its_owner(monkeypatch):
     monkeypatch.setattr(SegmentHost, "_serve", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError), SegmentHost("tests", 5) as host:  # noqa: PT012
         for _ in range(2):
@@ -347,9 +347,9 @@ def test_a_thread_that_fails_refuses_clients_and_tells_its_owner(monkeypatch):
                 attach(host.address, "key", SMALL, 5)
 
 
-def test_a_closed_host_is_gone_also_for_who_was_waiting():
+def test_a_closed_host_disconnects_waiting_clients():
     with SegmentHost("tests", 5) as host:
-        silent = knock(host)
+        silent = connect(host)
         theirs = host.allocate("key", SMALL)
     assert silent.recv(1) == b""
     silent.close()
@@ -359,7 +359,7 @@ def test_a_closed_host_is_gone_also_for_who_was_waiting():
         host.allocate("more", SMALL)
 
 
-def test_a_closed_host_is_gone_also_where_a_forked_child_keeps_its_sockets():
+def test_a_closed_host_is_gone_even_if_a_forked_child_has_its_sockets():
     before = files()
     with SegmentHost("tests", 5) as host:
         sockets = [link for link in Path("/proc/self/fd").iterdir() if link.resolve().name.startswith("socket")]
@@ -379,22 +379,22 @@ def test_a_closed_host_is_gone_also_where_a_forked_child_keeps_its_sockets():
 def test_a_killed_client_leaves_nothing(host, doomed):
     host.allocate("key", SMALL)
     before = files()
-    doomed.does(f"theirs = attach({host.address!r}, 'key', {SMALL!r}, 5); theirs[0].fill_(3)")
-    doomed.does(f"s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); s.connect({chr(0) + host._name!r})")
-    doomed.die()
-    settle(before)
+    doomed.execute(f"theirs = attach({host.address!r}, 'key', {SMALL!r}, 5); theirs[0].fill_(3)")
+    doomed.execute(f"s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); s.connect({chr(0) + host._name!r})")
+    doomed.kill()
+    wait_for_files(before)
     assert attach(host.address, "key", SMALL, 5)[0].sum() == 48
 
 
 def test_a_killed_host_leaves_nothing(doomed, tmp_path):
     shm = set(Path("/dev/shm").iterdir())
-    doomed.does(f"host = SegmentHost('doomed', 5).__enter__(); ours = host.allocate('key', {SMALL!r})")
-    address = doomed.does("print(host.address)")
+    doomed.execute(f"host = SegmentHost('doomed', 5).__enter__(); ours = host.allocate('key', {SMALL!r})")
+    address = doomed.execute("print(host.address)")
     theirs = attach(address, "key", SMALL, 5)
     assert "@doomed-" in Path("/proc/net/unix").read_text()
     assert NAME in "".join(files(doomed.process.pid))
     assert not [line for line in shared_maps(doomed.process.pid) if NAME not in line]
-    doomed.die()
+    doomed.kill()
     assert "@doomed-" not in Path("/proc/net/unix").read_text()
     assert not can_attach(address, 5)
     with pytest.raises(PeerLost):
@@ -405,13 +405,13 @@ def test_a_killed_host_leaves_nothing(doomed, tmp_path):
 
 
 def test_a_frozen_host_holds_nobody_up(doomed):
-    doomed.does("host = SegmentHost('frozen', 5).__enter__()")
-    address = doomed.does("print(host.address)")
+    doomed.execute("host = SegmentHost('frozen', 5).__enter__()")
+    address = doomed.execute("print(host.address)")
     doomed.process.send_signal(signal.SIGSTOP)
     assert os.WIFSTOPPED(os.waitpid(doomed.process.pid, os.WUNTRACED)[1])
     with pytest.raises(DeadlineExceeded, match=r"did not answer within 0\.2 s"):
         attach(address, "key", SMALL, 0.2)
-    with contextlib.ExitStack() as queue:  # now nobody can even knock
+    with contextlib.ExitStack() as queue:  # now no client can even connect
         while True:
             client = queue.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             client.setblocking(False)
@@ -426,7 +426,7 @@ def test_a_frozen_host_holds_nobody_up(doomed):
 # Too little memory.
 
 
-def test_too_little_memory_is_said_before_it_is_taken(host, monkeypatch):
+def test_too_little_memory_is_reported_before_it_is_allocated(host, monkeypatch):
     monkeypatch.setattr(memory_limits, "available_bytes", lambda: 3 * 2**20)
     monkeypatch.setattr(os, "memfd_create", lambda *_: pytest.fail("this would be killed"))
     rule = r"^segment key needs 64.0 MiB of shared memory, 3.0 MiB are available; use server.transport: rpc, a smaller "
@@ -449,11 +449,11 @@ def test_a_limit_of_address_space_is_too_little_memory(host):
     room = pages * resource.getpagesize() + 16 * 2**20
     with limited(resource.RLIMIT_AS, room), pytest.raises(UnsupportedConfiguration, match="allocate memory"):
         attach(host.address, "key", LARGE, 5)
-    settle(before)
+    wait_for_files(before)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EIO])
-def test_what_the_system_refuses_is_said_in_its_words(host, monkeypatch, number):
+def test_an_error_of_the_system_is_quoted(host, monkeypatch, number):
     def refuse(*_):
         raise OSError(number, os.strerror(number))
 

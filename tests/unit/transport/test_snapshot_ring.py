@@ -1,4 +1,4 @@
-"""A ring of snapshots never gives away what somebody reads, and always has room for the next version."""
+"""A ring of snapshots never overwrites a slot with readers, and always has one for the next version."""
 
 import pytest
 from hypothesis import given, seed, settings, strategies as st
@@ -62,23 +62,23 @@ def test_errors_name_the_slot_and_the_rule(act, message):
 @seed(19)
 @settings(max_examples=200, deadline=None)
 @given(
-    holders=st.integers(1, 5),
+    readers=st.integers(1, 5),
     acts=st.lists(st.tuples(st.sampled_from(["publish", "pull", "leave"]), st.integers(0, 4))),
 )
-def test_with_two_slots_more_than_holders_there_is_always_one_to_publish_to(holders, acts):
-    ring = SnapshotRing(holders + 2)
+def test_with_two_slots_more_than_readers_there_is_always_one_to_publish_to(readers, acts):
+    ring = SnapshotRing(readers + 2)
     memory = {ring.publish(0): 0}  # what is written in each slot
     held: dict[int, tuple[int, int]] = {}
     newest = 0
-    for act, who in acts:
-        who %= holders
+    for act, reader in acts:
+        reader %= readers
         if act == "publish":
             newest += 1
             memory[ring.publish(newest)] = newest
-        elif (old := held.pop(who, None)) is not None:
+        elif (old := held.pop(reader, None)) is not None:
             ring.unpin(old[0])
         if act == "pull":
-            held[who] = ring.pin()
-            assert held[who][1] == newest
+            held[reader] = ring.pin()
+            assert held[reader][1] == newest
         assert all(memory[slot] == version for slot, version in held.values())
         assert newest in memory.values()

@@ -1,4 +1,4 @@
-"""Both ends of each way between server and trainer, in one process: what arrives, and what is refused."""
+"""Server and trainer transports connected in one process: what is received, and what is rejected."""
 
 import pytest
 import torch
@@ -34,8 +34,8 @@ def own(module, layout):
     return [named[slot.name] for slot in layout.slots]
 
 
-def wired(dtype, value=1.0, start=1.0):
-    """A server's parameters, a trainer's, and the two ends over RPC between them."""
+def connected(dtype, value=1.0, start=1.0):
+    """A server's parameters, a trainer's, and the rpc transports between them."""
     flat = FlatTensors(trainable_parameters(model(value)))
     codec = CastCodec(dtype)
     theirs = own(model(start), flat.layout)
@@ -46,8 +46,8 @@ def wired(dtype, value=1.0, start=1.0):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_version_goes_down_and_a_gradient_comes_up(dtype):
-    server, trainer, leaves, theirs, _ = wired(dtype, value=1 / 3)
+def test_a_version_is_pulled_and_a_gradient_is_pushed(dtype):
+    server, trainer, leaves, theirs, _ = connected(dtype, value=1 / 3)
     server.pin_version()
     pulled = server.pull()
     assert all(tensor.dtype == dtype for tensor in pulled)
@@ -67,12 +67,12 @@ def test_a_version_goes_down_and_a_gradient_comes_up(dtype):
 
 
 def test_a_context_without_gradients_is_no_push():
-    server, *_ = wired(torch.float32)
+    server, *_ = connected(torch.float32)
     assert server.collect_gradients({}) is None
 
 
-def test_an_offer_stays_when_the_version_changes():
-    server, _, _, _, snapshots = wired(torch.float32)
+def test_a_pinned_version_stays_when_the_version_changes():
+    server, _, _, _, snapshots = connected(torch.float32)
     server.pin_version()
     offered = snapshots[0][0].clone()
     snapshots[0] = [flat + 1 for flat in snapshots[0]]
@@ -82,20 +82,20 @@ def test_an_offer_stays_when_the_version_changes():
 
 
 def test_a_version_is_rounded_once_for_all_trainers():
-    server, _, _, _, snapshots = wired(torch.bfloat16)
+    server, _, _, _, snapshots = connected(torch.bfloat16)
     assert server._outgoing.current() is server._outgoing.current()
     snapshots[0] = [flat + 1 for flat in snapshots[0]]
     assert float(server._outgoing.current()[0][0]) == 2.0
 
 
 def test_a_parameter_too_large_for_the_wire_is_named():
-    server, *_ = wired(torch.float16, value=1e5)
+    server, *_ = connected(torch.float16, value=1e5)
     with pytest.raises(TrainingError, match=r"parameter 0\.weight has a value of 1e\+05, .* \(float16\)"):
         server.pin_version()
 
 
 def test_a_gradient_too_large_for_the_wire_is_named():
-    server, trainer, _, theirs, _ = wired(torch.float16)
+    server, trainer, _, theirs, _ = connected(torch.float16)
     server.pin_version()
     pulled = server.pull()
     for parameter, view in zip(theirs, trainer.gradient_views, strict=True):
@@ -107,8 +107,8 @@ def test_a_gradient_too_large_for_the_wire_is_named():
         trainer.backward_root(pulled)
 
 
-def test_a_gradient_that_was_infinite_before_is_no_fault_of_the_wire():
-    server, trainer, _, theirs, _ = wired(torch.float16)
+def test_a_gradient_that_was_infinite_before_rounding_is_sent():
+    server, trainer, _, theirs, _ = connected(torch.float16)
     server.pin_version()
     theirs[0].grad = torch.full_like(theirs[0], float("inf"))
     trainer.gradient_views[0].fill_(float("inf"))
@@ -169,7 +169,7 @@ def test_a_parameter_that_was_changed_on_a_trainer_is_named(host):
         trainer.backward_root(server.pull())
 
 
-def test_a_copy_can_be_held_and_left_again(host):
+def test_a_model_can_load_a_copy_and_map_a_version_again(host):
     flat, _, server, theirs, trainer = live(host)
     trainer.map_version(server.pin_version())
     trainer.load([torch.full_like(tensor, 7.0) for tensor in flat.flats])
@@ -182,13 +182,18 @@ def test_a_copy_can_be_held_and_left_again(host):
 def test_free_trainers_read_snapshots_that_stay_while_they_are_pinned(host):
     flat = FlatTensors(trainable_parameters(model(0.0)))
     version = [0]
-    shelf = RingSnapshots(host, flat.layout, 2, lambda: (version[0], flat.flats))
-    ends, models = [], []
+    snapshots = RingSnapshots(host, flat.layout, 2, lambda: (version[0], flat.flats))
+    servers, models = [], []
     for index in range(2):
-        ends.append(SharedMemoryServerTransport(shelf, host.allocate(gradients_key(index), flat.layout), lambda: None))
+        servers.append(
+            SharedMemoryServerTransport(snapshots, host.allocate(gradients_key(index), flat.layout), lambda: None)
+        )
         theirs = own(model(5.0), flat.layout)
         models.append(
-            (theirs, SharedMemoryTrainerTransport(flat.layout, theirs, host.address, shelf.num_slots, index, TIMEOUT_S))
+            (
+                theirs,
+                SharedMemoryTrainerTransport(flat.layout, theirs, host.address, snapshots.num_slots, index, TIMEOUT_S),
+            )
         )
 
     def advance():
@@ -198,34 +203,34 @@ def test_free_trainers_read_snapshots_that_stay_while_they_are_pinned(host):
     def held(index):
         return models[index][0][0][0, 0].item()
 
-    models[0][1].map_version(ends[0].pin_version())
-    for _ in range(20):  # trainer 1 goes on while trainer 0 stands still
+    models[0][1].map_version(servers[0].pin_version())
+    for _ in range(20):  # trainer 1 continues while trainer 0 waits
         advance()
-        models[1][1].map_version(ends[1].pin_version())
+        models[1][1].map_version(servers[1].pin_version())
         assert (held(0), held(1)) == (0.0, float(version[0]))
-        ends[1].unpin()
-    ends[0].unpin()
-    models[0][1].map_version(ends[0].pin_version())
+        servers[1].unpin()
+    servers[0].unpin()
+    models[0][1].map_version(servers[0].pin_version())
     assert held(0) == 20.0
 
 
-def test_a_version_that_nobody_pulls_is_never_copied(host):
+def test_a_version_that_is_never_pulled_is_never_copied(host):
     flat = FlatTensors(trainable_parameters(model(0.0)))
     version = [0]
-    shelf = RingSnapshots(host, flat.layout, 1, lambda: (version[0], flat.flats))
-    first = shelf.pin()
-    assert shelf.pin() == first
+    snapshots = RingSnapshots(host, flat.layout, 1, lambda: (version[0], flat.flats))
+    first = snapshots.pin()
+    assert snapshots.pin() == first
     version[0] = 9
-    assert shelf.pin() != first
+    assert snapshots.pin() != first
 
 
 def test_too_many_readers_are_an_error_and_not_a_torn_snapshot(host):
     flat = FlatTensors(trainable_parameters(model(0.0)))
     version = [0]
-    shelf = RingSnapshots(host, flat.layout, 0, lambda: (version[0], flat.flats))
-    shelf.pin()
+    snapshots = RingSnapshots(host, flat.layout, 0, lambda: (version[0], flat.flats))
+    snapshots.pin()
     version[0] = 1
-    shelf.pin()
+    snapshots.pin()
     version[0] = 2
     with pytest.raises(ParamserverError, match=r"must find a free slot"):
-        shelf.pin()
+        snapshots.pin()
