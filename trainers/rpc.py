@@ -98,7 +98,7 @@ class RpcTrainer(Trainer):
         """Start the RPC agent and connect to the servers."""
         servers = self.config.cluster.num_servers
         self._name, self._worker_id = self.enter_context(rpc_trainer(self.rendezvous, self.trainer_index, servers))
-        # Exited after the client is closed: tells the servers that this process leaves on purpose.
+        # Exited after the client is closed: notifies the servers that this process leaves deliberately.
         self._resources.callback(release_liveness_calls)
         self.server = self.enter_context(closing(ServerClient(self.config, self.trainer_index)))
         self._sender = self.enter_context(BackgroundSender(self.config.checkpoint.background, "a part of a checkpoint"))

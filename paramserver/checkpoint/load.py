@@ -117,7 +117,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         return _verify(path)
     except CheckpointError as error:
         intact = _newest_intact(path.parent, besides=path)
-        cure = "no other checkpoint beside it is good; start anew, or --resume another run"
+        cure = "no other checkpoint in that folder is good; start a new run, or --resume another one"
         if intact is not None:
             cure = f"the newest good one is {intact}; resume from it with --resume {intact}"
         raise CheckpointError(f"{error}; {cure}") from error
@@ -159,7 +159,7 @@ def load_chosen(run: Path, which: str, *names: str) -> tuple[Checkpoint, list[An
         except CheckpointError as error:
             if folder == _inode(path) is not None:  # the same folder all the time, so it is damaged
                 intact = _newest_intact(path.parent, besides=path)
-                cure = "no other checkpoint beside it is good" if intact is None else f"the newest good one is {intact}"
+                cure = "no other checkpoint in that folder is good" if intact is None else f"the newest good one is {intact}"
                 raise CheckpointError(f"{error}; {cure}") from error
     raise CheckpointError(
         f"checkpoint {which} of {run} was removed or replaced {_MAX_ATTEMPTS} times while it was read; try again when "

@@ -29,7 +29,7 @@ def serve_shard(process: ProcessContext, task: Task, rendezvous: Rendezvous) -> 
     assert index is not None
     with ExitStack() as stack:
         name = stack.enter_context(rpc_shard_server(rendezvous, index))
-        # Released last: it tells server 0 that this process ends on purpose.
+        # Released last: it notifies server 0 that this process ends deliberately.
         stack.callback(release_liveness_calls)
         client = stack.enter_context(closing(CoordinatorClient(config, index)))
         try:

@@ -109,7 +109,7 @@ def test_what_is_damaged_is_refused_at_once(run):
     with pytest.raises(CheckpointError, match=rf"its SHA-256 .*; the newest good one is {good}$"):
         load_chosen(run, "latest", "model")
     shutil.rmtree(good)
-    with pytest.raises(CheckpointError, match="no other checkpoint beside it is good"):
+    with pytest.raises(CheckpointError, match="no other checkpoint in that folder is good"):
         load_chosen(run, "5", "model")
 
 

@@ -156,7 +156,7 @@ def test_the_newest_good_one_skips_those_that_are_damaged_too(folder):
     with pytest.raises(CheckpointError, match=rf"state is missing; the newest good one is {good}; .* --resume {good}$"):
         read_checkpoint(path)
     flip_byte(good / "state", 0)
-    with pytest.raises(CheckpointError, match="no other checkpoint beside it is good"):
+    with pytest.raises(CheckpointError, match="no other checkpoint in that folder is good"):
         read_checkpoint(path)
 
 
