@@ -5,9 +5,11 @@ tasks of the tests by path: the folder is on ``sys.path`` and is no package.
 """
 
 import gc
+import os
 import signal
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import launching
 import pytest
@@ -17,6 +19,12 @@ from launching import FinishedRun, write_config
 from leaks import ProcessSnapshot
 
 from tests.measure.look_at_report import NOT_THERE, find_chromium
+
+
+def pytest_xdist_auto_num_workers(config):
+    """Workers for a run of many files; none for a few, which end before a worker has imported torch."""
+    files = {file for argument in config.args for file in Path(argument.partition("::")[0]).rglob("test_*.py")}
+    return min(max(os.cpu_count() or 1, 2), 4) if len(files) > 20 else 0
 
 
 def pytest_configure():

@@ -98,7 +98,8 @@ def test_hooks_of_a_step_may_look_at_anything(register, base):
 def test_one_that_couples_parameters_is_refused_before_a_step(tmp_path):
     file = tmp_path / "coupled.py"
     file.write_text(
-        f"import sys\nsys.path[:0] = [{str(TASKS.parent)!r}, {str(Path(__file__).parent)!r}]\nfrom tasks import ReferenceTask\n"
+        f"import sys\nsys.path[:0] = [{str(TASKS.parent)!r}, {str(Path(__file__).parent)!r}]\n"
+        "from tasks import ReferenceTask\n"
         "from test_optimizers_over_servers import SGD, derived, step\n\n\n"
         "class Coupled(ReferenceTask):\n    def build_optimizer(self, model):\n"
         "        return derived(SGD, step=step)(model.parameters(), lr=0.1)\n"
