@@ -26,10 +26,10 @@ def run(tmp_path):
 class Racer:
     """Goes on with the run each time that a reader has looked at a manifest, so often: one more, the others removed."""
 
-    def __init__(self, monkeypatch, run, times, during="altered", step=4):
+    def __init__(self, monkeypatch, run, times, during="check_digests", step=4):
         self.run, self.left, self.step = run, times, step
-        target = {"altered": "load.altered", "load": "serialization.load_archive"}[during]
-        original = {"altered": load.altered, "load": load_archive}[during]
+        target = {"check_digests": "load.check_digests", "load": "serialization.load_archive"}[during]
+        original = {"check_digests": load.check_digests, "load": load_archive}[during]
 
         def hooked(*arguments):
             self.go_on()
@@ -48,7 +48,7 @@ class Racer:
         shutil.rmtree(before)
 
 
-@pytest.mark.parametrize("during", ["altered", "load"])
+@pytest.mark.parametrize("during", ["check_digests", "load"])
 @pytest.mark.parametrize("which", ["latest", "best"])
 @pytest.mark.parametrize("times", [0, 1, 9])
 def test_latest_and_best_are_looked_for_again(run, monkeypatch, which, during, times):
@@ -68,15 +68,15 @@ def test_it_gives_up_after_so_many_looks(run, monkeypatch):
 def test_one_that_is_gone_when_its_pointer_was_read_is_looked_for_again(run, monkeypatch):
     """``best`` names a folder that is removed before it is looked at, and the next time another one."""
     mark_best(run / "checkpoints", 4)
-    pointed = load.pointed
+    read_pointer = load.read_pointer
 
     def late(folder, pointer):
-        found = pointed(folder, pointer)
+        found = read_pointer(folder, pointer)
         racer.go_on()
         return found
 
     racer = Racer(monkeypatch, run, 1)
-    monkeypatch.setattr(load, "pointed", late)
+    monkeypatch.setattr(load, "read_pointer", late)
     assert load_chosen(run, "best", "model")[0].step == 5
 
 
@@ -88,14 +88,14 @@ def test_a_step_that_is_gone_is_said_in_one_sentence(run, monkeypatch):
 
 def test_a_step_that_is_replaced_by_another_of_its_number_is_read_again(run, monkeypatch):
     """As the last one of a run is, where it turns out to be the best."""
-    original = load.altered
+    original = load.check_digests
 
     def replaced(path, manifest):
-        monkeypatch.setattr(load, "altered", original)
+        monkeypatch.setattr(load, "check_digests", original)
         write_checkpoint(run / "checkpoints", 4, {"model": torch.arange(9)}, {"mode": "local"})
         return original(path, manifest)
 
-    monkeypatch.setattr(load, "altered", replaced)
+    monkeypatch.setattr(load, "check_digests", replaced)
     assert load_chosen(run, "4", "model")[1][0].tolist() == list(range(9))
 
 
@@ -125,17 +125,17 @@ def test_evaluate_beside_a_run_that_keeps_one(tmp_path, monkeypatch, capsys):
     run = train(tmp_path, "local", 1, **CONFIG)
     folder = run.run_dir / "checkpoints"
     values = {record["step"]: record["values"] for record in run.of_kind("validation")}
-    original = load.altered
+    original = load.check_digests
 
     def removing(path, manifest):
-        monkeypatch.setattr(load, "altered", original)
+        monkeypatch.setattr(load, "check_digests", original)
         shutil.rmtree(path)
         return original(path, manifest)
 
-    monkeypatch.setattr(load, "altered", removing)
+    monkeypatch.setattr(load, "check_digests", removing)
     found = evaluate.evaluate_run(run.run_dir)
     assert (found.step, found.values) == (4, pytest.approx(values[4], rel=1e-4))
-    monkeypatch.setattr(load, "altered", removing)
+    monkeypatch.setattr(load, "check_digests", removing)
     assert evaluate.main([str(folder / "step-00000004")]) == 2
     error = capsys.readouterr().err
     assert re.fullmatch(r"error: checkpoint 4 of \S+ must exist; there are latest and the steps 2\n", error), error
