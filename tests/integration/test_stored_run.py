@@ -1,0 +1,46 @@
+"""A run that is stored in this repository resumes in every mode: the stored format does not change unnoticed.
+
+Where it has to change, raise ``FORMAT_VERSION`` and run ``python tests/fixtures/stored_run/make.py``.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from launching import FinishedRun, resume
+
+from paramserver.checkpoint import FORMAT_VERSION, find_checkpoint, read_checkpoint
+
+STORED = Path(__file__).parents[1] / "fixtures" / "stored_run"
+
+
+@pytest.fixture
+def stored(tmp_path):
+    shutil.copy(STORED / "tiny_task.py", tmp_path)
+    shutil.copytree(STORED / "run", tmp_path / "run")
+    return FinishedRun(0, "", tmp_path / "run")
+
+
+def test_the_stored_run_is_of_the_current_format(stored):
+    checkpoint = read_checkpoint(find_checkpoint(stored.run_dir))
+    assert checkpoint.manifest.format_version == FORMAT_VERSION
+    assert (checkpoint.step, checkpoint.num_trainers) == (4, 2)
+    assert checkpoint.names == ("model", "optimizer", "run", "trainer-0", "trainer-1")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("mode", "trainers"), [("rpc", 2), ("ddp", 2), ("local", 1)])
+def test_the_stored_run_resumes(stored, mode, trainers):
+    """With two trainers it ends as without the stop; with one, which gets both shares, as when it was stored."""
+    task = f"task={stored.run_dir.parent / 'tiny_task.py'}:TinyTask"
+    more = resume(stored, "--set", f"mode={mode}", "--set", "training.max_steps=8", "--set", task)
+    assert more.code == 0, more.output
+    assert more.summary["steps"] == 8
+    assert more.summary["samples"] == 4 * 2 * 2 + 4 * 2 * trainers
+    assert [r["step"] for r in more.of_kind("train")] == [3, 6, 8]
+    assert [r["step"] for r in more.of_kind("validation")] == [2, 4, 6, 8]
+    expected = json.loads((STORED / "expected.json").read_text())[str(trainers)]
+    for name, value in more.load("model").items():
+        torch.testing.assert_close(value.flatten().tolist(), expected[name], rtol=1e-9, atol=0)
