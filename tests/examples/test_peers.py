@@ -53,7 +53,7 @@ def test_every_program_computes_the_same_losses(case, losses):
         assert moments == sorted(moments)
 
 
-def test_losses_would_tell_another_update(losses):
+def test_losses_differ_for_another_update(losses):
     """What the test above holds programs to depends on updates, and not on the batches alone."""
     task = work.task_of(MODEL)
     model = work.network_of(task)
@@ -63,7 +63,7 @@ def test_losses_would_tell_another_update(losses):
     assert untrained[-1] != pytest.approx(losses[0][-1], rel=1e-5)
 
 
-def test_a_program_that_fails_is_told_in_its_own_words(monkeypatch, tmp_path):
+def test_a_program_that_fails_is_reported_in_its_own_words(monkeypatch, tmp_path):
     monkeypatch.setattr(peers, "commands_of", lambda *_: [["-c", "raise ValueError('no such thing')"]])
     with pytest.raises(peers.PeerError, match="ValueError: no such thing"):
         peers.run("loop", MODEL, TRAINERS, STEPS)
@@ -119,9 +119,9 @@ def test_what_failed_has_no_speed_and_is_named_once_a_repeat():
 
 
 def test_programs_take_turns(capsys):
-    asked = []
-    peers.measured(["rpc", "loop"], 2, lambda case: asked.append(case) or 1.0, [], "mlp")
-    assert asked == ["rpc", "loop", "loop", "rpc"]
+    measured = []
+    peers.measured(["rpc", "loop"], 2, lambda case: measured.append(case) or 1.0, [], "mlp")
+    assert measured == ["rpc", "loop", "loop", "rpc"]
     assert capsys.readouterr().err.count("1 samples/s") == 4
 
 
@@ -133,7 +133,7 @@ def test_what_is_not_installed_is_left_out_in_one_sentence():
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (["--steps", "10", "--warm", "9"], "--steps at least"),
         (["--repeats", "0"], "at least 1"),
@@ -141,12 +141,12 @@ def test_what_is_not_installed_is_left_out_in_one_sentence():
         (["--models", "resnet"], "invalid choice"),
     ],
 )
-def test_wrong_arguments_are_refused(monkeypatch, capsys, flags, said):
+def test_wrong_arguments_are_refused(monkeypatch, capsys, flags, message):
     monkeypatch.setattr(sys, "argv", ["compare.py", *flags])
     with pytest.raises(SystemExit) as ended:
         peers.main()
     assert ended.value.code == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_data_lasts_for_all_steps():

@@ -22,9 +22,9 @@ def result(case="rpc, 2 trainers", repeat=0, speed=1000.0, **fields):
     trainers = fields.get("trainers", 2)
     step_ms = 32 * trainers / speed * 1e3 if speed else 0.0
     histogram = DurationHistogram()
-    draws = random.Random(f"{case}{repeat}")
+    generator = random.Random(f"{case}{repeat}")
     for _ in range(200):
-        histogram.add(draws.lognormvariate(math.log(step_ms / 1e3 or 1e-3), 0.2))
+        histogram.add(generator.lognormvariate(math.log(step_ms / 1e3 or 1e-3), 0.2))
     base = {
         "mode": "rpc",
         "trainers": trainers,

@@ -21,7 +21,7 @@ from paramserver.errors import UnsupportedConfiguration
 @pytest.mark.parametrize(
     ("text", "bytes_per_s"), [("100mbit", 12.5e6), ("1gbit", 125e6), (" 2.5Mbit ", 312500), ("800kbit", 1e5)]
 )
-def test_bandwidths_are_read_in_bits_and_told_in_bytes(text, bytes_per_s):
+def test_bandwidths_are_read_in_bits_and_reported_in_bytes(text, bytes_per_s):
     assert parse_bandwidth(text) == pytest.approx(bytes_per_s)
 
 
@@ -36,7 +36,7 @@ def test_every_host_has_an_address_of_its_own():
     assert (host_address(0), host_address(250)) == ("10.99.0.1", "10.99.1.1")
 
 
-def test_who_may_not_make_hosts_is_told_why(monkeypatch):
+def test_who_may_not_make_hosts_is_reported_why(monkeypatch):
     monkeypatch.setattr(network.os, "geteuid", lambda: 1000)
     monkeypatch.setattr(network.shutil, "which", lambda tool: f"/sbin/{tool}")
     with pytest.raises(UnsupportedConfiguration, match=r"needs root .* \(this user is not root\)"):
@@ -47,10 +47,10 @@ def test_who_may_not_make_hosts_is_told_why(monkeypatch):
 
 
 class Namespaces:
-    """Stands for the namespaces: remembers what was asked in each, and may fail at one."""
+    """A fake of the namespaces that records the commands in each, and may fail at one."""
 
     def __init__(self, fails_at=None):
-        self.asked, self.made, self.closed, self.fails_at = [], 0, 0, fails_at
+        self.commands, self.made, self.closed, self.fails_at = [], 0, 0, fails_at
 
     def __call__(self):
         self.made += 1
@@ -65,8 +65,8 @@ class Pretended:
         return ["in", str(self.pid), *command]
 
     def run(self, *command):
-        self.made.asked.append(" ".join(self.command_in(*command)))
-        if self.made.fails_at is not None and self.made.fails_at in self.made.asked[-1]:
+        self.made.commands.append(" ".join(self.command_in(*command)))
+        if self.made.fails_at is not None and self.made.fails_at in self.made.commands[-1]:
             raise UnsupportedConfiguration("--bandwidth: not allowed")
 
     def close(self):
@@ -87,21 +87,21 @@ def pretended(monkeypatch):
 def test_both_ends_of_each_interface_have_the_bandwidth(pretended):
     made = pretended()
     with NetworkHosts(3, 12.5e6):
-        limits = [line for line in made.asked if " tc qdisc add " in line]
+        limits = [line for line in made.commands if " tc qdisc add " in line]
         assert len(limits) == 6
         assert all("rate 100000000bit" in line for line in limits)
         assert sum("dev eth0" in line for line in limits) == 3
     assert made.made == made.closed == 4
 
 
-def test_hosts_that_could_not_be_made_are_let_go(pretended):
+def test_hosts_that_could_not_be_made_are_released(pretended):
     made = pretended(fails_at="tc qdisc")
     with pytest.raises(UnsupportedConfiguration, match=r"^--bandwidth: not allowed"):
         NetworkHosts(2, 1e6).__enter__()
     assert made.made == made.closed == 2
 
 
-def test_a_tool_that_fails_is_told_in_one_sentence(monkeypatch):
+def test_a_tool_that_fails_is_reported_in_one_sentence(monkeypatch):
     with pytest.raises(UnsupportedConfiguration, match=r"^--bandwidth: sh .* failed \(not allowed\); leave it out"):
         network._run(["sh", "-c", "echo more; echo not allowed >&2; exit 1"])
     monkeypatch.setenv("PATH", "/nowhere")
@@ -130,7 +130,7 @@ def namespaces():
     """Those of all processes that can be looked at."""
     found = set()
     for link in Path("/proc").glob("[0-9]*/ns/net"):
-        with suppress(OSError):  # it has ended, or is somebody else's
+        with suppress(OSError):  # it has ended, or belongs to another user
             found.add(str(link.readlink()))
     return found
 

@@ -37,7 +37,7 @@ def run(file, out, *flags, timeout_s=150):
     )
 
 
-def nobody_left(out):
+def processes_left(out):
     return [p for p in psutil.process_iter(["cmdline"]) if str(out) in " ".join(p.info["cmdline"] or [])]
 
 
@@ -111,7 +111,7 @@ def test_a_server_has_figures_of_its_own(benched):
 
 
 @pytest.mark.processes
-def test_a_case_that_fails_is_told_and_the_others_go_on(tmp_path):
+def test_a_case_that_fails_is_reported_and_the_others_go_on(tmp_path):
     file, out = write_config(tmp_path), tmp_path / "out"
     flags = ("--modes", "local", "--trainers", "1", "--repeats", "1", "--seconds", "0.3", "--warm-up", "0.1")
     done = run(file, out, *flags, "--sweep", "task_args.optimizer=none_such,sgd")
@@ -124,21 +124,21 @@ def test_a_case_that_fails_is_told_and_the_others_go_on(tmp_path):
     assert [path.name for path in (out / "runs").iterdir()] == ["local-optimizer=none_such-0"]
 
 
-class Told:
-    """Lines of a process as they come."""
+class OutputReader:
+    """Reads the output of a process while it runs."""
 
     def __init__(self, stream):
         self.stream = stream
 
     def wait_for(self, text, timeout_s):
-        said = b""
+        output = b""
         with selectors.DefaultSelector() as selector:
             selector.register(self.stream, selectors.EVENT_READ)
-            while text.encode() not in said:
-                assert selector.select(timeout_s), said
+            while text.encode() not in output:
+                assert selector.select(timeout_s), output
                 piece = os.read(self.stream.fileno(), 4096)
-                assert piece, said
-                said += piece
+                assert piece, output
+                output += piece
 
 
 @pytest.mark.processes
@@ -147,14 +147,14 @@ def test_an_interrupt_keeps_what_is_finished(tmp_path):
     flags = ("--modes", "rpc", "--repeats", "1", "--seconds", "0.3", "--warm-up", "0.1", "--trainers", "1")
     started = command(write_config(tmp_path), out, *flags)
     with subprocess.Popen(started, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()) as process:
-        Told(process.stderr).wait_for("1/2 local", 90)
+        OutputReader(process.stderr).wait_for("1/2 local", 90)
         process.send_signal(signal.SIGINT)
-        said, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=60)
     assert process.returncode == 3
     assert [one.case for one in read_results(out).results] == ["local"]
     assert "1 of 2 runs" in (out / "report.md").read_text()
-    assert str(out / "report.html") in said.decode()
-    assert nobody_left(out) == []
+    assert str(out / "report.html") in output.decode()
+    assert processes_left(out) == []
     assert not (out / "runs").exists()
 
 
@@ -163,13 +163,13 @@ def test_an_interrupt_before_anything_is_finished_leaves_nothing(tmp_path):
     out = tmp_path / "out"
     started = command(write_config(tmp_path), out, "--modes", "local", "--seconds", "30")
     with subprocess.Popen(started, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()) as process:
-        Told(process.stderr).wait_for("runs of", 60)
+        OutputReader(process.stderr).wait_for("runs of", 60)
         process.send_signal(signal.SIGTERM)
-        _, said = process.communicate(timeout=60)
+        _, output = process.communicate(timeout=60)
     assert process.returncode == 3
-    assert b"there is nothing to report" in said
+    assert b"there is nothing to report" in output
     assert not out.exists()
-    assert nobody_left(out) == []
+    assert processes_left(out) == []
 
 
 # One case at a time.
@@ -177,12 +177,12 @@ def test_an_interrupt_before_anything_is_finished_leaves_nothing(tmp_path):
 
 def cases_of(folder, *, slow=None, task="ReferenceTask", modes="rpc", overrides=(), **config):
     file = write_config(folder, task=task, **config)
-    asked = RequestedCases(file, modes=modes, slow=slow, overrides=overrides)
-    return {case.name: case for case in make_cases(asked)}
+    requested = RequestedCases(file, modes=modes, slow=slow, overrides=overrides)
+    return {case.name: case for case in make_cases(requested)}
 
 
 @pytest.mark.processes
-def test_samples_told_by_the_task_and_an_outside_clock_agree_with_the_record(tmp_path):
+def test_samples_reported_by_the_task_and_an_outside_clock_agree_with_the_record(tmp_path):
     pipe, file = tmp_path / "pipe", tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(outside_clock.config_of(pipe, "small", 2)))
     case = make_cases(RequestedCases(file, modes="rpc"))[-1]
@@ -245,7 +245,7 @@ def test_a_measured_run_is_the_users_but_for_limits_and_saving(tmp_path):
     assert made.task_args["observer"]["seed"] == 3
 
 
-def test_a_task_file_is_looked_for_before_anything_starts(tmp_path):
+def test_a_task_file_is_checked_before_anything_starts(tmp_path):
     case = cases_of(tmp_path, task="nowhere.py:Task")["local"]
     record = measure(case, 0, outside_clock.method_of(tmp_path / "out", 1.0, 1.0))
     assert "there is no file nowhere.py" in record.error
@@ -320,7 +320,7 @@ def test_without_matplotlib_all_but_the_plots_is_there(bench, monkeypatch, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("flags", "says"),
+    ("flags", "message"),
     [
         (["--modes", "mpi"], "--modes mpi: mpi must be one of rpc, ddp, local"),
         (["--sweep", "server.consistancy=sync,async"], "did you mean server.consistency?"),
@@ -333,10 +333,10 @@ def test_without_matplotlib_all_but_the_plots_is_there(bench, monkeypatch, tmp_p
         (["--set", "training.batch_size=none"], "training.batch_size (none) must be"),
     ],
 )
-def test_what_is_wrong_is_refused_before_anything_is_made(bench, tmp_path, flags, says):
+def test_what_is_wrong_is_refused_before_anything_is_made(bench, tmp_path, flags, message):
     code, out, err = bench(*flags)
     assert (code, out) == (2, "")
-    assert says in err
+    assert message in err
     assert err.count("\n") == 1
     assert not (tmp_path / "out").exists()
 

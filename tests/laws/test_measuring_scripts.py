@@ -1,4 +1,4 @@
-"""What the measuring scripts compute from what they measured. How fast anything is, no test says."""
+"""What the measuring scripts compute from measurements; no test depends on a speed."""
 
 import os
 import sys
@@ -15,7 +15,17 @@ from paramserver.report.cases import cases_of
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the scripts are modules of the checkout, which is not always importable
 
-from tests.measure import convergence, foreign, memory, stragglers, tutorial, twice, versus_ddp  # noqa: E402
+from tests.measure import (  # noqa: E402
+    convergence,
+    foreign,
+    memory,
+    stragglers,
+    tree,
+    tutorial,
+    twice,
+    versus_ddp,
+    walk,
+)
 from tests.measure.overhead import Timing  # noqa: E402
 
 SCRIPT = """\
@@ -65,7 +75,7 @@ def test_a_script_without_what_is_replaced_is_refused(source):
         foreign.with_other_data(source, {"data": ["data = 3"]})
 
 
-def test_a_traceback_ends_all_processes_and_is_what_is_told():
+def test_a_traceback_ends_all_processes_and_is_the_error():
     forever = ["-c", "import threading; threading.Event().wait()"]
     began = time.monotonic()
     error = foreign.run_until_error([["-c", "raise ValueError('first')"], forever], os.environ, 60)
@@ -74,9 +84,9 @@ def test_a_traceback_ends_all_processes_and_is_what_is_told():
     assert not [child for child in psutil.Process().children() if "Event" in " ".join(child.cmdline())]
 
 
-@pytest.mark.parametrize(("code", "told"), [("print('fine')", None), ("raise SystemExit(3)", "exit codes [3]")])
-def test_how_processes_end_is_told(code, told):
-    assert foreign.run_until_error([["-c", code]], os.environ, 60) == told
+@pytest.mark.parametrize(("code", "expected"), [("print('fine')", None), ("raise SystemExit(3)", "exit codes [3]")])
+def test_how_processes_end_is_reported(code, expected):
+    assert foreign.run_until_error([["-c", code]], os.environ, 60) == expected
 
 
 def test_processes_that_do_not_end_are_ended_in_time():
@@ -209,3 +219,36 @@ def test_two_benchmarks_agree_where_their_ratio_may_be_1():
 def test_one_repeat_agrees_with_nothing():
     with pytest.raises(ValueError, match=r"--repeats 2 or more"):
         twice.agreements([benched_twice([100.0], [100.0])])
+
+
+# The tree, and the calls of a step.
+
+
+def test_the_tree_is_counted_without_an_import(tmp_path):
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "top.py").write_text(
+        '"""A module.\n\n>>> 1\n"""\n\n# why\nraise SystemExit  # noqa\n\n\ndef _once():\n    """Doc."""\n    return 1\n\n\n'
+        "def public():\n    return _once()\n"
+    )
+    (tmp_path / "inner" / "__init__.py").write_text("class A: ...\n")
+    (tmp_path / "inner" / "other.py").write_text("class A: ...\n")
+    found = tree.measures(tree.read_sources(tmp_path))
+    assert found["modules at the top level"] == "1"
+    assert (found["files"], found["lines"], found["code lines"]) == ("3", "18", "7")
+    assert found["private helpers of up to 8 lines, one caller"] == "1 of 2"
+    assert found["lines of examples in docstrings"] == "1"
+    assert found["class names used twice"] == "1 A"
+
+
+def test_a_walk_is_the_step_with_the_median_number_of_calls():
+    def call(moment, process, file):
+        return walk.Event(moment, process, "1", "call", file, "f", "1")
+
+    events = []
+    for step in range(walk.WARM_STEPS + 4):
+        events += [walk.Event(100 * step, "t", "1", "step"), call(100 * step + 1, "t", "a.py")]
+        events += [call(100 * step + 2 + i, "t", "b.py") for i in range(step - walk.WARM_STEPS + 1)]
+        events.append(call(100 * step + 50, "s", "a.py"))
+    found = walk.steady_step(events)
+    assert found.row(["trainer"]) == (3, 2, 2, 1)
+    assert found.row(["trainer", "server"]) == (4, 2, 2, 1)

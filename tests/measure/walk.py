@@ -76,9 +76,10 @@ class CallRecorder:
         self._file = os.open(folder / f"{os.getpid()}.calls", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(FOLDERS):
-            path = Path(frame.f_code.co_filename).relative_to(PACKAGE.parent)
-            self.write("call", str(path), frame.f_code.co_qualname, frame.f_code.co_firstlineno)
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(FOLDERS):
+            path = Path(code.co_filename).relative_to(PACKAGE.parent)
+            self.write("call", str(path), getattr(code, "co_qualname", code.co_name), code.co_firstlineno)
 
     def write(self, *words: object) -> None:
         fields = (time.perf_counter_ns(), threading.get_ident(), *words)

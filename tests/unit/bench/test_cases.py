@@ -8,25 +8,25 @@ from paramserver.errors import UnsupportedConfiguration
 
 
 @pytest.fixture
-def asked(tmp_path):
+def request_of(tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text("task: a:B\ntraining: {max_steps: 5}\n")
     return lambda **words: RequestedCases(file, **words)
 
 
-def names(asked):
-    return [case.name for case in make_cases(asked)]
+def names(request_of):
+    return [case.name for case in make_cases(request_of)]
 
 
-def refused(asked, says):
+def refused(request_of, message):
     with pytest.raises(UnsupportedConfiguration) as caught:
-        make_cases(asked)
-    assert says in str(caught.value)
+        make_cases(request_of)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_baselines_come_without_being_asked_for(asked):
-    found = make_cases(asked())
+def test_baselines_are_made_without_a_flag(request_of):
+    found = make_cases(request_of())
     assert [case.name for case in found] == ["local", "no communication 2 trainers", "ddp 2 trainers", "rpc 2 trainers"]
     assert [case.baseline for case in found] == ["local", "no communication", None, None]
     assert [(case.trainers, case.servers, case.runs) for case in found] == [(1, 0, 1), (2, 0, 2), (2, 0, 1), (2, 1, 1)]
@@ -34,13 +34,13 @@ def test_baselines_come_without_being_asked_for(asked):
     assert all(case.config.cluster.num_trainers == case.trainers for case in found)
 
 
-def test_a_mode_that_is_a_baseline_already_is_no_case_twice(asked):
-    assert names(asked(modes="local")) == ["local", "no communication 2 trainers"]
-    assert names(asked(modes="rpc, local,rpc", trainers="1")) == ["local", "rpc 1 trainer"]
+def test_a_mode_that_is_a_baseline_already_is_no_case_twice(request_of):
+    assert names(request_of(modes="local")) == ["local", "no communication 2 trainers"]
+    assert names(request_of(modes="rpc, local,rpc", trainers="1")) == ["local", "rpc 1 trainer"]
 
 
-def test_each_number_of_trainers_has_its_limit(asked):
-    assert names(asked(modes="ddp", trainers="1,2,4")) == [
+def test_each_number_of_trainers_has_its_limit(request_of):
+    assert names(request_of(modes="ddp", trainers="1,2,4")) == [
         "local",
         "no communication 2 trainers",
         "no communication 4 trainers",
@@ -50,8 +50,8 @@ def test_each_number_of_trainers_has_its_limit(asked):
     ]
 
 
-def test_a_sweep_makes_cases_where_its_key_means_something(asked):
-    found = make_cases(asked(sweeps=["server.consistency=sync,async", "training.batch_size=8,16"]))
+def test_a_sweep_makes_cases_where_its_key_means_something(request_of):
+    found = make_cases(request_of(sweeps=["server.consistency=sync,async", "training.batch_size=8,16"]))
     assert [case.name for case in found] == [
         "local, batch_size=8",
         "local, batch_size=16",
@@ -69,8 +69,8 @@ def test_a_sweep_makes_cases_where_its_key_means_something(asked):
     assert [case.config.training.batch_size for case in found[:2]] == [8, 16]
 
 
-def test_numbers_of_servers_and_options_of_ddp_are_swept_for_their_mode_alone(asked):
-    found = make_cases(asked(sweeps=["cluster.num_servers=1,2", "ddp.comm_hook=none,fp16"]))
+def test_numbers_of_servers_and_options_of_ddp_are_swept_for_their_mode_alone(request_of):
+    found = make_cases(request_of(sweeps=["cluster.num_servers=1,2", "ddp.comm_hook=none,fp16"]))
     assert [(case.name, case.servers) for case in found[2:]] == [
         ("ddp 2 trainers, comm_hook=none", 0),
         ("ddp 2 trainers, comm_hook=fp16", 0),
@@ -79,8 +79,8 @@ def test_numbers_of_servers_and_options_of_ddp_are_swept_for_their_mode_alone(as
     ]
 
 
-def test_names_tell_keys_apart_that_end_alike(asked):
-    found = names(asked(modes="rpc", sweeps=["task_args.a.size=1,2", "task_args.b.size=3"]))
+def test_names_distinguish_keys_that_end_alike(request_of):
+    found = names(request_of(modes="rpc", sweeps=["task_args.a.size=1,2", "task_args.b.size=3"]))
     assert found[-2:] == [
         "rpc 2 trainers, task_args.a.size=1, task_args.b.size=3",
         "rpc 2 trainers, task_args.a.size=2, task_args.b.size=3",
@@ -103,8 +103,8 @@ def test_values_of_a_sweep_are_yaml(text, values):
     assert parse_sweep(f"task_args.{text}") == ("task_args.k", values)
 
 
-def test_overrides_hold_for_all_cases_and_sweeps_go_over_them(asked):
-    found = make_cases(asked(overrides=["training.batch_size=4", "seed=3"], sweeps=["seed=5,6"]))
+def test_overrides_hold_for_all_cases_and_sweeps_go_over_them(request_of):
+    found = make_cases(request_of(overrides=["training.batch_size=4", "seed=3"], sweeps=["seed=5,6"]))
     assert {case.config.training.batch_size for case in found} == {4}
     assert [case.config.seed for case in found[:2]] == [5, 6]
     assert found[0].overrides == {"seed": 5}
@@ -116,9 +116,9 @@ def test_the_number_of_trainers_is_the_configs_where_none_is_given(tmp_path):
     assert names(RequestedCases(file, modes="ddp")) == ["local", "no communication 3 trainers", "ddp 3 trainers"]
 
 
-def test_with_a_slow_trainer_all_but_the_single_process_are_there_without_and_with_it(asked):
+def test_with_a_slow_trainer_all_but_the_single_process_are_there_without_and_with_it(request_of):
     slow = SlowdownSpec(1, 5.0)
-    found = make_cases(asked(slow=slow, modes="ddp"))
+    found = make_cases(request_of(slow=slow, modes="ddp"))
     assert [(case.name, case.slow) for case in found] == [
         ("local", None),
         ("no communication 2 trainers", None),
@@ -130,7 +130,7 @@ def test_with_a_slow_trainer_all_but_the_single_process_are_there_without_and_wi
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "message"),
     [
         ({"modes": "ddp,rcp"}, "--modes ddp,rcp: rcp must be one of rpc, ddp, local; did you mean rpc?"),
         ({"modes": "ddp,"}, "--modes ddp,: must be words with commas between"),
@@ -152,12 +152,12 @@ def test_with_a_slow_trainer_all_but_the_single_process_are_there_without_and_wi
         ({"slow": SlowdownSpec(1, 5.0), "trainers": "1,2"}, "must be below the number of trainers of every case (1)"),
     ],
 )
-def test_what_is_wrong_is_told_in_one_sentence(asked, words, says):
-    refused(asked(**words), says)
+def test_what_is_wrong_is_reported_in_one_sentence(request_of, words, message):
+    refused(request_of(**words), message)
 
 
-def test_a_value_that_only_one_mode_refuses_is_refused_before_anything_runs(asked):
-    refused(asked(sweeps=["server.backup_trainers=0,7"]), "backup_trainers")
+def test_a_value_that_only_one_mode_refuses_is_refused_before_anything_runs(request_of):
+    refused(request_of(sweeps=["server.backup_trainers=0,7"]), "backup_trainers")
 
 
 def test_cases_take_turns_and_their_order_turns_round():

@@ -47,7 +47,7 @@ def test_at_break_even_servers_are_as_fast_and_with_one_less_they_are_not(traine
     assert enough == 1 or free(RPC, trainers, enough - 1, overlap) > limit
 
 
-def test_break_even_needs_somebody_to_reduce_with():
+def test_break_even_needs_two_trainers():
     assert break_even_servers(1) is None
     assert (break_even_servers(2), break_even_servers(2, overlap=True)) == (4, 2)
     assert (break_even_servers(8), break_even_servers(8, overlap=True)) == (10, 5)

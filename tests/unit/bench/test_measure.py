@@ -80,7 +80,7 @@ def test_a_slow_trainer_counts_by_the_part_of_its_steps_that_lies_inside():
     assert found["samples"] == round(found["samples_per_second"] * found["seconds"])
 
 
-def test_what_comes_between_steps_is_not_training():
+def test_time_between_steps_is_not_training():
     one = trainer([0.125] * 40, gaps={20: 5.0})
     found = step_figures([one], measured_window([one], 1.0))
     assert found["seconds"] == pytest.approx(4.0)
@@ -92,7 +92,7 @@ def test_samples_that_were_not_applied_do_not_count():
     assert step_figures(both, measured_window(both, 1.0), applied=0.5)["samples_per_second"] == pytest.approx(256)
 
 
-def test_phases_make_up_the_step_and_what_is_hidden_is_beside_them():
+def test_phases_sum_to_the_step_without_the_hidden_one():
     one = trainer([0.1, 0.2, 0.3] * 10)
     found = step_figures([one], measured_window([one], 1.0))
     assert sum(found["phases_ms"][name] for name in PHASES) == pytest.approx(found["step_ms"]["mean"])
@@ -156,7 +156,7 @@ def config(training=None, **sections):
         ("loss", {"metric": "other", "mode": "max"}, True),
     ],
 )
-def test_the_config_says_whether_a_goal_is_a_floor_or_a_ceiling(name, best, at_most):
+def test_the_config_decides_whether_a_target_is_a_minimum_or_a_maximum(name, best, at_most):
     goal = target_for(f"{name}=0.5", config(checkpoint={"best": best}) if best else config())
     assert goal == Target(name, 0.5, at_most)
 
@@ -166,7 +166,7 @@ def test_a_goal_needs_validations_on_the_way():
         target_for("accuracy=0.5", config(training={"validate_every": 0}))
 
 
-def test_a_goal_that_no_validation_tells_of_is_refused_with_what_there_is():
+def test_a_target_without_such_a_metric_is_refused_with_the_known_metrics():
     points = [(320, 0.5, {"accuracy": 0.5}), (960, 1.5, {"accuracy": 0.96}), (1280, 2.0, {"accuracy": 0.99})]
     assert require_first_reached(points, Target("accuracy", 0.95, at_most=False)) == (960, 1.5)
     assert require_first_reached(points, Target("accuracy", 0.995, at_most=False)) is None
@@ -195,7 +195,7 @@ def test_stamps_are_plain_json(tmp_path):
 
 
 class Counted:
-    """Stands for hosts, whose interfaces moved so much at each look."""
+    """A fake of hosts, whose interfaces return these counters at each sample."""
 
     def __init__(self, *each):
         self.left = [iter(moved) for moved in each]
@@ -204,7 +204,7 @@ class Counted:
         return next(self.left[number])
 
 
-def test_bytes_of_a_group_are_the_kernels_or_computed_and_say_so(tmp_path, monkeypatch):
+def test_bytes_of_a_group_are_counted_by_the_kernel_or_computed(tmp_path, monkeypatch):
     ddp = next(
         c for c in make_cases(RequestedCases(write_config(tmp_path), modes="ddp", trainers="2")) if c.mode.name == "ddp"
     )

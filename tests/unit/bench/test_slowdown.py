@@ -1,4 +1,4 @@
-"""A trainer that is slow on purpose: who, how often, and by how much."""
+"""A simulated straggler: which trainer, how often, and by how much."""
 
 import time
 
@@ -23,7 +23,7 @@ def test_what_is_written_is_read(text, slow):
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("", "an empty part must be one of trainer, factor, probability"),
         ("trainer=1", "factor is missing"),
@@ -38,10 +38,10 @@ def test_what_is_written_is_read(text, slow):
         ("trainer=1,factor=2,probability=1.1", "probability (1.1) must be a number from 0 to 1"),
     ],
 )
-def test_what_is_wrong_is_named(text, says):
+def test_what_is_wrong_is_named(text, message):
     with pytest.raises(UnsupportedConfiguration) as caught:
         parse_slowdown(text)
-    assert says in str(caught.value)
+    assert message in str(caught.value)
     assert str(caught.value).startswith(f"--slow {text}: ")
 
 
@@ -63,7 +63,7 @@ def test_chance_is_that_of_seed_trainer_and_batch():
 
 
 class Waits:
-    """In place of the event that a slowdown waits on."""
+    """Replaces the event that a slowdown waits on."""
 
     def __init__(self):
         self.seconds = []
@@ -88,7 +88,7 @@ class Heavy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        time.sleep(0.05)  # the work that is stood for
+        time.sleep(0.05)  # simulated work
         return gradient
 
 

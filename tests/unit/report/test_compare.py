@@ -1,4 +1,4 @@
-"""Two sets of results: what changed, what cannot be told, and what fails in CI."""
+"""Two sets of results: what changed, what may be chance, and what fails in CI."""
 
 import pytest
 from fake_results import failed, repeats, result, stale
@@ -84,7 +84,7 @@ def test_below_the_limit(factor, limit, fails):
         assert "more repeats" not in sentence
 
 
-def test_a_spread_that_reaches_the_limit_is_told():
+def test_a_spread_that_reaches_the_limit_is_reported():
     sentences = compared(repeats("rpc", NEAR), repeats("rpc", scaled(CONFUSED, 0.9))).regressions(0.95)
     assert "its interval reaches" in sentences[0]
 
@@ -111,7 +111,7 @@ def test_a_limit_that_is_none_is_refused(limit):
         compared(repeats("rpc", NEAR), repeats("rpc", NEAR)).regressions(limit)
 
 
-def test_other_machines_are_told():
+def test_other_machines_are_reported():
     other = {**result().environment, "host": "blue"}
     found = compared(repeats("rpc", NEAR), repeats("rpc", NEAR, environment=other))
     assert any("A ran on green with 8 cores, B on blue with 8 cores" in note for note in found.notes)

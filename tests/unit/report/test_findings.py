@@ -1,4 +1,4 @@
-"""What a report says is what the numbers say: turn the numbers round, and the sentence turns."""
+"""Findings follow the numbers: if the numbers are swapped, so are the names in the sentence."""
 
 import dataclasses
 
@@ -18,7 +18,7 @@ DDP = {"mode": "ddp", "servers": 0}
 ALONE = {"mode": "local", "servers": 0}
 
 
-def said(*records):
+def text_of(*records):
     """The findings as one text."""
     return "\n".join(findings(cases_of(one for part in records for one in part)))
 
@@ -45,7 +45,7 @@ def with_target(records, seconds):
 
 
 def test_the_fastest_is_named_with_its_lead_and_turns_with_the_numbers():
-    first, other = said(rpc(FAST), ddp(NEAR)), said(rpc(NEAR), ddp(FAST))
+    first, other = text_of(rpc(FAST), ddp(NEAR)), text_of(rpc(NEAR), ddp(FAST))
     assert first.startswith("`rpc` was the fastest: 1300 (1275 to 1325) samples/s, 1.30 (")
     assert "times `ddp`." in first.split("\n")[0]
     assert other.startswith("`ddp` was the fastest")
@@ -53,7 +53,7 @@ def test_the_fastest_is_named_with_its_lead_and_turns_with_the_numbers():
 
 
 def test_an_interval_that_holds_1_is_no_victory():
-    text = said(rpc(CONFUSED), ddp(NEAR))
+    text = text_of(rpc(CONFUSED), ddp(NEAR))
     assert "the difference is not significant" in text
     assert "fastest" not in text
     assert "includes 1" in text
@@ -62,20 +62,20 @@ def test_an_interval_that_holds_1_is_no_victory():
 def test_a_small_lead_that_every_repeat_shows_is_one():
     """The machine drifts by half, which the repeats of both cases share."""
     drift = [1000.0, 1500.0, 700.0]
-    assert said(rpc([1.03 * s + i for i, s in enumerate(drift)]), ddp(drift)).startswith("`rpc` was the fastest")
-    assert "the difference is not significant" in said(rpc([1.03 * s for s in drift[::-1]]), ddp(drift))
+    assert text_of(rpc([1.03 * s + i for i, s in enumerate(drift)]), ddp(drift)).startswith("`rpc` was the fastest")
+    assert "the difference is not significant" in text_of(rpc([1.03 * s for s in drift[::-1]]), ddp(drift))
 
 
 def test_one_repeat_proves_nothing():
-    text = said(rpc(FAST[:1]), ddp(NEAR[:1]))
+    text = text_of(rpc(FAST[:1]), ddp(NEAR[:1]))
     assert "one repeat cannot show whether that is chance" in text
     assert "Each case ran once" in text
     assert "fastest" not in text
-    assert "ran once" not in said(rpc(FAST), ddp(NEAR))
+    assert "ran once" not in text_of(rpc(FAST), ddp(NEAR))
 
 
-def test_ties_among_many_are_told_with_who_is_behind():
-    text = said(rpc(FAST), repeats("a", [1289.0, 1311.0, 1302.0]), repeats("b", [1280.0, 1320.0, 1290.0]), ddp(SLOW))
+def test_ties_among_many_are_reported_with_who_is_behind():
+    text = text_of(rpc(FAST), repeats("a", [1289.0, 1311.0, 1302.0]), repeats("b", [1280.0, 1320.0, 1290.0]), ddp(SLOW))
     line = text.split("\n")[0]
     assert "is not significant either" in line
     assert "times `ddp`" in line
@@ -83,15 +83,15 @@ def test_ties_among_many_are_told_with_who_is_behind():
     assert len(names) == 4
 
 
-def test_the_best_of_every_mode_is_told_once():
-    text = said(rpc(FAST), repeats("rpc, async", [1200.0, 1210.0, 1190.0]), ddp(SLOW))
+def test_the_best_of_every_mode_is_reported_once():
+    text = text_of(rpc(FAST), repeats("rpc, async", [1200.0, 1210.0, 1190.0]), ddp(SLOW))
     assert "`rpc` was the fastest" in text
     assert "`ddp`, the best of ddp" in text
-    assert "the best of" not in said(rpc(FAST), ddp(SLOW))
+    assert "the best of" not in text_of(rpc(FAST), ddp(SLOW))
 
 
 def test_conditions_are_kept_apart():
-    text = said(
+    text = text_of(
         repeats("rpc 1", NEAR, trainers=1), repeats("ddp 1", SLOW, trainers=1, **DDP),
         repeats("rpc 4", SLOW, trainers=4), repeats("ddp 4", FAST, trainers=4, **DDP),
     )  # fmt: skip
@@ -100,30 +100,30 @@ def test_conditions_are_kept_apart():
     assert lines[1].startswith("With 4 trainers: `ddp 4` was the fastest")
 
 
-def test_baselines_compete_with_nobody_unless_they_are_alone():
+def test_baselines_are_not_compared_unless_there_is_nothing_else():
     local = repeats("local", [9000.0, 9010.0, 9020.0], trainers=1, baseline="local", **ALONE)
-    assert said(local, rpc(NEAR)).startswith("`rpc` applied")
-    assert said(local).startswith("`local` applied 9010")
+    assert text_of(local, rpc(NEAR)).startswith("`rpc` applied")
+    assert text_of(local).startswith("`local` applied 9010")
 
 
 # Failures.
 
 
-def test_failures_are_told_with_their_reason():
-    text = said(rpc(NEAR), [failed("ddp", i, "PeerLost: rank 1 is gone\nTraceback", **DDP) for i in range(3)])
+def test_failures_are_reported_with_their_reason():
+    text = text_of(rpc(NEAR), [failed("ddp", i, "PeerLost: rank 1 is gone\nTraceback", **DDP) for i in range(3)])
     assert "Of 2 cases, 1 failed. `ddp` in 3 of 3 repeats: PeerLost: rank 1 is gone." in text
     assert "Traceback" not in text
-    assert "failed" not in said(rpc(NEAR), ddp(NEAR))
+    assert "failed" not in text_of(rpc(NEAR), ddp(NEAR))
 
 
 def test_a_case_that_fails_now_and_then_still_has_figures():
-    text = said([*rpc(FAST[:2]), failed("rpc", 2)], ddp(SLOW))
+    text = text_of([*rpc(FAST[:2]), failed("rpc", 2)], ddp(SLOW))
     assert "`rpc` in 1 of 3 repeats" in text
     assert text.startswith("`rpc` was the fastest")
 
 
 def test_nothing_completed():
-    assert said([failed("rpc"), failed("ddp")]).startswith("No case was completed")
+    assert text_of([failed("rpc"), failed("ddp")]).startswith("No case was completed")
 
 
 # Stragglers, targets.
@@ -132,30 +132,32 @@ def test_nothing_completed():
 def test_what_a_slow_trainer_costs():
     late = [repeats("rpc late", [800.0, 790.0, 810.0], scenario=LATE)]
     late += [repeats("ddp late", [200.0, 210.0, 190.0], scenario=LATE, **DDP)]
-    text = said(rpc(NEAR), ddp(NEAR), *late)
+    text = text_of(rpc(NEAR), ddp(NEAR), *late)
     assert "With 2 trainers, trainer 1 slowed 5 times: `rpc late` was the fastest" in text
     assert "of its speed otherwise, `rpc late` keeps 80 %" in text
     assert text.index("`rpc late` keeps") < text.index("`ddp late` keeps 20 %")
-    assert "keeps" not in said(rpc(NEAR), ddp(NEAR))
-    turned = said(rpc(NEAR), ddp(NEAR), repeats("rpc late", [100.0, 101.0, 99.0], scenario=LATE), late[1])
+    assert "keeps" not in text_of(rpc(NEAR), ddp(NEAR))
+    turned = text_of(rpc(NEAR), ddp(NEAR), repeats("rpc late", [100.0, 101.0, 99.0], scenario=LATE), late[1])
     assert turned.index("`ddp late` keeps") < turned.index("`rpc late` keeps 10 %")
 
 
 def test_the_first_at_the_target_need_not_be_the_fastest():
-    text = said(with_target(rpc(FAST), [4.0, 4.1, 3.9]), with_target(ddp(NEAR), [3.0, 3.1, 2.9]))
+    text = text_of(with_target(rpc(FAST), [4.0, 4.1, 3.9]), with_target(ddp(NEAR), [3.0, 3.1, 2.9]))
     assert "Accuracy 0.95 was reached first by `ddp`, after 3.00 (" in text
-    other = said(with_target(rpc(FAST), [3.0, 3.1, 2.9]), with_target(ddp(NEAR), [4.0, 4.1, 3.9]))
+    other = text_of(with_target(rpc(FAST), [3.0, 3.1, 2.9]), with_target(ddp(NEAR), [4.0, 4.1, 3.9]))
     assert "reached first by `rpc`" in other
-    assert "target" not in said(rpc(FAST), ddp(NEAR))
+    assert "target" not in text_of(rpc(FAST), ddp(NEAR))
 
 
 def test_a_target_that_is_reached_now_and_then_or_never():
     lucky = with_target(rpc(FAST), [1.0, None, None])
-    text = said(lucky, with_target(ddp(NEAR), [3.0, 3.1, 2.9]))
+    text = text_of(lucky, with_target(ddp(NEAR), [3.0, 3.1, 2.9]))
     assert "reached first by `ddp`" in text  # which always does
     assert "`rpc` (in 1 of 3 repeats)" in text
-    assert "It was not reached by `rpc`." in said(with_target(rpc(FAST), [None] * 3), with_target(ddp(NEAR), [3.0] * 3))
-    assert "No case reached accuracy 0.95" in said(with_target(rpc(FAST), [None] * 3))
+    assert "It was not reached by `rpc`." in text_of(
+        with_target(rpc(FAST), [None] * 3), with_target(ddp(NEAR), [3.0] * 3)
+    )
+    assert "No case reached accuracy 0.95" in text_of(with_target(rpc(FAST), [None] * 3))
 
 
 # Where the time goes.
@@ -163,10 +165,10 @@ def test_a_target_that_is_reached_now_and_then_or_never():
 
 def test_the_share_of_the_speed_without_communication():
     limit = repeats("alone", FAST, baseline="no communication", **ALONE)
-    text = said(limit, rpc(NEAR), ddp(SLOW))
+    text = text_of(limit, rpc(NEAR), ddp(SLOW))
     assert "`rpc` reached 77 %" in text
     assert "`ddp` reached 62 %" in text
-    assert "without communication" not in said(rpc(NEAR), ddp(SLOW))
+    assert "without communication" not in text_of(rpc(NEAR), ddp(SLOW))
 
 
 def test_a_case_is_measured_against_the_baseline_of_its_own_conditions():
@@ -192,11 +194,11 @@ def test_a_case_is_measured_against_the_baseline_of_its_own_conditions():
     assert local_baseline(cases_of(rpc(NEAR, scenario=LATE))[0], cases).name == "local"
 
 
-def test_a_step_is_told_by_its_largest_phases():
-    text = said(rpc(NEAR, phases_ms={"data": 1.0, "forward": 30.0, "backward": 60.0, "push": 9.0, "hidden": 500.0}))
+def test_a_step_is_described_by_its_largest_phases():
+    text = text_of(rpc(NEAR, phases_ms={"data": 1.0, "forward": 30.0, "backward": 60.0, "push": 9.0, "hidden": 500.0}))
     assert "60 % backward, 30 % forward and 9 % push" in text
     assert "hidden" not in text
-    assert "80 % wait and 20 % forward" in said(rpc(NEAR, phases_ms={"wait": 8.0, "forward": 2.0}))
+    assert "80 % wait and 20 % forward" in text_of(rpc(NEAR, phases_ms={"wait": 8.0, "forward": 2.0}))
 
 
 def test_growth_with_the_trainers():
@@ -250,16 +252,16 @@ def test_the_model_and_the_measurement():
 # Doubts.
 
 
-def test_a_wide_interval_is_told():
-    assert "wider than 15 % of the mean" in said(rpc(CONFUSED))
-    assert "wider" not in said(rpc(NEAR))
+def test_a_wide_interval_is_reported():
+    assert "wider than 15 % of the mean" in text_of(rpc(CONFUSED))
+    assert "wider" not in text_of(rpc(NEAR))
 
 
-def test_processes_that_share_cores_are_told():
+def test_processes_that_share_cores_are_reported():
     environment = {**result().environment, "cores": 2}
-    text = said(rpc(NEAR, environment=environment))
+    text = text_of(rpc(NEAR, environment=environment))
     assert "Up to 3 trainers and servers shared 2 cores" in text
-    assert "shared" not in said(rpc(NEAR))
+    assert "shared" not in text_of(rpc(NEAR))
 
 
 def test_results_of_different_machines_are_doubted():
@@ -283,8 +285,8 @@ def test_odd_records_break_no_sentence():
     zero = result("zero", 0, 0.0)
     bare = [dataclasses.replace(zero, step_ms={}, step_bins={}, phases_ms={}, environment={}, per_trainer=())]
     nothing = [dataclasses.replace(one, case="unknown", samples_per_second=None) for one in bare]
-    assert "`rpc`" in said(bare, rpc(NEAR), nothing)
-    assert said(nothing).startswith("No case was completed")
+    assert "`rpc`" in text_of(bare, rpc(NEAR), nothing)
+    assert text_of(nothing).startswith("No case was completed")
 
 
 # Words.

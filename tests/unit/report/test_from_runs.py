@@ -1,4 +1,4 @@
-"""Runs that exist become cases and repeats; folders that are none are named in one sentence."""
+"""Finished runs become cases and repeats; other folders are refused in one sentence."""
 
 import json
 import shutil
@@ -122,7 +122,7 @@ def test_runs_that_differ_in_a_key_are_cases_named_by_it(local, tmp_path):
     found = results_at([local.run_dir, larger]).results
     assert {one.case for one in found} == {"local, training.batch_size=8", "local, training.batch_size=16"}
     assert found[1].overrides == {"training.batch_size": 16}
-    # What only servers look at makes no other case of a run without servers.
+    # A key that only servers use makes no other case of a run without servers.
     other = copied(
         local, tmp_path / "other", config=lambda text: text.replace("staleness_bound: 4", "staleness_bound: 9")
     )
@@ -146,7 +146,7 @@ def test_a_run_that_failed_was_killed_or_was_interrupted(local, tmp_path, capsys
     assert f"{stopped} was interrupted after 5 steps" in out
 
 
-def test_torn_lines_of_a_run_are_left_out_and_told(local, tmp_path):
+def test_torn_lines_of_a_run_are_left_out_and_reported(local, tmp_path):
     torn = copied(local, tmp_path / "torn", metrics=lambda text: "oops\n" + text[:-20])
     (one,) = results_at([torn]).results
     assert one.loss == results_at([local.run_dir]).results[0].loss
@@ -236,15 +236,15 @@ def bad_places(folder):
 
 @pytest.mark.parametrize("which", ["missing", "empty", "runs", "two", "summary", "list", "config", "field", "format",
                                    "target", "out"])  # fmt: skip
-def test_what_cannot_be_reported_is_said_in_one_sentence(tmp_path, capsys, which):
+def test_what_cannot_be_reported_is_stated_in_one_sentence(tmp_path, capsys, which):
     (tmp_path / "runs").mkdir()
     write(tmp_path / "runs" / "one", "summary.json", "{}")
-    arguments, told = bad_places(tmp_path)[which]
+    arguments, message = bad_places(tmp_path)[which]
     code, out, err = report(capsys, *arguments, *(() if "--out" in arguments else ("--out", tmp_path / "out")))
     assert (code, out) == (2, "")
     assert err.startswith("error: ")
     assert err.count("\n") == 1
-    assert told in err
+    assert message in err
     assert not (tmp_path / "out").exists()
 
 
@@ -264,7 +264,7 @@ def test_the_console_script_knows_it(local, tmp_path):
     assert "report/report.html" in done.stdout
 
 
-def test_a_run_whose_task_breaks_is_told_with_its_error(tmp_path):
+def test_a_run_whose_task_breaks_is_reported_with_its_error(tmp_path):
     run = run_in_process(
         tmp_path, task="FaultyTask", task_args={"what": "error", "mark": str(tmp_path / "mark")}, **CONFIG
     )

@@ -20,7 +20,7 @@ from paramserver.report.page import NO_PLOTS, write_report
 from paramserver.report.results import Results
 from paramserver.report.tables import Table, resources_table, throughput_table
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # the script that looks is a module of the checkout
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # look_at_report is a module of the checkout
 
 from tests.measure import look_at_report
 
@@ -167,7 +167,7 @@ def test_tables_are_sorted_by_speed():
     assert all(len(row) == len(table.titles) for row in table.rows)
 
 
-def test_bytes_that_nobody_counted_say_how_they_are_known():
+def test_bytes_that_were_not_counted_name_their_source():
     computed = {"wire_bytes_source": "computed, ring all-reduce"}
     rows = resources_table(cases_of([*repeats("ddp", near(100, 1), **computed), *repeats("rpc", near(90, 2))])).rows
     assert [row[1].partition(" (")[2] for row in rows] == [
@@ -223,18 +223,18 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
 # In a browser.
 
 
-if BROWSER is not None:  # conftest.py says in one sentence where it is not
+if BROWSER is not None:  # conftest.py reports in one sentence where it is missing
 
     @pytest.mark.parametrize("screen", look_at_report.SCREENS)
     def test_a_browser_shows_every_picture_and_no_label_over_another(page, screen):
         size = look_at_report.SCREENS[screen]
         assert look_at_report.complaints(BROWSER, page / "report.html", size, "--dump-dom") == []
-        told = look_at_report.account(BROWSER, page / "report.html", size)
-        assert len(told["pictures"]) == 9
-        assert sum(len(picture["labels"]) for picture in told["pictures"]) > 100
-        assert look_at_report.faults(told) == []
+        account = look_at_report.account(BROWSER, page / "report.html", size)
+        assert len(account["pictures"]) == 9
+        assert sum(len(picture["labels"]) for picture in account["pictures"]) > 100
+        assert look_at_report.faults(account) == []
 
-    def test_a_browser_tells_of_errors_and_labels_that_overlap(tmp_path):
+    def test_a_browser_reports_errors_and_labels_that_overlap(tmp_path):
         """The test above can fail."""
         label = '<g id="a-text_{}"><!-- {} --><path d="M{} 5h9v9z"/></g>'
         inner = label.format(1, "one", 10) + label.format(2, "two", 15) + label.format(3, "far", 195)
@@ -245,8 +245,8 @@ if BROWSER is not None:  # conftest.py says in one sentence where it is not
         size = look_at_report.SCREENS["desk"]
         assert "mine" in "".join(look_at_report.complaints(BROWSER, tmp_path / "bad.html", size, "--dump-dom"))
         found = look_at_report.faults(look_at_report.account(BROWSER, tmp_path / "bad.html", size))
-        for said in ("wider than the screen", "'one' and 'two' overlap", "'far' leaves", "0 by 0 pixels"):
-            assert sum(said in one for one in found) == 1
+        for complaint in ("wider than the screen", "'one' and 'two' overlap", "'far' leaves", "0 by 0 pixels"):
+            assert sum(complaint in one for one in found) == 1
 
 
 # Markdown and HTML.
@@ -306,7 +306,7 @@ def of_many():
 
 
 def texts_of(figure):
-    """Every text that is shown, and the box in which it stands."""
+    """Every visible text with its box."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.text import Text
 
@@ -353,7 +353,7 @@ def test_every_case_is_in_every_plot_of_all(of_many):
         assert names <= shown
 
 
-def test_lines_can_be_told_apart_without_colour():
+def test_lines_differ_without_colour():
     looks = [plots._line_style(i) for i in range(40)]
     assert len({(str(look["linestyle"]), look["marker"]) for look in looks}) == 40
     assert len({svg.HATCHES[i] for i in range(7)}) == 7
@@ -377,7 +377,7 @@ def test_the_ideal_line_is_as_many_times_one_process(of_two, of_many):
     assert "scaling" not in of_two
 
 
-def test_an_interval_that_says_nothing_leaves_the_bars_to_be_seen():
+def test_a_very_wide_interval_leaves_the_bars_visible():
     wide = repeats("rpc, 2 trainers", [100.0, 300.0]) + repeats("ddp, 2 trainers", [200.0, 210.0], mode="ddp")
     assert cases_of(wide)[0].speed.high > 1e4
     (axes,) = draw(wide)["throughput"].axes

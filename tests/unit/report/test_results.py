@@ -41,7 +41,7 @@ def test_what_is_written_is_read_again(file):
     assert read_results(file).notes == ()
 
 
-def test_every_field_comes_back(file):
+def test_every_field_is_read_back(file):
     everything = result(
         overrides={"server.consistency": "async", "task_args": {"width": [1, 2]}},
         scenario={"slow": {"trainer": 1, "factor": 5.0, "probability": 0.1}},
@@ -79,7 +79,7 @@ def test_each_record_is_on_the_disk_before_the_next_is_made(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("cut", [1, 2, 40, 500])
-def test_a_last_line_that_was_torn_is_left_out_and_told(file, cut):
+def test_a_last_line_that_was_torn_is_left_out_and_reported(file, cut):
     whole = file.read_bytes()
     last = whole[whole[:-1].rfind(b"\n") + 1 :]
     file.write_bytes(whole[: -min(cut, len(last) - 1)])
@@ -103,7 +103,7 @@ def test_a_writer_that_is_killed_anywhere_loses_only_its_own_line(file):
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "part"),
     [
         (b'{"format": 1, "case": ', "damaged"),
         (b"\xff\xfe", "damaged"),
@@ -113,13 +113,13 @@ def test_a_writer_that_is_killed_anywhere_loses_only_its_own_line(file):
         (b'{"case": "x"}', "format (None) must be 1"),
     ],
 )
-def test_a_damaged_line_is_named_in_one_sentence(file, line, told):
+def test_a_damaged_line_is_named_in_one_sentence(file, line, part):
     lines = file.read_bytes().split(b"\n")
     lines.insert(1, line)
     file.write_bytes(b"\n".join(lines))
     message = refused(read_results, file)
     assert message.startswith(f"{file}:2: ")
-    assert told in message
+    assert part in message
     assert len(message) < 400
 
 

@@ -28,8 +28,8 @@ def test_an_interval_beyond_all_floats_has_an_end(values):
 
 @pytest.mark.parametrize("count", [2, 3, 5, 12])
 def test_an_interval_is_that_of_scipy(count):
-    draws = random.Random(count)
-    values = [draws.gauss(1000, 20) for _ in range(count)]
+    generator = random.Random(count)
+    values = [generator.gauss(1000, 20) for _ in range(count)]
     found = estimate(values)
     logs = [math.log(value) for value in values]
     low, high = map(math.exp, stats.t.interval(0.95, count - 1, statistics.fmean(logs), stats.sem(logs)))
@@ -76,8 +76,8 @@ def test_an_interval_excludes_what_is_outside():
 
 
 def test_intervals_hold_the_truth_nineteen_times_of_twenty():
-    draws = random.Random(11)
-    held = sum(not estimate([draws.gauss(50, 5) for _ in range(3)]).excludes(50) for _ in range(2000))
+    generator = random.Random(11)
+    held = sum(not estimate([generator.gauss(50, 5) for _ in range(3)]).excludes(50) for _ in range(2000))
     assert 0.935 < held / 2000 < 0.965
 
 
@@ -144,8 +144,8 @@ def test_efficiency_is_growth_over_what_was_added():
 
 
 def test_steps_of_repeats_merge_to_the_quantiles_of_all():
-    draws = random.Random(5)
-    durations = [[draws.expovariate(1 / 0.01 / (i + 1)) for _ in range(300)] for i in range(3)]
+    generator = random.Random(5)
+    durations = [[generator.expovariate(1 / 0.01 / (i + 1)) for _ in range(300)] for i in range(3)]
     results = []
     for i, part in enumerate(durations):
         histogram = DurationHistogram()
