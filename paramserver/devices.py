@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -113,9 +114,9 @@ def move_to_device(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(move_to_device(item, device) for item in batch))
+        return type(batch)(*map(move_to_device, batch, repeat(device)))
     if isinstance(batch, (tuple, list)):
-        return type(batch)(move_to_device(item, device) for item in batch)
+        return type(batch)(map(move_to_device, batch, repeat(device)))
     if isinstance(batch, dict):
         return {name: move_to_device(item, device) for name, item in batch.items()}
     return batch

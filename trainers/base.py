@@ -117,6 +117,11 @@ class Trainer(ABC):
         self._validate_every = self.config.training.validate_every
         save_every = self.config.checkpoint.every
         self._save_every = self._validate_every if save_every is None else save_every
+        # The epoch that is open ends at this number of samples applied.
+        self._epoch_end = 0.0
+        self._device = process.placement.device
+        self._autocast = autocast(self._device, self.config.training.precision)
+        self._overrides_data_available = overrides(self, Trainer.data_available)
         self._resources = ExitStack()
         task.trainer = self
 
@@ -152,7 +157,7 @@ class Trainer(ABC):
 
     def on_before_forward(self, batch: Any) -> Any:
         """Return the batch as the model receives it."""
-        return move_to_device(batch, self.process.placement.device) if self.is_single_process_per_device else batch
+        return move_to_device(batch, self._device) if self.is_single_process_per_device else batch
 
     def on_after_setup_optimizers(self) -> None:
         """Called once the optimizer exists, before the first step."""
@@ -283,11 +288,13 @@ class Trainer(ABC):
                 if decision.verdict in _BETWEEN_STEPS:
                     self._between_steps(decision)
                     continue
-                self._enter_epoch(decision)
                 if decision.verdict is Verdict.END:
+                    self._close_epoch()
                     self.step = decision.step
                     self.clock.skip()
                     return decision
+                if decision.samples >= self._epoch_end:
+                    self._enter_epoch(decision.samples)
                 if self.trainer_index in decision.active:
                     self.step = self._train(decision)
                 else:
@@ -298,7 +305,7 @@ class Trainer(ABC):
             self.progress.steps += 1
             if self._is_record_due():
                 self.record("buffer", **self.data.record())
-            if self.lockstep:
+            if self.lockstep and self.is_due(self.step):
                 self._validate_and_save()
 
     def announcement(self) -> Announcement:
@@ -306,16 +313,16 @@ class Trainer(ABC):
 
         ``agree`` calls it at most once per step.
         """
-        announcement = self.with_stop(self.data_available())
+        announcement = self.data_available()
         self.clock.lap("data")
-        return announcement
+        return self.with_stop(announcement)
 
     def announcement_if_ready(self) -> Announcement | None:
         """Return the announcement of the next step without waiting; None if the data is not ready yet.
 
         What it states holds until the next batch is taken.
         """
-        if overrides(self, Trainer.data_available):
+        if self._overrides_data_available:
             if not self.data.is_ready():
                 return None
             announcement = self.data_available()
@@ -327,10 +334,11 @@ class Trainer(ABC):
 
     def with_stop(self, announcement: Announcement) -> Announcement:
         """Return the announcement with this process's request to stop, if there is one."""
-        stop, reason = self.process.stop.state()
-        if stop is Stop.NO and self.monitor is not None and (limit := self.monitor.stop_reason()) is not None:
+        if self.process.stop.event.is_set():
+            stop, reason = self.process.stop.state()
+        elif self.monitor is not None and (limit := self.monitor.stop_reason()) is not None:
             stop, reason = Stop.LIMIT, limit
-        if stop is Stop.NO:
+        else:
             return announcement
         return Announcement(announcement.readiness, announcement.batches, stop, reason)
 
@@ -357,12 +365,14 @@ class Trainer(ABC):
 
     def _train(self, decision: Decision) -> int:
         """Train on the batches of a step; return the version that results."""
-        batches = [self._next_batch() for _ in range(decision.batches)]
+        batches, samples, summed = [], 0, 0.0
+        for _ in range(decision.batches):
+            batch, batch_samples = self._next_batch()
+            batches.append(batch)
+            samples += batch_samples
         self.load_version()
-        samples = sum(n for _, n in batches)
         self.progress.samples_served += samples
-        summed = 0.0
-        for number, (batch, _) in enumerate(batches, start=1):
+        for number, batch in enumerate(batches, start=1):
             last = number == len(batches)
             with nullcontext() if last else self.block_backward_sync():
                 value, loss = self._forward(batch)
@@ -387,7 +397,7 @@ class Trainer(ABC):
 
     def _forward(self, batch: Any) -> tuple[float, Tensor]:
         self.task.on_batch_start(self.progress.batch_idx)
-        with autocast(self.process.placement.device, self.config.training.precision):
+        with self._autocast:
             loss = self.task.training_step(self.model, batch, self.progress.batch_idx)
         # Reading the value waits for the device; a loss that is not finite ends the run before it is applied.
         value = check_loss(loss, self.trainer_index, self.progress.batch_idx)
@@ -402,13 +412,10 @@ class Trainer(ABC):
         self.task.on_batch_end(self.progress.batch_idx)
         self.progress.batch_idx += 1
 
-    def _enter_epoch(self, decision: Decision) -> None:
-        """Enter the epoch of the next sample; at the end of the run, only close the open epoch."""
-        progress = self.progress
-        if decision.verdict is Verdict.END:
-            self._close_epoch()
-            return
-        for epoch in range(progress.epoch, epoch_of(decision.samples, self.data.epoch_samples)):
+    def _enter_epoch(self, samples: int) -> None:
+        """Enter the epoch of the next sample, after ``samples`` were applied."""
+        progress, epoch_samples = self.progress, self.data.epoch_samples
+        for epoch in range(progress.epoch, epoch_of(samples, epoch_samples)):
             self._close_epoch()
             # After the last sample of an epoch and before the first of the next, also if a run was resumed in between.
             self.on_epoch_ended(epoch)
@@ -418,6 +425,7 @@ class Trainer(ABC):
             if self.monitor is not None:
                 self.monitor.enter_epoch(progress.epoch)
             self.task.on_epoch_start(progress.epoch)
+        self._epoch_end = (progress.epoch + 1) * epoch_samples if epoch_samples else float("inf")
 
     def _close_epoch(self) -> None:
         if self.progress.epoch_open:
@@ -433,7 +441,8 @@ class Trainer(ABC):
 
     def is_due(self, step: int) -> bool:
         """Whether a validation or a checkpoint is due at this step."""
-        return is_due(step, self._validate_every) or is_due(step, self._save_every)
+        validate_every, save_every = self._validate_every, self._save_every
+        return (validate_every > 0 and step % validate_every == 0) or (save_every > 0 and step % save_every == 0)
 
     def _validate_and_save(self) -> None:
         """Do what is due at the current step, which all trainers have reached."""
@@ -459,7 +468,7 @@ class Trainer(ABC):
                 self.progress.batch_idx,
                 self.on_before_forward,
                 self.config.training.precision,
-                self.process.placement.device,
+                self._device,
             )
             _, improved = self.merge_validation(sums)
             self.task.on_validation_end(self.progress.batch_idx)

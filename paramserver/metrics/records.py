@@ -228,26 +228,26 @@ class PhaseClock:
 
     def end_step(self) -> float:
         """End the step and return its duration in seconds. The time since the last lap counts as ``wait``."""
-        self.lap("wait")
-        duration_s = self._last - self._step_started
+        now = time.perf_counter()
+        self._step["wait"] += now - self._last
+        self._last = now
+        duration_s = now - self._step_started
         self.steps.add(duration_s)
         for phase, seconds in self._step.items():
             self.seconds[phase] += seconds
         self.hidden_s += self._step_hidden_s
         if self.on_step is not None:
-            self.on_step(self._last, duration_s, {**self._step, "hidden": self._step_hidden_s})
-        self._begin_step()
+            self.on_step(now, duration_s, {**self._step, "hidden": self._step_hidden_s})
+        self._step = dict.fromkeys(PHASES, 0.0)
+        self._step_hidden_s = 0.0
+        self._step_started = now
         return duration_s
 
     def skip(self) -> None:
         """Discard the time since the last step: a validation, a checkpoint, the start, a wait without a step."""
-        self._last = time.perf_counter()
-        self._begin_step()
-
-    def _begin_step(self) -> None:
+        self._last = self._step_started = time.perf_counter()
         self._step = dict.fromkeys(PHASES, 0.0)
         self._step_hidden_s = 0.0
-        self._step_started = self._last
 
 
 @dataclass

@@ -1,10 +1,8 @@
-"""Threads that do one piece of work together, and an optimizer whose parameters they step at the same time.
+"""Optimizer steps in parallel: over threads of one server, or over the shards of several servers.
 
-While a server makes an update, its trainers wait, and so do the cores of those that are on its host. torch's own
-threads would round the ends of their parts of a tensor otherwise than one thread does. Here each parameter is stepped
-by one thread, and sums are cut where no kernel notices, so every bit stays as it is.
-
-What an optimizer looks at together: elements, whole parameters, or all of them, which no part of a server can.
+While a server applies an update, its trainers wait, and so do the cores of those on its host. torch's own threads round
+the ends of their parts of a tensor differently than one thread does. Here each parameter is stepped by one thread, and
+sums are split at multiples of a kernel's stride, so no bit changes.
 """
 
 from __future__ import annotations
@@ -26,44 +24,49 @@ ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
     *(_OPTIM.SGD, _OPTIM.Adam, _OPTIM.AdamW, _OPTIM.NAdam, _OPTIM.RAdam, _OPTIM.Adamax),
     *(_OPTIM.Adadelta, _OPTIM.Adagrad, _OPTIM.ASGD, _OPTIM.RMSprop, _OPTIM.Rprop),
 )
-"""Optimizers that treat each element of a parameter by itself, beside numbers that count for all of it."""
+"""Optimizers that update each element independently, apart from scalars of the whole parameter."""
 
 PER_PARAMETER: tuple[type[torch.optim.Optimizer], ...] = (_OPTIM.Adafactor, _OPTIM.Muon)
-"""Optimizers that treat each parameter by itself, as a whole."""
+"""Optimizers that update each parameter independently, but only as a whole."""
 
-_SAYS = "updates_each"
-_WORDS = ("element", "parameter")
+_ATTRIBUTE = "updates_each"
+_KINDS = ("element", "parameter")
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer, servers: int) -> bool:
-    """Whether several servers may each own a part of one parameter; else each has whole ones.
+    """Return whether several servers may each own a part of one parameter; otherwise each owns whole ones.
 
-    What the classes of torch do is known. A class derived from one of them still treats each parameter by itself where
-    it leaves ``step`` alone. Any other says what it does by the class attribute ``updates_each``: "element" or
-    "parameter". So does one with step hooks, as these may look at anything.
+    The classes of torch are known. A derived class that does not override ``step`` still updates each parameter
+    independently. Any other declares it by the class attribute ``updates_each``: "element" or "parameter"; so does one
+    with step hooks, which may read anything.
 
     Raises:
-        TaskError: it does not say so.
+        TaskError: the optimizer does not declare it.
+
+    Example::
+
+        >>> is_elementwise(torch.optim.SGD([torch.zeros(1)], lr=0.1), servers=2)
+        True
     """
     kind = type(optimizer)
     has_hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    word = None if has_hooks and not hasattr(kind, _SAYS) else _word_of(kind)
-    if word not in _WORDS:
+    declared = None if has_hooks and not hasattr(kind, _ATTRIBUTE) else _declared_kind(kind)
+    if declared not in _KINDS:
         raise TaskError(
             f"optimizer ({kind.__name__}) must look at no two parameters together, in step() or in hooks of it, with "
-            f"cluster.num_servers ({servers}), as each server steps a part of them; where it does not, say so by the "
-            f'class attribute {_SAYS} = "element" or "parameter", else set cluster.num_servers: 1'
+            f"cluster.num_servers ({servers}), as each server steps a part of them; if it does not, declare it by the "
+            f'class attribute {_ATTRIBUTE} = "element" or "parameter", or set cluster.num_servers: 1'
         )
-    return bool(word == "element")
+    return bool(declared == "element")
 
 
-def _word_of(kind: type) -> Any:
-    """What is known of a class, or what is said by the one that defines ``step`` for it or is derived from that."""
+def _declared_kind(kind: type) -> Any:
+    """Return "element" or "parameter" for a class of torch, or what the class that defines ``step`` declares."""
     if kind in ELEMENTWISE:
         return "element"
     for cls in kind.__mro__:
-        if _SAYS in vars(cls):
-            return vars(cls)[_SAYS]
+        if _ATTRIBUTE in vars(cls):
+            return vars(cls)[_ATTRIBUTE]
         if cls in (*ELEMENTWISE, *PER_PARAMETER):
             return "parameter"
         if "step" in vars(cls) and _plain(vars(cls)["step"]) is not _inherited_step(cls):
@@ -76,7 +79,7 @@ def _inherited_step(cls: type) -> Callable[..., Any] | None:
 
 
 def _plain(step: Any) -> Any:
-    """A ``step`` without what torch puts around it, also around one that a class has only inherited."""
+    """Return a ``step`` without the wrapper that torch adds, also to an inherited one."""
     while inspect.isfunction(step) and step.__code__.co_filename == inspect.getfile(torch.optim.Optimizer):
         if not hasattr(step, "__wrapped__"):
             break
@@ -84,35 +87,45 @@ def _plain(step: Any) -> Any:
     return step
 
 
-# Of less than this, one thread is done before another one has begun.
+# Below this size one thread has finished before another has started.
 WORTHWHILE_BYTES = 1 << 20
-# More wait for memory.
-_LARGEST = 8
-# What any kernel takes in whole strides, in elements.
+# More threads wait for memory bandwidth.
+_MAX_THREADS = 8
+# In elements; a multiple of every kernel's vector width, so that a split changes no rounding.
 _STRIDE = 4096
 
 
 def num_spare_threads(cores: int) -> int:
-    """How many helpers find a core of so many, each with as many of torch's threads as the one that asks."""
-    return max(min(cores // torch.get_num_threads(), _LARGEST) - 1, 0)
+    """Return how many more threads fit on ``cores``, if each uses as many of torch's threads as the caller."""
+    return max(min(cores // torch.get_num_threads(), _MAX_THREADS) - 1, 0)
 
 
 class ThreadTeam:
-    """The thread that asks, and so many helpers. Used by one thread at a time.
+    """The calling thread and a pool of others. Used by one thread at a time; ``close`` ends the pool.
 
     Args:
-        helpers: at least 1.
+        others: number of threads in the pool, at least 1.
+
+    Example::
+
+        >>> team = ThreadTeam(1)
+        >>> results = [0, 0]
+        >>> team.run([lambda: results.__setitem__(0, 1), lambda: results.__setitem__(1, 2)])
+        >>> results
+        [1, 2]
+        >>> team.close()
     """
 
-    def __init__(self, helpers: int) -> None:
-        self.size = helpers + 1
-        self._pool = ThreadPoolExecutor(helpers, thread_name_prefix="crew")
+    def __init__(self, others: int) -> None:
+        self.size = others + 1
+        # The threads take no lock: the caller holds the server's lock and waits for them.
+        self._pool = ThreadPoolExecutor(others, thread_name_prefix="parallel-step")
 
     def run(self, parts: Sequence[Callable[[], object]]) -> None:
-        """Do all parts, the first one here; back when all are done.
+        """Run all parts, the first one in the calling thread, and wait for all.
 
         Raises:
-            BaseException: what the first of the parts that failed has raised.
+            BaseException: of the first part that failed.
         """
         others = [self._pool.submit(part) for part in parts[1:]]
         try:
@@ -127,53 +140,50 @@ class ThreadTeam:
         self._pool.shutdown()
 
     def slices(self, flats: Sequence[Tensor]) -> list[list[slice]]:
-        """For each member a range of each flat tensor, together all of it; the last ones may be empty."""
+        """Return for each thread a slice of each flat tensor; together they cover it, and the last may be empty."""
         shares = [-(-flat.numel() // (self.size * _STRIDE)) * _STRIDE for flat in flats]
         return [[slice(k * share, (k + 1) * share) for share in shares] for k in range(self.size)]
 
 
 class ParallelStep:
-    """``optimizer.step()``, with the parameters dealt to a crew.
+    """Replaces ``optimizer.step()``: each thread of a team steps some of the parameters.
 
-    The members step copies of the optimizer that have some of its parameters and its own state, so its groups and its
-    state are what they would be.
+    The threads step shallow copies of the optimizer that hold some of its parameters and share its state, so groups and
+    state end up as after ``optimizer.step()``.
 
     Args:
-        optimizer: one that ``can_part``.
-        crew: does it.
+        optimizer: one that ``supports`` accepts.
+        team: the threads.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, crew: ThreadTeam) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, team: ThreadTeam) -> None:
         self._optimizer = optimizer
-        self._crew = crew
+        self._team = team
 
     @staticmethod
     def supports(optimizer: torch.optim.Optimizer) -> bool:
-        """Whether parameters are known to be stepped by themselves: it is torch's, without hooks and with its step."""
+        """Return whether the optimizer is one of torch's that steps parameters independently, without hooks."""
         own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
         hooks = own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks
         return type(optimizer) in (*ELEMENTWISE, *PER_PARAMETER) and not hooks and _steps_itself(optimizer)
 
     def __call__(self) -> None:
-        if not self.supports(self._optimizer):  # a hook came later
+        if not self.supports(self._optimizer):  # a hook was added since
             self._optimizer.step()
             return
         stepped = [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
         fresh = [p for p in stepped if p not in self._optimizer.state]
-        self._crew.run([self._part(ids).step for ids in _dealt(stepped, self._crew.size)])
-        self._put_in_order(fresh)
-        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # what a schedule asks after
-
-    def _put_in_order(self, fresh: Sequence[Tensor]) -> None:
-        """New states follow one another as the parameters do, and not as threads came to them."""
+        self._team.run([self._part(ids).step for ids in _balance(stepped, self._team.size)])
+        # A new state is inserted when its thread gets there; restore the order of the parameters.
         state = self._optimizer.state
         for parameter in fresh:
             if parameter in state:
                 state[parameter] = state.pop(parameter)
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # a schedule checks it
 
     def _part(self, ids: set[int]) -> torch.optim.Optimizer:
         part = copy.copy(self._optimizer)
-        part.__dict__.pop("step", None)  # what a schedule has put around the step of the whole
+        part.__dict__.pop("step", None)  # the wrapper of a schedule counts steps of the whole
         groups = [
             {**group, "params": [p for p in group["params"] if id(p) in ids]} for group in self._optimizer.param_groups
         ]
@@ -182,17 +192,17 @@ class ParallelStep:
 
 
 def _steps_itself(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether ``step`` is that of its class, which a schedule may have wrapped, and nobody has put another in place."""
+    """Return whether ``step`` is that of its class, possibly wrapped by a schedule, and was not replaced."""
     own = vars(optimizer).get("step")
     return own is None or getattr(own, "__wrapped__", None) is type(optimizer).step
 
 
-def _dealt(parameters: Sequence[Tensor], members: int) -> list[set[int]]:
-    """The ids of each member's parameters: the largest first, to whom has least."""
-    loads = [0] * members
-    dealt: list[set[int]] = [set() for _ in range(members)]
+def _balance(parameters: Sequence[Tensor], threads: int) -> list[set[int]]:
+    """Return the ids of each thread's parameters: each next largest goes to the thread with the fewest elements."""
+    loads = [0] * threads
+    assigned: list[set[int]] = [set() for _ in range(threads)]
     for parameter in sorted(parameters, key=Tensor.numel, reverse=True):
-        member = loads.index(min(loads))
-        loads[member] += parameter.numel()
-        dealt[member].add(id(parameter))
-    return [ids for ids in dealt if ids]
+        thread = loads.index(min(loads))
+        loads[thread] += parameter.numel()
+        assigned[thread].add(id(parameter))
+    return [ids for ids in assigned if ids]

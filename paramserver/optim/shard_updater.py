@@ -1,4 +1,4 @@
-"""What a server owns of the parameters, and the step of the optimizer over it."""
+"""The optimizer step over the parameters that one server owns, and the mean of the gradients for it."""
 
 from __future__ import annotations
 
@@ -12,21 +12,32 @@ from torch import Tensor, nn
 from paramserver.errors import UnsupportedConfiguration
 from paramserver.optim.parallel_step import ThreadTeam
 from paramserver.parameters.flat import FlatLayout
-from paramserver.parameters.sharding import Shard, States, get_hyperparameters, optimizer_indices, set_hyperparameters
+from paramserver.parameters.sharding import Shard, States, optimizer_indices, set_hyperparameters
 
 
 class ShardUpdater:
-    """Averages gradients of one shard and steps the optimizer over it. Not thread-safe.
+    """Averages the gradients of one shard and steps the optimizer over it. Not thread-safe.
 
-    A tensor that is owned whole stays the model's parameter. Of one that is owned in part, a parameter in one dimension
-    takes the place in the optimizer. All others stay in the optimizer and get no gradient, so they are never stepped.
+    A tensor that is owned whole stays the model's parameter. For one that is owned in part, a one-dimensional parameter
+    replaces it in the optimizer. All others stay in the optimizer and get no gradient, so they are never stepped.
 
     Args:
         layout: of all parameters.
-        shard: what is owned.
-        ranges: the memory of the shard's ranges.
-        parameters: the model's, in the order of the layout; those of the shard are views of ``ranges``, where whole.
-        optimizer: over the model's parameters.
+        shard: the owned part.
+        ranges: flat tensors, the memory of the shard.
+        parameters: of the model, in the order of the layout; those that the shard owns whole are views of ``ranges``.
+        optimizer: over the parameters of the model.
+
+    Example::
+
+        >>> from paramserver.parameters.sharding import full_shard
+        >>> weight = nn.Parameter(torch.zeros(2))
+        >>> layout = FlatLayout.of([("weight", weight)])
+        >>> sgd = torch.optim.SGD([weight], lr=1.0)
+        >>> updater = ShardUpdater(layout, full_shard(layout), layout.allocate(), [weight], sgd)
+        >>> mean = updater.average([[torch.ones(2)], [torch.full((2,), 3.0)]], [1.0, 1.0])
+        >>> mean[0].tolist()
+        [2.0, 2.0]
     """
 
     def __init__(
@@ -40,7 +51,7 @@ class ShardUpdater:
         self.shard = shard
         self.ranges = list(ranges)
         self.optimizer = optimizer
-        self._crew: ThreadTeam | None = None
+        self._team: ThreadTeam | None = None
         self.optimizer_indices = optimizer_indices(optimizer, parameters)
         self.leaves = [flat.detach().requires_grad_() for flat in self.ranges]
         views = shard.layout.views(self.ranges)
@@ -55,37 +66,37 @@ class ShardUpdater:
         for group in optimizer.param_groups if split else ():
             group["params"] = [split.get(id(p), p) for p in group["params"]]
 
-    def use_threads(self, crew: ThreadTeam) -> None:
-        """Sums are made by all of the crew from now on."""
-        self._crew = crew
+    def use_threads(self, team: ThreadTeam) -> None:
+        """Add gradients with all threads of ``team`` from now on."""
+        self._team = team
 
     # An update.
 
     def average(self, gradients: Sequence[Sequence[Tensor]], factors: Sequence[float]) -> list[Tensor]:
-        """The mean of the scaled gradients of the ranges, in the order given, into the first.
+        """Return the mean of the scaled gradients; it overwrites the first.
 
-        So the result does not depend on who came first.
+        They are added in the order given, not of arrival: in float32 the sum depends on the order.
         """
-        if self._crew is None:
+        if self._team is None:
             _average(gradients, factors)
         else:
-            parts = [[_cut(flats, cuts) for flats in gradients] for cuts in self._crew.slices(self.ranges)]
-            self._crew.run([partial(_average, part, factors) for part in parts])
+            parts = [[_cut(flats, cuts) for flats in gradients] for cuts in self._team.slices(self.ranges)]
+            self._team.run([partial(_average, part, factors) for part in parts])
         return list(gradients[0])
 
     def assign_gradients(self, mean: Sequence[Tensor], used: tuple[bool, ...] | None) -> None:
-        """Give each parameter its gradient, or none where no trainer had one: torch.optim then leaves it as it is."""
+        """Set ``.grad`` of each parameter; None if no trainer had one, so that torch.optim does not step it."""
         views = self.shard.layout.views(mean)
         for slot, name, parameter in self._owned:
             parameter.grad = views[name] if used is None or used[slot] else None
 
     def clear_gradients(self) -> None:
-        """The memory of a push is not held any longer."""
+        """Release the memory of the gradients."""
         for _, _, parameter in self._owned:
             parameter.grad = None
 
     def norm(self) -> float:
-        """The Euclidean norm of all gradients, as the norm of the norms of the tensors."""
+        """Return the Euclidean norm of all gradients, computed as in ``clip_grad_norm_``."""
         gradients = [p.grad for _, _, p in self._owned if p.grad is not None]
         if not gradients:
             return 0.0
@@ -93,30 +104,27 @@ class ShardUpdater:
         return float(torch.linalg.vector_norm(torch.stack([norm.double() for norm in norms])))
 
     def scale(self, factor: float) -> None:
+        """Multiply all gradients by ``factor``."""
         gradients = [p.grad for _, _, p in self._owned if p.grad is not None]
         if factor != 1.0 and gradients:
             torch._foreach_mul_(gradients, factor)
 
     def step(self, groups: Sequence[Mapping[str, Any]] | None = None) -> None:
-        """One step of the optimizer, with the hyper-parameters ``groups`` where they are given."""
+        """Step the optimizer, after setting the hyper-parameters ``groups`` if given."""
         if groups is not None:
             set_hyperparameters(self.optimizer, groups)
         self.optimizer.step()
         self.clear_gradients()
 
-    def groups(self) -> list[dict[str, Any]]:
-        """The optimizer's hyper-parameters, for other servers."""
-        return get_hyperparameters(self.optimizer)
-
     def clone(self) -> list[Tensor]:
-        """Immutable by convention: a snapshot that nobody writes to."""
+        """Return a copy of the parameters of the shard, immutable by convention."""
         return [flat.detach().clone() for flat in self.ranges]
 
     # The state.
 
     @property
     def states(self) -> States:
-        """What the optimizer knows of each parameter that it has stepped, by number."""
+        """The optimizer's state of each parameter that it has stepped, by index."""
         found: States = {}
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         for number, parameter in enumerate(parameters):
@@ -126,12 +134,12 @@ class ShardUpdater:
 
     @property
     def owned_states(self) -> States:
-        """The same for what is owned."""
+        """The same for the owned parameters."""
         owned = {self.optimizer_indices[piece.slot] for piece in self.shard.slices}
         return {number: state for number, state in self.states.items() if number in owned}
 
     def load_states(self, states: Mapping[int, Mapping[str, Any]]) -> None:
-        """Take these states for those of the parameters, and forget all the others."""
+        """Replace the optimizer's states of all parameters."""
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.optimizer.state.clear()
         for number, state in states.items():
@@ -139,7 +147,7 @@ class ShardUpdater:
 
 
 def staleness_factor(staleness: int, rule: str) -> float:
-    """What a gradient is multiplied with that is ``staleness`` versions old (``server.stale_scaling``).
+    """Return the factor of a gradient that is ``staleness`` versions old (``server.stale_scaling``).
 
     ``inverse`` is after Zhang, Gupta, Lian and Liu, "Staleness-aware Async-SGD for distributed deep learning", IJCAI
     2016, who divide the learning rate by the staleness; here by one more, so that a fresh gradient counts in full.
@@ -159,7 +167,6 @@ def staleness_factor(staleness: int, rule: str) -> float:
 
 
 def _average(gradients: Sequence[Sequence[Tensor]], factors: Sequence[float]) -> None:
-    """The mean of the scaled gradients, into the first."""
     for scaled, factor in zip(gradients, factors, strict=True):
         if factor != 1.0:
             torch._foreach_mul_(list(scaled), factor)

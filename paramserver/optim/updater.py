@@ -1,4 +1,4 @@
-"""One optimizer with its clipping and its schedule: how gradients become the next version, in every mode."""
+"""The optimizer with gradient clipping and the learning-rate schedule: applies an update in every mode."""
 
 from __future__ import annotations
 
@@ -20,59 +20,76 @@ _EVERY = ("step", "epoch", "validation")
 
 
 class Updater:
-    """Clips, steps and schedules. The same object serves a trainer (local, ddp) and a server (rpc).
+    """Clips gradients, steps the optimizer and steps the schedule. Used by a trainer (local, ddp) or a server (rpc).
 
     Gradients are read from ``parameter.grad``; a parameter without one is not stepped, as in torch.optim.
 
     Args:
-        task: gives the optimizer and the scheduler.
+        task: builds the optimizer and the scheduler.
         model: whose parameters are optimized.
-        training: the largest norm of all gradients, and how often is validated.
+        training: ``clip_grad_norm`` and ``validate_every`` are used.
 
     Raises:
-        TaskError: the optimizer needs a closure, or the scheduler is not one that can be stepped.
+        TaskError: the optimizer needs a closure, or the scheduler cannot be stepped.
+
+    Example::
+
+        >>> from paramserver import Task
+        >>> class Line(Task):
+        ...     def build_model(self): return nn.Linear(1, 1)
+        ...     def build_optimizer(self, model): return torch.optim.SGD(model.parameters(), lr=0.5)
+        ...     def train_source(self, partition): return None
+        ...     def training_step(self, model, batch, batch_idx): return model(batch).sum()
+        >>> model = nn.Linear(1, 1)
+        >>> updater = Updater(Line(), model, TrainingConfig())
+        >>> updater.lr
+        (0.5,)
     """
 
     def __init__(self, task: Task, model: nn.Module, training: TrainingConfig) -> None:
         self.optimizer = build_optimizer(task, model)
         self.scheduler, self.every, self.metric = _scheduler_of(task.build_scheduler(self.optimizer))
-        self._parted: ParallelStep | None = None
+        self._steps_per_update = self.scheduler is not None and self.every == "step"
+        self._parallel_step: ParallelStep | None = None
         self.clip_grad_norm = training.clip_grad_norm
         self.validate_every = training.validate_every
         self.parameters = [p for p in model.parameters() if p.requires_grad]
 
     def apply(self, step: int) -> None:
-        """Make step number ``step``: apply the gradients that ``.grad`` holds.
+        """Apply the gradients in ``.grad`` as update number ``step``.
 
         Raises:
-            NotFinite: they are clipped, and their norm is NaN or infinite; nothing was applied.
+            NotFinite: gradients are clipped and their norm is NaN or infinite; nothing was applied.
         """
         if self.clip_grad_norm is not None:
             check_gradient_norm(float(nn.utils.clip_grad_norm_(self.parameters, self.clip_grad_norm)), step)
-        if self._parted is None:
+        if self._parallel_step is None:
             self.optimizer.step()
         else:
-            self._parted()
-        self.on_update()
+            self._parallel_step()
+        if self._steps_per_update:
+            self.scheduler.step()
 
-    def use_threads(self, crew: ThreadTeam) -> None:
-        """Parameters are stepped by all of the crew from now on, where the optimizer allows it."""
+    def use_threads(self, team: ThreadTeam) -> None:
+        """Step parameters with all threads of ``team`` from now on, if the optimizer allows it."""
         if ParallelStep.supports(self.optimizer):
-            self._parted = ParallelStep(self.optimizer, crew)
+            self._parallel_step = ParallelStep(self.optimizer, team)
 
     def on_update(self) -> None:
-        """The optimizer has made a step, here or on several servers."""
-        if self.every == "step":
-            self._advance()
+        """Step the schedule after an update that several servers have applied."""
+        if self._steps_per_update:
+            self.scheduler.step()
 
     def on_epoch_end(self) -> None:
+        """Step a schedule of epochs."""
         if self.every == "epoch":
             self._advance()
 
     def on_validation_end(self, step: int, values: Mapping[str, float]) -> None:
-        """Step a schedule that follows validations; ReduceLROnPlateau gets its metric.
+        """Step a schedule of validations; ReduceLROnPlateau receives its metric.
 
-        One that comes only because the run ends is left out, so that a run that goes on later is as if it never ended.
+        A validation that is made only because the run ends does not count: a run that is resumed later must continue as
+        if it had not ended.
         """
         if self.every != "validation" or not is_due(step, self.validate_every):
             return
@@ -93,16 +110,16 @@ class Updater:
 
     @property
     def lr(self) -> tuple[float, ...]:
-        """Learning rate of each parameter group."""
-        return tuple(float(group["lr"]) for group in self.optimizer.param_groups if "lr" in group)
+        """The learning rate of each parameter group."""
+        return tuple([float(group["lr"]) for group in self.optimizer.param_groups if "lr" in group])
 
     def state_dict(self) -> dict[str, Any]:
-        """``optimizer`` in the standard form of torch.optim, ``scheduler`` or None."""
+        """Return the states of ``optimizer`` and ``scheduler`` (None without one)."""
         scheduler = None if self.scheduler is None else self.scheduler.state_dict()
         return {"optimizer": self.optimizer.state_dict(), "scheduler": scheduler}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back ``state_dict()``.
+        """Load ``state_dict()``.
 
         Raises:
             CheckpointError: it is of another optimizer or scheduler.
@@ -110,34 +127,34 @@ class Updater:
         _load(self.optimizer, state["optimizer"])
         if self.scheduler is not None and state.get("scheduler") is not None:
             _load(self.scheduler, state["scheduler"])
-            # The steps before the stop count: a schedule that comes first now would else warn that there were none.
+            # The steps before the stop count; otherwise a schedule that is stepped first warns that there were none.
             self.optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def _load(owner: Any, state: dict[str, Any]) -> None:
-    """``owner.load_state_dict(state)``; a state of another kind is refused, which torch notices late or not at all."""
+    """Call ``owner.load_state_dict(state)``; refuse the state of another class, which torch notices late or never."""
     cause: Exception | None = None
     try:
         owner.load_state_dict(state)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         cause = error
     defaults = set(getattr(owner, "defaults", ()))
-    # Where torch took it, the groups are those of the owner by now, and what another version lacked is filled in.
+    # If torch accepted it, the groups are those of the owner now, and what another torch version lacked is filled in.
     groups = owner.param_groups if cause is None and defaults else state.get("param_groups", ())
     lacking = sorted({name for group in groups for name in defaults - set(group)})
     if lacking or cause is not None:
-        said = f"its groups lack {', '.join(lacking)}" if lacking else f"{type(cause).__name__}: {cause}"
+        reason = f"its groups lack {', '.join(lacking)}" if lacking else f"{type(cause).__name__}: {cause}"
         raise CheckpointError(
-            f"the stored state is not one of this {type(owner).__name__} ({said}); resume with the task and the "
+            f"the stored state is not one of this {type(owner).__name__} ({reason}); resume with the task and the "
             "task_args that it was stored with"
         ) from cause
 
 
 def build_optimizer(task: Task, model: nn.Module) -> torch.optim.Optimizer:
-    """The task's optimizer.
+    """Return the task's optimizer.
 
     Raises:
-        TaskError: it needs a closure, or is none of this model.
+        TaskError: it needs a closure, or is not an optimizer of this model.
     """
     optimizer = task.build_optimizer(model)
     _check_optimizer(optimizer, model, type(task).__name__)
@@ -156,16 +173,16 @@ def _check_optimizer(optimizer: object, model: nn.Module, task_name: str) -> Non
             "use an optimizer whose step() takes none"
         )
     known = {id(p) for p in model.parameters()}
-    strangers = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
-    if strangers:
+    unknown = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
+    if unknown:
         raise TaskError(
-            f"{task_name}.build_optimizer optimizes {strangers} tensor(s) that are not parameters of the model it was "
+            f"{task_name}.build_optimizer optimizes {unknown} tensor(s) that are not parameters of the model it was "
             "given; take them from model.parameters()"
         )
 
 
 def _scheduler_of(built: Any) -> tuple[Any, str, str | None]:
-    """Scheduler, when it is stepped, and the metric it gets, from what ``build_scheduler`` returned."""
+    """Return the scheduler, when it is stepped, and its metric, from the result of ``Task.build_scheduler``."""
     if built is None:
         return None, "step", None
     spec = built if isinstance(built, dict) else {"scheduler": built}

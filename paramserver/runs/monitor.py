@@ -169,7 +169,7 @@ class RunMonitor:
         patience = self.config.training.patience
         if patience is not None and self.best is not None and self.best.without_improvement >= patience:
             return f"no improvement of {self.best.metric} in training.patience ({patience}) validations"
-        return self._limits.reached_time(self.seconds)
+        return None if self._limits.max_seconds is None else self._limits.reached_time(self.seconds)
 
     # Checkpoints.
 

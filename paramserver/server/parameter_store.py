@@ -157,6 +157,8 @@ class ParameterStore:
 
     def gradient_factors(self, update: Update) -> list[float]:
         """Return the factor of each gradient of an update (``server.stale_scaling``)."""
+        if self._stale_scaling == "none":
+            return [1.0] * len(update.staleness)
         return [staleness_factor(staleness, self._stale_scaling) for staleness in update.staleness]
 
     def gradients_by_name(self, held: Mapping[Tensor, Tensor]) -> dict[str, Tensor]:

@@ -26,7 +26,7 @@ def derived(base, **attributes):
 
 def refuses(optimizer):
     said = r"^optimizer \(\w+\) must look at no two parameters together, .* cluster\.num_servers \(2\), .*"
-    with pytest.raises(TaskError, match=said + r"updates_each = .*, else set cluster\.num_servers: 1$"):
+    with pytest.raises(TaskError, match=said + r"updates_each = .*, or set cluster\.num_servers: 1$"):
         is_elementwise(optimizer, 2)
     return True
 
