@@ -1,0 +1,84 @@
+"""The codec of the wire, and versions and gradients of several servers through the rpc transports."""
+
+import pytest
+import torch
+from torch import nn
+
+from paramserver.config import ServerConfig
+from paramserver.parameters.flat import FlatLayout, trainable_parameters
+from paramserver.parameters.sharding import full_shard, plan_shards
+from paramserver.transport.compression import CastCodec, make_codec
+from paramserver.transport.rpc import RpcServerTransport, RpcTrainerTransport, WireVersion
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "float16"])
+def test_the_configuration_chooses_the_codec(name):
+    codec = make_codec(ServerConfig(wire_dtype=name))
+    assert (codec.name, codec.dtype) == ("cast", getattr(torch, name))
+
+
+def test_flats_of_the_wires_type_are_not_copied():
+    layout = FlatLayout.of([("weight", torch.ones(3))])
+    flats = layout.allocate()
+    assert CastCodec(torch.float32).encode(layout, flats) is flats
+
+
+class Mixed(nn.Module):
+    """Two dtypes, channels_last, a scalar, one without elements, and a large one that is split."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(8, 12, 3).to(memory_format=torch.channels_last)
+        self.large = nn.Parameter(torch.randn(600, 64).t())
+        self.narrow = nn.Linear(64, 33).bfloat16()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.empty = nn.Parameter(torch.empty(0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("flat_bytes", [float("inf"), 20_000])
+@pytest.mark.parametrize("servers", [1, 2, 3])
+def test_versions_and_gradients_are_those_of_one_server(servers, flat_bytes, dtype):
+    torch.manual_seed(servers)
+    model, codec = Mixed(), CastCodec(dtype)
+    parameters = trainable_parameters(model)
+    layout = FlatLayout.of(parameters.items(), flat_bytes)
+    shards = plan_shards(layout, servers, splittable=True)
+    assert (servers > 1) is any(not s.is_whole(p, layout) for s in shards for p in s.slices)
+    version = [torch.randn(size).to(kind) for size, kind in zip(layout.sizes, layout.dtypes, strict=True)]
+    trainer = RpcTrainerTransport(layout, shards, codec, list(parameters.values()))
+    leaves, transports = [], []
+    for shard in shards:
+        own = shard.copy_flats(version)
+        leaves.append([flat.requires_grad_() for flat in shard.copy_flats(version)])
+        transports.append(RpcServerTransport(leaves[-1], WireVersion(shard.layout, codec, lambda own=own: own)))
+        transports[-1].pin_version()
+    pulled = [flat for transport in transports for flat in transport.pull()]
+    trainer.load(pulled)
+    expected = codec.encode(layout, version)
+    for name, view in layout.views(expected).items():
+        assert torch.equal(parameters[name], view.to(parameters[name].dtype))
+
+    gradients = [torch.randn(size).to(kind) for size, kind in zip(layout.sizes, layout.dtypes, strict=True)]
+    for view, gradient in zip(trainer.gradient_views, layout.views(gradients).values(), strict=True):
+        view.copy_(gradient)
+    for bucket in trainer.buckets:
+        transports[bucket.server_index].receive_bucket(bucket.flat_index, trainer.bucket_tensor(bucket))
+    trainer.backward_root(pulled).backward()
+    sent = [g.to(kind) for g, kind in zip(codec.encode(layout, gradients), layout.dtypes, strict=True)]
+    for shard, transport, own in zip(shards, transports, leaves, strict=True):
+        held = {leaf: leaf.grad for leaf in own if leaf.grad is not None}
+        assert len(held) == 1  # the others are sent as buckets
+        got = shard.layout.views(transport.collect_gradients(held))
+        wanted = shard.layout.views(shard.slice_flats(sent))
+        assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+
+
+def test_a_tensor_with_gaps_keeps_its_strides_with_one_server():
+    """Only a parameter that servers share must be dense."""
+    gappy = nn.Parameter(torch.randn(4, 8)[:, ::2])
+    layout = FlatLayout.of([("gappy", gappy)])
+    trainer = RpcTrainerTransport(layout, [full_shard(layout)], CastCodec(torch.float32), [gappy])
+    assert gappy.stride() == (8, 2)
+    trainer.load([torch.arange(layout.sizes[0], dtype=torch.float32)])
+    assert gappy.flatten().tolist() == [float(i) for i in range(16)]
