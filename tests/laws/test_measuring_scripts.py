@@ -227,8 +227,8 @@ def test_one_repeat_agrees_with_nothing():
 def test_the_tree_is_counted_without_an_import(tmp_path):
     (tmp_path / "inner").mkdir()
     (tmp_path / "top.py").write_text(
-        '"""A module.\n\n>>> 1\n"""\n\n# why\nraise SystemExit  # noqa\n\n\ndef _once():\n    """Doc."""\n    return 1\n\n\n'
-        "def public():\n    return _once()\n"
+        '"""A module.\n\n>>> 1\n"""\n\n# why\nraise SystemExit  # noqa\n\n\n'
+        'def _once():\n    """Doc."""\n    return 1\n\n\ndef public():\n    return _once()\n'
     )
     (tmp_path / "inner" / "__init__.py").write_text("class A: ...\n")
     (tmp_path / "inner" / "other.py").write_text("class A: ...\n")

@@ -52,6 +52,12 @@ class Source:
         return [line.strip() for line in self.text.splitlines()]
 
     @property
+    def lines_without_docstrings(self) -> list[str]:
+        spans = [node.body[0] for node in self.nodes if isinstance(node, Documented) and docstring_lines(node)]
+        inside = {number for span in spans for number in range(span.lineno, (span.end_lineno or span.lineno) + 1)}
+        return [line for number, line in enumerate(self.lines, 1) if number not in inside]
+
+    @property
     def functions(self) -> list[Function]:
         return [node for node in self.nodes if isinstance(node, Function)]
 
@@ -61,11 +67,11 @@ class Source:
 
     @property
     def comments(self) -> int:
-        return sum(line.startswith("#") and not PRAGMA.match(line) for line in self.lines)
+        return sum(line.startswith("#") and not PRAGMA.match(line) for line in self.lines_without_docstrings)
 
     @property
     def code_lines(self) -> int:
-        return sum(bool(line) and not line.startswith("#") for line in self.lines) - self.docstring_lines
+        return sum(bool(line) and not line.startswith("#") for line in self.lines_without_docstrings)
 
 
 def docstring_lines(node: ast.AST) -> int:
