@@ -15,7 +15,7 @@ EXPORTED = [
     for name in getattr(import_module(module.name), "__all__", ())
 ]
 # Docstrings with an example that cannot run in a test, because it needs other processes.
-ILLUSTRATIONS: set[str] = set()
+ILLUSTRATIONS = {"paramserver.evaluate.evaluate_run", "trainers.server_forward.ServedTrainer"}
 
 
 def examples_of(name: str) -> list[doctest.DocTest]:
