@@ -159,8 +159,10 @@ def load_chosen(run: Path, which: str, *names: str) -> tuple[Checkpoint, list[An
         except CheckpointError as error:
             if folder == _inode(path) is not None:  # the same folder all the time, so it is damaged
                 intact = _newest_intact(path.parent, besides=path)
-                cure = "no other checkpoint in that folder is good" if intact is None else f"the newest good one is {intact}"
-                raise CheckpointError(f"{error}; {cure}") from error
+                other = f"the newest good one is {intact}"
+                if intact is None:
+                    other = "no other checkpoint in that folder is good"
+                raise CheckpointError(f"{error}; {other}") from error
     raise CheckpointError(
         f"checkpoint {which} of {run} was removed or replaced {_MAX_ATTEMPTS} times while it was read; try again when "
         "the run has ended, or give that run a larger checkpoint.keep"

@@ -137,7 +137,7 @@ class CheckpointWriter:
         self.superseded += len(displaced)
         for old in displaced:
             _log.warning(
-                "checkpoint of step %d gives way to step %d: writing is slower than saving", old.step, job.step
+                "checkpoint of step %d is replaced by step %d: writing is slower than saving", old.step, job.step
             )
         self._changed.notify_all()
         return displaced

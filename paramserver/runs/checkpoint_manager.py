@@ -1,4 +1,4 @@
-"""Rank 0's checkpoints: ``CheckpointManager.save`` and ``load_for_resume`` tell how one is made and used."""
+"""Rank 0's checkpoints: ``CheckpointManager.save`` makes one, ``load_for_resume`` reads it."""
 
 from __future__ import annotations
 
@@ -284,7 +284,7 @@ class CheckpointManager:
     def commit(
         self, staged: StagedCheckpoint, parts: Mapping[int, Mapping[str, Any] | ChunkedFile], pause_s: float
     ) -> None:
-        """Write a staged checkpoint: in the background, or before this returns, as the config says. Copies nothing.
+        """Write a staged checkpoint: in the background, or before this returns, as configured. Copies nothing.
 
         Args:
             staged: made by ``stage``.

@@ -156,9 +156,9 @@ def killed_at_random_moments(base, seed, kills=50):
     from paramserver.checkpoint import CheckpointWriter, ChunkedFile
 
     folder = base / "checkpoints"
-    pieces = ChunkedFile()
-    pieces.append(torch.arange(2**19, dtype=torch.uint8).numpy())
-    objects = {"trainer-1.pt": pieces, **{name: {"w": torch.rand(2**18)} for name in ("model", "optimizer", "run")}}
+    chunks = ChunkedFile()
+    chunks.append(torch.arange(2**19, dtype=torch.uint8).numpy())
+    objects = {"trainer-1.pt": chunks, **{name: {"w": torch.rand(2**18)} for name in ("model", "optimizer", "run")}}
     write_checkpoint(folder, 10, objects, {})
 
     def doomed(begin):
@@ -186,7 +186,7 @@ def killed_at_random_moments(base, seed, kills=50):
     def whole():
         """The newest checkpoint's step; everything in it, and in the one before, is as it was written."""
         newest = read_checkpoint(find_checkpoint(folder.parent))
-        assert read_checkpoint(folder / "step-00000010").read_bytes("trainer-1.pt") == pieces_bytes
+        assert read_checkpoint(folder / "step-00000010").read_bytes("trainer-1.pt") == chunks_bytes
         for name in ("model", "optimizer", "run"):
             assert torch.equal(newest.load(name)["w"], objects[name]["w"])
         return newest.step
@@ -197,18 +197,18 @@ def killed_at_random_moments(base, seed, kills=50):
         shutil.rmtree(folder / "step-00000020", ignore_errors=True)
         atomic_write_text(folder / "latest", "step-00000010\n")
 
-    pieces_bytes = b"".join(pieces)
+    chunks_bytes = b"".join(chunks)
     full_s = []
     for _ in range(3):
         full_s.append(attempt(None)[1])
         assert whole() == 20
         reset()
-    draw = random.Random(seed)
+    generator = random.Random(seed)
     stages, found = Counter(), Counter()
     for tried in range(4 * kills):
         if stages.total() == kills:
             break
-        share = (tried % kills + draw.random()) / kills
+        share = (tried % kills + generator.random()) / kills
         if attempt(share * sorted(full_s)[1])[0]:
             stages[stage_of(folder)] += 1
             found[whole()] += 1
@@ -223,13 +223,13 @@ def refused_by_a_file_limit(base):
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
     folder = base / "checkpoints"
     write_checkpoint(folder, 1, {"small": b"x"}, {})
-    told = []
+    messages = []
     for name, obj in (("bytes", bytes(1 << 18)), ("tensor", {"weight": torch.zeros(1 << 16)})):
         try:
             write_checkpoint(folder, 2, {"small": b"y", name: obj}, {})
         except TrainingError as error:
-            told.append(str(error))
-    return {"told": told, "left": sorted(path.name for path in folder.iterdir())}
+            messages.append(str(error))
+    return {"messages": messages, "left": sorted(path.name for path in folder.iterdir())}
 
 
 def main(what, base):
@@ -273,10 +273,10 @@ def test_killed_at_random_moments_of_a_background_write(tmp_path):
     assert outcome["found"]["10"] >= 10
 
 
-def test_a_full_disk_is_told_and_leaves_nothing_behind(tmp_path):
+def test_a_full_disk_is_reported_and_leaves_nothing_behind(tmp_path):
     outcome = run("limit", tmp_path)
-    assert len(outcome["told"]) == 2
-    for message, name in zip(outcome["told"], ("bytes", "tensor.pt"), strict=True):
+    assert len(outcome["messages"]) == 2
+    for message, name in zip(outcome["messages"], ("bytes", "tensor.pt"), strict=True):
         assert f"/{name} could not be written ([Errno 27] File too large); raise the limit" in message
     assert outcome["left"] == ["latest", "step-00000001"]
 

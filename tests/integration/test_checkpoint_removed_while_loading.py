@@ -1,4 +1,4 @@
-"""Reading a checkpoint beside the process that trains: what it removes meanwhile is looked for again."""
+"""Reading a checkpoint next to the process that trains: one that it removes meanwhile is chosen again."""
 
 import re
 import shutil
@@ -58,14 +58,14 @@ def test_latest_and_best_are_looked_for_again(run, monkeypatch, which, during, t
     assert (checkpoint.step, int(model), racer.left) == (4 + times, 4 + times, 0)
 
 
-def test_it_gives_up_after_so_many_looks(run, monkeypatch):
+def test_it_gives_up_after_the_maximum_of_attempts(run, monkeypatch):
     racer = Racer(monkeypatch, run, 100)
     with pytest.raises(CheckpointError, match=r"latest of .* was removed or replaced 10 times while it was read; try "):
         load_chosen(run, "latest", "model")
     assert racer.left == 90
 
 
-def test_one_that_is_gone_when_its_pointer_was_read_is_looked_for_again(run, monkeypatch):
+def test_one_that_disappears_after_its_pointer_was_read_is_chosen_again(run, monkeypatch):
     """``best`` names a folder that is removed before it is looked at, and the next time another one."""
     mark_best(run / "checkpoints", 4)
     read_pointer = load.read_pointer
@@ -80,7 +80,7 @@ def test_one_that_is_gone_when_its_pointer_was_read_is_looked_for_again(run, mon
     assert load_chosen(run, "best", "model")[0].step == 5
 
 
-def test_a_step_that_is_gone_is_said_in_one_sentence(run, monkeypatch):
+def test_a_step_that_was_removed_is_reported_in_one_sentence(run, monkeypatch):
     Racer(monkeypatch, run, 1)
     with pytest.raises(CheckpointError, match=r"^checkpoint 4 of .* must exist; there are latest and the steps 5$"):
         load_chosen(run, "4", "model")
@@ -155,7 +155,7 @@ def removing_first(folder, monkeypatch):
 
 
 def test_weights_of_a_run_are_compared_and_those_of_a_file_are_not(start, tmp_path):
-    """One bit of a weight: the file loads, and only its digest tells."""
+    """One bit of a weight: the file loads, and only its digest differs."""
     run = train(tmp_path / "first", "local", 1, **CONFIG)
     file = run.run_dir / "checkpoints" / "step-00000006" / "model.pt"
     weights = torch.load(file, weights_only=True)

@@ -1,4 +1,4 @@
-"""A checkpoint, or a run's folder, that is not what it should be: what is said, what is left, and how to go on."""
+"""A checkpoint, or a run's folder, that is damaged: the message, what is left, and how to resume."""
 
 import json
 import os
@@ -48,12 +48,12 @@ def flip(folder):
     (folder / "model.pt").write_bytes(content)
 
 
-def cut(folder):
+def truncated(folder):
     content = (folder / "trainer-0.pt").read_bytes()
     (folder / "trainer-0.pt").write_bytes(content[: len(content) // 2])
 
 
-def of_a_newer_format(folder):
+def of_another_format(folder):
     (folder / "manifest.json").write_text(json.dumps({"format_version": 99}))
 
 
@@ -67,22 +67,22 @@ def empty(folder):
 
 DAMAGES = {
     "no manifest": (lambda folder: (folder / "manifest.json").unlink(), r"manifest\.json is missing"),
-    "cut": (cut, r"trainer-0\.pt has \d+ bytes where its manifest lists \d+"),
+    "truncated": (truncated, r"trainer-0\.pt has \d+ bytes where its manifest lists \d+"),
     "without": (without, r"optimizer\.pt is missing"),
     "empty": (empty, r"manifest\.json is damaged"),
     "flipped": (flip, r"model\.pt is damaged: its SHA-256 is not the one in the manifest"),
-    "newer": (of_a_newer_format, r"has format version 99, .* reads version 2; update paramserver"),
+    "newer": (of_another_format, r"has format version 99, .* reads version 2; update paramserver"),
 }
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_a_chosen_checkpoint_that_is_not_whole_names_the_newest_good_one_and_how_to_go_on(call, trained, name):
-    damage, said = DAMAGES[name]
+def test_a_damaged_chosen_checkpoint_names_the_newest_good_one_and_how_to_resume(call, trained, name):
+    damage, expected = DAMAGES[name]
     chosen, good = (trained.run_dir / "checkpoints" / f"step-0000000{step}" for step in (9, 6))
     damage(chosen)
     before = file_contents(trained.run_dir)
     message = error_message(call(trained.run_dir, "--resume", chosen))
-    assert re.search(said, message)
+    assert re.search(expected, message)
     command = re.search(r"the newest good one is (\S+); resume from it with (--resume) (\S+)\n", message).groups()
     assert command == (str(good), "--resume", str(good))
     assert file_contents(trained.run_dir) == before
@@ -93,11 +93,11 @@ def test_a_chosen_checkpoint_that_is_not_whole_names_the_newest_good_one_and_how
 @pytest.mark.parametrize("name", DAMAGES)
 def test_the_newest_checkpoint_that_is_not_whole_is_passed_over_or_refused_but_never_in_silence(call, trained, name):
     """Without a manifest it has never been written; one that is not what was written, in any way, is a refusal."""
-    damage, said = DAMAGES[name]
+    damage, expected = DAMAGES[name]
     damage(trained.run_dir / "checkpoints" / "step-00000009")
     before = file_contents(trained.run_dir)
     finished = call(trained.run_dir, "--resume", trained.run_dir)
-    assert re.search(said, finished.output)
+    assert re.search(expected, finished.output)
     good = trained.run_dir / "checkpoints" / "step-00000006"
     if name != "no manifest":
         assert f"the newest good one is {good}; resume from it with --resume {good}\n" in error_message(finished)
@@ -110,7 +110,7 @@ def test_the_newest_checkpoint_that_is_not_whole_is_passed_over_or_refused_but_n
     assert file_contents(trained.run_dir / "checkpoints" / "step-00000003")
 
 
-def test_a_run_goes_on_from_the_checkpoint_that_is_chosen(call, trained):
+def test_a_run_resumes_from_the_chosen_checkpoint(call, trained):
     whole = trained.load("model")
     finished = call(trained.run_dir, "--resume", trained.run_dir / "checkpoints" / "step-00000003")
     assert finished.code == 0, finished.output
@@ -154,12 +154,12 @@ CHANGED = {
 @pytest.mark.parametrize("step", [None, 3])
 def test_a_checkpoint_of_something_else_leaves_the_run_as_it_was(call, trained, name, step):
     """Also its config: the next --resume without the change works."""
-    changes, said = CHANGED[name]
+    changes, expected = CHANGED[name]
     kept = ("config.yaml", "environment.json", "summary.json")
     before = file_contents(trained.run_dir)
     given = trained.run_dir if step is None else trained.run_dir / "checkpoints" / f"step-{step:08d}"
     finished = call(trained.run_dir, "--resume", given, *(word for c in changes for word in ("--set", c)))
-    assert re.search(said, error_message(finished)), finished.output
+    assert re.search(expected, error_message(finished)), finished.output
     assert not has_table(finished.output)
     after = file_contents(trained.run_dir)
     assert {n: after[Path(n)] for n in kept} == {n: before[Path(n)] for n in kept}
@@ -172,10 +172,10 @@ def test_a_checkpoint_of_something_else_leaves_the_run_as_it_was(call, trained, 
 
 def test_weights_to_start_from_that_are_none(start, tmp_path):
     other = tmp_path / "weights.pt"
-    for content, said in (([1, 2], "holds list, and must hold a state_dict"), ({"a": 1}, "holds another model")):
+    for content, expected in (([1, 2], "holds list, and must hold a state_dict"), ({"a": 1}, "holds another model")):
         torch.save(content, other)
         finished = start(init_from=str(other))
-        assert f"{other} {said}" in error_message(finished)
+        assert f"{other} {expected}" in error_message(finished)
         assert not has_table(finished.output)
         assert not finished.run_dir.exists()
 
@@ -201,8 +201,8 @@ def test_a_run_that_another_process_holds_is_not_touched(call, trained):
     assert file_contents(trained.run_dir) == before
 
 
-def test_what_goes_wrong_in_a_step_of_a_resumed_run_is_told_in_its_own_files(call, trained):
-    """It went on, so what is there is of the new attempt."""
+def test_a_failure_in_a_step_of_a_resumed_run_is_reported_in_its_own_files(call, trained):
+    """It made a step, so the files are those of the new attempt."""
     changes = ("training.max_steps=12", "task_args={vector_at: 11}")
     finished = call(trained.run_dir, "--resume", trained.run_dir, *(word for c in changes for word in ("--set", c)))
     assert "batch 11: returned a tensor of shape (3,)" in error_message(finished)

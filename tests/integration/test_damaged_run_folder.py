@@ -1,4 +1,4 @@
-"""A run's folder that somebody damaged on purpose, or copied badly: one sentence, exit code 2, and nothing is lost."""
+"""A run's folder that was damaged on purpose, or copied badly: one sentence, exit code 2, and nothing is lost."""
 
 import errno
 import json
@@ -83,15 +83,15 @@ def test_a_folder_that_is_no_run(tmp_path, call, start, name):
     assert [path for path in sorted(tmp_path.rglob("*")) if "new" not in path.relative_to(tmp_path).parts] == before
 
 
-def test_what_this_user_may_not_write_is_refused_before_a_step_is_made(run_dir, call, monkeypatch):
+def test_a_file_that_this_user_may_not_write_is_refused_before_the_first_step(run_dir, call, monkeypatch):
     """Root may write everywhere, so the answer of the system is given here."""
     for name in ("checkpoints", "logs", "metrics.jsonl", "checkpoints/latest"):
         closed, access = run_dir / name, os.access
         with monkeypatch.context() as patched:
             patched.setattr(os, "access", lambda path, mode, closed=closed, access=access, **_: path != closed)
             before = file_contents(run_dir)
-            said = error_message(call(run_dir, "--resume", run_dir / "checkpoints" / "step-00000002"))
-        assert said.startswith(f"{closed} must be ")
+            expected = error_message(call(run_dir, "--resume", run_dir / "checkpoints" / "step-00000002"))
+        assert expected.startswith(f"{closed} must be ")
         assert file_contents(run_dir) == before
 
 
@@ -99,7 +99,7 @@ def test_what_this_user_may_not_write_is_refused_before_a_step_is_made(run_dir, 
 
 
 def sealed(change):
-    """As another program would write it, with the right seal."""
+    """As another program would write it, with the right digest."""
 
     def write(path):
         content = json.loads(path.read_text())
@@ -135,12 +135,12 @@ MANIFESTS = {
 
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_a_manifest_that_is_none(run_dir, call, capsys, start, tmp_path, name):
-    """The newest good one is named, and is gone on from past the damaged one."""
-    damage, said = MANIFESTS[name]
+    """The message names the newest good one, from which a resume skips the damaged one."""
+    damage, expected = MANIFESTS[name]
     step_2, step_4 = (run_dir / "checkpoints" / f"step-0000000{step}" for step in (2, 4))
     damage(step_4 / "manifest.json")
-    said = rf"{step_4}.*{said}.*; the newest good one is {step_2}"
-    assert_readers_refuse(run_dir, call, capsys, said, slice(0, 2))
+    expected = rf"{step_4}.*{expected}.*; the newest good one is {step_2}"
+    assert_readers_refuse(run_dir, call, capsys, expected, slice(0, 2))
     error_message(start(init_from=str(run_dir), folder=tmp_path / "new"))
     if name in ("10 MB", "a loop", "another step"):
         finished = call(run_dir, "--resume", step_2)
@@ -201,7 +201,7 @@ def test_the_name_of_a_checkpoint_has_so_many_plain_digits(name, step):
 
 
 @pytest.mark.parametrize("text", ['{"folders": 3}', '{"folders": [1, null, "a\\u0000"]}', "[]", "\udcff"])
-def test_an_environment_that_says_nothing(run_dir, call, text):
+def test_an_unreadable_environment_is_ignored(run_dir, call, text):
     (run_dir / "environment.json").write_text(text, errors="surrogateescape")
     assert call(run_dir, "--resume", run_dir, "--set", "training.max_steps=5").code == 0
 
@@ -209,7 +209,7 @@ def test_an_environment_that_says_nothing(run_dir, call, text):
 @pytest.mark.parametrize(
     "note", ["{", "[]", '{"first_step": "x"}', '{"first_step": 4, "checkpoints": 3, "events": []}']
 )
-def test_a_note_of_an_attempt_that_says_nothing(run_dir, call, note):
+def test_an_unreadable_note_of_an_attempt_is_ignored(run_dir, call, note):
     (run_dir / ".attempt").mkdir()
     (run_dir / ".attempt" / "note.json").write_text(note)
     finished = call(run_dir, "--resume", run_dir, "--set", "training.max_steps=5")
@@ -218,7 +218,7 @@ def test_a_note_of_an_attempt_that_says_nothing(run_dir, call, note):
 
 
 @pytest.mark.parametrize("what", ["file", "loop", "pipe"])
-def test_something_else_in_the_place_of_such_a_note(run_dir, call, what):
+def test_something_else_in_the_place_of_that_note(run_dir, call, what):
     put(run_dir / ".attempt", what)
     put(run_dir / ".attempt.new", what)
     assert call(run_dir, "--resume", run_dir, "--set", "training.max_steps=5").code == 0

@@ -29,7 +29,7 @@ def entries(folder):
 
 
 @pytest.mark.processes
-def test_each_checkpoint_gives_what_the_run_recorded(run, capsys):
+def test_each_checkpoint_evaluates_to_what_the_run_recorded(run, capsys):
     before = entries(run.run_dir)
     for record in run.of_kind("validation"):
         assert evaluate.main([str(run.run_dir), "--checkpoint", str(record["step"]), "--json"]) == 0
@@ -39,7 +39,7 @@ def test_each_checkpoint_gives_what_the_run_recorded(run, capsys):
     assert entries(run.run_dir) == before
 
 
-def test_a_folder_that_nobody_may_write_to_is_evaluated_and_left_as_it_is(run, tmp_path):
+def test_a_read_only_folder_is_evaluated_and_left_as_it_is(run, tmp_path):
     """Also one that has no logs, as where only the checkpoints of a run were kept. (Root may write anywhere.)"""
     kept = tmp_path / "kept"
     shutil.copytree(run.run_dir, kept, ignore=shutil.ignore_patterns("logs", "metrics.jsonl", "latest"))
@@ -71,7 +71,7 @@ def test_best_and_latest_and_another_batch_size(run, capsys):
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "expected"),
     [
         (["--checkpoint", "5"], "there are latest and the steps 6, 4, 2"),
         (["--checkpoint", "last"], "checkpoint last of"),
@@ -80,11 +80,11 @@ def test_best_and_latest_and_another_batch_size(run, capsys):
         (["--set", "training.batch=1"], "batch_size"),
     ],
 )
-def test_what_cannot_be_validated_is_said_in_one_sentence(run, capsys, arguments, told):
+def test_what_cannot_be_validated_is_reported_in_one_sentence(run, capsys, arguments, expected):
     assert evaluate.main([str(run.run_dir), *arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
-    assert told in error
+    assert expected in error
 
 
 def test_a_folder_that_is_no_run(tmp_path, capsys):
@@ -94,7 +94,7 @@ def test_a_folder_that_is_no_run(tmp_path, capsys):
 
 @pytest.mark.processes
 def test_a_task_that_logs_and_counts_finds_what_it_expects(tmp_path):
-    """In a process of its own, from elsewhere, with a task that has stored something and logs while it validates."""
+    """In another process, from elsewhere, with a task that has stored something and logs while it validates."""
     (tmp_path / "own.py").write_text(
         """
 from tasks import ReferenceTask

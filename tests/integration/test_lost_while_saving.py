@@ -46,7 +46,7 @@ def check(finished, died):
     assert finished.summary["checkpoint"] == "step-00000003"
 
 
-def test_a_rank_that_dies_on_the_way_is_noticed_at_once(tmp_path):
+def test_a_rank_that_dies_while_sending_is_noticed_at_once(tmp_path):
     (sender, died, sender_s), (receiver, zero_died, receiver_s) = run_concurrently(
         lambda: faulted(tmp_path / "sender", "KilledSender", 2),
         lambda: faulted(tmp_path / "receiver", "KilledReceiver", 2),
@@ -63,14 +63,14 @@ def test_a_rank_that_dies_on_the_way_is_noticed_at_once(tmp_path):
 def check_frozen(faulted, lost, survivors):
     finished, died, elapsed_s = faulted
     check(finished, died)
-    told = f"rank {lost} is lost: it gave no sign of life for server.lost_after_s (2 s); look for its own error"
-    assert told in finished.output
+    message = f"rank {lost} is lost: it gave no sign of life for server.lost_after_s (2 s); look for its own error"
+    assert message in finished.output
     for survivor in survivors:
-        assert f"PeerLost: {told}" in finished.log(survivor)
+        assert f"PeerLost: {message}" in finished.log(survivor)
     assert elapsed_s < TIMEOUT_S / 2
 
 
-def test_a_rank_that_freezes_on_the_way_is_noticed_by_its_silence(tmp_path):
+def test_a_rank_that_freezes_while_sending_is_noticed_by_its_silence(tmp_path):
     """The others train meanwhile, so their loops wait for the frozen rank too; rank 2 hears of it from rank 0."""
     check_frozen(faulted(tmp_path, "FrozenSender", 3), 1, survivors=(0, 2))
 

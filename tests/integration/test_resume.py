@@ -43,7 +43,7 @@ BUFFER = {"kind": "fifo", "capacity": 96}
 
 @pytest.mark.parametrize(("mode", "trainers"), [("local", 1), ("rpc", 2), ("ddp", 2)])
 def test_stop_and_resume_is_not_stopping_bit_for_bit(tmp_path, request, mode, trainers):
-    """Stopped at step 11, a step without a checkpoint of its own; the other runs through to 20.
+    """Stopped at step 11, a step without a checkpoint; the other runs through to 20.
 
     test_resume_stops.py has the other buffers.
     """
@@ -68,8 +68,8 @@ def test_stop_and_resume_is_not_stopping_bit_for_bit(tmp_path, request, mode, tr
         assert differing_tensors(one["random"], other["random"]) == []
 
 
-def test_resume_goes_back_to_the_newest_checkpoint_and_supersedes_what_came_after(tmp_path):
-    each = {**CONFIG["checkpoint"], "background": False}  # none gives way to a later one
+def test_resume_starts_at_the_newest_checkpoint_and_supersedes_later_records(tmp_path):
+    each = {**CONFIG["checkpoint"], "background": False}  # none is replaced by a later one
     first = train(tmp_path, "local", 1, **config_with(11, checkpoint=each))
     folder = first.run_dir / "checkpoints"
     shutil.rmtree(folder / "step-00000011")
@@ -84,7 +84,7 @@ def test_resume_goes_back_to_the_newest_checkpoint_and_supersedes_what_came_afte
     assert {r["step"] for r in superseded if r["kind"] == "train"} == {9, 10, 11}
 
 
-def test_hooks_give_and_take_back_their_own_state(tmp_path):
+def test_hooks_save_and_restore_their_own_state(tmp_path):
     hooks = tmp_path / "hooks"
     first = train(tmp_path, "rpc", 1, task="HookRecorder", task_args={"folder": str(hooks)}, training={"max_steps": 2})
     assert resume(first, "--set", "training.max_steps=3").code == 0
@@ -96,19 +96,19 @@ def test_hooks_give_and_take_back_their_own_state(tmp_path):
 def test_resume_without_a_folder_takes_the_newest_run_of_the_task(tmp_path):
     first = train(tmp_path, "local", 1, **config_with(4))
     config = first.run_dir.parent.parent / "config.yaml"
-    code, said = main_in_process("--config", config, "--resume", "--set", "training.max_steps=6")
-    assert code == 0, said
-    assert f"resuming {first.run_dir}" in said
+    code, output = main_in_process("--config", config, "--resume", "--set", "training.max_steps=6")
+    assert code == 0, output
+    assert f"resuming {first.run_dir}" in output
     assert first.summary["steps"] == 6
 
 
 def test_a_task_in_a_file_beside_the_config_is_found_again(tmp_path):
-    """Resumed from elsewhere, by the folder alone, as the message of an interrupted run says."""
-    beside = tmp_path / "config"
-    beside.mkdir()
-    shutil.copy(TASKS, beside / "own_tasks.py")
+    """Resumed from elsewhere, by the folder alone, as in the message of an interrupted run."""
+    elsewhere = tmp_path / "config"
+    elsewhere.mkdir()
+    shutil.copy(TASKS, elsewhere / "own_tasks.py")
     file = write_config(
-        beside, task="own_tasks.py:ReferenceTask", logging={"run_dir": str(tmp_path / "runs"), "name": "run"}
+        elsewhere, task="own_tasks.py:ReferenceTask", logging={"run_dir": str(tmp_path / "runs"), "name": "run"}
     )
     start = {"capture_output": True, "text": True, "env": environment(), "timeout": 60, "check": False}
     elsewhere = tmp_path / "elsewhere"
@@ -162,7 +162,7 @@ def test_init_from_starts_with_stored_weights_and_step_0(tmp_path):
     ("mode", "trainers", "schedule", "stop"),
     [("local", 1, "epoch", 4), ("local", 1, "validation", 6), ("rpc", 2, "epoch", 4), ("ddp", 2, "validation", 6)],
 )
-def test_schedules_go_on_as_if_the_run_had_not_ended(tmp_path, mode, trainers, schedule, stop):
+def test_schedules_continue_as_if_the_run_had_not_ended(tmp_path, mode, trainers, schedule, stop):
     """Four steps are an epoch; validation comes every four. Stopped at the end of an epoch, and between validations."""
 
     def run(folder, steps):

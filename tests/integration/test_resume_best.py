@@ -40,7 +40,7 @@ def test_patience_counts_on_over_a_stop(tmp_path, batch):
     assert run.of_kind("note") == []
 
 
-def test_a_run_that_patience_ended_is_over_until_it_is_given_more(tmp_path):
+def test_a_run_that_patience_ended_is_over_until_patience_is_raised(tmp_path):
     run = run_in_process(tmp_path, **config_of(every=2))
     before = run.summary, run.load("model"), run.checkpoints
     for _ in range(2):
@@ -60,7 +60,7 @@ def test_a_run_that_patience_ended_is_over_until_it_is_given_more(tmp_path):
 
 @pytest.mark.parametrize(("last", "best"), [(2.5, 4), (3.5, 7)])
 def test_a_validation_that_comes_only_because_a_run_ends_is_not_counted_by_patience(tmp_path, last, best):
-    """It may be the best, and stays it; but the run that goes on ends where it would have ended anyway."""
+    """It may be the best, and stays it; but the resumed run ends where it would have ended anyway."""
     scores = [*SCORES[:6], last, *SCORES[7:]]
     whole = run_in_process(tmp_path, name="whole", **config_of(scores=scores))
     run = run_in_process(tmp_path, **config_of(scores=scores, max_steps=7))
@@ -74,7 +74,7 @@ def test_a_validation_that_comes_only_because_a_run_ends_is_not_counted_by_patie
     assert run.best in run.checkpoints
 
 
-def test_an_interrupted_run_that_may_go_no_further_is_validated_once(tmp_path):
+def test_an_interrupted_run_that_has_reached_its_end_is_validated_once(tmp_path):
     """As the run that was not interrupted there would have been; the checkpoint that is there becomes the best."""
     stops = [[6, 0, "SIGTERM", "self"]]
     run = run_in_process(tmp_path, **config_of(stops, scores=[0, 1, 0, 3, 0, 2, 5]))
@@ -86,7 +86,7 @@ def test_an_interrupted_run_that_may_go_no_further_is_validated_once(tmp_path):
         assert (run.best, run.checkpoints) == ("step-00000007", ["step-00000007"])
 
 
-def test_another_metric_begins_anew_and_says_so(tmp_path):
+def test_another_metric_starts_anew_with_a_note(tmp_path):
     run = run_in_process(tmp_path, **config_of(stops=[[8, 0, "SIGTERM", "self"]]))
     assert run.code == 3
     flags = ("--set", "checkpoint.best.metric=loss", "--set", "checkpoint.best.mode=min")
@@ -95,7 +95,7 @@ def test_another_metric_begins_anew_and_says_so(tmp_path):
     words = "checkpoint.best was score (max) and is loss (min): the best value and training.patience count anew"
     assert words in run.output
     assert words in run.of_kind("note")[0]["text"]
-    assert (10, True) in validations(run)  # the third of patience, where the count had gone on
+    assert (10, True) in validations(run)  # the third of patience, where the count had continued
     losses = {r["step"]: r["values"]["loss"] for r in run.of_kind("validation") if r["step"] >= 10}
     assert run.best == f"step-{min(losses, key=losses.get):08d}"
 
@@ -109,10 +109,10 @@ def test_the_last_checkpoint_becomes_the_best_though_it_was_saved_before_its_val
     assert (run.best, run.checkpoints) == ("step-00000008", ["step-00000008", "step-00000010"])
 
 
-def test_what_is_not_scheduled_may_be_the_best_but_is_not_counted():
+def test_an_unscheduled_validation_may_be_the_best_but_is_not_counted():
     best = BestMetric("score", "max")
-    told = [best.update(value, step, step % 2 == 0) for step, value in ((2, 1.0), (3, 5.0), (4, 0.5), (6, 2.0))]
-    assert told == [True, True, False, False]
+    results = [best.update(value, step, step % 2 == 0) for step, value in ((2, 1.0), (3, 5.0), (4, 0.5), (6, 2.0))]
+    assert results == [True, True, False, False]
     assert (best.value, best.step, best.without_improvement) == (5.0, 3, 0)  # 2.0 is the best of those that count
     again = BestMetric("score", "max")
     assert again.load_state_dict(best.state_dict()) is None

@@ -1,4 +1,4 @@
-"""A checkpoint of one mode and number of trainers goes on in another, as a loop in plain PyTorch goes on from it."""
+"""A checkpoint of one mode and number of trainers resumes in another, like a loop in plain PyTorch."""
 
 import shutil
 
@@ -82,7 +82,7 @@ def by_hand(run, before, after):
 
 
 @pytest.mark.parametrize(("before", "after"), MATRIX, ids=lambda case: f"{case[0]}{case[1]}")
-def test_a_checkpoint_goes_on_in_every_mode_and_number_of_trainers(tmp_path, begun, differences, before, after):
+def test_a_checkpoint_resumes_in_every_mode_and_number_of_trainers(tmp_path, begun, differences, before, after):
     first = begun[before]
     run_dir = tmp_path / "run"
     shutil.copytree(first.run_dir, run_dir)
@@ -97,8 +97,8 @@ def test_a_checkpoint_goes_on_in_every_mode_and_number_of_trainers(tmp_path, beg
     differences[f"{before} to {after}"] = found
     assert found < 1e-12
     assert [r["step"] for r in second.of_kind("train")] == list(range(1, END + 1))
-    told = f"a step takes {trainers} x 8 samples in place of {before[1]} x 8" in second.output
-    assert told == (trainers != before[1])
+    noted = f"a step takes {trainers} x 8 samples in place of {before[1]} x 8" in second.output
+    assert noted == (trainers != before[1])
 
 
 def test_more_trainers_have_their_own_random_numbers_and_the_old_ones_keep_theirs(tmp_path):

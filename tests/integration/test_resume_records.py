@@ -1,4 +1,4 @@
-"""metrics.jsonl of a run that was stopped goes on without gap and without overlap."""
+"""metrics.jsonl of a run that was stopped continues without gap and without overlap."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def config_of(folder, trainers, max_steps=11, **task_args):
 
 
 def account(finished):
-    """What the records say, but for the times."""
+    """The content of the records, without the times."""
     logged = [(r["step"], r["trainer"], r["name"], r["value"]) for r in finished.of_kind("log")]
     return {
         "log": sorted(record for record in logged if record[2] not in OF_A_START),
@@ -74,7 +74,7 @@ def test_each_record_has_the_step_that_it_was_made_for(tmp_path):
 
 
 @pytest.mark.parametrize("stop", [4, 5, 6])
-def test_a_run_that_goes_on_after_its_end_has_the_windows_of_one_that_had_none(tmp_path, stop):
+def test_a_run_resumed_after_its_end_has_the_windows_of_one_that_did_not_end(tmp_path, stop):
     """Step 4 is validated and saved when that is due, 5 when the run ends in the middle of a window, 6 at one's end."""
     whole = run_in_process(tmp_path, name="whole", **config_of(tmp_path, 1))
     run = run_in_process(tmp_path, **config_of(tmp_path, 1, max_steps=stop))
@@ -98,7 +98,7 @@ def test_an_end_that_comes_again_is_recorded_once(tmp_path):
     assert all(again[kind] == once[kind] for kind in ("validation", "train", "buffer"))
 
 
-def test_a_checkpoint_of_before_windows_were_stored_is_gone_on_from(tmp_path, monkeypatch):
+def test_a_checkpoint_without_a_stored_window_resumes(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr("paramserver.runs.monitor.RunMonitor.state_dict", without_window())
         run = run_in_process(tmp_path, **config_of(tmp_path, 1, max_steps=5))

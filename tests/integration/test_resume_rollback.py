@@ -1,4 +1,4 @@
-"""An attempt to go on with a run that comes to nothing leaves the run as it was: records and settings too."""
+"""A resume that fails before its first step leaves the run as it was: records and settings too."""
 
 import json
 
@@ -38,9 +38,9 @@ def without_logs(files):
 def test_a_refused_resume_from_an_older_step_loses_no_record(run):
     before = without_logs(content(run))
     chosen = run.run_dir / "checkpoints" / "step-00000004"
-    code, said = main_in_process("--resume", chosen, "--set", "task_args.batch_norm=false")
+    code, output = main_in_process("--resume", chosen, "--set", "task_args.batch_norm=false")
     assert code == 2
-    assert "another model" in said
+    assert "another model" in output
     assert without_logs(content(run)) == before
     more = resume_in_process(run, "--set", "training.max_steps=14")
     assert more.code == 0, more.output
@@ -54,19 +54,19 @@ def test_a_resume_that_ends_before_it_makes_a_step_leaves_the_run_as_it_was(run,
     before = without_logs(content(run))
     given = run.run_dir if step is None else run.run_dir / "checkpoints" / f"step-{step:08d}"
     changed = (f"task={SIGNAL_TASKS}:EndsAtTheStart", f"task_args={{how: {how}}}", "training.max_steps=20")
-    said = main_in_process("--resume", given, *(word for change in changed for word in ("--set", change)))
-    assert said[0] == code, said[1]
-    assert not has_table(said[1])
+    result = main_in_process("--resume", given, *(word for change in changed for word in ("--set", change)))
+    assert result[0] == code, result[1]
+    assert not has_table(result[1])
     assert without_logs(content(run)) == before
     if code == 3:
         last = run.run_dir / "checkpoints" / f"step-{step or 12:08d}"
-        assert f"no step was made, so the run is as it was before. Resume with: {' '.join(WORDS)} {last}\n" in said[1]
+        assert f"no step was made, so the run is as it was before. Resume with: {' '.join(WORDS)} {last}\n" in result[1]
     more = resume_in_process(run, "--set", "training.max_steps=14")
     assert more.code == 0, more.output
     assert [r["step"] for r in more.of_kind("train")] == list(range(1, 15))
 
 
-def test_a_resume_that_has_nothing_to_do_says_so_and_tells_no_figures(run):
+def test_a_resume_that_has_nothing_to_do_reports_so_without_figures(run):
     more = resume_in_process(run)
     assert more.code == 0, more.output
     assert not has_table(more.output)
@@ -89,7 +89,7 @@ def test_so_it_does_with_several_processes(tmp_path, mode):
 
 
 def attempt_and_die(run, step, *, made=None):
-    """What a process has done to the folder that was killed after it went back to ``step``; ``made`` it went on to."""
+    """Change the folder like a process that resumed from ``step``, made step ``made``, and was killed."""
     folder = RunDir(run.run_dir)
     ResumeJournal(folder).record(step)
     folder.config_file.write_text(folder.config_file.read_text().replace("seed: 0", "seed: 7"))
@@ -118,14 +118,14 @@ def test_the_next_resume_does_it(run):
     assert not (run.run_dir / ".attempt").exists()
 
 
-def test_an_attempt_that_made_a_step_stands(run):
+def test_an_attempt_that_made_a_step_is_kept(run):
     attempt_and_die(run, 4, made=5)
     ResumeJournal(RunDir(run.run_dir)).roll_back()
     assert "seed: 7" in (run.run_dir / "config.yaml").read_text()
     assert not (run.run_dir / ".attempt").exists()
 
 
-def test_a_note_that_was_not_finished_says_nothing(run):
+def test_an_unfinished_note_is_ignored(run):
     before = content(run)
     (run.run_dir / ".attempt.new").mkdir()
     (run.run_dir / ".attempt.new" / "0-config.yaml").write_text("torn")

@@ -1,4 +1,4 @@
-"""A run that signals stop at steps of their own choosing, and that goes on each time, is the run that never stopped."""
+"""A run that signals stop at arbitrary steps, and that is resumed each time, is the run that never stopped."""
 
 import re
 import shlex
@@ -21,7 +21,7 @@ def config_of(kind, source, samples=80):
     """Batches of four, two to a step, with dropout, a schedule, groups and clipping.
 
     One without a reservoir ends by patience, at step 9, one with it by its data, at step 10. The random buffers hold a
-    trainer's whole pass before the first get, and know that it is whole: an iterable, which does not say how long it
+    trainer's whole pass before the first get, and know that it is whole: an iterable, which does not know how long it
     is, has ended only where the watermark lies above its length.
     """
     watermark = 0 if kind == "fifo" else samples + (source == "iterable")
@@ -44,8 +44,8 @@ def config_of(kind, source, samples=80):
     }
 
 
-def said(finished):
-    """The command that an interrupted run says last, for a shell."""
+def resume_command(finished):
+    """The command at the end of an interrupted run's output, for a shell."""
     assert finished.code == 3, finished.output
     last = finished.output.rstrip().splitlines()[-1]
     words = r"error: interrupted \(.+\) after step (\d+); its checkpoint is written. Resume with: (.+)"
@@ -79,7 +79,7 @@ def test_alone(tmp_path, kind, source, signals):
     run = run_in_process(tmp_path, **config)
     steps = []
     for name in signals:
-        said(run)
+        resume_command(run)
         assert f"interrupted (signal {name})" in run.output
         steps.append(run.summary["steps"])
         run = resume_in_process(run)
@@ -134,6 +134,6 @@ def test_several_trainers(tmp_path, kind, source, stopped):
     for mode, stops in stopped.items():
         folder, run = begun(tmp_path, mode, config, stops)
         for _ in stops:
-            run = shell(folder, said(run))
+            run = shell(folder, resume_command(run))
         assert run.code == 0, run.output
         assert_equal_runs(whole, run, trainers=2, buffers=kind != "fifo")

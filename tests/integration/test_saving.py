@@ -1,4 +1,4 @@
-"""Saving costs a copy: what is in it is of one moment, and the rest happens while training goes on."""
+"""Saving costs one copy, of one moment; everything else happens while training continues."""
 
 import io
 import json
@@ -37,7 +37,7 @@ MB = 2**20
 # Sending in the background.
 
 
-def test_a_courier_works_in_its_own_thread_one_job_at_a_time():
+def test_a_sender_works_in_its_own_thread_one_job_at_a_time():
     gate, done = threading.Event(), []
     with BackgroundSender(True, "a part") as sender:
         sender.submit(lambda: (gate.wait(WAIT_S), done.append(threading.current_thread().name)))
@@ -62,7 +62,7 @@ def test_without_background_the_caller_carries():
             sender.submit(lambda: {}["missing"])
 
 
-def test_a_courier_lets_go_of_what_it_carried():
+def test_a_sender_releases_what_it_sent():
     class Load:
         pass
 
@@ -74,23 +74,23 @@ def test_a_courier_lets_go_of_what_it_carried():
         assert gone.wait(WAIT_S)
 
 
-def test_what_moves_is_waited_for_and_what_stands_still_is_not():
-    gate, heard = threading.Event(), [0.0]
-    with BackgroundSender(True, "a part", lambda: heard[0]) as sender:
+def test_progress_extends_the_deadline_and_no_progress_does_not():
+    gate, progress = threading.Event(), [0.0]
+    with BackgroundSender(True, "a part", lambda: progress[0]) as sender:
         sender.submit(lambda: gate.wait(WAIT_S))
-        began = heard[0] = time.monotonic() + 0.5
+        began = progress[0] = time.monotonic() + 0.5
         with pytest.raises(DeadlineExceeded, match=r"a part must be with rank 0 within 0.1 s"):
             sender.wait(0.1)
         assert time.monotonic() >= began + 0.1
-        heard[0] += WAIT_S
+        progress[0] += WAIT_S
         with pytest.raises(DeadlineExceeded):
             sender.close(0.1)  # who closes has failed already, and waits a moment only
-        assert time.monotonic() < heard[0]
+        assert time.monotonic() < progress[0]
         gate.set()
 
 
 @pytest.mark.parametrize("then", ["wait", "submit", "close"])
-def test_a_failed_job_is_told_by_the_next_call(then, caplog):
+def test_the_next_call_raises_the_failure_of_a_job(then, caplog):
     calls = {
         "wait": lambda c: c.wait(WAIT_S),
         "submit": lambda c: c.submit(lambda: None),
@@ -110,19 +110,19 @@ def state_of(megabytes):
     return {"w": torch.rand(megabytes * MB // 4), "n": torch.arange(5), "name": "x", "empty": torch.empty(0)}
 
 
-def test_an_archive_in_pieces_is_the_file_that_torch_saves(tmp_path):
-    state, pieces, lengths = state_of(20), ChunkedFile(), []
+def test_an_archive_in_chunks_is_the_file_that_torch_saves(tmp_path):
+    state, chunks, lengths = state_of(20), ChunkedFile(), []
 
-    def send(piece):
-        lengths.append(len(piece))
-        pieces.append(piece.copy())
+    def send(chunk):
+        lengths.append(len(chunk))
+        chunks.append(chunk.copy())
 
     write_chunks(state, send)
     file = io.BytesIO()
     torch.save(state, file)
-    assert b"".join(pieces) == file.getvalue()
+    assert b"".join(chunks) == file.getvalue()
     assert lengths[:-1] == [CHUNK_BYTES] * 2
-    checkpoint = read_checkpoint(write_checkpoint(tmp_path, 1, {"trainer-0.pt": pieces, "same": state}, {}))
+    checkpoint = read_checkpoint(write_checkpoint(tmp_path, 1, {"trainer-0.pt": chunks, "same": state}, {}))
     assert (
         differing_tensors(checkpoint.load("trainer-0"), state)
         == differing_tensors(checkpoint.load("same"), state)
@@ -130,19 +130,19 @@ def test_an_archive_in_pieces_is_the_file_that_torch_saves(tmp_path):
     )
 
 
-def test_the_first_failure_to_send_is_the_one_that_is_told():
+def test_the_first_failure_to_send_is_the_one_that_is_raised():
     sent = []
 
-    def send(piece):
-        sent.append(len(piece))
-        raise ConnectionError(f"piece {len(sent)}")
+    def send(chunk):
+        sent.append(len(chunk))
+        raise ConnectionError(f"chunk {len(sent)}")
 
-    with pytest.raises(ConnectionError, match="piece 1"):
+    with pytest.raises(ConnectionError, match="chunk 1"):
         write_chunks(state_of(20), send)
     assert len(sent) == 1
 
 
-class Accounts:
+class FakeManager:
     """In the place of the checkpoint manager."""
 
     def __init__(self):
@@ -152,36 +152,36 @@ class Accounts:
         self.written.append((staged.step, {i: b"".join(p) for i, p in parts.items()}, pause_s))
 
 
-def cut_of(step):
+def staged_of(step):
     return StagedCheckpoint(step, {}, False, "periodic", 0.0)
 
 
-def piece_of(text):
+def chunk_of(text):
     return torch.tensor(list(text), dtype=torch.uint8)
 
 
 def test_a_checkpoint_is_complete_with_the_parts_of_all_trainers_of_its_step():
-    accounts = Accounts()
-    deposits = PartCollector(accounts, 2)
-    deposits.start(cut_of(3))
+    manager = FakeManager()
+    collector = PartCollector(manager, 2)
+    collector.start(staged_of(3))
     for trainer, text in ((1, b"b"), (0, b"a"), (1, b"B")):
-        deposits.add_chunk(trainer, 3, piece_of(text))
-    deposits.finish_part(1, 3, 0.5)
-    assert accounts.written == []
-    for wrong in (lambda: deposits.add_chunk(0, 4, piece_of(b"x")), lambda: deposits.finish_part(1, 3, 0.1)):
+        collector.add_chunk(trainer, 3, chunk_of(text))
+    collector.finish_part(1, 3, 0.5)
+    assert manager.written == []
+    for wrong in (lambda: collector.add_chunk(0, 4, chunk_of(b"x")), lambda: collector.finish_part(1, 3, 0.1)):
         with pytest.raises(TrainingError, match="must follow the staging of that step"):
             wrong()
-    deposits.finish_part(0, 3, 0.25)
-    assert accounts.written == [(3, {0: b"a", 1: b"bB"}, 0.5)]
-    deposits.start(cut_of(6))
-    deposits.finish_part(0, 6, 0.1)
-    assert len(accounts.written) == 1
+    collector.finish_part(0, 3, 0.25)
+    assert manager.written == [(3, {0: b"a", 1: b"bB"}, 0.5)]
+    collector.start(staged_of(6))
+    collector.finish_part(0, 6, 0.1)
+    assert len(manager.written) == 1
 
 
 # Memory.
 
 
-def test_memory_is_used_again_once_nobody_refers_to_it():
+def test_memory_is_reused_once_nothing_refers_to_it():
     memory = StagingPool()
     source = torch.rand(2 * MB)
     first = stage_copy({"w": source}, memory)
@@ -226,7 +226,7 @@ def test_a_private_copy_holds_sets_and_bytearrays_of_its_own():
     assert copied["raw"] == b"ab"
 
 
-# A run: what is written late is what was there at the cut.
+# A run: what is written late is what was staged.
 
 
 class Changing(ReferenceTask):
@@ -265,12 +265,12 @@ def changing_run(folder, background):
     return read_checkpoint(folder / str(background) / "checkpoints" / "step-00000004")
 
 
-def test_what_is_written_later_is_what_was_there_at_the_cut(tmp_path, monkeypatch):
+def test_what_is_written_later_is_what_was_staged(tmp_path, monkeypatch):
     at_once = changing_run(tmp_path, background=False)
     write = writer.write_checkpoint
 
     def write_late(folder, step, objects, about):
-        assert Changing.gate.wait(WAIT_S), "training must go on while a checkpoint waits to be written"
+        assert Changing.gate.wait(WAIT_S), "training must continue while a checkpoint waits to be written"
         return write(folder, step, objects, about)
 
     monkeypatch.setattr(writer, "write_checkpoint", write_late)
@@ -297,7 +297,7 @@ STREAM = {
 
 
 @pytest.mark.processes
-def test_parts_travel_while_the_trainers_train_in_rpc(tmp_path):
+def test_parts_are_sent_while_the_trainers_train_in_rpc(tmp_path):
     """Each part is held back until three steps later, so a trainer that waited for it would never end."""
     held = train(
         tmp_path / "held", "rpc", 2, trainer=f"{CARRIERS}:DelayedRpc", checkpoint={"every": 4, "keep": 9}, **STREAM
@@ -315,7 +315,7 @@ def test_parts_travel_while_the_trainers_train_in_rpc(tmp_path):
 
 
 @pytest.mark.processes
-def test_an_interrupted_run_has_its_last_checkpoint_however_slowly_it_travels_in_ddp(tmp_path):
+def test_an_interrupted_run_has_its_last_checkpoint_however_slowly_it_is_sent_in_ddp(tmp_path):
     mark = tmp_path / "mark"
     finished = launch(
         tmp_path,
@@ -336,7 +336,7 @@ def test_an_interrupted_run_has_its_last_checkpoint_however_slowly_it_travels_in
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("mode", "carrier"), [("rpc", "SlowRpc"), ("ddp", "SlowDdp")])
-def test_a_run_that_fails_still_has_the_parts_that_were_on_their_way(tmp_path, mode, carrier):
+def test_a_run_that_fails_still_has_the_parts_that_were_being_sent(tmp_path, mode, carrier):
     """The error comes in the step after the checkpoint, while no part has left its trainer."""
     finished = launch(
         tmp_path,
@@ -355,7 +355,7 @@ def test_a_run_that_fails_still_has_the_parts_that_were_on_their_way(tmp_path, m
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("mode", "carrier"), [("rpc", "KilledRpc"), ("ddp", "KilledSender")])
-def test_a_trainer_that_dies_while_its_part_travels_leaves_the_checkpoint_before(tmp_path, mode, carrier):
+def test_a_trainer_that_dies_while_its_part_is_sent_leaves_the_previous_checkpoint(tmp_path, mode, carrier):
     began = time.monotonic()
     finished = launch(
         tmp_path,

@@ -51,19 +51,19 @@ def test_latest_is_a_folder(run_dir, call, capsys):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "expected"),
     [(b"a: [", "not valid YAML"), (b"", "is empty"), (b"[1]", "must be a mapping"), (b"\xff\xfe", "is not UTF-8 text")],
 )
-def test_a_config_that_is_none(run_dir, call, capsys, content, said):
+def test_a_config_that_is_none(run_dir, call, capsys, content, expected):
     (run_dir / "config.yaml").write_bytes(content)
-    assert_readers_refuse(run_dir, call, capsys, rf"{run_dir}/config.yaml.*{said}")
+    assert_readers_refuse(run_dir, call, capsys, rf"{run_dir}/config.yaml.*{expected}")
 
 
 def test_no_config_or_a_folder_in_its_place(run_dir, call, capsys):
     (run_dir / "config.yaml").unlink()
     command = rf"python -m paramserver.launch --config FILE --resume {run_dir}(/checkpoints/step-\d+)?\n$"
-    said = rf"{run_dir} holds checkpoints and no config.yaml; give the config that they were made with: {command}"
-    assert_readers_refuse(run_dir, call, capsys, said)
+    expected = rf"{run_dir} holds checkpoints and no config.yaml; give the config that they were made with: {command}"
+    assert_readers_refuse(run_dir, call, capsys, expected)
     with pytest.raises(CheckpointError, match="holds checkpoints and no config"):
         paramserver.run(ReferenceTask, resume=run_dir)
     (run_dir / "config.yaml").mkdir()
@@ -77,8 +77,8 @@ def test_no_config_or_a_folder_in_its_place(run_dir, call, capsys):
 
 
 @pytest.mark.parametrize("chosen", [None, "step-00000002"])
-def test_a_config_that_was_lost_is_given_anew(tmp_path, run_dir, call, chosen):
-    """It is the run's from then on; with one of its own, that one holds."""
+def test_a_lost_config_is_replaced_by_the_given_one(tmp_path, run_dir, call, chosen):
+    """It becomes the run's; a config.yaml in the folder takes precedence."""
     given = write_config(tmp_path / "given", **{**CONFIG, "training": {**CONFIG["training"], "max_steps": 6}})
     (run_dir / "config.yaml").unlink()
     before = without_logs(run_dir)
@@ -97,7 +97,7 @@ def test_a_config_that_was_lost_is_given_anew(tmp_path, run_dir, call, chosen):
 
 
 def rewrite_manifest(run_dir, change):
-    """As another program would, with the right seal."""
+    """As another program would, with the right digest."""
     for step in (2, 4):
         path = run_dir / "checkpoints" / f"step-{step:08d}" / "manifest.json"
         content = json.loads(path.read_text())
@@ -107,11 +107,11 @@ def rewrite_manifest(run_dir, change):
 
 
 @pytest.mark.parametrize("trainers", [None, 0, "2", True, 1.5])
-def test_a_manifest_that_does_not_tell_the_trainers(run_dir, call, capsys, trainers):
-    """To evaluate, nobody needs to know."""
+def test_a_manifest_without_the_number_of_trainers(run_dir, call, capsys, trainers):
+    """An evaluation does not need it."""
     rewrite_manifest(run_dir, lambda content: content.update(trainers=trainers))
-    said = rf"trainers \({trainers}\) in .*manifest.json must be how many trainers stored a part"
-    assert_readers_refuse(run_dir, call, capsys, said, slice(1, None))
+    expected = rf"trainers \({trainers}\) in .*manifest.json must be how many trainers stored a part"
+    assert_readers_refuse(run_dir, call, capsys, expected, slice(1, None))
     rewrite_manifest(run_dir, lambda content: content.pop("trainers"))
     assert_readers_refuse(run_dir, call, capsys, r"trainers \(None\) in", slice(1, None))
     assert evaluate.evaluate_run(run_dir).step == 4
@@ -131,7 +131,7 @@ def test_a_checkpoint_without_one_of_its_parts(run_dir, call, capsys, name):
     assert_readers_refuse(run_dir, call, capsys, rf"checkpoint .* holds no '{name}(\.pt)?' \(it holds ", ways)
 
 
-def test_a_reader_that_is_gone_is_no_error(original):
+def test_a_closed_pipe_is_no_error(original):
     """As in ``... | true``, but with certainty: the reading end is closed before anything is written."""
     for words in (["evaluate", str(original), "--json"], ["evaluate", str(original)], ["--help"], ["--version"]):
         reading, writing = os.pipe()
@@ -153,14 +153,14 @@ def test_a_reader_that_is_gone_is_no_error(original):
 
 
 @pytest.mark.parametrize("chosen", [None, "step-00000002"])
-def test_who_has_begun_to_resume_keeps_others_out_before_its_rank_0_locks_the_folder(run_dir, call, chosen):
+def test_a_resume_reserves_the_folder_before_its_rank_0_locks_it(run_dir, call, chosen):
     run = RunDir(run_dir, None if chosen is None else run_dir / "checkpoints" / chosen)
     other = run_dir if chosen else run_dir / "checkpoints" / "step-00000002"
     with resume_transaction(run):
         before = file_contents(run_dir)
         refused = call(run_dir, "--resume", other, "--set", "training.max_steps=6")
         message = error_message(refused)
-        assert refused.output == f"error: {message}"  # not what would have changed, had it gone on
+        assert refused.output == f"error: {message}"  # not what would have changed, had it continued
         assert f"in use by another run (process {os.getpid()} on host {socket.gethostname()})" in message
         assert file_contents(run_dir) == before
     finished = call(run_dir, "--resume", run_dir, "--set", "training.max_steps=6")

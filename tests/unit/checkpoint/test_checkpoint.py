@@ -75,7 +75,7 @@ def test_model_loads_with_plain_pytorch(folder):
     assert torch.load(path / "model.pt", weights_only=True)["weight"].tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
-def test_manifest_says_what_the_interface_promises(folder):
+def test_manifest_has_the_documented_fields(folder):
     path = write_checkpoint(folder, 7, OBJECTS, {"mode": "ddp"})
     manifest = json.loads((path / "manifest.json").read_text())
     assert manifest["format_version"] == 2
@@ -136,11 +136,11 @@ def test_every_flipped_byte_is_found_and_the_newest_good_one_named(folder):
     write(folder, 1)
     good = write(folder, 2)
     path = write_checkpoint(folder, 3, OBJECTS, {"mode": "rpc"})
-    draw = random.Random(20)
+    generator = random.Random(20)
     for file in sorted(path.iterdir()):
         whole = file.read_bytes()
         for _ in range(12):
-            flip_byte(file, draw.randrange(len(whole)))
+            flip_byte(file, generator.randrange(len(whole)))
             with pytest.raises(CheckpointError) as caught:
                 read_checkpoint(path)
             assert str(file) in str(caught.value)
@@ -160,7 +160,7 @@ def test_the_newest_good_one_skips_those_that_are_damaged_too(folder):
         read_checkpoint(path)
 
 
-def test_a_file_of_another_length_is_told_by_its_size(folder):
+def test_a_file_of_another_length_is_found_by_its_size(folder):
     path = write(folder, 1)
     (path / "state").write_bytes(b"short")
     with pytest.raises(CheckpointError, match="state has 5 bytes where its manifest lists 7"):
@@ -192,7 +192,7 @@ def test_find_takes_latest_then_the_newest_that_was_written(folder):
     (folder / "latest").write_text("step-00000002\n")
     assert find_checkpoint(folder.parent) == two
     (two / "state").unlink()
-    assert find_checkpoint(folder.parent) == two  # damaged, for read_checkpoint to tell
+    assert find_checkpoint(folder.parent) == two  # damaged, for read_checkpoint to report
     (two / "manifest.json").unlink()
     assert find_checkpoint(folder.parent) == one  # 3 is beyond latest: of a future that was given up
     (folder / "latest").write_text("../elsewhere\n")
@@ -202,7 +202,7 @@ def test_find_takes_latest_then_the_newest_that_was_written(folder):
     assert find_checkpoint(folder.parent) == one
 
 
-def test_find_says_what_it_looked_at(tmp_path, folder):
+def test_the_message_lists_what_find_checked(tmp_path, folder):
     with pytest.raises(CheckpointError, match="there is no such folder"):
         find_checkpoint(tmp_path / "run")
     path = write(folder, 5)
@@ -243,7 +243,7 @@ def test_everything_is_on_the_disk_before_the_name_that_promises_it(folder, monk
     ("number", "cure"),
     [(errno.ENOSPC, "lower checkpoint.keep"), (errno.EROFS, "logging.run_dir"), (errno.EIO, "check that disk")],
 )
-def test_a_disk_that_refuses_is_told_with_file_and_cure(folder, monkeypatch, number, cure):
+def test_a_disk_error_names_file_and_cure(folder, monkeypatch, number, cure):
     write(folder, 1)
 
     def refuse(descriptor):
@@ -289,7 +289,7 @@ def test_retention_keeps_the_newest_the_best_and_latest(folder):
         apply_retention(folder, 0)
 
 
-def test_retention_after_going_back_gives_up_the_old_future_first(folder):
+def test_retention_after_a_resume_removes_abandoned_steps_first(folder):
     for step in (1, 2, 3, 8, 9):
         write(folder, step)
     write(folder, 4)
@@ -334,8 +334,8 @@ def test_one_that_was_moved_aside_by_a_dead_writer_is_found_and_returns(folder):
 
 def test_best_counts_and_remembers():
     best = BestMetric("accuracy", "max")
-    told = [best.update(value, step) for step, value in enumerate([0.5, 0.5, float("nan"), 0.7, 0.6])]
-    assert told == [True, False, False, True, False]
+    results = [best.update(value, step) for step, value in enumerate([0.5, 0.5, float("nan"), 0.7, 0.6])]
+    assert results == [True, False, False, True, False]
     assert (best.value, best.step, best.without_improvement) == (0.7, 3, 1)
     again = BestMetric("accuracy", "max")
     again.load_state_dict(best.state_dict())

@@ -97,13 +97,13 @@ def test_the_newest_takes_the_waiting_place_but_a_best_one_stays(folder, gate, c
     assert (folder / "best").read_text() == "step-00000006\n"
     assert find_checkpoint(folder.parent).name == "step-00000007"
     assert writing.superseded == 4
-    assert "checkpoint of step 2 gives way to step 3" in caplog.text
+    assert "checkpoint of step 2 is replaced by step 3" in caplog.text
     with pytest.raises(CancelledError):
         futures[5].result(0)
 
 
 def test_the_same_step_may_wait_twice(folder, gate):
-    """Jobs are told apart as such: comparing their tensors has no truth value."""
+    """Jobs are compared by identity: comparing their tensors has no truth value."""
     with CheckpointWriter(folder, keep=9, background=True) as writing:
         writing.submit(1, {}, {})
         assert gate.entered.acquire(timeout=WAIT_S)
@@ -263,7 +263,7 @@ def test_private_copy_of_every_kind_of_tensor(tensor):
     assert torch.equal(copied.to_dense(), tensor.to_dense())
 
 
-def test_private_copy_tells_a_conjugate_from_its_original():
+def test_stage_copy_distinguishes_a_conjugate_from_its_original():
     value = torch.tensor([1 + 2j])
     copied = stage_copy([value, value.conj()])
     assert copied[0].item() == 1 + 2j

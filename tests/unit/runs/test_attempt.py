@@ -75,7 +75,7 @@ def test_of_many_that_find_a_folder_in_which_nothing_began_one_takes_it(tmp_path
 
 def test_what_a_start_left_is_taken_over_and_tidied(tmp_path):
     run = reserved(tmp_path, "first")
-    run.log_file(0).write_text("said\n")
+    run.log_file(0).write_text("logged\n")
     left = ("summary.json", ".launch-41.yaml", "..launch-41.yaml.41.tmp", ".config.yaml.42.tmp", ".lock", ".reserved")
     for name in left:
         (run.path / name).write_text("{}")
@@ -88,7 +88,7 @@ def test_what_a_start_left_is_taken_over_and_tidied(tmp_path):
             "checkpoints",
             "logs",
         ]
-        assert run.log_file(0).read_text() == "said\n"
+        assert run.log_file(0).read_text() == "logged\n"
     assert not list(run.path.glob(".reserved*"))
 
 

@@ -1,4 +1,4 @@
-"""The folder of a run: made once, locked, found again, cut back."""
+"""The folder of a run: made once, locked, found again, truncated to a step."""
 
 import json
 import os
@@ -67,7 +67,7 @@ def test_a_run_without_a_start_time_counts_by_its_folder(tmp_path):
     assert newest_run(tmp_path, task="m:A") == old
 
 
-def test_no_run_says_what_was_wanted_and_looked_at(tmp_path):
+def test_the_message_of_no_run_names_what_was_wanted_and_checked(tmp_path):
     make_run(tmp_path, "a", None, "task: m:A\n")
     with pytest.raises(CheckpointError, match=r"a run of task m:B, and holds none \(1 folders were looked at\)"):
         newest_run(tmp_path, task="m:B")
@@ -135,7 +135,7 @@ def metrics(tmp_path):
     return path
 
 
-def test_records_after_the_cut_move_and_those_without_a_step_stay(metrics):
+def test_records_after_the_checkpoint_move_and_those_without_a_step_stay(metrics):
     assert supersede_metrics(metrics, 20) == 2
     assert [record["step"] for record in records(metrics)] == [None, 10, 20]
     superseded = metrics.with_name("metrics.superseded.jsonl")
@@ -145,7 +145,7 @@ def test_records_after_the_cut_move_and_those_without_a_step_stay(metrics):
     assert [record["step"] for record in records(superseded)] == [30, 40, 20]
 
 
-def test_records_of_the_cut_that_it_does_not_know_move_by_their_kind(metrics):
+def test_records_of_the_checkpoints_step_that_came_later_move_by_their_kind(metrics):
     with metrics.open("a") as file:
         file.write('{"kind": "validation", "step": 20}\n{"kind": "validation", "step": 10}\n')
     assert supersede_metrics(metrics, 20, {"validation"}) == 3
@@ -153,7 +153,7 @@ def test_records_of_the_cut_that_it_does_not_know_move_by_their_kind(metrics):
     assert kept == [("start", None), ("train", 10), ("train", 20), ("validation", 10)]
 
 
-def test_records_of_the_cut_that_were_made_because_the_run_ended_move(metrics):
+def test_records_of_the_checkpoints_step_that_the_end_of_the_run_made_move(metrics):
     with metrics.open("a") as file:
         file.write('{"kind": "buffer", "step": 20, "end": true}\n{"kind": "buffer", "step": 20}\n')
     assert supersede_metrics(metrics, 20) == 3
@@ -192,7 +192,7 @@ def test_without_metrics_there_is_nothing_to_move(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_the_environment_says_with_what_the_run_started(monkeypatch, tmp_path):
+def test_the_environment_records_what_the_run_started_with(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     record = environment_record(["paramserver", "launch"])
     assert record["command"] == ["paramserver", "launch"]
