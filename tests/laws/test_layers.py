@@ -8,7 +8,7 @@ import sys
 import threading
 
 import pytest
-from leaks import ProcessSnapshot
+from leaks import OUR_THREADS, ProcessSnapshot
 from source_tree import (
     comparisons_with,
     environment_uses,
@@ -145,6 +145,19 @@ def test_the_environment_is_touched_in_cluster_only():
     users = {m.name for m in MODULES if environment_uses(m.tree)}
     assert {name for name in users if not name.startswith("paramserver.cluster.")} == set()
     assert "paramserver.cluster.base" in users
+
+
+def test_every_thread_has_a_name_by_which_a_leak_is_found():
+    prefixes = []
+    for module in MODULES:
+        for call in (node for node in ast.walk(module.tree) if isinstance(node, ast.Call)):
+            if ast.unparse(call.func).endswith("Thread"):
+                (name,) = (keyword.value for keyword in call.keywords if keyword.arg == "name")
+                first = name.values[0] if isinstance(name, ast.JoinedStr) else name
+                prefixes.append(first.value)
+    assert len(prefixes) >= 9
+    waits = "within-"  # ends with the call that it makes, which may be later than the test
+    assert [p for p in prefixes if not p.startswith((*OUR_THREADS, waits))] == []
 
 
 def test_nothing_sleeps():
