@@ -32,7 +32,7 @@ def run(
     """Train a task with all ranks on this machine, and wait for the end of the run.
 
     Call it in a script under ``if __name__ == "__main__":``, or in a notebook. With ``mode="local"`` the run happens
-    in this process; in the other modes each rank is a process of its own that imports the task.
+    in this process; in the other modes each rank is a separate process that imports the task.
 
     Args:
         task: a class derived from Task, or an instance of one (each process creates its own from the same arguments);

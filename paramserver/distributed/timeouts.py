@@ -44,7 +44,7 @@ def call_with_timeout(timeout_s: float, what: str, function: Callable[[], T]) ->
         except BaseException as error:  # noqa: BLE001 - re-raised by the caller
             failure.append(error)
 
-    # Holds no lock of its own. A daemon, so that an abandoned call does not keep the process alive.
+    # Takes no lock. A daemon, so that an abandoned call does not keep the process alive.
     thread = threading.Thread(target=run, name=f"within-{what}", daemon=True)
     thread.start()
     thread.join(timeout_s)

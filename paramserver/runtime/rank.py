@@ -118,7 +118,7 @@ def run_rank(plan: RankPlan) -> dict[str, Any] | None:
             rendezvous = join_rendezvous(config, identity, stop.event, plan.listener)
         timer.mark("rendezvous")
 
-        # The run folder belongs to rank 0. Its name tells the other ranks that rank 0 is ready.
+        # The run folder belongs to rank 0. Its name also informs the other ranks that rank 0 is ready.
         checkpoints = None
         if identity.global_rank == 0:
             checkpoints = stack.enter_context(_open_run(plan, process))

@@ -1,4 +1,4 @@
-"""Bad input: one clear answer, the exit code of the contract, and nothing lost. Each case is a run of the command line.
+"""Bad input: one clear message, the documented exit code, and nothing lost. Each case is a run of the command line.
 
 What needs no second rank runs in this process. The messages themselves are tested where they are made.
 """
@@ -104,38 +104,38 @@ BEFORE = {
 
 
 @pytest.mark.parametrize("name", BEFORE)
-def test_what_is_wrong_from_the_start_leaves_nothing(start, tmp_path, monkeypatch, name):
-    config, flags, prepare, said = BEFORE[name]
+def test_input_that_is_wrong_from_the_start_leaves_no_files(start, tmp_path, monkeypatch, name):
+    config, flags, prepare, expected = BEFORE[name]
     monkeypatch.chdir(tmp_path)
     finished = start(*flags, prepare=prepare, **config)
-    assert re.search(said, error_message(finished)), finished.output
+    assert re.search(expected, error_message(finished)), finished.output
     assert not (tmp_path / "runs").exists() or list((tmp_path / "runs").iterdir()) == []
 
 
-def test_a_config_that_is_not_there(call, tmp_path):
+def test_a_missing_config(call, tmp_path):
     finished = call(tmp_path, "--config", tmp_path / "nowhere.yaml")
     assert error_message(finished) == f"{tmp_path}/nowhere.yaml does not exist; give the path of a YAML file\n"
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_port_that_is_taken(start, tmp_path):
-    """Once by the supervisor of all ranks, once by a rank 0 that was started by itself."""
+    """Once by the supervisor of all ranks, once by a rank 0 that was started by hand."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         for flags in ((), ("--rank", "0", "--world_size", "3")):
-            said = error_message(start(*flags, "--master_port", str(port), mode="rpc"))
-            assert f"cluster.master_port ({port})" in said
-            assert "Address already in use; choose a free port" in said
+            message = error_message(start(*flags, "--master_port", str(port), mode="rpc"))
+            assert f"cluster.master_port ({port})" in message
+            assert "Address already in use; choose a free port" in message
             assert not list((tmp_path / "runs").glob("*"))
 
 
-@pytest.mark.parametrize(("rank", "said"), [(0, "missing: rank 1, 2. Start them"), (1, "no rank 0 at 127.0.0.1:")])
-def test_ranks_that_never_come_are_named_at_the_deadline(start, tmp_path, rank, said):
+@pytest.mark.parametrize(("rank", "expected"), [(0, "missing: rank 1, 2. Start them"), (1, "no rank 0 at 127.0.0.1:")])
+def test_missing_ranks_are_named_at_the_deadline(start, tmp_path, rank, expected):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     flags = ("--rank", str(rank), "--world_size", "3", "--master_port", str(port))
     message = error_message(start(*flags, mode="rpc", cluster={"timeout_s": 0.5}), code=1).partition("\n")[0]
-    assert said in message
+    assert expected in message
     assert "cluster.timeout_s (0.5 s)" in message
     assert not (tmp_path / "runs").exists()
 
@@ -173,23 +173,23 @@ WHILE = {
 
 @pytest.mark.parametrize("name", WHILE)
 @pytest.mark.parametrize("every", [3, 0])
-def test_what_goes_wrong_in_a_batch_keeps_what_there_is(start, name, every):
-    task, arguments, code, said, steps = WHILE[name]
+def test_an_error_in_a_batch_keeps_earlier_checkpoints(start, name, every):
+    task, arguments, code, expected, steps = WHILE[name]
     finished = start(
         task=task, task_args=arguments, checkpoint={"every": every, "background": False}, buffer={"capacity": 16}
     )
-    assert said in error_message(finished, code).partition("\n")[0]
+    assert expected in error_message(finished, code).partition("\n")[0]
     steps = steps or finished.summary["steps"]  # how many a failing source leaves to be served is a matter of time
     assert steps >= 4
     due = range(3, steps + 1, 3) if every else []
     if WHILE[name][-1] is None and steps in due and len(finished.checkpoints) < len(due):
         due = due[:-1]  # it failed between the last step and the checkpoint of it
-    assert_failed_with(finished, said, due, steps)
+    assert_failed_with(finished, expected, due, steps)
     assert [record["step"] for record in finished.of_kind("train")] == list(range(1, steps + 1))
 
 
 @pytest.mark.processes
-def test_in_a_rank_it_is_told_once_and_keeps_what_there_is(tmp_path):
+def test_an_error_in_a_rank_is_reported_once_and_keeps_earlier_checkpoints(tmp_path):
     task_args = {"what": "vector"}
     finished = launch(
         tmp_path,
@@ -211,15 +211,15 @@ def test_a_validation_batch_of_several_shapes(start):
 
 
 @pytest.mark.parametrize(
-    ("samples", "said"),
+    ("samples", "expected"),
     [
         ([{"a": 1, "b": 2.0}, {"a": 1}], r"differ: \{a: int, b: float\} and \{a: int\}; make them alike"),
         ([[1, 2], [1, 2, 3]], r"differ: \(int, int\) and \(int, int, int\)"),
         ([Path("a"), Path("b")], r"samples \(PosixPath\) cannot be stacked into a batch \(.*\); write collate\(self"),
     ],
 )
-def test_samples_that_cannot_be_stacked_are_told_by_their_shapes(samples, said):
-    with pytest.raises(TaskError, match=said):
+def test_samples_that_cannot_be_stacked_are_reported_with_their_shapes(samples, expected):
+    with pytest.raises(TaskError, match=expected):
         Task().collate(samples)
 
 
@@ -228,7 +228,7 @@ def test_samples_that_cannot_be_stacked_are_told_by_their_shapes(samples, said):
 
 @contextmanager
 def largest_file(size_bytes):
-    """The disk takes no more than this of one file."""
+    """The disk accepts no more than this many bytes of one file."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, limits[1]))
     try:
@@ -248,7 +248,7 @@ def read_only(folder):
 
 @contextmanager
 def ordinary_user():
-    """A folder of a user whom the kernel refuses things; the superuser becomes nobody meanwhile."""
+    """A folder of a user without permissions; the superuser takes another user id meanwhile."""
     nobody = 65534
     folder = Path(tempfile.mkdtemp())
     is_root = os.geteuid() == 0
@@ -283,8 +283,8 @@ def test_a_checkpoint_that_is_refused_by_the_disk_keeps_those_before(start, call
 
 
 @pytest.mark.processes
-def test_a_disk_that_takes_nothing_more_does_not_hide_the_first_error(tmp_path, call):
-    """Records, checkpoint, log and summary are all refused; the last thing said is what was refused first."""
+def test_a_full_disk_does_not_hide_the_first_error(tmp_path, call):
+    """Records, checkpoint, log and summary are all refused; the error printed last is the one that happened first."""
     finished = launch(
         tmp_path, fresh=True, task=invalid_task("FailsAtBatch"), task_args={"what": "refuse_writes"}, **EVERY_3
     )

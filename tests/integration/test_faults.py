@@ -1,4 +1,4 @@
-"""What happens when something goes wrong: who says what, how soon, and what is left. Each fault leaves a mark."""
+"""Injected faults: which process reports what, how soon, and what is kept. Each fault writes a mark when it fires."""
 
 import json
 import os
@@ -39,16 +39,16 @@ def faulty(tmp_path, mode, what, trainer=1, **config):
 
 
 def last_error(finished):
-    """What is printed last, which the last words of a rank that died may follow, from its log and indented."""
-    _, error, told = finished.output.rpartition("error: ")
+    """The error that is printed last; the indented end of a dead rank's log may follow it."""
+    _, error, text = finished.output.rpartition("error: ")
     assert error
-    first, *words = told.rstrip().splitlines()
-    assert all(line.startswith("    ") for line in words)
+    first, *lines = text.rstrip().splitlines()
+    assert all(line.startswith("    ") for line in lines)
     return first
 
 
 def frozen(folder, task, **task_args):
-    """A run of which one process is stopped; its others notice, and the supervisor ends it."""
+    """A run in which one process is stopped; the others detect that, and the supervisor ends it."""
     mark = folder / "mark"
     finished = launch(
         folder,
@@ -76,8 +76,8 @@ def test_a_trainer_that_is_killed_ends_the_run_within_seconds(tmp_path, mode):
     assert elapsed_s < 25
 
 
-def test_a_process_that_is_frozen_is_noticed(tmp_path):
-    """A trainer by its heartbeat; the server, stopped by its schedule, by the trainers, who say so."""
+def test_a_frozen_process_is_detected(tmp_path):
+    """A trainer is detected by its heartbeat. The server, stopped in its schedule, is detected by the trainers."""
     trainer, server = run_concurrently(
         lambda: frozen(tmp_path / "trainer", "FaultyTask", what="freeze", trainer=1),
         lambda: frozen(tmp_path / "server", "KillsItsServer", number=int(signal.SIGSTOP)),
@@ -88,22 +88,23 @@ def test_a_process_that_is_frozen_is_noticed(tmp_path):
     assert "no heartbeat for server.lost_after_s (2 s)" in trainer.output
     assert trainer.summary["status"] == "failed"
     assert "the server is lost: it did not answer" in server.output
-    for said in (trainer.output, server.output):
-        assert "Traceback" not in said
-        assert last_error(FinishedRun(1, said, tmp_path)).startswith("rank ")
+    for output in (trainer.output, server.output):
+        assert "Traceback" not in output
+        assert last_error(FinishedRun(1, output, tmp_path)).startswith("rank ")
     assert server.summary["checkpoint"] == "step-00000003"
 
 
 @pytest.mark.parametrize(
-    ("says", "told"),
+    ("message", "sentence"),
     [
         ("[/a/gloo/tcp/buffer.cc:78] Timed out waiting 6000ms for recv\nmore", "Timed out waiting 6000ms for recv"),
         ("Application timeout caused pair closure", "Application timeout caused pair closure"),
     ],
 )
-def test_what_gloo_says_of_a_lost_peer_is_one_sentence(says, told):
-    with pytest.raises(PeerLost, match=f"^another rank of the process group is lost: {told}$"), translate_peer_loss():
-        raise RuntimeError(says)
+def test_an_error_of_gloo_about_a_lost_peer_becomes_one_sentence(message, sentence):
+    match = f"^another rank of the process group is lost: {sentence}$"
+    with pytest.raises(PeerLost, match=match), translate_peer_loss():
+        raise RuntimeError(message)
 
 
 @pytest.mark.parametrize(("mode", "trainer"), [("rpc", 1), ("ddp", 0), ("local", 0)])
@@ -161,7 +162,7 @@ def test_a_server_that_is_killed_ends_its_trainers(tmp_path):
 
 
 def started(folder, **config):
-    """A run in a process group of its own, as a shell starts it."""
+    """A run in its own process group, as a shell starts it."""
     file = write_config(folder, mode="rpc", logging={"name": "run"}, training={"max_steps": 100000}, **config)
     run = subprocess.Popen(
         command("--config", file), stderr=subprocess.PIPE, text=True, env=environment(), cwd=folder, process_group=0
@@ -188,7 +189,7 @@ def test_an_interrupt_while_ranks_start_is_an_interruption(tmp_path, later_s):
     assert finished.summary["status"] == "interrupted"
 
 
-def test_a_second_interrupt_leaves_at_once(tmp_path):
+def test_a_second_interrupt_ends_the_run_at_once(tmp_path):
     run, finished = started(tmp_path, task="Slow", checkpoint={"every": 1})
     await_file(finished.run_dir / "checkpoints" / "latest")
     for _ in range(2):
@@ -206,7 +207,7 @@ def test_parameters_thawed_in_a_hook_are_refused_in_rpc(tmp_path):
     assert "parameter frozen.weight was frozen when the run began" in finished.output
 
 
-def test_what_cannot_be_loaded_again_is_refused_when_it_is_stored(tmp_path):
+def test_state_that_cannot_be_loaded_is_refused_when_it_is_saved(tmp_path):
     finished = run_in_process(tmp_path, mode="local", task="StoresTooMuch", checkpoint={"every": 3})
     assert finished.code == 2
     assert "StoresTooMuch.on_checkpoint stored what cannot be loaded again" in finished.output

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: ways to start, what is printed, what is refused."""
+"""The command line: ways to start a run, output, and input that is refused."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def start(folder, *arguments, **env):
 
 
 def free_port():
-    """A port that was free a moment ago, from a range that the kernel does not hand out by itself."""
+    """A port that was free a moment ago, from a range from which the kernel assigns none."""
     import random
     import socket
 
@@ -56,7 +56,7 @@ def supervised(tmp_path_factory):
 
 @pytest.mark.parametrize(("mode", "order"), [("rpc", (2, 1, 0)), ("ddp", (1, 0))])
 def test_one_rank_per_terminal_in_any_order_is_the_same_run(tmp_path, supervised, mode, order):
-    """In ddp too: with two trainers it is the same bit for bit."""
+    """In ddp too: with two trainers the result is bit-identical."""
     config = write_config(tmp_path, mode=mode, logging={"name": "by-hand"})
     port = free_port()
     ranks = {
@@ -132,13 +132,13 @@ def test_a_run_leaves_the_folder_of_the_contract(supervised):
         assert "[W" not in finished.log(rank)
 
 
-def test_world_size_without_a_rank_starts_so_many(tmp_path):
+def test_world_size_without_a_rank_starts_that_many_ranks(tmp_path):
     finished = launch(tmp_path, "--world_size", "2", mode="rpc")
     assert finished.code == 0, finished.output
-    assert finished.summary["num_trainers"] == 1  # where the config says 2
+    assert finished.summary["num_trainers"] == 1  # the config has 2
 
 
-def test_flags_go_over_set_over_the_file(tmp_path):
+def test_flags_override_set_which_overrides_the_file(tmp_path):
     finished = run_in_process(
         tmp_path,
         *("--mode", "local", "--set", "mode=ddp", "--set", "training.max_steps=2"),
@@ -149,7 +149,7 @@ def test_flags_go_over_set_over_the_file(tmp_path):
     assert (finished.summary["mode"], finished.summary["steps"]) == ("local", 2)
 
 
-def test_dry_run_says_what_would_be_done_and_starts_nothing(tmp_path):
+def test_dry_run_describes_the_run_and_starts_nothing(tmp_path):
     finished = run_in_process(
         tmp_path, "--dry_run", mode="rpc", task_args={"samples": 100}, training={"max_steps": None, "max_epochs": 2}
     )
@@ -218,15 +218,15 @@ REFUSALS = {
 
 @pytest.mark.parametrize("name", REFUSALS)
 def test_wrong_input_gets_one_sentence_and_exit_2(tmp_path, name):
-    config, said = REFUSALS[name]
+    config, expected = REFUSALS[name]
     flags = ("--rank", "5", "--world_size", "3") if config is None else ()
     finished = run_in_process(tmp_path, *flags, **(config or {"mode": "rpc"}))
     assert finished.code == 2, finished.output
-    assert said in finished.output
+    assert expected in finished.output
     assert "Traceback" not in finished.output
 
 
-def test_a_wrong_task_in_a_rank_is_told_once_by_the_supervisor(tmp_path):
+def test_a_wrong_task_in_a_rank_is_reported_once_by_the_supervisor(tmp_path):
     finished = launch(tmp_path, mode="rpc", task_args={"colour": "red"})
     assert finished.code == 2
     assert finished.output.count("unexpected keyword argument 'colour'") == 1
@@ -242,7 +242,7 @@ def test_a_run_folder_is_never_taken_over(tmp_path):
     assert first.summary["status"] == "completed"
 
 
-def test_a_world_that_never_fills_is_given_up_in_time(tmp_path):
+def test_a_world_that_never_fills_ends_at_the_timeout(tmp_path):
     config = write_config(tmp_path, mode="rpc", cluster={"timeout_s": 3})
     rank = start(tmp_path, "--config", config, "--rank", 0, "--world_size", 3, "--master_port", free_port())
     output, _ = rank.communicate(timeout=30)
@@ -250,7 +250,7 @@ def test_a_world_that_never_fills_is_given_up_in_time(tmp_path):
     assert "missing: rank 1, 2" in output
 
 
-def test_rank_0_that_is_nowhere_is_named(tmp_path):
+def test_a_missing_rank_0_is_named(tmp_path):
     config = write_config(tmp_path, mode="rpc", cluster={"timeout_s": 2})
     port = free_port()
     rank = start(tmp_path, "--config", config, "--rank", 1, "--world_size", 3, "--master_port", port)
@@ -260,15 +260,15 @@ def test_rank_0_that_is_nowhere_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_ranks_that_were_started_by_hand_say_last_who_is_lost(tmp_path, lost):
-    """Not how a collective noticed it, which comes before."""
+def test_ranks_started_by_hand_name_the_lost_rank_last(tmp_path, lost):
+    """How a collective failed is printed before."""
     task_args = {"what": "kill", "mark": str(tmp_path / "mark"), "trainer": lost}
     config = write_config(tmp_path, mode="ddp", task="FaultyTask", task_args=task_args, logging={"name": "run"})
     common = ("--config", config, "--world_size", 2, "--master_port", free_port())
     ranks = [start(tmp_path, *common, "--rank", rank) for rank in (0, 1)]
-    said = [rank.communicate(timeout=60)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == ([-9, 1] if lost == 0 else [1, -9]), said
-    above, last = said[1 - lost].rstrip().rsplit("\n", 1)
+    outputs = [rank.communicate(timeout=60)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == ([-9, 1] if lost == 0 else [1, -9]), outputs
+    above, last = outputs[1 - lost].rstrip().rsplit("\n", 1)
     assert re.fullmatch(
         rf"error: rank {lost} is lost: its connection was closed( \(.+\))?; look for its own error", last
     )
@@ -297,7 +297,7 @@ def test_two_processes_with_one_rank_and_other_configs_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("words", "code", "expected"),
     [
         (["--help"], 0, "launch"),
         ([], 2, "usage"),
@@ -306,15 +306,15 @@ def test_two_processes_with_one_rank_and_other_configs_are_refused(tmp_path):
         (["launch", "--dry-run"], 2, "--config FILE is missing"),
     ],
 )
-def test_the_console_script(words, code, said):
+def test_the_console_script(words, code, expected):
     program = [sys.executable, "-c", "from paramserver.cli import main; main()", *words]
     done = subprocess.run(program, capture_output=True, text=True, timeout=30, env=environment(), check=False)
     assert done.returncode == code
-    assert said in done.stdout + done.stderr
+    assert expected in done.stdout + done.stderr
 
 
 def test_a_script_that_runs_at_its_top_level_does_not_start_runs_in_its_ranks(tmp_path):
-    """Each rank imports the script to find its task; without a guard it would start a run of its own, and so on."""
+    """Each rank imports the script to find its task; without a guard it would start another run, and so on."""
     script = tmp_path / "script.py"
     script.write_text(
         "import paramserver\n"
@@ -329,8 +329,8 @@ def test_a_script_that_runs_at_its_top_level_does_not_start_runs_in_its_ranks(tm
     assert "put the call under if __name__" in done.stderr
 
 
-def test_what_one_rank_by_hand_finds_wrong_all_others_say_too(tmp_path):
-    """A data set that one trainer refuses, in a world by hand: every rank ends with 2, and the run never began."""
+def test_an_error_of_one_rank_by_hand_is_reported_by_all_others(tmp_path):
+    """A data set that one trainer refuses, with ranks started by hand: every rank exits with 2, and no run begins."""
     task = """
 from paramserver.errors import TaskError
 from tasks import ReferenceTask

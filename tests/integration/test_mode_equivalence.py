@@ -1,4 +1,4 @@
-"""The spine: the same task gives the same parameters in every mode (docs/interface.md, section 6)."""
+"""Equivalence of modes: the same task gives the same parameters in every mode (docs/interface.md, section 6)."""
 
 import pytest
 from launching import differing_tensors, relative_difference, train
@@ -38,7 +38,7 @@ def test_one_trainer_is_the_same_in_every_mode_bit_for_bit(tmp_path, optimizer):
 
 @pytest.mark.parametrize(("optimizer", "schedule"), [("sgd", "epoch"), ("adam", "step"), ("adamw", "validation")])
 def test_two_trainers_are_the_same_in_ddp_and_rpc_bit_for_bit(tmp_path, optimizer, schedule):
-    """An epoch is four steps, and a validation comes every five."""
+    """An epoch is four steps, and a validation happens every five."""
     config = with_optimizer(optimizer, schedule=schedule, samples=128)
     config["training"] = {**config["training"], "validate_every": 5}
     ddp, rpc = (train(tmp_path, mode, 2, **config) for mode in ("ddp", "rpc"))

@@ -1,4 +1,4 @@
-"""What a step of rpc mode is, seen from a trainer and from the server."""
+"""A step in rpc mode, as a trainer and the server execute it."""
 
 import pytest
 from launching import WITNESS_TRAINERS, differing_tensors, train
@@ -12,7 +12,7 @@ def test_every_step_is_a_context_a_backward_and_a_step_of_the_distributed_optimi
 
 
 def test_one_server_answers_all_trainers_as_in_the_tutorial(tmp_path):
-    """Its forward and gradients are those of the model, and its reference is one object for all who ask at once."""
+    """Its forward and gradients are those of the model, and its RRef is one object for all trainers."""
     finished = train(
         tmp_path,
         "rpc",
@@ -30,20 +30,20 @@ OVER_RPC = {"server": {"transport": "rpc", "bucket_mb": 0.0005}, "trainer": f"{W
 
 
 def left(finished):
-    """How often each message of a step left while backward went on, and how often after it."""
+    """How often each message of a step was sent during the backward, and how often after it."""
     logged = {(r["trainer"], r["name"]): r["value"] for r in finished.of_kind("log")}
     assert logged[0, "early"] == logged[1, "early"]
     return logged[0, "early"], logged[0, "late"]
 
 
-def test_gradients_leave_while_backward_goes_on(tmp_path):
+def test_gradients_are_sent_during_the_backward(tmp_path):
     finished = train(tmp_path, "rpc", 2, training={"accumulate_batches": 2}, **OVER_RPC)
     assert left(finished) == (1.0, 0.0)
     assert finished.summary["phases_ms"]["hidden"] > 0
 
 
-def test_what_a_hook_does_to_gradients_reaches_the_server(tmp_path):
-    """Also through ``grad.data``, which nobody notices."""
+def test_gradients_changed_in_a_hook_reach_the_server(tmp_path):
+    """Also through ``grad.data``, which autograd does not track."""
     rpc = train(tmp_path / "rpc", "rpc", 2, task="ClampsGradients", **OVER_RPC)
     assert left(rpc) == (0.0, 1.0)
     shared = train(tmp_path / "shared", "rpc", 2, task="ClampsGradients", server={"transport": "shared_memory"})

@@ -17,7 +17,7 @@ def hooks_of(folder, trainer):
 
 @pytest.mark.parametrize(("mode", "trainers"), MODES)
 def test_the_order_of_a_run(tmp_path, mode, trainers):
-    """16 samples for each trainer are one epoch of two batches of eight, one step; validation comes every two steps."""
+    """16 samples of each trainer are an epoch of two batches of eight, one step. Validation: every two steps."""
     folder = tmp_path / "hooks"
     finished = train(
         tmp_path,
@@ -81,7 +81,7 @@ def test_the_first_limit_that_is_reached_ends_the_run(tmp_path, mode, trainers):
 
 
 @pytest.mark.parametrize(("mode", "trainers"), MODES[:2])
-def test_max_epochs_serves_every_sample_so_often(tmp_path, mode, trainers):
+def test_max_epochs_serves_every_sample_once_per_epoch(tmp_path, mode, trainers):
     finished = train(
         tmp_path,
         mode,
@@ -151,7 +151,7 @@ def test_join_with_accumulation_and_two_trainers_is_the_same_bit_for_bit(tmp_pat
 
 
 def opened_late(folder, mode, **config):
-    """A run of ``Starved`` whose stream is silent for five seconds from when it is first waited for."""
+    """A run of ``Starved`` whose stream gives nothing for five seconds, starting with the first wait for it."""
     gate = folder / f"gate-{mode}"
     opener = threading.Thread(target=open_late, args=(gate, 5.0))
     opener.start()
@@ -178,7 +178,7 @@ def open_late(gate, after_s):
 
 
 def test_a_trainer_that_waits_for_data_holds_the_others_without_failing(tmp_path):
-    """The stream is silent for longer than every timeout; the run goes on when it speaks."""
+    """The stream is silent for longer than every timeout; the run continues when it gives samples again."""
     server = {"heartbeat_s": 0.3, "lost_after_s": 2.0}
     runs = run_concurrently(lambda: opened_late(tmp_path, "ddp"), lambda: opened_late(tmp_path, "rpc", server=server))
     for finished in runs:
@@ -188,7 +188,7 @@ def test_a_trainer_that_waits_for_data_holds_the_others_without_failing(tmp_path
 
 
 def test_no_sync_skips_the_collectives(tmp_path):
-    """Four micro-batches a step cost the gradients, which are one bucket, one all-reduce."""
+    """The gradients are one bucket: four micro-batches of a step need one all-reduce."""
     finished = train(
         tmp_path,
         "ddp",
