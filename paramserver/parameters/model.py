@@ -26,6 +26,16 @@ def build_model(task: Task, seed: int, placement: Placement) -> nn.Module:
 
     Raises:
         TaskError: ``build_model`` returns no module, or one without trainable parameters.
+
+    Example::
+
+        >>> from paramserver.devices import CPU
+        >>> class Regression(Task):
+        ...     def build_model(self):
+        ...         return nn.Linear(2, 1)
+        >>> first, second = build_model(Regression(), seed=7, placement=CPU), build_model(Regression(), 7, CPU)
+        >>> torch.equal(first.weight, second.weight)
+        True
     """
     task.devices = placement.devices
     seed_all(seed)

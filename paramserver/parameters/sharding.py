@@ -40,6 +40,13 @@ class Shard:
         ranges: ``(group, first element, end)`` of each range of a flat tensor; none is empty.
         slices: of tensors, one after the other in the ranges.
         layout: of the slices in the ranges: a whole tensor has its own shape, a part of one has one dimension.
+
+    Example::
+
+        >>> layout = FlatLayout.of([("weight", torch.zeros(16)), ("bias", torch.zeros(16))])
+        >>> first, second = plan_shards(layout, servers=2, splittable=False)
+        >>> second.slice_flats([torch.arange(32.0)])[0][:3]
+        tensor([16., 17., 18.])
     """
 
     ranges: tuple[tuple[int, int, int], ...]

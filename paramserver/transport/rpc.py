@@ -28,6 +28,15 @@ class WireVersion:
         layout: of the parameters that the server owns.
         codec: of the run.
         snapshot: returns the current version, immutable, and the same list for as long as it is current.
+
+    Example::
+
+        >>> from paramserver.transport.compression import CastCodec
+        >>> layout = FlatLayout.of([("weight", torch.zeros(2))])
+        >>> version = [torch.full((size,), 1 / 3) for size in layout.sizes]
+        >>> outgoing = WireVersion(layout, CastCodec(torch.bfloat16), lambda: version)
+        >>> outgoing.current()[0].dtype, outgoing.current() is outgoing.current()
+        (torch.bfloat16, True)
     """
 
     def __init__(self, layout: FlatLayout, codec: WireCodec, snapshot: Callable[[], list[Tensor]]) -> None:
@@ -55,6 +64,18 @@ class PushAssembly:
     Args:
         leaves: the flat leaves that gradients are for.
         codec: of the run.
+
+    Example::
+
+        >>> from paramserver.transport.compression import CastCodec
+        >>> leaves = [torch.zeros(2, requires_grad=True), torch.zeros(3, requires_grad=True)]
+        >>> push = PushAssembly(leaves, CastCodec(torch.float32))
+        >>> held = {leaves[0]: torch.ones(2)}  # what the distributed-autograd context holds
+        >>> push.complete(held) is None  # the bucket is missing
+        True
+        >>> push.add_bucket(1, torch.ones(3))
+        >>> push.complete(held)
+        [tensor([1., 1.]), tensor([1., 1., 1.])]
     """
 
     def __init__(self, leaves: Sequence[Tensor], codec: WireCodec) -> None:
