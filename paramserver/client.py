@@ -1,4 +1,4 @@
-"""For whoever produces samples: ``from paramserver.client import Client``. Needs numpy and pyzmq, nothing else.
+"""For programs that produce samples: ``from paramserver.client import Client``. Needs numpy and pyzmq, nothing else.
 
 ::
 
@@ -6,7 +6,7 @@
         for step, field in enumerate(solve(client.parameters)):
             client.send(step, {"temperature": field})
 
-A simulation that the run starts itself needs no arguments: ``Client().open()`` finds them in its environment.
+A simulation that the run starts needs no arguments: ``Client().open()`` reads them from its environment.
 """
 
 from __future__ import annotations
@@ -20,50 +20,57 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paramserver.cluster.simulation import ADDRESS, SIMULATION, SimulationEnvironment
+from paramserver.cluster.simulation import VARIABLES, SimulationEnvironment
 from paramserver.errors import ClientError, RunOver
-from paramserver.online.sender import CoordinatorConnection
-from paramserver.online.encoder import SampleEncoder, SentSteps, whole
+from paramserver.online.encoder import SampleEncoder, SentSteps, check_integer
 from paramserver.online.protocol import (
     Header,
     MalformedMessage,
     MessageKind,
     TrainerDirectory,
     pack_parameters,
-    read_json,
+    unpack_json,
 )
-from paramserver.online.sender import DESK, SampleSender
+from paramserver.online.sender import COORDINATOR_NAME, CoordinatorConnection, SampleSender
 from paramserver.online.zmq_import import zmq
 
-# How long the last word to the run may take to leave.
+# How long BYE may take to leave.
 _LINGER_S = 5.0
 
 
 class Client:
     """Sends the samples of one simulation, or of one process of its group, to the trainers of a run.
 
-    For one thread. It starts none: while the simulation computes, nothing is sent. Leaving ``with`` closes it, which
-    waits until all was taken; leaving it by an exception does not, and the run then takes the simulation for broken
-    off, unless it is sent again.
+    Use it as a context manager, from one thread. It starts no thread: messages are sent and received inside its calls.
+    Leaving ``with`` calls ``close``, which waits until all samples are acknowledged. Leaving it by an exception does
+    not: the run then counts the simulation as failed, unless it starts again.
 
     Args:
         address: of the run, ``tcp://host:port``.
         keys: folder of keys (``paramserver keys``) with server.key and one client's secret key, or that key's file;
-            needed beyond this machine.
-        timeout_s: how long the run, or a trainer that is waited for, may give no sign of life; None = 60 s for the
-            run's answer, then what the run says (``simulations.timeout_s``). A client may come before its run; so one
-            that comes when the run is gone waits for as long too. Only one that the run started, or that had been
-            connected, knows better: it waits 5 s.
-        member: which process of the simulation's group this is, from 0.
-        members: how many there are, each of which sends its part of every sample.
-        attempt: how often this simulation was started before.
+            required beyond this machine.
+        timeout_s: seconds without any message from the run, or from a trainer that is waited for, before this fails;
+            None = 60 s for the first answer of the run, then ``simulations.timeout_s`` of the run. A client may start
+            before its run, so without a listener it waits for as long too. A client that the run started, or that was
+            connected before, waits 5 s.
+        member: index of this process in the simulation's group.
+        members: processes in the group, each of which sends its part of every sample.
+        attempt: how many times this simulation was started before.
 
-    None of ``address``, ``keys``, ``member``, ``members`` and ``attempt`` is needed in a simulation that the run
-    starts: None = what it says in the environment; without it, no keys and the first attempt of one process.
+    In a simulation that the run starts, ``address``, ``keys``, ``member``, ``members`` and ``attempt`` are read from
+    the environment if they are None. Otherwise None means no keys, and the first attempt of a single process.
 
     Raises:
-        ClientError: an argument that is out of its range, or no address.
-        UnsupportedConfiguration: a variable of the environment that is none of the run's.
+        ClientError: an argument is out of range, or the address is missing.
+        UnsupportedConfiguration: an environment variable has a value that no run sets.
+
+    Example::
+
+        >>> with Client("tcp://127.0.0.1:5555").open(0, [300.0]) as client:  # doctest: +SKIP
+        ...     client.send(0, {"temperature": np.zeros((100, 100), np.float32)})
+        >>> Client("tcp://127.0.0.1:5555", member=2, members=2)
+        Traceback (most recent call last):
+        paramserver.errors.ClientError: member (2) must be below members (2); count from 0
     """
 
     def __init__(
@@ -76,74 +83,73 @@ class Client:
         members: int | None = None,
         attempt: int | None = None,
     ) -> None:
-        self._told = told = SimulationEnvironment.of()
-        self._address = address or told.address
-        self._keys = told.keys if keys is None else keys
+        self._environment = environment = SimulationEnvironment.from_environ()
+        self._address = address or environment.address
+        self._keys = environment.keys if keys is None else keys
         self._timeout_s = timeout_s
-        self.member = whole("member", _first(member, told.member, 0))
-        self.members = whole("members", _first(members, told.members, 1), least=1)
-        self.attempt = whole("attempt", _first(attempt, told.attempt, 0))
-        self._check()
-        self._delivery: SampleSender | None = None
-        self._steps = SentSteps()
-        self._parameters: npt.NDArray[np.float64] | None = None
-        self._simulation: int | None = None
-        self._welcome: TrainerDirectory | None = None
-        self._ended: str | ClientError | None = None
-        self._counts = (0, 0, 0.0)
-
-    def _check(self) -> None:
+        self.member = check_integer("member", _first(member, environment.member, 0))
+        self.members = check_integer("members", _first(members, environment.members, 1), least=1)
+        self.attempt = check_integer("attempt", _first(attempt, environment.attempt, 0))
         if self._address is None:
             raise ClientError(
-                f"address (None) must be given where the run has not started this process ({ADDRESS} is not set); take "
-                "the one that the run tells"
+                f"address (None) must be given where the run has not started this process ({VARIABLES['address']} is "
+                "not set); take the one that the run prints"
             )
         if self.member >= self.members:
             raise ClientError(f"member ({self.member}) must be below members ({self.members}); count from 0")
-        if self._timeout_s is not None and not 0 < self._timeout_s < math.inf:
-            raise ClientError(f"timeout_s ({self._timeout_s}) must be above 0 and finite; give seconds")
-
-    # Open, send, close.
+        if timeout_s is not None and not 0 < timeout_s < math.inf:
+            raise ClientError(f"timeout_s ({timeout_s}) must be above 0 and finite; give seconds")
+        # Three states: created (no sender), open (a sender), ended (_ended: "closed", or the error that ended it).
+        self._sender: SampleSender | None = None
+        self._ended: str | ClientError | None = None
+        self._sent_steps = SentSteps()
+        self._parameters: npt.NDArray[np.float64] | None = None
+        self._simulation: int | None = None
+        self._directory: TrainerDirectory | None = None
+        self._counters = (0, 0, 0.0)
 
     def open(self, simulation_id: int | None = None, parameters: Sequence[float] | None = None) -> Client:
-        """Tell the run that samples of this simulation are going to come; waits until its trainers are there.
+        """Register the simulation at the run, before the first ``send``; waits until all trainers have joined.
 
         Args:
             simulation_id: its number, from 0; None = the one that the run gave.
-            parameters: numbers that each of its samples carries; None = those that the run gave, or none.
+            parameters: the numbers that each of its samples carries; None = those that the run gave, or none.
 
         Returns:
             This client.
 
         Raises:
-            ClientError: open or closed already, an argument that is none, or the run refused, or is not there.
-            RunOver: the run wants no more samples.
+            ClientError: it is open or closed already, an argument is invalid, or the run refuses or is not there.
+            RunOver: the run needs no more samples.
         """
-        if self._delivery is not None:
+        if self._sender is not None:
             raise ClientError(f"this client is open already, for simulation {self._simulation}; make another one")
         self._refuse_if_ended()
-        simulation, vector = self._identity(simulation_id, parameters)
+        simulation = self._simulation_number(simulation_id)
+        vector = self._parameter_vector(simulation, parameters)
+        simulation = check_integer("simulation_id", simulation)
         assert self._address is not None
         header = Header(MessageKind.HELLO, simulation, 0, self.member, self.members, self.attempt)
-        started = self._address == self._told.address
-        self._delivery = SampleSender(
-            self._address, self._keys, header, pack_parameters(vector), self._timeout_s, started
+        run_started = self._address == self._environment.address
+        self._sender = SampleSender(
+            self._address, self._keys, header, pack_parameters(vector), self._timeout_s, run_started
         )
-        self._simulation, self._parameters, self._welcome = simulation, vector, self._delivery.welcome
-        self._parcels = SampleEncoder(self._delivery.welcome.fields, self.members)
+        self._simulation, self._parameters, self._directory = simulation, vector, self._sender.directory
+        self._encoder = SampleEncoder(self._directory.fields, self.members)
         return self
 
-    def _identity(
-        self, simulation_id: int | None, parameters: Sequence[float] | None
-    ) -> tuple[int, npt.NDArray[np.float64]]:
-        simulation = self._told.simulation if simulation_id is None else simulation_id
+    def _simulation_number(self, simulation_id: int | None) -> int:
+        simulation = self._environment.simulation if simulation_id is None else simulation_id
         if simulation is None:
             raise ClientError(
-                f"simulation_id (None) must be given where the run has not started this process ({SIMULATION} is not "
-                "set); number your simulations from 0"
+                "simulation_id (None) must be given where the run has not started this process "
+                f"({VARIABLES['simulation']} is not set); number your simulations from 0"
             )
-        if parameters is None and simulation == self._told.simulation:
-            parameters = self._told.parameters
+        return simulation
+
+    def _parameter_vector(self, simulation: int, parameters: Sequence[float] | None) -> npt.NDArray[np.float64]:
+        if parameters is None and simulation == self._environment.simulation:
+            parameters = self._environment.parameters
         try:
             vector = np.array(() if parameters is None else parameters, dtype=np.float64).reshape(-1)
         except (TypeError, ValueError) as error:
@@ -151,43 +157,50 @@ class Client:
         if not np.isfinite(vector).all():
             raise ClientError(f"parameters ({parameters}) must be finite; correct them")
         vector.flags.writeable = False
-        return whole("simulation_id", simulation), vector
+        return vector
 
     def send(self, step: int, fields: Mapping[str, Any]) -> None:
-        """Send one sample; it may be changed afterwards.
+        """Send one sample. The arrays are copied, so they may be changed afterwards.
 
-        Waits while as many samples are on their way to its trainer as the run lets be: that trainer's buffer is full
-        of samples which were not used yet. This ends when there is room, or when the trainer gives no sign of life.
+        Waits while ``simulations.window`` samples are in flight to its trainer, which means that the trainer's buffer
+        is full of samples that were not used yet. The wait ends when there is room, or when the trainer is silent for
+        ``timeout_s``.
 
         Args:
-            step: which sample of the simulation this is, from 0; each is sent once, in any order.
-            fields: name -> array of each field that the run declared, whole or this member's part of it along the
-                first dimension. What becomes the declared dtype without loss of size is converted.
+            step: number of the sample in the simulation, from 0; each is sent once, in any order.
+            fields: name -> array of each field that the run declares, whole or this member's part of it along the first
+                dimension. Other dtypes are converted if no number changes by more than rounding.
 
         Raises:
-            ClientError: not open, a step or field that does not fit (nothing was sent, and the client stays open), or
-                a trainer that is gone.
-            RunOver: the run wants no more samples.
+            ClientError: the client is not open; a step or field does not fit (nothing was sent, and the client stays
+                open); or a trainer is gone.
+            RunOver: the run needs no more samples.
         """
-        delivery = self._demand_open()
-        number = self._steps.check(step, delivery.welcome.steps)
-        frames = self._parcels.pack(fields)
+        self._refuse_if_ended()
+        if self._sender is None:
+            raise ClientError("this client must be open before it sends; call open(simulation_id, parameters) first")
+        number = self._sent_steps.check(step, self._sender.directory.steps)
+        frames = self._encoder.encode(fields)
         with self._ended_by_errors():
-            delivery.send(number, frames)
-        self._steps.add(number)
+            self._sender.send(number, frames)
+        # After the send: a step that was not sent may be sent again.
+        self._sent_steps.add(number)
 
     def close(self) -> None:
-        """Wait until everything was taken and tell the run that this member is done; again, or unopened: nothing.
+        """Wait until all samples are acknowledged, then report that this member is done.
+
+        Calling it again, or on a client that was not opened, has no effect.
 
         Raises:
-            ClientError: a trainer that is gone.
-            RunOver: the run wants no more samples.
+            ClientError: a trainer is gone.
+            RunOver: the run needs no more samples.
         """
-        if self._delivery is not None:
+        if self._sender is not None:
             with self._ended_by_errors():
-                self._delivery.settle()
-                self._delivery.say_bye()
-            self._let_go(_LINGER_S)
+                # In this order: BYE states that every sample was acknowledged.
+                self._sender.flush()
+                self._sender.send_bye()
+            self._close_sender(_LINGER_S)
         self._ended = self._ended or "closed"
 
     def __enter__(self) -> Client:
@@ -197,70 +210,65 @@ class Client:
         if kind is None:
             self.close()
         else:
-            self._let_go()
+            self._close_sender()
             self._ended = self._ended or "closed"
 
-    # What it knows.
+    # Properties.
 
     @property
     def parameters(self) -> npt.NDArray[np.float64]:
-        """The numbers of this simulation, as one vector that cannot be written."""
+        """The parameters of this simulation, a read-only vector. Available after ``open``."""
         if self._parameters is None:
             raise ClientError("this client has no parameters before open(); open it first")
         return self._parameters
 
     @property
     def simulation(self) -> int:
-        """Its number."""
+        """The number of this simulation. Available after ``open``."""
         if self._simulation is None:
             raise ClientError("this client has no simulation before open(); open it first")
         return self._simulation
 
     @property
     def steps(self) -> int | None:
-        """How many samples the run wants of each simulation; None where it leaves that to the simulation."""
-        return self._told_by_run().steps
+        """Samples that the run expects of each simulation; None = as many as the simulation sends."""
+        return self._require_directory().steps
 
     @property
     def fields(self) -> dict[str, tuple[int, ...]]:
         """The shape of each field of a whole sample."""
-        return {field.name: field.shape for field in self._told_by_run().fields}
+        return {field.name: field.shape for field in self._require_directory().fields}
 
-    def _told_by_run(self) -> TrainerDirectory:
-        if self._welcome is None:
+    def _require_directory(self) -> TrainerDirectory:
+        if self._directory is None:
             raise ClientError("this client knows nothing of the run before open(); open it first")
-        return self._welcome
+        return self._directory
 
     @property
     def sent(self) -> int:
         """Samples that were sent."""
-        return self._figures()[0]
+        return self._read_counters()[0]
 
     @property
     def refused(self) -> int:
-        """Messages that the run refused; why is in the log ``paramserver.client``, once for each reason."""
-        return self._figures()[1]
+        """Messages that the run refused. The log ``paramserver.client`` has each reason once."""
+        return self._read_counters()[1]
 
     @property
     def waited_s(self) -> float:
-        """Seconds for which ``send`` waited for room."""
-        return self._figures()[2]
+        """Seconds that ``send`` has waited for room."""
+        return self._read_counters()[2]
 
-    def _figures(self) -> tuple[int, int, float]:
-        if self._delivery is not None:
-            self._counts = (self._delivery.sent, self._delivery.refused, self._delivery.waited_s)
-        return self._counts
+    def _read_counters(self) -> tuple[int, int, float]:
+        if self._sender is not None:
+            self._counters = (self._sender.sent, self._sender.refused, self._sender.waited_s)
+        return self._counters
 
-    # The states: made, open, ended.
-
-    def _demand_open(self) -> SampleSender:
-        self._refuse_if_ended()
-        if self._delivery is None:
-            raise ClientError("this client must be open before it sends; call open(simulation_id, parameters) first")
-        return self._delivery
+    # States.
 
     def _refuse_if_ended(self) -> None:
         if isinstance(self._ended, ClientError):
+            # A new object: raising the same one again would grow its traceback each time.
             raise type(self._ended)(str(self._ended))
         if self._ended is not None:
             raise ClientError("this client is closed; make another one")
@@ -271,58 +279,64 @@ class Client:
             yield
         except ClientError as error:
             self._ended = error
-            self._let_go()
+            self._close_sender()
             raise
 
-    def _let_go(self, linger_s: float = 0.0) -> None:
-        self._figures()
-        delivery, self._delivery = self._delivery, None
-        if delivery is not None:
-            delivery.close(linger_s)
+    def _close_sender(self, linger_s: float = 0.0) -> None:
+        self._read_counters()  # they stay readable afterwards
+        sender, self._sender = self._sender, None
+        if sender is not None:
+            sender.close(linger_s)
 
 
 def _first(*values: int | None) -> Any:
     return next(value for value in values if value is not None)
 
 
-# Without a simulation.
-
-
 def ping(address: str, keys: str | Path | None = None, timeout_s: float = 5.0) -> dict[str, Any]:
-    """The state of a run that lives, also in a long validation.
+    """Return the state of a running run; it answers also during a long validation.
 
     Raises:
-        ClientError: it gave no sign of life for ``timeout_s``.
-        RunOver: it wants no more samples.
+        ClientError: no message for ``timeout_s``.
+        RunOver: the run needs no more samples.
+
+    Example::
+
+        >>> ping("tcp://127.0.0.1:5555")  # doctest: +SKIP
+        {'alive': True, 'run': '20260722-101500', 'step': 120, 'simulations': {'waiting': 3, 'running': 2, ...}, ...}
     """
-    return _ask(address, keys, timeout_s)
+    return _ping(address, keys, timeout_s)
 
 
 def finish(address: str, keys: str | Path | None = None, timeout_s: float = 5.0) -> None:
-    """Tell a run to which simulations come from outside that no more will come: it ends when those that came are done.
+    """Declare that no more simulations come from outside; the run ends when those that were opened are complete.
 
     Raises:
-        ClientError: it refused, or gave no sign of life for ``timeout_s``.
+        ClientError: the run refuses, or no message came for ``timeout_s``.
+
+    Example::
+
+        >>> finish("tcp://127.0.0.1:5555")  # doctest: +SKIP
     """
     try:
-        _ask(address, keys, timeout_s, MessageKind.LAST)
+        _ping(address, keys, timeout_s, MessageKind.FINISH)
     except RunOver:
-        return  # it has ended before
+        return  # the run has ended already
 
 
-def _ask(address: str, keys: str | Path | None, timeout_s: float, *first: MessageKind) -> dict[str, Any]:
-    """Say this, then ask for a sign of life: what comes after on one connection is answered after."""
+def _ping(address: str, keys: str | Path | None, timeout_s: float, *first: MessageKind) -> dict[str, Any]:
+    """Send the ``first`` messages, then PING: messages on one connection are processed in order."""
     context: zmq.Context[Any] = zmq.Context()
     try:
-        desk = CoordinatorConnection(context, DESK, address, keys)
+        coordinator = CoordinatorConnection(context, COORDINATOR_NAME, address, keys)
         try:
             for kind in first:
-                desk.send(Header(kind))
-            (body,) = desk.ask(Header(MessageKind.PING), answer=MessageKind.PONG, timeout_s=timeout_s)
-            return read_json(body)
+                coordinator.send(Header(kind))
+            (body,) = coordinator.request(Header(MessageKind.PING), expect=MessageKind.PONG, timeout_s=timeout_s)
+            return unpack_json(body)
         except (MalformedMessage, ValueError) as error:
-            raise ClientError(f"{desk} answered what cannot be understood: {error}") from error
+            raise ClientError(f"{coordinator} answered what cannot be understood: {error}") from error
         finally:
-            desk.close()
+            coordinator.close()
     finally:
         context.term()

@@ -1,7 +1,8 @@
 """Runs one simulation: ``python -m paramserver.run_simulation module:function [--folder F ...]``.
 
-The function is called with the vector of its parameters and an open client, which is closed when it returns. Where the
-run wants no more samples, that is a good end; what the function raises is not.
+The function is called with the vector of its parameters and an open client, which is closed when it returns. The run
+starts this program for ``simulations.function``. It exits with code 0 also if the run needs no more samples; an
+exception of the function ends it with a traceback.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="paramserver.run_simulation")
     parser.add_argument("function")
     parser.add_argument("--folder", action="append", default=[], type=Path)
-    told = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        function = load_object(told.function, "simulations.function", told.folder)
+        function = load_object(options.function, "simulations.function", options.folder)
         with Client().open() as client:
             function(client.parameters, client)
     except RunOver as over:

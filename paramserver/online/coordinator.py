@@ -1,13 +1,13 @@
-"""The desk of rank 0: one thread that clients and trainers talk to, and that starts and watches the simulations.
+"""The coordinator of an online run, on rank 0: one thread that serves clients and trainers and runs the simulations.
 
-The socket on which rank 0 hears clients and trainers.
+``SimulationCoordinator`` owns the thread, its ``RouterSocket``, and the processes of the simulations. The replies are
+decided in coordinator_protocol.py, the processes to start and to end in tracker.py.
 """
 
 from __future__ import annotations
 
 import logging
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,6 +17,7 @@ from typing import Any
 from paramserver.config import SimulationsConfig
 from paramserver.errors import TrainingError, UnsupportedConfiguration
 from paramserver.online.coordinator_protocol import Message, RequestHandler
+from paramserver.online.handoff import WakeupFd
 from paramserver.online.process_runner import ProcessRunner
 from paramserver.online.sampler import make_sampler
 from paramserver.online.security import ServerSecurity
@@ -31,28 +32,269 @@ from paramserver.online.tracker import (
     TrackerEvent,
 )
 from paramserver.online.tracker_managed import ManagedSimulations
-from paramserver.online.zmq_import import host_of, listening_host, zmq
+from paramserver.online.zmq_import import peer_host, resolve_listen_address, zmq
 
-# What a trainer tells grows with the simulations that it knows, some 20 bytes for each.
-_MOST_BYTES = 64 * 2**20
+_MAX_MESSAGES_AT_ONCE = 256
+_POLL_INTERVAL_S = 0.5
+# Time for the processes to end: 2 s after SIGTERM the guard kills the group, 1 s later the runner kills the guard.
+_KILL_TIMEOUT_S = 6.0
+
+_log = logging.getLogger("paramserver.coordinator")
+
+OnEvent = Callable[[str, Mapping[str, Any]], None]
+"""Called with (kind, details): started, restarted, given_up, complete, silent, exited, finish."""
+
+
+class SimulationCoordinator:
+    """Owns the thread ``coordinator``, its socket and the processes of the simulations. Use it as a context manager.
+
+    Threads: only the coordinator thread touches the socket and the processes. Handler and tracker are guarded by one
+    lock, because ``state_dict`` and ``summary`` are called by other threads. The lock is not held while the thread
+    polls, starts processes or calls ``on_event``.
+
+    Args:
+        spec: checked.
+        num_trainers: trainers of the run. No client is welcome, and no simulation is started, before all have joined.
+        seed: of the run; the samplers of parameters use it.
+        logs: folder for the output of simulations.
+        timeout_s: minimum time to wait for the first external simulation.
+        folders: where a user's sampler or function is searched.
+        state: ``state_dict`` of the run that this one resumes.
+        status: what PONG holds in addition; called in the coordinator thread.
+        on_event: called for each event of a simulation, in the coordinator thread.
+
+    Attributes:
+        token: the secret that trainers show in JOIN.
+
+    Raises:
+        UnsupportedConfiguration: the sampler or command cannot be used; on entry, the address cannot be bound.
+
+    Example::
+
+        >>> import tempfile
+        >>> spec = IngestSpec.from_config(SimulationsConfig(fields={"u": [2]}, count=1, steps=2))
+        >>> with tempfile.TemporaryDirectory() as logs:
+        ...     with SimulationCoordinator(spec, num_trainers=1, seed=0, logs=Path(logs)) as coordinator:
+        ...         print(coordinator.address.rpartition(":")[0], coordinator.summary()["simulations"]["planned"])
+        tcp://127.0.0.1 1
+    """
+
+    def __init__(
+        self,
+        spec: IngestSpec,
+        num_trainers: int,
+        seed: int,
+        logs: Path,
+        *,
+        timeout_s: float = 60.0,
+        folders: Sequence[Path] = (),
+        state: Mapping[str, Any] | None = None,
+        status: Callable[[], Mapping[str, Any]] = dict,
+        on_event: OnEvent = lambda kind, details: None,
+    ) -> None:
+        self.spec = spec
+        self.token = secrets.token_hex(16).encode()
+        self._runner = ProcessRunner(spec, logs, folders) if spec.is_managed else None
+        self._tracker = _make_tracker(spec, num_trainers, seed, logs, folders, timeout_s)
+        if state is not None:
+            self._tracker.load_state_dict(state)
+        self._handler = RequestHandler(spec, self._tracker, num_trainers, self.token, status)
+        self._on_event = on_event
+        # Reentrant: PING calls a user's status function under the lock, which may call summary().
+        self._lock = threading.RLock()
+        self._closing = threading.Event()
+        self._finished = False
+        self._failure: BaseException | None = None
+        self._router: RouterSocket | None = None
+        self._thread = threading.Thread(target=self._run, name="coordinator", daemon=True)
+
+    def __enter__(self) -> SimulationCoordinator:
+        # Bound here and not in the thread: an address that cannot be bound must be raised to the caller. The thread
+        # start is the memory barrier that ZeroMQ asks for when a socket changes its thread.
+        self._router = RouterSocket(self.spec.config)
+        self._address = self._router.address
+        self._wakeup = WakeupFd()
+        self._thread.start()
+        return self
+
+    @property
+    def address(self) -> str:
+        """Where clients and trainers connect: ``tcp://host:port``. Available from ``with`` on."""
+        return self._address
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The error that ended the thread: the run cannot continue. None = no error."""
+        return self._failure
+
+    @property
+    def finished(self) -> bool:
+        """Whether all simulations are complete and the trainers were sent DRAIN."""
+        return self._finished
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the simulations as plain values. Safe to call from any thread."""
+        with self._lock:
+            return self._tracker.state_dict()
+
+    def summary(self) -> dict[str, Any]:
+        """The entry of summary.json. Safe to call from any thread."""
+        with self._lock:
+            tracker = self._tracker
+            unfinished = tracker.in_state(SimulationState.WAITING, SimulationState.RUNNING)
+            return {
+                "simulations": {
+                    "planned": self.spec.config.count,
+                    **tracker.counts(),
+                    "restarted": tracker.restarts,
+                    "silent": [one.id for one in unfinished if one.reported_silent],
+                    "refused": dict(self._handler.refused),
+                }
+            }
+
+    def close(self) -> None:
+        """Send OVER to all clients and end all simulations, within seconds. Calling it again has no effect.
+
+        Raises:
+            TrainingError: the thread has not ended in time.
+        """
+        if self._router is None:
+            return
+        self._closing.set()
+        if self._thread.is_alive():
+            self._wakeup.set()
+            self._thread.join(2 * _KILL_TIMEOUT_S)
+            if self._thread.is_alive():
+                raise TrainingError(
+                    f"the coordinator must end within {2 * _KILL_TIMEOUT_S:g} s of its close, and has not"
+                )
+        self._wakeup.close()
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # The thread.
+
+    def _run(self) -> None:
+        assert self._router is not None
+        try:
+            try:
+                self._serve(self._router)
+            except BaseException as error:
+                self._router.send(self._handler.fail(str(error)))
+                raise
+            finally:
+                try:
+                    self._end_all(self._router)
+                finally:
+                    self._router.close()
+        except BaseException as error:  # noqa: BLE001 - raised by the run, which reads ``failure``
+            self._failure = error
+
+    def _serve(self, router: RouterSocket) -> None:
+        poll_interval_s = min(_POLL_INTERVAL_S, self.spec.config.timeout_s / 4)
+        while not self._closing.is_set():
+            # The wakeup is set once, by close(), so it need not be cleared.
+            router.poll([self._wakeup.fileno(), *(self._runner.exit_pipes if self._runner else ())], poll_interval_s)
+            # Messages before exits and timeouts: what a process sent before its end, or before it seemed silent, must
+            # be counted first.
+            self._handle_messages(router)
+            with self._lock:
+                now = time.monotonic()
+                for simulation, attempt, exit_code in self._runner.poll_exited() if self._runner else ():
+                    self._tracker.on_exit(simulation, attempt, exit_code, now)
+                actions = [] if self._handler.over else self._tracker.poll(now)
+                drain = self._handler.drain() if self._tracker.done and not self._finished else []
+            # Outside of the lock: starting a process and recording an event take time.
+            for action in actions:
+                self._carry_out(router, action)
+            if self._handler.over:
+                self._kill_unfinished()
+            if self._tracker.failure is not None:
+                raise TrainingError(self._tracker.failure)
+            if drain:
+                self._finished = True
+                self._on_event("finish", self._tracker.counts())
+                router.send(drain)
+
+    def _handle_messages(self, router: RouterSocket) -> None:
+        for (peer, frames), host in router.receive(_MAX_MESSAGES_AT_ONCE):
+            with self._lock:
+                replies = self._handler.handle(peer, frames, time.monotonic(), host)
+            router.send(replies)
+
+    def _carry_out(self, router: RouterSocket, action: Action) -> None:
+        if isinstance(action, TrackerEvent):
+            level = logging.INFO if action.kind == "complete" else logging.WARNING
+            _log.log(level, "%s", action.text)
+            self._on_event(action.kind, {"simulation": action.simulation, "text": action.text})
+            return
+        assert self._runner is not None
+        if isinstance(action, StartProcess):
+            self._runner.start(action, router.address)
+            self._on_event("started", vars(action))
+        elif isinstance(action, KillProcess):
+            _log.warning("simulation %d is ended: %s", action.simulation, action.reason)
+            # OVER first: a client that receives it may end well before the signal ends it.
+            with self._lock:
+                router.send(self._handler.end_clients(action.simulation))
+            self._runner.kill(action.simulation)
+
+    def _end_all(self, router: RouterSocket) -> None:
+        """Send OVER to all clients, also to those whose HELLO comes meanwhile, and end all processes."""
+        with self._lock:
+            router.send(self._handler.end_all_clients())
+        if self._runner is None:
+            return
+        self._runner.kill_all()
+        deadline = time.monotonic() + _KILL_TIMEOUT_S
+        while self._runner.running:
+            if time.monotonic() > deadline:
+                raise TrainingError(f"simulations still run {_KILL_TIMEOUT_S:g} s after they were killed")
+            router.poll(self._runner.exit_pipes, _POLL_INTERVAL_S)
+            self._handle_messages(router)
+            self._runner.poll_exited()
+
+    def _kill_unfinished(self) -> None:
+        # No more samples are needed. Simulations that are complete end without being killed.
+        if self._runner is None:
+            return
+        for number in self._runner.running:
+            if not self._tracker.simulations[number].ended:
+                self._runner.kill(number)
+
+
+def _make_tracker(
+    spec: IngestSpec, num_trainers: int, seed: int, logs: Path, folders: Sequence[Path], timeout_s: float
+) -> SimulationTracker:
+    config = spec.config
+    if not spec.is_managed:
+        return ExternalSimulations(config, num_trainers, timeout_s)
+    assert config.count is not None
+    sampler = make_sampler(config.sampler, spec.parameters, seed, config.count, folders)
+    return ManagedSimulations(config, num_trainers, sampler.draw, logs)
+
+
+# What a trainer reports grows with the number of simulations that it knows, by some 20 bytes each.
+_MAX_MESSAGE_BYTES = 64 * 2**20
 _LINGER_MS = 1000
 
 
 class RouterSocket:
-    """One ROUTER with its context and keys. Opened by one thread, then used and closed by another.
+    """One bound ROUTER socket with its context and keys. Created by one thread, then used and closed by another.
 
     Args:
         config: address, port and keys.
 
     Attributes:
-        address: where clients and trainers reach it: ``tcp://host:port``.
+        address: where clients and trainers connect: ``tcp://host:port``.
 
     Raises:
-        UnsupportedConfiguration: it cannot be opened, the keys are none, or pyzmq is missing.
+        UnsupportedConfiguration: the address cannot be bound, the keys cannot be read, or pyzmq is missing.
     """
 
     def __init__(self, config: SimulationsConfig) -> None:
-        host = listening_host(config.address)
+        host = resolve_listen_address(config.address)
         self._context: zmq.Context[Any] = zmq.Context()
         self._security: ServerSecurity | None = None
         self._router = self._context.socket(zmq.ROUTER)
@@ -60,8 +302,8 @@ class RouterSocket:
             self._security = ServerSecurity(self._context, config.keys)
             self._security.protect(self._router)
             self._router.linger = _LINGER_MS
-            self._router.maxmsgsize = _MOST_BYTES
-            # Who connects anew under its own name is the same one.
+            self._router.maxmsgsize = _MAX_MESSAGE_BYTES
+            # A peer that reconnects with its routing id replaces its old connection.
             self._router.router_handover = True
             self._router.ipv6 = ":" in host
             self._bind(host, config)
@@ -80,253 +322,29 @@ class RouterSocket:
                 f"{error.strerror}; choose a free port, and an address of rank 0's own host"
             ) from error
 
-    def wait(self, pipes: Iterable[int], timeout_s: float) -> set[int]:
-        """Until there is a message, or one of the pipes is ready, or the time is over; which pipes are."""
-        watched: list[Any] = [self._router, *pipes]
-        ready = zmq.zmq_poll([(one, zmq.POLLIN) for one in watched], round(1000 * timeout_s))
-        return {one for one, _ in ready if one is not self._router}
+    def poll(self, descriptors: Iterable[int], timeout_s: float) -> None:
+        """Wait until a message has arrived, a file descriptor is readable, or the time is over."""
+        watched: list[Any] = [self._router, *descriptors]
+        zmq.zmq_poll([(one, zmq.POLLIN) for one in watched], round(1000 * timeout_s))
 
-    def messages(self, most: int) -> Iterable[tuple[Message, str]]:
-        """Those that are there, up to so many, and from which host each came; does not wait."""
-        for _ in range(most):
+    def receive(self, max_messages: int) -> Iterable[tuple[Message, str]]:
+        """The messages that have arrived, up to a number, each with the host that it came from; does not block."""
+        for _ in range(max_messages):
             try:
                 frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
             peer, *rest = (frame.bytes for frame in frames)
-            yield (peer, rest), host_of(frames)
+            yield (peer, rest), peer_host(frames)
 
     def send(self, messages: Sequence[Message]) -> None:
-        """What cannot be delivered is dropped: a router never waits."""
+        """Send messages without blocking: a ROUTER drops what it cannot deliver."""
         for peer, frames in messages:
             self._router.send_multipart([peer, *frames])
 
     def close(self) -> None:
-        """What was sent has a second to leave."""
+        """Close the socket; messages have a second to leave."""
         self._router.close()
         if self._security is not None:
             self._security.close()
         self._context.term()
-
-
-_MESSAGES_AT_ONCE = 256
-_TICK_S = 0.5
-# Of processes that do not listen: 2 s, then they are killed.
-_LEAVE_S = 6.0
-
-_log = logging.getLogger("paramserver.desk")
-
-OnEvent = Callable[[str, Mapping[str, Any]], None]
-"""Told (kind, details): started, restarted, given_up, complete, silent, finish."""
-
-
-class SimulationCoordinator:
-    """Owns the thread ``desk``, its socket and the processes of simulations, from ``with`` to ``close``.
-
-    Args:
-        plan: checked.
-        trainers: how many join; no client is welcome, and no simulation started, before all have.
-        seed: of the run; parameters are drawn from it.
-        logs: folder for the output of simulations.
-        timeout_s: how long it may take, at least, until the first simulation from outside comes.
-        folders: where a sampler or function of the user's is looked for.
-        state: ``state_dict`` of the run that this one goes on from.
-        status: what else is told to whoever asks whether the run is alive; called in the desk's thread.
-        on_event: told of what happens to simulations; called in the desk's thread.
-
-    Attributes:
-        token: what trainers must show; a secret of the run.
-
-    Raises:
-        UnsupportedConfiguration: a sampler or command that cannot work; from ``with`` on, an address that cannot.
-    """
-
-    def __init__(
-        self,
-        plan: IngestSpec,
-        trainers: int,
-        seed: int,
-        logs: Path,
-        *,
-        timeout_s: float = 60.0,
-        folders: Sequence[Path] = (),
-        state: Mapping[str, Any] | None = None,
-        status: Callable[[], Mapping[str, Any]] = dict,
-        on_event: OnEvent = lambda kind, details: None,
-    ) -> None:
-        self.plan = plan
-        self.token = secrets.token_hex(16).encode()
-        self._runner = ProcessRunner(plan, logs, folders) if plan.started_here else None
-        self._study = _make_study(plan, trainers, seed, logs, folders, timeout_s)
-        if state is not None:
-            self._study.load_state_dict(state)
-        self._clerk = RequestHandler(plan, self._study, trainers, self.token, status)
-        self._on_event = on_event
-        # Again and again by one thread, as a user's status may ask for the summary.
-        self._lock = threading.RLock()
-        self._closing = threading.Event()
-        self._finished = False
-        self._failure: BaseException | None = None
-        self._door: RouterSocket | None = None
-        self._thread = threading.Thread(target=self._run, name="desk", daemon=True)
-
-    def __enter__(self) -> SimulationCoordinator:
-        self._door = RouterSocket(self.plan.config)
-        self._address = self._door.address
-        self._bell, self._button = socket.socketpair()
-        self._thread.start()
-        return self
-
-    @property
-    def address(self) -> str:
-        """Where clients and trainers reach it: ``tcp://host:port``; from ``with`` on."""
-        return self._address
-
-    @property
-    def failure(self) -> BaseException | None:
-        """What ended the desk, if it did not end well: the run cannot go on."""
-        return self._failure
-
-    @property
-    def finished(self) -> bool:
-        """Whether all simulations are complete, and the trainers were told."""
-        return self._finished
-
-    def state_dict(self) -> dict[str, Any]:
-        """Of the simulations, as plain values; for any thread."""
-        with self._lock:
-            return self._study.state_dict()
-
-    def summary(self) -> dict[str, Any]:
-        """For summary.json; for any thread."""
-        with self._lock:
-            study = self._study
-            return {
-                "simulations": {
-                    "planned": self.plan.config.count,
-                    **study.counts(),
-                    "restarted": study.restarts,
-                    "silent": [
-                        one.id for one in study.in_state(SimulationState.WAITING, SimulationState.RUNNING) if one.silent
-                    ],
-                    "refused": dict(self._clerk.refused),
-                }
-            }
-
-    def close(self) -> None:
-        """Tell all clients that the run is over and end all simulations, within some seconds. Again: no effect.
-
-        Raises:
-            TrainingError: the thread has not ended in time.
-        """
-        if self._door is None:
-            return
-        self._closing.set()
-        if self._thread.is_alive():
-            self._button.send(b"\0")
-            self._thread.join(2 * _LEAVE_S)
-            if self._thread.is_alive():
-                raise TrainingError(f"the desk must end within {2 * _LEAVE_S:g} s of its close, and has not")
-        self._bell.close()
-        self._button.close()
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    # The thread.
-
-    def _run(self) -> None:
-        assert self._door is not None
-        try:
-            try:
-                self._serve(self._door)
-            except BaseException as error:
-                self._door.send(self._clerk.give_up(str(error)))
-                raise
-            finally:
-                try:
-                    self._leave(self._door)
-                finally:
-                    self._door.close()
-        except BaseException as error:  # noqa: BLE001 - kept, for the run to learn
-            self._failure = error
-
-    def _serve(self, door: RouterSocket) -> None:
-        tick_s = min(_TICK_S, self.plan.config.timeout_s / 4)
-        while not self._closing.is_set():
-            # The bell is rung once, to close.
-            door.wait([self._bell.fileno(), *(self._runner.pipes if self._runner else ())], tick_s)
-            # What was said before the end of a process, or before a silence is noticed, comes first.
-            self._listen(door)
-            with self._lock:
-                now = time.monotonic()
-                for simulation, attempt, code in self._runner.ended() if self._runner else ():
-                    self._study.exited(simulation, attempt, code, now)
-                actions = [] if self._clerk.over else self._study.tick(now)
-                finish = self._clerk.finish() if self._study.done and not self._finished else []
-            for action in actions:
-                self._act(door, action)
-            if self._clerk.over:
-                self._end_unfinished()
-            if self._study.failure is not None:
-                raise TrainingError(self._study.failure)
-            if finish:
-                self._finished = True
-                self._on_event("finish", self._study.counts())
-                door.send(finish)
-
-    def _listen(self, door: RouterSocket) -> None:
-        for (peer, frames), host in door.messages(_MESSAGES_AT_ONCE):
-            with self._lock:
-                answers = self._clerk.hear(peer, frames, time.monotonic(), host)
-            door.send(answers)
-
-    def _act(self, door: RouterSocket, action: Action) -> None:
-        if isinstance(action, TrackerEvent):
-            level = logging.INFO if action.kind == "complete" else logging.WARNING
-            _log.log(level, "%s", action.text)
-            self._on_event(action.kind, {"simulation": action.simulation, "text": action.text})
-            return
-        assert self._runner is not None
-        if isinstance(action, StartProcess):
-            self._runner.start(action, door.address)
-            self._on_event("started", vars(action))
-        elif isinstance(action, KillProcess):
-            _log.warning("simulation %d is ended: %s", action.simulation, action.why)
-            with self._lock:
-                door.send(self._clerk.dismiss(action.simulation))
-            self._runner.kill(action.simulation)
-
-    def _leave(self, door: RouterSocket) -> None:
-        """Clients are told, also those that come meanwhile, and processes are ended."""
-        with self._lock:
-            door.send(self._clerk.dismiss_all())
-        if self._runner is None:
-            return
-        self._runner.kill_all()
-        deadline = time.monotonic() + _LEAVE_S
-        while self._runner.any_left:
-            if time.monotonic() > deadline:
-                raise TrainingError(f"simulations still run {_LEAVE_S:g} s after they were killed")
-            door.wait(self._runner.pipes, _TICK_S)
-            self._listen(door)
-            self._runner.ended()
-
-    def _end_unfinished(self) -> None:
-        """What they would still send is not wanted; those that are complete may end by themselves."""
-        if self._runner is None:
-            return
-        for number in self._runner.numbers:
-            if not self._study.simulations[number].ended:
-                self._runner.kill(number)
-
-
-def _make_study(
-    plan: IngestSpec, trainers: int, seed: int, logs: Path, folders: Sequence[Path], timeout_s: float
-) -> SimulationTracker:
-    config = plan.config
-    if not plan.started_here:
-        return ExternalSimulations(config, trainers, timeout_s)
-    assert config.count is not None
-    sampler = make_sampler(config.sampler, plan.parameters, seed, config.count, folders)
-    return ManagedSimulations(config, trainers, sampler.draw, logs)

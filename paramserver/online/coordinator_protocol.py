@@ -1,4 +1,4 @@
-"""What the desk answers to clients and trainers. No sockets: messages in, messages out."""
+"""The coordinator's replies to clients and trainers. Pure: messages in, messages out, without sockets or clocks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from paramserver.online.protocol import (
-    ENOUGH,
+    NO_MORE_SAMPLES,
     Header,
     MalformedMessage,
     MessageKind,
@@ -19,115 +19,133 @@ from paramserver.online.protocol import (
     TrainerDirectory,
     TrainerJoined,
     pack_json,
-    read_parameters,
+    unpack_parameters,
 )
 from paramserver.online.spec import IngestSpec
 from paramserver.online.tracker import SimulationTracker
 
 Message = tuple[bytes, list[bytes]]
-"""To or from whom, and the frames."""
+"""The routing id of the peer, and the frames."""
 
 
-_log = logging.getLogger("paramserver.desk")
+_log = logging.getLogger("paramserver.coordinator")
 
 
-class RequestRefused(Exception):  # noqa: N818 - an answer, not an error of this process
-    """Why a message was not taken; ``kind`` is one of few words, for counting."""
+class RequestRefused(Exception):  # noqa: N818 - a reply to a client, not an error of this process
+    """Why a message is refused; ``kind`` is one of a few words, for counting."""
 
-    def __init__(self, kind: str, sentence: str) -> None:
-        super().__init__(sentence)
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(text)
         self.kind = kind
 
 
 class ConnectedTrainer:
-    """One that joined, as the desk knows it.
+    """A trainer that has joined.
 
     Attributes:
-        peer: where its answers go.
-        joined: what it told.
-        heard_s: when it told something last.
-        figures: of its last report.
+        peer: routing id of its socket.
+        joined: the body of its JOIN.
+        last_seen_s: when it joined or sent its last report.
+        counters: of its last report.
     """
 
     def __init__(self, peer: bytes, joined: TrainerJoined, now: float) -> None:
-        self.peer, self.joined, self.heard_s = peer, joined, now
-        self.figures: Mapping[str, Any] = {}
+        self.peer, self.joined, self.last_seen_s = peer, joined, now
+        self.counters: Mapping[str, Any] = {}
 
 
 class RequestHandler:
-    """Knows who is at the other ends, tells the study what they say, and what is to be answered.
+    """Handles the messages of clients and trainers: updates the tracker and returns the replies.
 
-    HELLO is answered when all trainers have joined. Whatever is refused is answered with a sentence, counted, and
-    logged once per kind.
+    The reply to HELLO waits until all trainers have joined. A message that is refused is answered with a text and
+    counted; the first of each kind is logged.
+
+    Not thread-safe: the coordinator calls it under its lock.
 
     Args:
-        plan: what is asked for.
-        study: is told.
-        trainers: how many must join.
-        token: what a trainer must show.
-        status: what PONG tells besides.
+        spec: what clients may send.
+        tracker: receives the events.
+        num_trainers: trainers that must join.
+        token: the secret that a trainer must show.
+        status: what PONG holds in addition to the state of simulations and trainers.
 
     Attributes:
         refused: kind -> messages that were refused.
-        over: whether no more samples are wanted.
+        over: whether the run needs no more samples.
+
+    Example::
+
+        >>> from paramserver.config import SimulationsConfig
+        >>> from paramserver.online.protocol import pack_parameters
+        >>> from paramserver.online.tracker import ExternalSimulations
+        >>> spec = IngestSpec.from_config(SimulationsConfig(fields={"u": [2]}))
+        >>> handler = RequestHandler(spec, ExternalSimulations(spec.config, 1, 60.0), 1, b"token", dict)
+        >>> hello = [Header(MessageKind.HELLO, 3).pack(), pack_parameters([])]
+        >>> handler.handle(b"client", hello, now=0.0)  # no trainer has joined yet
+        []
+        >>> join = [Header(MessageKind.JOIN, 0).pack(), b"token", TrainerJoined("tcp://a:1", {}, {}).pack()]
+        >>> for peer, frames in handler.handle(b"trainer", join, now=1.0):
+        ...     print(peer, Header.unpack(frames[0]).kind.name)
+        b'trainer' READY
+        b'client' WELCOME
     """
 
     def __init__(
         self,
-        plan: IngestSpec,
-        study: SimulationTracker,
-        trainers: int,
+        spec: IngestSpec,
+        tracker: SimulationTracker,
+        num_trainers: int,
         token: bytes,
         status: Callable[[], Mapping[str, Any]],
     ) -> None:
-        self.plan = plan
-        self.study = study
+        self.spec = spec
+        self.tracker = tracker
         self.refused: Counter[str] = Counter()
         self.over = False
         self._token = token
         self._status = status
-        self._trainers: list[ConnectedTrainer | None] = [None] * trainers
+        self._trainers: list[ConnectedTrainer | None] = [None] * num_trainers
         self._clients: dict[tuple[int, int], tuple[bytes, Header]] = {}
-        self._held: dict[bytes, list[bytes]] = {}
-        self._hear: dict[MessageKind, Callable[[bytes, Header, list[bytes], float], list[Message]]] = {
-            MessageKind.HELLO: self._hello,
-            MessageKind.BYE: self._bye,
-            MessageKind.PING: self._ping,
-            MessageKind.LAST: self._last,
-            MessageKind.JOIN: self._join,
-            MessageKind.REPORT: self._report,
-            MessageKind.OVER: self._enough,
+        self._waiting_hellos: dict[bytes, list[bytes]] = {}
+        self._handlers: dict[MessageKind, Callable[[bytes, Header, list[bytes], float], list[Message]]] = {
+            MessageKind.HELLO: self._handle_hello,
+            MessageKind.BYE: self._handle_bye,
+            MessageKind.PING: self._handle_ping,
+            MessageKind.FINISH: self._handle_finish,
+            MessageKind.JOIN: self._handle_join,
+            MessageKind.REPORT: self._handle_report,
+            MessageKind.OVER: self._handle_over,
         }
 
     @property
     def trainers(self) -> list[ConnectedTrainer]:
-        """Those that have joined."""
+        """The trainers that have joined."""
         return [trainer for trainer in self._trainers if trainer is not None]
 
     @property
     def all_joined(self) -> bool:
         return None not in self._trainers
 
-    def hear(self, peer: bytes, frames: Sequence[bytes], now: float, host: str = "one that waited") -> list[Message]:
-        """The answers to one message, which came from ``host``."""
+    def handle(self, peer: bytes, frames: Sequence[bytes], now: float, host: str = "one that waited") -> list[Message]:
+        """Handle one message from ``host`` and return the replies. Never raises, whatever the message holds."""
         header: Header | None = None
         try:
             try:
                 header = Header.unpack(frames[0] if frames else b"")
-                if header.kind not in self._hear:
-                    raise RequestRefused("unexpected", f"{header.kind.name} is nothing that the desk is told")
-                return self._hear[header.kind](peer, header, list(frames[1:]), now)
+                if header.kind not in self._handlers:
+                    raise RequestRefused("unexpected", f"{header.kind.name} must not be sent to the coordinator")
+                return self._handlers[header.kind](peer, header, list(frames[1:]), now)
             except MalformedMessage as error:
                 raise RequestRefused("malformed", str(error)) from error
         except RequestRefused as refusal:
-            self._count(refusal, "a message" if header is None else _named(header), host)
-            answer = Header(MessageKind.REFUSED) if header is None else header.answer(MessageKind.REFUSED)
-            return [_to(peer, answer, str(refusal).encode())]
+            self._count_refusal(refusal, "a message" if header is None else _describe(header), host)
+            reply = Header(MessageKind.REFUSED) if header is None else header.reply(MessageKind.REFUSED)
+            return [_to(peer, reply, str(refusal).encode())]
 
-    def _count(self, refusal: RequestRefused, what: str, host: str) -> None:
+    def _count_refusal(self, refusal: RequestRefused, what: str, host: str) -> None:
         if not self.refused[refusal.kind]:
             _log.warning(
-                "the desk refused %s from %s: %s; more of this kind (%s) are counted and not told",
+                "the coordinator refused %s from %s: %s; more of this kind (%s) are counted and not logged",
                 what,
                 host,
                 refusal,
@@ -137,140 +155,140 @@ class RequestHandler:
 
     # Clients.
 
-    def _hello(self, peer: bytes, header: Header, body: list[bytes], now: float) -> list[Message]:
-        if self.over or self.study.done:
-            return [_to(peer, header.answer(MessageKind.OVER), ENOUGH.encode())]
+    def _handle_hello(self, peer: bytes, header: Header, body: list[bytes], now: float) -> list[Message]:
+        if self.over or self.tracker.done:
+            return [_to(peer, header.reply(MessageKind.OVER), NO_MORE_SAMPLES.encode())]
         if not self.all_joined:
-            self._held[peer] = [header.pack(), *body]
+            self._waiting_hellos[peer] = [header.pack(), *body]
             return []
-        parameters = self._parameters(body)
-        if (why := self.study.refusal(header)) is not None:
-            raise RequestRefused("simulation", why)
-        self._check_known(header.simulation, parameters)
-        self.study.hello(header, parameters, now)
+        parameters = self._read_parameters(body)
+        if (reason := self.tracker.check_hello(header)) is not None:
+            raise RequestRefused("simulation", reason)
+        # All members and attempts of a simulation must have the same parameters: its samples carry them.
+        known = self.tracker.client_parameters(header.simulation)
+        if known is not None and known != parameters:
+            raise RequestRefused(
+                "parameters",
+                f"parameters ({parameters}) of simulation {header.simulation} must be those with which it was opened "
+                f"before, {known}; give other parameters another simulation id",
+            )
+        self.tracker.on_hello(header, parameters, now)
         self._clients[header.simulation, header.member] = (peer, header)
-        config = self.plan.config
-        welcome = TrainerDirectory(
+        config = self.spec.config
+        directory = TrainerDirectory(
             trainers=tuple(trainer.joined.address for trainer in self.trainers),
-            only=self.study.trainer_for(header.simulation),
+            single_trainer=self.tracker.trainer_for(header.simulation),
             window=config.window,
             timeout_s=config.timeout_s,
             steps=config.steps,
-            fields=self.plan.shaped,
+            fields=self.spec.descriptors,
         )
-        return [_to(peer, header.answer(MessageKind.WELCOME), welcome.pack())]
+        return [_to(peer, header.reply(MessageKind.WELCOME), directory.pack())]
 
-    def _parameters(self, body: list[bytes]) -> list[float]:
-        vector = read_parameters(_only(body, "HELLO"))
-        wanted = len(self.plan.parameters)
-        if wanted and len(vector) != wanted:
-            names = ", ".join(name for name, _, _ in self.plan.parameters)
-            raise RequestRefused("parameters", f"parameters ({len(vector)}) must be {wanted} numbers: {names}")
+    def _read_parameters(self, body: list[bytes]) -> list[float]:
+        vector = unpack_parameters(_single_frame(body, "HELLO"))
+        expected = len(self.spec.parameters)
+        if expected and len(vector) != expected:
+            names = ", ".join(name for name, _, _ in self.spec.parameters)
+            raise RequestRefused("parameters", f"parameters ({len(vector)}) must be {expected} numbers: {names}")
         if not np.isfinite(vector).all():
             raise RequestRefused("parameters", f"parameters ({vector.tolist()}) must be finite")
         return list(vector.tolist())
 
-    def _check_known(self, simulation: int, parameters: list[float]) -> None:
-        """All who send one simulation must mean the same one."""
-        known = self.study.told_parameters(simulation)
-        if known is not None and known != parameters:
-            raise RequestRefused(
-                "parameters",
-                f"parameters ({parameters}) of simulation {simulation} must be those with which it was opened before, "
-                f"{known}; give other parameters another simulation id",
-            )
-
-    def _bye(self, peer: bytes, header: Header, body: list[bytes], now: float) -> list[Message]:
+    def _handle_bye(self, peer: bytes, header: Header, body: list[bytes], now: float) -> list[Message]:
         if self._clients.pop((header.simulation, header.member), None) is None:
-            raise RequestRefused("stranger", f"member {header.member} of simulation {header.simulation} is not open")
-        self.study.bye(header, now)
+            raise RequestRefused(
+                "unknown_peer", f"member {header.member} of simulation {header.simulation} is not open"
+            )
+        self.tracker.on_bye(header, now)
         return []
 
-    def _ping(self, peer: bytes, header: Header, body: list[bytes], now: float) -> list[Message]:
-        return [_to(peer, header.answer(MessageKind.PONG), pack_json(self.state(now)))]
+    def _handle_ping(self, peer: bytes, header: Header, body: list[bytes], now: float) -> list[Message]:
+        return [_to(peer, header.reply(MessageKind.PONG), pack_json(self.status(now)))]
 
-    def _last(self, peer: bytes, header: Header, body: list[bytes], now: float) -> list[Message]:
-        if (why := self.study.last(now)) is not None:
-            raise RequestRefused("last", why)
+    def _handle_finish(self, peer: bytes, header: Header, body: list[bytes], now: float) -> list[Message]:
+        if (reason := self.tracker.on_finish(now)) is not None:
+            raise RequestRefused("finish", reason)
         return []
 
-    def state(self, now: float) -> dict[str, Any]:
-        """Of the run, for whoever asks whether it is alive."""
+    def status(self, now: float) -> dict[str, Any]:
+        """The state of the run, the body of PONG."""
         trainers = [
-            {"index": i, "reported_s": round(now - one.heard_s, 3), "samples": one.figures.get("received", 0)}
+            {"index": i, "reported_s": round(now - one.last_seen_s, 3), "samples": one.counters.get("received", 0)}
             for i, one in enumerate(self._trainers)
             if one is not None
         ]
-        return {"alive": True, **self._status(), "simulations": self.study.counts(), "trainers": trainers}
+        return {"alive": True, **self._status(), "simulations": self.tracker.counts(), "trainers": trainers}
 
     # Trainers.
 
-    def _join(self, peer: bytes, header: Header, body: list[bytes], now: float) -> list[Message]:
+    def _handle_join(self, peer: bytes, header: Header, body: list[bytes], now: float) -> list[Message]:
         index, count = header.simulation, len(self._trainers)
         if len(body) != 2 or not hmac.compare_digest(body[0], self._token):
-            raise RequestRefused("stranger", "JOIN must show the token of this run")
+            raise RequestRefused("unknown_peer", "JOIN must show the token of this run")
         if index >= count:
-            raise RequestRefused("stranger", f"trainer ({index}) must be below the number of trainers ({count})")
-        began = self.all_joined
+            raise RequestRefused("unknown_peer", f"trainer ({index}) must be below the number of trainers ({count})")
+        rejoins = self.all_joined
         self._trainers[index] = ConnectedTrainer(peer, TrainerJoined.unpack(body[1]), now)
-        answers = [_to(peer, Header(MessageKind.READY))]
-        if began:  # it came anew
-            self.study.reported(index, SimulationReport(self.trainers[index].joined.received), now)
-            return answers + self.finish() if self.study.done else answers
+        replies = [_to(peer, Header(MessageKind.READY))]
+        if rejoins:
+            self.tracker.on_report(index, SimulationReport(self.trainers[index].joined.received), now)
+            return replies + self.drain() if self.tracker.done else replies
         if self.all_joined:
-            self.study.begin([trainer.joined for trainer in self.trainers], now)
-            answers += [answer for client, frames in self._held.items() for answer in self.hear(client, frames, now)]
-            self._held.clear()
-        return answers
+            self.tracker.on_trainers_joined([trainer.joined for trainer in self.trainers], now)
+            for client, frames in self._waiting_hellos.items():
+                replies += self.handle(client, frames, now)
+            self._waiting_hellos.clear()
+        return replies
 
-    def _known(self, peer: bytes, index: int) -> ConnectedTrainer:
+    def _find_trainer(self, peer: bytes, index: int) -> ConnectedTrainer:
         trainer = self._trainers[index] if index < len(self._trainers) else None
         if trainer is None or trainer.peer != peer:
-            raise RequestRefused("stranger", f"trainer {index} did not join from here")
+            raise RequestRefused("unknown_peer", f"trainer {index} did not join from here")
         return trainer
 
-    def _enough(self, peer: bytes, header: Header, body: list[bytes], now: float) -> list[Message]:
-        """A trainer needs no more samples, and so nobody does: nothing is started or judged any more."""
-        self._known(peer, header.simulation)
-        return self.dismiss_all()
+    def _handle_over(self, peer: bytes, header: Header, body: list[bytes], now: float) -> list[Message]:
+        """A trainer needs no more samples, so the run needs none: nothing is started or checked any more."""
+        self._find_trainer(peer, header.simulation)
+        return self.end_all_clients()
 
-    def _report(self, peer: bytes, header: Header, body: list[bytes], now: float) -> list[Message]:
+    def _handle_report(self, peer: bytes, header: Header, body: list[bytes], now: float) -> list[Message]:
         index = header.simulation
-        trainer = self._known(peer, index)
-        report = SimulationReport.unpack(_only(body, "REPORT"))
-        trainer.heard_s, trainer.figures = now, report.figures
-        self.study.reported(index, report, now)
-        return [_to(peer, Header(MessageKind.READY))]  # a trainer whose reports nobody answers is without its run
+        trainer = self._find_trainer(peer, index)
+        report = SimulationReport.unpack(_single_frame(body, "REPORT"))
+        trainer.last_seen_s, trainer.counters = now, report.counters
+        self.tracker.on_report(index, report, now)
+        # A trainer whose reports get no reply concludes that the coordinator is gone.
+        return [_to(peer, Header(MessageKind.READY))]
 
-    def finish(self) -> list[Message]:
-        """To all trainers: drain."""
-        return [_to(trainer.peer, Header(MessageKind.FINISH)) for trainer in self.trainers]
+    def drain(self) -> list[Message]:
+        """DRAIN to all trainers: the last simulation has ended."""
+        return [_to(trainer.peer, Header(MessageKind.DRAIN)) for trainer in self.trainers]
 
-    def give_up(self, why: str) -> list[Message]:
-        """To all trainers: no more samples come, and why."""
-        return [_to(trainer.peer, Header(MessageKind.OVER), why.encode()) for trainer in self.trainers]
+    def fail(self, reason: str) -> list[Message]:
+        """OVER to all trainers: no more samples come, for this reason."""
+        return [_to(trainer.peer, Header(MessageKind.OVER), reason.encode()) for trainer in self.trainers]
 
-    # Farewells.
+    # The end.
 
-    def dismiss(self, simulation: int) -> list[Message]:
-        """To the clients of one simulation that are still open."""
-        mine = [key for key in self._clients if key[0] == simulation]
-        return [
-            _to(peer, header.answer(MessageKind.OVER), ENOUGH.encode()) for peer, header in map(self._clients.pop, mine)
-        ]
+    def end_clients(self, simulation: int) -> list[Message]:
+        """OVER to the clients of one simulation that are still open."""
+        keys = [key for key in self._clients if key[0] == simulation]
+        clients = [self._clients.pop(key) for key in keys]
+        return [_to(peer, header.reply(MessageKind.OVER), NO_MORE_SAMPLES.encode()) for peer, header in clients]
 
-    def dismiss_all(self) -> list[Message]:
-        """To every client that is open or waits to be."""
+    def end_all_clients(self) -> list[Message]:
+        """OVER to every client that is open or waits for WELCOME, and to those whose HELLO comes later."""
         self.over = True
-        found = [(peer, header) for peer, header in self._clients.values()]
-        found += [(peer, Header.unpack(frames[0])) for peer, frames in self._held.items()]
+        clients = [(peer, header) for peer, header in self._clients.values()]
+        clients += [(peer, Header.unpack(frames[0])) for peer, frames in self._waiting_hellos.items()]
         self._clients.clear()
-        self._held.clear()
-        return [_to(peer, header.answer(MessageKind.OVER), ENOUGH.encode()) for peer, header in found]
+        self._waiting_hellos.clear()
+        return [_to(peer, header.reply(MessageKind.OVER), NO_MORE_SAMPLES.encode()) for peer, header in clients]
 
 
-def _named(header: Header) -> str:
-    """What was said, and by whom, for people."""
+def _describe(header: Header) -> str:
+    """Kind and sender of a message, for the log."""
     if header.kind in (MessageKind.JOIN, MessageKind.REPORT):
         return f"{header.kind.name} of trainer {header.simulation}"
     return f"{header.kind.name} of simulation {header.simulation}"
@@ -280,7 +298,7 @@ def _to(peer: bytes, header: Header, *body: bytes) -> Message:
     return peer, [header.pack(), *body]
 
 
-def _only(body: list[bytes], what: str) -> bytes:
+def _single_frame(body: list[bytes], what: str) -> bytes:
     if len(body) != 1:
         raise MalformedMessage(f"{what} must have 2 frames, it has {len(body) + 1}")
     return body[0]

@@ -1,7 +1,4 @@
-"""A sample as frames, checked against what the run declared before any of it leaves.
-
-Numbers that a client is given: of simulations, steps and processes.
-"""
+"""The client's checks before anything is sent: ``SampleEncoder`` for arrays, ``SentSteps`` for step numbers."""
 
 from __future__ import annotations
 
@@ -13,38 +10,49 @@ import numpy as np
 import numpy.typing as npt
 
 from paramserver.errors import ClientError
-from paramserver.online.protocol import ArrayDescriptor, describe
+from paramserver.online.protocol import ArrayDescriptor, pack_descriptor
 
 
 class SampleEncoder:
-    """Packs the samples of one member.
+    r"""Encodes the samples of one member as frames, checked against the fields that the run declares.
 
     Args:
         declared: the fields of a whole sample.
-        members: processes of the simulation's group. With more than one, each array is this member's part of the field
+        members: processes in the simulation's group. With more than one, each array is this member's part of the field
             along the first dimension.
+
+    Example::
+
+        >>> encoder = SampleEncoder([ArrayDescriptor("u", "<f4", (2,))], members=1)
+        >>> descriptor, array = encoder.encode({"u": [1.0, 2.0]})
+        >>> descriptor, bytes(array)
+        (b'[["u", "<f4", [2]]]', b'\x00\x00\x80?\x00\x00\x00@')
+        >>> encoder.encode({"u": [1.0]})
+        Traceback (most recent call last):
+        paramserver.errors.ClientError: field u must have the shape (2,), this one has (1,); reshape it
     """
 
     def __init__(self, declared: Sequence[ArrayDescriptor], members: int) -> None:
         self._declared = {field.name: field for field in declared}
         self._dtypes = {field.name: np.dtype(field.dtype) for field in declared}
         self._members = members
-        self._described: dict[tuple[tuple[int, ...], ...], bytes] = {}
+        self._descriptors: dict[tuple[tuple[int, ...], ...], bytes] = {}
 
-    def pack(self, fields: Mapping[str, Any]) -> list[Any]:
-        """The descriptor and one frame for each field, which are views of the arrays where these lie as they travel.
+    def encode(self, fields: Mapping[str, Any]) -> list[Any]:
+        """Return the descriptor and one frame per field. The frames are views of the arrays, copied only to convert.
 
         Raises:
-            ClientError: a field is missing or unknown, or has another shape, or a dtype or value that does not fit.
+            ClientError: a field is missing or unknown, or its shape, dtype or value does not fit.
         """
         if fields.keys() != self._declared.keys():
             self._refuse_names(fields)
-        arrays = [self._fitted(field, fields[name]) for name, field in self._declared.items()]
+        arrays = [self._convert(field, fields[name]) for name, field in self._declared.items()]
         shapes = tuple([array.shape for array in arrays])
-        if shapes not in self._described:
-            self._described = {shapes: describe(dict(zip(self._declared, arrays, strict=True)))}
-        # The dtypes that are declared are all little-endian, so what lies in C order lies as it travels.
-        return [self._described[shapes], *[np.ascontiguousarray(array).data for array in arrays]]
+        # One entry: the samples of a member nearly always have the same shapes.
+        if shapes not in self._descriptors:
+            self._descriptors = {shapes: pack_descriptor(dict(zip(self._declared, arrays, strict=True)))}
+        # All declared dtypes are little-endian, so an array in C order has the bytes that go on the wire.
+        return [self._descriptors[shapes], *[np.ascontiguousarray(array).data for array in arrays]]
 
     def _refuse_names(self, fields: Mapping[str, Any]) -> None:
         unknown = [name for name in fields if name not in self._declared]
@@ -55,14 +63,14 @@ class SampleEncoder:
         missing = [name for name in self._declared if name not in fields]
         raise ClientError(f"field ({missing[0]}) must be in every sample, it is missing; send it too")
 
-    def _fitted(self, field: ArrayDescriptor, value: Any) -> npt.NDArray[Any]:
+    def _convert(self, field: ArrayDescriptor, value: Any) -> npt.NDArray[Any]:
         try:
             array = np.asarray(value)
         except (TypeError, ValueError, RuntimeError) as error:
             raise ClientError(f"field {field.name} must be an array of numbers ({error}); convert it") from error
         self._check_shape(field, array.shape)
-        wanted = self._dtypes[field.name]
-        return array if array.dtype == wanted else _cast(field.name, array, wanted)
+        dtype = self._dtypes[field.name]
+        return array if array.dtype == dtype else _cast(field.name, array, dtype)
 
     def _check_shape(self, field: ArrayDescriptor, shape: tuple[int, ...]) -> None:
         if self._members == 1:
@@ -79,58 +87,68 @@ class SampleEncoder:
             )
 
 
-def _cast(name: str, array: npt.NDArray[Any], wanted: np.dtype[Any]) -> npt.NDArray[Any]:
-    """The same numbers in the dtype that was declared; what is rounded may lose digits, not its size."""
-    if not np.can_cast(array.dtype, wanted, casting="same_kind"):
-        raise ClientError(f"field {name} must be {wanted}, {array.dtype} does not become that by itself; convert it")
-    if np.can_cast(array.dtype, wanted, casting="safe"):
-        return array.astype(wanted)
+def _cast(name: str, array: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """The same numbers in the declared dtype. Rounding may lose digits; a number that does not fit is an error."""
+    if not np.can_cast(array.dtype, dtype, casting="same_kind"):
+        raise ClientError(f"field {name} must be {dtype}, {array.dtype} is not converted to it implicitly; convert it")
+    if np.can_cast(array.dtype, dtype, casting="safe"):
+        return array.astype(dtype)
     with np.errstate(over="ignore"):
-        cast = array.astype(wanted)
-    kept = np.isfinite(cast) == np.isfinite(array) if wanted.kind == "f" else cast == array
-    if not np.all(kept):
-        value = array.reshape(-1)[int(np.argmin(kept))]
-        raise ClientError(f"field {name} ({value}) must fit into {wanted}; scale it, or declare a larger dtype")
+        cast = array.astype(dtype)
+    fits = np.isfinite(cast) == np.isfinite(array) if dtype.kind == "f" else cast == array
+    if not np.all(fits):
+        value = array.reshape(-1)[int(np.argmin(fits))]
+        raise ClientError(f"field {name} ({value}) must fit into {dtype}; scale it, or declare a larger dtype")
     return cast
 
 
-# Below these, as a header holds them.
-_MOST = {"simulation_id": 2**63, "step": 2**63, "member": 65535, "members": 65536, "attempt": 2**32}
+# Exclusive upper bounds, from the widths of the header's fields.
+_LIMITS = {"simulation_id": 2**63, "step": 2**63, "member": 65535, "members": 65536, "attempt": 2**32}
 
 
-def whole(name: str, value: Any, least: int = 0) -> int:
-    """The number.
+def check_integer(name: str, value: Any, least: int = 0) -> int:
+    """Return ``value`` as an integer that the header can hold.
 
     Raises:
-        ClientError: no whole number, or one that no header holds.
+        ClientError: it is no whole number, or out of range.
     """
     try:
         number = operator.index(value)
     except TypeError:
         number = -1
-    if isinstance(value, bool) or not least <= number < _MOST[name]:
-        raise ClientError(f"{name} ({value}) must be a whole number from {least}, below {_MOST[name]}; correct it")
+    if isinstance(value, bool) or not least <= number < _LIMITS[name]:
+        raise ClientError(f"{name} ({value}) must be a whole number from {least}, below {_LIMITS[name]}; correct it")
     return number
 
 
 class SentSteps:
-    """Which steps of a simulation were sent: all below ``_low``, and those ahead of it."""
+    """The steps of a simulation that were sent. Steps sent in order take constant memory.
+
+    Example::
+
+        >>> sent = SentSteps()
+        >>> sent.add(sent.check(0, steps=2))
+        >>> sent.check(0, steps=2)
+        Traceback (most recent call last):
+        paramserver.errors.ClientError: step (0) must be sent once, it was sent before; number the samples
+    """
 
     def __init__(self) -> None:
+        # All steps below _low were sent, and those in _ahead.
         self._low = 0
         self._ahead: set[int] = set()
 
     def check(self, step: Any, steps: int | None) -> int:
-        """The number of a step that may be sent.
+        """Return the number of a step that may be sent.
 
         Args:
-            step: which.
-            steps: how many the simulation has; None = not known.
+            step: number of the sample.
+            steps: samples of the simulation; None = not known.
 
         Raises:
-            ClientError: it is none, beyond the last, or was sent.
+            ClientError: it is no number, beyond the last step, or was sent before.
         """
-        number = whole("step", step)
+        number = check_integer("step", step)
         if steps is not None and number >= steps:
             raise ClientError(f"step ({number}) must be below the steps of a simulation ({steps}); count from 0")
         if number < self._low or number in self._ahead:

@@ -1,4 +1,4 @@
-"""What lies between the thread that receives and the feeder: samples on one way, what became of them on the other."""
+"""The queue between the receiver thread and the feeder: samples in one direction, acknowledgements in the other."""
 
 from __future__ import annotations
 
@@ -11,117 +11,141 @@ from paramserver.online.validator import SampleAccepted
 
 
 class WakeupFd:
-    """Wakes a thread that polls. ``ring`` is for any thread, also after ``close``."""
+    """An eventfd that wakes a thread in ``poll``. ``set`` is safe to call from any thread, also after ``close``."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def fileno(self) -> int:
-        return self._descriptor
+        return self._fd
 
-    def ring(self) -> None:
+    def set(self) -> None:
+        # The lock keeps a late writer from writing to another file that got this number after close().
         with self._lock:
-            if self._descriptor >= 0:
-                os.eventfd_write(self._descriptor, 1)
+            if self._fd >= 0:
+                os.eventfd_write(self._fd, 1)
 
-    def hear(self) -> None:
-        """Take note, in the thread that polls, once it was woken."""
-        os.eventfd_read(self._descriptor)
+    def clear(self) -> None:
+        """Make the descriptor unreadable again, in the thread that was woken."""
+        os.eventfd_read(self._fd)
 
     def close(self) -> None:
         with self._lock:
-            if self._descriptor >= 0:
-                os.close(self._descriptor)
-            self._descriptor = -1
+            if self._fd >= 0:
+                os.close(self._fd)
+            self._fd = -1
 
 
 class HandoffQueue:
-    """Samples that were accepted, in their order, until the buffer has them.
+    """Accepted samples in order of arrival, kept until the buffer has stored them.
 
-    One thread receives: ``put``, ``settled``, ``end``, ``fail``. One takes: ``take``, ``taken``. Anybody closes. It has
-    no limit of its own: who sends may have so many on their way, and no more.
+    A sample passes three stages: waiting (after ``put``), handed out (after ``get``) and stored (after
+    ``mark_stored``), and leaves the queue with ``pop_stored``. Only then does the receiver thread acknowledge it, which
+    is how back-pressure reaches the clients. The queue has no capacity: the clients' windows bound it.
+
+    Threads: the receiver thread calls ``put``, ``pop_stored``, ``finish`` and ``fail``; the feeder calls ``get`` and
+    ``mark_stored``; any thread may call ``close``. One condition guards all fields. No caller holds it while it blocks
+    on a socket or on the buffer.
 
     Args:
-        bell: rung when something was taken, or when all is over.
+        wakeup: set when samples were stored or the queue is closed; wakes the receiver thread.
+
+    Example::
+
+        >>> queue = HandoffQueue(WakeupFd())
+        >>> queue.put([SampleAccepted(None, (), (0, step)) for step in range(3)])
+        >>> [sample.key for sample in queue.get(2, timeout_s=0)]
+        [(0, 0), (0, 1)]
+        >>> queue.mark_stored(1)
+        >>> [sample.key for sample in queue.pop_stored()]
+        [(0, 0)]
+        >>> queue.is_empty()
+        False
     """
 
-    def __init__(self, bell: WakeupFd) -> None:
-        self._bell = bell
+    def __init__(self, wakeup: WakeupFd) -> None:
+        self._wakeup = wakeup
         self._changed = threading.Condition()
         self._waiting: deque[SampleAccepted] = deque()
-        self._handed: deque[SampleAccepted] = deque()
-        self._settled: list[SampleAccepted] = []
+        self._handed_out: deque[SampleAccepted] = deque()
+        self._stored: list[SampleAccepted] = []
         self._error: BaseException | None = None
-        self._ended = False
+        self._finished = False
         self._closed = False
 
-    def put(self, accepted: Sequence[SampleAccepted]) -> None:
+    # Called by the receiver thread.
+
+    def put(self, samples: Sequence[SampleAccepted]) -> None:
         with self._changed:
-            self._waiting.extend(accepted)
+            self._waiting.extend(samples)
             self._changed.notify()
 
-    def settled(self) -> list[SampleAccepted]:
-        """What the buffer has got since this was asked last."""
+    def pop_stored(self) -> list[SampleAccepted]:
+        """The samples that the buffer has stored since the last call."""
         with self._changed:
-            settled, self._settled = self._settled, []
-        return settled
+            stored, self._stored = self._stored, []
+        return stored
 
     def is_empty(self) -> bool:
-        """Whether the buffer has got everything, and all of that was ``settled``."""
+        """Whether the buffer has stored all samples, and ``pop_stored`` has returned them all."""
         with self._changed:
-            return not (self._waiting or self._handed or self._settled)
+            return not (self._waiting or self._handed_out or self._stored)
 
-    def simulations(self) -> list[int]:
-        """Those of which the buffer has not got everything, or not all of that was ``settled``."""
+    def pending_simulations(self) -> list[int]:
+        """The simulations of the samples that are in the queue, in any stage."""
         with self._changed:
-            return sorted({one.key[0] for one in (*self._waiting, *self._handed, *self._settled)})
+            return sorted({sample.key[0] for sample in (*self._waiting, *self._handed_out, *self._stored)})
 
-    def end(self) -> None:
-        """No more will come: ``take`` gives what waits, and then None."""
+    def finish(self) -> None:
+        """No more samples come: ``get`` returns what waits, and then None."""
         with self._changed:
-            self._ended = True
+            self._finished = True
             self._changed.notify()
 
     def fail(self, error: BaseException) -> None:
-        """No more can come: ``take`` raises this at once, unless all had ended before."""
+        """No more samples can come: ``get`` raises this error at once, unless the queue was finished before."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify()
 
-    def take(self, most: int, timeout: float | None) -> list[SampleAccepted] | None:
-        """Up to ``most`` of what waits; nothing where none came within ``timeout`` seconds; None at the end.
+    # Called by the feeder.
+
+    def get(self, max_samples: int, timeout_s: float | None) -> list[SampleAccepted] | None:
+        """Up to ``max_samples`` of the waiting samples; an empty list after ``timeout_s`` seconds; None at the end.
 
         Raises:
-            BaseException: what made the receiving thread fail.
+            BaseException: the error of the receiver thread.
         """
         with self._changed:
-            self._changed.wait_for(self._is_due, timeout)
+            self._changed.wait_for(
+                lambda: self._waiting or self._finished or self._closed or self._error is not None, timeout_s
+            )
+            # In this order: after close() nothing is wanted, and an error after the end is of no concern.
             if self._closed:
                 return None
-            if self._error is not None and not self._ended:
+            if self._error is not None and not self._finished:
                 raise self._error
-            group = [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
-            self._handed.extend(group)
-            return group if group or not self._ended else None
+            samples = [self._waiting.popleft() for _ in range(min(max_samples, len(self._waiting)))]
+            self._handed_out.extend(samples)
+            return samples if samples or not self._finished else None
 
-    def _is_due(self) -> bool:
-        return bool(self._waiting) or self._ended or self._closed or self._error is not None
-
-    def taken(self, n: int) -> None:
-        """The buffer has got the next ``n`` of what ``take`` gave."""
+    def mark_stored(self, n: int) -> None:
+        """The buffer has stored the next ``n`` samples that ``get`` returned."""
         with self._changed:
-            self._settled += [self._handed.popleft() for _ in range(n)]
-        self._bell.ring()
+            self._stored += [self._handed_out.popleft() for _ in range(n)]
+        self._wakeup.set()
+
+    # Called by any thread.
 
     @property
     def closed(self) -> bool:
         return self._closed
 
     def close(self) -> None:
-        """Nobody takes any more: what waits is dropped."""
+        """Drop the waiting samples and wake both threads: ``get`` returns None, the receiver thread ends."""
         with self._changed:
             self._closed = True
             self._waiting.clear()
             self._changed.notify()
-        self._bell.ring()
+        self._wakeup.set()

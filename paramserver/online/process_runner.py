@@ -1,4 +1,4 @@
-"""Starts simulations as processes of this machine, or steps of its SLURM allocation, and sees to it that they end."""
+"""Runs simulations as processes of this machine, or as steps of its SLURM allocation, and ends them with the run."""
 
 from __future__ import annotations
 
@@ -23,115 +23,170 @@ from paramserver.online.process_guard import GRACE_S
 from paramserver.online.spec import IngestSpec
 from paramserver.online.tracker import StartProcess, log_file
 
-_OWN = ("simulation", "attempt")
-# {{name}} stands for {name}; braces around anything else are left as they are.
-_PLACEHOLDER = re.compile(r"\{\{([\w.-]+)\}\}|\{([\w.-]+)\}")
+# The guard kills its group itself; the runner kills a guard that does not.
+_GUARD_GRACE_S = GRACE_S + 1.0
 
 
-class LaunchCommand:
-    """What starts the processes of a simulation, checked before any is started.
+class ProcessRunner:
+    """Owns the processes of all simulations. For one thread: the processes end when that thread ends.
 
-    ``simulations.command`` is split as a shell splits it, then {simulation}, {attempt} and names of parameters are
-    filled in, numbers with all of their digits; no shell runs it.
+    Each process runs under a guard in a session of its own, writes its output to ``simulation-<id>.log``, and finds the
+    run by the variables of ``SimulationEnvironment``. With srun its member is SLURM_PROCID.
 
     Args:
-        plan: with a command or function.
-        folders: where the function's module is looked for.
-        environ: of this process.
-
-    Attributes:
-        by_srun: whether one srun starts all processes of a simulation.
+        spec: with a command or function.
+        logs: folder of the output.
+        folders: where the function's module is searched.
+        environ: of this process; None = its own.
 
     Raises:
-        UnsupportedConfiguration: there is no such function; or the command cannot be split, has an unknown placeholder,
-            or begins with no program.
+        UnsupportedConfiguration: see ``LaunchCommand``.
+
+    Example::
+
+        >>> runner = ProcessRunner(spec, Path("logs"))  # doctest: +SKIP
+        >>> runner.start(StartProcess(0, 0, (0.5,)), "tcp://127.0.0.1:5555")  # doctest: +SKIP
+        >>> runner.poll_exited()  # doctest: +SKIP
+        [(0, 0, 0)]
     """
 
-    def __init__(self, plan: IngestSpec, folders: Sequence[Path], environ: Mapping[str, str]) -> None:
-        self._names = tuple(name for name, _, _ in plan.parameters)
-        launcher = plan.config.launcher
-        self.by_srun = launcher == "srun" or (launcher == "auto" and in_slurm_allocation(environ))
-        search = environ.get("PATH")
-        if plan.config.function is not None:
-            load_object(plan.config.function, "simulations.function", folders)  # refused here and not by each process
-            passed = [word for folder in folders for word in ("--folder", str(folder))]
-            self._words = [sys.executable, "-m", "paramserver.run_simulation", plan.config.function, *passed]
-            self._filled = False
-        else:
-            self._words = self._read(str(plan.config.command), search)
-            self._filled = True
-        if self.by_srun:
-            self._srun = _srun(plan.config.group_size, launcher, search)
+    def __init__(
+        self, spec: IngestSpec, logs: Path, folders: Sequence[Path] = (), environ: Mapping[str, str] | None = None
+    ) -> None:
+        self._environ = process_environ() if environ is None else environ
+        self._command = LaunchCommand(spec, folders, self._environ)
+        self._config = spec.config
+        self._logs = logs
+        self._running: dict[int, _Running] = {}
 
-    def _read(self, command: str, search: str | None) -> list[str]:
-        key = "simulations.command"
-        for name in self._names:
-            if name in _OWN:
-                raise UnsupportedConfiguration(f"simulations.parameters.{name} must have another name than {{{name}}}")
-        try:
-            words = shlex.split(command)
-        except ValueError as error:
-            raise UnsupportedConfiguration(f"{key} ({command}) cannot be split ({error}); close its quotes") from error
-        if not words:
-            raise UnsupportedConfiguration(f"{key} ({command}) must name a program")
-        known = (*_OWN, *self._names)
-        unknown = [
-            found[2] for word in words for found in _PLACEHOLDER.finditer(word) if found[2] not in (None, *known)
-        ]
-        if unknown:
-            raise UnsupportedConfiguration(
-                f"{key} has {{{unknown[0]}}}, but only {', '.join(f'{{{name}}}' for name in known)} are filled in; "
-                f"write {{{{{unknown[0]}}}}} for braces of your own"
-            )
-        if not _PLACEHOLDER.search(words[0]) and shutil.which(words[0], path=search) is None:
-            raise UnsupportedConfiguration(
-                f"{key} begins with {words[0]}, which is no program on the PATH or in the current folder; correct it"
-            )
-        return words
-
-    def words(self, start: StartProcess) -> list[str]:
-        """Of this attempt of a simulation."""
-        values = dict(zip(self._names, map(repr, start.parameters), strict=True))
-        values.update(simulation=str(start.simulation), attempt=str(start.attempt))
-        words = [_filled(word, values) for word in self._words] if self._filled else self._words
-        return [*self._srun, *words] if self.by_srun else words
-
-
-def _filled(word: str, values: Mapping[str, str]) -> str:
-    return _PLACEHOLDER.sub(lambda found: f"{{{found[1]}}}" if found[1] else values[found[2]], word)
-
-
-def _srun(tasks: int, launcher: str, search: str | None) -> list[str]:
-    """A step of its own share of the allocation, all of which ends when one of its processes fails."""
-    if shutil.which("srun", path=search) is None:
-        raise UnsupportedConfiguration(
-            f"simulations.launcher ({launcher}) needs srun, which is not on the PATH; choose local"
+    def start(self, start: StartProcess, address: str) -> None:
+        """Start all processes of a simulation, which connect to the coordinator at ``address``."""
+        arguments = self._command.arguments(start)
+        keys = self._config.keys
+        environment = SimulationEnvironment(
+            address=address,
+            simulation=start.simulation,
+            parameters=start.parameters,
+            attempt=start.attempt,
+            members=self._config.group_size,
+            keys=None if keys is None else str(Path(keys).absolute()),
         )
-    return ["srun", f"--ntasks={tasks}", "--exact", "--kill-on-bad-exit=1", "--input=none"]
+        self._logs.mkdir(parents=True, exist_ok=True)
+        # Registered before the first process starts: if a later one fails to start, kill_all() finds the others.
+        self._running[start.simulation] = running = _Running(start, [])
+        with log_file(self._logs, start.simulation).open("ab", buffering=0) as log:
+            log.write(_headline(start, arguments))
+            if self._command.by_srun:
+                running.guards.append(self._spawn(arguments, environment, log.fileno()))
+                return
+            for member in range(self._config.group_size):
+                running.guards.append(self._spawn(arguments, replace(environment, member=member), log.fileno()))
+
+    def _spawn(self, arguments: Sequence[str], environment: SimulationEnvironment, log: int) -> _Guard:
+        reading, writing = os.pipe()
+        guard = [sys.executable, "-m", "paramserver.online.process_guard", str(os.getpid()), str(writing)]
+        try:
+            process = subprocess.Popen(
+                [*guard, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=producer_environment(self._environ, environment.to_environ()),
+                pass_fds=(writing,),
+                start_new_session=True,
+            )
+        except BaseException:
+            os.close(reading)
+            raise
+        finally:
+            # Only the guard may hold the writing end, or the reading end would not become readable when it ends.
+            os.close(writing)
+        return _Guard(process, reading)
+
+    def kill(self, simulation: int) -> None:
+        """Begin to end the processes of a simulation; ``poll_exited`` reports when they have ended."""
+        if simulation in self._running:
+            self._running[simulation].terminate(time.monotonic())
+
+    def poll_exited(self) -> list[tuple[int, int, int]]:
+        """(simulation, attempt, exit code) of the simulations whose processes have all ended since the last call."""
+        now = time.monotonic()
+        found = []
+        for simulation, running in list(self._running.items()):
+            if (code := running.poll(now)) is not None:
+                del self._running[simulation]
+                found.append((simulation, running.start.attempt, code))
+        return found
+
+    @property
+    def exit_pipes(self) -> list[int]:
+        """File descriptors, one of which becomes readable whenever a process ends."""
+        return [guard.pipe for running in self._running.values() for guard in running.guards if guard.code is None]
+
+    def kill_all(self) -> None:
+        for simulation in self._running:
+            self.kill(simulation)
+
+    @property
+    def running(self) -> list[int]:
+        """Simulations of which at least one process has not ended."""
+        return list(self._running)
 
 
-# The leash ends its group by itself; this is for one that cannot.
-_LEASH_GRACE_S = GRACE_S + 1.0
+def _headline(start: StartProcess, arguments: Sequence[str]) -> bytes:
+    when = time.strftime("%Y-%m-%d %H:%M:%S")
+    return f"--- simulation {start.simulation}, attempt {start.attempt}, {when}: {shlex.join(arguments)}\n".encode()
+
+
+@dataclass
+class _Running:
+    """The processes of one attempt of a simulation."""
+
+    start: StartProcess
+    guards: list[_Guard]
+    kill_at: float | None = None
+    exit_code: int = 0
+
+    def terminate(self, now: float) -> None:
+        if self.kill_at is None:
+            self.kill_at = now + _GUARD_GRACE_S
+            for guard in self.guards:
+                guard.send_signal(signal.SIGTERM)
+
+    def poll(self, now: float) -> int | None:
+        """The exit code once all processes have ended. A group ends with its first failure, whose code is returned."""
+        for guard in self.guards:
+            guard.poll()
+            self.exit_code = self.exit_code or guard.code or 0
+        if all(guard.code is not None for guard in self.guards):
+            return self.exit_code
+        if self.exit_code:
+            self.terminate(now)
+        if self.kill_at is not None and now > self.kill_at:
+            for guard in self.guards:
+                guard.send_signal(signal.SIGKILL)
+        return None
 
 
 @dataclass
 class _Guard:
-    """A process that holds a program. ``pipe`` can be read, and is at its end, when the process is gone."""
+    """A guard process (process_guard.py). ``pipe`` becomes readable, at its end, when the process ends."""
 
     process: subprocess.Popen[bytes]
     pipe: int
     code: int | None = None
 
-    def look(self) -> None:
-        """Learn whether it ended; then nothing of its group may be left."""
+    def poll(self) -> None:
+        """Set ``code`` if the process has ended, and kill what is left of its group."""
+        # WNOWAIT leaves the process a zombie: until it is reaped its pid, which is also that of the group, cannot be
+        # reused, so the signal reaches no other group.
         if self.code is None and os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-            # While nobody has waited for it, its number is its own.
-            self.signal(signal.SIGKILL)
+            self.send_signal(signal.SIGKILL)
             self.code = self.process.wait()
             os.close(self.pipe)
 
-    def signal(self, number: signal.Signals) -> None:
-        """To the leash, which passes SIGTERM on; SIGKILL to all of its group."""
+    def send_signal(self, number: signal.Signals) -> None:
+        """SIGTERM goes to the guard, which passes it on; SIGKILL goes to its whole group."""
         if self.code is not None:
             return
         if number == signal.SIGKILL:
@@ -140,140 +195,95 @@ class _Guard:
             os.kill(self.process.pid, number)
 
 
-@dataclass
-class _Running:
-    """One attempt of a simulation."""
-
-    start: StartProcess
-    leashes: list[_Guard]
-    kill_at: float | None = None
-    failed: int = 0
-
-    def end(self, now: float) -> None:
-        if self.kill_at is None:
-            self.kill_at = now + _LEASH_GRACE_S
-            for leash in self.leashes:
-                leash.signal(signal.SIGTERM)
-
-    def look(self, now: float) -> int | None:
-        """The exit code when all have ended; a group ends with its first failure."""
-        for leash in self.leashes:
-            leash.look()
-            self.failed = self.failed or leash.code or 0
-        if all(leash.code is not None for leash in self.leashes):
-            return self.failed
-        if self.failed:
-            self.end(now)
-        if self.kill_at is not None and now > self.kill_at:
-            for leash in self.leashes:
-                leash.signal(signal.SIGKILL)
-        return None
+_RUN_PLACEHOLDERS = ("simulation", "attempt")
+# {{name}} stands for {name}; braces around anything else are left as they are.
+_PLACEHOLDER = re.compile(r"\{\{([\w.-]+)\}\}|\{([\w.-]+)\}")
 
 
-class ProcessRunner:
-    """Owns the processes of all simulations, until ``close``. For one thread: they end when that thread does.
+class LaunchCommand:
+    """The command that starts the processes of a simulation, checked before any is started.
 
-    Each runs in a process group of its own, with its output in ``simulation-<id>.log``, and knows the run by the
-    variables of ``SimulationEnvironment``; by srun the member is its SLURM_PROCID.
+    ``simulations.command`` is split as by a shell. Then {simulation}, {attempt} and the names of parameters are filled
+    in, numbers with all of their digits. No shell runs it.
 
     Args:
-        plan: with a command or function.
-        logs: folder of their output.
-        folders: where the function's module is looked for.
-        environ: of this process; None = its own.
+        spec: with a command or function.
+        folders: where the function's module is searched.
+        environ: of this process.
+
+    Attributes:
+        by_srun: whether one srun starts all processes of a simulation.
 
     Raises:
-        UnsupportedConfiguration: see ``LaunchCommand``.
+        UnsupportedConfiguration: the function does not exist; or the command cannot be split, has an unknown
+            placeholder, or begins with no program.
+
+    Example::
+
+        >>> from paramserver.config import SimulationsConfig
+        >>> config = SimulationsConfig(
+        ...     fields={"u": [2]}, parameters={"t": [0, 1]}, count=1, command="echo {simulation} --t={t}"
+        ... )
+        >>> command = LaunchCommand(IngestSpec.from_config(config), [], {"PATH": "/usr/bin:/bin"})
+        >>> command.arguments(StartProcess(simulation=3, attempt=0, parameters=(0.5,)))
+        ['echo', '3', '--t=0.5']
     """
 
-    def __init__(
-        self, plan: IngestSpec, logs: Path, folders: Sequence[Path] = (), environ: Mapping[str, str] | None = None
-    ) -> None:
-        self._environ = process_environ() if environ is None else environ
-        self._command = LaunchCommand(plan, folders, self._environ)
-        self._config = plan.config
-        self._logs = logs
-        self._running: dict[int, _Running] = {}
+    def __init__(self, spec: IngestSpec, folders: Sequence[Path], environ: Mapping[str, str]) -> None:
+        self._names = tuple(name for name, _, _ in spec.parameters)
+        launcher = spec.config.launcher
+        self.by_srun = launcher == "srun" or (launcher == "auto" and in_slurm_allocation(environ))
+        search = environ.get("PATH")
+        if spec.config.function is not None:
+            load_object(spec.config.function, "simulations.function", folders)  # fails here, not in each process
+            passed = [word for folder in folders for word in ("--folder", str(folder))]
+            self._words = [sys.executable, "-m", "paramserver.run_simulation", spec.config.function, *passed]
+            self._has_placeholders = False
+        else:
+            self._words = self._parse(str(spec.config.command), search)
+            self._has_placeholders = True
+        if self.by_srun:
+            if shutil.which("srun", path=search) is None:
+                raise UnsupportedConfiguration(
+                    f"simulations.launcher ({launcher}) needs srun, which is not on the PATH; choose local"
+                )
+            # A step with its own share of the allocation, which ends when one of its processes fails.
+            tasks = f"--ntasks={spec.config.group_size}"
+            self._srun = ["srun", tasks, "--exact", "--kill-on-bad-exit=1", "--input=none"]
 
-    def start(self, start: StartProcess, address: str) -> None:
-        """Start all processes of a simulation, which find the desk at ``address``."""
-        words = self._command.words(start)
-        told = self._producer(start, address)
-        self._logs.mkdir(parents=True, exist_ok=True)
-        self._running[start.simulation] = running = _Running(start, [])
-        with log_file(self._logs, start.simulation).open("ab", buffering=0) as log:
-            log.write(_headline(start, words))
-            if self._command.by_srun:
-                running.leashes.append(self._hold(words, told, log.fileno()))
-                return
-            for member in range(self._config.group_size):
-                running.leashes.append(self._hold(words, replace(told, member=member), log.fileno()))
-
-    def _producer(self, start: StartProcess, address: str) -> SimulationEnvironment:
-        keys = self._config.keys
-        return SimulationEnvironment(
-            address=address,
-            simulation=start.simulation,
-            parameters=start.parameters,
-            attempt=start.attempt,
-            members=self._config.group_size,
-            keys=None if keys is None else str(Path(keys).absolute()),
-        )
-
-    def _hold(self, words: Sequence[str], told: SimulationEnvironment, log: int) -> _Guard:
-        reading, writing = os.pipe()
-        holder = [sys.executable, "-m", "paramserver.online.process_guard", str(os.getpid()), str(writing)]
+    def _parse(self, command: str, search: str | None) -> list[str]:
+        key = "simulations.command"
+        for name in self._names:
+            if name in _RUN_PLACEHOLDERS:
+                raise UnsupportedConfiguration(f"simulations.parameters.{name} must have another name than {{{name}}}")
         try:
-            process = subprocess.Popen(
-                [*holder, *words],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=producer_environment(self._environ, told.variables()),
-                pass_fds=(writing,),
-                start_new_session=True,
+            words = shlex.split(command)
+        except ValueError as error:
+            raise UnsupportedConfiguration(f"{key} ({command}) cannot be split ({error}); close its quotes") from error
+        if not words:
+            raise UnsupportedConfiguration(f"{key} ({command}) must name a program")
+        known = (*_RUN_PLACEHOLDERS, *self._names)
+        unknown = [
+            found[2] for word in words for found in _PLACEHOLDER.finditer(word) if found[2] not in (None, *known)
+        ]
+        if unknown:
+            raise UnsupportedConfiguration(
+                f"{key} has {{{unknown[0]}}}, but only {', '.join(f'{{{name}}}' for name in known)} are filled in; "
+                f"write {{{{{unknown[0]}}}}} for literal braces"
             )
-        except BaseException:
-            os.close(reading)
-            raise
-        finally:
-            os.close(writing)
-        return _Guard(process, reading)
+        if not _PLACEHOLDER.search(words[0]) and shutil.which(words[0], path=search) is None:
+            raise UnsupportedConfiguration(
+                f"{key} begins with {words[0]}, which is no program on the PATH or in the current folder; correct it"
+            )
+        return words
 
-    def kill(self, simulation: int) -> None:
-        """Ask it to end, and end it where it does not; ``ended`` tells when it has."""
-        if simulation in self._running:
-            self._running[simulation].end(time.monotonic())
-
-    def ended(self) -> list[tuple[int, int, int]]:
-        """(simulation, attempt, exit code) of those that ended since the last call."""
-        now = time.monotonic()
-        found = []
-        for simulation, running in list(self._running.items()):
-            if (code := running.look(now)) is not None:
-                del self._running[simulation]
-                found.append((simulation, running.start.attempt, code))
-        return found
-
-    @property
-    def pipes(self) -> list[int]:
-        """File descriptors, one of which is ready whenever a process has ended."""
-        return [leash.pipe for running in self._running.values() for leash in running.leashes if leash.code is None]
-
-    def kill_all(self) -> None:
-        for simulation in self._running:
-            self.kill(simulation)
-
-    @property
-    def numbers(self) -> list[int]:
-        """Simulations of which some process is there."""
-        return list(self._running)
-
-    @property
-    def any_left(self) -> bool:
-        return bool(self._running)
+    def arguments(self, start: StartProcess) -> list[str]:
+        """The program and its arguments for one attempt of a simulation."""
+        values = dict(zip(self._names, map(repr, start.parameters), strict=True))
+        values.update(simulation=str(start.simulation), attempt=str(start.attempt))
+        words = [_fill_in(word, values) for word in self._words] if self._has_placeholders else self._words
+        return [*self._srun, *words] if self.by_srun else words
 
 
-def _headline(start: StartProcess, words: Sequence[str]) -> bytes:
-    when = time.strftime("%Y-%m-%d %H:%M:%S")
-    return f"--- simulation {start.simulation}, attempt {start.attempt}, {when}: {shlex.join(words)}\n".encode()
+def _fill_in(word: str, values: Mapping[str, str]) -> str:
+    return _PLACEHOLDER.sub(lambda found: f"{{{found[1]}}}" if found[1] else values[found[2]], word)

@@ -1,29 +1,31 @@
-"""What clients, trainers and the desk of a run say to each other: frames of bytes, never pickles.
+"""The wire protocol between clients, trainers and the coordinator of an online run: frames of bytes, never pickles.
 
-A message is a list of frames. The first is a ``Header``; what follows depends on its kind::
+This file holds the message kinds, the header, and the encoding of everything that follows it. It knows no sockets.
 
-    client -> desk       HELLO   parameters (float64)            a simulation is about to be opened
-                         BYE     -                               all was taken; ``step`` = samples of this member
-                         PING    -                               is the run alive?
-                         LAST    -                               no more simulations will come from outside
-    desk -> client       WELCOME JSON, see ``JoinReply``           where to send
-                         PONG    JSON                            the run's state
-                         REFUSED a sentence                      this client or message was not taken, and why
-                         OVER    a sentence                      the run wants no more samples
-    client -> trainer    OPEN    parameters (float64)            samples of this simulation follow
-                         SAMPLE  descriptor, one frame a field   one step of one member; see ``describe_error``
-                         TOUCH   -                               the client lives and waits for room
-    trainer -> client    TAKEN   -                               ``step`` = samples of this member dealt with so far
-                         REFUSED a sentence
-                         OVER    a sentence
-    trainer -> desk      JOIN    token, JSON, see ``TrainerJoined``     a trainer is ready to receive
-                         REPORT  JSON, see ``SimulationReport``            what it has taken so far, every second
-                         OVER    -                               it leaves: the run wants no more samples
-    desk -> trainer      READY   -                               it was told
-                         FINISH  -                               the last simulation has ended: drain
-                         OVER    a sentence                      simulations failed for good
+A message is a list of frames. The first is a ``Header``; the kind determines what follows::
 
-Numbers are in network order in the header and little-endian in arrays.
+    client -> coordinator    HELLO      parameters (float64)        registers one member of a simulation
+                             BYE        -                           everything is acknowledged; ``step`` = samples sent
+                             PING       -                           asks for the state of the run
+                             FINISH     -                           no more simulations come from outside
+    coordinator -> client    WELCOME    JSON, ``TrainerDirectory``  where to send the samples
+                             PONG       JSON                        the state of the run
+                             REFUSED    text                        the message or client is rejected, and why
+                             OVER       text                        the run needs no more samples
+    client -> trainer        OPEN       parameters (float64)        samples of this simulation follow
+                             SAMPLE     descriptor, then arrays     one step of one member, see ``pack_descriptor``
+                             HEARTBEAT  -                           the client is alive and waits for an ACK
+    trainer -> client        ACK        -                           ``step`` = samples of this member processed so far
+                             REFUSED    text
+                             OVER       text
+    trainer -> coordinator   JOIN       token, JSON                 ready to receive, see ``TrainerJoined``
+                             REPORT     JSON                        progress once a second, see ``SimulationReport``
+                             OVER       -                           the trainer leaves: the run needs no more samples
+    coordinator -> trainer   READY      -                           acknowledges JOIN or REPORT
+                             DRAIN      -                           the last simulation ended: empty the queue, then end
+                             OVER       text                        the simulations failed for good
+
+The header is in network byte order, arrays are little-endian.
 """
 
 from __future__ import annotations
@@ -39,58 +41,68 @@ import numpy as np
 import numpy.typing as npt
 
 VERSION = 1
-"""Of this protocol: clients and runs of another version refuse each other by name."""
+"""Version of this protocol. A client and a run with different versions refuse each other with a clear message."""
 
-ENOUGH = "the run wants no more samples"
-"""What OVER says where the run ends well."""
+NO_MORE_SAMPLES = "the run wants no more samples"
+"""The text of OVER when the run ends normally."""
 
 Frames = Sequence[bytes]
 
 _MAGIC = b"ps"
 _HEADER = struct.Struct("!2sBBqqHHI")
-# Of kind, dtype and order as numpy writes them, which are all that a message may hold.
 DTYPES = frozenset({"|b1", "|i1", "|u1"} | {f"<{kind}{size}" for kind in "iu" for size in (2, 4, 8)}) | frozenset(
     {"<f2", "<f4", "<f8"}
 )
-_MOST_DIMENSIONS = 16
+"""The dtypes that a message may hold: kind, size and byte order as numpy writes them."""
+_MAX_DIMENSIONS = 16
 
 
 class MessageKind(IntEnum):
+    """What a message asks or reports; the table in the module's docstring lists who sends which kind to whom."""
+
     HELLO = 1
     BYE = 2
     PING = 3
-    LAST = 4
+    FINISH = 4
     WELCOME = 17
     PONG = 18
     REFUSED = 19
     OVER = 20
     OPEN = 33
     SAMPLE = 34
-    TOUCH = 35
-    TAKEN = 49
+    HEARTBEAT = 35
+    ACK = 49
     JOIN = 65
     READY = 66
     REPORT = 67
-    FINISH = 68
+    DRAIN = 68
 
 
 _KINDS = {int(kind): kind for kind in MessageKind}
 
 
-class MalformedMessage(ValueError):  # noqa: N818 - a state of a message, said in one sentence
-    """These frames are no message of this protocol."""
+class MalformedMessage(ValueError):  # noqa: N818 - describes a message, not a failure of this process
+    """The frames are no message of this protocol."""
 
 
 class Header(NamedTuple):
-    """The first frame. A tuple, because one is made for each sample that is sent or received.
+    """The first frame of a message. A tuple, because one is created for each sample that is sent or received.
 
     Attributes:
-        kind: what is said.
-        simulation: which simulation it is about; a trainer's index in JOIN and REPORT; 0 where it is about none.
-        step: of a sample, from 0; a count in TAKEN and BYE.
-        member: which process of the simulation's group.
-        members: how many there are in the group, at least 1.
-        attempt: how often this simulation was started before.
+        kind: the kind of the message.
+        simulation: number of the simulation; the trainer's index in JOIN, REPORT and a trainer's OVER; else 0.
+        step: number of a sample, from 0; a count of samples in ACK and BYE.
+        member: index of the process in the simulation's group.
+        members: processes in the group, at least 1.
+        attempt: how many times this simulation was started before.
+
+    Example::
+
+        >>> header = Header(MessageKind.SAMPLE, simulation=3, step=7)
+        >>> Header.unpack(header.pack()) == header
+        True
+        >>> header.reply(MessageKind.ACK, step=8)
+        Header(kind=<MessageKind.ACK: 49>, simulation=3, step=8, member=0, members=1, attempt=0)
     """
 
     kind: MessageKind
@@ -107,11 +119,11 @@ class Header(NamedTuple):
 
     @classmethod
     def unpack(cls, frame: bytes) -> Header:
-        """Read it.
+        """Decode the first frame of a message.
 
         Raises:
-            Malformed: another length, protocol or version, an unknown kind, a negative number, a member outside its
-                group.
+            MalformedMessage: another length, protocol or version, an unknown kind, a negative number, or a member
+                outside its group.
         """
         if len(frame) != _HEADER.size:
             raise MalformedMessage(f"a header must have {_HEADER.size} bytes, this one has {len(frame)}")
@@ -131,38 +143,48 @@ class Header(NamedTuple):
             raise MalformedMessage(f"member ({member}) must be below the size of its group ({members})")
         return cls(kind, simulation, step, member, members, attempt)
 
-    def answer(self, kind: MessageKind, step: int = 0) -> Header:
-        """The header of an answer about the same simulation."""
+    def reply(self, kind: MessageKind, step: int = 0) -> Header:
+        """The header of a reply about the same member of the same simulation."""
         return Header(kind, self.simulation, step, self.member, self.members, self.attempt)
 
 
-# Fields of samples.
+# The fields of a sample.
 
 
 @dataclass(frozen=True)
 class ArrayDescriptor:
-    """One field as a message describes it. ``dtype`` is one of ``DTYPES``."""
+    """Name, dtype (one of ``DTYPES``) and shape of one field of a sample."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
 
     @property
-    def bytes(self) -> int:
-        """How long its frame is."""
+    def num_bytes(self) -> int:
+        """Length of the array's frame."""
+        # dtype=object: a shape from the network must not overflow an int64.
         return int(np.prod(self.shape, dtype=object)) * int(self.dtype[2:])
 
 
-def describe(fields: Mapping[str, npt.NDArray[Any]]) -> bytes:
-    """The descriptor of these arrays, whose frames follow in this order: JSON, ``[[name, dtype, shape], ...]``."""
+def pack_descriptor(fields: Mapping[str, npt.NDArray[Any]]) -> bytes:
+    """Describe the arrays whose frames follow in this order: JSON, ``[[name, dtype, shape], ...]``.
+
+    Raises:
+        MalformedMessage: no message can hold an array of this dtype (objects, text, complex numbers, dates).
+
+    Example::
+
+        >>> pack_descriptor({"temperature": np.zeros((2, 3), np.float32)})
+        b'[["temperature", "<f4", [2, 3]]]'
+    """
     return json.dumps([[name, wire_dtype(array), array.shape] for name, array in fields.items()]).encode()
 
 
 def wire_dtype(array: npt.NDArray[Any]) -> str:
-    """The dtype in which an array travels, whatever its order of bytes is here.
+    """The dtype of an array on the wire, whatever its byte order in memory.
 
     Raises:
-        Malformed: no message can hold it (objects, text, complex numbers, dates).
+        MalformedMessage: see ``pack_descriptor``.
     """
     name: str = array.dtype.newbyteorder("<").str
     if name not in DTYPES:
@@ -170,89 +192,79 @@ def wire_dtype(array: npt.NDArray[Any]) -> str:
     return name
 
 
-def raw(array: npt.NDArray[Any]) -> memoryview:
-    """The bytes of an array in C order, little-endian; a view where they lie so already."""
-    plain = np.ascontiguousarray(array, dtype=wire_dtype(array))
-    return plain.reshape(-1).view(np.uint8).data
-
-
-def read_descriptor(frame: bytes) -> tuple[ArrayDescriptor, ...]:
-    """The fields that ``describe_error`` wrote.
+def unpack_descriptor(frame: bytes) -> tuple[ArrayDescriptor, ...]:
+    """Decode what ``pack_descriptor`` encodes.
 
     Raises:
-        Malformed: anything else.
+        MalformedMessage: the frame holds anything else.
     """
-    rows = _json(frame, "a descriptor")
+    rows = _decode_json(frame, "a descriptor")
     if not isinstance(rows, list) or not rows:
         raise MalformedMessage("a descriptor must be a list with at least one field")
-    fields = tuple(_shaped(row) for row in rows)
+    fields = tuple(_array_descriptor(row) for row in rows)
     if len({field.name for field in fields}) < len(fields):
         raise MalformedMessage("a descriptor must name each field once")
     return fields
 
 
-def _shaped(row: Any) -> ArrayDescriptor:
+def _array_descriptor(row: Any) -> ArrayDescriptor:
     match row:
         case [str(name), str(dtype), list(shape)] if (
             name
             and dtype in DTYPES
-            and len(shape) <= _MOST_DIMENSIONS
+            and len(shape) <= _MAX_DIMENSIONS
             and all(type(size) is int and 0 <= size < 2**40 for size in shape)
         ):
             return ArrayDescriptor(name, dtype, tuple(shape))
     raise MalformedMessage("a field must be described by its name, a dtype and the sizes of its dimensions")
 
 
-def array_of(field: ArrayDescriptor, frame: bytes | memoryview) -> npt.NDArray[Any]:
-    """The array in a frame, read-only and without a copy.
-
-    Raises:
-        Malformed: the frame is longer or shorter than the field.
-    """
-    if len(frame) != field.bytes:
-        raise MalformedMessage(f"{field.name} must have {field.bytes} bytes for its shape, it has {len(frame)}")
-    return np.frombuffer(frame, dtype=field.dtype).reshape(field.shape)
-
-
-# Parameters of simulations.
+# Parameters of a simulation.
 
 
 def pack_parameters(parameters: Any) -> bytes:
-    """A vector of numbers as float64."""
+    """Encode a vector of numbers as float64."""
     return np.asarray(parameters, dtype="<f8").reshape(-1).tobytes()
 
 
-def read_parameters(frame: bytes) -> npt.NDArray[np.float64]:
-    """The vector, read-only.
+def unpack_parameters(frame: bytes) -> npt.NDArray[np.float64]:
+    """Decode the vector; the array is read-only.
 
     Raises:
-        Malformed: no whole number of float64.
+        MalformedMessage: the length is no multiple of 8 bytes.
     """
     if len(frame) % 8:
         raise MalformedMessage(f"parameters must be float64, {len(frame)} bytes are none")
     return np.frombuffer(frame, dtype="<f8")
 
 
-# What travels as JSON.
+# Bodies in JSON.
 
 
 @dataclass(frozen=True)
 class TrainerDirectory:
-    """The desk's answer to HELLO.
+    """The body of WELCOME: where a client sends its samples, and what they must be.
 
     Attributes:
-        trainers: the addresses where their samples go, in the order of trainer_index: ``tcp://host:port``.
-        only: the one trainer that gets all samples of this simulation; None: step ``s`` of simulation ``i`` goes to
-            trainer ``(i + s) % len(trainers)``.
-        window: samples of this member that may be on their way to one trainer.
-        timeout_s: how long a client waits for any sign of life.
+        trainers: address of each trainer, ``tcp://host:port``, by trainer_index.
+        single_trainer: index of the trainer that receives all samples of this simulation; None = step ``s`` of
+            simulation ``i`` is sent to trainer ``(i + s) % len(trainers)``.
+        window: maximum of samples in flight from this member to one trainer.
+        timeout_s: silence after which a client gives up.
         steps: samples of the simulation, if known.
-        fields: ``[[name, dtype, shape], ...]`` of a whole sample, as ``describe`` writes them; of a group each member
-            sends a part along the first dimension.
-    """
+        fields: the fields of a whole sample. Each member of a group sends its part along the first dimension.
+
+    Example::
+
+        >>> directory = TrainerDirectory(("tcp://a:1", "tcp://b:2"), None, window=64, timeout_s=60.0, steps=100, fields=())
+        >>> [directory.trainer_for(simulation=3, step=step) for step in range(4)]
+        [1, 0, 1, 0]
+        >>> TrainerDirectory.unpack(directory.pack()) == directory
+        True
+    """  # noqa: E501
 
     trainers: tuple[str, ...]
-    only: int | None
+    single_trainer: int | None
     window: int
     timeout_s: float
     steps: int | None
@@ -263,26 +275,29 @@ class TrainerDirectory:
 
     @classmethod
     def unpack(cls, frame: bytes) -> TrainerDirectory:
-        """Read it; Malformed where it is none."""
-        body = read_json(frame)
+        """Decode it. Raises ``MalformedMessage`` if the frame holds anything else."""
+        body = unpack_json(frame)
         try:
             fields = tuple(ArrayDescriptor(name, dtype, tuple(shape)) for name, dtype, shape in body["fields"])
-            return cls(tuple(body["trainers"]), body["only"], body["window"], body["timeout_s"], body["steps"], fields)
+            addresses, timeout_s = tuple(body["trainers"]), body["timeout_s"]
+            return cls(addresses, body["single_trainer"], body["window"], timeout_s, body["steps"], fields)
         except (KeyError, TypeError, ValueError) as error:
             raise MalformedMessage(f"this is no welcome ({error})") from error
 
-    def trainer_of(self, simulation: int, step: int) -> int:
-        return self.only if self.only is not None else (simulation + step) % len(self.trainers)
+    def trainer_for(self, simulation: int, step: int) -> int:
+        """Index of the trainer that receives this sample. The same step goes to the same trainer in every attempt."""
+        return self.single_trainer if self.single_trainer is not None else (simulation + step) % len(self.trainers)
 
 
 @dataclass(frozen=True)
 class TrainerJoined:
-    """What a trainer tells when it joins.
+    """The body of JOIN.
 
     Attributes:
-        address: where its samples go: ``tcp://host:port``.
-        received: simulation -> samples that its buffer has got, also before it was resumed.
-        inherited: simulation -> samples that trainers of an earlier run, of another number, had got; the same in all.
+        address: where this trainer receives samples: ``tcp://host:port``.
+        received: simulation -> samples in this trainer's buffer so far, including those before a resume.
+        inherited: simulation -> samples received by the trainers of an earlier run with another number of trainers;
+            the same on all trainers.
     """
 
     address: str
@@ -294,8 +309,8 @@ class TrainerJoined:
 
     @classmethod
     def unpack(cls, frame: bytes) -> TrainerJoined:
-        """Read it; Malformed where it is none."""
-        body = read_json(frame)
+        """Decode it. Raises ``MalformedMessage`` if the frame holds anything else."""
+        body = unpack_json(frame)
         try:
             counts = ({int(key): int(n) for key, n in body[name].items()} for name in ("received", "inherited"))
             return cls(str(body["address"]), *counts)
@@ -305,54 +320,54 @@ class TrainerJoined:
 
 @dataclass(frozen=True)
 class SimulationReport:
-    """What a trainer tells each second.
+    """The body of REPORT.
 
     Attributes:
-        received: simulation -> samples that its buffer has got, also before it was resumed; those that are not named
-            are as they were.
-        heard: (simulation, member) of all from which anything came since the last report.
-        figures: totals so far, for people and summaries: received, duplicated, refused and the like.
-        waiting: simulations of which samples have arrived that the buffer has not got yet.
+        received: simulation -> samples in this trainer's buffer so far; simulations without a change are left out.
+        active: (simulation, member) of all that sent a message since the last report.
+        counters: totals for logs and summaries: received, duplicated, refused and others.
+        pending: simulations of which samples have arrived that are not in the buffer yet.
     """
 
     received: Mapping[int, int]
-    heard: Sequence[tuple[int, int]] = ()
-    figures: Mapping[str, Any] = field(default_factory=dict)
-    waiting: Sequence[int] = ()
+    active: Sequence[tuple[int, int]] = ()
+    counters: Mapping[str, Any] = field(default_factory=dict)
+    pending: Sequence[int] = ()
 
     def pack(self) -> bytes:
         return pack_json(asdict(self))
 
     @classmethod
     def unpack(cls, frame: bytes) -> SimulationReport:
-        """Read it; Malformed where it is none."""
-        body = read_json(frame)
+        """Decode it. Raises ``MalformedMessage`` if the frame holds anything else."""
+        body = unpack_json(frame)
         try:
             received = {int(key): int(n) for key, n in body["received"].items()}
-            heard = tuple((int(simulation), int(member)) for simulation, member in body["heard"])
-            return cls(received, heard, dict(body["figures"]), tuple(int(number) for number in body["waiting"]))
+            active = tuple((int(simulation), int(member)) for simulation, member in body["active"])
+            return cls(received, active, dict(body["counters"]), tuple(int(number) for number in body["pending"]))
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise MalformedMessage(f"this is no report of a trainer ({error})") from error
 
 
 def pack_json(body: Mapping[str, Any]) -> bytes:
+    """Encode a JSON object."""
     return json.dumps(body).encode()
 
 
-def read_json(frame: bytes) -> dict[str, Any]:
-    """A JSON object.
+def unpack_json(frame: bytes) -> dict[str, Any]:
+    """Decode a JSON object.
 
     Raises:
-        Malformed: anything else.
+        MalformedMessage: the frame holds anything else.
     """
-    body = _json(frame, "the body")
+    body = _decode_json(frame, "the body")
     if not isinstance(body, dict):
         raise MalformedMessage("the body must be a JSON object")
     return body
 
 
-def _json(frame: bytes, what: str) -> Any:
+def _decode_json(frame: bytes, what: str) -> Any:
     try:
         return json.loads(frame)
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # RecursionError: a frame of ten thousand brackets
         raise MalformedMessage(f"{what} must be JSON") from error

@@ -1,4 +1,4 @@
-"""Which samples a trainer has received: what is known, and the order in which its buffer got them."""
+"""Which samples a trainer has received: the set of them, and the order in which its buffer stored them."""
 
 from __future__ import annotations
 
@@ -17,51 +17,63 @@ Key: TypeAlias = tuple[int, int]
 """Simulation and step."""
 
 Keys: TypeAlias = npt.NDArray[np.int64]
-"""A row for each key."""
+"""One row per key."""
 
 _BITS = 6
 
 
 class ReceivedLog:
-    """A log of the samples that were handed to the feeder, and the set of those that were seen.
+    """The log of the samples that were handed to the feeder, and the set of all samples that were received.
 
-    Position n of the log is the n-th put into the buffer. Before the log lies what was inherited: samples that trainers
-    of an earlier run, of another number, had got; it is the same in all trainers. What was seen is all of this and
-    what has been accepted since and not been handed over yet.
+    Entry n of the log is the n-th sample that is put into the buffer. The inherited keys are samples that the trainers
+    of an earlier run, of another number, received; they are the same on all trainers. The set holds the inherited keys,
+    the log, and the samples that were accepted since and are not in the log yet.
 
-    ``has`` and ``see`` belong to the thread that receives, ``extend`` to the feeder; each costs O(1) per sample.
-    ``state`` and the counts are for any thread. What replaces the content is for before these threads start.
+    Threads: ``contains`` and ``mark_received`` belong to the receiver thread, ``extend`` to the feeder; each takes O(1)
+    per sample. ``state_dict`` and the counts are safe to call from any thread. ``load_state_dict``, ``truncate`` and
+    ``reshard`` replace the content and must be called before these threads start.
+
+    Example::
+
+        >>> log = ReceivedLog()
+        >>> log.mark_received(3, 0)
+        >>> log.contains(3, 0), log.contains(3, 1)
+        (True, False)
+        >>> log.extend([(3, 0)])
+        >>> log.counts()
+        {3: 1}
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._replace(_no_keys(), _no_keys(), 0)
 
-    def _replace(self, inherited: Keys, log: Keys, held: int) -> None:
+    def _replace(self, inherited: Keys, log: Keys, num_held: int) -> None:
         self._inherited = inherited
         self._log = array("q", log.tobytes())
-        self._held = held
-        # {simulation: {step // 64: a bit for each of these steps}}: a number for 64 steps, wherever they lie.
-        self._seen: dict[int, dict[int, int]] = {}
+        self._num_held = num_held
+        # {simulation: {step // 64: 64 bits, one per step}}. A bit set of fixed blocks stays small also when the steps
+        # of a simulation arrive with gaps, as they do when several trainers share them.
+        self._received: dict[int, dict[int, int]] = {}
         for simulation, step in (*inherited.tolist(), *log.tolist()):
-            self.see(simulation, step)
+            self.mark_received(simulation, step)
 
-    # The thread that receives.
+    # Called by the receiver thread. No lock: no other thread touches the set.
 
-    def has(self, simulation: int, step: int) -> bool:
-        """Whether this sample was seen."""
-        blocks = self._seen.get(simulation)
+    def contains(self, simulation: int, step: int) -> bool:
+        """Whether this sample was received."""
+        blocks = self._received.get(simulation)
         return blocks is not None and bool(blocks.get(step >> _BITS, 0) >> (step & 63) & 1)
 
-    def see(self, simulation: int, step: int) -> None:
-        """Know this sample from now on; it need not have been handed over."""
-        blocks = self._seen.setdefault(simulation, {})
+    def mark_received(self, simulation: int, step: int) -> None:
+        """Add this sample to the set, before it is handed to the feeder."""
+        blocks = self._received.setdefault(simulation, {})
         blocks[step >> _BITS] = blocks.get(step >> _BITS, 0) | 1 << (step & 63)
 
-    # The feeder.
+    # Called by the feeder.
 
     def extend(self, keys: Iterable[Key]) -> None:
-        """Append what is handed over next to the log."""
+        """Append samples to the log, before they are put into the buffer."""
         flat = [number for key in keys for number in key]
         with self._lock:
             self._log.extend(flat)
@@ -69,42 +81,42 @@ class ReceivedLog:
     def __len__(self) -> int:
         return len(self._log) // 2
 
-    # Anybody.
+    # Called by any thread.
 
-    def log(self, position: int | None = None) -> Keys:
-        """The keys of the first ``position`` samples of the log; None = of all. A copy."""
+    def keys(self, position: int | None = None) -> Keys:
+        """A copy of the first ``position`` keys of the log; None = all."""
         with self._lock:
             flat = self._log[: len(self._log) if position is None else 2 * position]
         return np.frombuffer(flat, np.int64).reshape(-1, 2)
 
     def counts(self, position: int | None = None) -> dict[int, int]:
-        """{simulation: samples} of the log, without those that were inherited."""
-        return _counted(self.log(position)[self._held :])
+        """{simulation: samples} of the log, without those at its head that were inherited."""
+        return _counted(self.keys(position)[self._num_held :])
 
-    def inherited(self) -> dict[int, int]:
-        """{simulation: samples} of what trainers of an earlier run had got."""
+    def inherited_counts(self) -> dict[int, int]:
+        """{simulation: samples} that the trainers of an earlier run received."""
         return _counted(self._inherited)
 
-    def inherited_for(self, index: int, trainers: int) -> int:
-        """How many samples were inherited that trainer ``index`` of ``trainers`` would be sent, dealt in turn."""
-        return int(np.count_nonzero(self._inherited.sum(axis=1) % trainers == index))
+    def num_inherited_for(self, trainer_index: int, num_trainers: int) -> int:
+        """How many of the inherited samples would be sent to this trainer, dealt round robin."""
+        return int(np.count_nonzero(self._inherited.sum(axis=1) % num_trainers == trainer_index))
 
     @property
-    def held(self) -> int:
-        """How many positions at the head of the log are inherited samples that this trainer's buffer began with."""
-        return self._held
+    def num_held(self) -> int:
+        """Number of entries at the head of the log that are inherited samples in this trainer's buffer."""
+        return self._num_held
 
     # Checkpoints.
 
-    def state(self, position: int | None = None) -> dict[str, Any]:
-        """What ``restore`` and ``take_over`` take: plain arrays, of the log as far as ``position``."""
-        return {"inherited": self._inherited.copy(), "log": self.log(position), "held": self._held}
+    def state_dict(self, position: int | None = None) -> dict[str, Any]:
+        """The state as plain arrays, with the first ``position`` entries of the log; None = all."""
+        return {"inherited": self._inherited.copy(), "log": self.keys(position), "held": self._num_held}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._replace(*_read(state), int(state["held"]))
 
     def truncate(self, position: int) -> None:
-        """Forget what was handed over after ``position`` samples, and what was seen and not handed over.
+        """Drop the log entries after ``position``, and the samples that were received and are not in the log.
 
         Raises:
             CheckpointError: the log is shorter.
@@ -114,15 +126,15 @@ class ReceivedLog:
                 f"the source's position ({position}) must be at most the {len(self)} samples that it noted; the "
                 "checkpoint is of another source: resume with the one that it was written with"
             )
-        self._replace(self._inherited, self.log(position), min(self._held, position))
+        self._replace(self._inherited, self.keys(position), min(self._num_held, position))
 
-    def take_over(self, states: Sequence[Mapping[str, Any]], positions: Sequence[int], held: Sequence[Key]) -> None:
-        """Begin where another number of trainers left.
+    def reshard(self, states: Sequence[Mapping[str, Any]], positions: Sequence[int], held: Sequence[Key]) -> None:
+        """Continue from the checkpoint of a run with another number of trainers.
 
         Args:
-            states: of all of them.
-            positions: how many samples each had put into its buffer.
-            held: the keys that this trainer's buffer begins with.
+            states: ``state_dict`` of each of its trainers.
+            positions: samples that each of them had put into its buffer.
+            held: the keys of the samples that this trainer's buffer starts with.
         """
         known = [_no_keys()]
         for state, position in zip(states, positions, strict=True):

@@ -1,6 +1,7 @@
-"""The sockets of a trainer's reception, and what its thread does with them until it is told to stop.
+"""The receiver of a trainer: the thread that receives samples from clients, and the feeder's interface to it.
 
-The thread of a trainer that receives samples, and the feeder's door to it.
+``SampleReceiver`` owns the thread. ``_ReceiverLoop`` is what runs in it: it receives messages, validates them, puts
+accepted samples into the handoff queue, acknowledges what the buffer has stored, and reports to the coordinator.
 """
 
 from __future__ import annotations
@@ -8,101 +9,194 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
 from paramserver.errors import SourceError, UnsupportedConfiguration
 from paramserver.online.handoff import HandoffQueue, WakeupFd
-from paramserver.online.protocol import ENOUGH, Header, MalformedMessage, MessageKind, TrainerJoined
+from paramserver.online.protocol import NO_MORE_SAMPLES, Header, MalformedMessage, MessageKind, TrainerJoined
 from paramserver.online.received_log import ReceivedLog
 from paramserver.online.receiver_stats import FieldStatistics, ReceiveStats
-from paramserver.online.security import peer_security, server_security
+from paramserver.online.security import ServerSecurity, secure_trainer_socket
 from paramserver.online.spec import ReceiverSpec
-from paramserver.online.validator import ClientSession, MessageRefused, MessageValidator, Outcome, SampleAccepted
-from paramserver.online.zmq_import import host_of, listening_host, zmq
+from paramserver.online.validator import ClientSession, MessageRefused, MessageValidator, SampleAccepted
+from paramserver.online.zmq_import import peer_host, resolve_listen_address, zmq
 
-# Messages that are read before anything else gets its turn.
-_AT_ONCE = 64
-_REPORT_EVERY_S = 1.0
-_REPORT_AGAIN_S = 0.05
+GROUP = 64
+"""Maximum of samples that ``SampleReceiver.get`` returns at once."""
+
+# Messages that are received before the other steps of the loop get their turn.
+_MAX_MESSAGES_AT_ONCE = 64
+_REPORT_INTERVAL_S = 1.0
+_EARLY_REPORT_S = 0.05
 _LINGER_MS = 500
-# A frame of a wrong size is refused with a sentence; beyond twice the plan's and this it costs the connection.
+# A frame of a wrong size is refused with a text. One that is larger than twice the spec's largest field and this costs
+# the client its connection: ZeroMQ drops it before it is in memory.
 _SPARE_BYTES = 2**20
 
 
-class _ReceiverLoop:
-    """Receives samples, judges them and answers, and keeps the desk informed. For one thread, from ``with`` to its end.
+class SampleReceiver:
+    """Receives the samples of one trainer in a thread of its own, ``receiver-<trainer_index>``.
+
+    Call ``start``, then ``get`` and ``mark_stored`` from one thread, the feeder's, which may block in between: clients
+    may have ``simulations.window`` samples in flight each, and are sent an ACK for what was marked as stored. Call
+    ``close`` at the end.
 
     Args:
-        post: where.
-        identities: which samples are there already.
-        pending: where what is accepted goes.
-        bell: rung when something else than a socket wants attention.
-        tally: counts it.
-        moments: of the fields.
+        spec: where to receive, and what.
+        received_log: what was received before. The thread adds what it accepts to its set; the caller extends its log.
+
+    Example::
+
+        >>> receiver = SampleReceiver(spec, ReceivedLog())  # doctest: +SKIP
+        >>> receiver.start()  # doctest: +SKIP
+        >>> while (samples := receiver.get()) is not None:  # doctest: +SKIP
+        ...     buffer.put_many([sample.sample for sample in samples])
+        ...     receiver.mark_stored(len(samples))
+        >>> receiver.close()  # doctest: +SKIP
+    """
+
+    def __init__(self, spec: ReceiverSpec, received_log: ReceivedLog) -> None:
+        self._wakeup = WakeupFd()
+        self._queue = HandoffQueue(self._wakeup)
+        self._stats = ReceiveStats(received_log.counts(), spec.ingest.sample_bytes, spec.trainer_index)
+        self._field_statistics = FieldStatistics([field.name for field in spec.ingest.fields])
+        self._loop = _ReceiverLoop(spec, received_log, self._queue, self._wakeup, self._stats, self._field_statistics)
+        self._thread = threading.Thread(target=self._run, name=f"receiver-{spec.trainer_index}", daemon=True)
+
+    def start(self) -> None:
+        """Bind the socket and join the coordinator, in the thread."""
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            # ZeroMQ sockets belong to the thread that opens them, so they are opened here and not in __init__.
+            with self._loop:
+                self._loop.run()
+        except BaseException as error:  # noqa: BLE001 - raised by get(), in the owner's thread
+            self._queue.fail(error)
+
+    def get(self, timeout_s: float | None = None) -> list[SampleAccepted] | None:
+        """Return the next accepted samples, up to ``GROUP``, in order of arrival.
+
+        Returns:
+            An empty list if none arrive within ``timeout_s`` seconds. None at the end: the coordinator reports that the
+            last simulation has ended and all samples are returned, or this receiver is closed.
+
+        Raises:
+            SourceError: the coordinator refused this trainer, or is silent.
+            UnsupportedConfiguration: the address is not of this machine, or pyzmq is missing.
+        """
+        return self._queue.get(GROUP, timeout_s)
+
+    def mark_stored(self, n: int) -> None:
+        """The buffer has stored the next ``n`` samples that ``get`` returned; their clients are sent an ACK."""
+        self._queue.mark_stored(n)
+
+    def counters(self) -> dict[str, Any]:
+        """``ReceiveStats.counters``, with ``partial`` (samples of which parts are missing) and ``clients``."""
+        return {
+            **self._stats.counters(),
+            "partial": len(self._loop.validator.assembly),
+            "clients": self._loop.num_clients,
+        }
+
+    def field_statistics(self) -> dict[str, dict[str, float]]:
+        """Mean and deviation of each field since the last call, see ``FieldStatistics.read_and_reset``."""
+        return self._field_statistics.read_and_reset()
+
+    def stop(self) -> None:
+        """Begin to close without waiting; wakes ``get``. The thread sends OVER to all clients and the coordinator."""
+        self._queue.close()
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Stop, and wait for the thread to end. Calling it again has no effect.
+
+        Raises:
+            SourceError: the thread has not ended in time.
+        """
+        self.stop()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                raise SourceError(f"{self._thread.name} must end within {timeout_s:g} s of its close, and has not")
+        self._wakeup.close()
+
+
+class _ReceiverLoop:
+    """The loop of the receiver thread, which alone uses it, from ``with`` to its end.
+
+    Args:
+        spec: where to receive, and what.
+        received_log: the set of samples that were received.
+        queue: accepted samples are put into it.
+        wakeup: wakes the loop when something else than a socket needs attention.
+        stats: counters to update.
+        field_statistics: moments of the fields to update.
 
     Attributes:
-        clients: how many were heard within ``timeout_s``, when that was looked at last.
+        num_clients: clients that sent a message within ``timeout_s``, as of the last report. Read by other threads.
     """
 
     def __init__(
         self,
-        post: ReceiverSpec,
-        identities: ReceivedLog,
-        pending: HandoffQueue,
-        bell: WakeupFd,
-        tally: ReceiveStats,
-        moments: FieldStatistics,
+        spec: ReceiverSpec,
+        received_log: ReceivedLog,
+        queue: HandoffQueue,
+        wakeup: WakeupFd,
+        stats: ReceiveStats,
+        field_statistics: FieldStatistics,
     ) -> None:
-        self.post = post
-        self.identities = identities
-        self.pending = pending
-        self.bell = bell
-        self.tally = tally
-        self.moments = moments
-        self.inspector = MessageValidator(post.plan, identities)
-        self.interval_s = min(_REPORT_EVERY_S, post.timeout_s / 4)
-        self.clients = 0
-        self._ready = self._finishing = self._over = False
-        self._unanswered = 0
-        self._report_due = self._reported = self._counted = 0.0
-        self._told: dict[ClientSession, None] = {}
+        self.spec = spec
+        self.received_log = received_log
+        self.queue = queue
+        self.wakeup = wakeup
+        self.stats = stats
+        self.field_statistics = field_statistics
+        self.validator = MessageValidator(spec.ingest, received_log)
+        self.report_interval_s = min(_REPORT_INTERVAL_S, spec.timeout_s / 4)
+        self.num_clients = 0
+        self._ready = self._draining = self._over = False
+        self._reports_unanswered = 0
+        self._report_at = self._reported_at = self._checked_at = 0.0
+        # A dict as an ordered set: one ACK per client and iteration, however many of its samples were processed.
+        self._to_ack: dict[ClientSession, None] = {}
 
-    # The sockets.
+    # Sockets.
 
     def __enter__(self) -> _ReceiverLoop:
         with ExitStack() as opening:
             context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
             opening.callback(context.term)
-            security = opening.enter_context(server_security(context, self.post.keys))
+            security = opening.enter_context(ServerSecurity(context, self.spec.keys))
             self._clients = opening.enter_context(self._socket(context, zmq.ROUTER))
             security.protect(self._clients)
             self._bind()
-            self._desk = opening.enter_context(self._socket(context, zmq.DEALER))
-            # Under its own name it is known again where its connection broke; nobody else can guess it.
-            self._desk.routing_id = b"trainer" + secrets.token_bytes(16)
-            peer_security(self._desk, self.post.keys)
-            self._desk.connect(self.post.desk)
+            self._coordinator = opening.enter_context(self._socket(context, zmq.DEALER))
+            # With its own routing id the trainer is recognized after a reconnect. It is random, so that no client can
+            # take it over.
+            self._coordinator.routing_id = b"trainer" + secrets.token_bytes(16)
+            secure_trainer_socket(self._coordinator, self.spec.keys)
+            self._coordinator.connect(self.spec.coordinator_address)
             self._opened = opening.pop_all()
         return self
 
     def _socket(self, context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
         opened = context.socket(kind)
         opened.linger = _LINGER_MS
-        opened.ipv6 = ":" in self.post.host
+        opened.ipv6 = ":" in self.spec.host
         return opened
 
     def _bind(self) -> None:
-        largest = max((field.bytes for field in self.post.plan.shaped), default=0)
-        self._clients.maxmsgsize = 2 * largest + _SPARE_BYTES
-        # A client that connects anew under its own name is the same client.
+        largest_bytes = max((descriptor.num_bytes for descriptor in self.spec.ingest.descriptors), default=0)
+        self._clients.maxmsgsize = 2 * largest_bytes + _SPARE_BYTES
+        # A client that reconnects with its routing id replaces its old connection.
         self._clients.router_handover = True
         try:
-            self._clients.bind(f"tcp://{listening_host(self.post.host)}:*")
+            self._clients.bind(f"tcp://{resolve_listen_address(self.spec.host)}:*")
         except zmq.ZMQError as error:
             raise UnsupportedConfiguration(
-                f"trainer {self.post.trainer_index} cannot listen on {self.post.host} ({error}); correct "
+                f"trainer {self.spec.trainer_index} cannot listen on {self.spec.host} ({error}); correct "
                 "simulations.address"
             ) from error
 
@@ -115,257 +209,190 @@ class _ReceiverLoop:
 
     # The loop.
 
-    def serve(self) -> None:
-        """Until ``pending`` is closed.
+    def run(self) -> None:
+        """Run until the queue is closed.
 
         Raises:
-            SourceError: the desk refused this trainer, or it is silent.
+            SourceError: the coordinator refused this trainer, or is silent.
         """
         poller = zmq.Poller()
-        for one in (self._clients, self._desk, self.bell.fileno()):
+        for one in (self._clients, self._coordinator, self.wakeup.fileno()):
             poller.register(one, zmq.POLLIN)
         self._join()
-        while not self.pending.closed:
-            due = dict(poller.poll(max(0, int(1000 * (self._report_due - time.monotonic())) + 1)))
-            if self.bell.fileno() in due:
-                self.bell.hear()
-            self._settle()
-            if self._desk in due:
-                self._hear_desk()
-            emptied = self._receive() if self._clients in due else True
-            self._tell()
+        while not self.queue.closed:
+            due = dict(poller.poll(max(0, int(1000 * (self._report_at - time.monotonic())) + 1)))
+            # The order of the steps matters:
+            # 1. Clear the wakeup before the queue is read: what is stored in between sets it again and is not missed.
+            if self.wakeup.fileno() in due:
+                self.wakeup.clear()
+            # 2. Count stored samples before new messages are validated: they free places in the clients' windows.
+            self._process_stored()
+            # 3. The coordinator before the clients, which may keep the loop busy: its DRAIN and READY come through.
+            if self._coordinator in due:
+                self._receive_from_coordinator()
+            # 4. A bounded number of messages; poll() returns at once if there are more.
+            no_message_left = self._receive_from_clients() if self._clients in due else True
+            # 5. One ACK per client for all of the above, and the report last, so that it includes this iteration.
+            self._send_acks()
             self._report()
-            if self._finishing and emptied and not self._over and self.pending.is_empty():
+            # The end: DRAIN was received, no message waits in the socket, and the buffer has stored every sample.
+            if self._draining and no_message_left and not self._over and self.queue.is_empty():
                 self._over = True
-                self._report_due = 0.0  # the figures of the end, for the summary
-                self.pending.end()
-        self._say_over()
-        if self._desk.poll(0, zmq.POLLOUT):
-            self._desk.send_multipart([self._to_desk(MessageKind.OVER)])
+                self._report_at = 0.0  # the final counters, for the summary
+                self.queue.finish()
+        self._send_over()
+        # send() on a DEALER without a connection blocks, so ask first.
+        if self._coordinator.poll(0, zmq.POLLOUT):
+            self._coordinator.send_multipart([self._header(MessageKind.OVER)])
 
-    # The desk.
+    # The coordinator.
 
     def _join(self) -> None:
-        joined = TrainerJoined(self.address, dict(self.tally.counts), self.identities.inherited())
-        self._desk.send_multipart([self._to_desk(MessageKind.JOIN), self.post.token, joined.pack()])
-        self._report_due = time.monotonic() + self.interval_s
+        joined = TrainerJoined(self.address, dict(self.stats.stored), self.received_log.inherited_counts())
+        self._coordinator.send_multipart([self._header(MessageKind.JOIN), self.spec.token, joined.pack()])
+        self._report_at = time.monotonic() + self.report_interval_s
 
-    def _to_desk(self, kind: MessageKind) -> bytes:
-        return Header(kind, simulation=self.post.trainer_index).pack()
+    def _header(self, kind: MessageKind) -> bytes:
+        return Header(kind, simulation=self.spec.trainer_index).pack()
 
-    def _hear_desk(self) -> None:
-        while (frames := self._next(self._desk)) is not None:
-            self._unanswered = 0
+    def _receive_from_coordinator(self) -> None:
+        while (frames := _receive(self._coordinator)) is not None:
+            self._reports_unanswered = 0
             try:
                 kind = Header.unpack(frames[0]).kind
             except MalformedMessage as error:
-                raise _stopped(f"trainer {self.post.trainer_index} cannot understand the desk: {error}") from error
+                raise _source_error(
+                    f"trainer {self.spec.trainer_index} cannot understand the coordinator: {error}"
+                ) from error
             if kind is MessageKind.READY and not self._ready:
                 self._ready = True
-                self._report_due = time.monotonic()
-            self._finishing = self._finishing or kind is MessageKind.FINISH
-            why = bytes(frames[-1]).decode(errors="replace")
+                self._report_at = time.monotonic()
+            self._draining = self._draining or kind is MessageKind.DRAIN
+            reason = bytes(frames[-1]).decode(errors="replace")
             if kind is MessageKind.OVER:
-                raise _stopped(f"no more samples come: {why}")
+                raise _source_error(f"no more samples come: {reason}")
             if kind is MessageKind.REFUSED:
-                raise _stopped(f"trainer {self.post.trainer_index} was refused by the desk of rank 0: {why}")
+                raise _source_error(
+                    f"trainer {self.spec.trainer_index} was refused by the coordinator on rank 0: {reason}"
+                )
 
     def _report(self) -> None:
         now = time.monotonic()
-        if now < self._report_due:
+        if now < self._report_at:
             return
-        # With nobody at the other end a send would wait; the silence is noticed below.
-        if self._ready and self._desk.poll(0, zmq.POLLOUT):
-            report = self.tally.report(self.pending.simulations())
-            self._desk.send_multipart([self._to_desk(MessageKind.REPORT), report.pack()])
-        self._reported, self._report_due = now, now + self.interval_s
-        if now - self._counted >= self.interval_s:
-            self._counted = now
-            self._count_clients(now)
-            self._check_desk()
+        # Without a connection a send would block; the check below notices the silence.
+        if self._ready and self._coordinator.poll(0, zmq.POLLOUT):
+            report = self.stats.make_report(self.queue.pending_simulations())
+            self._coordinator.send_multipart([self._header(MessageKind.REPORT), report.pack()])
+        self._reported_at, self._report_at = now, now + self.report_interval_s
+        # Early reports do not count as unanswered, so the check keeps its own interval.
+        if now - self._checked_at >= self.report_interval_s:
+            self._checked_at = now
+            sessions = self.validator.sessions()
+            self.num_clients = sum(now - session.last_seen_s <= self.spec.timeout_s for session in sessions)
+            self._check_coordinator()
 
-    def _check_desk(self) -> None:
-        # In reports without an answer, not in seconds: who was stopped for a while has not waited for any.
-        self._unanswered += 1
-        if self._unanswered * self.interval_s > self.post.timeout_s and not self._over:
-            raise _stopped(
-                f"trainer {self.post.trainer_index} has heard nothing of the desk at {self.post.desk} for "
-                f"{self.post.timeout_s:g} s; rank 0 is gone or cannot be reached"
+    def _check_coordinator(self) -> None:
+        # Counted in unanswered reports and not in seconds: a process that was suspended has waited for no answer.
+        self._reports_unanswered += 1
+        if self._reports_unanswered * self.report_interval_s > self.spec.timeout_s and not self._over:
+            raise _source_error(
+                f"trainer {self.spec.trainer_index} received nothing from the coordinator at "
+                f"{self.spec.coordinator_address} for {self.spec.timeout_s:g} s; rank 0 is gone or cannot be reached"
             )
 
-    def _count_clients(self, now: float) -> None:
-        self.clients = sum(now - visitor.heard <= self.post.timeout_s for visitor in self.inspector.visitors())
+    # The clients.
 
-    # Clients.
-
-    def _receive(self) -> bool:
-        """Read what is there; whether that was all."""
+    def _receive_from_clients(self) -> bool:
+        """Receive and validate a bounded number of messages; returns whether no message is left."""
         accepted: list[SampleAccepted] = []
         now = time.monotonic()
-        emptied = False
-        for _ in range(_AT_ONCE):
-            message = self._next(self._clients)
+        no_message_left = False
+        for _ in range(_MAX_MESSAGES_AT_ONCE):
+            message = _receive(self._clients)
             if message is None:
-                emptied = True
+                no_message_left = True
                 break
-            peer, *frames = message
+            peer, frames = bytes(message[0]), message[1:]
             if self._over:
-                self._refuse_late(bytes(peer), frames[0])
+                self._refuse_late(peer, frames[0])
             else:
-                self._judge(bytes(peer), frames, accepted, now)
+                self._validate(peer, frames, accepted, now)
         if accepted:
-            self.moments.see([one.sample for one in accepted])
-            self.pending.put(accepted)
-        return emptied
+            self.field_statistics.add([sample.sample for sample in accepted])
+            self.queue.put(accepted)
+        return no_message_left
 
     def _refuse_late(self, peer: bytes, frame: Any) -> None:
         try:
             header = Header.unpack(frame)
         except MalformedMessage:
-            return
-        self._send(peer, header.answer(MessageKind.OVER), ENOUGH)
+            return  # no client of this protocol: there is no reply that it understands
+        self._send(peer, header.reply(MessageKind.OVER), NO_MORE_SAMPLES)
 
-    def _judge(self, peer: bytes, frames: Sequence[Any], accepted: list[SampleAccepted], now: float) -> None:
-        verdict: Outcome = self.inspector.judge(peer, frames)
-        self.tally.note(verdict, host_of(frames) if isinstance(verdict, MessageRefused) else "")
-        visitor = verdict.visitor
-        if visitor is not None:
-            visitor.heard = now
-        if isinstance(verdict, SampleAccepted):
-            accepted.append(verdict)
-        elif isinstance(verdict, MessageRefused):
-            header = Header(MessageKind.REFUSED) if visitor is None else visitor.header.answer(MessageKind.REFUSED)
-            self._send(peer, header, verdict.sentence)
-        for told in verdict.told:
-            self._told[told] = None
+    def _validate(self, peer: bytes, frames: list[Any], accepted: list[SampleAccepted], now: float) -> None:
+        outcome = self.validator.validate(peer, frames)
+        self.stats.record(outcome, peer_host(frames) if isinstance(outcome, MessageRefused) else "")
+        session = outcome.session
+        if session is not None:
+            session.last_seen_s = now
+        if isinstance(outcome, SampleAccepted):
+            accepted.append(outcome)
+        elif isinstance(outcome, MessageRefused):
+            header = Header(MessageKind.REFUSED) if session is None else session.header.reply(MessageKind.REFUSED)
+            self._send(peer, header, outcome.text)
+        for session in outcome.to_ack:
+            self._to_ack[session] = None
 
-    def _settle(self) -> None:
-        """Count what the buffer has got."""
-        settled = self.pending.settled()
-        for accepted in settled:
-            for giver in accepted.givers:
-                giver.dealt += 1
-                self._told[giver] = None
-        changed = self.tally.settle(settled)
-        due = any(self.tally.counts[simulation] == self._steps_of(simulation) for simulation in changed)
-        # The desk waits for nothing that it could know: of a simulation that is complete, or of the last for now.
-        if due or (self._told and self.pending.is_empty()):
-            self._report_due = min(self._report_due, self._reported + _REPORT_AGAIN_S)
+    def _process_stored(self) -> None:
+        """Count the samples that the buffer has stored since the last iteration."""
+        stored = self.queue.pop_stored()
+        for accepted in stored:
+            for session in accepted.contributors:
+                session.processed += 1
+                self._to_ack[session] = None
+        spec = self.spec
+        # A simulation whose last sample is stored is reported early: the coordinator may start the next one.
+        early = any(
+            self.stats.stored[simulation] == spec.ingest.steps_for(simulation, spec.trainer_index, spec.num_trainers)
+            for simulation in self.stats.record_stored(stored)
+        )
+        # So is the last sample for now: the coordinator learns that nothing of a simulation is pending any more.
+        if early or (self._to_ack and self.queue.is_empty()):
+            self._report_at = min(self._report_at, self._reported_at + _EARLY_REPORT_S)
 
-    def _steps_of(self, simulation: int) -> int | None:
-        return self.post.plan.steps_for(simulation, self.post.trainer_index, self.post.trainers)
+    def _send_acks(self) -> None:
+        for session in self._to_ack:
+            # A client that opened the simulation anew counts from 0; the counts of its old session mean nothing to it.
+            if self.validator.is_current(session):
+                self._send(session.peer, session.header.reply(MessageKind.ACK, session.processed))
+        self._to_ack.clear()
 
-    def _tell(self) -> None:
-        """Answer each client once, with all that was dealt with."""
-        for visitor in self._told:
-            if self.inspector.is_current(visitor):
-                self._send(visitor.peer, visitor.header.answer(MessageKind.TAKEN, visitor.dealt))
-        self._told.clear()
+    def _send_over(self) -> None:
+        for session in self.validator.sessions():
+            self._send(session.peer, session.header.reply(MessageKind.OVER), NO_MORE_SAMPLES)
 
-    def _say_over(self) -> None:
-        for visitor in self.inspector.visitors():
-            self._send(visitor.peer, visitor.header.answer(MessageKind.OVER), ENOUGH)
-
-    def _send(self, peer: bytes, header: Header, *sentence: str) -> None:
-        """What cannot be delivered is dropped: a router never waits."""
-        self._clients.send_multipart([peer, header.pack(), *(text.encode(errors="replace") for text in sentence)])
-
-    def _next(self, readable: Any) -> list[Any] | None:
-        """The frames of a message, which lie where they were received; None where there is none."""
-        try:
-            frame = readable.recv(zmq.NOBLOCK, copy=False)
-        except zmq.Again:
-            return None
-        frames = [frame]
-        while frame.more:
-            frame = readable.recv(copy=False)
-            frames.append(frame)
-        return frames
+    def _send(self, peer: bytes, header: Header, *text: str) -> None:
+        # A ROUTER never blocks: it drops what it cannot deliver. A client that gets no ACK gives up by its timeout.
+        self._clients.send_multipart([peer, header.pack(), *(line.encode(errors="replace") for line in text)])
 
 
-def _stopped(sentence: str) -> SourceError:
-    """No more samples can come; where that was noticed says nothing more."""
-    error = SourceError(sentence)
-    error.says_all = True
+def _receive(socket: zmq.Socket[bytes]) -> list[Any] | None:
+    """The frames of one message without a copy; None if there is none."""
+    try:
+        frame = socket.recv(zmq.NOBLOCK, copy=False)
+    except zmq.Again:
+        return None
+    # A message is atomic: once its first frame is readable the others are too. Not recv_multipart, which is slower.
+    frames = [frame]
+    while frame.more:
+        frame = socket.recv(copy=False)
+        frames.append(frame)
+    return frames
+
+
+def _source_error(text: str) -> SourceError:
+    """An error that is reported without a traceback: where it was noticed is of no interest."""
+    error = SourceError(text)
+    error.self_explanatory = True
     return error
-
-
-GROUP = 64
-"""Samples that are handed over at once, at most."""
-
-
-class SampleReceiver:
-    """Owns the thread ``reception-<trainer>``, from ``start`` to ``close``, and all that it uses.
-
-    ``take`` and ``taken`` are for one thread, the feeder's; it may take its time. Whoever sends may have
-    ``simulations.window`` samples on their way, and learns of room by what was ``taken``.
-
-    Args:
-        post: where to receive, and what.
-        identities: what was received before. The thread marks in it what it accepts; the log is the caller's.
-    """
-
-    def __init__(self, post: ReceiverSpec, identities: ReceivedLog) -> None:
-        self._bell = WakeupFd()
-        self._pending = HandoffQueue(self._bell)
-        self._tally = ReceiveStats(identities.counts(), post.plan.sample_bytes, post.trainer_index)
-        self._moments = FieldStatistics([field.name for field in post.plan.fields])
-        self._ear = _ReceiverLoop(post, identities, self._pending, self._bell, self._tally, self._moments)
-        self._thread = threading.Thread(target=self._run, name=f"reception-{post.trainer_index}", daemon=True)
-
-    def start(self) -> None:
-        """Listen, and tell the desk."""
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            with self._ear:
-                self._ear.serve()
-        except BaseException as error:  # noqa: BLE001 - kept, and raised to who takes
-            self._pending.fail(error)
-
-    def take(self, timeout: float | None = None) -> list[SampleAccepted] | None:
-        """What was accepted and not given yet, up to ``GROUP`` of it, in the order in which it came.
-
-        Returns:
-            Nothing where none came within ``timeout`` seconds. None at the end: the desk said that the last simulation
-            has ended and all was taken, or this is closed.
-
-        Raises:
-            SourceError: the desk refused this trainer, or has been silent.
-            UnsupportedConfiguration: the address is not this machine's, or pyzmq is missing.
-        """
-        return self._pending.take(GROUP, timeout)
-
-    def taken(self, n: int) -> None:
-        """The buffer has got the next ``n`` of what ``take`` gave."""
-        self._pending.taken(n)
-
-    def figures(self) -> dict[str, Any]:
-        """``ReceiveStats.figures``, with ``partial`` (samples of which parts are missing) and ``clients``."""
-        return {
-            **self._tally.figures(),
-            "partial": len(self._ear.inspector.assembly),
-            "clients": self._ear.clients,
-        }
-
-    def statistics(self) -> dict[str, dict[str, float]]:
-        """Mean and deviation of each field since they were read last, see ``FieldStatistics.read``."""
-        return self._moments.read()
-
-    def leave(self) -> None:
-        """Begin to close: all clients, and the desk, are told that the run is over. Wakes who takes."""
-        self._pending.close()
-
-    def close(self, timeout_s: float = 5.0) -> None:
-        """The same, and wait for the end. Again: no effect.
-
-        Raises:
-            SourceError: the thread has not ended in time.
-        """
-        self.leave()
-        if self._thread.ident is not None:
-            self._thread.join(timeout_s)
-            if self._thread.is_alive():
-                raise SourceError(f"{self._thread.name} must end within {timeout_s:g} s of its close, and has not")
-        self._bell.close()

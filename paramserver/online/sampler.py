@@ -1,4 +1,4 @@
-"""The parameters of each simulation, drawn from its number."""
+"""Samplers of simulation parameters: each maps the number of a simulation to its parameters."""
 
 from __future__ import annotations
 
@@ -15,24 +15,33 @@ from paramserver.importing import describe_user_error, load_object
 Ranges = Sequence[tuple[str, float, float]]
 """(name, low, high) of each parameter."""
 
-# Apart from the streams that trainers draw from with the same seed.
+# Keeps these random numbers apart from those of the trainers, which use the same seed.
 _STREAM = 0x51
 
 
 class Sampler(Protocol):
-    """What ``module:Class`` must offer; it is made with ``(ranges, seed, count)``."""
+    """The interface of a sampler. A user's ``module:Class`` is created with ``(ranges, seed, count)``."""
 
     def draw(self, index: int) -> Sequence[float]:
-        """The parameters of simulation ``index``, one number for each range.
+        """Return the parameters of simulation ``index``, one number for each range.
 
-        Those from ``count`` on take the place of simulations that were given up. It should be a function of its
-        arguments alone: a run that goes on from a checkpoint makes a new sampler.
+        Indices from ``count`` on replace simulations that were given up. The result must depend on the arguments
+        alone, because a run that resumes from a checkpoint creates a new sampler.
         """
         ...
 
 
 class Uniform:
-    """Each parameter by itself, evenly between its bounds: a function of (seed, index)."""
+    """Independent uniform parameters: a function of (seed, index).
+
+    Example::
+
+        >>> sampler = Uniform([("t0", 100.0, 500.0)], seed=1, count=10)
+        >>> sampler.draw(3) == sampler.draw(3)
+        True
+        >>> 100.0 <= sampler.draw(3)[0] < 500.0
+        True
+    """
 
     def __init__(self, ranges: Ranges, seed: int, count: int) -> None:
         self._bounds = _Bounds(ranges)
@@ -44,25 +53,27 @@ class Uniform:
 
 
 class LatinHypercube:
-    """Each of ``count`` slices of each parameter's range is used once (McKay, Beckman, Conover 1979).
+    """Latin hypercube sampling: each of ``count`` slices of each range is used once (McKay, Beckman, Conover 1979).
 
-    A function of (seed, count, index). Those from ``count`` on have no slice left and are drawn as by ``Uniform``.
+    A function of (seed, count, index). Indices from ``count`` on have no slice left and are sampled as by ``Uniform``.
     """
 
     def __init__(self, ranges: Ranges, seed: int, count: int) -> None:
         self._bounds = _Bounds(ranges)
         engine = _qmc("lhs").LatinHypercube(self._bounds.size, seed=np.random.default_rng([_STREAM, seed]))
-        self._design: npt.NDArray[np.float64] = engine.random(count)
+        self._unit_points: npt.NDArray[np.float64] = engine.random(count)
         self._beyond = Uniform(ranges, seed, count)
 
     def draw(self, index: int) -> list[float]:
-        return self._bounds.scale(self._design[index]) if index < len(self._design) else self._beyond.draw(index)
+        return (
+            self._bounds.scale(self._unit_points[index]) if index < len(self._unit_points) else self._beyond.draw(index)
+        )
 
 
 class Halton:
-    """The scrambled sequence of Halton (1960; Owen 2017), which fills the ranges evenly however far it goes.
+    """The scrambled Halton sequence (Halton 1960; Owen 2017), which covers the ranges evenly at any length.
 
-    A function of (seed, index); those from ``count`` on are the next of the sequence.
+    A function of (seed, index); indices from ``count`` on continue the sequence.
     """
 
     def __init__(self, ranges: Ranges, seed: int, count: int) -> None:
@@ -75,11 +86,11 @@ class Halton:
         return self._bounds.scale(engine.fast_forward(index).random(1)[0])
 
 
-class Checked:
-    """A user's sampler, each of whose draws is looked at.
+class CheckedSampler:
+    """A user's sampler, whose results are checked.
 
     Raises:
-        TaskError: from ``draw``, where it raised or gave something else than one finite number for each range.
+        TaskError: from ``draw``, if it raises or returns anything else than one finite number for each range.
     """
 
     def __init__(self, sampler: Any, ranges: Ranges, reference: str) -> None:
@@ -100,35 +111,44 @@ class Checked:
         return list(vector.tolist())
 
 
-_KNOWN: dict[str, Callable[[Ranges, int, int], Sampler]] = {"uniform": Uniform, "lhs": LatinHypercube, "halton": Halton}
+_SAMPLERS: dict[str, Callable[[Ranges, int, int], Sampler]] = {
+    "uniform": Uniform,
+    "lhs": LatinHypercube,
+    "halton": Halton,
+}
 
 
 def make_sampler(name: str, ranges: Ranges, seed: int, count: int, folders: Sequence[Path] = ()) -> Sampler:
-    """The sampler that ``simulations.sampler`` names.
+    """Create the sampler that ``simulations.sampler`` names.
 
     Args:
         name: ``uniform``, ``lhs``, ``halton`` or ``module:Class``.
-        ranges: of the parameters; where there are none, every draw is empty.
+        ranges: of the parameters; without any, every result is empty.
         seed: of the run.
-        count: how many simulations are planned.
-        folders: where a user's class is looked for.
+        count: planned simulations.
+        folders: where a user's class is searched.
 
     Raises:
-        UnsupportedConfiguration: there is none of this name, or scipy is missing.
-        TaskError: a user's class cannot be loaded or made.
+        UnsupportedConfiguration: the name is unknown, or scipy is missing.
+        TaskError: a user's class cannot be loaded or created.
+
+    Example::
+
+        >>> type(make_sampler("uniform", [("t0", 100.0, 500.0)], seed=1, count=10)).__name__
+        'Uniform'
     """
-    if name in _KNOWN:
-        return _KNOWN[name](ranges, seed, count) if ranges else Uniform(ranges, seed, count)
+    if name in _SAMPLERS:
+        return _SAMPLERS[name](ranges, seed, count) if ranges else Uniform(ranges, seed, count)
     if ":" not in name:
         raise UnsupportedConfiguration(
-            f"simulations.sampler ({name}) must be {', '.join(_KNOWN)} or module:Class; choose one"
+            f"simulations.sampler ({name}) must be {', '.join(_SAMPLERS)} or module:Class; choose one"
         )
     user_class = load_object(name, "simulations.sampler", folders)
     try:
         sampler = user_class(list(ranges), seed, count)
     except Exception as error:
         raise TaskError(f"simulations.sampler ({name}) raised {describe_user_error(error)} when it was made") from error
-    return Checked(sampler, ranges, name)
+    return CheckedSampler(sampler, ranges, name)
 
 
 class _Bounds:
@@ -138,7 +158,7 @@ class _Bounds:
         self._high = np.array([high for _, _, high in ranges])
 
     def scale(self, unit: npt.NDArray[np.float64]) -> list[float]:
-        """From [0, 1) to the ranges."""
+        """Map points of the unit cube to the ranges."""
         return list((self._low + unit * (self._high - self._low)).tolist())
 
 

@@ -1,13 +1,13 @@
-"""Keys of a run that others can reach: CURVE (RFC 26), who may send, and who the run is.
+"""Keys of an online run that is reachable from other machines: CURVE encryption (RFC 26) and authorization.
 
-A folder of keys::
+A folder of keys holds::
 
-    server.key              who the run is; every client has it
-    server.key_secret       of the run alone
-    client.key_secret       of a client; takes server.key and its own file along
-    clients/client.key      who may send; of the run
+    server.key              public key of the run; every client needs it
+    server.key_secret       secret key of the run, for the run alone
+    client.key_secret       secret key of a client; copy it to the client together with server.key
+    clients/client.key      public key of a client that may connect, for the run
 
-Messages are encrypted, and whoever has none of the keys in ``clients`` does not get through the handshake.
+Messages are encrypted. The handshake of a client fails if its public key is not in ``clients``.
 """
 
 from __future__ import annotations
@@ -31,77 +31,84 @@ _PUBLIC, _SECRET = ".key", ".key_secret"
 _DOMAIN = "paramserver"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _Z85_LENGTH = 40
-_THREAD = "gatekeeper"
-_MOST_REFUSALS_LOGGED = 100
+_THREAD = "zap-authenticator"
+_MAX_REFUSALS_LOGGED = 100
 
 _logger = logging.getLogger("paramserver.keys")
 
 
-# Making them.
+# Create keys.
 
 
 def make_keys(folder: str | Path, client: str | None = None) -> list[Path]:
-    """Write the keys of a run and of one client, or of a further client.
+    """Create the keys of a run and of one client, or of a further client.
 
     Args:
-        folder: is made where it is not there.
-        client: the name of the client; None = ``client``, and the keys of the run must not be there yet.
+        folder: created if it does not exist.
+        client: the name of the client; None = ``client``, and the keys of the run must not exist yet.
 
     Returns:
-        The files that were written; those with secrets can be read by their owner alone.
+        The files that were written. Files with secrets are readable by their owner alone.
 
     Raises:
-        UnsupportedConfiguration: keys are there already, which are never overwritten; a name that no file may have; a
-            folder that cannot be written.
+        UnsupportedConfiguration: the keys exist already, and keys are never overwritten; the name is not valid in a
+            file name; or the folder cannot be written.
+
+    Example::
+
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     [str(file.relative_to(folder)) for file in make_keys(folder)]
+        ['server.key', 'server.key_secret', 'clients/client.key', 'client.key_secret']
     """
     folder, name = Path(folder), CLIENT if client is None else client
     if not _NAME.fullmatch(name) or name == SERVER:
         raise UnsupportedConfiguration(
             f"--client ({name}) must be letters, digits, _, - and . and not {SERVER}; choose another name"
         )
-    wanted = [_pair(folder, name)]
+    pairs = [_key_pair(folder, name)]
     if client is None or not (folder / f"{SERVER}{_PUBLIC}").exists():
-        wanted.insert(0, _pair(folder, SERVER))
-    taken = [file for pair in wanted for file in pair if file.exists()]
-    if taken:
+        pairs.insert(0, _key_pair(folder, SERVER))
+    existing = [file for pair in pairs for file in pair if file.exists()]
+    if existing:
         raise UnsupportedConfiguration(
-            f"{taken[0]} must not be there yet, keys are never overwritten; name another folder, or add a client with "
-            "--client NAME"
+            f"{existing[0]} must not be there yet, keys are never overwritten; name another folder, or add a client "
+            "with --client NAME"
         )
     try:
-        for public, _ in wanted:
+        for public, _ in pairs:
             public.parent.mkdir(parents=True, exist_ok=True)
-        return [file for public, secret in wanted for file in _write_pair(public, secret)]
+        return [file for public, secret in pairs for file in _write_pair(public, secret)]
     except OSError as error:
         raise UnsupportedConfiguration(f"{folder} cannot be written ({error.strerror}); name another folder") from error
 
 
-def _pair(folder: Path, name: str) -> tuple[Path, Path]:
+def _key_pair(folder: Path, name: str) -> tuple[Path, Path]:
     """The files of a public and a secret key."""
-    home = folder if name == SERVER else folder / _CLIENTS
-    return home / f"{name}{_PUBLIC}", folder / f"{name}{_SECRET}"
+    public_folder = folder if name == SERVER else folder / _CLIENTS
+    return public_folder / f"{name}{_PUBLIC}", folder / f"{name}{_SECRET}"
 
 
 def _write_pair(public: Path, secret: Path) -> tuple[Path, Path]:
     public_key, secret_key = (key.decode() for key in zmq.curve_keypair())
-    told = f'    public-key = "{public_key}"\n'
-    # The secret first: a public key that nobody has the secret of would only stand in the way.
-    _write(secret, 0o600, f'# Keep this file to yourself.\ncurve\n{told}    secret-key = "{secret_key}"\n')
-    _write(public, 0o644, f"curve\n{told}")
+    public_line = f'    public-key = "{public_key}"\n'
+    # The secret first: if writing stops in between, no public key without a secret blocks the next try.
+    _write(secret, 0o600, f'# Keep this file to yourself.\ncurve\n{public_line}    secret-key = "{secret_key}"\n')
+    _write(public, 0o644, f"curve\n{public_line}")
     return public, secret
 
 
 def _write(file: Path, mode: int, text: str) -> None:
-    """A new file that has its mode from its first moment on."""
+    # The mode is set when the file is created: a chmod afterwards would leave the secret readable for a moment.
     with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="ascii") as opened:
         opened.write(text)
 
 
-# Reading them.
+# Read keys.
 
 
 def _read(file: Path, *, secret: bool) -> tuple[bytes, bytes]:
-    """Public and secret key; the second is empty where it is not asked for."""
+    """Public and secret key; the second is empty unless ``secret``."""
     from zmq.auth.certs import load_certificate
 
     try:
@@ -119,11 +126,11 @@ def _read(file: Path, *, secret: bool) -> tuple[bytes, bytes]:
     return keys
 
 
-def client_file(keys: str | Path) -> Path:
-    """The secret key that a client uses: the one that is named, ``client.key_secret`` of a folder, or its only one.
+def find_client_key(keys: str | Path) -> Path:
+    """The secret key that a client uses: the named file, or ``client.key_secret`` of a folder, or its only one.
 
     Raises:
-        UnsupportedConfiguration: there is none, or it is not clear which.
+        UnsupportedConfiguration: there is none, or more than one.
     """
     keys = Path(keys)
     if keys.is_file():
@@ -140,47 +147,53 @@ def client_file(keys: str | Path) -> Path:
     )
 
 
-# Using them.
+# Use keys.
 
 
-def client_security(socket: zmq.Socket[Any], keys: str | Path | None) -> None:
-    """Make a socket that is going to connect prove who it is, and demand it of the run; nothing where ``keys`` is None.
+def secure_client_socket(socket: zmq.Socket[Any], keys: str | Path | None) -> None:
+    """Encrypt a client's socket and authenticate both sides. Call it before the socket connects.
 
     Args:
         socket: not connected yet.
-        keys: folder of the keys, or a client's secret key, which has server.key beside it.
+        keys: folder of the keys, or a client's secret key file, with server.key in the same folder; None = no effect.
 
     Raises:
-        UnsupportedConfiguration: the keys are not there or are none.
+        UnsupportedConfiguration: the keys do not exist or cannot be read.
     """
     if keys is not None:
-        own = client_file(keys)
-        _prove(socket, own, own.parent)
+        secret = find_client_key(keys)
+        _set_keys(socket, secret, secret.parent)
 
 
-def peer_security(socket: zmq.Socket[Any], keys: str | Path | None) -> None:
-    """The same for a process of the run itself, which has the run's own secret."""
+def secure_trainer_socket(socket: zmq.Socket[Any], keys: str | Path | None) -> None:
+    """The same for a process of the run itself, which has the run's own secret key."""
     if keys is not None:
-        _prove(socket, Path(keys) / f"{SERVER}{_SECRET}", Path(keys))
+        _set_keys(socket, Path(keys) / f"{SERVER}{_SECRET}", Path(keys))
 
 
-def _prove(socket: zmq.Socket[Any], own: Path, folder: Path) -> None:
-    socket.curve_publickey, socket.curve_secretkey = _read(own, secret=True)
+def _set_keys(socket: zmq.Socket[Any], secret: Path, folder: Path) -> None:
+    socket.curve_publickey, socket.curve_secretkey = _read(secret, secret=True)
     socket.curve_serverkey, _ = _read(folder / f"{SERVER}{_PUBLIC}", secret=False)
 
 
 class ServerSecurity:
-    """Lets those in who have a key. Owns the thread ``gatekeeper``; ``close`` before the context is terminated.
+    """Authorizes clients by their keys. Owns the thread ``zap-authenticator``; close it before the context.
 
-    Who may come is read anew at each handshake: a client that is added may come at once, and one whose file is removed
-    no more, but for connections that it has.
+    The folder of public keys is read at each handshake. A client that is added may connect at once; one whose file is
+    removed keeps the connections that it has and gets no new one.
 
     Args:
-        context: of the sockets that are protected; it must have no other.
-        keys: folder of the keys; None = everybody may come.
+        context: of the sockets to protect; it must have no other ``ServerSecurity``.
+        keys: folder of the keys; None = every client may connect, without encryption.
 
     Raises:
-        UnsupportedConfiguration: the keys are not there or are none.
+        UnsupportedConfiguration: the keys do not exist or cannot be read.
+
+    Example::
+
+        >>> with zmq.Context() as context, ServerSecurity(context, keys=None) as security:
+        ...     with context.socket(zmq.ROUTER) as router:
+        ...         security.protect(router)  # before bind()
     """
 
     def __init__(self, context: zmq.Context[Any], keys: str | Path | None) -> None:
@@ -202,18 +215,18 @@ class ServerSecurity:
         return authenticator
 
     def protect(self, socket: zmq.Socket[Any]) -> None:
-        """Make a socket that is going to be bound ask who comes."""
+        """Require encryption and a known key on a socket. Call it before the socket is bound."""
         if self._authenticator is not None:
             socket.curve_server = True
             socket.curve_publickey, socket.curve_secretkey = self._public, self._secret
             socket.zap_domain = _DOMAIN.encode()
-            # Else libzmq takes everybody where the thread that would be asked is gone.
+            # Without this option libzmq accepts every client while no authenticator thread runs.
             socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Whether this public key may come; called by pyzmq in its thread."""
+        """Whether this public key may connect; pyzmq calls it in the authenticator thread."""
         known = key == self._public or any(self._holds(file, key) for file in self._clients.glob(f"*{_PUBLIC}"))
-        if not known and key not in self._refused and len(self._refused) < _MOST_REFUSALS_LOGGED:
+        if not known and key not in self._refused and len(self._refused) < _MAX_REFUSALS_LOGGED:
             self._refused.add(key)
             _logger.warning("a client with the unknown key %s was refused", key.decode())
         return known
@@ -226,7 +239,7 @@ class ServerSecurity:
             return False
 
     def close(self) -> None:
-        """End the thread; who comes later is not let in."""
+        """End the thread; later handshakes fail."""
         if self._authenticator is not None:
             self._authenticator.stop()
 
@@ -235,8 +248,3 @@ class ServerSecurity:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-def server_security(context: zmq.Context[Any], keys: str | Path | None) -> ServerSecurity:
-    """Whoever protects the sockets of this context; its owner closes it."""
-    return ServerSecurity(context, keys)

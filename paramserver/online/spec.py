@@ -1,8 +1,7 @@
-"""What the section ``simulations`` asks for, checked whole before anything starts.
+"""Specifications of an online run: what the config section ``simulations`` asks for, checked before anything starts.
 
-What a sample of a simulation must be: its fields, declared beforehand.
-
-What the source of a trainer must know to receive samples.
+``FieldSpec`` describes one array of a sample, ``IngestSpec`` the whole section, and ``ReceiverSpec`` adds what one
+trainer needs to receive samples.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from paramserver.errors import UnsupportedConfiguration
 from paramserver.online.protocol import DTYPES, ArrayDescriptor
 
 RESERVED = ("simulation", "step", "parameters")
-"""What a sample holds beside its fields; no field may be called so."""
+"""What a sample holds in addition to its fields; no field may have one of these names."""
 
 _KEYS = ("shape", "dtype", "finite")
 
@@ -33,7 +32,7 @@ class FieldSpec:
         name: its key in a sample.
         dtype: as numpy writes it, little-endian: ``<f4``.
         shape: of a whole sample.
-        finite: refuse what holds a NaN or an infinity.
+        finite: refuse arrays that hold a NaN or an infinity.
     """
 
     name: str
@@ -42,26 +41,32 @@ class FieldSpec:
     finite: bool = False
 
     @property
-    def shaped(self) -> ArrayDescriptor:
+    def descriptor(self) -> ArrayDescriptor:
         return ArrayDescriptor(self.name, self.dtype, self.shape)
 
 
-def read_fields(declared: Mapping[str, Any]) -> tuple[FieldSpec, ...]:
-    """The fields that ``simulations.fields`` declares.
+def parse_fields(declared: Mapping[str, Any]) -> tuple[FieldSpec, ...]:
+    """Parse ``simulations.fields``.
 
-    ``name: [100, 100]`` is float32 of this shape; ``name: {shape: [100, 100], dtype: float64, finite: true}`` says all.
+    ``name: [100, 100]`` is float32 of this shape. ``name: {shape: [100, 100], dtype: float64, finite: true}`` is the
+    full form.
 
     Raises:
-        UnsupportedConfiguration: none, a name that is taken, a key, shape or dtype that is none.
+        UnsupportedConfiguration: no field, a reserved name, or an unknown key, shape or dtype.
+
+    Example::
+
+        >>> parse_fields({"temperature": [100, 100]})
+        (FieldSpec(name='temperature', dtype='<f4', shape=(100, 100), finite=False),)
     """
     if not declared:
         raise UnsupportedConfiguration(
             "simulations.fields must name what a sample holds; for example {temperature: [100, 100]}"
         )
-    return tuple(_read_field(str(name), value) for name, value in declared.items())
+    return tuple(_parse_field(str(name), value) for name, value in declared.items())
 
 
-def _read_field(name: str, value: Any) -> FieldSpec:
+def _parse_field(name: str, value: Any) -> FieldSpec:
     key = f"simulations.fields.{name}"
     if name in RESERVED:
         raise UnsupportedConfiguration(f"{key} must not be one of {', '.join(RESERVED)}; rename it")
@@ -72,20 +77,23 @@ def _read_field(name: str, value: Any) -> FieldSpec:
     finite = options.get("finite", False)
     if not isinstance(finite, bool):
         raise UnsupportedConfiguration(f"{key}.finite ({finite}) must be true or false")
-    return FieldSpec(name, _dtype(key, options.get("dtype", "float32")), _shape(key, options.get("shape")), finite)
+    return FieldSpec(name, _parse_dtype(key, options.get("dtype", "float32")), _parse_shape(key, options), finite)
 
 
-def _dtype(key: str, word: Any) -> str:
+def _parse_dtype(key: str, value: Any) -> str:
     try:
-        name: str = np.dtype(word).newbyteorder("<").str
+        name: str = np.dtype(value).newbyteorder("<").str
     except TypeError:
         name = ""
     if name not in DTYPES:
-        raise UnsupportedConfiguration(f"{key}.dtype ({word}) must be bool, an integer or a float; for example float32")
+        raise UnsupportedConfiguration(
+            f"{key}.dtype ({value}) must be bool, an integer or a float; for example float32"
+        )
     return name
 
 
-def _shape(key: str, sizes: Any) -> tuple[int, ...]:
+def _parse_shape(key: str, options: Mapping[str, Any]) -> tuple[int, ...]:
+    sizes = options.get("shape")
     if isinstance(sizes, Sequence) and not isinstance(sizes, str) and all(type(n) is int and n > 0 for n in sizes):
         return tuple(sizes)
     raise UnsupportedConfiguration(f"{key}.shape ({sizes}) must be a list of positive whole numbers; [] is one number")
@@ -93,12 +101,20 @@ def _shape(key: str, sizes: Any) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class IngestSpec:
-    """Online training, as the config says it.
+    """The parsed and checked config section ``simulations``. Create it with ``from_config``.
 
     Attributes:
         config: the section.
         fields: of every sample.
-        parameters: (name, low, high) of every simulation, in order.
+        parameters: (name, low, high) of every simulation parameter, in order.
+
+    Example::
+
+        >>> spec = IngestSpec.from_config(SimulationsConfig(fields={"u": [4, 3]}, count=10, steps=5))
+        >>> (spec.sample_bytes, spec.expected_samples)
+        (48, 50)
+        >>> [spec.steps_for(simulation=0, trainer_index=index, num_trainers=2) for index in range(2)]
+        [3, 2]
     """
 
     config: SimulationsConfig
@@ -106,58 +122,56 @@ class IngestSpec:
     parameters: tuple[tuple[str, float, float], ...]
 
     @classmethod
-    def of(cls, config: SimulationsConfig) -> IngestSpec:
-        """Read and check the section.
+    def from_config(cls, config: SimulationsConfig) -> IngestSpec:
+        """Parse and check the section.
 
         Raises:
-            UnsupportedConfiguration: a field or range that is none, or an address that others reach without keys.
+            UnsupportedConfiguration: an invalid field or range, or an address beyond loopback without keys.
         """
-        plan = cls(config, read_fields(config.fields), _ranges(config.parameters))
-        _check_parts(plan)
+        parameters = tuple(_parse_range(str(name), value) for name, value in config.parameters.items())
+        spec = cls(config, parse_fields(config.fields), parameters)
+        _check_groups(spec)
         _check_keys(config)
-        return plan
+        return spec
 
     @property
-    def shaped(self) -> tuple[ArrayDescriptor, ...]:
-        return tuple(field.shaped for field in self.fields)
+    def descriptors(self) -> tuple[ArrayDescriptor, ...]:
+        """Of the fields of a whole sample."""
+        return tuple(field.descriptor for field in self.fields)
 
     @property
     def sample_bytes(self) -> int:
-        """Of all fields of one sample."""
-        return sum(field.bytes for field in self.shaped)
+        """Bytes of all fields of one sample."""
+        return sum(descriptor.num_bytes for descriptor in self.descriptors)
 
     @property
-    def started_here(self) -> bool:
+    def is_managed(self) -> bool:
         """Whether the run starts its simulations itself."""
         return self.config.command is not None or self.config.function is not None
 
     @property
     def expected_samples(self) -> int | None:
-        """Of all trainers together; None where simulations or their steps are not counted beforehand."""
+        """Samples of the run, over all trainers; None = not known before the end."""
         count, steps = self.config.count, self.config.steps
         return None if count is None or steps is None else count * steps
 
-    def expected_for(self, index: int, trainers: int) -> int | None:
-        """What one trainer is going to get; None where that is not known."""
+    def expected_for(self, trainer_index: int, num_trainers: int) -> int | None:
+        """Samples that one trainer receives in the run; None = not known before the end."""
         count, steps = self.config.count, self.config.steps
         if count is None or steps is None or self.config.deal != "round_robin":
             return None
-        return sum(self.steps_for(simulation, index, trainers) or 0 for simulation in range(count))
+        return sum(self.steps_for(simulation, trainer_index, num_trainers) or 0 for simulation in range(count))
 
-    def steps_for(self, simulation: int, index: int, trainers: int) -> int | None:
-        """How many samples of a simulation one trainer is going to get, if any; None where that is not known."""
+    def steps_for(self, simulation: int, trainer_index: int, num_trainers: int) -> int | None:
+        """Samples of one simulation that one trainer receives, if it receives any; None = not known before the end."""
         steps = self.config.steps
         if steps is None or self.config.deal != "round_robin":
             return steps
-        whole, rest = divmod(steps, trainers)
-        return whole + ((index - simulation) % trainers < rest)
+        whole, rest = divmod(steps, num_trainers)
+        return whole + ((trainer_index - simulation) % num_trainers < rest)
 
 
-def _ranges(parameters: Mapping[str, Any]) -> tuple[tuple[str, float, float], ...]:
-    return tuple(_range(str(name), value) for name, value in parameters.items())
-
-
-def _range(name: str, value: Any) -> tuple[str, float, float]:
+def _parse_range(name: str, value: Any) -> tuple[str, float, float]:
     match value:
         case [int() | float() as low, int() | float() as high] if not isinstance(low, bool) and low < high:
             return name, float(low), float(high)
@@ -166,12 +180,12 @@ def _range(name: str, value: Any) -> tuple[str, float, float]:
     )
 
 
-def _check_parts(plan: IngestSpec) -> None:
-    single = [field.name for field in plan.fields if not field.shape]
-    if plan.config.group_size > 1 and single:
+def _check_groups(spec: IngestSpec) -> None:
+    scalars = [field.name for field in spec.fields if not field.shape]
+    if spec.config.group_size > 1 and scalars:
         raise UnsupportedConfiguration(
-            f"simulations.fields.{single[0]}.shape ([]) must have a dimension along which the "
-            f"{plan.config.group_size} processes of a simulation divide it; give it one, for example [1]"
+            f"simulations.fields.{scalars[0]}.shape ([]) must have a dimension along which the "
+            f"{spec.config.group_size} processes of a simulation divide it; give it one, for example [1]"
         )
 
 
@@ -189,27 +203,27 @@ def _check_keys(config: SimulationsConfig) -> None:
 
 @dataclass(frozen=True)
 class ReceiverSpec:
-    """The place of one trainer in an online run.
+    """What one trainer needs to receive samples.
 
     Attributes:
-        desk: address of the desk: ``tcp://host:port``.
-        token: secret of the run, which the desk made.
-        plan: what is sent.
-        trainer_index: which trainer this is.
-        trainers: how many there are.
+        coordinator_address: ``tcp://host:port``.
+        token: secret of the run, created by the coordinator; a trainer shows it in JOIN.
+        ingest: what a sample must be.
+        trainer_index: index of this trainer.
+        num_trainers: trainers of the run.
         host: the address of this machine on which clients reach the trainer.
-        timeout_s: how long the desk may be silent.
+        timeout_s: silence of the coordinator after which the trainer fails.
     """
 
-    desk: str
+    coordinator_address: str
     token: bytes
-    plan: IngestSpec
+    ingest: IngestSpec
     trainer_index: int
-    trainers: int
+    num_trainers: int
     host: str = "127.0.0.1"
     timeout_s: float = 60.0
 
     @property
     def keys(self) -> str | None:
-        """Folder of the run's keys; None = without, on loopback."""
-        return self.plan.config.keys
+        """Folder of the run's keys; None = no encryption, on loopback."""
+        return self.ingest.config.keys

@@ -1,11 +1,8 @@
-"""All simulations of a run: which wait, run, are complete or given up, and what follows from what is told of them.
+"""The state of all simulations of a run: which wait, run, are complete or given up, and what is to be done next.
 
-Pure: events are told with the time at which they came, ``tick`` answers with what is to be done. Two kinds:
-``ManagedSimulations``, which the run starts, and ``ExternalSimulations``, which are started by the user.
-
-One simulation as the desk knows it, and what the desk wants done about it.
-
-Simulations that come by themselves: the run waits for them, and tells who is missing. Pure, see ``study``.
+Pure: no sockets, processes or clocks. The coordinator reports each event with the time at which it occurred, and
+``SimulationTracker.poll`` returns the actions to take. ``ExternalSimulations`` are started by the user;
+``ManagedSimulations`` (tracker_managed.py) are started by the run.
 """
 
 from __future__ import annotations
@@ -23,8 +20,8 @@ from paramserver.online.protocol import Header, SimulationReport, TrainerJoined
 
 
 class SimulationState(str, Enum):
-    WAITING = "waiting"  # to be started, or started again
-    RUNNING = "running"  # its process lives, or somebody outside opened it
+    WAITING = "waiting"  # for its start or restart
+    RUNNING = "running"  # its process runs, or an external client has opened it
     SETTLING = "settling"  # its process ended well; its last samples are still being counted
     COMPLETE = "complete"
     GIVEN_UP = "given_up"
@@ -32,25 +29,25 @@ class SimulationState(str, Enum):
 
 @dataclass
 class Simulation:
-    """What is known of one simulation.
+    """One simulation.
 
     Attributes:
         id: its number.
-        attempt: how often it was started before its present or next start.
-        failures: how often it failed since it was first started.
+        attempt: how many times it was started before its current or next start.
+        failures: how many times it has failed.
         state: see ``SimulationState``.
-        parameters: drawn or told; None before.
-        told: those that its clients say; None before the first does.
-        total: its samples, once they are known.
-        trainer: the one that gets all of its samples, where they are dealt by simulation.
-        alive: whether its process runs; it may go on when all is received.
+        parameters: sampled by the run or sent by its clients; None before.
+        client_parameters: those that its clients sent; None before the first HELLO.
+        total: its number of samples, once known.
+        trainer: index of the trainer that receives all of its samples, with ``deal: simulation``.
+        process_alive: whether its process runs; it may run on when all samples are received.
         since_s: when it entered its state, or its attempt began.
-        heard_s: member -> when it last gave a sign of life in this attempt.
-        byes: member -> the samples that it said it sent.
-        silent: whether its silence was told, and not broken since.
-        killed: why its process was asked to end; None where it was not.
-        failed: how its process ended by itself, where it did not end well.
-        settled_at: of each trainer the report from which on the samples are all counted.
+        last_seen_s: member -> when it last sent a message in this attempt.
+        byes: member -> the number of samples in its BYE.
+        reported_silent: whether its silence was reported and lasts.
+        kill_reason: why the run ends its process; None = it does not.
+        exit_error: how its process ended without being killed by the run, if not with exit code 0.
+        settled_at: for each trainer the number of the report by which all samples are counted.
     """
 
     id: int
@@ -58,56 +55,58 @@ class Simulation:
     failures: int = 0
     state: SimulationState = SimulationState.WAITING
     parameters: list[float] | None = None
-    told: list[float] | None = None
+    client_parameters: list[float] | None = None
     total: int | None = None
     trainer: int | None = None
-    alive: bool = False
+    process_alive: bool = False
     since_s: float = 0.0
-    heard_s: dict[int, float] = field(default_factory=dict)
+    last_seen_s: dict[int, float] = field(default_factory=dict)
     byes: dict[int, int] = field(default_factory=dict)
-    silent: bool = False
-    killed: str | None = None
-    failed: str | None = None
+    reported_silent: bool = False
+    kill_reason: str | None = None
+    exit_error: str | None = None
     settled_at: list[int] = field(default_factory=list)
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more is expected of it."""
+        """Whether no more samples of it are expected."""
         return self.state in (SimulationState.COMPLETE, SimulationState.GIVEN_UP)
 
-    def hear(self, member: int, now: float) -> None:
-        """A sign of life; of one that is complete, or about to be ended, none matters any more."""
-        if not self.ended and self.killed is None:
-            self.heard_s[member] = now
-            self.silent = False
+    def mark_seen(self, member: int, now: float) -> None:
+        """A member sent a message. Has no effect on a simulation that is complete or being killed."""
+        if not self.ended and self.kill_reason is None:
+            self.last_seen_s[member] = now
+            self.reported_silent = False
 
-    def begin(self, now: float) -> None:
-        """This attempt begins."""
-        self.enter(SimulationState.RUNNING, now)
-        self.killed = self.failed = None
+    def start_attempt(self, now: float) -> None:
+        self.set_state(SimulationState.RUNNING, now)
+        self.kill_reason = self.exit_error = None
         self.byes.clear()
-        self.heard_s.clear()
+        self.last_seen_s.clear()
 
-    def enter(self, state: SimulationState, now: float) -> None:
+    def set_state(self, state: SimulationState, now: float) -> None:
         self.state, self.since_s = state, now
 
-    def quiet_since(self, members: int) -> float:
-        """When the member that has been silent longest was heard last.
+    def silent_since(self, members: int) -> float:
+        """When the member that has been silent for longest sent its last message.
 
-        The others of its group may wait for it for ever, and say so. Those that said BYE have nothing more to say.
+        One silent member is enough: the others of its group may wait for it forever and send heartbeats. Members that
+        sent BYE do not count.
         """
-        open_ones = [self.heard_s.get(member, self.since_s) for member in range(members) if member not in self.byes]
-        return min(open_ones) if open_ones else max(self.heard_s.values(), default=self.since_s)
+        open_members = [
+            self.last_seen_s.get(member, self.since_s) for member in range(members) if member not in self.byes
+        ]
+        return min(open_members) if open_members else max(self.last_seen_s.values(), default=self.since_s)
 
-    def all_said_bye(self, members: int) -> bool:
+    def has_all_byes(self, members: int) -> bool:
         return len(self.byes) >= members
 
     def state_dict(self) -> dict[str, Any]:
         given_up = self.state is SimulationState.GIVEN_UP
-        started = self.alive or self.state is not SimulationState.WAITING
+        started = self.process_alive or self.state is not SimulationState.WAITING
         return {
             "id": self.id,
-            # A resumed run starts it again, and nothing of the old attempt may be taken for the new one.
+            # A resumed run starts it again as the next attempt, so that messages of the old one are recognized.
             "attempt": self.attempt + (started and not given_up),
             "failures": self.failures,
             "given_up": given_up,
@@ -117,13 +116,13 @@ class Simulation:
         }
 
     @classmethod
-    def of(cls, state: Mapping[str, Any]) -> Simulation:
-        """As ``state_dict`` left it; not running."""
+    def from_state_dict(cls, state: Mapping[str, Any]) -> Simulation:
+        """A simulation that does not run, as ``state_dict`` describes it."""
         rest = {name: state[name] for name in ("id", "attempt", "failures", "parameters", "total", "trainer")}
         return cls(**rest, state=SimulationState.GIVEN_UP if state["given_up"] else SimulationState.WAITING)
 
 
-# What is to be done.
+# Actions.
 
 
 @dataclass(frozen=True)
@@ -136,12 +135,12 @@ class StartProcess:
 @dataclass(frozen=True)
 class KillProcess:
     simulation: int
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True)
 class TrackerEvent:
-    """Something to record; ``kind`` is one of complete, restarted, given_up, silent, exited."""
+    """An event to record; ``kind`` is one of complete, restarted, given_up, silent, exited."""
 
     kind: str
     simulation: int
@@ -152,64 +151,72 @@ Action = StartProcess | KillProcess | TrackerEvent
 
 
 def log_file(logs: Path, simulation: int) -> Path:
-    """Where the output of all attempts of a simulation goes."""
+    """The file for the output of all attempts of a simulation."""
     return logs / f"simulation-{simulation}.log"
 
 
-def listed(ids: list[int], most: int = 10) -> str:
-    """Numbers of simulations, as a sentence names them."""
+def format_simulations(ids: list[int], most: int = 10) -> str:
+    """Numbers of simulations, for messages.
+
+    Example::
+
+        >>> format_simulations([3, 5, 8], most=2)
+        'simulations 3, 5 and 1 more'
+    """
     shown = ", ".join(str(i) for i in ids[:most])
     noun = "simulation" if len(ids) == 1 else "simulations"
     return f"{noun} {shown}" + (f" and {len(ids) - most} more" if len(ids) > most else "")
 
 
 class SimulationTracker(ABC):
-    """What both kinds share: counts, totals, which trainer a simulation is dealt to, the state in a checkpoint.
+    """Common part of both kinds: counts, totals, the trainer of each simulation, and the checkpoint state.
 
-    A simulation is complete when its samples that were received, over all trainers, are its total: ``steps`` of the
-    config. Where that is null, it is complete when all of its members have said BYE, which they say when all that they
-    sent was dealt with.
+    A simulation is complete when the samples that all trainers have received of it reach its total, ``steps`` of the
+    config. If ``steps`` is null, it is complete when all of its members have sent BYE, which they send when everything
+    they sent is acknowledged.
+
+    Not thread-safe: the coordinator calls it under its lock.
 
     Args:
-        config: ``simulations``, checked.
-        trainers: how many.
+        config: the section ``simulations``, checked.
+        num_trainers: trainers of the run.
 
     Attributes:
-        simulations: by their numbers.
-        complete: how many are complete.
-        done: whether all that was wanted is complete.
-        failure: why the run cannot go on, in one sentence.
+        simulations: by number.
+        num_complete: how many are complete.
+        done: whether all simulations of the run are complete.
+        failure: why the run cannot continue, as one message; None = it can.
         restarts: simulations that were started again after a failure.
     """
 
-    def __init__(self, config: SimulationsConfig, trainers: int) -> None:
+    def __init__(self, config: SimulationsConfig, num_trainers: int) -> None:
         self.config = config
-        self.trainers = trainers
+        self.num_trainers = num_trainers
         self.simulations: dict[int, Simulation] = {}
         self.done = False
         self.failure: str | None = None
         self.restarts = 0
-        self.complete = 0
-        self._begun = False
-        self._received: list[dict[int, int]] = [{} for _ in range(trainers)]
+        self.num_complete = 0
+        self._trainers_joined = False
+        self._received: list[dict[int, int]] = [{} for _ in range(num_trainers)]
         self._inherited: Mapping[int, int] = {}
-        self._reports = [0] * trainers
+        self._num_reports = [0] * num_trainers
 
     # Events.
 
-    def begin(self, joined: Sequence[TrainerJoined], now: float) -> None:
-        """All trainers have joined: what they had received before decides what is complete."""
+    def on_trainers_joined(self, joined: Sequence[TrainerJoined], now: float) -> None:
+        """All trainers have joined. What they received before determines which simulations are complete."""
         self._received = [{**one.received, **reported} for one, reported in zip(joined, self._received, strict=True)]
         self._inherited = dict(joined[0].inherited)
-        self._begun = True
+        self._trainers_joined = True
         for simulation in self.simulations.values():
             if self._is_complete(simulation):
                 simulation.state = SimulationState.COMPLETE
-                self.complete += 1
+                self.num_complete += 1
             simulation.since_s = now
 
-    def refusal(self, header: Header) -> str | None:
-        """Why the HELLO of this simulation must be refused; None where it is welcome."""
+    def check_hello(self, header: Header) -> str | None:
+        """Why the HELLO of this simulation must be refused; None = it must not."""
         if header.members != self.config.group_size:
             return (
                 f"simulation {header.simulation} has a group of {header.members}, which must be "
@@ -217,49 +224,50 @@ class SimulationTracker(ABC):
             )
         return None
 
-    def hello(self, header: Header, parameters: Sequence[float], now: float) -> None:
-        """A member of a simulation that is not refused opened it."""
-        self.simulations[header.simulation].told = list(parameters)
+    def on_hello(self, header: Header, parameters: Sequence[float], now: float) -> None:
+        """A member opened a simulation; call ``check_hello`` first."""
+        self.simulations[header.simulation].client_parameters = list(parameters)
 
-    def bye(self, header: Header, now: float) -> None:
-        """A member said that all of its ``header.step`` samples were dealt with."""
+    def on_bye(self, header: Header, now: float) -> None:
+        """A member reports that all of its ``header.step`` samples are acknowledged."""
         simulation = self.simulations.get(header.simulation)
+        # A BYE of an older attempt must not count for the current one.
         if simulation is None or header.attempt != simulation.attempt or simulation.ended:
             return
-        simulation.hear(header.member, now)
+        simulation.mark_seen(header.member, now)
         simulation.byes[header.member] = header.step
-        if self.config.steps is None and simulation.all_said_bye(header.members):
+        if self.config.steps is None and simulation.has_all_byes(header.members):
             simulation.total = sum(simulation.byes.values()) // header.members
 
-    def reported(self, trainer: int, report: SimulationReport, now: float) -> None:
-        """A trainer told how far it is."""
-        self._received[trainer].update(report.received)
-        self._reports[trainer] += 1
-        for number, member in report.heard:
+    def on_report(self, trainer_index: int, report: SimulationReport, now: float) -> None:
+        """A trainer reports its progress."""
+        self._received[trainer_index].update(report.received)
+        self._num_reports[trainer_index] += 1
+        for number, member in report.active:
             if number in self.simulations:
-                self.simulations[number].hear(member, now)
+                self.simulations[number].mark_seen(member, now)
 
-    def last(self, now: float) -> str | None:
-        """Nobody else will come from outside; a sentence where that is not for others to say."""
+    def on_finish(self, now: float) -> str | None:
+        """No more simulations come from outside. Returns why this must be refused; None = it must not."""
         return "the run starts its simulations itself, and knows which is the last"
 
-    def exited(self, number: int, attempt: int, code: int, now: float) -> None:
-        """The process of a simulation ended; only where the run started it."""
+    def on_exit(self, number: int, attempt: int, exit_code: int, now: float) -> None:
+        """The process of a simulation ended; only for simulations that the run starts."""
 
     @abstractmethod
-    def tick(self, now: float) -> list[Action]:
-        """What is to be done now. Afterwards ``done`` and ``failure`` may be set."""
+    def poll(self, now: float) -> list[Action]:
+        """What is to be done now. Updates ``done`` and ``failure``."""
 
-    # Questions.
+    # State.
 
-    def received(self, number: int) -> int:
-        """Samples of a simulation that some buffer has got, in this run and those before."""
+    def num_received(self, number: int) -> int:
+        """Samples of a simulation in all buffers, in this run and those that it resumes."""
         return self._inherited.get(number, 0) + sum(one.get(number, 0) for one in self._received)
 
-    def told_parameters(self, number: int) -> list[float] | None:
-        """With which a simulation was opened first; None where it was not."""
+    def client_parameters(self, number: int) -> list[float] | None:
+        """The parameters with which clients opened a simulation; None = it was not opened."""
         simulation = self.simulations.get(number)
-        return None if simulation is None else simulation.told
+        return None if simulation is None else simulation.client_parameters
 
     def counts(self) -> dict[str, int]:
         """How many simulations are waiting, running, complete and given up."""
@@ -276,9 +284,9 @@ class SimulationTracker(ABC):
         return [one for one in self.simulations.values() if one.state in states]
 
     def trainer_for(self, number: int) -> int | None:
-        """Which trainer gets all samples of this simulation; None where each step goes to another.
+        """Index of the trainer that receives all samples of this simulation; None = its steps are dealt round robin.
 
-        The one with the fewest running simulations, then with the fewest in all; it stays with it.
+        Assigns the trainer with the fewest running simulations, then with the fewest overall, and never changes it.
         """
         if self.config.deal != "simulation":
             return None
@@ -290,69 +298,86 @@ class SimulationTracker(ABC):
                 if one.trainer is not None:
                     dealt[one.trainer] += 1
                     running[one.trainer] += one.state in (SimulationState.RUNNING, SimulationState.SETTLING)
-            simulation.trainer = min(range(self.trainers), key=lambda i: (running[i], dealt[i], i))
+            simulation.trainer = min(range(self.num_trainers), key=lambda i: (running[i], dealt[i], i))
         return simulation.trainer
 
     def _is_complete(self, simulation: Simulation) -> bool:
-        """Whether all of its samples are received; given up ones have been replaced."""
+        # One that was given up has been replaced, whatever still arrives of it.
         if simulation.state is SimulationState.GIVEN_UP:
             return False
         total = self.config.steps or simulation.total
-        if total is not None and self.received(simulation.id) >= total:
+        if total is not None and self.num_received(simulation.id) >= total:
             return True
+        # BYE follows the last ACK, so all samples are stored, even if no report has counted them yet.
         return self.config.steps is None and bool(simulation.byes) and simulation.total is not None
 
     def _complete(self, simulation: Simulation, now: float) -> TrackerEvent:
-        simulation.enter(SimulationState.COMPLETE, now)
-        self.complete += 1
+        simulation.set_state(SimulationState.COMPLETE, now)
+        self.num_complete += 1
         return TrackerEvent("complete", simulation.id, f"simulation {simulation.id} is complete")
 
     # Checkpoints.
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values; ``load_state_dict`` before ``begin`` takes them back."""
+        """The state as plain values."""
         return {"restarts": self.restarts, "simulations": [one.state_dict() for one in self.simulations.values()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state; call it before ``on_trainers_joined``."""
         self.restarts = state["restarts"]
-        found = [Simulation.of(one) for one in state["simulations"]]
+        found = [Simulation.from_state_dict(one) for one in state["simulations"]]
         for one in found:
-            if one.trainer is not None and one.trainer >= self.trainers:
-                one.trainer = None  # of a run with more trainers; all of these know what theirs had received
+            # A run with more trainers wrote the checkpoint: deal it anew. All trainers know what was received of it.
+            if one.trainer is not None and one.trainer >= self.num_trainers:
+                one.trainer = None
         self.simulations = {one.id: one for one in found}
 
 
 class ExternalSimulations(SimulationTracker):
-    """It is done when ``count`` simulations are complete, or, once somebody said LAST, all that were ever opened.
+    """Simulations that the user starts.
 
-    One that is silent for ``timeout_s`` is noted once, and waited for: who started it may start it again. Where there
-    is no sign of life from anybody for ``timeout_s``, the study fails. Before the first has come in this run it waits
-    for ``first_s``, if that is longer.
+    The run is done when ``count`` simulations are complete, or, after FINISH, all that were opened. A simulation that
+    is silent for ``timeout_s`` is reported once and waited for, because the user may start it again. The run fails if
+    no simulation at all shows a sign of life for ``timeout_s``; before the first HELLO it waits for ``first_s``, if
+    that is longer.
 
     Args:
-        config: ``simulations``.
-        trainers: how many.
-        first_s: how long nobody need come at the start, in seconds: ``cluster.timeout_s``.
+        config: the section ``simulations``.
+        num_trainers: trainers of the run.
+        first_s: how long the run waits for the first simulation, in seconds: ``cluster.timeout_s``.
+
+    Example::
+
+        >>> from paramserver.online.protocol import MessageKind
+        >>> tracker = ExternalSimulations(SimulationsConfig(fields={"u": [2]}, count=1, steps=2), 1, first_s=60.0)
+        >>> tracker.on_trainers_joined([TrainerJoined("tcp://a:1", {}, {})], now=0.0)
+        >>> tracker.on_hello(Header(MessageKind.HELLO, 0), [0.5], now=1.0)
+        >>> tracker.on_report(0, SimulationReport({0: 2}), now=2.0)
+        >>> tracker.poll(now=2.0)
+        [TrackerEvent(kind='complete', simulation=0, text='simulation 0 is complete')]
+        >>> tracker.done
+        True
     """
 
-    def __init__(self, config: SimulationsConfig, trainers: int, first_s: float) -> None:
-        super().__init__(config, trainers)
+    def __init__(self, config: SimulationsConfig, num_trainers: int, first_s: float) -> None:
+        super().__init__(config, num_trainers)
         self._first_s = first_s
         self._open: dict[int, Simulation] = {}
-        self._last_said = False
-        self._anybody = False
-        self._sign_s = 0.0
+        self._finish_received = False
+        self._hello_received = False
+        self._last_sign_s = 0.0
 
     # Events.
 
-    def begin(self, joined: Sequence[TrainerJoined], now: float) -> None:
+    def on_trainers_joined(self, joined: Sequence[TrainerJoined], now: float) -> None:
+        # The coordinator's part of a checkpoint may be slightly older than the trainers' parts.
         for number in {*joined[0].inherited, *(key for one in joined for key in one.received)}:
-            self._known(number)  # the desk's part of a checkpoint may be a little older than the trainers'
-        super().begin(joined, now)
+            self._get_or_add(number)
+        super().on_trainers_joined(joined, now)
         self._open = {one.id: one for one in self.in_state(SimulationState.WAITING)}
-        self._sign_s = now
+        self._last_sign_s = now
 
-    def refusal(self, header: Header) -> str | None:
+    def check_hello(self, header: Header) -> str | None:
         count, known = self.config.count, self.simulations.get(header.simulation)
         if count is not None and header.simulation >= count:
             return f"simulation ({header.simulation}) must be below simulations.count ({count})"
@@ -360,67 +385,66 @@ class ExternalSimulations(SimulationTracker):
             return (
                 f"attempt ({header.attempt}) of simulation {known.id} must be at least {known.attempt}, which is open"
             )
-        return super().refusal(header)
+        return super().check_hello(header)
 
-    def hello(self, header: Header, parameters: Sequence[float], now: float) -> None:
-        simulation = self._known(header.simulation)
-        self._sign_s, self._anybody = now, True
-        super().hello(header, parameters, now)
-        simulation.parameters = simulation.told
+    def on_hello(self, header: Header, parameters: Sequence[float], now: float) -> None:
+        simulation = self._get_or_add(header.simulation)
+        self._last_sign_s, self._hello_received = now, True
+        super().on_hello(header, parameters, now)
+        simulation.parameters = simulation.client_parameters
         if simulation.ended:
-            return  # somebody sends it again: duplicates
+            return  # it is sent again: the trainers drop the duplicates
         if header.attempt > simulation.attempt or simulation.state is SimulationState.WAITING:
             simulation.attempt = header.attempt
-            simulation.begin(now)
+            simulation.start_attempt(now)
             self._open[simulation.id] = simulation
         simulation.byes.pop(header.member, None)
-        simulation.hear(header.member, now)
+        simulation.mark_seen(header.member, now)
 
-    def bye(self, header: Header, now: float) -> None:
-        self._sign_s = now
-        super().bye(header, now)
+    def on_bye(self, header: Header, now: float) -> None:
+        self._last_sign_s = now
+        super().on_bye(header, now)
 
-    def reported(self, trainer: int, report: SimulationReport, now: float) -> None:
-        if any(count != self._received[trainer].get(number, 0) for number, count in report.received.items()):
-            self._sign_s = now
-        if any(number in self._open for number, _ in report.heard):
-            self._sign_s = now
-        super().reported(trainer, report, now)
+    def on_report(self, trainer_index: int, report: SimulationReport, now: float) -> None:
+        received = self._received[trainer_index]
+        if any(count != received.get(number, 0) for number, count in report.received.items()):
+            self._last_sign_s = now
+        if any(number in self._open for number, _ in report.active):
+            self._last_sign_s = now
+        super().on_report(trainer_index, report, now)
 
-    def last(self, now: float) -> str | None:
-        self._last_said, self._sign_s = True, now
+    def on_finish(self, now: float) -> str | None:
+        self._finish_received, self._last_sign_s = True, now
         return None
 
-    # What follows.
+    # Actions.
 
-    def tick(self, now: float) -> list[Action]:
-        if not self._begun or self.failure is not None:
+    def poll(self, now: float) -> list[Action]:
+        if not self._trainers_joined or self.failure is not None:
             return []
         actions: list[Action] = []
         for simulation in list(self._open.values()):
             if self._is_complete(simulation):
+                del self._open[simulation.id]
                 actions.append(self._complete(simulation, now))
-            elif not simulation.silent and self._is_quiet(simulation, now):
-                actions.append(self._fell_silent(simulation))
-        enough = self.config.count is not None and self.complete >= self.config.count
-        self.done = enough or (self._last_said and not self._open)
-        if not self.done and now - self._sign_s > self._patience[0]:
-            self.failure = self._missing(*self._patience)
+            elif not simulation.reported_silent and self._is_silent(simulation, now):
+                actions.append(self._report_silent(simulation))
+        enough = self.config.count is not None and self.num_complete >= self.config.count
+        self.done = enough or (self._finish_received and not self._open)
+        timeout_s, key = self._timeout()
+        if not self.done and now - self._last_sign_s > timeout_s:
+            self.failure = self._describe_missing(timeout_s, key)
         return actions
 
-    def _complete(self, simulation: Simulation, now: float) -> TrackerEvent:
-        del self._open[simulation.id]
-        return super()._complete(simulation, now)
-
-    def _known(self, number: int) -> Simulation:
+    def _get_or_add(self, number: int) -> Simulation:
         return self.simulations.setdefault(number, Simulation(number))
 
-    def _is_quiet(self, simulation: Simulation, now: float) -> bool:
-        return now - simulation.quiet_since(self.config.group_size) > self.config.timeout_s
+    def _is_silent(self, simulation: Simulation, now: float) -> bool:
+        return now - simulation.silent_since(self.config.group_size) > self.config.timeout_s
 
-    def _fell_silent(self, simulation: Simulation) -> TrackerEvent:
-        simulation.silent = True
-        got, of = self.received(simulation.id), self.config.steps or "an unknown number of"
+    def _report_silent(self, simulation: Simulation) -> TrackerEvent:
+        simulation.reported_silent = True
+        got, of = self.num_received(simulation.id), self.config.steps or "an unknown number of"
         return TrackerEvent(
             "silent",
             simulation.id,
@@ -428,35 +452,35 @@ class ExternalSimulations(SimulationTracker):
             "it is waited for",
         )
 
-    @property
-    def _patience(self) -> tuple[float, str]:
-        """How long nobody need give a sign of life, and the key that says so."""
-        if self._anybody or self._first_s <= self.config.timeout_s:
+    def _timeout(self) -> tuple[float, str]:
+        """The silence of all simulations after which the run fails, in seconds, and its config key."""
+        if self._hello_received or self._first_s <= self.config.timeout_s:
             return self.config.timeout_s, "simulations.timeout_s"
         return self._first_s, "cluster.timeout_s"
 
-    def _missing(self, patience_s: float, key: str) -> str:
-        """Who did not come, in one sentence with the cure."""
+    def _describe_missing(self, timeout_s: float, key: str) -> str:
+        """Which simulations are missing, as one message with the cure."""
         cure = f"start what is missing and resume, or raise {key}"
         if self._open:
             verb = "is" if len(self._open) == 1 else "are"
-            return f"nothing came for {patience_s:g} s, and {listed([*self._open])} {verb} not complete; {cure}"
+            missing = format_simulations([*self._open])
+            return f"nothing came for {timeout_s:g} s, and {missing} {verb} not complete; {cure}"
         of = "" if self.config.count is None else f" of {self.config.count}"
-        if self.complete or self._anybody:
+        if self.num_complete or self._hello_received:
             return (
-                f"no simulation came for {patience_s:g} s after {self.complete}{of} were complete, and nobody said "
-                f"which was the last; {cure}"
+                f"no simulation came for {timeout_s:g} s after {self.num_complete}{of} were complete, and no client "
+                f"declared which was the last; {cure}"
             )
-        return f"no simulation came for {patience_s:g} s; start clients with the address of this run, or {cure}"
+        return f"no simulation came for {timeout_s:g} s; start clients with the address of this run, or {cure}"
 
     # Checkpoints.
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "last_said": self._last_said}
+        return {**super().state_dict(), "finish_received": self._finish_received}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self._last_said = state["last_said"]
+        self._finish_received = state["finish_received"]
         for simulation in self.simulations.values():
-            simulation.attempt = 0  # counted by whoever starts it
-            simulation.told = simulation.parameters
+            simulation.attempt = 0  # the user counts the attempts
+            simulation.client_parameters = simulation.parameters

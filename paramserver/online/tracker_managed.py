@@ -1,4 +1,4 @@
-"""Simulations that the run starts, watches, starts again and replaces. Pure, see ``study``."""
+"""Simulations that the run starts, watches, starts again and replaces. Pure, see tracker.py."""
 
 from __future__ import annotations
 
@@ -18,191 +18,215 @@ from paramserver.online.tracker import (
     SimulationTracker,
     StartProcess,
     TrackerEvent,
-    listed,
+    format_simulations,
     log_file,
 )
 
-GIVEN_UP_IN_A_ROW = 3
-"""So many simulations given up, with none complete in between, end the study: it is not the parameters' fault."""
+MAX_GIVEN_UP_IN_A_ROW = 3
+"""This many simulations given up in a row, with none complete in between, fail the run: the cause is not the
+parameters of one of them."""
 
-# Of a process that ended well all samples are dealt with; the trainers' next reports have them. Those that were under
-# way do not count.
+# When a process has ended well all of its samples are acknowledged, and the trainers' next reports count them. Reports
+# that were in flight at that moment may not, so two of each trainer are awaited.
 _REPORTS_TO_SETTLE = 2
 _SETTLE_S = 1.0
-_LEAST_TO_END_S = 30.0
+_MIN_KILL_TIMEOUT_S = 30.0
 
 
 class ManagedSimulations(SimulationTracker):
-    """At most ``at_once`` processes run, one for each simulation.
+    """Simulations that run as processes, at most ``at_once`` at a time.
 
-    One that crashes, or is silent for ``timeout_s``, is started again with the same parameters, up to ``max_restarts``
-    times; then it is given up, and a new one with the next number and new parameters takes its place.
+    A simulation that crashes, or is silent for ``timeout_s``, is started again with the same parameters, up to
+    ``max_restarts`` times. Then it is given up, and one with the next number and new parameters replaces it.
 
     Args:
-        config: ``simulations``, with a count.
-        trainers: how many.
-        draw: number of a simulation -> its parameters.
-        logs: folder of their output, for messages.
+        config: the section ``simulations``, with a count.
+        num_trainers: trainers of the run.
+        sample_parameters: number of a simulation -> its parameters.
+        logs: folder of the simulations' output, for messages.
+
+    Example::
+
+        >>> config = SimulationsConfig(fields={"u": [2]}, command="true", count=1, steps=2)
+        >>> tracker = ManagedSimulations(config, 1, lambda number: [0.5], Path("logs"))
+        >>> tracker.on_trainers_joined([TrainerJoined("tcp://a:1", {}, {})], now=0.0)
+        >>> tracker.poll(now=0.0)
+        [StartProcess(simulation=0, attempt=0, parameters=(0.5,))]
+        >>> tracker.on_exit(0, attempt=0, exit_code=1, now=5.0)
+        >>> [event.text for event in tracker.poll(now=5.0)[:1]]
+        ['simulation 0, attempt 0: it ended with exit code 1; it is started again']
     """
 
     def __init__(
-        self, config: SimulationsConfig, trainers: int, draw: Callable[[int], Sequence[float]], logs: Path
+        self,
+        config: SimulationsConfig,
+        num_trainers: int,
+        sample_parameters: Callable[[int], Sequence[float]],
+        logs: Path,
     ) -> None:
-        super().__init__(config, trainers)
+        super().__init__(config, num_trainers)
         assert config.count is not None
         self.count = config.count
-        self._draw = draw
+        self._sample_parameters = sample_parameters
         self._logs = logs
         self._given_up_in_a_row = 0
-        # Not all simulations, so that a tick looks only at those with which something may happen: to be started again,
-        # for the first time, and started.
-        self._again: deque[Simulation] = deque()
-        self._fresh: deque[Simulation] = deque()
+        # Three sets, so that poll() visits only simulations with which something may happen: to be started again, to be
+        # started for the first time, and started.
+        self._to_restart: deque[Simulation] = deque()
+        self._to_start: deque[Simulation] = deque()
         self._started: dict[int, Simulation] = {}
-        self._fill_up()
+        self._add_missing()
 
     # Events.
 
-    def begin(self, joined: Sequence[TrainerJoined], now: float) -> None:
-        super().begin(joined, now)
-        self._fresh = deque(self.in_state(SimulationState.WAITING))
+    def on_trainers_joined(self, joined: Sequence[TrainerJoined], now: float) -> None:
+        super().on_trainers_joined(joined, now)
+        self._to_start = deque(self.in_state(SimulationState.WAITING))
 
-    def refusal(self, header: Header) -> str | None:
+    def check_hello(self, header: Header) -> str | None:
         simulation = self.simulations.get(header.simulation)
-        if simulation is None or not simulation.alive:
+        if simulation is None or not simulation.process_alive:
             return f"simulation ({header.simulation}) must be one that the run has started, and that runs"
         if header.attempt != simulation.attempt:
             return f"attempt ({header.attempt}) of simulation {simulation.id} must be the present {simulation.attempt}"
-        return super().refusal(header)
+        return super().check_hello(header)
 
-    def hello(self, header: Header, parameters: Sequence[float], now: float) -> None:
-        super().hello(header, parameters, now)
-        self.simulations[header.simulation].hear(header.member, now)
+    def on_hello(self, header: Header, parameters: Sequence[float], now: float) -> None:
+        super().on_hello(header, parameters, now)
+        self.simulations[header.simulation].mark_seen(header.member, now)
 
-    def reported(self, trainer: int, report: SimulationReport, now: float) -> None:
-        super().reported(trainer, report, now)
-        for number in report.waiting:
+    def on_report(self, trainer_index: int, report: SimulationReport, now: float) -> None:
+        super().on_report(trainer_index, report, now)
+        for number in report.pending:
             simulation = self._started.get(number)
             if simulation is not None and simulation.state is SimulationState.SETTLING:
+                # Samples of it wait for room in a buffer: not before the next report can they all be counted.
                 simulation.since_s = now
-                simulation.settled_at[trainer] = self._reports[trainer] + 1
+                simulation.settled_at[trainer_index] = self._num_reports[trainer_index] + 1
 
-    def exited(self, number: int, attempt: int, code: int, now: float) -> None:
+    def on_exit(self, number: int, attempt: int, exit_code: int, now: float) -> None:
         simulation = self.simulations[number]
-        if not simulation.alive or attempt != simulation.attempt:
+        if not simulation.process_alive or attempt != simulation.attempt:
             return
-        simulation.alive = False
-        if simulation.killed is not None:
+        simulation.process_alive = False
+        if simulation.kill_reason is not None:
             return
-        simulation.failed = None if code == 0 else how_it_ended(code)
-        if not simulation.ended and (code == 0 or self._may_have_sent_all(simulation)):
-            simulation.enter(SimulationState.SETTLING, now)
-            simulation.settled_at = [reports + _REPORTS_TO_SETTLE for reports in self._reports]
+        simulation.exit_error = None if exit_code == 0 else describe_exit(exit_code)
+        if not simulation.ended and (exit_code == 0 or self._may_have_sent_all(simulation)):
+            simulation.set_state(SimulationState.SETTLING, now)
+            simulation.settled_at = [reports + _REPORTS_TO_SETTLE for reports in self._num_reports]
 
     def _may_have_sent_all(self, simulation: Simulation) -> bool:
-        """Of one that did not end well: where ``steps`` is known, nothing but the samples says."""
+        """Whether a process that failed may have failed after its last sample."""
         if self.config.steps is None:
-            return simulation.all_said_bye(self.config.group_size)
-        return bool(simulation.heard_s)
+            return simulation.has_all_byes(self.config.group_size)
+        return bool(simulation.last_seen_s)
 
-    # What follows.
+    # Actions.
 
-    def tick(self, now: float) -> list[Action]:
-        if not self._begun or self.failure is not None:
+    def poll(self, now: float) -> list[Action]:
+        if not self._trainers_joined or self.failure is not None:
             return []
         actions: list[Action] = []
-        for simulation in [*self._again, *self._started.values()]:
+        # Completion first: a simulation whose samples are all received must not count as failed.
+        for simulation in [*self._to_restart, *self._started.values()]:
             if not simulation.ended and self._is_complete(simulation):
                 actions.append(self._complete(simulation, now))
         for simulation in list(self._started.values()):
             if self.failure is None:
-                actions += self._look_at(simulation, now)
-        self.done = self.complete >= self.count
+                actions += self._check(simulation, now)
+        self.done = self.num_complete >= self.count
         if not self.done and self.failure is None:
-            actions += self._start_more(now)
+            actions += self._start_next(now)
         return actions
 
-    def _look_at(self, simulation: Simulation, now: float) -> list[Action]:
-        if simulation.alive:
-            return self._watch(simulation, now)
+    def _check(self, simulation: Simulation, now: float) -> list[Action]:
+        if simulation.process_alive:
+            return self._check_process(simulation, now)
         if simulation.ended:
             del self._started[simulation.id]
-            return [] if simulation.failed is None else [_ended_late(simulation.id, simulation.failed)]
+            if simulation.exit_error is None:
+                return []
+            text = (
+                f"of simulation {simulation.id} all samples had arrived before {simulation.exit_error}; it counts as "
+                "complete"
+            )
+            return [TrackerEvent("exited", simulation.id, text)]
         if simulation.state is SimulationState.SETTLING and not self._is_settled(simulation, now - simulation.since_s):
             return []
-        return self._failed(simulation, simulation.killed or simulation.failed or self._too_few(simulation))
+        return self._fail_attempt(
+            simulation, simulation.kill_reason or simulation.exit_error or self._too_few(simulation)
+        )
 
-    def _watch(self, simulation: Simulation, now: float) -> list[Action]:
-        """Of a process that runs: silence, or life beyond its last sample."""
+    def _check_process(self, simulation: Simulation, now: float) -> list[Action]:
+        """Kill a process that is silent, or that runs on after its last sample."""
         limit_s = self.config.timeout_s
-        if simulation.killed is not None:
-            if now - simulation.since_s > max(limit_s, _LEAST_TO_END_S):
-                self.failure = f"simulation {simulation.id} was to be ended ({simulation.killed}) and is still there"
+        if simulation.kill_reason is not None:
+            if now - simulation.since_s > max(limit_s, _MIN_KILL_TIMEOUT_S):
+                self.failure = f"simulation {simulation.id} was to be ended ({simulation.kill_reason}) and still runs"
             return []
         complete = simulation.state is SimulationState.COMPLETE
-        since_s = simulation.since_s if complete else simulation.quiet_since(self.config.group_size)
+        since_s = simulation.since_s if complete else simulation.silent_since(self.config.group_size)
         if now - since_s <= limit_s:
             return []
         if complete:
-            simulation.killed = f"it went on for {limit_s:g} s after its last sample was received"
+            simulation.kill_reason = f"it continued for {limit_s:g} s after its last sample was received"
         else:
-            simulation.killed = f"it was silent for {limit_s:g} s"
+            simulation.kill_reason = f"it was silent for {limit_s:g} s"
         simulation.since_s = now
-        return [KillProcess(simulation.id, simulation.killed)]
+        return [KillProcess(simulation.id, simulation.kill_reason)]
 
     def _is_settled(self, simulation: Simulation, quiet_s: float) -> bool:
-        told = all(self._reports[i] >= at for i, at in enumerate(simulation.settled_at))
-        return (told and quiet_s >= _SETTLE_S) or quiet_s >= self.config.timeout_s
+        reported = all(self._num_reports[i] >= at for i, at in enumerate(simulation.settled_at))
+        return (reported and quiet_s >= _SETTLE_S) or quiet_s >= self.config.timeout_s
 
     def _too_few(self, simulation: Simulation) -> str:
-        got = self.received(simulation.id)
+        got = self.num_received(simulation.id)
         if self.config.steps is not None:
             return f"it ended after {got} of {self.config.steps} samples"
         return (
             f"it ended after {got} samples without close()" if simulation.total is None else "it ended with no sample"
         )
 
-    def _failed(self, simulation: Simulation, why: str) -> list[Action]:
+    def _fail_attempt(self, simulation: Simulation, reason: str) -> list[Action]:
         del self._started[simulation.id]
         simulation.failures += 1
         simulation.state = SimulationState.WAITING
-        told = f"simulation {simulation.id}, attempt {simulation.attempt}: {why}"
+        text = f"simulation {simulation.id}, attempt {simulation.attempt}: {reason}"
         if simulation.failures <= self.config.max_restarts:
             self.restarts += 1
             simulation.attempt += 1
             simulation.total = None
-            self._again.append(simulation)
-            return [TrackerEvent("restarted", simulation.id, f"{told}; it is started again")]
+            self._to_restart.append(simulation)
+            return [TrackerEvent("restarted", simulation.id, f"{text}; it is started again")]
         simulation.state = SimulationState.GIVEN_UP
         self._given_up_in_a_row += 1
-        if self._given_up_in_a_row >= GIVEN_UP_IN_A_ROW:
-            self.failure = self._in_a_row(simulation, why)
-            return [TrackerEvent("given_up", simulation.id, f"{told}; it is given up")]
-        taking_over = self._fill_up()
-        return [TrackerEvent("given_up", simulation.id, f"{told}; it is given up for {listed(taking_over)}")]
+        if self._given_up_in_a_row >= MAX_GIVEN_UP_IN_A_ROW:
+            tries = "1 time" if self.config.max_restarts == 0 else f"{self.config.max_restarts + 1} times"
+            self.failure = (
+                f"{MAX_GIVEN_UP_IN_A_ROW} simulations in a row failed {tries} each; "
+                f"the last of them, simulation {simulation.id}: {reason}; its output is in "
+                f"{log_file(self._logs, simulation.id)}"
+            )
+            return [TrackerEvent("given_up", simulation.id, f"{text}; it is given up")]
+        replacements = format_simulations(self._add_missing())
+        return [TrackerEvent("given_up", simulation.id, f"{text}; it is given up for {replacements}")]
 
-    def _in_a_row(self, simulation: Simulation, why: str) -> str:
-        tries = self.config.max_restarts + 1
-        return (
-            f"{GIVEN_UP_IN_A_ROW} simulations in a row failed {tries} {'time' if tries == 1 else 'times'} each; "
-            f"the last of them, simulation {simulation.id}: {why}; its output is in "
-            f"{log_file(self._logs, simulation.id)}"
-        )
-
-    def _start_more(self, now: float) -> list[Action]:
-        free = self.config.at_once - sum(one.alive for one in self._started.values())
+    def _start_next(self, now: float) -> list[Action]:
+        free = self.config.at_once - sum(one.process_alive for one in self._started.values())
         actions: list[Action] = []
-        while len(actions) < free and (waiting := self._again or self._fresh):
+        while len(actions) < free and (waiting := self._to_restart or self._to_start):
             simulation = waiting.popleft()
-            if simulation.state is SimulationState.WAITING:  # else its last samples were counted while it waited
+            # Else its last samples were counted while it waited for its restart.
+            if simulation.state is SimulationState.WAITING:
                 actions.append(self._start(simulation, now))
         return actions
 
     def _start(self, simulation: Simulation, now: float) -> StartProcess:
         if simulation.parameters is None:
-            simulation.parameters = [float(value) for value in self._draw(simulation.id)]
-        simulation.begin(now)
-        simulation.alive = True
+            simulation.parameters = [float(value) for value in self._sample_parameters(simulation.id)]
+        simulation.start_attempt(now)
+        simulation.process_alive = True
         self._started[simulation.id] = simulation
         return StartProcess(simulation.id, simulation.attempt, tuple(simulation.parameters))
 
@@ -211,33 +235,34 @@ class ManagedSimulations(SimulationTracker):
         return super()._complete(simulation, now)
 
     def _is_complete(self, simulation: Simulation) -> bool:
-        # One that sends nothing and says that this was all has failed.
+        # One that sends BYE without a sample has failed.
         return simulation.total != 0 and super()._is_complete(simulation)
 
-    def _fill_up(self) -> list[int]:
-        """As many simulations as are wanted; the numbers of those that are new."""
-        wanted = self.count - sum(one.state is not SimulationState.GIVEN_UP for one in self.simulations.values())
+    def _add_missing(self) -> list[int]:
+        """Add simulations up to the count, without those given up; returns the numbers of the new ones."""
+        missing = self.count - sum(one.state is not SimulationState.GIVEN_UP for one in self.simulations.values())
         first = max(self.simulations, default=-1) + 1
-        fresh = [Simulation(first + i) for i in range(wanted)]
-        self.simulations.update((one.id, one) for one in fresh)
-        self._fresh.extend(fresh)
-        return [one.id for one in fresh]
+        added = [Simulation(first + i) for i in range(missing)]
+        self.simulations.update((one.id, one) for one in added)
+        self._to_start.extend(added)
+        return [one.id for one in added]
 
     # Checkpoints.
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self._fill_up()  # more may be wanted than before
+        self._add_missing()  # the count may be larger than that of the run that is resumed
 
 
-def _ended_late(number: int, how: str) -> TrackerEvent:
-    told = f"of simulation {number} all samples had arrived before {how}; it counts as complete"
-    return TrackerEvent("exited", number, told)
+def describe_exit(exit_code: int) -> str:
+    """How a process ended, from its exit code. As in a shell, 128 + n stands for signal n.
 
+    Example::
 
-def how_it_ended(code: int) -> str:
-    """What an exit code says, as a shell tells it: beyond 128 the number of a signal."""
-    number = -code if code < 0 else code - 128
+        >>> describe_exit(137)
+        'it was killed by SIGKILL'
+    """
+    number = -exit_code if exit_code < 0 else exit_code - 128
     if number in set(signal.Signals):
         return f"it was killed by {signal.Signals(number).name}"
-    return f"it ended with exit code {code}"
+    return f"it ended with exit code {exit_code}"

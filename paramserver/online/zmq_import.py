@@ -1,4 +1,7 @@
-"""pyzmq, or one sentence that it is not there. Whoever talks over the network here takes ``zmq`` from this module."""
+"""Imports pyzmq or fails with one clear message, and resolves addresses for it.
+
+Every module of the package that uses the network takes ``zmq`` from here.
+"""
 
 import ipaddress
 import socket
@@ -13,11 +16,16 @@ except ImportError as error:
     raise UnsupportedConfiguration("online training needs pyzmq; install paramserver[online]") from error
 
 
-def listening_host(host: str) -> str:
-    """The address of ``simulations.address`` as ZeroMQ wants it, which looks up no names where it listens.
+def resolve_listen_address(host: str) -> str:
+    """Resolve ``simulations.address`` to a numeric address. ZeroMQ resolves no names when it binds.
 
     Raises:
-        UnsupportedConfiguration: there is no such host, or it means all addresses, which no client can be told.
+        UnsupportedConfiguration: the host does not exist, or is the wildcard address, which no client can connect to.
+
+    Example::
+
+        >>> resolve_listen_address("localhost")
+        '127.0.0.1'
     """
     try:
         found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
@@ -25,7 +33,7 @@ def listening_host(host: str) -> str:
         raise UnsupportedConfiguration(
             f"simulations.address ({host}) must be an address of rank 0's host ({error.strerror}); correct it"
         ) from error
-    address = str(min(found, key=lambda one: one[0] != socket.AF_INET)[4][0])
+    address = str(min(found, key=lambda one: one[0] != socket.AF_INET)[4][0])  # IPv4 first
     if ipaddress.ip_address(address.partition("%")[0]).is_unspecified:
         raise UnsupportedConfiguration(
             f"simulations.address ({host}) must be the one on which clients reach rank 0; give this host's own"
@@ -33,8 +41,8 @@ def listening_host(host: str) -> str:
     return f"[{address}]" if ":" in address else address
 
 
-def host_of(frames: Sequence[Any]) -> str:
-    """From which host a message came, for people."""
+def peer_host(frames: Sequence[Any]) -> str:
+    """The host that a received message came from, for log messages."""
     try:
         return str(frames[0].get("Peer-Address"))
     except (IndexError, AttributeError, zmq.ZMQError):

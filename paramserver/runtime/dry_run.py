@@ -40,7 +40,7 @@ def _rank_text(role: Role, config: Config, task: Task, trainers: int) -> str:
     devices = ", ".join(str(device) for device in placement.devices)
     total = source.total
     if total is None and config.simulations is not None:
-        total = IngestSpec.of(config.simulations).expected_for(role.trainer_index, trainers)
+        total = IngestSpec.from_config(config.simulations).expected_for(role.trainer_index, trainers)
     if total is None:
         return f"{role} on {devices}, samples until {'the last simulation ends' if config.simulations else 'a limit'}"
     buffer = make_buffer(config.buffer.kind, capacity=config.buffer.capacity, pseudo_epochs=config.buffer.pseudo_epochs)
@@ -56,12 +56,12 @@ def _simulations_lines(config: Config, folders: Sequence[Path]) -> list[str]:
     simulations = config.simulations
     if simulations is None:
         return []
-    plan = IngestSpec.of(simulations)
-    if not plan.started_here:
+    spec = IngestSpec.from_config(simulations)
+    if not spec.is_managed:
         return [f"simulations: {'any number of' if simulations.count is None else simulations.count} from outside"]
     assert simulations.count is not None
-    LaunchCommand(plan, folders, process_environ())
-    make_sampler(simulations.sampler, plan.parameters, config.seed, simulations.count, folders)
+    LaunchCommand(spec, folders, process_environ())
+    make_sampler(simulations.sampler, spec.parameters, config.seed, simulations.count, folders)
     return [f"simulations: {simulations.count}, {simulations.at_once} at a time"]
 
 

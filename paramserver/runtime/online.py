@@ -41,7 +41,7 @@ def start_coordinator(
         monitor.record(make_record("simulation", monitor.step, rank=0, event=event, **details))
 
     coordinator = SimulationCoordinator(
-        IngestSpec.of(config.simulations),
+        IngestSpec.from_config(config.simulations),
         process.trainers,
         config.seed,
         checkpoints.run.logs_dir,
@@ -78,11 +78,11 @@ def publish_endpoint(
     if process.role.trainer_index is None:
         return None
     return ReceiverSpec(
-        desk=address,
+        coordinator_address=address,
         token=token,
-        plan=IngestSpec.of(simulations),
+        ingest=IngestSpec.from_config(simulations),
         trainer_index=process.trainer_index,
-        trainers=process.trainers,
+        num_trainers=process.trainers,
         host=own_address(simulations.address),
         timeout_s=process.config.cluster.timeout_s,
     )

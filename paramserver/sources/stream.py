@@ -71,7 +71,7 @@ class Stream(Source):
             )
 
     def connect(self, receiver_spec: ReceiverSpec) -> None:
-        self.check(receiver_spec.plan.config)
+        self.check(receiver_spec.ingest.config)
         # Here, not when the feeder thread reads it: the import fails with the cure if pyzmq is missing.
         import paramserver.online.receiver  # noqa: F401
 
@@ -83,11 +83,11 @@ class Stream(Source):
     def groups(self, position: int) -> Iterator[Sequence[tuple[Any, Any]]]:
         if (receiver := self._start_receiver(position)) is None:
             return
-        while (group := receiver.take()) is not None:
+        while (group := receiver.get()) is not None:
             self.received_log.extend(accepted.key for accepted in group)
             yield [(accepted.key, accepted.sample) for accepted in group]
             # The feeder asks for the next group once the buffer holds this one. Only now are the samples acknowledged.
-            receiver.taken(len(group))
+            receiver.mark_stored(len(group))
 
     def _start_receiver(self, position: int) -> SampleReceiver | None:
         """Start to receive; None if the source was stopped before."""
@@ -101,7 +101,7 @@ class Stream(Source):
             if self._closed:
                 return None
             self.received_log.truncate(position)
-            self._inherited = self.received_log.inherited_for(self._spec.trainer_index, self._spec.trainers)
+            self._inherited = self.received_log.num_inherited_for(self._spec.trainer_index, self._spec.num_trainers)
             self._receiver = SampleReceiver(self._spec, self.received_log)
             self._receiver.start()
             return self._receiver
@@ -110,7 +110,7 @@ class Stream(Source):
         with self._lock:
             self._closed = True
         if self._receiver is not None:
-            self._receiver.leave()
+            self._receiver.stop()
 
     def close(self) -> None:
         self.stop()
@@ -121,48 +121,48 @@ class Stream(Source):
     def expected(self) -> int | None:
         if self._spec is None:
             return None
-        index, trainers = self._spec.trainer_index, self._spec.trainers
-        planned = self._spec.plan.expected_for(index, trainers)
+        index, trainers = self._spec.trainer_index, self._spec.num_trainers
+        planned = self._spec.ingest.expected_for(index, trainers)
         if planned is None:
             return None
-        return planned - self.received_log.inherited_for(index, trainers) + self.received_log.held
+        return planned - self.received_log.num_inherited_for(index, trainers) + self.received_log.num_held
 
     def figures(self) -> dict[str, Any]:
-        """Return the figures of ``SampleReceiver``, plus this trainer's share of ``inherited`` samples.
+        """Return the counters of ``SampleReceiver``, plus this trainer's share of ``inherited`` samples.
 
         Inherited samples were received by the trainers of an earlier run, of another number. With them the figures of
         all trainers add up to those of the whole run.
         """
         if self._receiver is None or self._spec is None:
             return {}
-        figures, plan = self._receiver.figures(), self._spec.plan
+        counters, ingest = self._receiver.counters(), self._spec.ingest
         return {
-            **figures,
-            "received": figures["received"] + self._inherited,
-            "bytes": figures["bytes"] + self._inherited * plan.sample_bytes,
+            **counters,
+            "received": counters["received"] + self._inherited,
+            "bytes": counters["bytes"] + self._inherited * ingest.sample_bytes,
             "inherited": self._inherited,
-            "expected": plan.expected_for(self._spec.trainer_index, self._spec.trainers),
+            "expected": ingest.expected_for(self._spec.trainer_index, self._spec.num_trainers),
         }
 
     def statistics(self) -> dict[str, dict[str, float]]:
-        return {} if self._receiver is None else self._receiver.statistics()
+        return {} if self._receiver is None else self._receiver.field_statistics()
 
     # Checkpoints.
 
     def state_dict(self) -> dict[str, Any]:
         # All of the log: the reader of the checkpoint knows the position of the buffer and truncates it. As tensors,
         # because a checkpoint cannot store arrays.
-        state = self.received_log.state()
+        state = self.received_log.state_dict()
         return {
             name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for name, value in state.items()
         }
 
     def load_state_dict(self, state: Mapping[str, Any], mark: Any = None) -> None:
-        self.received_log.restore(state)
+        self.received_log.load_state_dict(state)
 
     def reshard(self, leftovers: Sequence[ResumePosition], held: Sequence[Any]) -> None:
         states, positions = [one.state for one in leftovers], [one.position for one in leftovers]
-        self.received_log.take_over(states, positions, held)
+        self.received_log.reshard(states, positions, held)
 
 
 class Simulations(Stream):

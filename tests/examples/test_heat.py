@@ -89,7 +89,7 @@ def test_a_simulation_that_fails_leaves_no_file(heat, tmp_path):
 
 
 def test_the_config_describes_what_the_simulations_are(heat):
-    plan = IngestSpec.of(load_config(HERE / "config.yaml").simulations)
+    plan = IngestSpec.from_config(load_config(HERE / "config.yaml").simulations)
     assert tuple(name for name, _, _ in plan.parameters) == heat.solver.PARAMETERS
     assert {(low, high) for _, low, high in plan.parameters} == {(heat.task.LOW, heat.task.HIGH)}
     assert plan.fields[0].shape == (heat.simulate.N, heat.simulate.N)
@@ -155,7 +155,7 @@ def test_store_makes_the_simulations_of_the_config_once(heat, tmp_path):
     assert heat.store.store(tmp_path, config) > 0
     stored = heat.stored.StoredSimulations(tmp_path)
     assert (stored.numbers, stored.shape) == ([0, 1, 2], (2, 4, 4))
-    sampler = make_sampler("uniform", IngestSpec.of(config.simulations).parameters, 5, 3)
+    sampler = make_sampler("uniform", IngestSpec.from_config(config.simulations).parameters, 5, 3)
     for number in range(3):
         assert stored.parameters[number].tolist() == list(sampler.draw(number))
     made = {file: file.stat().st_mtime_ns for file in tmp_path.iterdir()}
@@ -213,7 +213,8 @@ def test_validation_is_the_same_everywhere_and_not_what_is_trained_on(heat):
     assert [s["temperature"].tolist() for s in samples[:3]] == [f["temperature"].tolist() for _, f in client.sent]
     for mine, theirs in zip(samples, other.validation_source(Partition(0, 2)), strict=True):
         assert np.array_equal(mine["temperature"], theirs["temperature"])
-    sampler = make_sampler("uniform", IngestSpec.of(one.config.simulations).parameters, heat.task.VALIDATION_SEED, 2)
+    ranges = IngestSpec.from_config(one.config.simulations).parameters
+    sampler = make_sampler("uniform", ranges, heat.task.VALIDATION_SEED, 2)
     assert not np.allclose(sampler.draw(0), samples[0]["parameters"])
 
 
@@ -343,7 +344,7 @@ def test_every_case_makes_as_many_batches_as_fifo_can(heat, tmp_path, monkeypatc
     assert {case: config.buffer.kind for case, config in asked.items() if case in served} == {
         case: case.partition(",")[0] for case in served
     }
-    assert IngestSpec.of(asked["fifo"].simulations).expected_samples == 1500
+    assert IngestSpec.from_config(asked["fifo"].simulations).expected_samples == 1500
     assert {case: (asked[case].task_args["n"], *told[case]) for case in asked if case not in served} == {
         "offline": (16, 30, 1500),
         "offline, half": (16, 15, 750),

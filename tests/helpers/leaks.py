@@ -14,8 +14,8 @@ from typing import Any
 # Daemon threads of this project; daemon threads of libraries may stay.
 OUR_THREADS = (
     "feeder",
-    "desk",
-    "reception",
+    "coordinator",
+    "receiver",
     "heartbeat",
     "checkpoint-writer",
     "checkpoint-sender",
@@ -23,7 +23,7 @@ OUR_THREADS = (
     "peer-",
     "rank-events-",
     "segment-host",
-    "gatekeeper",
+    "zap-authenticator",
 )
 # Set by pytest for each phase, and by scikit-learn and torch's compiler while they are imported.
 _NOT_OURS = frozenset(

@@ -1,4 +1,4 @@
-"""An online run without a run: a plan, messages, a desk and clients of plain sockets."""
+"""The parts of an online run for tests: specs, messages, a coordinator and clients on plain sockets."""
 
 import threading
 import time
@@ -13,9 +13,9 @@ from paramserver.online.protocol import (
     MessageKind,
     SimulationReport,
     TrainerJoined,
-    describe,
+    pack_descriptor,
     pack_parameters,
-    raw,
+    wire_dtype,
 )
 from paramserver.online.spec import IngestSpec, ReceiverSpec
 
@@ -24,35 +24,40 @@ SHAPE = (4, 3)
 PATIENCE_S = 20.0
 
 
-def plan(**keys):
-    return IngestSpec.of(SimulationsConfig(**{"fields": {"u": list(SHAPE)}, **keys}))
+def ingest_spec(**keys):
+    return IngestSpec.from_config(SimulationsConfig(**{"fields": {"u": list(SHAPE)}, **keys}))
 
 
-def post(desk, *, index=0, trainers=1, timeout_s=10.0, **keys):
-    return ReceiverSpec(desk.address, TOKEN, plan(**keys), index, trainers, timeout_s=timeout_s)
+def receiver_spec(coordinator, *, index=0, trainers=1, timeout_s=10.0, **keys):
+    return ReceiverSpec(coordinator.address, TOKEN, ingest_spec(**keys), index, trainers, timeout_s=timeout_s)
+
+
+def array_bytes(array):
+    """The bytes of an array in C order, little-endian."""
+    return np.ascontiguousarray(array, dtype=wire_dtype(array)).reshape(-1).view(np.uint8).data
 
 
 def field(simulation, step, shape=SHAPE):
-    """Nobody else gives the same."""
+    """A different array for every sample."""
     return np.full(shape, 1000 * simulation + step, np.float32)
 
 
-def opening(simulation=0, parameters=(), **head):
+def open_message(simulation=0, parameters=(), **head):
     return [Header(MessageKind.OPEN, simulation, **head).pack(), pack_parameters(parameters)]
 
 
-def message(simulation, step, fields=None, **head):
+def sample_message(simulation, step, fields=None, **head):
     fields = {"u": field(simulation, step)} if fields is None else fields
     head = Header(MessageKind.SAMPLE, simulation, step, **head).pack()
-    return [head, describe(fields), *(bytes(raw(array)) for array in fields.values())]
+    return [head, pack_descriptor(fields), *(bytes(array_bytes(array)) for array in fields.values())]
 
 
-class Desk:
-    """Answers JOIN and REPORT with READY, and remembers them. For ``with``.
+class FakeCoordinator:
+    """Replies READY to JOIN and REPORT, and records them. For ``with``.
 
     Args:
-        answers: whether it does; a silent one only listens.
-        refuses: the sentence with which it refuses a trainer.
+        answers: whether it replies.
+        refuses: the text with which it refuses trainers.
     """
 
     def __init__(self, answers=True, refuses=None):
@@ -62,10 +67,9 @@ class Desk:
         self.tokens = []
         self.reports = []
         self.counts = {}
-        self.heard = set()
+        self.active = set()
         self.left = set()
         self._changed = threading.Condition()
-        self._said = []
 
     def __enter__(self):
         self._context = zmq.Context()
@@ -73,43 +77,43 @@ class Desk:
         self._socket.linger = 0
         port = self._socket.bind_to_random_port("tcp://127.0.0.1")
         self.address = f"tcp://127.0.0.1:{port}"
-        self._bell_out, self._bell_in = (self._context.socket(zmq.PAIR) for _ in range(2))
-        self._bell_in.bind("inproc://bell")
-        self._bell_out.connect("inproc://bell")
-        self._thread = threading.Thread(target=self._run, name="fake desk")
+        self._wakeup_out, self._wakeup_in = (self._context.socket(zmq.PAIR) for _ in range(2))
+        self._wakeup_in.bind("inproc://wakeup")
+        self._wakeup_out.connect("inproc://wakeup")
+        self._thread = threading.Thread(target=self._run, name="fake coordinator")
         self._thread.start()
         return self
 
     def __exit__(self, *exception):
-        self._bell_out.send(b"end")
+        self._wakeup_out.send(b"end")
         self._thread.join(PATIENCE_S)
-        for one in (self._socket, self._bell_in, self._bell_out):
+        for one in (self._socket, self._wakeup_in, self._wakeup_out):
             one.close(0)
         self._context.term()
 
     def _run(self):
         poller = zmq.Poller()
         peers = set()
-        for one in (self._socket, self._bell_in):
+        for one in (self._socket, self._wakeup_in):
             poller.register(one, zmq.POLLIN)
         while True:
             due = dict(poller.poll())
-            if self._bell_in in due:
-                word = self._bell_in.recv()
-                if word == b"end":
+            if self._wakeup_in in due:
+                order = self._wakeup_in.recv()
+                if order == b"end":
                     return
                 for peer in peers:
-                    self._socket.send_multipart([peer, Header(MessageKind.FINISH).pack()])
+                    self._socket.send_multipart([peer, Header(MessageKind.DRAIN).pack()])
             if self._socket in due:
                 peer, *frames = self._socket.recv_multipart()
                 peers.add(peer)
-                self._note(frames)
+                self._record(frames)
                 if self.refuses:
                     self._socket.send_multipart([peer, Header(MessageKind.REFUSED).pack(), self.refuses.encode()])
                 elif self.answers:
                     self._socket.send_multipart([peer, Header(MessageKind.READY).pack()])
 
-    def _note(self, frames):
+    def _record(self, frames):
         header = Header.unpack(frames[0])
         with self._changed:
             if header.kind is MessageKind.JOIN:
@@ -121,7 +125,7 @@ class Desk:
                 report = SimulationReport.unpack(frames[1])
                 self.reports.append(report)
                 self.counts.update({(header.simulation, key): n for key, n in report.received.items()})
-                self.heard.update(report.heard)
+                self.active.update(report.active)
             self._changed.notify_all()
 
     def wait(self, condition):
@@ -134,11 +138,11 @@ class Desk:
         return self.joined[index].address
 
     def finish(self):
-        self._bell_out.send(b"finish")
+        self._wakeup_out.send(b"finish")
 
 
 class Sender:
-    """A client of one trainer, with no idea of windows."""
+    """A client of one trainer, without flow control."""
 
     def __init__(self, context, address, name=None):
         self.socket = context.socket(zmq.DEALER)
@@ -146,40 +150,40 @@ class Sender:
         if name is not None:
             self.socket.routing_id = name
         self.socket.connect(address)
-        self.taken = 0
-        self.said = []
+        self.acked = 0
+        self.received = []
 
     def send(self, frames):
         self.socket.send_multipart(frames)
         return self
 
     def open(self, simulation=0, parameters=(), **head):
-        return self.send(opening(simulation, parameters, **head))
+        return self.send(open_message(simulation, parameters, **head))
 
     def sample(self, simulation, step, fields=None, **head):
-        return self.send(message(simulation, step, fields, **head))
+        return self.send(sample_message(simulation, step, fields, **head))
 
-    def touch(self, simulation=0, **head):
-        return self.send([Header(MessageKind.TOUCH, simulation, **head).pack()])
+    def heartbeat(self, simulation=0, **head):
+        return self.send([Header(MessageKind.HEARTBEAT, simulation, **head).pack()])
 
-    def hear(self, timeout_s=PATIENCE_S):
-        """One message: its header and sentence."""
+    def receive(self, timeout_s=PATIENCE_S):
+        """One message: its kind and text."""
         assert self.socket.poll(1000 * timeout_s), "no answer"
         frames = self.socket.recv_multipart()
         header = Header.unpack(frames[0])
-        if header.kind is MessageKind.TAKEN:
-            self.taken = header.step
-        self.said.append((header.kind, frames[1].decode() if len(frames) > 1 else ""))
-        return self.said[-1]
+        if header.kind is MessageKind.ACK:
+            self.acked = header.step
+        self.received.append((header.kind, frames[1].decode() if len(frames) > 1 else ""))
+        return self.received[-1]
 
-    def hear_until(self, condition):
+    def receive_until(self, condition):
         deadline = time.monotonic() + PATIENCE_S
         while not condition():
-            self.hear(max(deadline - time.monotonic(), 0.0))
+            self.receive(max(deadline - time.monotonic(), 0.0))
         return self
 
-    def hear_taken(self, count):
-        return self.hear_until(lambda: self.taken >= count)
+    def receive_acks(self, count):
+        return self.receive_until(lambda: self.acked >= count)
 
 
 @contextmanager

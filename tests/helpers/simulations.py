@@ -1,4 +1,4 @@
-"""Simulations of the tests, which need no torch; nobody else gives the same samples."""
+"""Simulations of the tests, which need no torch; every sample is different."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ SHAPE = (4, 3)
 
 
 def field(simulation, step, parameters):
-    """What simulation ``simulation`` gives at this step: nobody else gives the same."""
+    """The sample of a simulation at a step; every sample is different."""
     rng = np.random.default_rng([simulation, step])
     return (rng.standard_normal(SHAPE) + parameters.sum()).astype("float32")
 

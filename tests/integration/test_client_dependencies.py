@@ -14,9 +14,9 @@ from fake_run import FakeRun
 import paramserver
 from paramserver.cluster.simulation import SimulationEnvironment
 from paramserver.online.protocol import Header, MessageKind
-from paramserver.online.security import make_keys, server_security
+from paramserver.online.security import ServerSecurity, make_keys
 
-# Beside the package itself, wheels hold the libraries that it brings.
+# In addition to the package itself, wheels hold the libraries that it brings.
 LIBRARIES = ("numpy.libs", "pyzmq.libs")
 ABSENT = ("torch", "yaml", "tensorboard", "filelock", "pytest")
 
@@ -70,7 +70,7 @@ def check(run, simulation, attempt):
     assert sum(map(len, run.samples.values())) == 5
 
 
-def test_it_sends_what_it_was_told(bare):
+def test_it_sends_with_explicit_arguments(bare):
     with FakeRun() as run:
         simulate(bare, repr(run.address), "3, [0.5]")
         check(run, 3, attempt=0)
@@ -78,14 +78,14 @@ def test_it_sends_what_it_was_told(bare):
 
 def test_it_sends_as_a_simulation_of_the_run_with_keys(bare, tmp_path):
     make_keys(tmp_path / "keys")
-    with FakeRun(security=lambda context: server_security(context, tmp_path / "keys")) as run:
-        told = SimulationEnvironment(run.address, 8, (0.5,), 1, 0, 1, str(tmp_path / "keys"))
-        simulate(bare, environ=told.to_environ())
+    with FakeRun(security=lambda context: ServerSecurity(context, tmp_path / "keys")) as run:
+        environment = SimulationEnvironment(run.address, 8, (0.5,), 1, 0, 1, str(tmp_path / "keys"))
+        simulate(bare, environ=environment.to_environ())
         check(run, 8, attempt=1)
 
 
 def test_the_links_are_all_that_the_wheels_hold():
-    """What is beside the packages and is not linked would be missed elsewhere only."""
+    """What is next to the packages and is not linked would be missed elsewhere only."""
     for wheel, own in (("numpy", "numpy"), ("pyzmq", "zmq")):
         tops = {file.parts[0] for file in files(wheel) if file.suffix == ".so" or ".so." in file.name}
         assert tops <= {own, *LIBRARIES}

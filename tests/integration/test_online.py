@@ -42,7 +42,7 @@ def config(folder, simulations=None, task_args=None, **sections):
     """Of a run whose samples are served exactly as they came."""
     ledger = folder / "ledger"
     ledger.mkdir(parents=True, exist_ok=True)
-    told = {
+    settings = {
         "function": f"{SIMULATIONS}:simulate",
         "count": COUNT,
         "at_once": 3,
@@ -56,7 +56,7 @@ def config(folder, simulations=None, task_args=None, **sections):
     return {
         "task": f"{STREAMS}:Fed",
         "task_args": {"ledger": str(ledger), **(task_args or {})},
-        "simulations": told,
+        "simulations": settings,
         "training": training,
         "cluster": {"num_trainers": 2, "timeout_s": 30},
         **sections,
@@ -71,8 +71,8 @@ def online(fork_server):
         if mode == "local":
             return run_in_process(folder, mode=mode, **config(folder, **options))
         file = write_config(folder, mode=mode, **config(folder, **options))
-        said, output = fork_server.run(["--config", file, "--set", "logging.name=run"], folder, timeout_s=90)
-        return FinishedRun(said, output, folder / "runs" / "run")
+        code, output = fork_server.run(["--config", file, "--set", "logging.name=run"], folder, timeout_s=90)
+        return FinishedRun(code, output, folder / "runs" / "run")
 
     return start
 
@@ -87,8 +87,8 @@ def received(finished, name="received"):
 )
 def test_every_sample_is_served_exactly_once(tmp_path, online, mode, kind, function):
     """Also of a simulation that is killed in its middle and starts again."""
-    told = {"function": f"{SIMULATIONS}:{function}", "window": 1}  # what was sent before the last was taken
-    finished = online(tmp_path, mode, simulations=told, buffer={"kind": kind, "watermark": 6, "capacity": 12})
+    settings = {"function": f"{SIMULATIONS}:{function}", "window": 1}  # what was sent before the last was acknowledged
+    finished = online(tmp_path, mode, simulations=settings, buffer={"kind": kind, "watermark": 6, "capacity": 12})
     assert finished.code == 0, finished.output
     assert sorted(served(tmp_path / "ledger")) == ALL
     assert finished.summary["samples"] == len(ALL)
@@ -131,7 +131,7 @@ def test_a_slow_trainer_loses_nothing(tmp_path, online, mode, consistency):
     finished = online(tmp_path, mode, buffer={"capacity": 8}, simulations={"window": 2}, **pace)
     assert finished.code == 0, finished.output
     assert sorted(served(tmp_path / "ledger")) == ALL
-    assert finished.summary["buffer"]["put_wait_s"] > 0, "nobody was held up by the slow one"
+    assert finished.summary["buffer"]["put_wait_s"] > 0, "no trainer was held up by the slow one"
 
 
 def test_parts_of_a_group_are_put_together(tmp_path, online):
@@ -161,8 +161,8 @@ def stopped(tmp_path_factory, fork_server):
             file = write_config(
                 made[mode], mode=mode, **config(made[mode], task_args={"stop": 3}, buffer={"capacity": 8})
             )
-            said, output = fork_server.run(["--config", file, "--set", "logging.name=run"], made[mode], timeout_s=90)
-            assert said == 3, output
+            code, output = fork_server.run(["--config", file, "--set", "logging.name=run"], made[mode], timeout_s=90)
+            assert code == 3, output
         shutil.copytree(made[mode], folder, dirs_exist_ok=True)
         return folder / "runs" / "run"
 
@@ -174,12 +174,12 @@ def test_a_run_that_is_stopped_goes_on_with_what_is_not_complete(tmp_path, fork_
     run_dir, ledger = stopped(tmp_path, mode), tmp_path / "ledger"
     before = served(ledger)
     assert 0 < len(before) < len(ALL)
-    told = {"task_args.stop": "null", "task_args.ledger": ledger, "logging.run_dir": run_dir.parent}
-    told |= {"cluster.num_trainers": trainers, "buffer.capacity": 64}
-    flags = [word for key, value in told.items() for word in ("--set", f"{key}={value}")]
-    said, output = fork_server.run(["--resume", run_dir, *flags], tmp_path, timeout_s=90)
-    assert said == 0, output
-    second = FinishedRun(said, output, run_dir)
+    settings = {"task_args.stop": "null", "task_args.ledger": ledger, "logging.run_dir": run_dir.parent}
+    settings |= {"cluster.num_trainers": trainers, "buffer.capacity": 64}
+    flags = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    code, output = fork_server.run(["--resume", run_dir, *flags], tmp_path, timeout_s=90)
+    assert code == 0, output
+    second = FinishedRun(code, output, run_dir)
     assert sorted(served(ledger)) == ALL
     assert second.summary["samples"] == len(ALL)
     assert received(second) == received(second, "expected") == len(ALL)
@@ -190,7 +190,7 @@ def test_a_run_that_is_stopped_goes_on_with_what_is_not_complete(tmp_path, fork_
 
 
 def test_samples_from_outside(tmp_path, fork_server):
-    """Simulations that somebody else runs, and who says that these were the last ones; it is asked how it goes."""
+    """Simulations from outside, whose user declares the last one; the run answers pings meanwhile."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     outside = {"function": None, "count": None, "port": port}
@@ -217,7 +217,7 @@ def produce(address, simulation):
         return client.sent
 
 
-def test_a_wrong_sample_is_refused_counted_and_told(tmp_path, online):
+def test_a_wrong_sample_is_refused_counted_and_reported(tmp_path, online):
     """With a NaN where finite numbers are asked the simulation never becomes complete: it is given up in the end."""
     wrong = {"function": f"{SIMULATIONS}:simulate_wrong", "count": 1, "max_restarts": 0}
     finished = online(tmp_path, "ddp", simulations=wrong)
@@ -233,14 +233,14 @@ def test_a_wrong_sample_is_refused_counted_and_told(tmp_path, online):
 
 
 @pytest.mark.parametrize(
-    ("mode", "function", "says"), [("rpc", "simulate_hopeless", "exit code 1"), ("ddp", "simulate_silent", "silent")]
+    ("mode", "function", "text"), [("rpc", "simulate_hopeless", "exit code 1"), ("ddp", "simulate_silent", "silent")]
 )
-def test_simulations_that_all_fail_end_the_run_in_one_sentence(tmp_path, online, mode, function, says):
-    told = {"function": f"{SIMULATIONS}:{function}", "max_restarts": 0, "timeout_s": 1.0}
-    finished = online(tmp_path, mode, simulations=told)
+def test_simulations_that_all_fail_end_the_run_in_one_sentence(tmp_path, online, mode, function, text):
+    settings = {"function": f"{SIMULATIONS}:{function}", "max_restarts": 0, "timeout_s": 1.0}
+    finished = online(tmp_path, mode, simulations=settings)
     assert finished.code == 1, finished.output
     last = finished.output.rpartition("error: ")[2]
-    assert says in last
+    assert text in last
     assert "logs/simulation-" in last
     assert last.count("\n") == 1, "more than one sentence"
     assert finished.summary["status"] == "failed"
@@ -248,12 +248,12 @@ def test_simulations_that_all_fail_end_the_run_in_one_sentence(tmp_path, online,
 
 @pytest.mark.parametrize("mode", ["rpc", "ddp"])
 def test_a_run_that_has_enough_says_so_before_its_last_validation(tmp_path, fork_server, mode):
-    """Its simulations end, late clients are told, and it says that it is alive, all while it validates."""
+    """Its simulations end, late clients get OVER, and it answers pings, all while it validates."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    told = {"function": f"{SIMULATIONS}:simulate_watched", "count": 1000, "at_once": 8, "port": port}
+    settings = {"function": f"{SIMULATIONS}:simulate_watched", "count": 1000, "at_once": 8, "port": port}
     task = {"task_args": {"held": str(tmp_path)}, "training": {"max_steps": 1}}
-    file = write_config(tmp_path, mode=mode, **config(tmp_path, simulations=told, **task))
+    file = write_config(tmp_path, mode=mode, **config(tmp_path, simulations=settings, **task))
     address = f"tcp://127.0.0.1:{port}"
     with fork_server.start(["--config", file, "--set", "logging.name=run"], tmp_path) as run:
         wait_for(lambda: (tmp_path / "validating").exists())
@@ -270,8 +270,8 @@ def test_a_run_that_has_enough_says_so_before_its_last_validation(tmp_path, fork
 
 @pytest.mark.parametrize("mode", ["local", "ddp"])
 def test_nothing_outlives_a_supervisor_that_is_killed(tmp_path, fork_server, mode):
-    told = {"function": f"{SIMULATIONS}:simulate_watched", "count": 1000, "at_once": 3}
-    file = write_config(tmp_path, mode=mode, **config(tmp_path, simulations=told))
+    settings = {"function": f"{SIMULATIONS}:simulate_watched", "count": 1000, "at_once": 3}
+    file = write_config(tmp_path, mode=mode, **config(tmp_path, simulations=settings))
     with fork_server.start(["--config", file], tmp_path) as run:
         wait_for(lambda: len(list(tmp_path.glob("pid-*"))) == 3)
         processes = psutil.Process(run.pid).children(recursive=True)
@@ -303,14 +303,14 @@ def dry_run(folder, **options):
 
 
 def test_dry_run_says_what_is_expected(tmp_path):
-    code, said = dry_run(tmp_path, buffer={"watermark": 7})
+    code, output = dry_run(tmp_path, buffer={"watermark": 7})
     assert code == 0
-    assert said.count(f"{len(ALL) // 2} samples, {len(ALL) // 8} batches, the first from 7 samples on\n") == 2
-    assert f"simulations: {COUNT}, 3 at a time\n" in said
+    assert output.count(f"{len(ALL) // 2} samples, {len(ALL) // 8} batches, the first from 7 samples on\n") == 2
+    assert f"simulations: {COUNT}, 3 at a time\n" in output
 
 
 @pytest.mark.parametrize(
-    ("section", "told", "says"),
+    ("section", "options", "text"),
     [
         ("buffer", {"watermark": 41}, "buffer.watermark (41) must be at most the 40 samples that trainer 0 of 2"),
         ("simulations", {"sampler": "bogus"}, "simulations.sampler (bogus)"),
@@ -318,10 +318,10 @@ def test_dry_run_says_what_is_expected(tmp_path):
         ("simulations", {"function": None, "command": "/no/such/solver {a}"}, "begins with /no/such/solver"),
     ],
 )
-def test_dry_run_refuses_what_a_run_would_refuse(tmp_path, section, told, says):
-    code, said = dry_run(tmp_path, **{section: told})
+def test_dry_run_refuses_what_a_run_would_refuse(tmp_path, section, options, text):
+    code, output = dry_run(tmp_path, **{section: options})
     assert code == 2
-    assert says in said
+    assert text in output
 
 
 def test_a_watermark_that_the_simulations_never_reach_is_refused(tmp_path, online):

@@ -213,7 +213,7 @@ def test_the_limits_of_this_version_are_all_named():
 def test_yaml_in_the_contract_is_a_config():
     whole, online = map(yaml.safe_load, blocks(INTERFACE.read_text(), "yaml"))
     assert config_from_mapping(whole).training.max_epochs == 20
-    assert IngestSpec.of(config_from_mapping({**whole, **online}).simulations).expected_samples == 10_000
+    assert IngestSpec.from_config(config_from_mapping({**whole, **online}).simulations).expected_samples == 10_000
 
 
 # Links and pins.

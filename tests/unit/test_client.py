@@ -1,4 +1,4 @@
-"""The client against a fake run: what it sends, when it waits, and how it ends."""
+"""The client against a fake run: what it sends, when it waits, and how it peers."""
 
 import gc
 import logging
@@ -18,7 +18,7 @@ from fake_run import FIELDS, FakeRun
 from paramserver.client import Client, finish, ping
 from paramserver.cluster.simulation import SimulationEnvironment
 from paramserver.errors import ClientError, RunOver, UnsupportedConfiguration
-from paramserver.online import coordinator_client, sender as postman_module
+from paramserver.online import sender as sender_module
 from paramserver.online.protocol import VERSION, ArrayDescriptor, Header, MessageKind, TrainerDirectory
 from paramserver.online.sender import ConnectionMonitor
 
@@ -53,13 +53,13 @@ def send_all(client, steps):
         client.send(step, sample(step))
 
 
-class Beside:
+class InThread:
     """A call in a thread of its own, for as long as a test looks at what it waits for."""
 
     def __init__(self, function, *arguments):
         self.error = None
         self._call = (function, arguments)
-        self._thread = threading.Thread(target=self._run, name="beside")
+        self._thread = threading.Thread(target=self._run, name="in-thread")
         self._thread.start()
 
     def _run(self):
@@ -102,16 +102,16 @@ def test_steps_go_round_the_trainers_and_arrive_as_they_were(run, simulation):
 
 
 def test_a_pinned_simulation_goes_to_one_trainer_and_knocks_at_no_other(run_of):
-    run = run_of(3, only=2)
+    run = run_of(3, single_trainer=2)
     with Client(run.address).open(4) as client:
         send_all(client, [5, 3, 4])
         assert client.parameters.shape == (0,)
     assert run.keys() == {2: [(4, 5), (4, 3), (4, 4)]}
-    assert {who for who, _ in run.heard} == {"desk", 2}
+    assert {who for who, _ in run.messages} == {"coordinator", 2}
 
 
 def test_an_array_may_be_changed_once_it_was_sent(run):
-    run.takes = False
+    run.acknowledges = False
     array = np.zeros((2, 3), np.float32)
     client = Client(run.address).open(0)
     for step in range(8):
@@ -153,15 +153,15 @@ def test_a_simulation_that_is_started_again_sends_each_step_to_the_same_trainer(
 
 
 def test_a_full_window_holds_the_sender_and_each_trainer_has_its_own(run):
-    run.takes = False
+    run.acknowledges = False
     client = Client(run.address).open(0)
     send_all(client, [0, 2, 4, 6, 1])  # the window of trainer 0 is full, that of trainer 1 is not
     assert client.waited_s == 0
-    held = Beside(client.send, 8, sample(8))
-    run.wait_for(lambda: run.kinds(0).count(MessageKind.TOUCH) >= 2)
+    held = InThread(client.send, 8, sample(8))
+    run.wait_for(lambda: run.kinds(0).count(MessageKind.HEARTBEAT) >= 2)
     assert held.waits()
     assert run.keys()[0] == [(0, 0), (0, 2), (0, 4), (0, 6)]
-    assert MessageKind.TOUCH not in run.kinds(1)
+    assert MessageKind.HEARTBEAT not in run.kinds(1)
     run.release()
     assert held.ended() is None
     assert 1.5 < client.waited_s < 20
@@ -172,17 +172,17 @@ def test_a_full_window_holds_the_sender_and_each_trainer_has_its_own(run):
 @pytest.mark.parametrize("window", [1, 3])
 def test_never_more_than_the_window_is_on_its_way(run_of, window):
     run = run_of(1, window=window)
-    run.takes = False
+    run.acknowledges = False
     client = Client(run.address).open(0)
-    sender = Beside(send_all, client, range(20))
+    sender = InThread(send_all, client, range(20))
     for taken in range(0, 20 - window, window):
         run.wait_for(lambda most=taken + window: len(run.samples[0]) >= most)
         assert len(run.samples[0]) == taken + window
 
         def take():
             for key in run.arrived:
-                run.taken[key] = run.arrived[key]
-                run._say_taken(*key)
+                run.acked[key] = run.arrived[key]
+                run._send_ack(*key)
 
         run.order(take)
     run.release()
@@ -192,11 +192,11 @@ def test_never_more_than_the_window_is_on_its_way(run_of, window):
 
 
 def test_close_waits_until_all_was_taken_and_says_bye_then(run):
-    run.takes = False
+    run.acknowledges = False
     client = Client(run.address).open(0)
     send_all(client, range(3))
-    closing = Beside(client.close)
-    run.wait_for(lambda: {MessageKind.TOUCH} <= set(run.kinds(0)) & set(run.kinds(1)))
+    closing = InThread(client.close)
+    run.wait_for(lambda: {MessageKind.HEARTBEAT} <= set(run.kinds(0)) & set(run.kinds(1)))
     assert closing.waits()
     assert not run.byes
     run.release()
@@ -206,7 +206,7 @@ def test_close_waits_until_all_was_taken_and_says_bye_then(run):
 
 
 def test_an_exception_leaves_without_bye_and_at_once(run):
-    run.takes = False
+    run.acknowledges = False
     began = time.monotonic()
     client = Client(run.address).open(0)
     send_all(client, range(3))
@@ -221,14 +221,14 @@ def test_an_exception_leaves_without_bye_and_at_once(run):
         client.send(3, sample(3))
 
 
-def test_a_client_that_nobody_closed_holds_nobody_up(run):
-    run.takes = False
+def test_a_client_that_was_not_closed_does_not_hang_the_process(run):
+    run.acknowledges = False
     client = Client(run.address).open(0)
     send_all(client, range(3))
     client.myself = client  # collected as a circle, as what an error holds
     collected = weakref.ref(client)
     del client
-    ending = Beside(gc.collect)
+    ending = InThread(gc.collect)
     assert ending.ended() is None
     assert collected() is None
 
@@ -237,7 +237,7 @@ def test_a_client_that_nobody_closed_holds_nobody_up(run):
 
 
 def silence(run):
-    run.answers = {MessageKind.SAMPLE: None, MessageKind.TOUCH: None}
+    run.answers = {MessageKind.SAMPLE: None, MessageKind.HEARTBEAT: None}
 
 
 def test_a_silent_trainer_is_named_after_the_time(run):
@@ -256,11 +256,11 @@ def test_a_silent_trainer_is_named_after_the_time(run):
 
 
 def test_a_trainer_that_lives_is_waited_for_longer_than_its_silence_may_last(run):
-    run.takes = False
+    run.acknowledges = False
     client = Client(run.address, timeout_s=1.0).open(0)
     send_all(client, [0, 2, 4, 6])
-    held = Beside(client.send, 8, sample(8))
-    run.wait_for(lambda: run.kinds(0).count(MessageKind.TOUCH) >= 8)  # twice the limit
+    held = InThread(client.send, 8, sample(8))
+    run.wait_for(lambda: run.kinds(0).count(MessageKind.HEARTBEAT) >= 8)  # twice the limit
     assert held.waits()
     run.release()
     assert held.ended() is None
@@ -276,9 +276,9 @@ def test_the_silence_is_as_long_as_the_run_says(run_of):
         client.close()
 
 
-def test_a_lost_connection_is_told_long_before_the_time(run, monkeypatch):
-    monkeypatch.setattr(postman_module, "_FAREWELL_S", 0.2)
-    run.takes = False
+def test_a_lost_connection_fails_long_before_the_timeout(run, monkeypatch):
+    monkeypatch.setattr(sender_module, "_LOST_GRACE_S", 0.2)
+    run.acknowledges = False
     client = Client(run.address, timeout_s=60).open(0)
     send_all(client, range(3))
     run.wait_for(lambda: len(run.samples[1]) == 1)
@@ -288,25 +288,25 @@ def test_a_lost_connection_is_told_long_before_the_time(run, monkeypatch):
     assert not run.byes
 
 
-def test_what_a_trainer_said_before_it_closed_is_heard(run):
+def test_what_a_trainer_sent_before_it_closed_is_received(run):
     client = Client(run.address, timeout_s=60).open(0)
-    run.takes = False
+    run.acknowledges = False
     send_all(client, range(2))
     run.wait_for(lambda: run.samples[0] and run.samples[1])
-    run.say(1, MessageKind.OVER, b"max_steps is reached")
+    run.send_to_all(1, MessageKind.OVER, b"max_steps is reached")
     run.order(lambda: run.trainers[1].close())
     with pytest.raises(RunOver, match=r"^max_steps is reached$"):
         client.close()
 
 
-@pytest.mark.parametrize("who", ["desk", 0])
+@pytest.mark.parametrize("who", ["coordinator", 0])
 def test_over_ends_a_sender_that_waits_and_every_call_after(run, who):
-    run.takes = False
+    run.acknowledges = False
     client = Client(run.address).open(0)
     send_all(client, [0, 2, 4, 6])
-    held = Beside(client.send, 8, sample(8))
-    run.wait_for(lambda: run.kinds(0).count(MessageKind.TOUCH) >= 1)
-    run.say(who, MessageKind.OVER, b"the run wants no more samples")
+    held = InThread(client.send, 8, sample(8))
+    run.wait_for(lambda: run.kinds(0).count(MessageKind.HEARTBEAT) >= 1)
+    run.send_to_all(who, MessageKind.OVER, b"the run wants no more samples")
     error = held.ended()
     assert type(error) is RunOver
     assert str(error) == "the run wants no more samples"
@@ -318,34 +318,34 @@ def test_over_ends_a_sender_that_waits_and_every_call_after(run, who):
 
 
 def test_over_ends_a_sender_that_has_room(run, monkeypatch):
-    monkeypatch.setattr("paramserver.online.sender._LISTEN_EVERY_S", 0.0)
+    monkeypatch.setattr("paramserver.online.sender._RECEIVE_INTERVAL_S", 0.0)
     client = Client(run.address).open(0)
-    run.takes = False
+    run.acknowledges = False
     client.send(0, sample(0))
     run.wait_for(lambda: run.samples[0])
-    run.say(0, MessageKind.OVER)
-    assert client._delivery._postmen[0].socket.poll(20_000)
+    run.send_to_all(0, MessageKind.OVER)
+    assert client._sender._trainers[0].socket.poll(20_000)
     with pytest.raises(RunOver, match="the run wants no more samples"):
         client.send(2, sample(2))
     assert client.waited_s == 0
 
 
 def test_over_at_hello(run):
-    run.answers[MessageKind.HELLO] = lambda header: [header.answer(MessageKind.OVER).pack(), b"it is over"]
+    run.answers[MessageKind.HELLO] = lambda header: [header.reply(MessageKind.OVER).pack(), b"it is over"]
     with pytest.raises(RunOver, match=r"^it is over$"):
         Client(run.address).open(0)
 
 
-def test_refusals_are_counted_logged_once_and_stop_nobody(run, caplog):
+def test_refusals_are_counted_logged_once_and_stop_nothing(run, caplog):
     caplog.set_level(logging.WARNING, "paramserver.client")
-    run.takes = False
+    run.acknowledges = False
     client = Client(run.address).open(0)
     client.send(0, sample(0))
     run.wait_for(lambda: run.samples[0])
     for _ in range(3):
-        run.say(0, MessageKind.REFUSED, b"temperature must be finite")
+        run.send_to_all(0, MessageKind.REFUSED, b"temperature must be finite")
     for number in range(30):
-        run.say(0, MessageKind.REFUSED, f"step {number} is odd".encode())
+        run.send_to_all(0, MessageKind.REFUSED, f"step {number} is odd".encode())
     run.release()
     send_all(client, range(2, 12, 2))
     client.close()
@@ -357,7 +357,7 @@ def test_refusals_are_counted_logged_once_and_stop_nobody(run, caplog):
 
 def test_a_run_that_refuses_says_why(run):
     run.answers[MessageKind.HELLO] = lambda header: [
-        header.answer(MessageKind.REFUSED).pack(),
+        header.reply(MessageKind.REFUSED).pack(),
         b"simulation (9) must be below 5",
     ]
     client = Client(run.address)
@@ -371,7 +371,7 @@ def test_a_run_that_refuses_says_why(run):
 
 def test_another_version_is_named(run):
     def newer(header):
-        packed = bytearray(header.answer(MessageKind.REFUSED).pack())
+        packed = bytearray(header.reply(MessageKind.REFUSED).pack())
         packed[2] = VERSION + 1
         return [bytes(packed), b"?"]
 
@@ -382,12 +382,12 @@ def test_another_version_is_named(run):
 
 @pytest.mark.parametrize("body", [b"", b"{}", b"\xff", b"[1]", b'{"trainers": 5}'])
 def test_a_welcome_that_is_none(run, body):
-    run.answers[MessageKind.HELLO] = lambda header: [header.answer(MessageKind.WELCOME).pack(), body]
+    run.answers[MessageKind.HELLO] = lambda header: [header.reply(MessageKind.WELCOME).pack(), body]
     with pytest.raises(ClientError, match="answered what cannot be understood"):
         Client(run.address).open(0)
 
 
-def test_nobody_there(free_port):
+def test_without_a_run(free_port):
     began = time.monotonic()
     with pytest.raises(
         ClientError, match=r"the run at tcp://\S+ gave no sign of life for 0\.3 s; see that it runs and"
@@ -397,17 +397,17 @@ def test_nobody_there(free_port):
 
 
 def test_a_simulation_that_the_run_started_does_not_wait_for_another_run(free_port, monkeypatch):
-    monkeypatch.setattr(coordinator_client, "_GONE_S", 0.2)
+    monkeypatch.setattr(sender_module, "_GONE_S", 0.2)
     monkeypatch.setenv("PARAMSERVER_ADDRESS", f"tcp://127.0.0.1:{free_port}")
-    with pytest.raises(ClientError, match=rf"^the run at tcp://127.0.0.1:{free_port} is gone, nobody has listened"):
+    with pytest.raises(ClientError, match=rf"^the run at tcp://127.0.0.1:{free_port} is gone, no process has listened"):
         Client(timeout_s=60).open(0)
 
 
 def test_a_run_that_goes_before_it_answers_is_not_waited_for(free_port, monkeypatch):
-    monkeypatch.setattr(coordinator_client, "_GONE_S", 0.2)
+    monkeypatch.setattr(sender_module, "_GONE_S", 0.2)
     with ThreadPoolExecutor(1) as pool:
         client = asks_one_that_leaves(pool, free_port)
-        with pytest.raises(ClientError, match="is gone, nobody has listened there for"):
+        with pytest.raises(ClientError, match="is gone, no process has listened there for"):
             client.result(20)
 
 
@@ -447,7 +447,7 @@ def free_port():
 
 def test_a_client_may_come_before_the_run(free_port, run_of):
     client = Client(f"tcp://127.0.0.1:{free_port}", timeout_s=20)
-    opening = Beside(client.open, 5)
+    opening = InThread(client.open, 5)
     run = run_of(port=free_port)
     assert opening.ended() is None
     client.close()
@@ -456,21 +456,21 @@ def test_a_client_may_come_before_the_run(free_port, run_of):
 
 
 def test_a_run_whose_trainers_are_not_there_yet_is_waited_for_while_it_lives(run, monkeypatch):
-    monkeypatch.setattr("paramserver.online.sender._ASK_AGAIN_S", 0.1)
+    monkeypatch.setattr("paramserver.online.sender._PING_INTERVAL_S", 0.1)
     run.answers[MessageKind.HELLO] = None
     client = Client(run.address, timeout_s=1.0)
-    opening = Beside(client.open, 5)
-    run.wait_for(lambda: run.kinds("desk").count(MessageKind.PING) >= 20)  # twice the silence that is allowed
+    opening = InThread(client.open, 5)
+    run.wait_for(lambda: run.kinds("coordinator").count(MessageKind.PING) >= 20)  # twice the silence that is allowed
     assert opening.waits()
-    run.say("desk", MessageKind.WELCOME, run.welcome.pack())
+    run.send_to_all("coordinator", MessageKind.WELCOME, run.directory.pack())
     assert opening.ended() is None
     client.close()
-    assert run.kinds("desk").count(MessageKind.HELLO) == 1
+    assert run.kinds("coordinator").count(MessageKind.HELLO) == 1
 
 
 def test_but_not_for_ever(run, monkeypatch):
-    monkeypatch.setattr("paramserver.online.sender._ASK_AGAIN_S", 0.1)
-    monkeypatch.setattr("paramserver.online.sender._PATIENCE", 1.2)
+    monkeypatch.setattr("paramserver.online.sender._PING_INTERVAL_S", 0.1)
+    monkeypatch.setattr("paramserver.online.sender._ALIVE_FACTOR", 1.2)
     run.answers[MessageKind.HELLO] = None
     with pytest.raises(
         ClientError, match=r"lives, but its trainers were not ready within \d+ s; see the log of the run"
@@ -523,19 +523,22 @@ def test_numbers_that_fit_are_converted(several, name, value, arrived):
         ({"y": 1}, r"field \(y\) must be one of x, n, flag, small; rename or leave it out"),
         ({"x": None}, r"field x must have the shape \(2,\), this one has \(\); reshape it"),
         ({"x": np.zeros((1, 2))}, r"field x must have the shape \(2,\), this one has \(1, 2\)"),
-        ({"x": np.zeros(2, complex)}, "field x must be float32, complex128 does not become that by itself; convert it"),
-        ({"x": ["a", "b"]}, "field x must be float32, <U1 does not become that"),
+        (
+            {"x": np.zeros(2, complex)},
+            "field x must be float32, complex128 is not converted to it implicitly; convert it",
+        ),
+        ({"x": ["a", "b"]}, "field x must be float32, <U1 is not converted to it"),
         ({"x": [[1.0], [1.0, 2.0]]}, r"field x must be an array of numbers \(.*\); convert it"),
         ({"x": [1e300, 0.0]}, r"field x \(1e\+300\) must fit into float32; scale it, or declare a larger dtype"),
-        ({"n": 2.0}, "field n must be int32, float64 does not"),
+        ({"n": 2.0}, "field n must be int32, float64 is not"),
         ({"n": 2**31}, r"field n \(2147483648\) must fit into int32"),
         ({"small": np.array([2**16], np.uint32)}, r"field small \(65536\) must fit into uint16"),
-        ({"small": np.array([-1], np.int16)}, "field small must be uint16, int16 does not become that"),
-        ({"flag": [1]}, "field flag must be bool, int64 does not"),
-        ({"n": object()}, "field n must be int32, object does not"),
+        ({"small": np.array([-1], np.int16)}, "field small must be uint16, int16 is not converted to it"),
+        ({"flag": [1]}, "field flag must be bool, int64 is not"),
+        ({"n": object()}, "field n must be int32, object is not"),
     ],
 )
-def test_a_field_that_does_not_fit_is_told_and_nothing_leaves(several, change, message):
+def test_a_field_that_does_not_fit_is_refused_and_nothing_is_sent(several, change, message):
     before = len(several.samples[0])
     with Client(several.address).open(0) as client:
         with pytest.raises(ClientError, match=message):
@@ -641,7 +644,7 @@ def test_arguments_that_are_none(options, message):
 def test_a_simulation_that_is_none(run, arguments, message):
     with pytest.raises(ClientError, match=message):
         Client(run.address).open(*arguments)
-    assert run.heard == []
+    assert run.messages == []
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:80", "tcp://127.0.0.1", "tcp://127.0.0.1:x", "http://127.0.0.1:80", ""])
@@ -661,8 +664,10 @@ def test_beyond_this_machine_keys_are_needed():
 
 
 def test_all_comes_from_the_environment_and_arguments_come_first(run, monkeypatch):
-    told = SimulationEnvironment(run.address, simulation=6, parameters=(0.1, 2.0), attempt=2, member=1, members=3)
-    for name, value in told.variables().items():
+    environment = SimulationEnvironment(
+        run.address, simulation=6, parameters=(0.1, 2.0), attempt=2, member=1, members=3
+    )
+    for name, value in environment.to_environ().items():
         monkeypatch.setenv(name, value)
     with Client().open() as client:
         assert client.parameters.tolist() == [0.1, 2.0]
@@ -685,8 +690,8 @@ def test_all_comes_from_the_environment_and_arguments_come_first(run, monkeypatc
         SimulationEnvironment(parameters=(), simulation=0, attempt=0),
     ],
 )
-def test_what_is_told_is_what_is_read(producer):
-    assert SimulationEnvironment.of(producer.variables()) == producer
+def test_the_environment_is_what_is_read(producer):
+    assert SimulationEnvironment.from_environ(producer.to_environ()) == producer
 
 
 @pytest.mark.parametrize(
@@ -698,8 +703,8 @@ def test_what_is_told_is_what_is_read(producer):
         ({"SLURM_PROCID": "0", "PARAMSERVER_MEMBERS": "4", "PARAMSERVER_MEMBER": "2"}, 2),
     ],
 )
-def test_srun_tells_the_member_of_a_group(environ, member):
-    assert SimulationEnvironment.of(environ).member == member
+def test_srun_sets_the_member_of_a_group(environ, member):
+    assert SimulationEnvironment.from_environ(environ).member == member
 
 
 @pytest.mark.parametrize(
@@ -714,7 +719,7 @@ def test_srun_tells_the_member_of_a_group(environ, member):
 )
 def test_an_environment_that_is_none_of_the_run(name, value, message):
     with pytest.raises(UnsupportedConfiguration, match=message):
-        SimulationEnvironment.of({f"PARAMSERVER_{name}": value})
+        SimulationEnvironment.from_environ({f"PARAMSERVER_{name}": value})
 
 
 # Without a simulation.
@@ -726,21 +731,21 @@ def test_a_run_that_lives_answers_a_ping(run, free_port):
         ping(f"tcp://127.0.0.1:{free_port}", timeout_s=0.2)
 
 
-def test_finish_returns_once_it_was_heard(run):
+def test_finish_returns_once_it_was_received(run):
     finish(run.address)
-    assert run.kinds("desk")[:2] == [MessageKind.LAST, MessageKind.PING]
-    run.answers[MessageKind.LAST] = lambda header: [
-        header.answer(MessageKind.REFUSED).pack(),
+    assert run.kinds("coordinator")[:2] == [MessageKind.FINISH, MessageKind.PING]
+    run.answers[MessageKind.FINISH] = lambda header: [
+        header.reply(MessageKind.REFUSED).pack(),
         b"it starts its simulations itself",
     ]
     with pytest.raises(ClientError, match="refused this client: it starts its simulations itself"):
         finish(run.address)
-    run.answers[MessageKind.LAST] = lambda header: [header.answer(MessageKind.OVER).pack()]
+    run.answers[MessageKind.FINISH] = lambda header: [header.reply(MessageKind.OVER).pack()]
     finish(run.address)
 
 
 def test_a_pong_that_is_none(run):
-    run.answers[MessageKind.PING] = lambda header: [header.answer(MessageKind.PONG).pack(), b"yes"]
+    run.answers[MessageKind.PING] = lambda header: [header.reply(MessageKind.PONG).pack(), b"yes"]
     with pytest.raises(ClientError, match="answered what cannot be understood: the body must be JSON"):
         ping(run.address)
 
@@ -748,29 +753,29 @@ def test_a_pong_that_is_none(run):
 def test_a_welcome_travels():
     welcome = TrainerDirectory(("tcp://a:1", "tcp://b:2"), None, 4, 20.0, None, FIELDS)
     assert TrainerDirectory.unpack(welcome.pack()) == welcome
-    assert [replace(welcome, only=1).trainer_of(5, step) for step in range(3)] == [1, 1, 1]
+    assert [replace(welcome, single_trainer=1).trainer_for(5, step) for step in range(3)] == [1, 1, 1]
 
 
 def test_a_client_that_computes_for_long_keeps_its_other_lines():
-    """A run that is gone is tried again and again; nobody reads what ZeroMQ tells of that, and nothing waits for it."""
+    """A run that is gone is tried again and again; the events of ZeroMQ are not read, and nothing blocks."""
     context = zmq.Context()
     context.rcvhwm = 1  # as every one that is made here, so that it is soon reached
-    with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{nobody.getsockname()[1]}"
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{unused.getsockname()[1]}"
         lines = [context.socket(zmq.DEALER) for _ in range(2)]
-        presence, told = ConnectionMonitor(lines[0]), lines[1].get_monitor_socket(zmq.EVENT_CONNECT_RETRIED)
+        monitor, events = ConnectionMonitor(lines[0]), lines[1].get_monitor_socket(zmq.EVENT_CONNECT_RETRIED)
         for line in lines:
             line.linger, line.reconnect_ivl = 0, 1
             line.connect(address)
         retried = 0
-        while retried < 1500 and told.poll(3000):
-            told.recv_multipart()
+        while retried < 1500 and events.poll(3000):
+            events.recv_multipart()
             retried += 1
-        presence.absent_s()  # where somebody waits, it goes on
-        presence.close()
+        monitor.disconnected_s()  # read while a request waits
+        monitor.close()
         lines[1].disable_monitor()
-        for one in (told, *lines):
+        for one in (events, *lines):
             one.close(0)
         context.term()
     assert retried == 1500

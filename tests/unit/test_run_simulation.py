@@ -33,8 +33,8 @@ def work(tmp_path):
     (tmp_path / "functions.py").write_text(FUNCTIONS)
 
     def worked(run, function):
-        told = SimulationEnvironment(run.address, 5, (0.5, 1.25), 2, 0, 1)
-        environ = {**os.environ, "PYTHONPATH": str(ROOT), **told.to_environ()}
+        environment = SimulationEnvironment(run.address, 5, (0.5, 1.25), 2, 0, 1)
+        environ = {**os.environ, "PYTHONPATH": str(ROOT), **environment.to_environ()}
         command = [sys.executable, "-m", "paramserver.run_simulation", function, "--folder", str(tmp_path)]
         return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, cwd=tmp_path)
 
@@ -62,7 +62,7 @@ def test_an_exception_is_shown_and_nothing_is_said_to_be_complete(work):
 
 def test_a_run_that_wants_no_more_is_a_good_end(work):
     with FakeRun(trainers=1) as run:
-        run.answers[MessageKind.SAMPLE] = lambda header: [header.answer(MessageKind.OVER).pack(), b"enough"]
+        run.answers[MessageKind.SAMPLE] = lambda header: [header.reply(MessageKind.OVER).pack(), b"enough"]
         done = work(run, "functions:well")
         assert (done.returncode, done.stdout, done.stderr) == (0, "ended early: enough\n", "")
 

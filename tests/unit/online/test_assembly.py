@@ -5,22 +5,22 @@ import random
 import numpy as np
 import pytest
 
-from paramserver.online.validator import PartOutcome, SampleAssembly, SamplePart, joined
+from paramserver.online.validator import PartOutcome, SampleAssembly, SamplePart, concatenate_parts
 
 
-def part(value, rows=2, giver=None):
-    return SamplePart((np.full((rows, 3), value, np.float32), np.full((rows,), value, np.int64)), giver)
+def part(value, rows=2, session=None):
+    return SamplePart((np.full((rows, 3), value, np.float32), np.full((rows,), value, np.int64)), session)
 
 
 def test_the_last_part_gives_all_in_the_order_of_members():
     assembly = SampleAssembly(3, 4)
-    assembly.begin(7, 0)
-    assert assembly.add((7, 0), 0, 2, part(2, giver="c")) is PartOutcome.WAITING
-    assert assembly.add((7, 0), 0, 0, part(0, giver="a")) is PartOutcome.WAITING
+    assembly.start_attempt(7, 0)
+    assert assembly.add((7, 0), 0, 2, part(2, session="c")) is PartOutcome.WAITING
+    assert assembly.add((7, 0), 0, 0, part(0, session="a")) is PartOutcome.WAITING
     assert len(assembly) == 1
-    parts = assembly.add((7, 0), 0, 1, part(1, rows=4, giver="b"))
-    assert [one.giver for one in parts] == ["a", "b", "c"]
-    first, second = joined(parts)
+    parts = assembly.add((7, 0), 0, 1, part(1, rows=4, session="b"))
+    assert [one.session for one in parts] == ["a", "b", "c"]
+    first, second = concatenate_parts(parts)
     assert first.shape == (8, 3)
     assert second.tolist() == [0, 0, 1, 1, 1, 1, 2, 2]
     assert first[:, 0].tolist() == second.tolist()
@@ -29,33 +29,33 @@ def test_the_last_part_gives_all_in_the_order_of_members():
 
 def test_a_part_that_came_before_is_a_duplicate():
     assembly = SampleAssembly(2, 4)
-    assembly.begin(0, 0)
-    assembly.add((0, 3), 0, 0, part(1, giver="first"))
-    assert assembly.add((0, 3), 0, 0, part(2, giver="second")) is PartOutcome.DUPLICATE
-    assert [one.giver for one in assembly.add((0, 3), 0, 1, part(3))] == ["first", None]
+    assembly.start_attempt(0, 0)
+    assembly.add((0, 3), 0, 0, part(1, session="first"))
+    assert assembly.add((0, 3), 0, 0, part(2, session="second")) is PartOutcome.DUPLICATE
+    assert [one.session for one in assembly.add((0, 3), 0, 1, part(3))] == ["first", None]
 
 
 def test_a_new_attempt_drops_what_the_older_left():
     assembly = SampleAssembly(2, 4)
-    assembly.begin(0, 0)
-    assembly.begin(1, 0)
-    assembly.add((0, 0), 0, 0, part(1, giver="old"))
-    assembly.add((0, 1), 0, 1, part(1, giver="old too"))
-    assembly.add((1, 0), 0, 0, part(1, giver="another's"))
-    assert assembly.begin(0, 0) == []  # the other member of the same attempt
-    assert sorted(one.giver for one in assembly.begin(0, 1)) == ["old", "old too"]
+    assembly.start_attempt(0, 0)
+    assembly.start_attempt(1, 0)
+    assembly.add((0, 0), 0, 0, part(1, session="old"))
+    assembly.add((0, 1), 0, 1, part(1, session="old too"))
+    assembly.add((1, 0), 0, 0, part(1, session="another's"))
+    assert assembly.start_attempt(0, 0) == []  # the other member of the same attempt
+    assert sorted(one.session for one in assembly.start_attempt(0, 1)) == ["old", "old too"]
     assert len(assembly) == 1
     assert assembly.add((0, 0), 0, 1, part(1)) is PartOutcome.STALE
-    assert assembly.begin(0, 0) == []
+    assert assembly.start_attempt(0, 0) == []
     assert assembly.add((0, 0), 0, 1, part(1)) is PartOutcome.STALE  # an old one that opens late changes nothing
-    assert assembly.add((0, 0), 1, 1, part(5, giver="new")) is PartOutcome.WAITING
-    assert [one.giver for one in assembly.add((0, 0), 1, 0, part(6, giver="newer"))] == ["newer", "new"]
+    assert assembly.add((0, 0), 1, 1, part(5, session="new")) is PartOutcome.WAITING
+    assert [one.session for one in assembly.add((0, 0), 1, 0, part(6, session="newer"))] == ["newer", "new"]
 
 
 def test_unfinished_samples_are_limited():
     assembly = SampleAssembly(2, 3)
     for simulation in (0, 1):
-        assembly.begin(simulation, 0)
+        assembly.start_attempt(simulation, 0)
         assert [assembly.add((simulation, step), 0, 0, part(step)) for step in range(3)] == [PartOutcome.WAITING] * 3
         assert assembly.add((simulation, 3), 0, 0, part(3)) is PartOutcome.FULL
     assert len(assembly) == 6
@@ -69,7 +69,7 @@ def test_any_order_of_parts_gives_each_sample_once(seed):
     members, steps, simulations = draw.randint(2, 5), 12, 3
     assembly, latest = SampleAssembly(members, steps), [0] * simulations
     for simulation in range(simulations):
-        assembly.begin(simulation, 0)
+        assembly.start_attempt(simulation, 0)
     missing = [(s, t, m, 0) for s in range(simulations) for t in range(steps) for m in range(members)]
     draw.shuffle(missing)
     whole = set()
@@ -77,16 +77,16 @@ def test_any_order_of_parts_gives_each_sample_once(seed):
         if draw.random() < 0.02:
             simulation = draw.randrange(simulations)
             latest[simulation] += 1
-            dropped = assembly.begin(simulation, latest[simulation])
-            assert all(one.giver[0] == simulation for one in dropped)
+            dropped = assembly.start_attempt(simulation, latest[simulation])
+            assert all(one.session[0] == simulation for one in dropped)
             again = [(simulation, t, m, latest[simulation]) for t in range(steps) for m in range(members)]
             missing = [one for one in missing if one[0] != simulation] + again
             draw.shuffle(missing)
             whole = {key for key in whole if key[0] != simulation}
         s, t, m, attempt = missing.pop()
-        fate = assembly.add((s, t), attempt, m, part(m, giver=(s, t, m, attempt)))
-        if isinstance(fate, list):
-            assert [one.giver for one in fate] == [(s, t, i, attempt) for i in range(members)]
+        result = assembly.add((s, t), attempt, m, part(m, session=(s, t, m, attempt)))
+        if isinstance(result, list):
+            assert [one.session for one in result] == [(s, t, i, attempt) for i in range(members)]
             assert (s, t) not in whole
             whole.add((s, t))
     assert whole == {(s, t) for s in range(simulations) for t in range(steps)}

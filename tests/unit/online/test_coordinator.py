@@ -1,4 +1,4 @@
-"""The desk with real sockets and real simulations: who is welcome, who is told what, and how it ends."""
+"""The coordinator with real sockets and real simulations: whom it accepts, what it sends, and how it closes."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from pathlib import Path
 from threading import Event
 
 import pytest
-from zmq_peers import Ends, serve
+from zmq_peers import Peers, serve
 
 from paramserver.config import SimulationsConfig
 from paramserver.distributed.timeouts import poll_until
@@ -26,23 +26,23 @@ OPEN_S = 0.3  # how long nothing must come where nothing may come
 
 
 @pytest.fixture
-def ends():
-    made = Ends()
+def peers():
+    made = Peers()
     yield made
     made.close()
 
 
 @pytest.fixture
-def desk_of(tmp_path, monkeypatch):
-    """Desks that are closed."""
+def coordinator_of(tmp_path, monkeypatch):
+    """Coordinators that are closed."""
     made = []
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
     def make(trainers=1, state=None, patience_s=60.0, seed=3, events=None, status=dict, **options):
         config = SimulationsConfig(**{"fields": {"t": [2]}, "timeout_s": 20.0, "launcher": "local", **options})
-        told = (lambda *event: events.append(event)) if events is not None else (lambda *event: None)
-        desk = SimulationCoordinator(
-            IngestSpec.of(config),
+        record = (lambda *event: events.append(event)) if events is not None else (lambda *event: None)
+        coordinator = SimulationCoordinator(
+            IngestSpec.from_config(config),
             trainers,
             seed,
             tmp_path / "logs",
@@ -50,61 +50,70 @@ def desk_of(tmp_path, monkeypatch):
             folders=[tmp_path],
             state=state,
             status=status,
-            on_event=told,
+            on_event=record,
         )
-        made.append(desk.__enter__())
-        return desk
+        made.append(coordinator.__enter__())
+        return coordinator
 
     yield make
-    for desk in made:
-        desk.close()
+    for coordinator in made:
+        coordinator.close()
 
 
-def joined(ends, desk, count=1, starts=True, **received):
-    trainers = [ends.trainer(desk, index).join(**received) for index in range(count)]
+def joined(peers, coordinator, count=1, starts=True, **received):
+    trainers = [peers.trainer(coordinator, index).join(**received) for index in range(count)]
     for trainer in trainers:
-        trainer.until(MessageKind.READY)
-    if starts and desk.plan.started_here:
-        await_start(desk)
+        trainer.receive_kind(MessageKind.READY)
+    if starts and coordinator.spec.is_managed:
+        await_start(coordinator)
     return trainers
 
 
-def await_start(desk):
-    """Nobody speaks for a simulation before the run has started it."""
+def await_start(coordinator):
+    """A client may open a simulation only after the run has started it."""
     deadline = time.monotonic() + 20
-    while not desk.failure and not any(desk.summary()["simulations"][w] for w in ("running", "complete", "given_up")):
+    while not coordinator.failure and not any(
+        coordinator.summary()["simulations"][w] for w in ("running", "complete", "given_up")
+    ):
         assert time.monotonic() < deadline, "no simulation was started"
         time.sleep(0.005)
 
 
 def refusal(caller):
-    return caller.until(MessageKind.REFUSED)[0].decode()
+    return caller.receive_kind(MessageKind.REFUSED)[0].decode()
 
 
-# Who is welcome.
+# Which clients it accepts.
 
 
-def test_a_client_is_welcome_when_all_trainers_have_joined(ends, desk_of):
-    desk = desk_of(trainers=2, window=7, steps=5, fields={"t": [2, 3], "u": {"shape": [], "dtype": "int64"}})
-    early = ends.client(desk.address, 4).hello([0.5])
-    (first,) = joined(ends, desk, 1)
-    assert early.heard(OPEN_S) is None
-    second = ends.trainer(desk, 1).join()
-    told = TrainerDirectory.unpack(early.until(MessageKind.WELCOME)[0])
-    assert told.trainers == (first.address, second.address)
-    assert (told.only, told.window, told.timeout_s, told.steps) == (None, 7, 20.0, 5)
-    assert [(field.name, field.dtype, field.shape) for field in told.fields] == [("t", "<f4", (2, 3)), ("u", "<i8", ())]
-    late = ends.client(desk.address, 5).hello()
-    assert TrainerDirectory.unpack(late.until(MessageKind.WELCOME)[0]) == told
+def test_a_client_gets_welcome_when_all_trainers_have_joined(peers, coordinator_of):
+    coordinator = coordinator_of(
+        trainers=2, window=7, steps=5, fields={"t": [2, 3], "u": {"shape": [], "dtype": "int64"}}
+    )
+    early = peers.client(coordinator.address, 4).hello([0.5])
+    (first,) = joined(peers, coordinator, 1)
+    assert early.receive(OPEN_S) is None
+    second = peers.trainer(coordinator, 1).join()
+    directory = TrainerDirectory.unpack(early.receive_kind(MessageKind.WELCOME)[0])
+    assert directory.trainers == (first.address, second.address)
+    assert (directory.single_trainer, directory.window, directory.timeout_s, directory.steps) == (None, 7, 20.0, 5)
+    assert [(field.name, field.dtype, field.shape) for field in directory.fields] == [
+        ("t", "<f4", (2, 3)),
+        ("u", "<i8", ()),
+    ]
+    late = peers.client(coordinator.address, 5).hello()
+    assert TrainerDirectory.unpack(late.receive_kind(MessageKind.WELCOME)[0]) == directory
 
 
-def test_simulations_are_dealt_to_trainers(ends, desk_of):
-    desk = desk_of(trainers=2, deal="simulation")
-    joined(ends, desk, 2)
+def test_simulations_are_dealt_to_trainers(peers, coordinator_of):
+    coordinator = coordinator_of(trainers=2, deal="simulation")
+    joined(peers, coordinator, 2)
     only = []
     for number in (3, 8, 5, 3):
         only.append(
-            TrainerDirectory.unpack(ends.client(desk.address, number).hello().until(MessageKind.WELCOME)[0]).only
+            TrainerDirectory.unpack(
+                peers.client(coordinator.address, number).hello().receive_kind(MessageKind.WELCOME)[0]
+            ).single_trainer
         )
     assert only == [0, 1, 0, 0]
 
@@ -130,28 +139,32 @@ def test_simulations_are_dealt_to_trainers(ends, desk_of):
         ({"count": 3, "command": "sleep 60"}, {"attempt": 1}, [], "attempt (1) of simulation 0 must be the present 0"),
     ],
 )
-def test_a_client_that_does_not_fit_is_refused_with_a_sentence(ends, desk_of, options, client, parameters, sentence):
-    desk = desk_of(**options)
-    joined(ends, desk)
-    caller = ends.client(desk.address, **client).hello(parameters)
+def test_a_client_that_does_not_fit_is_refused_with_a_sentence(
+    peers, coordinator_of, options, client, parameters, sentence
+):
+    coordinator = coordinator_of(**options)
+    joined(peers, coordinator)
+    caller = peers.client(coordinator.address, **client).hello(parameters)
     assert refusal(caller).startswith(sentence)
-    assert sum(desk.summary()["simulations"]["refused"].values()) == 1
+    assert sum(coordinator.summary()["simulations"]["refused"].values()) == 1
 
 
 @pytest.mark.parametrize("options", [{"command": "sleep 60", "count": 1}, {}])
-def test_other_parameters_of_a_simulation_that_is_open_are_refused_and_the_run_goes_on(ends, desk_of, options):
-    desk = desk_of(group_size=2, parameters={"a": [0, 1], "b": [0, 1]}, **options)
-    joined(ends, desk)
-    first, same, other, member = (ends.client(desk.address, members=2, member=m) for m in (0, 0, 0, 1))
-    first.hello([0.5, 0.25]).until(MessageKind.WELCOME)
-    same.hello([0.5, 0.25]).until(MessageKind.WELCOME)
-    member.hello([0.5, 0.25]).until(MessageKind.WELCOME)
+def test_other_parameters_of_a_simulation_that_is_open_are_refused_and_the_run_continues(
+    peers, coordinator_of, options
+):
+    coordinator = coordinator_of(group_size=2, parameters={"a": [0, 1], "b": [0, 1]}, **options)
+    joined(peers, coordinator)
+    first, same, other, member = (peers.client(coordinator.address, members=2, member=m) for m in (0, 0, 0, 1))
+    first.hello([0.5, 0.25]).receive_kind(MessageKind.WELCOME)
+    same.hello([0.5, 0.25]).receive_kind(MessageKind.WELCOME)
+    member.hello([0.5, 0.25]).receive_kind(MessageKind.WELCOME)
     assert refusal(other.hello([0.5, 0.75])) == (
         "parameters ([0.5, 0.75]) of simulation 0 must be those with which it was opened before, [0.5, 0.25]; give "
         "other parameters another simulation id"
     )
-    other.hello([0.5, 0.25]).until(MessageKind.WELCOME)
-    assert desk.failure is None
+    other.hello([0.5, 0.25]).receive_kind(MessageKind.WELCOME)
+    assert coordinator.failure is None
 
 
 def another_version(header):
@@ -164,7 +177,7 @@ def another_version(header):
         ([another_version(Header(MessageKind.HELLO).pack()), b""], "protocol version (9) must be 1; install the same"),
         ([b"nonsense"], "a header must have"),
         ([b"x" * len(Header(MessageKind.HELLO).pack())], "these bytes do not begin"),
-        ([Header(MessageKind.SAMPLE).pack()], "SAMPLE is nothing that the desk is told"),
+        ([Header(MessageKind.SAMPLE).pack()], "SAMPLE must not be sent to the coordinator"),
         ([Header(MessageKind.HELLO).pack()], "HELLO must have 2 frames, it has 1"),
         ([Header(MessageKind.HELLO).pack(), b"abc"], "parameters must be float64"),
         ([Header(MessageKind.BYE).pack()], "member 0 of simulation 0 is not open"),
@@ -174,78 +187,80 @@ def another_version(header):
         ([Header(MessageKind.REPORT, 2**40).pack(), b"{}"], f"trainer {2**40} did not join from here"),
     ],
 )
-def test_what_is_no_message_for_the_desk_is_answered_counted_and_logged_once(ends, desk_of, caplog, frames, sentence):
-    desk = desk_of()
-    joined(ends, desk)
-    caller = ends.caller(desk.address)
+def test_what_is_no_message_for_the_coordinator_is_answered_counted_and_logged_once(
+    peers, coordinator_of, caplog, frames, sentence
+):
+    coordinator = coordinator_of()
+    joined(peers, coordinator)
+    caller = peers.connect(coordinator.address)
     for _ in range(3):
         caller.socket.send_multipart(frames)
         assert refusal(caller).startswith(sentence)
-    assert list(desk.summary()["simulations"]["refused"].values()) == [3]
-    (told,) = [record.message for record in caplog.records]
-    assert f" from 127.0.0.1: {sentence}" in told
-    assert not re.search(r"\b00[0-9a-f]{8}\b", told), "an identity that means nothing to people"
-    ends.client(desk.address).hello().until(MessageKind.WELCOME)  # and it goes on
+    assert list(coordinator.summary()["simulations"]["refused"].values()) == [3]
+    (text,) = [record.message for record in caplog.records]
+    assert f" from 127.0.0.1: {sentence}" in text
+    assert not re.search(r"\b00[0-9a-f]{8}\b", text), "a routing id means nothing to users"
+    peers.client(coordinator.address).hello().receive_kind(MessageKind.WELCOME)  # and it continues
 
 
-def test_only_trainers_of_the_run_may_join(ends, desk_of):
-    desk = desk_of(trainers=1)
-    assert refusal(ends.trainer(desk).join(token=b"0" * 32)).startswith("JOIN must show the token of this run")
-    assert "trainer (1) must be below the number of trainers (1)" in refusal(ends.trainer(desk, 1).join())
-    trainer = ends.trainer(desk)
-    trainer.say(Header(MessageKind.JOIN), desk.token, b"{}")
+def test_only_trainers_of_the_run_may_join(peers, coordinator_of):
+    coordinator = coordinator_of(trainers=1)
+    assert refusal(peers.trainer(coordinator).join(token=b"0" * 32)).startswith("JOIN must show the token of this run")
+    assert "trainer (1) must be below the number of trainers (1)" in refusal(peers.trainer(coordinator, 1).join())
+    trainer = peers.trainer(coordinator)
+    trainer.send(Header(MessageKind.JOIN), coordinator.token, b"{}")
     assert "no announcement of a trainer" in refusal(trainer)
-    joined(ends, desk)
+    joined(peers, coordinator)
 
 
-def test_a_report_is_answered_and_must_be_one(ends, desk_of):
-    desk = desk_of()
-    (trainer,) = joined(ends, desk)
+def test_a_report_is_answered_and_must_be_one(peers, coordinator_of):
+    coordinator = coordinator_of()
+    (trainer,) = joined(peers, coordinator)
     trainer.report()
-    trainer.until(MessageKind.READY)
-    trainer.say(Header(MessageKind.REPORT), b'{"received": {"a": 1}}')
+    trainer.receive_kind(MessageKind.READY)
+    trainer.send(Header(MessageKind.REPORT), b'{"received": {"a": 1}}')
     assert "no report of a trainer" in refusal(trainer)
 
 
-def test_a_trainer_that_leaves_ends_the_welcome_and_the_starts(ends, desk_of, program):
-    """The run is over then: what ends is not started again, and nothing waits its turn any more."""
+def test_a_trainer_that_leaves_ends_the_welcome_and_the_starts(peers, coordinator_of, program):
+    """The run is over then: what peers is not started again, and nothing waits its turn any more."""
     events = []
-    desk = desk_of(command=program("hang"), count=4, at_once=1, steps=6, events=events, timeout_s=1.0)
-    stranger = ends.caller(desk.address)
-    (trainer,) = joined(ends, desk)
-    stranger.say(Header(MessageKind.OVER))
-    assert "did not join from here" in refusal(stranger)
+    coordinator = coordinator_of(command=program("hang"), count=4, at_once=1, steps=6, events=events, timeout_s=1.0)
+    unknown = peers.connect(coordinator.address)
+    (trainer,) = joined(peers, coordinator)
+    unknown.send(Header(MessageKind.OVER))
+    assert "did not join from here" in refusal(unknown)
     assert poll_until(time.monotonic() + 20, lambda: "started" in [kind for kind, _ in events] or None, Event())
-    trainer.say(Header(MessageKind.OVER))
-    asked(stranger)
-    assert ends.client(desk.address, 1).hello().heard()[0] == MessageKind.OVER
+    trainer.send(Header(MessageKind.OVER))
+    ping(unknown)
+    assert peers.client(coordinator.address, 1).hello().receive()[0] == MessageKind.OVER
     before = list(events)
     assert poll_until(time.monotonic() + 3, lambda: events != before or None, Event()) is None
-    assert desk.failure is None
+    assert coordinator.failure is None
 
 
-def asked(caller):
-    caller.say(Header(MessageKind.PING))
-    return json.loads(caller.until(MessageKind.PONG)[0])
+def ping(caller):
+    caller.send(Header(MessageKind.PING))
+    return json.loads(caller.receive_kind(MessageKind.PONG)[0])
 
 
-def test_whoever_asks_learns_that_the_run_is_alive(ends, desk_of):
-    desk = desk_of(trainers=2, count=3, steps=9, status=lambda: {"step": 41})
-    caller = ends.caller(desk.address)
-    assert asked(caller) == {
+def test_a_ping_returns_the_state_of_the_run(peers, coordinator_of):
+    coordinator = coordinator_of(trainers=2, count=3, steps=9, status=lambda: {"step": 41})
+    caller = peers.connect(coordinator.address)
+    assert ping(caller) == {
         "alive": True,
         "step": 41,
         "simulations": {"waiting": 0, "running": 0, "complete": 0, "given_up": 0},
         "trainers": [],
     }
-    first, second = joined(ends, desk, 2)
-    ends.client(desk.address, 1).hello().until(MessageKind.WELCOME)
+    first, second = joined(peers, coordinator, 2)
+    peers.client(coordinator.address, 1).hello().receive_kind(MessageKind.WELCOME)
     second.report()
     first.report(_1=8)
-    first.until(MessageKind.READY)
-    told = asked(caller)
-    assert told["simulations"] == {"waiting": 0, "running": 1, "complete": 0, "given_up": 0}
-    assert [(one["index"], one["samples"], 0 <= one["reported_s"] < 5) for one in told["trainers"]] == [
+    first.receive_kind(MessageKind.READY)
+    state = ping(caller)
+    assert state["simulations"] == {"waiting": 0, "running": 1, "complete": 0, "given_up": 0}
+    assert [(one["index"], one["samples"], 0 <= one["reported_s"] < 5) for one in state["trainers"]] == [
         (0, 8, True),
         (1, 0, True),
     ]
@@ -254,26 +269,29 @@ def test_whoever_asks_learns_that_the_run_is_alive(ends, desk_of):
 # Simulations from outside.
 
 
-def test_all_trainers_are_told_when_the_last_is_complete(ends, desk_of):
+def test_all_trainers_drain_when_the_last_is_complete(peers, coordinator_of):
     events = []
-    desk = desk_of(trainers=2, count=2, steps=4, events=events)
-    first, second = joined(ends, desk, 2)
-    clients = [ends.client(desk.address, number).hello() for number in range(2)]
+    coordinator = coordinator_of(trainers=2, count=2, steps=4, events=events)
+    first, second = joined(peers, coordinator, 2)
+    clients = [peers.client(coordinator.address, number).hello() for number in range(2)]
     for client in clients:
-        client.until(MessageKind.WELCOME)
+        client.receive_kind(MessageKind.WELCOME)
     first.report(_0=2, _1=2)
     second.report(_0=2, _1=1)
-    second.until(MessageKind.READY)
+    second.receive_kind(MessageKind.READY)
     assert first.socket.poll(1000 * OPEN_S)
-    assert not desk.finished
+    assert not coordinator.finished
     second.report(_1=2)
-    first.until(MessageKind.FINISH)
-    second.until(MessageKind.FINISH)
-    assert desk.finished
-    assert desk.failure is None
+    first.receive_kind(MessageKind.DRAIN)
+    second.receive_kind(MessageKind.DRAIN)
+    assert coordinator.finished
+    assert coordinator.failure is None
     assert [kind for kind, _ in events] == ["complete", "complete", "finish"]
-    assert ends.client(desk.address, 1).hello().heard() == (MessageKind.OVER, b"the run wants no more samples")
-    assert desk.summary() == {
+    assert peers.client(coordinator.address, 1).hello().receive() == (
+        MessageKind.OVER,
+        b"the run wants no more samples",
+    )
+    assert coordinator.summary() == {
         "simulations": {
             "planned": 2,
             "waiting": 0,
@@ -287,49 +305,49 @@ def test_all_trainers_are_told_when_the_last_is_complete(ends, desk_of):
     }
 
 
-def test_the_last_may_be_said(ends, desk_of):
-    desk = desk_of()
-    (trainer,) = joined(ends, desk)
-    client = ends.client(desk.address, 7).hello()
-    client.until(MessageKind.WELCOME)
-    ends.caller(desk.address).say(Header(MessageKind.LAST))
+def test_finish_ends_the_run_when_what_was_opened_is_complete(peers, coordinator_of):
+    coordinator = coordinator_of()
+    (trainer,) = joined(peers, coordinator)
+    client = peers.client(coordinator.address, 7).hello()
+    client.receive_kind(MessageKind.WELCOME)
+    peers.connect(coordinator.address).send(Header(MessageKind.FINISH))
     client.bye(12)
-    trainer.until(MessageKind.FINISH)
+    trainer.receive_kind(MessageKind.DRAIN)
 
 
-def test_where_the_run_counts_itself_nobody_else_says_the_last(ends, desk_of):
-    desk = desk_of(command="sleep 60", count=1)
-    joined(ends, desk)
-    caller = ends.caller(desk.address)
-    caller.say(Header(MessageKind.LAST))
+def test_finish_is_refused_where_the_run_starts_its_simulations(peers, coordinator_of):
+    coordinator = coordinator_of(command="sleep 60", count=1)
+    joined(peers, coordinator)
+    caller = peers.connect(coordinator.address)
+    caller.send(Header(MessageKind.FINISH))
     assert "starts its simulations itself" in refusal(caller)
 
 
-def test_a_silence_of_all_is_a_failure_that_can_be_asked_for(ends, desk_of):
-    desk = desk_of(count=3, steps=4, patience_s=0.1, timeout_s=0.4)
-    joined(ends, desk)
-    client = ends.client(desk.address, 1).hello()
-    client.until(MessageKind.WELCOME)
-    desk._thread.join(20)
-    assert isinstance(desk.failure, TrainingError)
-    assert str(desk.failure).startswith("nothing came for 0.4 s, and simulation 1 is not complete")
-    client.until(MessageKind.OVER)
+def test_a_silence_of_all_is_a_failure_that_can_be_asked_for(peers, coordinator_of):
+    coordinator = coordinator_of(count=3, steps=4, patience_s=0.1, timeout_s=0.4)
+    joined(peers, coordinator)
+    client = peers.client(coordinator.address, 1).hello()
+    client.receive_kind(MessageKind.WELCOME)
+    coordinator._thread.join(20)
+    assert isinstance(coordinator.failure, TrainingError)
+    assert str(coordinator.failure).startswith("nothing came for 0.4 s, and simulation 1 is not complete")
+    client.receive_kind(MessageKind.OVER)
 
 
-def test_a_resumed_run_knows_what_was_complete_and_a_trainer_may_come_anew(ends, desk_of):
-    desk = desk_of(count=2, steps=4)
-    (trainer,) = joined(ends, desk)
+def test_a_resumed_run_knows_what_was_complete_and_a_trainer_may_come_anew(peers, coordinator_of):
+    coordinator = coordinator_of(count=2, steps=4)
+    (trainer,) = joined(peers, coordinator)
     for number in range(2):
-        ends.client(desk.address, number).hello().until(MessageKind.WELCOME)
+        peers.client(coordinator.address, number).hello().receive_kind(MessageKind.WELCOME)
     trainer.report(_0=4, _1=3)
-    trainer.until(MessageKind.READY)
-    state = desk.state_dict()
-    desk.close()
-    again = desk_of(count=2, steps=4, state=state)
-    (trainer,) = joined(ends, again, _0=4, _1=3)
+    trainer.receive_kind(MessageKind.READY)
+    state = coordinator.state_dict()
+    coordinator.close()
+    again = coordinator_of(count=2, steps=4, state=state)
+    (trainer,) = joined(peers, again, _0=4, _1=3)
     assert again.summary()["simulations"]["complete"] == 1
-    replaced = ends.trainer(again).join(_0=4, _1=4)
-    replaced.until(MessageKind.FINISH)
+    replaced = peers.trainer(again).join(_0=4, _1=4)
+    replaced.receive_kind(MessageKind.DRAIN)
     trainer.report()
     assert "did not join from here" in refusal(trainer)
 
@@ -337,58 +355,58 @@ def test_a_resumed_run_knows_what_was_complete_and_a_trainer_may_come_anew(ends,
 # How it opens and closes.
 
 
-def test_closing_tells_clients_and_frees_the_port(ends, desk_of):
-    desk = desk_of(trainers=2)
-    held = ends.client(desk.address, 1).hello()
-    held.tell(MessageKind.PING)
-    held.until(MessageKind.PONG)
-    (trainer,) = joined(ends, desk)
-    ends.trainer(desk, 1).join()
-    held.until(MessageKind.WELCOME)
-    gone = ends.client(desk.address, 2).hello()
-    gone.until(MessageKind.WELCOME)
+def test_closing_sends_over_to_clients_and_frees_the_port(peers, coordinator_of):
+    coordinator = coordinator_of(trainers=2)
+    held = peers.client(coordinator.address, 1).hello()
+    held.send_kind(MessageKind.PING)
+    held.receive_kind(MessageKind.PONG)
+    (trainer,) = joined(peers, coordinator)
+    peers.trainer(coordinator, 1).join()
+    held.receive_kind(MessageKind.WELCOME)
+    gone = peers.client(coordinator.address, 2).hello()
+    gone.receive_kind(MessageKind.WELCOME)
     gone.bye(0)
-    gone.tell(MessageKind.PING)
-    gone.until(MessageKind.PONG)
-    desk.close()
-    desk.close()
-    assert held.heard()[0] is MessageKind.OVER
-    assert gone.heard(OPEN_S) is None
-    assert trainer.heard(0) is None
+    gone.send_kind(MessageKind.PING)
+    gone.receive_kind(MessageKind.PONG)
+    coordinator.close()
+    coordinator.close()
+    assert held.receive()[0] is MessageKind.OVER
+    assert gone.receive(OPEN_S) is None
+    assert trainer.receive(0) is None
     with socket.socket() as free:
         free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # of what listens, not of what was connected
-        host, _, port = desk.address.removeprefix("tcp://").rpartition(":")
+        host, _, port = coordinator.address.removeprefix("tcp://").rpartition(":")
         free.bind((host, int(port)))
 
 
-def test_a_desk_that_nobody_came_to_closes(desk_of):
-    desk = desk_of(trainers=3, command="sleep 60", count=1)
-    desk.close()
-    assert desk.failure is None
-    assert desk.summary()["simulations"]["waiting"] == 1
+def test_it_closes_before_any_trainer_has_joined(coordinator_of):
+    coordinator = coordinator_of(trainers=3, command="sleep 60", count=1)
+    coordinator.close()
+    assert coordinator.failure is None
+    assert coordinator.summary()["simulations"]["waiting"] == 1
 
 
-def test_an_address_that_cannot_be_opened_is_refused(desk_of):
-    taken = desk_of()
+def test_an_address_that_cannot_be_opened_is_refused(coordinator_of):
+    taken = coordinator_of()
     port = int(taken.address.rpartition(":")[2])
     with pytest.raises(
         UnsupportedConfiguration, match=rf"port \({port}\) on simulations.address \(127.0.0.1\) cannot be"
     ):
-        desk_of(port=port)
+        coordinator_of(port=port)
     with pytest.raises(UnsupportedConfiguration, match=r"address \(host.invalid\) must be an address of rank 0's host"):
-        desk_of(address="host.invalid", keys="/tmp")
+        coordinator_of(address="host.invalid", keys="/tmp")
     with pytest.raises(UnsupportedConfiguration, match=r"address \(0.0.0.0\) must be the one on which clients reach"):
-        desk_of(address="0.0.0.0", keys="/tmp")
+        coordinator_of(address="0.0.0.0", keys="/tmp")
 
 
-def test_with_keys_only_who_has_one_is_heard(ends, desk_of, tmp_path):
+def test_with_keys_a_trainer_without_one_gets_no_reply(peers, coordinator_of, tmp_path):
     keys = tmp_path / "keys"
     make_keys(keys)
-    desk = desk_of(keys=str(keys))
-    trainer = ends.trainer(desk, keys=keys).join()
-    trainer.until(MessageKind.READY)
-    stranger = ends.trainer(desk).join()
-    assert stranger.heard(OPEN_S) is None
+    coordinator = coordinator_of(keys=str(keys))
+    trainer = peers.trainer(coordinator, keys=keys).join()
+    trainer.receive_kind(MessageKind.READY)
+    unknown = peers.trainer(coordinator).join()
+    assert unknown.receive(OPEN_S) is None
 
 
 # Simulations of the run.
@@ -414,7 +432,7 @@ if __name__ == "__main__":
     client = Client().open()
     if how != "well" and simulation == 1 and attempt == 0:
         simulate((), client, steps=3)
-        client._delivery.settle()
+        client._sender.flush()
         if how == "crash":
             os._exit(9)
         if how == "hang":
@@ -438,13 +456,15 @@ ALL = [(simulation, step) for simulation in range(4) for step in range(6)]
 
 
 @pytest.mark.parametrize("how", ["well", "crash", "hang"])
-def test_simulations_are_started_watched_and_started_again(ends, desk_of, program, tmp_path, how):
+def test_simulations_are_started_watched_and_started_again(peers, coordinator_of, program, tmp_path, how):
     events = []
     timeout_s = 4.0 if how == "hang" else 20.0
-    desk = desk_of(trainers=2, command=program(how), count=4, at_once=2, steps=6, events=events, timeout_s=timeout_s)
-    trainers = joined(ends, desk, 2)
-    serve(trainers, lambda: desk.failure or all(trainer.finished for trainer in trainers))
-    assert desk.failure is None
+    coordinator = coordinator_of(
+        trainers=2, command=program(how), count=4, at_once=2, steps=6, events=events, timeout_s=timeout_s
+    )
+    trainers = joined(peers, coordinator, 2)
+    serve(trainers, lambda: coordinator.failure or all(trainer.finished for trainer in trainers))
+    assert coordinator.failure is None
     assert samples_of(trainers) == ALL
     kinds = [kind for kind, _ in events]
     assert kinds.count("complete") == 4
@@ -460,7 +480,7 @@ def test_simulations_are_started_watched_and_started_again(ends, desk_of, progra
     assert log.count("--- simulation 1") == 1 + sum(text.startswith("simulation 1,") for text in restarted)
     started = [details for kind, details in events if kind == "started"]
     assert len(started) == 4 + len(restarted)
-    assert desk.summary()["simulations"] == {
+    assert coordinator.summary()["simulations"] == {
         "planned": 4,
         "waiting": 0,
         "running": 0,
@@ -472,17 +492,19 @@ def test_simulations_are_started_watched_and_started_again(ends, desk_of, progra
     }
 
 
-def test_a_resumed_run_starts_only_what_is_not_complete(ends, desk_of, program):
+def test_a_resumed_run_starts_only_what_is_not_complete(peers, coordinator_of, program):
     events = []
-    desk = desk_of(command=program("well"), count=4, steps=6, parameters={"a": [0, 1]}, events=events)
-    (trainer,) = joined(ends, desk)
+    coordinator = coordinator_of(command=program("well"), count=4, steps=6, parameters={"a": [0, 1]}, events=events)
+    (trainer,) = joined(peers, coordinator)
     serve([trainer], lambda: trainer.counts.get(1, 0) == 6)
-    state = desk.state_dict()
-    desk.close()
+    state = coordinator.state_dict()
+    coordinator.close()
     started = {details["simulation"]: details["parameters"] for kind, details in events if kind == "started"}
     events.clear()
-    again = desk_of(command=program("well"), count=4, steps=6, parameters={"a": [0, 1]}, state=state, events=events)
-    anew = ends.trainer(again)
+    again = coordinator_of(
+        command=program("well"), count=4, steps=6, parameters={"a": [0, 1]}, state=state, events=events
+    )
+    anew = peers.trainer(again)
     anew.samples = set(trainer.samples)
     anew.join(**{f"_{key}": count for key, count in trainer.counts.items()})
     serve([anew], lambda: anew.finished)
@@ -494,66 +516,66 @@ def test_a_resumed_run_starts_only_what_is_not_complete(ends, desk_of, program):
     assert all(started[key] == begun[key] for key in started.keys() & begun.keys())
 
 
-def test_a_function_is_called_with_its_parameters_and_an_open_client(ends, desk_of, program):
-    desk = desk_of(function="simulating.py:simulate", count=4, at_once=4, steps=6)
-    (trainer,) = joined(ends, desk)
+def test_a_function_is_called_with_its_parameters_and_an_open_client(peers, coordinator_of, program):
+    coordinator = coordinator_of(function="simulating.py:simulate", count=4, at_once=4, steps=6)
+    (trainer,) = joined(peers, coordinator)
     serve([trainer], lambda: trainer.finished)
     assert samples_of([trainer]) == ALL
     assert trainer.duplicated == 0
 
 
-@pytest.mark.parametrize("takes", [True, False])
-def test_closing_ends_simulations_that_run(ends, desk_of, program, tmp_path, takes):
-    desk = desk_of(function="simulating.py:endless", count=2, at_once=2)
-    (trainer,) = joined(ends, desk)
-    trainer.takes = takes
+@pytest.mark.parametrize("acknowledges", [True, False])
+def test_closing_ends_simulations_that_run(peers, coordinator_of, program, tmp_path, acknowledges):
+    coordinator = coordinator_of(function="simulating.py:endless", count=2, at_once=2)
+    (trainer,) = joined(peers, coordinator)
+    trainer.acknowledges = acknowledges
     serve([trainer], lambda: len(trainer.counts) == 2)
-    desk.close()
-    assert desk.failure is None
+    coordinator.close()
+    assert coordinator.failure is None
     assert not trainer.finished
 
 
-def test_one_that_goes_on_after_its_last_sample_is_told_and_ended(ends, desk_of):
+def test_one_that_continues_after_its_last_sample_gets_over_and_is_killed(peers, coordinator_of):
     events = []
-    desk = desk_of(command="sleep 60", count=2, steps=5, events=events, timeout_s=1.0)
-    (trainer,) = joined(ends, desk)
-    client = ends.client(desk.address, 0).hello()
-    client.until(MessageKind.WELCOME)
+    coordinator = coordinator_of(command="sleep 60", count=2, steps=5, events=events, timeout_s=1.0)
+    (trainer,) = joined(peers, coordinator)
+    client = peers.client(coordinator.address, 0).hello()
+    client.receive_kind(MessageKind.WELCOME)
     trainer.report(_0=5)
-    client.until(MessageKind.OVER)
-    second = ends.client(desk.address, 1)
+    client.receive_kind(MessageKind.OVER)
+    second = peers.client(coordinator.address, 1)
     serve([trainer], lambda: [kind for kind, _ in events].count("started") == 2)
-    second.hello().until(MessageKind.WELCOME)
+    second.hello().receive_kind(MessageKind.WELCOME)
     assert [kind for kind, _ in events] == ["started", "complete", "started"]
 
 
-def test_a_command_that_always_fails_fails_the_run_with_one_sentence(ends, desk_of, tmp_path):
+def test_a_command_that_always_fails_fails_the_run_with_one_sentence(peers, coordinator_of, tmp_path):
     events = []
-    desk = desk_of(command="sh -c 'echo no; exit 4'", count=5, max_restarts=1, at_once=2, events=events)
-    (trainer,) = joined(ends, desk)
-    serve([trainer], lambda: desk.failure)
-    desk._thread.join(20)
-    assert isinstance(desk.failure, TrainingError)
-    assert "3 simulations in a row failed 2 times each; the last of them, simulation " in str(desk.failure)
-    assert "ended with exit code 4; its output is in" in str(desk.failure)
+    coordinator = coordinator_of(command="sh -c 'echo no; exit 4'", count=5, max_restarts=1, at_once=2, events=events)
+    (trainer,) = joined(peers, coordinator)
+    serve([trainer], lambda: coordinator.failure)
+    coordinator._thread.join(20)
+    assert isinstance(coordinator.failure, TrainingError)
+    assert "3 simulations in a row failed 2 times each; the last of them, simulation " in str(coordinator.failure)
+    assert "ended with exit code 4; its output is in" in str(coordinator.failure)
     assert [kind for kind, _ in events].count("given_up") == 3
     assert "no\n" in (tmp_path / "logs" / "simulation-0.log").read_text()
 
 
-def test_a_sampler_that_raises_fails_the_run(ends, desk_of, tmp_path, monkeypatch):
+def test_a_sampler_that_raises_fails_the_run(peers, coordinator_of, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "raising.py").write_text(
         "class Raising:\n def __init__(self, *a): pass\n def draw(self, index): raise LookupError('no more')\n"
     )
-    desk = desk_of(command="sleep 60", count=1, sampler="raising.py:Raising")
-    (trainer,) = joined(ends, desk)
-    serve([trainer], lambda: desk.failure)
-    assert isinstance(desk.failure, TaskError)
-    assert "LookupError: no more" in str(desk.failure)
+    coordinator = coordinator_of(command="sleep 60", count=1, sampler="raising.py:Raising")
+    (trainer,) = joined(peers, coordinator)
+    serve([trainer], lambda: coordinator.failure)
+    assert isinstance(coordinator.failure, TaskError)
+    assert "LookupError: no more" in str(coordinator.failure)
     sys.modules.pop("raising", None)
 
 
-def test_simulations_end_when_their_desk_is_killed(ends, tmp_path, program):
+def test_simulations_end_when_their_coordinator_is_killed(peers, tmp_path, program):
     import os
     import subprocess
 
@@ -564,8 +586,8 @@ from paramserver.config import SimulationsConfig
 from paramserver.online.coordinator import SimulationCoordinator
 from paramserver.online.spec import IngestSpec
 config = SimulationsConfig(command="sh -c 'echo $$; sleep 600'", count=1, fields={{"t": [2]}}, launcher="local")
-with SimulationCoordinator(IngestSpec.of(config), 1, 0, Path({str(tmp_path)!r})) as desk:
-    print(desk.address, desk.token.decode(), flush=True)
+with SimulationCoordinator(IngestSpec.from_config(config), 1, 0, Path({str(tmp_path)!r})) as coordinator:
+    print(coordinator.address, coordinator.token.decode(), flush=True)
     signal.pause()
 """
     run = subprocess.Popen(
@@ -574,11 +596,11 @@ with SimulationCoordinator(IngestSpec.of(config), 1, 0, Path({str(tmp_path)!r}))
     with run:
         address, token = run.stdout.readline().split()
 
-        class Told:
+        class Address:
             pass
 
-        Told.address, Told.token = address.decode(), token
-        joined(ends, Told, starts=False)
+        Address.address, Address.token = address.decode(), token
+        joined(peers, Address, starts=False)
         log = tmp_path / "simulation-0.log"
         while not (log.exists() and len(log.read_text().split("\n")) > 2):
             signal.sigtimedwait([signal.SIGUSR2], 0.02)

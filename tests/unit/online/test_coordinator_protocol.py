@@ -1,4 +1,4 @@
-"""Whatever comes to the desk is answered, and never more than it may ask for."""
+"""Every message to the coordinator gets the right reply, whatever it holds."""
 
 import random
 
@@ -46,34 +46,34 @@ def mutated(random, frames):
     return frames
 
 
-def test_of_twenty_thousand_messages_none_raises_and_no_stranger_passes_for_a_trainer():
+def test_of_twenty_thousand_messages_none_raises_and_no_unknown_peer_passes_for_a_trainer():
     seeded = random.Random(7)
     config = SimulationsConfig(
         fields={"t": [2]}, parameters={"a": [0, 1]}, group_size=2, count=5, steps=4, timeout_s=1e9
     )
-    study = ExternalSimulations(config, 1, 1e9)
-    clerk = RequestHandler(IngestSpec.of(config), study, 1, TOKEN, dict)
+    tracker = ExternalSimulations(config, 1, 1e9)
+    handler = RequestHandler(IngestSpec.from_config(config), tracker, 1, TOKEN, dict)
     joined = [Header(MessageKind.JOIN, 0).pack(), TOKEN, TrainerJoined("tcp://1", {}, {}).pack()]
-    answers = clerk.hear(b"trainer", joined, 0.0)
+    answers = handler.handle(b"trainer", joined, 0.0)
     assert [Header.unpack(frames[0]).kind for _, frames in answers] == [MessageKind.READY]
     kinds = set()
     for i in range(20_000):
         message = mutated(seeded, valid(seeded))
-        for peer, frames in clerk.hear(b"stranger-%d" % (i % 50), message, float(i)):
-            assert peer.startswith(b"stranger")
+        for peer, frames in handler.handle(b"unknown-%d" % (i % 50), message, float(i)):
+            assert peer.startswith(b"unknown")
             answer = Header.unpack(frames[0]).kind
             assert answer in (MessageKind.REFUSED, MessageKind.WELCOME, MessageKind.PONG)
             kinds.add((answer, Header.unpack(message[0]).kind if answer is not MessageKind.REFUSED else None))
-        study.tick(float(i))
-        assert not study.done
+        tracker.poll(float(i))
+        assert not tracker.done
     assert kinds == {
         (MessageKind.REFUSED, None),
         (MessageKind.WELCOME, MessageKind.HELLO),
         (MessageKind.PONG, MessageKind.PING),
     }
-    assert clerk.trainers[0].peer == b"trainer"
-    assert not any(study.received(number) for number in range(5))
-    assert study.simulations.keys() == set(range(5))
-    assert clerk.refused["stranger"] > 1000
-    assert clerk.refused["malformed"] > 1000
-    assert clerk.refused["simulation"] > 10
+    assert handler.trainers[0].peer == b"trainer"
+    assert not any(tracker.num_received(number) for number in range(5))
+    assert tracker.simulations.keys() == set(range(5))
+    assert handler.refused["unknown_peer"] > 1000
+    assert handler.refused["malformed"] > 1000
+    assert handler.refused["simulation"] > 10

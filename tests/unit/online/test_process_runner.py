@@ -1,4 +1,4 @@
-"""Real children: what they are told, that their ends are seen, and that nothing of them is left."""
+"""Real children: their arguments, their exit codes, and that nothing of them is left."""
 
 import json
 import os
@@ -20,12 +20,12 @@ from paramserver.online.tracker import StartProcess
 ROOT = Path(__file__).parents[3]
 PARAMETERS = {"left": [0, 1], "right": [0, 1]}
 DEADLINE_S = 20.0
-ENDED = -signal.SIGKILL  # a leash that ends its group ends with it
+ENDED = -signal.SIGKILL  # a guard that peers its group peers with it
 
 
-def plan_of(**options):
+def spec_of(**options):
     defaults = {"count": 4, "fields": {"t": [2]}, "parameters": PARAMETERS, "launcher": "local"}
-    return IngestSpec.of(SimulationsConfig(**{**defaults, **options}))
+    return IngestSpec.from_config(SimulationsConfig(**{**defaults, **options}))
 
 
 @pytest.fixture
@@ -35,23 +35,23 @@ def runner_of(tmp_path):
 
     def make(environ=None, folders=(), **options):
         own = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), **(environ or {})}
-        made.append(ProcessRunner(plan_of(**options), tmp_path / "logs", folders, own))
+        made.append(ProcessRunner(spec_of(**options), tmp_path / "logs", folders, own))
         return made[-1]
 
     yield make
     for runner in made:
         runner.kill_all()
         wait_for(runner)
-        assert runner.pipes == []
+        assert runner.exit_pipes == []
 
 
 def wait_for(runner):
-    """All ends, in order; woken by the pipes and not by the clock."""
+    """All peers, in order; woken by the pipes and not by the clock."""
     found, deadline = [], time.monotonic() + DEADLINE_S
-    while runner.any_left:
+    while runner.running:
         assert time.monotonic() < deadline
-        select.select(runner.pipes, [], [], 0.2)
-        found += runner.ended()
+        select.select(runner.exit_pipes, [], [], 0.2)
+        found += runner.poll_exited()
     return found
 
 
@@ -70,7 +70,7 @@ def start(runner, simulation=0, attempt=0, parameters=(0.25, 1 / 3)):
 
 
 def alive(pid):
-    """Whether it runs; a dead process that nobody has waited for does not."""
+    """Whether it runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
     except OSError:
@@ -95,7 +95,7 @@ def pids_in(tmp_path, count, simulation=0):
     raise AssertionError(log(tmp_path, simulation))
 
 
-# What a program is told.
+# Arguments and environment.
 
 
 def test_a_command_gets_its_placeholders_and_runs_by_no_shell(runner_of, tmp_path):
@@ -105,8 +105,8 @@ def test_a_command_gets_its_placeholders_and_runs_by_no_shell(runner_of, tmp_pat
     )
     start(runner, simulation=3, attempt=1)
     assert wait_for(runner) == [(3, 1, 0)]
-    head, said = log(tmp_path, 3).splitlines()
-    assert json.loads(said) == ["--id=3", "1", f"{1 / 3!r} 0.25", "{left}", "{}", "$HOME"]
+    head, printed = log(tmp_path, 3).splitlines()
+    assert json.loads(printed) == ["--id=3", "1", f"{1 / 3!r} 0.25", "{left}", "{}", "$HOME"]
     assert head.startswith("--- simulation 3, attempt 1, ")
     assert "--id=3" in head
 
@@ -116,10 +116,10 @@ def test_a_program_knows_the_run_by_its_environment(runner_of, tmp_path):
     runner = runner_of(command=script(tmp_path, shown), keys=str(tmp_path), group_size=2)
     start(runner, attempt=2)
     assert wait_for(runner) == [(0, 2, 0)]
-    told = sorted(
+    found = sorted(
         (json.loads(line) for line in log(tmp_path).splitlines()[1:]), key=lambda one: one["PARAMSERVER_MEMBER"]
     )
-    assert told == [
+    assert found == [
         {
             "PARAMSERVER_ADDRESS": "tcp://127.0.0.1:5",
             "PARAMSERVER_SIMULATION": "0",
@@ -161,19 +161,19 @@ def test_a_command_that_cannot_work_is_refused_at_once(runner_of, options, sente
         runner_of(environ={"PATH": "/bin:/usr/bin"}, **options)
 
 
-# Ends.
+# Exits.
 
 
 @pytest.mark.parametrize(("code", "seen"), [("exit(0)", 0), ("exit(5)", 5), ("os.kill(os.getpid(), 9)", 137)])
 def test_an_end_is_seen_with_its_exit_code(runner_of, tmp_path, code, seen):
     runner = runner_of(command=script(tmp_path, f"import os; {code}"))
     start(runner, simulation=2)
-    assert runner.pipes
+    assert runner.exit_pipes
     assert wait_for(runner) == [(2, 0, seen)]
-    assert runner.ended() == []
+    assert runner.poll_exited() == []
 
 
-def test_a_program_that_vanished_is_told_in_the_log(runner_of, tmp_path):
+def test_a_program_that_vanished_is_reported_in_the_log(runner_of, tmp_path):
     file = tmp_path / "vanishing"
     file.write_text("#!/bin/sh\n")
     file.chmod(0o755)
@@ -211,8 +211,8 @@ def test_one_that_hangs_is_ended_with_its_children(runner_of, tmp_path):
     began = time.monotonic()
     runner.kill(0)
     runner.kill(0)
-    while not (ended := runner.ended()):
-        select.select(runner.pipes, [], [], 0.2)
+    while not (ended := runner.poll_exited()):
+        select.select(runner.exit_pipes, [], [], 0.2)
     assert ended == [(0, 0, ENDED)]
     assert time.monotonic() - began < 1.5  # it listened
     assert gone(pids)
@@ -240,12 +240,12 @@ def test_what_a_program_leaves_behind_is_ended_with_it(runner_of, tmp_path):
     assert gone(pids_in(tmp_path, 2))
 
 
-def test_a_frozen_leash_is_ended_with_its_program(runner_of, tmp_path, monkeypatch):
-    monkeypatch.setattr("paramserver.online.process_runner._LEASH_GRACE_S", 0.3)
+def test_a_frozen_guard_is_ended_with_its_program(runner_of, tmp_path, monkeypatch):
+    monkeypatch.setattr("paramserver.online.process_runner._GUARD_GRACE_S", 0.3)
     runner = runner_of(command=script(tmp_path, FAMILY))
     start(runner)
     pids = pids_in(tmp_path, 2)
-    os.kill(runner._running[0].leashes[0].process.pid, signal.SIGSTOP)
+    os.kill(runner._running[0].guards[0].process.pid, signal.SIGSTOP)
     runner.kill(0)
     assert wait_for(runner) == [(0, 0, ENDED)]
     assert gone(pids)
@@ -268,7 +268,7 @@ from paramserver.online.spec import IngestSpec
 from paramserver.online.process_runner import ProcessRunner
 from paramserver.online.tracker import StartProcess
 config = SimulationsConfig(command=sys.argv[1], count=1, fields={"t": [2]}, launcher="local")
-runner = ProcessRunner(IngestSpec.of(config), Path(sys.argv[2]))
+runner = ProcessRunner(IngestSpec.from_config(config), Path(sys.argv[2]))
 runner.start(StartProcess(0, 0, ()), "tcp://127.0.0.1:5")
 signal.pause()
 """

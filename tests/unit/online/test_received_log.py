@@ -14,7 +14,7 @@ from paramserver.online.received_log import ReceivedLog
 def logged(keys):
     made = ReceivedLog()
     for key in keys:
-        made.see(*key)
+        made.mark_received(*key)
     made.extend(keys)
     return made
 
@@ -33,10 +33,10 @@ def drawn(seed, count):
 def test_it_knows_what_it_has_seen_and_nothing_else(seed):
     known, keys, others = ReceivedLog(), drawn(seed, 400), drawn(seed + 100, 400)
     for key in keys:
-        assert not known.has(*key)
-        known.see(*key)
-        assert known.has(*key)
-    assert [known.has(*key) for key in others] == [key in set(keys) for key in others]
+        assert not known.contains(*key)
+        known.mark_received(*key)
+        assert known.contains(*key)
+    assert [known.contains(*key) for key in others] == [key in set(keys) for key in others]
     assert len(known) == 0
     assert known.counts() == {}
 
@@ -44,22 +44,22 @@ def test_it_knows_what_it_has_seen_and_nothing_else(seed):
 def test_neighbours_are_not_mistaken_for_each_other():
     known = ReceivedLog()
     for step in (0, 63, 64, 127, 2**40):
-        known.see(3, step)
-    assert [step for step in (0, 1, 62, 63, 64, 65, 126, 127, 128, 2**40, 2**40 + 1) if known.has(3, step)] == [
+        known.mark_received(3, step)
+    assert [step for step in (0, 1, 62, 63, 64, 65, 126, 127, 128, 2**40, 2**40 + 1) if known.contains(3, step)] == [
         0,
         63,
         64,
         127,
         2**40,
     ]
-    assert not known.has(4, 0)
+    assert not known.contains(4, 0)
 
 
 def test_the_log_is_in_the_order_in_which_samples_were_handed_over():
     keys = drawn(7, 200)
     made = logged(keys)
-    assert [tuple(row) for row in made.log().tolist()] == keys
-    assert [tuple(row) for row in made.log(10).tolist()] == keys[:10]
+    assert [tuple(row) for row in made.keys().tolist()] == keys
+    assert [tuple(row) for row in made.keys(10).tolist()] == keys[:10]
     assert sum(made.counts().values()) == len(made) == len(keys)
     assert made.counts(3) == {key[0]: sum(other[0] == key[0] for other in keys[:3]) for key in keys[:3]}
 
@@ -68,18 +68,18 @@ def test_the_log_is_in_the_order_in_which_samples_were_handed_over():
 def test_what_was_not_put_is_forgotten(position):
     keys = drawn(8, 250)
     made = logged(keys)
-    made.see(77, 5)
+    made.mark_received(77, 5)
     fresh = ReceivedLog()
-    fresh.restore(made.state())
+    fresh.load_state_dict(made.state_dict())
     fresh.truncate(position)
-    assert [key for key in [*keys, (77, 5)] if fresh.has(*key)] == keys[:position]
+    assert [key for key in [*keys, (77, 5)] if fresh.contains(*key)] == keys[:position]
     assert len(fresh) == position
 
 
 def test_a_state_that_ends_at_a_position_is_that_of_then():
     keys = drawn(9, 100)
     whole, early = logged(keys), logged(keys[:40])
-    one, other = whole.state(40), early.state()
+    one, other = whole.state_dict(40), early.state_dict()
     assert one.keys() == other.keys()
     assert all(np.array_equal(one[name], other[name]) for name in one)
 
@@ -87,11 +87,11 @@ def test_a_state_that_ends_at_a_position_is_that_of_then():
 def test_a_state_is_a_copy():
     keys = drawn(1, 100)
     made, fresh = logged(keys), ReceivedLog()
-    state = made.state()
+    state = made.state_dict()
     made.extend([(1, 1)])
     # As it comes out of a checkpoint.
-    fresh.restore({name: torch.as_tensor(value) for name, value in state.items()})
-    assert [tuple(row) for row in fresh.log().tolist()] == keys
+    fresh.load_state_dict({name: torch.as_tensor(value) for name, value in state.items()})
+    assert [tuple(row) for row in fresh.keys().tolist()] == keys
 
 
 def test_a_position_beyond_the_log_is_refused():
@@ -102,31 +102,31 @@ def test_a_position_beyond_the_log_is_refused():
 
 def test_all_trainers_inherit_what_any_had_put():
     old = [logged([(0, 0), (1, 1), (0, 2)]), logged([(0, 1), (1, 0), (5, 5)])]
-    states, held = [one.state() for one in old], [(1, 1), (0, 1)]
+    states, held = [one.state_dict() for one in old], [(1, 1), (0, 1)]
     made = ReceivedLog()
-    made.take_over(states, [3, 2], held)
-    assert made.inherited() == {0: 3, 1: 2}
-    assert not made.has(5, 5)  # handed over, and not put
-    assert all(made.has(*key) for key in [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)])
+    made.reshard(states, [3, 2], held)
+    assert made.inherited_counts() == {0: 3, 1: 2}
+    assert not made.contains(5, 5)  # handed over, and not put
+    assert all(made.contains(*key) for key in [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)])
     # What is held counts as the first positions, and not twice.
-    assert (len(made), made.held, made.counts()) == (2, 2, {})
+    assert (len(made), made.num_held, made.counts()) == (2, 2, {})
     made.truncate(2)
     made.extend([(1, 2)])
     assert made.counts() == {1: 1}
-    assert made.inherited_for(0, 2) + made.inherited_for(1, 2) == 5
-    assert made.inherited_for(0, 2) == 3
+    assert made.num_inherited_for(0, 2) + made.num_inherited_for(1, 2) == 5
+    assert made.num_inherited_for(0, 2) == 3
 
 
 def test_what_was_taken_over_is_taken_over_again():
     first, second = ReceivedLog(), ReceivedLog()
-    first.take_over([logged([(0, 0), (0, 1)]).state()], [2], [(0, 1)])
+    first.reshard([logged([(0, 0), (0, 1)]).state_dict()], [2], [(0, 1)])
     first.extend([(0, 2)])
     restored = ReceivedLog()
-    restored.restore(first.state())
+    restored.load_state_dict(first.state_dict())
     restored.truncate(2)
-    assert (restored.counts(), restored.inherited(), restored.held) == ({0: 1}, {0: 2}, 1)
-    second.take_over([restored.state(), ReceivedLog().state()], [2, 0], [])
-    assert second.inherited() == {0: 3}
+    assert (restored.counts(), restored.inherited_counts(), restored.num_held) == ({0: 1}, {0: 2}, 1)
+    second.reshard([restored.state_dict(), ReceivedLog().state_dict()], [2, 0], [])
+    assert second.inherited_counts() == {0: 3}
     assert second.counts() == {}
 
 
@@ -144,7 +144,7 @@ def test_states_are_whole_while_samples_are_handed_over():
     thread.start()
     try:
         for _ in range(200):
-            log = made.state()["log"]
+            log = made.state_dict()["log"]
             assert len(log) % 2 == 0
             assert np.array_equal(log[:, 0], -log[:, 1])
     finally:
@@ -158,7 +158,7 @@ def test_a_sample_costs_the_same_however_many_there_are():
     def seconds(count):
         made, began = ReceivedLog(), time.perf_counter()
         for step in range(count):
-            made.see(0, step)
+            made.mark_received(0, step)
             made.extend([(0, step)])
         return time.perf_counter() - began
 

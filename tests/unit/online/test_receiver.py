@@ -1,4 +1,4 @@
-"""A trainer's ear, with real sockets: what it takes, answers and counts, and how it ends."""
+"""The receiver of a trainer, with real sockets: what it accepts, replies and counts, and how it ends."""
 
 import logging
 import threading
@@ -7,42 +7,53 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 import zmq
-from online_fixtures import PATIENCE_S, SHAPE, TOKEN, Desk, field, message, opening, plan, post, senders
+from online_fixtures import (
+    PATIENCE_S,
+    SHAPE,
+    TOKEN,
+    FakeCoordinator,
+    field,
+    ingest_spec,
+    open_message,
+    receiver_spec,
+    sample_message,
+    senders,
+)
 
 from paramserver.errors import SourceError, UnsupportedConfiguration
 from paramserver.online.protocol import Header, MessageKind, TrainerJoined
 from paramserver.online.received_log import ReceivedLog
 from paramserver.online.receiver import GROUP, SampleReceiver
 from paramserver.online.receiver_stats import FieldStatistics, RunningMoments
-from paramserver.online.security import client_security, make_keys, server_security
+from paramserver.online.security import ServerSecurity, make_keys, secure_client_socket
 from paramserver.online.spec import ReceiverSpec
 
 
-class Hearing:
-    """A reception at work, and what it needs, for ``with``."""
+class RunningReceiver:
+    """A receiver that runs, and its coordinator, for ``with``."""
 
-    def __init__(self, desk=None, identities=None, **keys):
-        self.desk = desk or Desk()
-        self.identities = identities or ReceivedLog()
+    def __init__(self, coordinator=None, received_log=None, **keys):
+        self.coordinator = coordinator or FakeCoordinator()
+        self.received_log = received_log or ReceivedLog()
         self.keys = keys
 
     def __enter__(self):
-        self.desk.__enter__()
-        self.reception = SampleReceiver(post(self.desk, **self.keys), self.identities)
-        self.reception.start()
+        self.coordinator.__enter__()
+        self.receiver = SampleReceiver(receiver_spec(self.coordinator, **self.keys), self.received_log)
+        self.receiver.start()
         return self
 
     def __exit__(self, *exception):
         try:
-            self.reception.close()
+            self.receiver.close()
         finally:
-            self.desk.__exit__()
+            self.coordinator.__exit__()
 
     def take(self, count):
         """As many, whatever the groups."""
         taken = []
         while len(taken) < count:
-            group = self.reception.take(PATIENCE_S)
+            group = self.receiver.get(PATIENCE_S)
             assert group, f"{len(taken)} of {count} samples came"
             taken += group
         return taken
@@ -50,7 +61,7 @@ class Hearing:
     def put(self, count):
         """Take as many, as if the buffer had got them."""
         taken = self.take(count)
-        self.reception.taken(len(taken))
+        self.receiver.mark_stored(len(taken))
         return [one.key for one in taken]
 
 
@@ -60,313 +71,326 @@ def clients():
         yield new
 
 
-def test_samples_arrive_and_are_told_when_they_are_taken(clients):
-    with Hearing() as hearing:
-        sender = clients(hearing.desk.trainer()).open(2)
+def test_samples_arrive_and_are_acknowledged_when_they_are_stored(clients):
+    with RunningReceiver() as running:
+        sender = clients(running.coordinator.trainer()).open(2)
         for step in range(5):
             sender.sample(2, step)
-        taken = hearing.take(5)
+        taken = running.take(5)
         assert [one.key for one in taken] == [(2, step) for step in range(5)]
         assert all(np.array_equal(one.sample["u"], field(*one.key)) for one in taken)
         # Nothing was taken yet: a sign of life is answered, and gives no room.
-        sender.touch(2).hear()
-        assert sender.said == [(MessageKind.TAKEN, "")]
-        assert sender.taken == 0
-        hearing.reception.taken(3)
-        sender.hear_taken(3)
-        hearing.reception.taken(2)
-        sender.hear_taken(5)
-        assert hearing.reception.figures()["received"] == 5
-        assert hearing.reception.figures()["bytes"] == 5 * 4 * SHAPE[0] * SHAPE[1]
+        sender.heartbeat(2).receive()
+        assert sender.received == [(MessageKind.ACK, "")]
+        assert sender.acked == 0
+        running.receiver.mark_stored(3)
+        sender.receive_acks(3)
+        running.receiver.mark_stored(2)
+        sender.receive_acks(5)
+        assert running.receiver.counters()["received"] == 5
+        assert running.receiver.counters()["bytes"] == 5 * 4 * SHAPE[0] * SHAPE[1]
 
 
-def test_the_desk_is_told_who_and_what(clients):
+def test_reports_hold_what_has_changed(clients):
     before = ReceivedLog()
-    before.take_over([{"inherited": [], "log": [[7, 0], [7, 1]]}], [2], [(7, 1)])
+    before.reshard([{"inherited": [], "log": [[7, 0], [7, 1]]}], [2], [(7, 1)])
     before.extend([(8, 0)])
-    with Hearing(identities=before, index=1, trainers=3, timeout_s=0.4) as hearing:
-        desk = hearing.desk
-        sender = clients(desk.trainer(1)).open(2).sample(2, 0).sample(2, 1)
-        assert desk.tokens == [TOKEN]
-        assert (desk.joined[1].received, desk.joined[1].inherited) == ({8: 1}, {7: 2})
+    with RunningReceiver(received_log=before, index=1, trainers=3, timeout_s=0.4) as running:
+        coordinator = running.coordinator
+        sender = clients(coordinator.trainer(1)).open(2).sample(2, 0).sample(2, 1)
+        assert coordinator.tokens == [TOKEN]
+        assert (coordinator.joined[1].received, coordinator.joined[1].inherited) == ({8: 1}, {7: 2})
         sender.sample(7, 0)
-        desk.wait(lambda: desk.reports and desk.reports[-1].waiting == (2,))  # for room; of 7 nothing is new
-        hearing.put(2)
-        desk.wait(lambda: desk.counts.get((1, 2)) == 2 and (2, 0) in desk.heard)
-        assert desk.reports[-1].figures["received"] == 3
-        many = len(desk.reports)
-        desk.wait(lambda: len(desk.reports) > many + 3)  # without being asked
-        assert (desk.reports[-1].received, desk.reports[-1].waiting) == ({}, ())  # what is as it was is not told again
-        desk.heard.clear()
-        sender.touch(2)
-        desk.wait(lambda: (2, 0) in desk.heard)
+        coordinator.wait(
+            lambda: coordinator.reports and coordinator.reports[-1].pending == (2,)
+        )  # for room; of 7 nothing is new
+        running.put(2)
+        coordinator.wait(lambda: coordinator.counts.get((1, 2)) == 2 and (2, 0) in coordinator.active)
+        assert coordinator.reports[-1].counters["received"] == 3
+        many = len(coordinator.reports)
+        coordinator.wait(lambda: len(coordinator.reports) > many + 3)  # without being asked
+        assert (coordinator.reports[-1].received, coordinator.reports[-1].pending) == (
+            {},
+            (),
+        )  # what has not changed is left out
+        coordinator.active.clear()
+        sender.heartbeat(2)
+        coordinator.wait(lambda: (2, 0) in coordinator.active)
 
 
 def test_what_completes_a_simulation_is_reported_at_once(clients, monkeypatch):
-    """Also where others go on: the desk need not wait for the next report."""
-    monkeypatch.setattr("paramserver.online.receiver._REPORT_EVERY_S", 1000.0)
-    with Hearing(steps=6, trainers=2, timeout_s=10_000.0) as hearing:
-        desk = hearing.desk
-        desk.wait(lambda: len(desk.reports) == 1)
-        sender = clients(desk.trainer()).open(0)
+    """Also while other simulations run: the coordinator need not wait for the next report."""
+    monkeypatch.setattr("paramserver.online.receiver._REPORT_INTERVAL_S", 1000.0)
+    with RunningReceiver(steps=6, trainers=2, timeout_s=10_000.0) as running:
+        coordinator = running.coordinator
+        coordinator.wait(lambda: len(coordinator.reports) == 1)
+        sender = clients(coordinator.trainer()).open(0)
         for step in (0, 2, 4):
             sender.sample(0, step)
         sender.open(2).sample(2, 0).sample(2, 2)
-        hearing.take(5)
-        hearing.reception.taken(2)
-        sender.hear_taken(2)
-        assert len(desk.reports) == 1
-        hearing.reception.taken(1)
-        desk.wait(lambda: desk.counts.get((0, 0)) == 3)
+        running.take(5)
+        running.receiver.mark_stored(2)
+        sender.receive_acks(2)
+        assert len(coordinator.reports) == 1
+        running.receiver.mark_stored(1)
+        coordinator.wait(lambda: coordinator.counts.get((0, 0)) == 3)
         # And what is the last for now.
-        hearing.reception.taken(2)
-        desk.wait(lambda: desk.counts.get((0, 2)) == 2)
+        running.receiver.mark_stored(2)
+        coordinator.wait(lambda: coordinator.counts.get((0, 2)) == 2)
 
 
 def test_the_end_is_reported_at_once(monkeypatch):
-    monkeypatch.setattr("paramserver.online.receiver._REPORT_EVERY_S", 1000.0)
-    with Hearing(timeout_s=10_000.0) as hearing:
-        hearing.desk.wait(lambda: len(hearing.desk.reports) == 1)
-        hearing.desk.finish()
-        assert hearing.reception.take(PATIENCE_S) is None
-        hearing.desk.wait(lambda: len(hearing.desk.reports) == 2)
+    monkeypatch.setattr("paramserver.online.receiver._REPORT_INTERVAL_S", 1000.0)
+    with RunningReceiver(timeout_s=10_000.0) as running:
+        running.coordinator.wait(lambda: len(running.coordinator.reports) == 1)
+        running.coordinator.finish()
+        assert running.receiver.get(PATIENCE_S) is None
+        running.coordinator.wait(lambda: len(running.coordinator.reports) == 2)
 
 
 def test_duplicates_are_dropped_and_counted(clients):
-    with Hearing() as hearing:
-        first = clients(hearing.desk.trainer()).open(0)
+    with RunningReceiver() as running:
+        first = clients(running.coordinator.trainer()).open(0)
         for step in range(4):
             first.sample(0, step)
-        hearing.put(4)
-        first.hear_taken(4)
+        running.put(4)
+        first.receive_acks(4)
         # The simulation is started again, and sends everything again, and more.
-        again = clients(hearing.desk.trainer()).open(0, attempt=1)
+        again = clients(running.coordinator.trainer()).open(0, attempt=1)
         for step in range(6):
             again.sample(0, step, attempt=1)
-        assert hearing.put(2) == [(0, 4), (0, 5)]
-        again.hear_taken(6)
-        assert hearing.reception.figures()["duplicated"] == 4
-        assert hearing.reception.take(0.05) == []
+        assert running.put(2) == [(0, 4), (0, 5)]
+        again.receive_acks(6)
+        assert running.receiver.counters()["duplicated"] == 4
+        assert running.receiver.get(0.05) == []
 
 
 def test_samples_that_wait_are_known_already(clients):
-    with Hearing() as hearing:
-        sender = clients(hearing.desk.trainer()).open(0).sample(0, 0).sample(0, 0)
-        sender.hear_taken(1)
-        assert len(hearing.take(1)) == 1
-        assert hearing.reception.figures()["duplicated"] == 1
+    with RunningReceiver() as running:
+        sender = clients(running.coordinator.trainer()).open(0).sample(0, 0).sample(0, 0)
+        sender.receive_acks(1)
+        assert len(running.take(1)) == 1
+        assert running.receiver.counters()["duplicated"] == 1
 
 
 def test_groups_are_limited():
-    with senders() as clients, Hearing(window=1000) as hearing:
-        sender = clients(hearing.desk.trainer()).open()
+    with senders() as clients, RunningReceiver(window=1000) as running:
+        sender = clients(running.coordinator.trainer()).open()
         for step in range(3 * GROUP):
             sender.sample(0, step)
-        sender.sample(0, 0).hear_taken(1)  # all before it have come
-        groups = [hearing.reception.take(PATIENCE_S) for _ in range(3)]
+        sender.sample(0, 0).receive_acks(1)  # all before it have come
+        groups = [running.receiver.get(PATIENCE_S) for _ in range(3)]
         assert [len(group) for group in groups] == [GROUP] * 3
-        assert hearing.reception.take(0.0) == []
+        assert running.receiver.get(0.0) == []
 
 
 def test_more_than_the_window_is_refused(clients):
-    with Hearing(window=2) as hearing:
-        sender = clients(hearing.desk.trainer()).open()
+    with RunningReceiver(window=2) as running:
+        sender = clients(running.coordinator.trainer()).open()
         for step in range(3):
             sender.sample(0, step)
-        assert sender.hear()[0] is MessageKind.REFUSED
-        sender.hear_taken(1)
-        hearing.put(2)
-        sender.hear_taken(3).sample(0, 2)
-        assert hearing.put(1) == [(0, 2)]
-        assert hearing.reception.figures()["refusals"] == {"window": 1}
+        assert sender.receive()[0] is MessageKind.REFUSED
+        sender.receive_acks(1)
+        running.put(2)
+        sender.receive_acks(3).sample(0, 2)
+        assert running.put(1) == [(0, 2)]
+        assert running.receiver.counters()["refusals"] == {"window": 1}
 
 
 def test_refusals_are_answered_counted_and_logged_once_per_kind_and_source(clients, caplog):
-    with Hearing(steps=5) as hearing:
-        one, other = (clients(hearing.desk.trainer()) for _ in range(2))
+    with RunningReceiver(steps=5) as running:
+        one, other = (clients(running.coordinator.trainer()) for _ in range(2))
         one.open(0)
         other.open(1)
         with caplog.at_level(logging.WARNING, "paramserver"):
             for _ in range(3):
-                one.sample(0, 9).send([message(0, 0)[0], b"{}", b""]).send([b"noise"])
+                one.sample(0, 9).send([sample_message(0, 0)[0], b"{}", b""]).send([b"noise"])
             other.sample(1, 9)
-            one.hear_until(lambda: one.taken == 6)
-            one.hear_until(lambda: sum(kind is MessageKind.REFUSED for kind, _ in one.said) == 9)
-            other.hear_taken(1)
-    told = [record.message for record in caplog.records]
-    assert len(told) == 4
-    assert sum("step (9) must be below simulations.steps (5)" in text for text in told) == 2
-    assert sum("trainer 0 refused a message of simulation 0 (attempt 0): " in text for text in told) == 2
-    assert sum("a client on 127.0.0.1: " in text for text in told) == 1
-    assert hearing.reception.figures()["refusals"] == {"step": 4, "malformed": 6}
-    assert hearing.reception.figures()["refused"] == 10
-    assert one.taken == 6
+            one.receive_until(lambda: one.acked == 6)
+            one.receive_until(lambda: sum(kind is MessageKind.REFUSED for kind, _ in one.received) == 9)
+            other.receive_acks(1)
+    messages = [record.message for record in caplog.records]
+    assert len(messages) == 4
+    assert sum("step (9) must be below simulations.steps (5)" in text for text in messages) == 2
+    assert sum("trainer 0 refused a message of simulation 0 (attempt 0): " in text for text in messages) == 2
+    assert sum("a client on 127.0.0.1: " in text for text in messages) == 1
+    assert running.receiver.counters()["refusals"] == {"step": 4, "malformed": 6}
+    assert running.receiver.counters()["refused"] == 10
+    assert one.acked == 6
 
 
 def test_parts_wait_for_each_other(clients):
-    with Hearing(group_size=2) as hearing:
-        members = [clients(hearing.desk.trainer()).open(0, member=i, members=2) for i in range(2)]
+    with RunningReceiver(group_size=2) as running:
+        members = [clients(running.coordinator.trainer()).open(0, member=i, members=2) for i in range(2)]
         for step in range(3):
             members[0].sample(0, step, {"u": field(0, step)[:1]}, member=0, members=2)
-        members[0].touch(member=0, members=2).hear()
-        assert (members[0].taken, hearing.reception.figures()["partial"]) == (0, 3)
+        members[0].heartbeat(member=0, members=2).receive()
+        assert (members[0].acked, running.receiver.counters()["partial"]) == (0, 3)
         members[1].sample(0, 1, {"u": field(0, 1)[1:]}, member=1, members=2)
-        assert hearing.put(1) == [(0, 1)]
+        assert running.put(1) == [(0, 1)]
         for member in members:
-            member.hear_taken(1)
-        assert hearing.reception.figures()["partial"] == 2
+            member.receive_acks(1)
+        assert running.receiver.counters()["partial"] == 2
 
 
-def test_a_client_that_connects_anew_under_its_name_goes_on(clients):
-    with Hearing() as hearing:
-        first = clients(hearing.desk.trainer(), b"solver 4").open(0).sample(0, 0)
-        hearing.put(1)
-        first.hear_taken(1)
-        second = clients(hearing.desk.trainer(), b"solver 4").sample(0, 1)
-        hearing.put(1)
-        second.hear_taken(2)
+def test_a_client_that_reconnects_with_its_routing_id_continues(clients):
+    with RunningReceiver() as running:
+        first = clients(running.coordinator.trainer(), b"solver 4").open(0).sample(0, 0)
+        running.put(1)
+        first.receive_acks(1)
+        second = clients(running.coordinator.trainer(), b"solver 4").sample(0, 1)
+        running.put(1)
+        second.receive_acks(2)
 
 
 def test_an_absurd_frame_costs_its_client_the_connection_and_no_memory(clients):
-    with Hearing() as hearing:
-        bad, good = (clients(hearing.desk.trainer()).open(i) for i in range(2))
-        bad.touch(0).hear()
+    with RunningReceiver() as running:
+        bad, good = (clients(running.coordinator.trainer()).open(i) for i in range(2))
+        bad.heartbeat(0).receive()
         bad.send([Header(MessageKind.SAMPLE).pack(), b"[]", bytes(2**22)])
         for _ in range(100):
-            bad.touch(0)  # those before it has connected anew may be lost
+            bad.heartbeat(0)  # those before it has connected anew may be lost
             if bad.socket.poll(200):
                 break
-        assert bad.hear() == (MessageKind.REFUSED, "simulation 0 (attempt 0, member 0) must be opened first")
-        assert set(hearing.reception.figures()["refusals"]) == {"unopened"}
+        assert bad.receive() == (MessageKind.REFUSED, "simulation 0 (attempt 0, member 0) must be opened first")
+        assert set(running.receiver.counters()["refusals"]) == {"unopened"}
         good.sample(1, 0)
-        assert hearing.put(1) == [(1, 0)]
+        assert running.put(1) == [(1, 0)]
 
 
 def test_what_an_older_attempt_sent_gives_the_newer_no_room(clients):
     """One client that opens again under its name begins to count anew."""
-    with Hearing() as hearing:
-        sender = clients(hearing.desk.trainer()).open(0).sample(0, 0).sample(0, 1)
-        hearing.take(2)
+    with RunningReceiver() as running:
+        sender = clients(running.coordinator.trainer()).open(0).sample(0, 0).sample(0, 1)
+        running.take(2)
         sender.open(0, attempt=1).sample(0, 2, attempt=1)
-        hearing.take(1)
-        hearing.reception.taken(2)
-        sender.touch(0, attempt=1).hear()
-        assert sender.said == [(MessageKind.TAKEN, "")]
-        assert sender.taken == 0
-        hearing.reception.taken(1)
-        sender.hear_taken(1)
-        assert len(sender.said) == 2
+        running.take(1)
+        running.receiver.mark_stored(2)
+        sender.heartbeat(0, attempt=1).receive()
+        assert sender.received == [(MessageKind.ACK, "")]
+        assert sender.acked == 0
+        running.receiver.mark_stored(1)
+        sender.receive_acks(1)
+        assert len(sender.received) == 2
 
 
 # The end.
 
 
 def test_after_the_last_simulation_what_waits_is_given_and_then_nothing(clients):
-    with Hearing() as hearing:
-        sender = clients(hearing.desk.trainer()).open()
+    with RunningReceiver() as running:
+        sender = clients(running.coordinator.trainer()).open()
         for step in range(3):
             sender.sample(0, step)
-        taken = hearing.take(3)
-        hearing.desk.finish()
-        assert hearing.reception.take(0.1) == []  # the buffer has not got them yet
-        hearing.reception.taken(3)
-        assert hearing.reception.take(PATIENCE_S) is None
+        taken = running.take(3)
+        running.coordinator.finish()
+        assert running.receiver.get(0.1) == []  # the buffer has not got them yet
+        running.receiver.mark_stored(3)
+        assert running.receiver.get(PATIENCE_S) is None
         assert len(taken) == 3
-        sender.hear_taken(3)
-        # Who comes late, or lives, is told.
-        sender.touch().hear_until(lambda: sender.said[-1][0] is MessageKind.OVER)
-        late = clients(hearing.desk.trainer()).open(5)
-        assert late.hear() == (MessageKind.OVER, "the run wants no more samples")
-        assert hearing.reception.figures()["received"] == 3
+        sender.receive_acks(3)
+        # A heartbeat, and a client that comes late, are answered with OVER.
+        sender.heartbeat().receive_until(lambda: sender.received[-1][0] is MessageKind.OVER)
+        late = clients(running.coordinator.trainer()).open(5)
+        assert late.receive() == (MessageKind.OVER, "the run wants no more samples")
+        assert running.receiver.counters()["received"] == 3
 
 
-def test_closing_wakes_who_takes_and_tells_all_clients(clients):
-    with Hearing() as hearing:
-        sender = clients(hearing.desk.trainer()).open().sample(0, 0)
-        hearing.put(1)
-        sender.hear_taken(1)
+def test_closing_wakes_get_and_sends_over_to_all_clients(clients):
+    with RunningReceiver() as running:
+        sender = clients(running.coordinator.trainer()).open().sample(0, 0)
+        running.put(1)
+        sender.receive_acks(1)
         found = []
-        thread = threading.Thread(target=lambda: found.append(hearing.reception.take(None)))
+        thread = threading.Thread(target=lambda: found.append(running.receiver.get(None)))
         thread.start()
-        hearing.reception.close()
+        running.receiver.close()
         thread.join(PATIENCE_S)
         assert found == [None]
-        assert sender.hear() == (MessageKind.OVER, "the run wants no more samples")
-        hearing.desk.wait(lambda: hearing.desk.left == {0})
-        hearing.reception.close()  # again: nothing
+        assert sender.receive() == (MessageKind.OVER, "the run wants no more samples")
+        running.coordinator.wait(lambda: running.coordinator.left == {0})
+        running.receiver.close()  # again: nothing
 
 
 def test_it_can_be_closed_before_it_began():
-    with Desk() as desk:
-        reception = SampleReceiver(post(desk), ReceivedLog())
-        reception.close()
-        assert reception.take(0.0) is None
+    with FakeCoordinator() as coordinator:
+        receiver = SampleReceiver(receiver_spec(coordinator), ReceivedLog())
+        receiver.close()
+        assert receiver.get(0.0) is None
 
 
-@pytest.mark.parametrize("desk", [Desk(answers=False), Desk(refuses="the token must be this run's")])
-def test_a_desk_that_is_silent_or_refuses_ends_it(desk):
-    with Hearing(desk, timeout_s=0.4) as hearing:
-        says = "must be this run's" if desk.refuses else r"heard nothing of the desk at .* for 0.4 s; rank 0 is gone"
-        with pytest.raises(SourceError, match=f"trainer 0 .*{says}"):
-            hearing.reception.take(PATIENCE_S)
+@pytest.mark.parametrize(
+    "coordinator", [FakeCoordinator(answers=False), FakeCoordinator(refuses="the token must be this run's")]
+)
+def test_a_coordinator_that_is_silent_or_refuses_ends_it(coordinator):
+    with RunningReceiver(coordinator, timeout_s=0.4) as running:
+        text = (
+            "must be this run's"
+            if coordinator.refuses
+            else r"received nothing from the coordinator at .* for 0.4 s; rank 0 is gone"
+        )
+        with pytest.raises(SourceError, match=f"trainer 0 .*{text}"):
+            running.receiver.get(PATIENCE_S)
         with pytest.raises(SourceError):
-            hearing.reception.take(PATIENCE_S)
+            running.receiver.get(PATIENCE_S)
 
 
-def test_a_desk_that_falls_silent_ends_it_though_samples_flow(clients):
-    desk = Desk()
-    with Hearing(desk, timeout_s=0.4) as hearing:
-        sender = clients(desk.trainer()).open()
-        desk.wait(lambda: desk.reports)
-        desk.answers = False
+def test_a_coordinator_that_falls_silent_ends_it_while_samples_flow(clients):
+    coordinator = FakeCoordinator()
+    with RunningReceiver(coordinator, timeout_s=0.4) as running:
+        sender = clients(coordinator.trainer()).open()
+        coordinator.wait(lambda: coordinator.reports)
+        coordinator.answers = False
 
         def flow():
             for step in range(10_000):
                 sender.sample(0, step)
-                hearing.put(1)
+                running.put(1)
 
         with pytest.raises(SourceError, match="rank 0 is gone"):
             flow()
 
 
-def test_after_the_end_the_desk_may_go():
-    desk = Desk()
-    with Hearing(desk, timeout_s=0.2) as hearing:
-        desk.trainer()
-        desk.answers = False
-        desk.finish()
-        assert hearing.reception.take(PATIENCE_S) is None
-        many = len(desk.reports)
-        desk.wait(lambda: len(desk.reports) > many + 8)
-        assert hearing.reception.take(PATIENCE_S) is None
+def test_after_the_end_the_coordinator_may_be_gone():
+    coordinator = FakeCoordinator()
+    with RunningReceiver(coordinator, timeout_s=0.2) as running:
+        coordinator.trainer()
+        coordinator.answers = False
+        coordinator.finish()
+        assert running.receiver.get(PATIENCE_S) is None
+        many = len(coordinator.reports)
+        coordinator.wait(lambda: len(coordinator.reports) > many + 8)
+        assert running.receiver.get(PATIENCE_S) is None
 
 
 def test_an_address_of_another_machine_is_refused():
-    with Desk() as desk:
-        reception = SampleReceiver(ReceiverSpec(desk.address, TOKEN, plan(), 0, 1, host="203.0.113.7"), ReceivedLog())
-        reception.start()
+    with FakeCoordinator() as coordinator:
+        receiver = SampleReceiver(
+            ReceiverSpec(coordinator.address, TOKEN, ingest_spec(), 0, 1, host="203.0.113.7"), ReceivedLog()
+        )
+        receiver.start()
         with pytest.raises(UnsupportedConfiguration, match=r"trainer 0 cannot listen on 203\.0\.113\.7"):
-            reception.take(PATIENCE_S)
-        reception.close()
+            receiver.get(PATIENCE_S)
+        receiver.close()
 
 
-def test_others_than_the_feeder_may_look_while_samples_come(clients):
+def test_other_threads_may_read_counters_while_samples_arrive(clients):
     """Figures, statistics and states are taken while everything is in motion."""
-    with Hearing(window=64) as hearing:
-        address, stop = hearing.desk.trainer(), threading.Event()
+    with RunningReceiver(window=64) as running:
+        address, stop = running.coordinator.trainer(), threading.Event()
 
         def send(simulation, sender):
             sender.open(simulation)
             for step in range(300):
                 sender.sample(simulation, step)
-                sender.hear_until(lambda step=step: step - sender.taken < 60)
-            sender.hear_taken(300)
+                sender.receive_until(lambda step=step: step - sender.acked < 60)
+            sender.receive_acks(300)
 
         def look():
             while not stop.is_set():
-                figures = hearing.reception.figures()
+                figures = running.receiver.counters()
                 assert 0 <= figures["received"] <= 1200
-                hearing.reception.statistics()
+                running.receiver.field_statistics()
 
         threads = [threading.Thread(target=send, args=(i, clients(address))) for i in range(4)]
         threads.append(threading.Thread(target=look))
@@ -374,7 +398,7 @@ def test_others_than_the_feeder_may_look_while_samples_come(clients):
             thread.start()
         keys = []
         while len(keys) < 1200:
-            keys += hearing.put(1)
+            keys += running.put(1)
         for thread in threads[:4]:
             thread.join(PATIENCE_S)
         stop.set()
@@ -384,16 +408,16 @@ def test_others_than_the_feeder_may_look_while_samples_come(clients):
             assert [step for simulation, step in keys if simulation == i] == list(range(300))
 
 
-def test_who_was_never_opened_is_told_so(clients):
-    with Hearing() as hearing:
-        sender = clients(hearing.desk.trainer()).sample(3, 0)
-        assert sender.hear() == (
+def test_a_client_that_sends_before_open_is_refused(clients):
+    with RunningReceiver() as running:
+        sender = clients(running.coordinator.trainer()).sample(3, 0)
+        assert sender.receive() == (
             MessageKind.REFUSED,
             "simulation 3 (attempt 0, member 0) must be opened first",
         )
-        sender.hear_taken(1)
-        sender.send(opening(3)).sample(3, 0)
-        assert hearing.put(1) == [(3, 0)]
+        sender.receive_acks(1)
+        sender.send(open_message(3)).sample(3, 0)
+        assert running.put(1) == [(3, 0)]
 
 
 # Statistics.
@@ -416,60 +440,65 @@ def test_what_is_not_finite_is_counted_and_left_out():
     moments = RunningMoments()
     moments.add(np.array([1.0, np.nan, 3.0, np.inf, -np.inf]))
     moments.add(np.array([np.nan, np.nan]))
-    assert moments.row() == {"mean": 2.0, "deviation": 1.0, "count": 2, "not_finite": 5}
+    assert moments.as_dict() == {"mean": 2.0, "deviation": 1.0, "count": 2, "not_finite": 5}
 
 
 def test_one_sample_in_seven_is_looked_at_from_one_reading_to_the_next():
     fields = FieldStatistics(["u"])
     for value in range(15):
-        fields.see([{"u": np.full(2, value)}])
-    assert fields.read() == {"u": {"mean": 7.0, "deviation": np.std([0, 7, 14]), "count": 6, "not_finite": 0}}
-    assert fields.read() == {"u": {"mean": 0.0, "deviation": 0.0, "count": 0, "not_finite": 0}}
-    fields.see([{"u": np.full(2, 3.0)}])
-    assert fields.read()["u"]["mean"] == 3.0
+        fields.add([{"u": np.full(2, value)}])
+    assert fields.read_and_reset() == {"u": {"mean": 7.0, "deviation": np.std([0, 7, 14]), "count": 6, "not_finite": 0}}
+    assert fields.read_and_reset() == {"u": {"mean": 0.0, "deviation": 0.0, "count": 0, "not_finite": 0}}
+    fields.add([{"u": np.full(2, 3.0)}])
+    assert fields.read_and_reset()["u"]["mean"] == 3.0
 
 
 def test_of_samples_that_came_together_one_is_looked_at():
     fields = FieldStatistics(["u"])
     samples = [{"u": np.full(1, value)} for value in range(40)]
     for first, last in ((0, 1), (1, 4), (4, 7), (7, 9), (9, 40)):  # 0; too few since; too few; 8; 39
-        fields.see(samples[first:last])
-    assert fields.read()["u"]["mean"] == np.mean([0, 8, 39])
-    assert fields.read()["u"]["count"] == 0
+        fields.add(samples[first:last])
+    assert fields.read_and_reset()["u"]["mean"] == np.mean([0, 8, 39])
+    assert fields.read_and_reset()["u"]["count"] == 0
 
 
 def test_fields_of_what_arrives_are_measured(clients):
-    with Hearing() as hearing:
-        clients(hearing.desk.trainer()).open(4).sample(4, 2)
-        hearing.put(1)
-        assert hearing.reception.statistics()["u"] == {"mean": 4002.0, "deviation": 0.0, "count": 12, "not_finite": 0}
+    with RunningReceiver() as running:
+        clients(running.coordinator.trainer()).open(4).sample(4, 2)
+        running.put(1)
+        assert running.receiver.field_statistics()["u"] == {
+            "mean": 4002.0,
+            "deviation": 0.0,
+            "count": 12,
+            "not_finite": 0,
+        }
 
 
-def test_only_who_has_a_key_is_heard(tmp_path):
+def test_only_clients_with_a_key_are_received(tmp_path):
     own, others = tmp_path / "keys", tmp_path / "others"
     make_keys(own)
     make_keys(others)
     with ExitStack() as stack:
         context, elsewhere = (stack.enter_context(zmq.Context()) for _ in range(2))
-        security = stack.enter_context(server_security(context, own))
-        desk = stack.enter_context(context.socket(zmq.ROUTER))
-        security.protect(desk)
-        port = desk.bind_to_random_port("tcp://127.0.0.1")
-        reception = SampleReceiver(
-            ReceiverSpec(f"tcp://127.0.0.1:{port}", TOKEN, plan(keys=str(own)), 0, 1), ReceivedLog()
+        security = stack.enter_context(ServerSecurity(context, own))
+        coordinator = stack.enter_context(context.socket(zmq.ROUTER))
+        security.protect(coordinator)
+        port = coordinator.bind_to_random_port("tcp://127.0.0.1")
+        receiver = SampleReceiver(
+            ReceiverSpec(f"tcp://127.0.0.1:{port}", TOKEN, ingest_spec(keys=str(own)), 0, 1), ReceivedLog()
         )
-        stack.callback(reception.close)
-        reception.start()
-        assert desk.poll(1000 * PATIENCE_S)  # the trainer has the run's own keys
-        address = TrainerJoined.unpack(desk.recv_multipart()[3]).address
-        known, stranger, plain = (stack.enter_context(elsewhere.socket(zmq.DEALER)) for _ in range(3))
-        client_security(known, own)
-        client_security(stranger, others)
-        for simulation, one in ((2, stranger), (1, plain), (0, known)):
+        stack.callback(receiver.close)
+        receiver.start()
+        assert coordinator.poll(1000 * PATIENCE_S)  # the trainer has the run's own keys
+        address = TrainerJoined.unpack(coordinator.recv_multipart()[3]).address
+        known, unknown, plain = (stack.enter_context(elsewhere.socket(zmq.DEALER)) for _ in range(3))
+        secure_client_socket(known, own)
+        secure_client_socket(unknown, others)
+        for simulation, one in ((2, unknown), (1, plain), (0, known)):
             one.linger = 0
             one.connect(address)
-            one.send_multipart(opening(simulation))
-            one.send_multipart(message(simulation, 0))
-        assert [one.key for one in reception.take(PATIENCE_S)] == [(0, 0)]
-        assert reception.take(0.3) == []
-        assert reception.figures()["refused"] == 0
+            one.send_multipart(open_message(simulation))
+            one.send_multipart(sample_message(simulation, 0))
+        assert [one.key for one in receiver.get(PATIENCE_S)] == [(0, 0)]
+        assert receiver.get(0.3) == []
+        assert receiver.counters()["refused"] == 0

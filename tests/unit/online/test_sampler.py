@@ -1,4 +1,4 @@
-"""Parameters of simulations: the same for the same number, whoever asks, and spread as the method promises."""
+"""Parameters of simulations: the same for the same number, and spread as the method promises."""
 
 import builtins
 
@@ -90,9 +90,9 @@ def test_an_unknown_name_is_refused():
 OWN = """
 class Grid:
     def __init__(self, ranges, seed, count):
-        self.told = (ranges, seed, count)
+        self.arguments = (ranges, seed, count)
     def draw(self, index):
-        return [low + index for name, low, high in self.told[0]]
+        return [low + index for name, low, high in self.arguments[0]]
 
 class Raises(Grid):
     def draw(self, index):
@@ -128,7 +128,7 @@ def own(tmp_path, monkeypatch):
 
 def test_a_sampler_of_ones_own(own):
     assert own("Grid").draw(2) == [102.0, 1.0, 2.0]
-    assert own("Grid")._sampler.told == (list(RANGES), 7, 3)
+    assert own("Grid")._sampler.arguments == (list(RANGES), 7, 3)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,13 @@ from paramserver.client import Client, ping
 from paramserver.cluster import own_address
 from paramserver.errors import ClientError, UnsupportedConfiguration
 from paramserver.online.protocol import Header, MessageKind
-from paramserver.online.security import client_file, client_security, make_keys, peer_security, server_security
+from paramserver.online.security import (
+    ServerSecurity,
+    find_client_key,
+    make_keys,
+    secure_client_socket,
+    secure_trainer_socket,
+)
 from paramserver.online.sender import CoordinatorConnection
 
 SHORT_S = 0.5
@@ -40,7 +46,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def run(folder):
-    with FakeRun(1, security=lambda context: server_security(context, folder)) as fake:
+    with FakeRun(1, security=lambda context: ServerSecurity(context, folder)) as fake:
         yield fake
 
 
@@ -49,7 +55,7 @@ def run(folder):
 
 @pytest.mark.parametrize("host", ["127.0.0.1", own_host()])
 def test_a_known_key_passes_on_every_line(folder, host):
-    with FakeRun(2, host=host, security=lambda context: server_security(context, folder)) as run:
+    with FakeRun(2, host=host, security=lambda context: ServerSecurity(context, folder)) as run:
         with Client(run.address, keys=folder, timeout_s=20).open(0, [1.0]) as client:
             for step in range(4):
                 client.send(step, {"temperature": np.full((2, 3), step)})
@@ -61,7 +67,7 @@ def test_a_known_key_passes_on_every_line(folder, host):
 def refused(run, keys, timeout_s=SHORT_S):
     with pytest.raises(ClientError, match=rf"the run at \S+ gave no sign of life for {timeout_s:g} s") as caught:
         ping(run.address, keys, timeout_s)
-    assert run.heard == []
+    assert run.messages == []
     return str(caught.value)
 
 
@@ -83,41 +89,41 @@ def test_another_run_is_not_trusted(run, folder, tmp_path):
     refused(run, other)
 
 
-def test_without_a_key_nobody_is_answered(run):
+def test_without_a_key_there_is_no_reply(run):
     assert "clients" not in refused(run, None)
 
 
 @pytest.mark.parametrize("unknown", [False, True], ids=["without a key", "with an unknown one"])
-def test_who_asks_again_after_a_failed_handshake_is_told_and_does_not_wait(run, folder, tmp_path, unknown):
+def test_a_request_after_a_failed_handshake_fails_and_does_not_block(run, folder, tmp_path, unknown):
     keys = tmp_path / "other" if unknown else None
     if keys is not None:
         make_keys(keys)
         (keys / "server.key").write_bytes((folder / "server.key").read_bytes())
-    # Mostly ZeroMQ gives the connection up for good, and that is told at once; it may also go on trying.
-    told = r"has broken off the connection to this client: .* key; correct the address|gave no sign of life for 3 s"
-    with pytest.raises(ClientError, match=told):
+    # Mostly ZeroMQ gives the connection up for good, which is reported at once; it may also try again.
+    pattern = r"has broken off the connection to this client: .* key; correct the address|gave no sign of life for 3 s"
+    with pytest.raises(ClientError, match=pattern):
         Client(run.address, keys=keys, timeout_s=3).open(0, [1.0])
-    assert run.heard == []
+    assert run.messages == []
 
 
 def test_clients_come_and_go_while_the_run_goes_on(run, folder):
     make_keys(folder, "laptop")
     assert ping(run.address, folder / "laptop.key_secret") == {"alive": True}
     (folder / "clients" / "laptop.key").unlink()
-    run.heard.clear()
+    run.messages.clear()
     refused(run, folder / "laptop.key_secret")
 
 
-def test_a_damaged_key_of_one_client_stands_in_nobodys_way(run, folder, caplog):
+def test_a_damaged_key_of_one_client_does_not_affect_others(run, folder, caplog):
     (folder / "clients" / "broken.key").write_text("no key at all")
     (folder / "clients" / "a.key").write_bytes(b"\xff" * 100)
     assert ping(run.address, folder) == {"alive": True}
     assert all("must be a key that can be read" in message for message in caplog.messages)
 
 
-def test_where_nobody_can_be_asked_nobody_gets_in(run, folder):
+def test_without_the_authenticator_no_client_connects(run, folder):
     assert ping(run.address, folder) == {"alive": True}
-    run.heard.clear()
+    run.messages.clear()
     run.security.close()
     refused(run, folder)
 
@@ -125,7 +131,7 @@ def test_where_nobody_can_be_asked_nobody_gets_in(run, folder):
 def test_a_process_of_the_run_has_its_own_secret(run, folder):
     context = zmq.Context()
     with context.socket(zmq.DEALER) as dealer:
-        peer_security(dealer, folder)
+        secure_trainer_socket(dealer, folder)
         dealer.linger = 0
         dealer.connect(run.address)
         dealer.send(Header(MessageKind.PING).pack())
@@ -136,9 +142,9 @@ def test_a_process_of_the_run_has_its_own_secret(run, folder):
 
 def test_without_keys_nothing_is_asked():
     context = zmq.Context()
-    with context.socket(zmq.DEALER) as dealer, server_security(context, None) as security:
-        client_security(dealer, None)
-        peer_security(dealer, None)
+    with context.socket(zmq.DEALER) as dealer, ServerSecurity(context, None) as security:
+        secure_client_socket(dealer, None)
+        secure_trainer_socket(dealer, None)
         security.protect(dealer)
         assert dealer.mechanism == zmq.NULL
     context.term()
@@ -203,17 +209,17 @@ def test_a_folder_that_cannot_be_made(tmp_path):
 
 
 def test_a_client_finds_its_own_key(folder):
-    assert client_file(folder) == folder / "client.key_secret"
+    assert find_client_key(folder) == folder / "client.key_secret"
     make_keys(folder, "laptop")
-    assert client_file(str(folder)) == folder / "client.key_secret"  # still the usual one
-    assert client_file(folder / "laptop.key_secret") == folder / "laptop.key_secret"
+    assert find_client_key(str(folder)) == folder / "client.key_secret"  # still the usual one
+    assert find_client_key(folder / "laptop.key_secret") == folder / "laptop.key_secret"
     (folder / "client.key_secret").unlink()
-    assert client_file(folder) == folder / "laptop.key_secret"  # what a client took along, with server.key
+    assert find_client_key(folder) == folder / "laptop.key_secret"  # what a client took along, with server.key
     make_keys(folder, "tower")
     with pytest.raises(
         UnsupportedConfiguration, match=r"there is laptop\.key_secret, tower\.key_secret; name the file"
     ):
-        client_file(folder)
+        find_client_key(folder)
 
 
 @pytest.mark.parametrize(
@@ -241,7 +247,7 @@ def test_keys_that_are_none_are_refused_before_anything_is_sent(folder, spoil, m
 def test_a_run_needs_its_own_secret(tmp_path, keys):
     context = zmq.Context()
     with pytest.raises(UnsupportedConfiguration, match=r"server\.key_secret must be a key that can be read"):
-        server_security(context, tmp_path / keys)
+        ServerSecurity(context, tmp_path / keys)
     context.term()
 
 

@@ -1,4 +1,4 @@
-"""The state machine of a run's simulations, without a process: what is told to it, and what it wants done."""
+"""The state machine of a run's simulations, without a process: events in, actions out."""
 
 import random
 from pathlib import Path
@@ -13,450 +13,450 @@ from paramserver.online.tracker import (
     SimulationState,
     StartProcess,
     TrackerEvent,
-    listed,
+    format_simulations,
 )
-from paramserver.online.tracker_managed import ManagedSimulations, how_it_ended
+from paramserver.online.tracker_managed import ManagedSimulations, describe_exit
 
-NOBODY = TrainerJoined("tcp://127.0.0.1:1", {}, {})
+NOTHING_RECEIVED = TrainerJoined("tcp://127.0.0.1:1", {}, {})
 
 
 def started(trainers=1, state=None, joined=None, begun=True, **options):
     defaults = {"command": "x", "count": 3, "steps": 10, "timeout_s": 60.0, "max_restarts": 2}
     config = SimulationsConfig(**{**defaults, **options})
-    study = ManagedSimulations(config, trainers, lambda index: [float(index)], Path("logs"))
+    tracker = ManagedSimulations(config, trainers, lambda index: [float(index)], Path("logs"))
     if state is not None:
-        study.load_state_dict(state)
+        tracker.load_state_dict(state)
     if begun:
-        study.begin(joined or [NOBODY] * trainers, 0.0)
-    return study
+        tracker.on_trainers_joined(joined or [NOTHING_RECEIVED] * trainers, 0.0)
+    return tracker
 
 
 def outside(trainers=1, state=None, joined=None, first_s=100.0, **options):
-    study = ExternalSimulations(SimulationsConfig(**{"timeout_s": 60.0, **options}), trainers, first_s)
+    tracker = ExternalSimulations(SimulationsConfig(**{"timeout_s": 60.0, **options}), trainers, first_s)
     if state is not None:
-        study.load_state_dict(state)
-    study.begin(joined or [NOBODY] * trainers, 0.0)
-    return study
+        tracker.load_state_dict(state)
+    tracker.on_trainers_joined(joined or [NOTHING_RECEIVED] * trainers, 0.0)
+    return tracker
 
 
 def header(kind, simulation, step=0, member=0, members=1, attempt=0):
     return Header(kind, simulation, step, member, members, attempt)
 
 
-def hello(study, simulation, now=0.0, parameters=(), **fields):
-    told = header(MessageKind.HELLO, simulation, **fields)
-    assert study.refusal(told) is None
-    study.hello(told, parameters, now)
+def hello(tracker, simulation, now=0.0, parameters=(), **fields):
+    message = header(MessageKind.HELLO, simulation, **fields)
+    assert tracker.check_hello(message) is None
+    tracker.on_hello(message, parameters, now)
 
 
-def bye(study, simulation, samples, now=0.0, **fields):
-    study.bye(header(MessageKind.BYE, simulation, samples, **fields), now)
+def bye(tracker, simulation, samples, now=0.0, **fields):
+    tracker.on_bye(header(MessageKind.BYE, simulation, samples, **fields), now)
 
 
-def report(study, received, now, heard=(), trainer=0):
-    study.reported(trainer, SimulationReport(received, [(simulation, 0) for simulation in heard]), now)
+def report(tracker, received, now, active=(), trainer=0):
+    tracker.on_report(trainer, SimulationReport(received, [(simulation, 0) for simulation in active]), now)
 
 
 def of(kind, actions):
     return [action for action in actions if isinstance(action, kind)]
 
 
-def starts(study, now=0.0):
-    return [(one.simulation, one.attempt) for one in of(StartProcess, study.tick(now))]
+def starts(tracker, now=0.0):
+    return [(one.simulation, one.attempt) for one in of(StartProcess, tracker.poll(now))]
 
 
-def notes(study, now):
-    return [(one.kind, one.simulation) for one in of(TrackerEvent, study.tick(now))]
+def notes(tracker, now):
+    return [(one.kind, one.simulation) for one in of(TrackerEvent, tracker.poll(now))]
 
 
-def finish(study, simulation, now, attempt=0, total=10, settled=True):
-    """A simulation sends all, says goodbye and ends."""
-    hello(study, simulation, now, attempt=attempt)
-    report(study, {simulation: total}, now)
-    bye(study, simulation, total, now, attempt=attempt)
-    study.exited(simulation, attempt, 0, now)
+def finish(tracker, simulation, now, attempt=0, total=10, settled=True):
+    """A simulation sends all, sends BYE and ends."""
+    hello(tracker, simulation, now, attempt=attempt)
+    report(tracker, {simulation: total}, now)
+    bye(tracker, simulation, total, now, attempt=attempt)
+    tracker.on_exit(simulation, attempt, 0, now)
 
 
 # Simulations of the run.
 
 
 def test_nothing_starts_before_all_trainers_have_joined():
-    study = started(begun=False)
-    assert study.tick(0.0) == []
-    study.begin([NOBODY], 1.0)
-    assert of(StartProcess, study.tick(1.0)) == [StartProcess(0, 0, (0.0,))]
+    tracker = started(begun=False)
+    assert tracker.poll(0.0) == []
+    tracker.on_trainers_joined([NOTHING_RECEIVED], 1.0)
+    assert of(StartProcess, tracker.poll(1.0)) == [StartProcess(0, 0, (0.0,))]
 
 
 def test_at_most_so_many_run_at_once_and_a_place_is_free_when_a_process_is_gone():
-    study = started(count=5, at_once=2)
-    assert starts(study) == [(0, 0), (1, 0)]
-    report(study, {0: 10}, 1.0)
-    assert notes(study, 1.0) == [("complete", 0)]  # but its process still runs
-    assert starts(study, 2.0) == []
-    study.exited(0, 0, 0, 3.0)
-    assert starts(study, 3.0) == [(2, 0)]
-    assert study.counts() == {"waiting": 2, "running": 2, "complete": 1, "given_up": 0}
+    tracker = started(count=5, at_once=2)
+    assert starts(tracker) == [(0, 0), (1, 0)]
+    report(tracker, {0: 10}, 1.0)
+    assert notes(tracker, 1.0) == [("complete", 0)]  # but its process still runs
+    assert starts(tracker, 2.0) == []
+    tracker.on_exit(0, 0, 0, 3.0)
+    assert starts(tracker, 3.0) == [(2, 0)]
+    assert tracker.counts() == {"waiting": 2, "running": 2, "complete": 1, "given_up": 0}
 
 
 def test_it_is_done_when_the_last_is_complete():
-    study = started(count=2, at_once=2)
-    study.tick(0.0)
-    finish(study, 1, 1.0)
-    study.tick(1.0)
-    assert not study.done
-    finish(study, 0, 2.0)
-    study.tick(2.0)
-    assert study.done
-    assert study.failure is None
+    tracker = started(count=2, at_once=2)
+    tracker.poll(0.0)
+    finish(tracker, 1, 1.0)
+    tracker.poll(1.0)
+    assert not tracker.done
+    finish(tracker, 0, 2.0)
+    tracker.poll(2.0)
+    assert tracker.done
+    assert tracker.failure is None
 
 
 def test_samples_of_all_trainers_and_of_earlier_runs_count():
     joined = [TrainerJoined("a", {0: 2}, {0: 3, 1: 1}), TrainerJoined("b", {0: 1}, {0: 3, 1: 1})]
-    study = started(trainers=2, joined=joined, count=1)
-    assert study.received(0) == 6
-    assert study.received(1) == 1
-    study.tick(0.0)
-    report(study, {0: 4}, 1.0, trainer=0)
-    assert notes(study, 1.0) == []
-    report(study, {0: 3}, 2.0, trainer=1)
-    assert study.received(0) == 10
-    assert notes(study, 2.0) == [("complete", 0)]
+    tracker = started(trainers=2, joined=joined, count=1)
+    assert tracker.num_received(0) == 6
+    assert tracker.num_received(1) == 1
+    tracker.poll(0.0)
+    report(tracker, {0: 4}, 1.0, trainer=0)
+    assert notes(tracker, 1.0) == []
+    report(tracker, {0: 3}, 2.0, trainer=1)
+    assert tracker.num_received(0) == 10
+    assert notes(tracker, 2.0) == [("complete", 0)]
 
 
 @pytest.mark.parametrize(("code", "why"), [(7, "exit code 7"), (137, "SIGKILL"), (-11, "SIGSEGV")])
 def test_a_crash_is_followed_by_another_attempt_with_the_same_parameters(code, why):
-    study = started()
-    study.tick(0.0)
-    report(study, {0: 4}, 1.0)
-    study.exited(0, 0, code, 2.0)
-    actions = study.tick(2.0)
+    tracker = started()
+    tracker.poll(0.0)
+    report(tracker, {0: 4}, 1.0)
+    tracker.on_exit(0, 0, code, 2.0)
+    actions = tracker.poll(2.0)
     (note,) = of(TrackerEvent, actions)
     assert note.kind == "restarted"
     assert why in note.text
     assert of(StartProcess, actions) == [StartProcess(0, 1, (0.0,))]
-    assert study.restarts == 1
+    assert tracker.restarts == 1
 
 
 def test_after_its_last_restart_it_is_given_up_and_a_new_one_takes_its_place():
-    study = started(count=2, max_restarts=1)
-    study.tick(0.0)
-    study.exited(0, 0, 1, 1.0)
-    assert starts(study, 1.0) == [(0, 1)]
-    study.exited(0, 1, 1, 2.0)
-    actions = study.tick(2.0)
+    tracker = started(count=2, max_restarts=1)
+    tracker.poll(0.0)
+    tracker.on_exit(0, 0, 1, 1.0)
+    assert starts(tracker, 1.0) == [(0, 1)]
+    tracker.on_exit(0, 1, 1, 2.0)
+    actions = tracker.poll(2.0)
     assert [(one.kind, one.text.endswith("given up for simulation 2")) for one in of(TrackerEvent, actions)] == [
         ("given_up", True)
     ]
     assert of(StartProcess, actions) == [StartProcess(1, 0, (1.0,))]
-    finish(study, 1, 3.0)
-    assert starts(study, 3.0) == [(2, 0)]
-    finish(study, 2, 4.0)
-    study.tick(4.0)
-    assert study.done
-    assert study.counts() == {"waiting": 0, "running": 0, "complete": 2, "given_up": 1}
+    finish(tracker, 1, 3.0)
+    assert starts(tracker, 3.0) == [(2, 0)]
+    finish(tracker, 2, 4.0)
+    tracker.poll(4.0)
+    assert tracker.done
+    assert tracker.counts() == {"waiting": 0, "running": 0, "complete": 2, "given_up": 1}
 
 
 def test_three_given_up_in_a_row_fail_the_study_with_one_sentence():
-    study = started(count=9, max_restarts=1)
+    tracker = started(count=9, max_restarts=1)
     tries = 0
-    while study.failure is None:
-        for number, attempt in starts(study, float(tries)):
+    while tracker.failure is None:
+        for number, attempt in starts(tracker, float(tries)):
             tries += 1
-            study.exited(number, attempt, 3, float(tries))
+            tracker.on_exit(number, attempt, 3, float(tries))
     assert tries == 6
-    assert study.failure == (
+    assert tracker.failure == (
         "3 simulations in a row failed 2 times each; the last of them, simulation 2: it ended with exit code 3; "
         "its output is in logs/simulation-2.log"
     )
-    assert study.tick(99.0) == []
+    assert tracker.poll(99.0) == []
 
 
 def test_one_complete_in_between_breaks_the_row():
-    study = started(count=9, max_restarts=0)
+    tracker = started(count=9, max_restarts=0)
     for number in range(8):
-        assert starts(study, float(number)) == [(number, 0)]
+        assert starts(tracker, float(number)) == [(number, 0)]
         if number % 3 == 2:
-            finish(study, number, float(number))
+            finish(tracker, number, float(number))
         else:
-            study.exited(number, 0, 1, float(number))
-    study.tick(8.0)
-    assert study.failure is None
-    assert study.counts()["given_up"] == 6
+            tracker.on_exit(number, 0, 1, float(number))
+    tracker.poll(8.0)
+    assert tracker.failure is None
+    assert tracker.counts()["given_up"] == 6
 
 
 def test_silence_ends_a_process_and_then_counts_as_a_failure():
-    study = started()
-    study.tick(0.0)
-    assert study.tick(60.0) == []
-    assert study.tick(60.5) == [KillProcess(0, "it was silent for 60 s")]
-    assert study.tick(61.0) == []  # said once
+    tracker = started()
+    tracker.poll(0.0)
+    assert tracker.poll(60.0) == []
+    assert tracker.poll(60.5) == [KillProcess(0, "it was silent for 60 s")]
+    assert tracker.poll(61.0) == []  # reported once
     hello_late = header(MessageKind.HELLO, 0)
-    study.hello(hello_late, (), 61.0)
-    study.exited(0, 0, 143, 62.0)
-    actions = study.tick(62.0)
+    tracker.on_hello(hello_late, (), 61.0)
+    tracker.on_exit(0, 0, 143, 62.0)
+    actions = tracker.poll(62.0)
     assert "silent for 60 s; it is started again" in of(TrackerEvent, actions)[0].text
     assert of(StartProcess, actions) == [StartProcess(0, 1, (0.0,))]
 
 
-@pytest.mark.parametrize("sign", ["hello", "bye", "sample or touch"])
+@pytest.mark.parametrize("sign", ["hello", "bye", "sample or heartbeat"])
 def test_any_sign_is_life(sign):
-    study = started(group_size=2)
-    study.tick(0.0)
+    tracker = started(group_size=2)
+    tracker.poll(0.0)
     signs = {
-        "hello": lambda: hello(study, 0, 50.0, members=2),
-        "bye": lambda: bye(study, 0, 5, 50.0, members=2),
-        "sample or touch": lambda: report(study, {}, 50.0, heard=[0]),
+        "hello": lambda: hello(tracker, 0, 50.0, members=2),
+        "bye": lambda: bye(tracker, 0, 5, 50.0, members=2),
+        "sample or heartbeat": lambda: report(tracker, {}, 50.0, active=[0]),
     }
-    study.reported(0, SimulationReport({}, [(0, 1)]), 55.0)
-    report(study, {0: 3}, 58.0)  # what was on its way says nothing of who sent it
+    tracker.on_report(0, SimulationReport({}, [(0, 1)]), 55.0)
+    report(tracker, {0: 3}, 58.0)  # samples in flight are no sign of life of their sender
     signs[sign]()
-    assert study.tick(109.0) == []
-    late = 111.0 if sign != "bye" else 116.0  # who said goodbye need say no more
-    assert study.tick(late - 2) == []
-    assert of(KillProcess, study.tick(late)) == [KillProcess(0, "it was silent for 60 s")]
+    assert tracker.poll(109.0) == []
+    late = 111.0 if sign != "bye" else 116.0  # after BYE no sign of life is needed
+    assert tracker.poll(late - 2) == []
+    assert of(KillProcess, tracker.poll(late)) == [KillProcess(0, "it was silent for 60 s")]
 
 
-def test_one_silent_member_is_silence_though_the_others_wait_for_it_and_say_so():
-    study = started(group_size=3)
-    study.tick(0.0)
+def test_one_silent_member_is_silence_although_the_others_send_heartbeats():
+    tracker = started(group_size=3)
+    tracker.poll(0.0)
     for now in range(1, 62):
-        study.reported(0, SimulationReport({}, [(0, 0), (0, 2)]), float(now))
-        assert bool(of(KillProcess, study.tick(float(now)))) == (now == 61)
+        tracker.on_report(0, SimulationReport({}, [(0, 0), (0, 2)]), float(now))
+        assert bool(of(KillProcess, tracker.poll(float(now)))) == (now == 61)
 
 
 def test_a_process_that_cannot_be_ended_fails_the_study():
-    study = started(timeout_s=1.0)
-    study.tick(0.0)
-    assert of(KillProcess, study.tick(2.0))
-    study.tick(31.0)
-    assert study.failure is None
-    study.tick(33.0)
-    assert study.failure == "simulation 0 was to be ended (it was silent for 1 s) and is still there"
+    tracker = started(timeout_s=1.0)
+    tracker.poll(0.0)
+    assert of(KillProcess, tracker.poll(2.0))
+    tracker.poll(31.0)
+    assert tracker.failure is None
+    tracker.poll(33.0)
+    assert tracker.failure == "simulation 0 was to be ended (it was silent for 1 s) and still runs"
 
 
-def test_one_that_goes_on_after_its_last_sample_is_complete_and_ended_later():
-    study = started(count=2)
-    study.tick(0.0)
-    report(study, {0: 10}, 1.0)
-    assert notes(study, 1.0) == [("complete", 0)]
-    report(study, {}, 60.0, heard=[0])  # it may send for ever
-    assert study.tick(61.0) == []
-    assert study.tick(61.5) == [KillProcess(0, "it went on for 60 s after its last sample was received")]
-    study.exited(0, 0, 143, 62.0)
-    assert starts(study, 62.0) == [(1, 0)]
-    assert study.restarts == 0
+def test_one_that_continues_after_its_last_sample_is_complete_and_killed_later():
+    tracker = started(count=2)
+    tracker.poll(0.0)
+    report(tracker, {0: 10}, 1.0)
+    assert notes(tracker, 1.0) == [("complete", 0)]
+    report(tracker, {}, 60.0, active=[0])  # it may send for ever
+    assert tracker.poll(61.0) == []
+    assert tracker.poll(61.5) == [KillProcess(0, "it continued for 60 s after its last sample was received")]
+    tracker.on_exit(0, 0, 143, 62.0)
+    assert starts(tracker, 62.0) == [(1, 0)]
+    assert tracker.restarts == 0
 
 
-def test_an_end_too_early_counts_as_a_crash_once_all_trainers_had_told():
-    study = started(trainers=2, count=1)
-    study.tick(0.0)
-    report(study, {0: 4}, 1.0)
-    study.exited(0, 0, 0, 1.5)
+def test_an_early_end_counts_as_a_crash_once_all_trainers_have_reported():
+    tracker = started(trainers=2, count=1)
+    tracker.poll(0.0)
+    report(tracker, {0: 4}, 1.0)
+    tracker.on_exit(0, 0, 0, 1.5)
     for now in (2.0, 3.0):
-        report(study, {0: 4}, now)
-        assert notes(study, now) == []
-        assert study.counts()["running"] == 1
-    report(study, {}, 3.1, trainer=1)
-    assert notes(study, 3.1) == []
-    report(study, {}, 3.2, trainer=1)
-    (note,) = of(TrackerEvent, study.tick(3.2))
+        report(tracker, {0: 4}, now)
+        assert notes(tracker, now) == []
+        assert tracker.counts()["running"] == 1
+    report(tracker, {}, 3.1, trainer=1)
+    assert notes(tracker, 3.1) == []
+    report(tracker, {}, 3.2, trainer=1)
+    (note,) = of(TrackerEvent, tracker.poll(3.2))
     assert "it ended after 4 of 10 samples" in note.text
 
 
-def test_reports_that_were_under_way_do_not_judge():
-    study = started()
-    study.tick(0.0)
-    study.exited(0, 0, 0, 1.0)
+def test_reports_in_flight_do_not_decide():
+    tracker = started()
+    tracker.poll(0.0)
+    tracker.on_exit(0, 0, 0, 1.0)
     for _ in range(5):
-        report(study, {0: 4}, 1.1)
-    assert notes(study, 1.1) == []
-    report(study, {0: 10}, 1.9)
-    assert notes(study, 1.9) == [("complete", 0)]
+        report(tracker, {0: 4}, 1.1)
+    assert notes(tracker, 1.1) == []
+    report(tracker, {0: 10}, 1.9)
+    assert notes(tracker, 1.9) == [("complete", 0)]
 
 
 def test_without_reports_an_end_is_judged_after_the_timeout():
-    study = started()
-    study.tick(0.0)
-    study.exited(0, 0, 0, 1.0)
-    assert notes(study, 60.9) == []
-    assert notes(study, 61.1) == [("restarted", 0)]
+    tracker = started()
+    tracker.poll(0.0)
+    tracker.on_exit(0, 0, 0, 1.0)
+    assert notes(tracker, 60.9) == []
+    assert notes(tracker, 61.1) == [("restarted", 0)]
 
 
-def test_a_crash_after_goodbye_waits_for_the_last_reports():
-    study = started()
-    study.tick(0.0)
-    bye(study, 0, 10, 1.0)
-    study.exited(0, 0, 139, 1.0)
-    assert notes(study, 1.0) == []
-    report(study, {0: 10}, 1.5)
-    assert notes(study, 1.5) == [("complete", 0), ("exited", 0)]
+def test_a_crash_after_bye_waits_for_the_last_reports():
+    tracker = started()
+    tracker.poll(0.0)
+    bye(tracker, 0, 10, 1.0)
+    tracker.on_exit(0, 0, 139, 1.0)
+    assert notes(tracker, 1.0) == []
+    report(tracker, {0: 10}, 1.5)
+    assert notes(tracker, 1.5) == [("complete", 0), ("exited", 0)]
 
 
 @pytest.mark.parametrize("order", ["received first", "ended first"])
-def test_a_crash_after_the_last_sample_is_told_and_not_started_again(order):
-    study = started(count=2)
-    begun = study.tick(0.0)
-    hello(study, 0)
+def test_a_crash_after_the_last_sample_is_reported_and_not_restarted(order):
+    tracker = started(count=2)
+    begun = tracker.poll(0.0)
+    hello(tracker, 0)
     if order == "received first":
-        report(study, {0: 10}, 1.0)
-        assert notes(study, 1.0) == [("complete", 0)]
-        study.exited(0, 0, 7, 2.0)
+        report(tracker, {0: 10}, 1.0)
+        assert notes(tracker, 1.0) == [("complete", 0)]
+        tracker.on_exit(0, 0, 7, 2.0)
     else:
-        report(study, {0: 4}, 1.0)
-        study.exited(0, 0, 7, 2.0)
-        begun = study.tick(2.0)
+        report(tracker, {0: 4}, 1.0)
+        tracker.on_exit(0, 0, 7, 2.0)
+        begun = tracker.poll(2.0)
         assert not of(TrackerEvent, begun)
-        report(study, {0: 10}, 3.0)
-    actions = study.tick(3.0)
+        report(tracker, {0: 10}, 3.0)
+    actions = tracker.poll(3.0)
     assert of(TrackerEvent, actions)[-1].text == (
         "of simulation 0 all samples had arrived before it ended with exit code 7; it counts as complete"
     )
     assert [one.simulation for one in of(StartProcess, [*begun, *actions])][-1] == 1
-    assert (study.restarts, study.complete) == (0, 1)
+    assert (tracker.restarts, tracker.num_complete) == (0, 1)
 
 
-def test_a_crash_that_lacks_samples_is_told_by_its_exit_code():
-    study = started()
-    study.tick(0.0)
-    hello(study, 0)
-    study.exited(0, 0, 7, 1.0)
+def test_a_crash_with_samples_missing_is_reported_with_its_exit_code():
+    tracker = started()
+    tracker.poll(0.0)
+    hello(tracker, 0)
+    tracker.on_exit(0, 0, 7, 1.0)
     for now in (1.5, 2.5):
-        report(study, {0: 9}, now)
-    (note,) = of(TrackerEvent, study.tick(2.5))
+        report(tracker, {0: 9}, now)
+    (note,) = of(TrackerEvent, tracker.poll(2.5))
     assert note.text == "simulation 0, attempt 0: it ended with exit code 7; it is started again"
 
 
 def test_a_crash_is_not_judged_while_its_last_samples_wait_for_room():
     """However long the buffer is full."""
-    study = started(count=1)
-    study.tick(0.0)
-    hello(study, 0)
-    study.exited(0, 0, 7, 1.0)
+    tracker = started(count=1)
+    tracker.poll(0.0)
+    hello(tracker, 0)
+    tracker.on_exit(0, 0, 7, 1.0)
     for now in range(2, 200):
-        study.reported(0, SimulationReport({0: 4}, waiting=[0]), float(now))
-        assert notes(study, float(now)) == []
-    report(study, {0: 10}, 200.0)
-    assert notes(study, 200.0) == [("complete", 0), ("exited", 0)]
+        tracker.on_report(0, SimulationReport({0: 4}, pending=[0]), float(now))
+        assert notes(tracker, float(now)) == []
+    report(tracker, {0: 10}, 200.0)
+    assert notes(tracker, 200.0) == [("complete", 0), ("exited", 0)]
 
 
 def test_samples_that_are_counted_late_spare_a_restart():
-    study = started(count=2)
-    study.tick(0.0)
-    study.exited(0, 0, 1, 1.0)
-    study.config = SimulationsConfig(command="x", count=2, steps=10, at_once=0)  # no place for it yet
-    assert starts(study, 1.0) == []
-    report(study, {0: 10}, 2.0)
-    assert notes(study, 2.0) == [("complete", 0)]
-    study.config = SimulationsConfig(command="x", count=2, steps=10)
-    assert starts(study, 3.0) == [(1, 0)]
+    tracker = started(count=2)
+    tracker.poll(0.0)
+    tracker.on_exit(0, 0, 1, 1.0)
+    tracker.config = SimulationsConfig(command="x", count=2, steps=10, at_once=0)  # no place for it yet
+    assert starts(tracker, 1.0) == []
+    report(tracker, {0: 10}, 2.0)
+    assert notes(tracker, 2.0) == [("complete", 0)]
+    tracker.config = SimulationsConfig(command="x", count=2, steps=10)
+    assert starts(tracker, 3.0) == [(1, 0)]
 
 
-def test_where_steps_are_not_known_goodbye_completes():
-    study = started(steps=None, count=1, group_size=2)
-    study.tick(0.0)
-    report(study, {0: 7}, 1.0)
-    bye(study, 0, 7, 1.0, member=0, members=2)
-    assert notes(study, 1.0) == []
-    bye(study, 0, 7, 1.0, member=1, members=2)
-    assert notes(study, 1.0) == [("complete", 0)]
-    assert study.simulations[0].total == 7
-    assert study.done
+def test_where_steps_are_not_known_bye_completes():
+    tracker = started(steps=None, count=1, group_size=2)
+    tracker.poll(0.0)
+    report(tracker, {0: 7}, 1.0)
+    bye(tracker, 0, 7, 1.0, member=0, members=2)
+    assert notes(tracker, 1.0) == []
+    bye(tracker, 0, 7, 1.0, member=1, members=2)
+    assert notes(tracker, 1.0) == [("complete", 0)]
+    assert tracker.simulations[0].total == 7
+    assert tracker.done
 
 
 @pytest.mark.parametrize(
     ("samples", "why"), [(None, "ended after 3 samples without close()"), (0, "ended with no sample")]
 )
-def test_where_steps_are_not_known_an_end_without_goodbye_or_samples_is_a_failure(samples, why):
-    study = started(steps=None, count=1)
-    study.tick(0.0)
-    report(study, {0: 3 if samples is None else 0}, 0.5)
+def test_where_steps_are_not_known_an_end_without_bye_or_samples_is_a_failure(samples, why):
+    tracker = started(steps=None, count=1)
+    tracker.poll(0.0)
+    report(tracker, {0: 3 if samples is None else 0}, 0.5)
     if samples is not None:
-        bye(study, 0, samples, 0.6)
-    study.exited(0, 0, 0, 1.0)
-    report(study, {}, 2.0)
-    report(study, {}, 3.0)
-    (note,) = of(TrackerEvent, study.tick(3.0))
+        bye(tracker, 0, samples, 0.6)
+    tracker.on_exit(0, 0, 0, 1.0)
+    report(tracker, {}, 2.0)
+    report(tracker, {}, 3.0)
+    (note,) = of(TrackerEvent, tracker.poll(3.0))
     assert why in note.text
 
 
-def test_what_an_old_attempt_says_does_not_count():
-    study = started(steps=None)
-    study.tick(0.0)
-    study.exited(0, 0, 1, 1.0)
-    assert starts(study, 1.0) == [(0, 1)]
-    bye(study, 0, 5, 2.0, attempt=0)
-    study.exited(0, 0, 0, 2.0)
-    assert study.tick(2.0) == []
-    assert study.simulations[0].alive
-    assert "must be the present 1" in study.refusal(header(MessageKind.HELLO, 0, attempt=0))
-    hello(study, 0, attempt=1)
+def test_messages_of_an_old_attempt_do_not_count():
+    tracker = started(steps=None)
+    tracker.poll(0.0)
+    tracker.on_exit(0, 0, 1, 1.0)
+    assert starts(tracker, 1.0) == [(0, 1)]
+    bye(tracker, 0, 5, 2.0, attempt=0)
+    tracker.on_exit(0, 0, 0, 2.0)
+    assert tracker.poll(2.0) == []
+    assert tracker.simulations[0].process_alive
+    assert "must be the present 1" in tracker.check_hello(header(MessageKind.HELLO, 0, attempt=0))
+    hello(tracker, 0, attempt=1)
 
 
-def test_only_simulations_that_run_are_welcome():
-    study = started(group_size=2)
-    study.tick(0.0)
-    assert study.refusal(header(MessageKind.HELLO, 1, members=2)).startswith(
+def test_only_simulations_that_run_are_accepted():
+    tracker = started(group_size=2)
+    tracker.poll(0.0)
+    assert tracker.check_hello(header(MessageKind.HELLO, 1, members=2)).startswith(
         "simulation (1) must be one that the run has"
     )
-    assert study.refusal(header(MessageKind.HELLO, 77, members=2)).startswith("simulation (77) must be")
-    assert "group of 3, which must be simulations.group_size (2)" in study.refusal(
+    assert tracker.check_hello(header(MessageKind.HELLO, 77, members=2)).startswith("simulation (77) must be")
+    assert "group of 3, which must be simulations.group_size (2)" in tracker.check_hello(
         header(MessageKind.HELLO, 0, members=3)
     )
-    assert study.refusal(header(MessageKind.HELLO, 0, members=2)) is None
-    assert "starts its simulations itself" in study.last(0.0)
+    assert tracker.check_hello(header(MessageKind.HELLO, 0, members=2)) is None
+    assert "starts its simulations itself" in tracker.on_finish(0.0)
 
 
 def test_how_a_process_ended():
-    assert [how_it_ended(code) for code in (0, 1, 128, 255, 130)] == [
+    assert [describe_exit(code) for code in (0, 1, 128, 255, 130)] == [
         "it ended with exit code 0",
         "it ended with exit code 1",
         "it ended with exit code 128",
         "it ended with exit code 255",
         "it was killed by SIGINT",
     ]
-    assert listed(list(range(12))) == "simulations 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 2 more"
+    assert format_simulations(list(range(12))) == "simulations 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 2 more"
 
 
 # Dealing by simulation.
 
 
 def test_a_simulation_goes_to_the_trainer_with_the_fewest_that_run_then_with_the_fewest_in_all():
-    study = started(trainers=3, count=9, at_once=9, deal="simulation")
-    study.tick(0.0)
-    assert [study.trainer_for(i) for i in (5, 0, 3, 1)] == [0, 1, 2, 0]
-    finish(study, 5, 1.0)
-    finish(study, 3, 1.0)
-    study.tick(1.0)
-    assert [study.trainer_for(i) for i in (2, 4, 6)] == [2, 1, 0]
-    assert study.trainer_for(5) == 0  # it stays
+    tracker = started(trainers=3, count=9, at_once=9, deal="simulation")
+    tracker.poll(0.0)
+    assert [tracker.trainer_for(i) for i in (5, 0, 3, 1)] == [0, 1, 2, 0]
+    finish(tracker, 5, 1.0)
+    finish(tracker, 3, 1.0)
+    tracker.poll(1.0)
+    assert [tracker.trainer_for(i) for i in (2, 4, 6)] == [2, 1, 0]
+    assert tracker.trainer_for(5) == 0  # it stays
     assert started(deal="round_robin").trainer_for(0) is None
 
 
 def test_the_trainer_of_a_simulation_stays_over_a_resume_if_it_is_still_there():
-    study = started(trainers=3, count=3, at_once=3, deal="simulation")
-    study.tick(0.0)
-    assert [study.trainer_for(i) for i in (2, 1, 0)] == [0, 1, 2]
-    again = started(trainers=3, state=study.state_dict(), count=3, at_once=3, deal="simulation")
+    tracker = started(trainers=3, count=3, at_once=3, deal="simulation")
+    tracker.poll(0.0)
+    assert [tracker.trainer_for(i) for i in (2, 1, 0)] == [0, 1, 2]
+    again = started(trainers=3, state=tracker.state_dict(), count=3, at_once=3, deal="simulation")
     assert [again.trainer_for(i) for i in (0, 1, 2)] == [2, 1, 0]
-    fewer = started(trainers=2, state=study.state_dict(), count=3, at_once=3, deal="simulation")
-    fewer.tick(0.0)
+    fewer = started(trainers=2, state=tracker.state_dict(), count=3, at_once=3, deal="simulation")
+    fewer.poll(0.0)
     assert [fewer.trainer_for(i) for i in (1, 2)] == [1, 0]
     assert fewer.trainer_for(0) in (0, 1)
 
 
-# Going on from a checkpoint.
+# Resume from a checkpoint.
 
 
 def test_a_resumed_run_starts_only_what_is_not_complete_with_new_attempts_and_the_same_parameters():
-    study = started(count=5, at_once=2)
-    study._draw = lambda index: [index + 0.5]
-    study.tick(0.0)
-    finish(study, 0, 1.0)
-    study.tick(1.0)
-    study.exited(1, 0, 1, 2.0)
-    study.tick(2.0)  # 1 runs in its attempt 1, 2 in its attempt 0
-    again = started(count=5, at_once=9, state=study.state_dict(), joined=[TrainerJoined("a", {0: 10, 1: 4}, {})])
-    assert of(StartProcess, again.tick(0.0)) == [
+    tracker = started(count=5, at_once=2)
+    tracker._sample_parameters = lambda index: [index + 0.5]
+    tracker.poll(0.0)
+    finish(tracker, 0, 1.0)
+    tracker.poll(1.0)
+    tracker.on_exit(1, 0, 1, 2.0)
+    tracker.poll(2.0)  # 1 runs in its attempt 1, 2 in its attempt 0
+    again = started(count=5, at_once=9, state=tracker.state_dict(), joined=[TrainerJoined("a", {0: 10, 1: 4}, {})])
+    assert of(StartProcess, again.poll(0.0)) == [
         StartProcess(1, 2, (1.5,)),
         StartProcess(2, 1, (2.5,)),
         StartProcess(3, 0, (3.0,)),
@@ -466,37 +466,37 @@ def test_a_resumed_run_starts_only_what_is_not_complete_with_new_attempts_and_th
     assert again.counts()["complete"] == 1
 
 
-def test_counts_decide_what_is_complete_whatever_the_state_says():
-    study = started(count=2, at_once=2)
-    study.tick(0.0)
-    finish(study, 0, 1.0)
-    study.tick(1.0)
+def test_counts_decide_what_is_complete_whatever_the_state():
+    tracker = started(count=2, at_once=2)
+    tracker.poll(0.0)
+    finish(tracker, 0, 1.0)
+    tracker.poll(1.0)
     cut_earlier = [TrainerJoined("a", {0: 9, 1: 5}, {1: 5})]  # the trainer's part of the checkpoint
-    again = started(count=2, at_once=2, state=study.state_dict(), joined=cut_earlier)
+    again = started(count=2, at_once=2, state=tracker.state_dict(), joined=cut_earlier)
     assert starts(again) == [(0, 1)]
     assert again.in_state(SimulationState.COMPLETE)[0].id == 1
 
 
-def test_failures_and_replacements_go_on_over_a_resume():
-    study = started(count=1, max_restarts=1)
+def test_failures_and_replacements_survive_a_resume():
+    tracker = started(count=1, max_restarts=1)
     for _ in range(3):
-        ((number, attempt),) = starts(study)
-        study.exited(number, attempt, 1, 1.0)
-    study.tick(1.0)
-    again = started(count=1, max_restarts=1, state=study.state_dict())
+        ((number, attempt),) = starts(tracker)
+        tracker.on_exit(number, attempt, 1, 1.0)
+    tracker.poll(1.0)
+    again = started(count=1, max_restarts=1, state=tracker.state_dict())
     ((number, attempt),) = starts(again)
     assert (number, attempt) == (1, 2)
-    again.exited(number, attempt, 1, 1.0)
+    again.on_exit(number, attempt, 1, 1.0)
     assert starts(again, 1.0) == [(2, 0)]
     assert again.counts()["given_up"] == 2
 
 
 def test_more_or_fewer_simulations_may_be_wanted_of_a_resumed_run():
-    study = started(count=2, max_restarts=0)
-    study.tick(0.0)
-    study.exited(0, 0, 1, 1.0)
-    study.tick(1.0)
-    more = started(count=4, at_once=9, state=study.state_dict())
+    tracker = started(count=2, max_restarts=0)
+    tracker.poll(0.0)
+    tracker.on_exit(0, 0, 1, 1.0)
+    tracker.poll(1.0)
+    more = started(count=4, at_once=9, state=tracker.state_dict())
     assert starts(more) == [(1, 1), (2, 0), (3, 0), (4, 0)]
     fewer = started(count=1, state=more.state_dict(), joined=[TrainerJoined("a", {1: 10}, {})])
     assert starts(fewer) == []
@@ -507,110 +507,110 @@ def test_more_or_fewer_simulations_may_be_wanted_of_a_resumed_run():
 
 
 def test_outside_it_is_done_with_as_many_as_are_counted():
-    study = outside(count=2, steps=5)
+    tracker = outside(count=2, steps=5)
     for number in (1, 0):
-        hello(study, number, 1.0, parameters=[2.5])
-        report(study, {number: 4}, 2.0)
-        assert study.tick(2.0) == []
-        report(study, {number: 5}, 3.0)
-        assert notes(study, 3.0) == [("complete", number)]
-    assert study.done
-    assert "must be below simulations.count (2)" in study.refusal(header(MessageKind.HELLO, 2))
+        hello(tracker, number, 1.0, parameters=[2.5])
+        report(tracker, {number: 4}, 2.0)
+        assert tracker.poll(2.0) == []
+        report(tracker, {number: 5}, 3.0)
+        assert notes(tracker, 3.0) == [("complete", number)]
+    assert tracker.done
+    assert "must be below simulations.count (2)" in tracker.check_hello(header(MessageKind.HELLO, 2))
 
 
-def test_outside_it_is_done_when_the_last_was_said_and_all_that_came_are_complete():
-    study = outside()
-    hello(study, 40, 1.0)
-    hello(study, 7, 1.0)
-    bye(study, 40, 12, 2.0)
-    assert notes(study, 2.0) == [("complete", 40)]
-    assert study.last(3.0) is None
-    study.tick(3.0)
-    assert not study.done
-    bye(study, 7, 0, 4.0)
-    assert notes(study, 4.0) == [("complete", 7)]
-    assert study.done
+def test_outside_it_is_done_when_finish_was_received_and_all_that_were_opened_are_complete():
+    tracker = outside()
+    hello(tracker, 40, 1.0)
+    hello(tracker, 7, 1.0)
+    bye(tracker, 40, 12, 2.0)
+    assert notes(tracker, 2.0) == [("complete", 40)]
+    assert tracker.on_finish(3.0) is None
+    tracker.poll(3.0)
+    assert not tracker.done
+    bye(tracker, 7, 0, 4.0)
+    assert notes(tracker, 4.0) == [("complete", 7)]
+    assert tracker.done
 
 
 def test_outside_the_parameters_of_a_simulation_outlive_a_resume():
-    study = outside()
-    hello(study, 4, parameters=[1.5])
-    again = outside(state=study.state_dict())
-    assert (again.told_parameters(4), again.told_parameters(5)) == ([1.5], None)
+    tracker = outside()
+    hello(tracker, 4, parameters=[1.5])
+    again = outside(state=tracker.state_dict())
+    assert (again.client_parameters(4), again.client_parameters(5)) == ([1.5], None)
 
 
-def test_outside_nobody_is_started_or_ended_and_silence_is_noted_once():
-    study = outside(count=3, steps=5)
-    hello(study, 0, 0.0)
-    hello(study, 1, 0.0)
-    report(study, {}, 50.0, heard=[1])
-    assert notes(study, 61.0) == [("silent", 0)]
-    assert study.tick(100.0) == []
-    hello(study, 0, 105.0, attempt=1)
-    assert notes(study, 111.0) == [("silent", 1)]
-    assert notes(study, 165.1) == [("silent", 0)]
-    assert study.failure == (
+def test_outside_no_process_is_started_or_killed_and_silence_is_reported_once():
+    tracker = outside(count=3, steps=5)
+    hello(tracker, 0, 0.0)
+    hello(tracker, 1, 0.0)
+    report(tracker, {}, 50.0, active=[1])
+    assert notes(tracker, 61.0) == [("silent", 0)]
+    assert tracker.poll(100.0) == []
+    hello(tracker, 0, 105.0, attempt=1)
+    assert notes(tracker, 111.0) == [("silent", 1)]
+    assert notes(tracker, 165.1) == [("silent", 0)]
+    assert tracker.failure == (
         "nothing came for 60 s, and simulations 0, 1 are not complete; "
         "start what is missing and resume, or raise simulations.timeout_s"
     )
 
 
-def test_outside_the_first_may_take_longer():
-    study = outside(first_s=100.0)
-    study.tick(100.0)
-    assert study.failure is None
-    study.tick(100.1)
-    assert study.failure == (
+def test_outside_the_first_simulation_may_take_longer():
+    tracker = outside(first_s=100.0)
+    tracker.poll(100.0)
+    assert tracker.failure is None
+    tracker.poll(100.1)
+    assert tracker.failure == (
         "no simulation came for 100 s; start clients with the address of this run, or start what is missing and "
         "resume, or raise cluster.timeout_s"
     )
     patient = outside(first_s=1.0)
-    patient.tick(60.0)
+    patient.poll(60.0)
     assert patient.failure is None
-    patient.tick(60.1)
+    patient.poll(60.1)
     assert patient.failure.endswith("or raise simulations.timeout_s")
 
 
 def test_outside_the_wait_for_another_ends_too():
-    study = outside(count=3, steps=5)
-    hello(study, 0, 1.0)
-    report(study, {0: 5}, 2.0)
-    study.tick(2.0)
-    study.tick(62.5)
-    assert study.failure.startswith("no simulation came for 60 s after 1 of 3 were complete, and nobody said")
+    tracker = outside(count=3, steps=5)
+    hello(tracker, 0, 1.0)
+    report(tracker, {0: 5}, 2.0)
+    tracker.poll(2.0)
+    tracker.poll(62.5)
+    assert tracker.failure.startswith("no simulation came for 60 s after 1 of 3 were complete, and no client ")
 
 
 def test_outside_a_simulation_may_come_again():
-    study = outside(count=1, group_size=2)
-    hello(study, 0, 1.0, members=2, member=0)
-    bye(study, 0, 5, 2.0, members=2, member=0)
-    hello(study, 0, 3.0, members=2, member=0)  # started again under the same number
-    bye(study, 0, 9, 4.0, members=2, member=1)
-    assert notes(study, 4.0) == []
-    hello(study, 0, 5.0, members=2, member=1, attempt=3)
-    assert "attempt (2) of simulation 0 must be at least 3" in study.refusal(
+    tracker = outside(count=1, group_size=2)
+    hello(tracker, 0, 1.0, members=2, member=0)
+    bye(tracker, 0, 5, 2.0, members=2, member=0)
+    hello(tracker, 0, 3.0, members=2, member=0)  # started again under the same number
+    bye(tracker, 0, 9, 4.0, members=2, member=1)
+    assert notes(tracker, 4.0) == []
+    hello(tracker, 0, 5.0, members=2, member=1, attempt=3)
+    assert "attempt (2) of simulation 0 must be at least 3" in tracker.check_hello(
         header(MessageKind.HELLO, 0, members=2, attempt=2)
     )
     for member in (0, 1):
-        assert notes(study, 6.0) == []
-        bye(study, 0, 9, 6.0, members=2, member=member, attempt=3)
-    assert notes(study, 6.0) == [("complete", 0)]
-    hello(study, 0, 7.0, members=2, attempt=3)  # what it sends are duplicates
+        assert notes(tracker, 6.0) == []
+        bye(tracker, 0, 9, 6.0, members=2, member=member, attempt=3)
+    assert notes(tracker, 6.0) == [("complete", 0)]
+    hello(tracker, 0, 7.0, members=2, attempt=3)  # what it sends are duplicates
 
 
 def test_outside_a_resumed_run_knows_who_was_complete():
-    study = outside(steps=5)
+    tracker = outside(steps=5)
     for number in (0, 1):
-        hello(study, number, 1.0, attempt=4)
-    study.last(2.0)
+        hello(tracker, number, 1.0, attempt=4)
+    tracker.on_finish(2.0)
     joined = [TrainerJoined("a", {0: 5, 1: 4, 8: 5}, {})]  # 8 came between the two parts of the checkpoint
-    again = outside(steps=5, state=study.state_dict(), joined=joined)
+    again = outside(steps=5, state=tracker.state_dict(), joined=joined)
     assert {one.id for one in again.in_state(SimulationState.COMPLETE)} == {0, 8}
-    again.tick(0.0)
+    again.poll(0.0)
     assert not again.done
     hello(again, 1, 1.0, attempt=0)
     report(again, {1: 5}, 2.0)
-    again.tick(2.0)
+    again.poll(2.0)
     assert again.done
 
 
@@ -632,8 +632,8 @@ class World:
     def restart(self, state):
         self.processes.clear()
         joined = [TrainerJoined("a", dict(counts), {}) for counts in self.counts]
-        self.study = started(self.trainers, state, joined, begun=False, **self.options)
-        self.study.begin(joined, self.now)
+        self.tracker = started(self.trainers, state, joined, begun=False, **self.options)
+        self.tracker.on_trainers_joined(joined, self.now)
 
     def step(self):
         self.now += self.random.random()
@@ -641,8 +641,8 @@ class World:
             self.move(number, process)
         for trainer, counts in enumerate(self.counts):
             if self.random.random() < 0.7:
-                self.study.reported(trainer, SimulationReport(dict(counts)), self.now)
-        self.obey(self.study.tick(self.now))
+                self.tracker.on_report(trainer, SimulationReport(dict(counts)), self.now)
+        self.carry_out(self.tracker.poll(self.now))
 
     def move(self, number, process):
         fate = self.random.random()
@@ -660,13 +660,13 @@ class World:
                 counts = self.counts[(number + step) % self.trainers]
                 counts[number] = counts.get(number, 0) + 1
         else:
-            self.study.bye(header(MessageKind.BYE, number, steps, attempt=process["attempt"]), self.now)
+            self.tracker.on_bye(header(MessageKind.BYE, number, steps, attempt=process["attempt"]), self.now)
             self.end(number, 0)
 
     def end(self, number, code):
-        self.study.exited(number, self.processes.pop(number)["attempt"], code, self.now)
+        self.tracker.on_exit(number, self.processes.pop(number)["attempt"], code, self.now)
 
-    def obey(self, actions):
+    def carry_out(self, actions):
         for action in actions:
             if isinstance(action, StartProcess):
                 assert action.simulation not in self.processes
@@ -678,32 +678,32 @@ class World:
 
     def check(self):
         assert len(self.processes) <= self.options["at_once"]
-        assert {one.id for one in self.study.simulations.values() if one.alive} == self.processes.keys()
-        for one in self.study.simulations.values():
+        assert {one.id for one in self.tracker.simulations.values() if one.process_alive} == self.processes.keys()
+        for one in self.tracker.simulations.values():
             assert one.failures <= self.options["max_restarts"] + 1
             assert (one.state is SimulationState.GIVEN_UP) == (one.failures > self.options["max_restarts"])
             if one.state is SimulationState.COMPLETE:
-                assert self.study.received(one.id) == self.options["steps"]
-        assert sum(self.study.counts().values()) - self.study.counts()["given_up"] == self.options["count"]
+                assert self.tracker.num_received(one.id) == self.options["steps"]
+        assert sum(self.tracker.counts().values()) - self.tracker.counts()["given_up"] == self.options["count"]
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_whatever_happens_to_processes_all_that_was_wanted_is_complete_in_the_end(seed, monkeypatch):
-    monkeypatch.setattr("paramserver.online.tracker_managed.GIVEN_UP_IN_A_ROW", 10**6)
+    monkeypatch.setattr("paramserver.online.tracker_managed.MAX_GIVEN_UP_IN_A_ROW", 10**6)
     world = World(seed, count=12, at_once=seed % 4 + 1, steps=9, timeout_s=5.0, max_restarts=seed % 3)
     world.restart(None)
     resumes = restarts = 0
     for _ in range(20_000):
         world.step()
-        restarts = max(restarts, world.study.restarts)
-        if world.study.done:
+        restarts = max(restarts, world.tracker.restarts)
+        if world.tracker.done:
             break
         if world.random.random() < 0.01:
             resumes += 1
-            world.restart(world.study.state_dict())
-    assert world.study.done
-    assert world.study.failure is None
-    complete = [one.id for one in world.study.in_state(SimulationState.COMPLETE)]
+            world.restart(world.tracker.state_dict())
+    assert world.tracker.done
+    assert world.tracker.failure is None
+    complete = [one.id for one in world.tracker.in_state(SimulationState.COMPLETE)]
     assert len(complete) == len(set(complete)) == 12
     assert all((number, step) in world.seen for number in complete for step in range(9))
     assert restarts > 0 or seed % 3 == 0

@@ -1,4 +1,4 @@
-"""What a trainer takes for a sample: everything is held against the plan, whatever comes."""
+"""What a trainer accepts as a sample: every message is validated against the spec."""
 
 import json
 import random
@@ -6,10 +6,10 @@ import struct
 
 import numpy as np
 import pytest
-from online_fixtures import field, message, opening, plan
+from online_fixtures import array_bytes, field, ingest_spec, open_message, sample_message
 
 from paramserver.errors import UnsupportedConfiguration
-from paramserver.online.protocol import Header, MessageKind, describe, pack_parameters, raw
+from paramserver.online.protocol import Header, MessageKind, pack_descriptor, pack_parameters
 from paramserver.online.received_log import ReceivedLog
 from paramserver.online.validator import (
     REASONS,
@@ -25,152 +25,158 @@ from paramserver.online.validator import (
 PEER, OTHER = b"\0peer", b"\0other"
 
 
-def inspector(**keys):
-    return MessageValidator(plan(**{"window": 1000, **keys}), ReceivedLog())
+def validator(**keys):
+    return MessageValidator(ingest_spec(**{"window": 1000, **keys}), ReceivedLog())
 
 
-def reason(verdict):
-    return verdict.reason if isinstance(verdict, MessageRefused) else type(verdict)
+def reason(outcome):
+    return outcome.reason if isinstance(outcome, MessageRefused) else type(outcome)
 
 
-def settle(verdict):
+def settle(outcome):
     """The buffer has got it."""
-    if isinstance(verdict, SampleAccepted):
-        for giver in verdict.givers:
-            giver.dealt += 1
-    return verdict
+    if isinstance(outcome, SampleAccepted):
+        for session in outcome.contributors:
+            session.processed += 1
+    return outcome
 
 
 def test_a_sample_carries_simulation_step_and_parameters():
-    judge = inspector(parameters={"a": [0, 1], "b": [0, 1]}).judge
-    assert isinstance(judge(PEER, opening(3, [0.25, 0.5])), SessionOpened)
-    frames = message(3, 7)
-    verdict = judge(PEER, frames)
-    assert isinstance(verdict, SampleAccepted)
-    assert verdict.key == (3, 7)
-    assert list(verdict.sample) == ["simulation", "step", "parameters", "u"]
-    assert (verdict.sample["simulation"], verdict.sample["step"]) == (3, 7)
-    assert verdict.sample["parameters"].tolist() == [0.25, 0.5]
-    assert np.array_equal(verdict.sample["u"], field(3, 7))
-    assert np.shares_memory(verdict.sample["u"], np.frombuffer(frames[2], np.uint8))  # no copy
-    assert reason(judge(PEER, frames)) is DuplicateSample
+    validate = validator(parameters={"a": [0, 1], "b": [0, 1]}).validate
+    assert isinstance(validate(PEER, open_message(3, [0.25, 0.5])), SessionOpened)
+    frames = sample_message(3, 7)
+    outcome = validate(PEER, frames)
+    assert isinstance(outcome, SampleAccepted)
+    assert outcome.key == (3, 7)
+    assert list(outcome.sample) == ["simulation", "step", "parameters", "u"]
+    assert (outcome.sample["simulation"], outcome.sample["step"]) == (3, 7)
+    assert outcome.sample["parameters"].tolist() == [0.25, 0.5]
+    assert np.array_equal(outcome.sample["u"], field(3, 7))
+    assert np.shares_memory(outcome.sample["u"], np.frombuffer(frames[2], np.uint8))  # no copy
+    assert reason(validate(PEER, frames)) is DuplicateSample
 
 
 def test_fields_may_come_in_any_order():
-    judge = inspector(fields={"a": [2], "b": {"shape": [], "dtype": "int64"}}).judge
-    judge(PEER, opening())
+    validate = validator(fields={"a": [2], "b": {"shape": [], "dtype": "int64"}}).validate
+    validate(PEER, open_message())
     fields = {"b": np.array(5), "a": np.array([1.0, 2.0], np.float32)}
-    sample = judge(PEER, message(0, 0, fields)).sample
+    sample = validate(PEER, sample_message(0, 0, fields)).sample
     assert list(sample)[3:] == ["a", "b"]
     assert (sample["a"].tolist(), sample["b"].item()) == ([1.0, 2.0], 5)
 
 
 @pytest.mark.parametrize(
-    ("frames", "why", "says"),
+    ("frames", "why", "text"),
     [
         ([], "malformed", "a header must have 28 bytes, this one has 0"),
         ([b"ps"], "malformed", "28 bytes"),
-        (opening(0)[:1], "malformed", "must have 2 frames, this one has 1"),
+        (open_message(0)[:1], "malformed", "must have 2 frames, this one has 1"),
         ([Header(MessageKind.HELLO).pack()], "kind", "HELLO must not be sent to a trainer"),
-        ([Header(MessageKind.TOUCH, 8).pack()], "unopened", "simulation 8 (attempt 0, member 0) must be opened first"),
-        (message(8, 0), "unopened", "must be opened first"),
-        (message(0, 0, attempt=1), "unopened", "attempt 1"),
-        (message(0, 0, members=2), "group", "members (2) must be simulations.group_size (1)"),
-        (opening(0, members=3), "group", "members (3)"),
-        (message(0, 10), "step", "step (10) must be below simulations.steps (10)"),
-        (opening(20), "simulation", "simulation (20) must be below simulations.count (20)"),
-        (opening(1, [1.0]), "parameters", "parameters (1 numbers) must be 2: a, b"),
-        (opening(1, [1.0, np.inf]), "parameters", "must be finite"),
-        (opening(0, [1.0, 1.0]), "parameters", "give other parameters another simulation id"),
-        ([opening(1)[0], b"1234"], "parameters", "parameters must be float64"),
-        (message(0, 0)[:2], "malformed", "must have 3 frames, this one has 2"),
-        ([*message(0, 0), b""], "malformed", "this one has 4"),
-        (message(0, 0, {"v": field(0, 0)}), "field", "fields (v) must be u"),
-        (message(0, 0, {"u\n\ud800": field(0, 0)}), "field", r"fields (u\n\ud800) must be u"),
-        (message(0, 0, {"u": field(0, 0).astype("f8")}), "dtype", "u (<f8) must have the dtype <f4"),
-        (message(0, 0, {"u": field(0, 0).T}), "shape", "u ([3, 4]) must have the shape [4, 3]"),
-        ([*message(0, 0)[:2], b"0" * 47], "size", "u (47 bytes) must have 48, as its shape says"),
-        (message(0, 0, {"u": field(0, 0) * np.nan}), "values", "u must be finite"),
-        ([message(0, 0)[0], b"[[", b""], "malformed", "a descriptor must be JSON"),
+        (
+            [Header(MessageKind.HEARTBEAT, 8).pack()],
+            "unopened",
+            "simulation 8 (attempt 0, member 0) must be opened first",
+        ),
+        (sample_message(8, 0), "unopened", "must be opened first"),
+        (sample_message(0, 0, attempt=1), "unopened", "attempt 1"),
+        (sample_message(0, 0, members=2), "group", "members (2) must be simulations.group_size (1)"),
+        (open_message(0, members=3), "group", "members (3)"),
+        (sample_message(0, 10), "step", "step (10) must be below simulations.steps (10)"),
+        (open_message(20), "simulation", "simulation (20) must be below simulations.count (20)"),
+        (open_message(1, [1.0]), "parameters", "parameters (1 numbers) must be 2: a, b"),
+        (open_message(1, [1.0, np.inf]), "parameters", "must be finite"),
+        (open_message(0, [1.0, 1.0]), "parameters", "give other parameters another simulation id"),
+        ([open_message(1)[0], b"1234"], "parameters", "parameters must be float64"),
+        (sample_message(0, 0)[:2], "malformed", "must have 3 frames, this one has 2"),
+        ([*sample_message(0, 0), b""], "malformed", "this one has 4"),
+        (sample_message(0, 0, {"v": field(0, 0)}), "field", "fields (v) must be u"),
+        (sample_message(0, 0, {"u\n\ud800": field(0, 0)}), "field", r"fields (u\n\ud800) must be u"),
+        (sample_message(0, 0, {"u": field(0, 0).astype("f8")}), "dtype", "u (<f8) must have the dtype <f4"),
+        (sample_message(0, 0, {"u": field(0, 0).T}), "shape", "u ([3, 4]) must have the shape [4, 3]"),
+        ([*sample_message(0, 0)[:2], b"0" * 47], "size", "u (47 bytes) must have 48 for its shape"),
+        (sample_message(0, 0, {"u": field(0, 0) * np.nan}), "values", "u must be finite"),
+        ([sample_message(0, 0)[0], b"[[", b""], "malformed", "a descriptor must be JSON"),
     ],
 )
-def test_what_is_wrong_is_refused_in_one_sentence(frames, why, says):
-    told = plan(
+def test_what_is_wrong_is_refused_in_one_sentence(frames, why, text):
+    spec = ingest_spec(
         fields={"u": {"shape": [4, 3], "finite": True}},
         parameters={"a": [0, 1], "b": [0, 1]},
         steps=10,
         count=20,
         window=1000,
     )
-    judge = MessageValidator(told, ReceivedLog()).judge
-    judge(PEER, opening(0, [0.0, 0.0]))
-    verdict = judge(PEER, frames)
-    assert verdict.reason == why
-    assert says in verdict.sentence
-    assert verdict.sentence.isprintable()
+    validate = MessageValidator(spec, ReceivedLog()).validate
+    validate(PEER, open_message(0, [0.0, 0.0]))
+    outcome = validate(PEER, frames)
+    assert outcome.reason == why
+    assert text in outcome.text
+    assert outcome.text.isprintable()
     assert why in REASONS
-    assert isinstance(judge(PEER, message(0, 0)), SampleAccepted)  # it does no harm to what follows
+    assert isinstance(validate(PEER, sample_message(0, 0)), SampleAccepted)  # it does no harm to what follows
 
 
 def test_a_number_beyond_the_count_is_the_runs_own_matter():
-    assert isinstance(inspector(count=2, command="solve").judge(PEER, opening(5)), SessionOpened)
+    assert isinstance(validator(count=2, command="solve").validate(PEER, open_message(5)), SessionOpened)
 
 
 def test_booleans_are_zero_or_one():
-    judge = inspector(fields={"b": {"shape": [4], "dtype": "bool"}}).judge
-    judge(PEER, opening())
-    good = message(0, 0, {"b": np.array([True, False, True, True])})
-    assert reason(judge(PEER, [*good[:2], b"\1\0\2\0"])) == "values"
-    assert judge(PEER, good).sample["b"].tolist() == [True, False, True, True]
+    validate = validator(fields={"b": {"shape": [4], "dtype": "bool"}}).validate
+    validate(PEER, open_message())
+    good = sample_message(0, 0, {"b": np.array([True, False, True, True])})
+    assert reason(validate(PEER, [*good[:2], b"\1\0\2\0"])) == "values"
+    assert validate(PEER, good).sample["b"].tolist() == [True, False, True, True]
 
 
 def test_a_client_sends_what_it_opened_itself():
-    judge = inspector().judge
-    judge(PEER, opening(1))
-    assert reason(judge(OTHER, message(1, 0))) == "unopened"
-    judge(OTHER, opening(1))
-    assert reason(judge(OTHER, message(1, 0))) is SampleAccepted
-    assert reason(judge(PEER, message(1, 0))) is DuplicateSample
+    validate = validator().validate
+    validate(PEER, open_message(1))
+    assert reason(validate(OTHER, sample_message(1, 0))) == "unopened"
+    validate(OTHER, open_message(1))
+    assert reason(validate(OTHER, sample_message(1, 0))) is SampleAccepted
+    assert reason(validate(PEER, sample_message(1, 0))) is DuplicateSample
 
 
-def test_all_that_comes_is_counted_so_that_nobody_waits_for_ever():
-    judge = inspector().judge
-    stranger = judge(PEER, message(1, 0)).visitor
-    judge(PEER, message(1, 1))
-    assert (stranger.received, stranger.dealt) == (2, 2)
-    assert judge(PEER, [Header(MessageKind.TOUCH, 1).pack()]).told == (stranger,)
-    visitor = judge(PEER, opening(1)).visitor
-    assert visitor is not stranger
-    settle(judge(PEER, message(1, 0)))
-    for frames in (message(1, 0), message(1, 1)[:2], message(1, 1, {"v": field(0, 0)})):
-        assert judge(PEER, frames).told == (visitor,)
-    assert (visitor.received, visitor.dealt) == (4, 4)
-    judge(PEER, message(1, 1))
-    assert (visitor.received, visitor.dealt) == (5, 4)
-    assert judge(PEER, opening(1)).visitor is visitor  # opened again, it goes on counting
-    newer = judge(PEER, opening(1, attempt=1)).visitor
-    assert (newer.received, newer.dealt) == (0, 0)
+def test_refused_samples_are_counted_so_that_no_client_waits_forever():
+    validate = validator().validate
+    unopened = validate(PEER, sample_message(1, 0)).session
+    validate(PEER, sample_message(1, 1))
+    assert (unopened.received, unopened.processed) == (2, 2)
+    assert validate(PEER, [Header(MessageKind.HEARTBEAT, 1).pack()]).to_ack == (unopened,)
+    session = validate(PEER, open_message(1)).session
+    assert session is not unopened
+    settle(validate(PEER, sample_message(1, 0)))
+    for frames in (sample_message(1, 0), sample_message(1, 1)[:2], sample_message(1, 1, {"v": field(0, 0)})):
+        assert validate(PEER, frames).to_ack == (session,)
+    assert (session.received, session.processed) == (4, 4)
+    validate(PEER, sample_message(1, 1))
+    assert (session.received, session.processed) == (5, 4)
+    assert validate(PEER, open_message(1)).session is session  # opened again, it continues to count
+    newer = validate(PEER, open_message(1, attempt=1)).session
+    assert (newer.received, newer.processed) == (0, 0)
 
 
 def test_more_than_the_window_is_refused():
-    judge = inspector(window=3).judge
-    visitor = judge(PEER, opening()).visitor
-    sent = [judge(PEER, message(0, step)) for step in range(5)]
+    validate = validator(window=3).validate
+    session = validate(PEER, open_message()).session
+    sent = [validate(PEER, sample_message(0, step)) for step in range(5)]
     assert [reason(one) for one in sent] == [SampleAccepted] * 3 + ["window"] * 2
     settle(sent[0])
-    assert reason(judge(PEER, message(0, 3))) is SampleAccepted
-    assert (visitor.received, visitor.dealt) == (6, 3)
+    assert reason(validate(PEER, sample_message(0, 3))) is SampleAccepted
+    assert (session.received, session.processed) == (6, 3)
 
 
-def test_visitors_who_are_gone_are_forgotten(monkeypatch):
-    monkeypatch.setattr("paramserver.online.validator._MOST_REMEMBERED", 10)
-    made = inspector()
-    first = made.judge(PEER, opening(0)).visitor
+def test_the_least_recent_sessions_are_dropped(monkeypatch):
+    monkeypatch.setattr("paramserver.online.validator._MAX_SESSIONS", 10)
+    made = validator()
+    first = made.validate(PEER, open_message(0)).session
     for simulation in range(1, 40):
-        made.judge(b"%d" % simulation, opening(simulation))
-        assert reason(made.judge(PEER, [Header(MessageKind.TOUCH).pack()])) is SessionAlive  # it is heard of, and stays
+        made.validate(b"%d" % simulation, open_message(simulation))
+        assert (
+            reason(made.validate(PEER, [Header(MessageKind.HEARTBEAT).pack()])) is SessionAlive
+        )  # it is used again, and stays
     assert made.is_current(first)
-    assert len(made.visitors()) == 10
+    assert len(made.sessions()) == 10
 
 
 # Groups.
@@ -179,56 +185,58 @@ def test_visitors_who_are_gone_are_forgotten(monkeypatch):
 def halves(simulation, step, **head):
     whole = field(simulation, step)
     return [
-        message(simulation, step, {"u": rows}, member=member, members=2, **head)
+        sample_message(simulation, step, {"u": rows}, member=member, members=2, **head)
         for member, rows in enumerate((whole[:1], whole[1:]))
     ]
 
 
 def test_parts_become_a_sample():
-    judge = inspector(group_size=2).judge
-    givers = [judge(peer, opening(0, member=i, members=2)).visitor for i, peer in enumerate((PEER, OTHER))]
+    validate = validator(group_size=2).validate
+    givers = [validate(peer, open_message(0, member=i, members=2)).session for i, peer in enumerate((PEER, OTHER))]
     first, second = halves(0, 4)
-    assert reason(judge(OTHER, second)) is PartReceived
-    assert reason(judge(OTHER, second)) is DuplicateSample
-    verdict = judge(PEER, first)
-    assert np.array_equal(verdict.sample["u"], field(0, 4))
-    assert verdict.givers == tuple(givers)
-    settle(verdict)
-    assert [(one.received, one.dealt) for one in givers] == [(1, 1), (2, 2)]
-    assert reason(judge(PEER, first)) is DuplicateSample
+    assert reason(validate(OTHER, second)) is PartReceived
+    assert reason(validate(OTHER, second)) is DuplicateSample
+    outcome = validate(PEER, first)
+    assert np.array_equal(outcome.sample["u"], field(0, 4))
+    assert outcome.contributors == tuple(givers)
+    settle(outcome)
+    assert [(one.received, one.processed) for one in givers] == [(1, 1), (2, 2)]
+    assert reason(validate(PEER, first)) is DuplicateSample
 
 
 def test_parts_of_an_older_attempt_are_dropped_and_refused():
-    judge = inspector(group_size=2).judge
-    old = [judge(peer, opening(0, member=i, members=2)).visitor for i, peer in enumerate((PEER, OTHER))]
-    judge(PEER, halves(0, 0)[0])
+    validate = validator(group_size=2).validate
+    old = [validate(peer, open_message(0, member=i, members=2)).session for i, peer in enumerate((PEER, OTHER))]
+    validate(PEER, halves(0, 0)[0])
     new = [b"new" + peer for peer in (PEER, OTHER)]
-    opened = judge(new[0], opening(0, member=0, members=2, attempt=1))
-    assert opened.told == (old[0],)
-    assert old[0].dealt == 1
-    assert reason(judge(OTHER, halves(0, 0)[1])) == "stale"
-    judge(new[1], opening(0, member=1, members=2, attempt=1))
+    opened = validate(new[0], open_message(0, member=0, members=2, attempt=1))
+    assert opened.to_ack == (old[0],)
+    assert old[0].processed == 1
+    assert reason(validate(OTHER, halves(0, 0)[1])) == "stale"
+    validate(new[1], open_message(0, member=1, members=2, attempt=1))
     parts = halves(0, 0, attempt=1)
-    assert reason(judge(new[1], parts[1])) is PartReceived
-    assert reason(judge(new[0], parts[0])) is SampleAccepted
+    assert reason(validate(new[1], parts[1])) is PartReceived
+    assert reason(validate(new[0], parts[0])) is SampleAccepted
 
 
 def test_parts_that_make_no_whole_are_refused_all():
-    judge = inspector(group_size=2).judge
-    givers = [judge(peer, opening(0, member=i, members=2)).visitor for i, peer in enumerate((PEER, OTHER))]
-    assert reason(judge(PEER, message(0, 0, {"u": field(0, 0)}, member=0, members=2))) is PartReceived
-    verdict = judge(OTHER, message(0, 0, {"u": field(0, 0)}, member=1, members=2))
-    assert verdict.reason == "shape"
-    assert "u ([8, 3]) must have the shape [4, 3] when its parts are put together" in verdict.sentence
-    assert set(verdict.told) == set(givers)
-    assert [one.dealt for one in givers] == [1, 1]
-    assert reason(judge(PEER, message(0, 1, {"u": np.ones((5, 3), np.float32)}, member=0, members=2))) == "shape"
+    validate = validator(group_size=2).validate
+    givers = [validate(peer, open_message(0, member=i, members=2)).session for i, peer in enumerate((PEER, OTHER))]
+    assert reason(validate(PEER, sample_message(0, 0, {"u": field(0, 0)}, member=0, members=2))) is PartReceived
+    outcome = validate(OTHER, sample_message(0, 0, {"u": field(0, 0)}, member=1, members=2))
+    assert outcome.reason == "shape"
+    assert "u ([8, 3]) must have the shape [4, 3] when its parts are put together" in outcome.text
+    assert set(outcome.to_ack) == set(givers)
+    assert [one.processed for one in givers] == [1, 1]
+    assert (
+        reason(validate(PEER, sample_message(0, 1, {"u": np.ones((5, 3), np.float32)}, member=0, members=2))) == "shape"
+    )
 
 
 def test_a_number_cannot_be_sent_in_parts():
     with pytest.raises(UnsupportedConfiguration, match=r"simulations\.fields\.n\.shape \(\[\]\) must have a dimension"):
-        plan(fields={"u": [4], "n": []}, group_size=2)
-    assert plan(fields={"u": [4], "n": []}).shaped[1].shape == ()
+        ingest_spec(fields={"u": [4], "n": []}, group_size=2)
+    assert ingest_spec(fields={"u": [4], "n": []}).descriptors[1].shape == ()
 
 
 # Anything.
@@ -265,8 +273,8 @@ class Truth:
         if kind != 34:
             return "kind"
         if opened is None:
-            self.opened[peer, simulation] = "stranger"
-        if opened in (None, "stranger") or opened[:2] != (attempt, member):
+            self.opened[peer, simulation] = "unopened"
+        if opened in (None, "unopened") or opened[:2] != (attempt, member):
             return "unopened"
         if members != 1:
             return "group"
@@ -358,14 +366,14 @@ class Mutator:
         }
         order = self.draw.sample(list(fields), 3)
         head = {"attempt": 0}
-        return message(simulation, step % STEPS, {name: fields[name] for name in order}, **head)
+        return sample_message(simulation, step % STEPS, {name: fields[name] for name in order}, **head)
 
-    def message(self):
+    def sample_message(self):
         kind = self.draw.random()
         if kind < 0.03:
-            frames = opening(self.draw.randrange(SIMULATIONS + 1), [self.draw.choice([0.5, 0.5, 0.5, 1.0]), 2.0])
+            frames = open_message(self.draw.randrange(SIMULATIONS + 1), [self.draw.choice([0.5, 0.5, 0.5, 1.0]), 2.0])
         elif kind < 0.05:
-            frames = [Header(MessageKind.TOUCH, self.draw.randrange(SIMULATIONS)).pack()]
+            frames = [Header(MessageKind.HEARTBEAT, self.draw.randrange(SIMULATIONS)).pack()]
         else:
             frames = self.valid()
         for _ in range(self.draw.choice([0, 0, 1, 1, 1, 2, 3])):
@@ -472,30 +480,30 @@ class Mutator:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_of_a_hundred_thousand_messages_each_is_judged_right(seed):
+def test_of_a_hundred_thousand_messages_each_is_validated_correctly(seed):
     """Ten times ten thousand, mutated from valid ones."""
-    told = plan(fields=WIDE, steps=STEPS, count=SIMULATIONS, parameters={"a": [0, 1], "b": [0, 9]}, window=10**6)
-    judge, truth, mutator = MessageValidator(told, ReceivedLog()).judge, Truth(), Mutator(seed)
+    spec = ingest_spec(fields=WIDE, steps=STEPS, count=SIMULATIONS, parameters={"a": [0, 1], "b": [0, 9]}, window=10**6)
+    validate, truth, mutator = MessageValidator(spec, ReceivedLog()).validate, Truth(), Mutator(seed)
     found = {}
     for peer in (PEER, OTHER):
         for simulation in range(SIMULATIONS - 1):
-            assert truth.of(peer, opening(simulation, [0.5, 2.0])) is SessionOpened
-            assert isinstance(judge(peer, opening(simulation, [0.5, 2.0])), SessionOpened)
+            assert truth.of(peer, open_message(simulation, [0.5, 2.0])) is SessionOpened
+            assert isinstance(validate(peer, open_message(simulation, [0.5, 2.0])), SessionOpened)
     for i in range(10_000):
         if i % 700 == 699:
             # A new run of the same simulations: or soon all would be duplicates.
-            identities = ReceivedLog()
-            judge.__self__.identities, truth.seen = identities, set()
-        peer, frames = mutator.draw.choice([PEER, OTHER]), mutator.message()
+            received_log = ReceivedLog()
+            validate.__self__.received_log, truth.seen = received_log, set()
+        peer, frames = mutator.draw.choice([PEER, OTHER]), mutator.sample_message()
         expected = truth.of(peer, frames)
-        verdict = settle(judge(peer, frames))
-        assert reason(verdict) == expected, (i, frames, getattr(verdict, "sentence", ""))
-        if isinstance(verdict, SampleAccepted):
+        outcome = settle(validate(peer, frames))
+        assert reason(outcome) == expected, (i, frames, getattr(outcome, "text", ""))
+        if isinstance(outcome, SampleAccepted):
             rows = json.loads(frames[1])
             for name, (dtype, shape, _) in SHAPES.items():
                 at = 2 + [row[0] for row in rows].index(name)
-                assert verdict.sample[name].tobytes() == frames[at]
-                assert (verdict.sample[name].dtype.str, list(verdict.sample[name].shape)) == (dtype, shape)
+                assert outcome.sample[name].tobytes() == frames[at]
+                assert (outcome.sample[name].dtype.str, list(outcome.sample[name].shape)) == (dtype, shape)
         found[expected] = found.get(expected, 0) + 1
     wanted = {SampleAccepted, DuplicateSample, SessionOpened, SessionAlive, *REASONS} - {
         "window",
@@ -510,9 +518,11 @@ def test_the_example_of_the_protocol_is_what_clients_send():
     """The oracle reads the messages that the package makes."""
     fields = {"u": np.ones((4, 3), "f4"), "v": np.ones(2), "n": np.array(1, "i2")}
     truth = Truth()
-    assert truth.of(PEER, opening(0, [0.5, 2.0])) is SessionOpened
+    assert truth.of(PEER, open_message(0, [0.5, 2.0])) is SessionOpened
     assert (
-        truth.of(PEER, [Header(MessageKind.SAMPLE, 0, 1).pack(), describe(fields), *map(raw, fields.values())])
+        truth.of(
+            PEER, [Header(MessageKind.SAMPLE, 0, 1).pack(), pack_descriptor(fields), *map(array_bytes, fields.values())]
+        )
         is SampleAccepted
     )
     assert len(pack_parameters([0.5, 2.0])) == 16
@@ -522,27 +532,29 @@ def test_the_example_of_the_protocol_is_what_clients_send():
 def test_nothing_crashes_it_in_groups_either(seed):
     """And of all that was sent, all is dealt with, or waits for other parts, or is with the buffer."""
     twice = {"u": [8, 3], "v": {"shape": [4], "dtype": "float64"}, "n": {"shape": [2], "dtype": "int16"}}
-    told = plan(fields=twice, steps=STEPS, count=SIMULATIONS, group_size=2, window=20)
-    made, mutator, accepted = MessageValidator(told, ReceivedLog()), Mutator(seed, (1,)), []
+    spec = ingest_spec(fields=twice, steps=STEPS, count=SIMULATIONS, group_size=2, window=20)
+    made, mutator, accepted = MessageValidator(spec, ReceivedLog()), Mutator(seed, (1,)), []
     for i in range(4000):
         if i % 500 == 0:
-            made.identities = ReceivedLog()
+            made.received_log = ReceivedLog()
             for peer, member in ((PEER, 0), (OTHER, 1)):
                 for simulation in range(SIMULATIONS):
-                    made.judge(peer, opening(simulation, [0.5, 2.0], member=member, members=2, attempt=i // 500))
-        frames = mutator.message()
+                    made.validate(
+                        peer, open_message(simulation, [0.5, 2.0], member=member, members=2, attempt=i // 500)
+                    )
+        frames = mutator.sample_message()
         for peer, member in ((PEER, 0), (OTHER, 1)):
             if frames and len(frames[0]) == 28:
                 frames[0] = frames[0][:20] + struct.pack("!HHI", member, 2, i // 500)
-            verdict = made.judge(peer, frames)
-            assert isinstance(verdict, MessageRefused) == bool(reason(verdict) in REASONS)
-            if isinstance(verdict, SampleAccepted):
-                accepted.append(settle(verdict))
+            outcome = made.validate(peer, frames)
+            assert isinstance(outcome, MessageRefused) == bool(reason(outcome) in REASONS)
+            if isinstance(outcome, SampleAccepted):
+                accepted.append(settle(outcome))
     assert len(accepted) > 500
     assert len(made.assembly) <= SIMULATIONS * 40
-    for visitor in made.visitors():
-        assert 0 <= visitor.dealt <= visitor.received <= visitor.dealt + 40
+    for session in made.sessions():
+        assert 0 <= session.processed <= session.received <= session.processed + 40
     for one in made.assembly._unfinished.copy():
         for part in made.assembly.drop(one):
-            part.giver.dealt += 1
-    assert all(one.dealt == one.received for one in made.visitors())
+            part.session.processed += 1
+    assert all(one.processed == one.received for one in made.sessions())

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 import numpy as np
 import pytest
 import torch
-from online_fixtures import PATIENCE_S, Desk, field, plan, post, senders
+from online_fixtures import PATIENCE_S, FakeCoordinator, field, ingest_spec, receiver_spec, senders
 
 from paramserver.buffers import make_buffer
 from paramserver.checkpoint.serialization import load_archive
@@ -28,10 +28,10 @@ ALL = {(simulation, step) for simulation in range(SIMULATIONS) for step in range
 class Trainer:
     """A source, a buffer, a feeder, and the keys that were served."""
 
-    def __init__(self, desk, kind="fifo", capacity=1000, state=None, **keys):
+    def __init__(self, coordinator, kind="fifo", capacity=1000, state=None, **keys):
         self.index, self.trainers = keys.get("index", 0), keys.get("trainers", 1)
         self.source = Stream()
-        self.source.connect(post(desk, **keys))
+        self.source.connect(receiver_spec(coordinator, **keys))
         self.buffer = make_buffer(kind, capacity=capacity, seed=3, batch_size=4)
         self.feeder = Feeder(self.source, self.buffer, self.index)
         self.served = []
@@ -128,11 +128,11 @@ class Producer:
 
     def _room(self, line, taken):
         """Wait until ``taken`` samples were acknowledged; return False if stopped before."""
-        while line.taken < taken:
+        while line.acked < taken:
             if self.stop.is_set():
                 return False
             if line.socket.poll(20):
-                line.hear()
+                line.receive()
         return True
 
 
@@ -147,13 +147,13 @@ def in_turn(seed=0):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_sample_is_served(kind):
-    with Desk() as desk:
-        trainer = Trainer(desk, kind)
-        with running(trainer), Producer([desk.trainer()], in_turn()) as producer:
+    with FakeCoordinator() as coordinator:
+        trainer = Trainer(coordinator, kind)
+        with running(trainer), Producer([coordinator.trainer()], in_turn()) as producer:
             producer.join()
-            desk.finish()
+            coordinator.finish()
             trainer.drain()
-            desk.wait(lambda: sum(desk.counts.values()) == len(ALL))
+            coordinator.wait(lambda: sum(coordinator.counts.values()) == len(ALL))
         assert set(trainer.served) == ALL
         assert kind == "reservoir" or len(trainer.served) == len(ALL)
         assert trainer.buffer.info().puts == len(ALL)
@@ -162,9 +162,9 @@ def test_every_sample_is_served(kind):
 @pytest.mark.parametrize("capacity", [4, 10])
 def test_a_full_buffer_limits_what_producers_send(capacity):
     """All that was sent is served, held by the buffer, or within the windows of receiver and client."""
-    with Desk() as desk:
-        trainer = Trainer(desk, capacity=capacity, window=8)
-        with running(trainer), Producer([desk.trainer()], in_turn(), window=8) as producer:
+    with FakeCoordinator() as coordinator:
+        trainer = Trainer(coordinator, capacity=capacity, window=8)
+        with running(trainer), Producer([coordinator.trainer()], in_turn(), window=8) as producer:
             assert trainer.buffer.wait_ready(4, PATIENCE_S)
             most = capacity + SIMULATIONS * 2 * 8
             for _ in range(10):
@@ -172,42 +172,42 @@ def test_a_full_buffer_limits_what_producers_send(capacity):
                 assert trainer.get()
             # A waiting client receives a sign of life from the trainer, without room for more.
             with senders() as new:
-                line = new(desk.trainer()).open(9)
+                line = new(coordinator.trainer()).open(9)
                 for step in range(8):
                     line.sample(9, step)
-                assert line.touch(9).hear()[0] is MessageKind.TAKEN
+                assert line.heartbeat(9).receive()[0] is MessageKind.ACK
                 assert trainer.get()
             received = threading.Thread(target=trainer.drain)
             received.start()
             producer.join()
-            desk.finish()
+            coordinator.finish()
             received.join(PATIENCE_S)
             assert set(trainer.served) >= ALL
             assert len(trainer.served) == len(set(trainer.served))
 
 
 def test_closing_ends_a_feeder_that_waits_for_samples():
-    with Desk() as desk:
-        trainer = Trainer(desk)
+    with FakeCoordinator() as coordinator:
+        trainer = Trainer(coordinator)
         with running(trainer):
-            desk.trainer()
+            coordinator.trainer()
         trainer.feeder.raise_error()
-        assert not any(thread.name.startswith(("feeder", "reception")) for thread in threading.enumerate())
+        assert not any(thread.name.startswith(("feeder", "receiver")) for thread in threading.enumerate())
         with pytest.raises(BufferClosed):
             trainer.buffer.get(0)
 
 
 def test_closing_ends_a_feeder_that_waits_for_room():
-    with Desk() as desk:
-        trainer = Trainer(desk, capacity=4)
-        with running(trainer), Producer([desk.trainer()], in_turn()):
+    with FakeCoordinator() as coordinator:
+        trainer = Trainer(coordinator, capacity=4)
+        with running(trainer), Producer([coordinator.trainer()], in_turn()):
             assert trainer.buffer.wait_ready(4, PATIENCE_S)
         trainer.feeder.raise_error()
 
 
 def test_an_error_of_the_receiver_thread_reaches_the_trainer():
-    with Desk(refuses="the token must be this run's") as desk:
-        trainer = Trainer(desk)
+    with FakeCoordinator(refuses="the token must be this run's") as coordinator:
+        trainer = Trainer(coordinator)
         with running(trainer):
             with pytest.raises(BufferClosed):
                 trainer.get()
@@ -223,15 +223,16 @@ def test_a_run_stopped_anywhere_resumes_with_each_sample_once(kind, seed):
     state, served = None, []
     for attempt in range(4):
         stop_at, capacity = draw.randrange(10, 60), draw.choice([8, 20, 1000])
-        with Desk() as desk:
-            trainer = Trainer(desk, kind, max(capacity, len(state["buffer"]["keys"]) if state else 0), state)
+        with FakeCoordinator() as coordinator:
+            trainer = Trainer(coordinator, kind, max(capacity, len(state["buffer"]["keys"]) if state else 0), state)
             trainer.served = list(served)
-            with running(trainer), Producer([desk.trainer()], in_turn(seed + attempt), attempt, window=16) as producer:
+            order = in_turn(seed + attempt)
+            with running(trainer), Producer([coordinator.trainer()], order, attempt, window=16) as producer:
                 if attempt == 3:
                     received = threading.Thread(target=trainer.drain)
                     received.start()
                     producer.join()
-                    desk.finish()
+                    coordinator.finish()
                     received.join(PATIENCE_S)
                     info = trainer.buffer.info()
                 else:
@@ -253,10 +254,10 @@ def test_resume_with_another_number_of_trainers(before, after, kind):
     """Each sample is put once over all trainers; samples that buffers held are served by their new trainers."""
     keys = in_turn(before)
     with ExitStack() as stack:
-        desk = stack.enter_context(Desk())
-        trainers = [Trainer(desk, kind, index=i, trainers=before) for i in range(before)]
+        coordinator = stack.enter_context(FakeCoordinator())
+        trainers = [Trainer(coordinator, kind, index=i, trainers=before) for i in range(before)]
         stack.enter_context(running(*trainers))
-        addresses = [desk.trainer(i) for i in range(before)]
+        addresses = [coordinator.trainer(i) for i in range(before)]
         with Producer(addresses, keys[: len(keys) // 2]) as producer:
             producer.join()
             for one in trainers:
@@ -269,17 +270,17 @@ def test_resume_with_another_number_of_trainers(before, after, kind):
     served = [key for one in trainers for key in one.served]
     parts = reshard_parts(parts, after, capacity=1000, entropy=(1, 1))
     with ExitStack() as stack:
-        desk = stack.enter_context(Desk())
-        trainers = [Trainer(desk, kind, state=parts[i], index=i, trainers=after) for i in range(after)]
+        coordinator = stack.enter_context(FakeCoordinator())
+        trainers = [Trainer(coordinator, kind, state=parts[i], index=i, trainers=after) for i in range(after)]
         stack.enter_context(running(*trainers))
-        addresses = [desk.trainer(i) for i in range(after)]
-        inherited = [desk.joined[i].inherited for i in range(after)]
+        addresses = [coordinator.trainer(i) for i in range(after)]
+        inherited = [coordinator.joined[i].inherited for i in range(after)]
         assert all(one == inherited[0] for one in inherited)
         assert sum(inherited[0].values()) == len(keys) // 2
-        assert all(not desk.joined[i].received for i in range(after))
+        assert all(not coordinator.joined[i].received for i in range(after))
         with Producer(addresses, keys, attempt=1) as producer:
             producer.join()
-            desk.finish()
+            coordinator.finish()
             for one in trainers:
                 one.drain()
         duplicated = sum(one.source.figures()["duplicated"] for one in trainers)
@@ -294,39 +295,39 @@ def test_resume_with_another_number_of_trainers(before, after, kind):
     # Resharded again, to one trainer: it knows all samples.
     again = Stream()
     again.reshard([ResumePosition(state["source"], state["buffer"]["counters"]["puts"])], state["buffer"]["keys"])
-    assert sum(again.received_log.inherited().values()) >= len(keys) // 2
+    assert sum(again.received_log.inherited_counts().values()) >= len(keys) // 2
 
 
 def test_a_position_that_was_never_reached_is_refused():
-    with Desk() as desk:
+    with FakeCoordinator() as coordinator:
         stream = Stream()
-        stream.connect(post(desk))
+        stream.connect(receiver_spec(coordinator))
         with pytest.raises(CheckpointError, match=r"position \(3\)"):
             next(stream.groups(3))
         stream.close()
 
 
 def test_samples_and_groups_are_the_same_sequence():
-    with Desk() as desk, senders() as new:
+    with FakeCoordinator() as coordinator, senders() as new:
         stream = Stream()
-        stream.connect(post(desk))
+        stream.connect(receiver_spec(coordinator))
         found = []
         reading = threading.Thread(target=lambda: found.extend(stream.samples(0)))
         reading.start()
-        line = new(desk.trainer()).open()
+        line = new(coordinator.trainer()).open()
         for step in range(5):
             line.sample(0, step)
-        line.hear_taken(5)
-        desk.finish()
+        line.receive_acks(5)
+        coordinator.finish()
         reading.join(PATIENCE_S)
         assert [key for key, _ in found] == [(0, step) for step in range(5)]
         stream.close()
 
 
 def test_a_closed_source_has_no_samples():
-    with Desk() as desk:
+    with FakeCoordinator() as coordinator:
         stream = Stream()
-        stream.connect(post(desk))
+        stream.connect(receiver_spec(coordinator))
         stream.close()
         assert list(stream.groups(0)) == []
         assert (stream.figures(), stream.statistics()) == ({}, {})
@@ -336,11 +337,11 @@ def test_a_closed_source_has_no_samples():
 
 
 def test_expected_samples_are_those_the_plan_deals_to_a_trainer():
-    with Desk() as desk:
+    with FakeCoordinator() as coordinator:
         streams = [Stream() for _ in range(3)]
         assert streams[0].expected is None
         for i, one in enumerate(streams):
-            one.connect(post(desk, index=i, trainers=3, count=5, steps=7))
+            one.connect(receiver_spec(coordinator, index=i, trainers=3, count=5, steps=7))
         dealt = [sum((simulation + step) % 3 == i for simulation in range(5) for step in range(7)) for i in range(3)]
         assert [one.expected for one in streams] == dealt
         assert [one.total for one in streams] == [None] * 3
@@ -348,7 +349,7 @@ def test_expected_samples_are_those_the_plan_deals_to_a_trainer():
         old = {"inherited": [], "log": [[0, 0], [0, 1], [1, 0], [1, 1]], "held": 0}
         streams[1].reshard([ResumePosition(old, 3)], [(0, 0)])
         assert streams[1].expected == dealt[1] - 2 + 1
-        streams[0].connect(post(desk, count=5, steps=7, deal="simulation", trainers=2))
+        streams[0].connect(receiver_spec(coordinator, count=5, steps=7, deal="simulation", trainers=2))
         assert streams[0].expected is None
 
 
@@ -386,15 +387,15 @@ def test_without_pyzmq_the_error_names_the_package(monkeypatch):
         monkeypatch.delitem(sys.modules, f"paramserver.online.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "zmq", None)
     with pytest.raises(UnsupportedConfiguration, match=r"needs pyzmq; install paramserver\[online\]"):
-        Stream().connect(ReceiverSpec("tcp://127.0.0.1:1", b"", plan(), 0, 1))
+        Stream().connect(ReceiverSpec("tcp://127.0.0.1:1", b"", ingest_spec(), 0, 1))
 
 
 def test_a_client_that_is_alive_after_the_end_is_notified():
-    with Desk() as desk, senders() as new:
-        trainer = Trainer(desk)
+    with FakeCoordinator() as coordinator, senders() as new:
+        trainer = Trainer(coordinator)
         with running(trainer):
-            line = new(desk.trainer()).open()
-            desk.finish()
+            line = new(coordinator.trainer()).open()
+            coordinator.finish()
             trainer.drain()
-            line.send([Header(MessageKind.TOUCH).pack()])
-            assert line.hear()[0] is MessageKind.OVER
+            line.send([Header(MessageKind.HEARTBEAT).pack()])
+            assert line.receive()[0] is MessageKind.OVER
