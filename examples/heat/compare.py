@@ -1,18 +1,18 @@
-"""The buffers online, and training on stored simulations, on the same simulations of the heat equation.
+"""Compares the buffers online with training on stored simulations, on the same simulations of the heat equation.
 
     python examples/heat/compare.py runs/heat [--seeds 0 1 2] [--count 60] [--mode rpc] [--quick]
 
-Every run makes the same number of batches with the same learning rate: as many as FIFO can of ``--count`` simulations,
-when it serves each sample once. The cases take turns, for each seed:
+Every run has the same number of batches and the same learning rate. The number is that of FIFO with ``--count``
+simulations and each sample served once. The cases are interleaved, for each seed:
 
-- ``fifo``, ``firo``: the trainers receive what the simulations send, by this buffer;
+- ``fifo``, ``firo``: the trainers receive what the simulations send, with this buffer;
 - ``fifo, half``, ``firo, half``, ``reservoir, half``: only the first half of the simulations are run, and their samples
   are served twice: exactly (by pseudo_epochs), or in the mean (a reservoir, by min_new_per_batch of half a batch);
 - ``offline``, ``offline, half``: the simulations are stored first, then read in random order, in one or two passes;
-- ``offline, a tenth``: ten passes over few simulations, as where the disk is the limit.
+- ``offline, a tenth``: ten passes over few simulations, as if disk space were the limit.
 
-In the folder are then results.jsonl (a run a line), table.md, plot.png and the runs. ``--draw`` makes table and plot
-anew from results.jsonl alone.
+The folder then holds results.jsonl (one line per run), table.md, plot.png and the runs. ``--draw`` makes table and plot
+again from results.jsonl alone.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ class Case:
     """A way to train.
 
     Attributes:
-        buffer: the kind, online; None offline.
-        uses: how often a sample is trained on, exactly or in the mean; as many times fewer simulations are used.
+        buffer: the kind of buffer; None = offline.
+        uses: how many times a sample is trained on, exactly or in the mean. The number of simulations is divided by it.
     """
 
     buffer: str | None = None
     uses: int = 1
 
     def serving(self, batch_size: int) -> list[str]:
-        """The settings of the buffer by which it uses a sample so often."""
+        """The buffer settings that give this number of uses."""
         if self.buffer == "reservoir":
             return [f"min_new_per_batch={max(1, batch_size // self.uses)}"]
         return [f"pseudo_epochs={self.uses}"]
@@ -68,10 +68,10 @@ CASES = {
 
 
 class Comparison:
-    """Runs of all cases, alike in everything else.
+    """Runs of all cases, which differ in nothing else.
 
     Args:
-        folder: where everything goes.
+        folder: for all results.
         arguments: sizes and options; see ``make_parser``.
     """
 
@@ -86,7 +86,7 @@ class Comparison:
             )
 
     def run(self, name: str, seed: int) -> Curve:
-        """Train once, from the first simulation on."""
+        """Run one case, including its simulations."""
         case = CASES[name]
         count = -(-self.sizes.count // case.uses)
         place = self.folder / "runs" / f"{name.replace(', ', '-').replace(' ', '-')}-{seed}"
@@ -99,7 +99,7 @@ class Comparison:
         return read_run(made, name, seed, stored_s, count * self.sizes.steps)
 
     def warning(self, curve: Curve) -> str:
-        """Of a run that does not compare with the others."""
+        """A warning if the run is not comparable with the others; else an empty string."""
         if curve.last.step == self.steps:
             return ""
         return (
@@ -116,7 +116,7 @@ class Comparison:
             f"training.batch_size={self.sizes.batch_size}",
             f"training.max_steps={self.steps}",
             f"training.validate_every={every}",
-            f"logging.log_every={every}",  # so that the applied samples of each validation are on record
+            f"logging.log_every={every}",  # so that the records have the applied samples of each validation
             f"logging.run_dir={place.parent}",
             f"logging.name={place.name}",
             "logging.tensorboard=false",
@@ -150,14 +150,14 @@ class Comparison:
 
 
 def interleaved(cases: Sequence[str], seeds: Sequence[int]) -> Iterator[tuple[str, int]]:
-    """The cases take turns, and their order turns round with each seed."""
+    """Interleave the cases; their order is reversed with each seed."""
     for turn, seed in enumerate(seeds):
         for case in cases if turn % 2 == 0 else cases[::-1]:
             yield case, seed
 
 
 def draw(folder: Path, cases: Sequence[str]) -> None:
-    """Table and plot of what results.jsonl holds of these cases, in this order."""
+    """Write table and plot from results.jsonl, for these cases and in this order."""
     held = read_lines(folder / "results.jsonl")
     curves = [curve for case in cases for curve in held if curve.case == case]
     (folder / "table.md").write_text(table(curves) + "\n", encoding="utf-8")
@@ -181,7 +181,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--capacity", type=int, default=1000, help="of each trainer's buffer")
     parser.add_argument("--watermark", type=int, default=100)
     parser.add_argument("--validate_every", type=int, default=25)
-    parser.add_argument("--quick", action="store_true", help="small sizes and one seed, to see that it works")
+    parser.add_argument("--quick", action="store_true", help="small sizes and one seed, as a quick check")
     parser.add_argument("--draw", action="store_true", help="table and plot from results.jsonl; no run")
     return parser
 

@@ -1,4 +1,4 @@
-"""What the runs of compare.py came to: read from their records, as JSON lines, as a table and as a plot."""
+"""Results of the runs of compare.py: read from their records, and written as JSON lines, a table and a plot."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-# Okabe and Ito: told apart by everybody.
+# The palette of Okabe and Ito, which is safe for colour-blind readers.
 _COLORS = ("#0072B2", "#E69F00", "#999999", "#56B4E9", "#F0E442", "#009E73", "#CC79A7", "#D55E00")
 
 
@@ -17,9 +17,9 @@ class Point:
     """One validation.
 
     Attributes:
-        step: after which update.
+        step: number of updates before it.
         samples: applied by then.
-        seconds: since the run began to train, or to simulate where it did that first.
+        seconds: since training began, or since simulating began if that came first.
         loss: mean squared error of normalised temperatures.
         kelvin: mean absolute error.
     """
@@ -36,11 +36,11 @@ class Curve:
     """One run.
 
     Attributes:
-        case: what was compared.
+        case: name of the case.
         seed: of the run.
-        stored_s: seconds before it, for simulating and storing; 0 online.
+        stored_s: seconds for simulating and storing before the run; 0 online.
         seconds: of training, waiting for data included.
-        different: samples that differ from each other, among those it was trained on.
+        different: distinct samples that it was trained on.
         points: its validations, in order; at least one.
     """
 
@@ -62,14 +62,14 @@ class Curve:
 
 
 def read_run(run_dir: Path, case: str, seed: int, stored_s: float = 0.0, different: int | None = None) -> Curve:
-    """The curve of a run's folder.
+    """Read the curve from a run folder.
 
     Args:
         run_dir: with metrics.jsonl and summary.json.
         case: its name in the comparison.
         seed: of the run.
-        stored_s: seconds for simulating and storing before it.
-        different: samples that it was trained on; None: those of the buffers that were served.
+        stored_s: seconds for simulating and storing before the run.
+        different: distinct samples that it was trained on; None = those that the buffers served.
     """
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
@@ -93,7 +93,7 @@ def read_run(run_dir: Path, case: str, seed: int, stored_s: float = 0.0, differe
 
 
 def write_lines(file: Path, curves: Iterable[Curve]) -> None:
-    """Append them, one a line."""
+    """Append the curves, one per line."""
     with file.open("a", encoding="utf-8") as stream:
         stream.writelines(json.dumps(asdict(curve)) + "\n" for curve in curves)
 
@@ -104,7 +104,7 @@ def read_lines(file: Path) -> list[Curve]:
 
 
 def by_case(curves: Sequence[Curve]) -> dict[str, list[Curve]]:
-    """In the order in which the cases came first."""
+    """Group the curves by case, in order of first appearance."""
     cases: dict[str, list[Curve]] = {}
     for curve in sorted(curves, key=lambda curve: curve.seed):
         cases.setdefault(curve.case, []).append(curve)
@@ -112,7 +112,7 @@ def by_case(curves: Sequence[Curve]) -> dict[str, list[Curve]]:
 
 
 def table(curves: Sequence[Curve], baseline: str = "fifo") -> str:
-    """Markdown, a row a case, each figure the mean over the seeds; the validation error also with its extremes."""
+    """Markdown with one row per case: means over the seeds; the validation error also with its extremes."""
     cases = by_case(curves)
     base = mean(c.last.loss for c in cases[baseline]) if baseline in cases else None
     head = ["case", "batches", "different samples", "validation error", "in kelvin", f"against {baseline}"]
@@ -144,7 +144,7 @@ def mean(values: Iterable[float]) -> float:
 
 
 def band(curves: Sequence[Curve]) -> list[tuple[Point, float, float]]:
-    """The mean over the seeds at each validation that all have, with the least and the greatest loss."""
+    """The mean over the seeds at each validation that all runs have, with the smallest and the largest loss."""
     at: list[Mapping[int, Point]] = [{point.step: point for point in curve.points} for curve in curves]
     shared = sorted(set.intersection(*(set(points) for points in at)))
     rows = [[points[step] for points in at] for step in shared]
@@ -158,7 +158,7 @@ def _mean_point(points: Sequence[Point]) -> Point:
 
 
 def plot(curves: Sequence[Curve], file: Path) -> None:
-    """Validation error against samples and against time, and samples per second; a picture in ``file``."""
+    """Plot the validation error over samples and over time, and samples per second, into ``file``."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,12 +1,12 @@
-"""One simulation of the heat equation, which sends each field as soon as it is computed, or stores them all.
+"""One simulation of the heat equation, which sends each field as soon as it is computed, or stores all of them.
 
-As ``simulations.function`` of a config, or as a program: ``simulations.command``, or started by anybody::
+Use it as ``simulations.function`` of a config, as ``simulations.command``, or as a program that the user starts::
 
-    python simulate.py                                                          a run started it, which says the rest
+    python simulate.py                                                          started by a run, which sets the rest
     python simulate.py --address tcp://127.0.0.1:5555 --simulation 3 --parameters 300 100 200 300 400
     python simulate.py --file data/heat/simulation-00003.npz --parameters 300 100 200 300 400 --n 100
 
-It needs no torch: numpy for the solver, pyzmq for the client.
+It needs numpy for the solver and pyzmq for the client, but no torch.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ N, STEPS = 32, 100
 
 
 def simulate(parameters: Iterable[float], client: Client, dt: float = DT) -> None:
-    """Solve and send as many fields, of the size, as the run wants; waits where its buffers are full of unseen ones."""
+    """Solve, and send as many fields as the run expects, in its size. ``send`` waits while the buffers are full."""
     n, _ = client.fields["temperature"]
     for step, temperature in enumerate(solve(parameters, n, client.steps or STEPS, dt)):
         client.send(step, {"temperature": temperature})
 
 
 def simulate_to_disk(parameters: Sequence[float], file: Path, n: int = N, steps: int = STEPS, dt: float = DT) -> None:
-    """The same samples into a file."""
+    """Write the same samples to a file."""
     write_simulation(file, parameters, solve(parameters, n, steps, dt))
 
 
@@ -43,8 +43,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=STEPS, help="--file: samples (%(default)s)")
     parser.add_argument("--dt", type=float, default=DT, help="length of a step (%(default)s)")
     parser.add_argument("--parameters", type=float, nargs=len(PARAMETERS), metavar=tuple(n.upper() for n in PARAMETERS))
-    parser.add_argument("--simulation", type=int, help="its number, where no run started it")
-    parser.add_argument("--address", help="of the run, where no run started it")
+    parser.add_argument("--simulation", type=int, help="its number, if no run started it")
+    parser.add_argument("--address", help="of the run, if no run started it")
     parser.add_argument("--keys", help="folder of keys, for an address beyond loopback")
     parser.add_argument("--file", type=Path, help="store the fields here; send nothing")
     return parser

@@ -1,11 +1,11 @@
-"""The heat equation in the unit square, by implicit finite differences; numpy alone.
+"""The heat equation in the unit square, by implicit finite differences; needs numpy only.
 
     du/dt = d2u/dx2 + d2u/dy2,   u = initial at t = 0,   u = left, right, bottom, top on the four sides
 
-A step is backward Euler, which is stable for any length of step, on the five-point star. The matrix of the star is
-that of one dimension in x plus that in y, whose eigenvectors are sines; so the linear system of a step is solved
+A step is backward Euler, which is stable for any length of step, on the five-point stencil. The matrix of the stencil
+is that of one dimension in x plus that in y, whose eigenvectors are sines. So the linear system of a step is solved
 directly by two small matrix products (Lynch, Rice and Thomas, "Direct solution of partial difference equations by
-tensor product methods", Numerische Mathematik 6, 1964), where a factorisation of the whole sparse matrix would fill in.
+tensor product methods", Numerische Mathematik 6, 1964). A factorisation of the whole sparse matrix would fill in.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PARAMETERS = ("initial", "left", "right", "bottom", "top")
 """Temperatures, in this order: at the start, and on the sides x = 0, x = 1, y = 0 and y = 1."""
 
 DT = 0.002
-"""The usual step. The slowest part of a field falls to 2 % in 100 of them."""
+"""The default step. In 100 steps the slowest mode of a field decays to 2 %."""
 
 
 class Stepper:
@@ -44,21 +44,21 @@ class Stepper:
         eigenvalues = (2.0 * np.sin(0.5 * np.pi * h * modes) / h) ** 2
         self._sines = np.sqrt(2.0 * h) * np.sin(np.pi * h * np.outer(modes, modes))  # symmetric, its own inverse
         self._divisor = 1.0 + dt * (eigenvalues[:, None] + eigenvalues[None, :])
-        self._inflow = self.to_modes(dt / h**2 * _beside(n, sides))
+        self._inflow = self.to_modes(dt / h**2 * _boundary(n, sides))
 
     def to_modes(self, field: Grid) -> Grid:
-        """The amounts of the eigenvectors in a field; and back, as it is its own inverse."""
+        """Transform a field to the basis of eigenvectors. The transform is its own inverse."""
         modes: Grid = self._sines @ field @ self._sines
         return modes
 
     def step(self, modes: Grid) -> Grid:
-        """The amounts a step later."""
+        """Advance a transformed field by one step."""
         after: Grid = (modes + self._inflow) / self._divisor
         return after
 
 
-def _beside(n: int, sides: Sequence[float]) -> Grid:
-    """What the sides add to the star of each point: those next to a side have it as a neighbour."""
+def _boundary(n: int, sides: Sequence[float]) -> Grid:
+    """The boundary term of the stencil: a point next to a side has that side as a neighbour."""
     left, right, bottom, top = sides
     added = np.zeros((n, n))
     added[0, :] += left
@@ -69,12 +69,12 @@ def _beside(n: int, sides: Sequence[float]) -> Grid:
 
 
 def solve(parameters: Iterable[float], n: int, steps: int, dt: float = DT) -> Iterator[Field]:
-    """The field after each step, from the first on.
+    """Yield the field after each step.
 
     Args:
         parameters: the temperatures that ``PARAMETERS`` names.
         n: inner points in each direction.
-        steps: how many.
+        steps: number of steps.
         dt: length of a step.
 
     Yields:

@@ -1,9 +1,9 @@
-"""The simulations that an online run would start, stored in a folder: for training offline.
+"""Stores the simulations that an online run would start in a folder, for offline training.
 
     python examples/heat/store.py data/heat [--config examples/heat/config.yaml] [--set simulations.count=10 ...]
 
-How many, how many at once, their sizes and parameters are those of the config's section ``simulations``, drawn by the
-same sampler with the same seed. Each runs in a process of its own, as it does online.
+Their number, sizes and parameters are those of the config's section ``simulations``, from the same sampler with the
+same seed. Each simulation runs in a separate process, as it does online.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ TIMEOUT_S = 600.0  # of one simulation
 
 
 def store(folder: Path, config: Config, dt: float = DT) -> float:
-    """Store every simulation of ``config`` that is not there yet.
+    """Store every simulation of ``config`` that is not stored yet.
 
     Returns:
-        The seconds that it took.
+        The elapsed seconds.
 
     Raises:
         RuntimeError: a simulation failed; the others end first.
         ValueError: the folder holds one with other parameters.
     """
     assert config.simulations is not None
-    plan = IngestSpec.of(config.simulations)
+    spec = IngestSpec.from_config(config.simulations)
     count = config.simulations.count or 0
-    sampler = make_sampler(config.simulations.sampler, plan.parameters, config.seed, count)
-    sizes = ["--n", plan.fields[0].shape[0], "--steps", config.simulations.steps, "--dt", dt]
+    sampler = make_sampler(config.simulations.sampler, spec.parameters, config.seed, count)
+    sizes = ["--n", spec.fields[0].shape[0], "--steps", config.simulations.steps, "--dt", dt]
     commands = []
     for simulation in range(count):
         file, parameters = file_of(folder, simulation), [float(value) for value in sampler.draw(simulation)]
-        if not _is_there(file, parameters):
+        if not _is_stored(file, parameters):
             commands.append(["--file", file, "--parameters", *parameters, *sizes])
     began = time.monotonic()
     with ThreadPoolExecutor(config.simulations.at_once) as pool:
@@ -54,7 +54,7 @@ def store(folder: Path, config: Config, dt: float = DT) -> float:
     return time.monotonic() - began
 
 
-def _is_there(file: Path, parameters: Sequence[float]) -> bool:
+def _is_stored(file: Path, parameters: Sequence[float]) -> bool:
     if not file.exists():
         return False
     if not np.array_equal(read_parameters(file), parameters):

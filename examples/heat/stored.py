@@ -1,4 +1,4 @@
-"""Simulations in files, one .npz each, of which single samples are read without loading the rest; numpy alone."""
+"""Simulations in .npz files, one each. Single samples are read without loading the rest. Needs numpy only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-_LOCAL_HEADER_BYTES = 30  # of a member of a zip file; then its name and its extra field, whose lengths it ends with
+_LOCAL_HEADER_BYTES = (
+    30  # of a member of a zip file; its last two fields are the lengths of the name and of the extra field
+)
 
 
 def file_of(folder: Path, simulation: int) -> Path:
@@ -22,7 +24,7 @@ def file_of(folder: Path, simulation: int) -> Path:
 def write_simulation(file: Path, parameters: Sequence[float], fields: Iterable[npt.NDArray[np.float32]]) -> None:
     """Store a simulation: ``parameters`` float64 [p], ``temperature`` float32 [steps, n, n].
 
-    The file has its name only when it is whole.
+    The file gets its name when it is complete.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_name(f".{file.name}.{os.getpid()}")
@@ -37,15 +39,15 @@ def write_simulation(file: Path, parameters: Sequence[float], fields: Iterable[n
 
 
 def read_parameters(file: Path) -> npt.NDArray[np.float64]:
-    """What a stored simulation was given."""
+    """The parameters of a stored simulation."""
     return np.array(map_array(file, "parameters"))
 
 
 def map_array(file: Path, name: str) -> npt.NDArray[Any]:
-    """An array of an uncompressed .npz, mapped read-only: numpy's own ``mmap_mode`` knows plain .npy only.
+    """Map an array of an uncompressed .npz read-only. numpy's own ``mmap_mode`` supports plain .npy files only.
 
     Raises:
-        ValueError: the file has no such array, or holds it compressed.
+        ValueError: the file has no such array, or the array is compressed.
     """
     try:
         with zipfile.ZipFile(file) as archive, file.open("rb") as stream:
@@ -63,13 +65,13 @@ def map_array(file: Path, name: str) -> npt.NDArray[Any]:
 
 
 class StoredSimulations:
-    """A map-style data set: the samples that an online run would receive, out of a folder.
+    """A map-style data set of a folder: the samples that an online run would receive.
 
     Args:
         folder: with the files of ``write_simulation``.
 
     Raises:
-        ValueError: there are none, one is damaged, or they differ in shape.
+        ValueError: the folder has none, a file is damaged, or the shapes differ.
     """
 
     def __init__(self, folder: Path) -> None:

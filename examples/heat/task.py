@@ -19,19 +19,19 @@ from torch import Tensor, nn
 
 from paramserver import Task
 from paramserver.errors import TaskError
-from paramserver.online.spec import read_fields
+from paramserver.online.spec import parse_fields
 
-LOW, HIGH = 100.0, 500.0  # of all temperatures, as the config has them
+LOW, HIGH = 100.0, 500.0  # range of all temperatures, as in config.yaml
 MEAN, SPREAD = (LOW + HIGH) / 2, (HIGH - LOW) / 12**0.5
 VALIDATION_SEED = 20230723
 
 
 class Surrogate(nn.Module):
-    """A fully connected network between physical quantities; what it computes with is normalised.
+    """A fully connected network from and to physical quantities, which it normalises.
 
     Args:
         n: points of the field in each direction.
-        steps: of a simulation; time is counted in them.
+        steps: of a simulation; the unit of time.
         width: of the two hidden layers.
     """
 
@@ -47,7 +47,7 @@ class Surrogate(nn.Module):
         )
 
     def forward(self, parameters: Tensor, step: Tensor) -> Tensor:
-        """Parameters [batch, 5] and steps [batch] to temperatures [batch, n, n]."""
+        """Map parameters [batch, 5] and steps [batch] to temperatures [batch, n, n]."""
         given = (parameters.float() - MEAN) / SPREAD
         time = ((step.float() + 1) / self.steps - 0.5) * 12**0.5
         out: Tensor = self.layers(torch.cat([given, time[:, None]], dim=1))
@@ -55,17 +55,17 @@ class Surrogate(nn.Module):
 
 
 class Heat(Task):
-    """Learns from simulations while they run, or from stored ones.
+    """Trains on simulations while they run, or on stored ones.
 
     Args:
-        offline: read stored simulations; False for the running ones of the config's section ``simulations``.
-        folder: where the stored ones are; see store.py.
-        n: points of the field in each direction, offline; online the config's section says it.
+        offline: read stored simulations; False = receive those of the config's section ``simulations``.
+        folder: of the stored simulations, see store.py.
+        n: points of the field in each direction, offline; online the config's section determines it.
         steps: of a simulation, likewise.
         dt: length of a step.
         width: of the hidden layers.
         lr: learning rate of Adam.
-        validation_simulations: how many are made for validation, of parameters that training does not draw.
+        validation_simulations: number of simulations for validation, with parameters that training does not use.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Heat(Task):
         simulations = None if self.offline else self.config.simulations
         if simulations is None:
             return self.n, self.steps
-        match [(field.name, field.shape) for field in read_fields(simulations.fields)]:
+        match [(field.name, field.shape) for field in parse_fields(simulations.fields)]:
             case [("temperature", (n, width))] if n == width:
                 return n, simulations.steps or self.steps
         raise TaskError("simulations.fields must be what simulate.py sends; for example {temperature: [32, 32]}")
@@ -124,13 +124,13 @@ class Heat(Task):
 
     @cached_property
     def _validation(self) -> list[dict[str, Any]]:
-        """The same in every run and trainer, so that their errors compare."""
+        """The same samples in every run and trainer, so that their errors are comparable."""
         n, steps = self.sizes
         count = self.validation_simulations
-        drawn = np.random.default_rng(VALIDATION_SEED).uniform(LOW, HIGH, (count, len(PARAMETERS)))
+        parameters_of_all = np.random.default_rng(VALIDATION_SEED).uniform(LOW, HIGH, (count, len(PARAMETERS)))
         return [
             {"simulation": simulation, "step": step, "parameters": parameters, "temperature": temperature}
-            for simulation, parameters in enumerate(drawn)
+            for simulation, parameters in enumerate(parameters_of_all)
             for step, temperature in enumerate(solve(parameters, n, steps, self.dt))
         ]
 
@@ -140,7 +140,7 @@ class Heat(Task):
     def validation_step(
         self, model: nn.Module, batch: dict[str, Tensor], valid_batch_idx: int, batch_idx: int
     ) -> dict[str, Tensor]:
-        """The loss, and the mean absolute error in kelvin."""
+        """Return the loss, and the mean absolute error in kelvin."""
         error = self._error(model, batch)
         return {"loss": (error / SPREAD).square().mean(), "kelvin": error.abs().mean()}
 
