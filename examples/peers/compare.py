@@ -1,15 +1,15 @@
-"""This package beside a hand-written loop, Lightning, Ray's parameter-server pattern and the official tutorial.
+"""Compares this package with a hand-written loop, Lightning, Ray's parameter server and the official tutorial.
 
     python examples/peers/compare.py [--models digits mlp] [--trainers 2] [--steps 300] [--repeats 5] [--official DIR]
 
 Every case trains the same network from the same weights, on the same batches of 32 in the same order, with one thread
 in each process, on this machine: ``rpc`` and ``ddp`` are this package, ``loop`` is DistributedDataParallel by hand.
-Runs are fresh processes, and the cases take turns. A step lasts from one batch being at hand to the next; the first
-``--warm`` are left out, and so are start, validation and saving. Speeds are samples per second of all trainers
+Runs are fresh processes, and the cases are interleaved. A step lasts from one batch to the next; the first ``--warm``
+are left out, and so are start, validation and saving. Speeds are samples per second of all trainers
 together: their geometric mean, and in brackets the 95 % interval over the repeats; ratios are of the same repeat.
 
 ``--official`` names a checkout of github.com/pytorch/examples. Its rpc_parameter_server.py is run with other data, and
-nothing else replaced, beside this package on the script's own network, each with one trainer: with two the script
+nothing else replaced, and this package on the script's own network, each with one trainer: with two the script
 fails (see tests/measure/tutorial.py, which does this).
 """
 
@@ -46,9 +46,9 @@ class Case:
     """A program that trains.
 
     Args:
-        script: beside this one, with its flags.
-        needs: the package without which it cannot run.
-        starts_all: it starts every process itself; otherwise it is started once for each rank.
+        script: in this folder, with its flags.
+        needs: the package that it requires; None without one.
+        starts_all: whether it starts all processes; otherwise it is started once for each rank.
     """
 
     script: tuple[str, ...]
@@ -66,16 +66,16 @@ CASES = {
 
 
 class PeerError(RuntimeError):
-    """A case did not come to its end; says how it ended."""
+    """A case failed; the message is its error."""
 
 
 def is_installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def missing(asked: Sequence[str], installed: Callable[[str], bool] = is_installed) -> list[str]:
-    """The cases among these whose package is not installed."""
-    return [name for name in asked if (need := CASES[name].needs) is not None and not installed(need)]
+def missing_packages(names: Sequence[str], installed: Callable[[str], bool] = is_installed) -> list[str]:
+    """The cases among ``names`` whose package is not installed."""
+    return [name for name in names if (need := CASES[name].needs) is not None and not installed(need)]
 
 
 def missing_sentence(names: Sequence[str]) -> str:
@@ -88,7 +88,7 @@ def missing_sentence(names: Sequence[str]) -> str:
 
 
 def commands_of(case: str, model: str, trainers: int, steps: int, folder: Path) -> list[list[str]]:
-    """What is given to fresh interpreters, side by side."""
+    """The arguments of the interpreters that run at the same time."""
     script, *flags = CASES[case].script
     words = [str(HERE / script), *flags, "--model", model, "--folder", str(folder)]
     words += ["--trainers", str(trainers), "--steps", str(steps)]
@@ -101,7 +101,7 @@ def commands_of(case: str, model: str, trainers: int, steps: int, folder: Path) 
 
 
 def environment() -> Mapping[str, str]:
-    """Of every program alike: one thread, one allocator, the modules of this checkout."""
+    """The environment of every program: one thread, the same allocator, the modules of this checkout."""
     environ = measuring_environment()
     return {**environ, "PYTHONPATH": f"{ROOT}:{environ.get('PYTHONPATH', '')}".rstrip(":")}
 
@@ -131,20 +131,20 @@ def _speed(rows: Rows) -> float:
 # All of them.
 
 
-def measured(
+def measure_all(
     cases: Sequence[str], repeats: int, measure: Callable[[str], float], failures: list[str], title: str
 ) -> Speeds:
-    """Speeds by case and repeat; one that failed is None, and told in ``failures``."""
+    """Speeds by case and repeat; the speed of a failed run is None, and its error is appended to ``failures``."""
     speeds: Speeds = {case: {} for case in cases}
     for repeat, case in interleaved(cases, repeats):
         try:
             found = speeds[case][repeat] = measure(case)
-            said = f"{found:.0f} samples/s"
+            outcome = f"{found:.0f} samples/s"
         except (PeerError, RuntimeError) as error:
             speeds[case][repeat] = None
-            said = f"failed: {str(error).strip().splitlines()[-1]}"
-            failures.append(f"{title}, {case}, repeat {repeat + 1} {said}")
-        print(f"  {repeat + 1}/{repeats} {title} {case}: {said}", file=sys.stderr, flush=True)
+            outcome = f"failed: {str(error).strip().splitlines()[-1]}"
+            failures.append(f"{title}, {case}, repeat {repeat + 1} {outcome}")
+        print(f"  {repeat + 1}/{repeats} {title} {case}: {outcome}", file=sys.stderr, flush=True)
     return speeds
 
 
@@ -160,24 +160,25 @@ def table(speeds: Speeds, ours: Sequence[str] = OURS) -> str:
     return "\n".join(f"  {line.rstrip()}" for line in lines)
 
 
-def compare(model: str, cases: Sequence[str], asked: argparse.Namespace, failures: list[str]) -> None:
+def compare(model: str, cases: Sequence[str], arguments: argparse.Namespace, failures: list[str]) -> None:
     def measure(case: str) -> float:
-        return speed(run(case, model, asked.trainers, asked.steps), asked.warm)
+        return speed(run(case, model, arguments.trainers, arguments.steps), arguments.warm)
 
-    speeds = measured(cases, asked.repeats, measure, failures, model)
-    count = f"{asked.trainers} trainer{'s' if asked.trainers > 1 else ''}"
-    print(f"\n{model}, {count}, batch {BATCH_SIZE}, {asked.steps - asked.warm - 1} steps, {asked.repeats} repeats")
+    speeds = measure_all(cases, arguments.repeats, measure, failures, model)
+    count = f"{arguments.trainers} trainer{'s' if arguments.trainers > 1 else ''}"
+    size = f"{arguments.steps - arguments.warm - 1} steps, {arguments.repeats} repeats"
+    print(f"\n{model}, {count}, batch {BATCH_SIZE}, {size}")
     print(table(speeds), flush=True)
 
 
-def compare_official(script: Path, asked: argparse.Namespace, failures: list[str]) -> None:
+def compare_official(script: Path, arguments: argparse.Namespace, failures: list[str]) -> None:
     source = script.read_text(encoding="utf-8")
-    given = argparse.Namespace(steps=asked.steps, warm=asked.warm, own_threads=False)
+    given = argparse.Namespace(steps=arguments.steps, warm=arguments.warm, own_threads=False)
     names = {"rpc": "ours", OFFICIAL: "tutorial"}
-    speeds = measured(
-        list(names), asked.repeats, lambda case: tutorial.measure(names[case], source, given), failures, "tutorial"
+    speeds = measure_all(
+        list(names), arguments.repeats, lambda case: tutorial.measure(names[case], source, given), failures, "tutorial"
     )
-    print(f"\nthe tutorial's network, 1 trainer, batch {tutorial.BATCH_SIZE}, {asked.repeats} repeats")
+    print(f"\nthe tutorial's network, 1 trainer, batch {tutorial.BATCH_SIZE}, {arguments.repeats} repeats")
     print(table(speeds), flush=True)
 
 
@@ -195,23 +196,23 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     parser = make_parser()
-    asked = parser.parse_args()
-    if asked.warm < 0 or asked.steps < asked.warm + 2 or min(asked.trainers, asked.repeats) < 1:
+    arguments = parser.parse_args()
+    if arguments.warm < 0 or arguments.steps < arguments.warm + 2 or min(arguments.trainers, arguments.repeats) < 1:
         parser.error("--trainers and --repeats must be at least 1, and --steps at least --warm + 2; correct them")
-    script = None if asked.official is None else asked.official / OFFICIAL_SCRIPT
+    script = None if arguments.official is None else arguments.official / OFFICIAL_SCRIPT
     if script is not None and not script.is_file():
         parser.error(
-            f"--official ({asked.official}) must hold {OFFICIAL_SCRIPT}; check out github.com/pytorch/examples at "
+            f"--official ({arguments.official}) must hold {OFFICIAL_SCRIPT}; check out github.com/pytorch/examples at "
             f"commit {tutorial.COMMIT}"
         )
     print(origin())
-    absent, failures = missing(asked.cases), list[str]()
+    absent, failures = missing_packages(arguments.cases), list[str]()
     if absent:
         print(missing_sentence(absent))
-    for model in asked.models:
-        compare(model, [case for case in asked.cases if case not in absent], asked, failures)
+    for model in arguments.models:
+        compare(model, [case for case in arguments.cases if case not in absent], arguments, failures)
     if script is not None:
-        compare_official(script, asked, failures)
+        compare_official(script, arguments, failures)
     print("".join(f"\n{one}" for one in failures), file=sys.stderr)
     return int(bool(failures))
 

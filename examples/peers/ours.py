@@ -1,4 +1,4 @@
-"""This package: ``python examples/peers/ours.py --mode rpc --folder DIR`` starts all ranks by itself."""
+"""This package: ``python examples/peers/ours.py --mode rpc --folder DIR`` starts all ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from work import BATCH_SIZE, Clock, make_parser, network_of, samples_of, task_of
+from work import BATCH_SIZE, Clock, make_network, make_parser, make_samples, make_task
 
 import paramserver
 from paramserver import Task
@@ -19,23 +19,23 @@ class Timed(Task):
 
     Args:
         model: its name.
-        steps: how many batches each of the trainers takes.
-        folder: where the steps are written.
+        steps: the number of batches of each trainer.
+        folder: to which the steps are written.
     """
 
     def __init__(self, model: str, steps: int, folder: str) -> None:
         self.steps, self.folder = steps, Path(folder)
-        self.task, self.clock = task_of(model), Clock()
+        self.task, self.clock = make_task(model), Clock()
 
     def build_model(self) -> nn.Module:
-        return network_of(self.task)
+        return make_network(self.task)
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         optimizer: torch.optim.Optimizer = self.task.build_optimizer(model)
         return optimizer
 
     def train_source(self, partition: Any) -> Any:
-        return samples_of(self.task, self.steps * partition.count * BATCH_SIZE)
+        return make_samples(self.task, self.steps * partition.count * BATCH_SIZE)
 
     def training_step(self, model: nn.Module, batch: Any, batch_idx: int) -> Tensor:
         return self.clock.loss(self.task, model, batch, batch_idx)
@@ -47,9 +47,11 @@ class Timed(Task):
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--mode", choices=("rpc", "ddp"), default="rpc")
-    asked = parser.parse_args()
-    task_args = {"model": asked.model, "steps": asked.steps, "folder": str(asked.folder.resolve())}
-    paramserver.run(Timed, measured_config(asked.mode, asked.folder, asked.steps, asked.trainers, task_args))
+    arguments = parser.parse_args()
+    task_args = {"model": arguments.model, "steps": arguments.steps, "folder": str(arguments.folder.resolve())}
+    paramserver.run(
+        Timed, measured_config(arguments.mode, arguments.folder, arguments.steps, arguments.trainers, task_args)
+    )
 
 
 if __name__ == "__main__":

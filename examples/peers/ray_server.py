@@ -1,8 +1,8 @@
 """A synchronous parameter server of Ray actors, after the pattern in Ray's documentation; one process starts all.
 
-A server actor holds the network and the optimizer. For each step every worker actor gets the weights, and computes the
-gradients of a batch of its own; the server applies their mean and returns the new weights, which stay in Ray's object
-store on their way.
+A server actor holds the network and the optimizer. In each step every worker actor gets the weights and computes the
+gradients of its own batch; the server applies their mean and returns the new weights, which are passed on in Ray's
+object store.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from work import HERE, TIMEOUT_S, Clock, batches_of, make_parser, network_of, task_of, write_rows
+from work import HERE, TIMEOUT_S, Clock, make_batches, make_network, make_parser, make_task, write_rows
 
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # before ray is imported, which reads it
 import ray
 
 STORE_BYTES = 512 * 2**20
-AHEAD = 10  # steps that are asked for before the last one is done
+AHEAD = 10  # steps that are submitted before the driver waits
 
 Weights = dict[str, torch.Tensor]
 Gradients = list[np.ndarray]  # type: ignore[type-arg]
@@ -32,8 +32,8 @@ class Server:
 
     def __init__(self, model: str) -> None:
         torch.set_num_threads(1)
-        task = task_of(model)
-        self.network = network_of(task)
+        task = make_task(model)
+        self.network = make_network(task)
         self.optimizer = task.build_optimizer(self.network)
 
     def apply_gradients(self, *gradients: Gradients) -> Weights:
@@ -52,9 +52,9 @@ class Worker:
 
     def __init__(self, model: str, trainer: int, trainers: int, steps: int) -> None:
         torch.set_num_threads(1)
-        self.task, self.clock = task_of(model), Clock()
-        self.network = network_of(self.task)
-        self.batches: Iterator[Any] = iter(batches_of(self.task, trainer, trainers, steps))
+        self.task, self.clock = make_task(model), Clock()
+        self.network = make_network(self.task)
+        self.batches: Iterator[Any] = iter(make_batches(self.task, trainer, trainers, steps))
 
     def compute_gradients(self, weights: Weights) -> Gradients:
         self.network.load_state_dict(weights)
@@ -83,13 +83,13 @@ def train(model: str, trainers: int, steps: int) -> list[list[tuple[float, int, 
 
 
 def main() -> None:
-    asked = make_parser(__doc__).parse_args()
+    arguments = make_parser(__doc__).parse_args()
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
         try:
             ray.init(
                 address="local",
-                num_cpus=1 + asked.trainers,
+                num_cpus=1 + arguments.trainers,
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level="ERROR",
@@ -97,8 +97,8 @@ def main() -> None:
                 _node_ip_address="127.0.0.1",
                 _temp_dir=folder,
             )
-            for trainer, rows in enumerate(train(asked.model, asked.trainers, asked.steps)):
-                write_rows(asked.folder, trainer, rows)
+            for trainer, rows in enumerate(train(arguments.model, arguments.trainers, arguments.steps)):
+                write_rows(arguments.folder, trainer, rows)
         finally:
             ray.shutdown()
 

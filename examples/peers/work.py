@@ -1,4 +1,4 @@
-"""What every program here trains: the network, the samples in their order, the loss, and the clock that times steps."""
+"""Shared by the programs here: the network, the samples in their order, the loss, and the clock of the steps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LOOPBACK = "lo"
 NAMES = ("digits", *MODELS)
 
 
-def task_of(name: str) -> Task:
+def make_task(name: str) -> Task:
     """The task of ``examples/digits``, or one on random images with a network of ``tests/measure/common.py``."""
     if name == "digits":
         made: Task = runpy.run_path(str(HERE.parent / "digits" / "task.py"))["Digits"]()
@@ -36,28 +36,28 @@ def task_of(name: str) -> Task:
     return Measured(name)
 
 
-def network_of(task: Task) -> nn.Module:
-    """Its network, with the same weights in every process and program."""
+def make_network(task: Task) -> nn.Module:
+    """The network of a task, with the same weights in every process and program."""
     with torch.random.fork_rng():
         torch.manual_seed(SEED)
         return task.build_model()
 
 
-def samples_of(task: Task, count: int) -> Dataset[Any]:
-    """At least so many samples, so that no program meets the end of a pass, at which each does something else."""
+def make_samples(task: Task, count: int) -> Dataset[Any]:
+    """At least ``count`` samples, so that no program reaches the end of a pass, where their behaviour differs."""
     once: Any = task.train_source(None)  # type: ignore[arg-type]
     return ConcatDataset([once] * -(-count // len(once)))
 
 
-def batches_of(task: Task, trainer: int, trainers: int, steps: int) -> DataLoader[Any]:
-    """The batches of one trainer: those that this package deals to it with the same seed."""
-    data = samples_of(task, steps * trainers * BATCH_SIZE)
+def make_batches(task: Task, trainer: int, trainers: int, steps: int) -> DataLoader[Any]:
+    """The batches of one trainer: the same that this package partitions to it with the same seed."""
+    data = make_samples(task, steps * trainers * BATCH_SIZE)
     order: Any = DistributedSampler(data, trainers, trainer, shuffle=True, seed=SEED)
     return DataLoader(data, batch_size=BATCH_SIZE, sampler=order)
 
 
 class Clock:
-    """Notes the steps of one trainer: when it had its batch, of how many samples, and what the loss was."""
+    """Records the steps of one trainer: the time of its batch, the number of samples, and the loss."""
 
     def __init__(self) -> None:
         self.steps: list[tuple[float, int, Tensor]] = []
@@ -82,7 +82,7 @@ def write_rows(folder: Path, trainer: int, rows: list[tuple[float, int, float]])
 
 
 def read_rows(folder: Path, trainers: int) -> list[list[tuple[float, int, float]]]:
-    """What each trainer noted."""
+    """The recorded steps of each trainer."""
     texts = [(folder / f"steps-{i}.json").read_text(encoding="utf-8") for i in range(trainers)]
     return [[(row[0], row[1], row[2]) for row in json.loads(text)] for text in texts]
 
@@ -94,6 +94,6 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--trainers", type=int, default=2)
     parser.add_argument("--rank", type=int, default=0)
-    parser.add_argument("--port", type=int, default=29500, help="where ranks meet, if not in the folder")
+    parser.add_argument("--port", type=int, default=29500, help="of the rendezvous, if it is not in the folder")
     parser.add_argument("--folder", type=Path, required=True, help="an empty one, for the steps of each trainer")
     return parser

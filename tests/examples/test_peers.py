@@ -18,7 +18,7 @@ import work  # noqa: E402
 sys.path[:] = PATH
 MODEL, TRAINERS, STEPS = "small", 2, 5
 # Lightning and Ray take part where they are installed.
-HERE = [name for name in peers.CASES if name not in peers.missing(list(peers.CASES))]
+HERE = [name for name in peers.CASES if name not in peers.missing_packages(list(peers.CASES))]
 
 
 # The same training.
@@ -27,11 +27,11 @@ HERE = [name for name in peers.CASES if name not in peers.missing(list(peers.CAS
 @pytest.fixture(scope="module")
 def losses():
     """Of each trainer, step by step, as one process alone computes them."""
-    task = work.task_of(MODEL)
-    model = work.network_of(task)
+    task = work.make_task(MODEL)
+    model = work.make_network(task)
     optimizer = task.build_optimizer(model)
     found = [[] for _ in range(TRAINERS)]
-    loaders = [islice(work.batches_of(task, i, TRAINERS, STEPS), STEPS) for i in range(TRAINERS)]
+    loaders = [islice(work.make_batches(task, i, TRAINERS, STEPS), STEPS) for i in range(TRAINERS)]
     for step, batches in enumerate(zip(*loaders, strict=True)):
         optimizer.zero_grad()
         for own, batch in zip(found, batches, strict=True):
@@ -55,9 +55,9 @@ def test_every_program_computes_the_same_losses(case, losses):
 
 def test_losses_differ_for_another_update(losses):
     """What the test above holds programs to depends on updates, and not on the batches alone."""
-    task = work.task_of(MODEL)
-    model = work.network_of(task)
-    batches = list(zip(work.batches_of(task, 0, TRAINERS, STEPS), range(STEPS), strict=False))
+    task = work.make_task(MODEL)
+    model = work.make_network(task)
+    batches = list(zip(work.make_batches(task, 0, TRAINERS, STEPS), range(STEPS), strict=False))
     untrained = [task.training_step(model, batch, step).item() for batch, step in batches]
     assert untrained[0] == pytest.approx(losses[0][0], rel=1e-6)
     assert untrained[-1] != pytest.approx(losses[0][-1], rel=1e-5)
@@ -112,7 +112,7 @@ def test_what_failed_has_no_speed_and_is_named_once_a_repeat():
         return 100.0
 
     failures = []
-    speeds = peers.measured(["rpc", "ray"], 2, measure, failures, "mlp")
+    speeds = peers.measure_all(["rpc", "ray"], 2, measure, failures, "mlp")
     assert speeds == {"rpc": {0: 100.0, 1: 100.0}, "ray": {0: None, 1: None}}
     assert sorted(failures) == [f"mlp, ray, repeat {i} failed: the last line" for i in (1, 2)]
     assert peers.table(speeds).splitlines()[2].split() == ["ray", "-", "-"]
@@ -120,13 +120,15 @@ def test_what_failed_has_no_speed_and_is_named_once_a_repeat():
 
 def test_programs_take_turns(capsys):
     measured = []
-    peers.measured(["rpc", "loop"], 2, lambda case: measured.append(case) or 1.0, [], "mlp")
+    peers.measure_all(["rpc", "loop"], 2, lambda case: measured.append(case) or 1.0, [], "mlp")
     assert measured == ["rpc", "loop", "loop", "rpc"]
     assert capsys.readouterr().err.count("1 samples/s") == 4
 
 
 def test_what_is_not_installed_is_left_out_in_one_sentence():
-    assert peers.missing(["rpc", "loop", "ray", "lightning"], lambda package: package == "ray") == ["lightning"]
+    assert peers.missing_packages(["rpc", "loop", "ray", "lightning"], lambda package: package == "ray") == [
+        "lightning"
+    ]
     sentence = peers.missing_sentence(["lightning", "ray"])
     assert sentence.startswith("Left out, because they are not installed: lightning and ray (")
     assert "\n" not in sentence
@@ -151,6 +153,6 @@ def test_wrong_arguments_are_refused(monkeypatch, capsys, flags, message):
 
 def test_data_lasts_for_all_steps():
     for name in ("digits", MODEL):
-        task = work.task_of(name)
-        assert len(work.batches_of(task, 0, 2, 100)) >= 100
-        assert math.prod(next(iter(work.batches_of(task, 1, 2, 3)))[0].shape[1:]) in (64, 784)
+        task = work.make_task(name)
+        assert len(work.make_batches(task, 0, 2, 100)) >= 100
+        assert math.prod(next(iter(work.make_batches(task, 1, 2, 3)))[0].shape[1:]) in (64, 784)

@@ -81,7 +81,7 @@ class Producer:
 
 
 class Consumer:
-    """Draws batches of changing size until the buffer is exhausted, and counts what it gets."""
+    """Get batches of changing size until the buffer is exhausted, and count the samples."""
 
     def __init__(self, buffer: Buffer, seed: int, largest: int, violations: list[str]) -> None:
         self.buffer, self.largest, self.violations = buffer, largest, violations

@@ -1,4 +1,4 @@
-"""How long training stops for a checkpoint, against one memory copy of the same bytes, and how it goes on meanwhile.
+"""The pause of a checkpoint, compared with one memory copy of the same bytes, and the speed while it is written.
 
     python -m tests.measure.checkpoint_pause [--modes local ddp rpc] [--kind fifo] [--repeats 7] [--every 150]
 
@@ -7,7 +7,7 @@ A model of 10 million parameters (SGD with momentum) and buffers whose samples a
 trainer copies tensors of its buffer's, the model's and the optimizer's sizes: into memory that was touched before, and
 into fresh memory (``Tensor.clone``). The pause is what the run records. The first checkpoint is copied into fresh
 memory, so a clone is the fair comparison; the later ones use that memory again, so it is the copy into touched memory.
-The other is printed beside it; of several trainers the slowest copy counts. Steps per second are counted from the end
+The other is printed next to it; of several trainers the slowest copy counts. Steps per second are counted from the end
 of the pause to the end of the writing, and from there to the next checkpoint.
 """
 

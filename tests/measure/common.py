@@ -1,4 +1,4 @@
-"""What the measurement scripts share: networks and samples, the environment of a run, fresh processes, figures."""
+"""Shared by the measurement scripts: networks and samples, the environment of a run, fresh processes, figures."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def loss_of(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
 
 
 class Measured(Task):
-    """Trains one of ``MODELS`` and notes when each batch begins, which is after it was made.
+    """Trains one of ``MODELS`` and records when each batch begins, after it was formed.
 
     Args:
         model: a name among ``MODELS``.
@@ -175,7 +175,7 @@ def measuring_environment() -> dict[str, str]:
 def run_fresh(
     commands: Sequence[Sequence[str]], environ: Mapping[str, str], timeout_s: float = DEADLINE_S
 ) -> list[str]:
-    """Run fresh interpreters side by side; what each printed.
+    """Run fresh interpreters at the same time and return what each printed.
 
     Raises:
         RuntimeError: one failed, or took longer than ``timeout_s``.
@@ -206,7 +206,7 @@ def _finish(process: subprocess.Popen[str], timeout_s: float) -> str:
 
 
 def measuring_parser(description: str | None, cases: Sequence[str]) -> argparse.ArgumentParser:
-    """What the scripts take that time steps of several cases, each in fresh processes of the script itself."""
+    """The arguments of scripts that time the steps of several cases, each in fresh processes of the script."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=cases, default=list(cases))
     parser.add_argument("--steps", type=int, default=200)

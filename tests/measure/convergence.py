@@ -1,14 +1,15 @@
-"""Whether the digits are learned in every consistency, however the tensors travel, and how fast.
+"""Whether and how fast the digits are learned in each consistency and with each transport.
 
     python -m tests.measure.convergence [--epochs 20] [--every 10] [--repeats 1] [--cases ...]
 
 ``examples/digits`` (1,437 samples to train, 360 to validate) with batches of 32, validated every so many steps; each
-repeat has its own seed. Printed is where the accuracy first is 0.95: the global step, the samples that were applied by
-then (which compare where steps do not: a step is one batch in ``bounded`` and ``async``) and the seconds of training;
-the best accuracy of the run; and the staleness of the gradients that the run applied, from its summary. Two trainers,
-three where one is a backup. The learning rate is the example's, whatever the consistency.
+repeat has its own seed. It prints where the accuracy first reaches 0.95: the global step, the number of samples applied
+by then (comparable also where steps are not: a step is one batch in ``bounded`` and ``async``) and the seconds of
+training; the best accuracy of the run; and the staleness of the applied gradients, from its summary. There are two
+trainers, three where one is a backup. The learning rate is the example's in each consistency.
 
-What this version refuses is said to be so and misses nothing. Exits with 1 where a run does not reach it.
+A combination that this version refuses is printed as such and misses nothing. Exits with 1 if a run does not reach the
+accuracy.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from paramserver.errors import UnsupportedConfiguration
 from tests.measure.common import origin, read_records, verdict
 
 CONFIG = Path(__file__).parents[2] / "examples" / "digits" / "config.yaml"
-METRIC, ASKED = "accuracy", 0.95
+METRIC, REQUIRED = "accuracy", 0.95
 CONSISTENCIES: dict[str, list[str]] = {
     "sync": ["server.consistency=sync"],
     "backup": ["server.consistency=sync", "server.backup_trainers=1", "cluster.num_trainers=3"],
@@ -51,7 +52,7 @@ CASES: dict[str, list[str]] = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """Where a run first reached what was asked (None: nowhere), its best value, and its staleness where it has one."""
+    """Where a run first reached the required value (None: nowhere), its best value, and its staleness if any."""
 
     step: int | None
     samples: int | None
@@ -66,7 +67,7 @@ def outcome_of(
     """From the records of a run (kinds ``validation`` and ``train``) and its summary."""
     best = max((record["values"][METRIC] for record in validations), default=0.0)
     staleness = summary.get("staleness") or {}
-    reached = next((record for record in validations if record["values"][METRIC] >= ASKED), None)
+    reached = next((record for record in validations if record["values"][METRIC] >= REQUIRED), None)
     if reached is None:
         return Outcome(None, None, None, best, staleness)
     samples = max((r["samples"] for r in trained if r["step"] <= reached["step"]), default=None)
@@ -122,7 +123,8 @@ def main() -> None:
     arguments = make_parser().parse_args()
     print(origin())
     print(
-        f"digits: where {METRIC} first is {ASKED:g}, {arguments.epochs} epochs, {arguments.repeats} repeats (medians)"
+        f"digits: where {METRIC} first is {REQUIRED:g}, {arguments.epochs} epochs, "
+        f"{arguments.repeats} repeats (medians)"
     )
     print(
         f"\n  {'':18s}{'step':>9s}{'samples':>9s}{'seconds':>9s}{'best':>9s}   staleness mean / p95 / max", flush=True

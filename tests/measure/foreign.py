@@ -1,4 +1,4 @@
-"""A script of somebody else's, run as it is but for its data: what is replaced, what that changes, how it ends."""
+"""Runs a third-party script with its data replaced: the replacement, its difference to the original, and the error."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def run_until_error(
 ) -> str | None:
     """Run fresh interpreters side by side until all have ended or one prints a traceback; then all are ended.
 
-    A parent that outlives its failed child says nothing in its exit code, and peers of a failed process may wait for
+    The exit code of a parent does not show that its child failed, and peers of a failed process may wait for
     ever: so the output is what counts.
 
     Returns:

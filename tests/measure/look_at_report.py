@@ -1,10 +1,10 @@
-"""Opens the pages of a report in headless Chromium, as on a desk and on a phone, and takes pictures to be looked at.
+"""Opens the pages of a report in headless Chromium, in the sizes of a desktop and a phone, and takes screenshots.
 
     python -m tests.measure.look_at_report REPORT.html [--out DIR]
 
-Checks in the browser's own account of the page that every picture has a size, that no two labels of a picture overlap,
-that nothing but tables and code is wider than the screen, and that nothing was fetched or refused. A person looks at
-the pictures; tests/unit/report/test_page.py makes the same checks.
+Checks in the browser's layout of the page that every picture has a size, that no two labels of a picture overlap, that
+only tables and code are wider than the screen, and that nothing was fetched or refused. The screenshots are for a
+person; tests/unit/report/test_page.py makes the same checks.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from typing import Any
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 SCREENS = {"desk": (1280, 5000), "phone": (500, 8000)}  # a window of Chromium is 500 wide at least
 DEADLINE_S = 120.0
-# Chromium says these of itself, whatever it shows.
-OF_ITS_OWN = re.compile(r"dbus|gpu|vaapi|vulkan|sandbox|zygote|font|ALSA|google_apis|task_policy", re.IGNORECASE)
+# Messages of Chromium that do not depend on the page.
+UNRELATED = re.compile(r"dbus|gpu|vaapi|vulkan|sandbox|zygote|font|ALSA|google_apis|task_policy", re.IGNORECASE)
 FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--enable-logging=stderr"),
 )
 NOT_THERE = "chromium must be on PATH, and is not; install it (Debian: apt-get install chromium)"
-# A label is a group of paths, whose text stands in a comment. Edges may touch, by less than a pixel.
+# A label is a group of paths with its text in a comment. Edges may touch, by less than a pixel.
 ACCOUNT = """<script>
 const labels = picture => [...picture.querySelectorAll('g[id*="-text_"]')].map(label => {
   const {left, right, top, bottom} = label.getBoundingClientRect();
-  const said = [...label.childNodes].find(node => node.nodeType === Node.COMMENT_NODE);
-  return {text: said ? said.data.trim() : label.id, left, right, top, bottom};
+  const comment = [...label.childNodes].find(node => node.nodeType === Node.COMMENT_NODE);
+  return {text: comment ? comment.data.trim() : label.id, left, right, top, bottom};
 });
 const overlaps = found => found.flatMap((a, i) => found.slice(i + 1).filter(b =>
   Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1 && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 1
@@ -65,8 +65,8 @@ def run(program: str, page: Path, size: tuple[int, int], *flags: str) -> subproc
         return subprocess.run(words, capture_output=True, text=True, timeout=DEADLINE_S, check=True)
 
 
-def account(program: str, page: Path, size: tuple[int, int]) -> dict[str, Any]:
-    """The pictures of the page with their sizes and labels, as a copy that may run one script says in its title."""
+def page_layout(program: str, page: Path, size: tuple[int, int]) -> dict[str, Any]:
+    """The pictures of the page with their sizes and labels, which a script in a copy of the page measures."""
     text = re.sub(r"<meta http-equiv=[^>]*>", "", page.read_text(encoding="utf-8"))
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "copy.html"
@@ -77,23 +77,23 @@ def account(program: str, page: Path, size: tuple[int, int]) -> dict[str, Any]:
     return found
 
 
-def faults(told: dict[str, Any]) -> list[str]:
-    """What is wrong with a page, by its account; a sentence each."""
-    found = ["there is no picture"] if not told["pictures"] else []
-    if told["over"] > 0:
-        found.append(f"the page is {told['over']} pixels wider than the screen")
-    for one in told["pictures"]:
-        if not (0 < one["width"] <= told["screen"] and one["height"] > 0 and one["labels"]):
+def faults(layout: dict[str, Any]) -> list[str]:
+    """The faults of a page in its layout, a sentence each."""
+    found = ["there is no picture"] if not layout["pictures"] else []
+    if layout["over"] > 0:
+        found.append(f"the page is {layout['over']} pixels wider than the screen")
+    for one in layout["pictures"]:
+        if not (0 < one["width"] <= layout["screen"] and one["height"] > 0 and one["labels"]):
             found.append(f"{one['name']}: {one['width']} by {one['height']} pixels, {len(one['labels'])} labels")
         found += [f"{one['name']}: {a!r} and {b!r} overlap" for a, b in one["overlaps"]]
         found += [f"{one['name']}: {text!r} leaves the picture" for text in one["outside"]]
     return found
 
 
-def complaints(program: str, page: Path, size: tuple[int, int], *flags: str) -> list[str]:
-    """Open the page; what the browser says of it: errors of scripts, what it refused or could not fetch."""
+def browser_messages(program: str, page: Path, size: tuple[int, int], *flags: str) -> list[str]:
+    """Open the page and return the browser's messages: errors of scripts, and what it refused or could not fetch."""
     lines = run(program, page, size, *flags).stderr.splitlines()
-    return [line for line in lines if ("CONSOLE" in line or "ERROR" in line) and not OF_ITS_OWN.search(line)]
+    return [line for line in lines if ("CONSOLE" in line or "ERROR" in line) and not UNRELATED.search(line)]
 
 
 def main() -> None:
@@ -108,14 +108,14 @@ def main() -> None:
     is_good = True
     for name, size in SCREENS.items():
         picture = (arguments.out / f"{arguments.page.stem}-{name}.png").resolve()
-        said = complaints(program, arguments.page, size, f"--screenshot={picture}")
-        told = account(program, arguments.page, size)
-        wrong = faults(told)
-        is_good = is_good and not wrong and not said
-        print(f"{picture}: {len(told['pictures'])} pictures, {sum(len(p['labels']) for p in told['pictures'])} labels")
+        messages = browser_messages(program, arguments.page, size, f"--screenshot={picture}")
+        layout = page_layout(program, arguments.page, size)
+        wrong = faults(layout)
+        is_good = is_good and not wrong and not messages
         print(
-            "\n".join(f"  {one}" for one in [*wrong, *said]) or "  nothing is wrong, the browser complains of nothing"
+            f"{picture}: {len(layout['pictures'])} pictures, {sum(len(p['labels']) for p in layout['pictures'])} labels"
         )
+        print("\n".join(f"  {one}" for one in [*wrong, *messages]) or "  no fault and no message of the browser")
     sys.exit(0 if is_good else 1)
 
 

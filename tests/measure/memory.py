@@ -1,4 +1,4 @@
-"""How much memory a large model takes in each process, and what waiting costs.
+"""Memory of a large model in each process, and CPU time while the ranks wait.
 
     python -m tests.measure.memory [--parameters 100000000] [--trainers 2] [--steps 30] [--silence 10]
 
@@ -6,7 +6,7 @@ One server and so many trainers on this machine, ``sync`` and then ``async``; fo
 SGD with momentum, batches of 4 samples, so that activations weigh next to nothing. The proportional set size (memory
 that several processes map is shared out among them; /proc/PID/smaps_rollup) of every rank is read from outside, five
 times a second. What counts is the greatest one while training is steady: from ``--warm`` steps on to the last step;
-the greatest one of the whole run, with its start and the checkpoint that ends it, is printed beside it.
+the greatest one of the whole run, with its start and its last checkpoint, is printed next to it.
 
 With P the bytes of the parameters and T trainers, a server may take (4 + T) P in ``sync`` and (4 + 2T) P in ``async``,
 a trainer 3.5 P, each plus 300 MB for the interpreter and torch. Then a run whose streams give nothing for ``--silence``

@@ -1,4 +1,4 @@
-"""Online training at its full size, every sample accounted for; and whether reception holds training up.
+"""Online training at full size with a check of every sample, and whether reception slows training down.
 
     python -m tests.measure.online [--cases whole killed slow] [--modes rpc ddp] [--simulations 100] [--steps 100]
     python -m tests.measure.online --cases held [--repeats 3]
@@ -6,7 +6,7 @@
 ``whole``: 100 simulations of 100 steps of 100x100 numbers, 4 at a time, two trainers, ``uneven_inputs: join``, with
 each buffer; ``killed``: one simulation kills itself in its middle, once; ``slow``: trainer 1 takes longer for each
 batch. Every sample must be received once, and served exactly once (fifo, firo) or at least once (reservoir). Each
-trainer writes down what it is served.
+trainer records the samples that it is served.
 
 ``held``: samples per second of one ``local`` trainer that is fed by simulations, against the same trainer with all
 samples in memory, where a step takes long enough for the producers to keep up; interleaved. torch leaves one core to
@@ -36,7 +36,7 @@ from tests.measure.common import origin, spread, verdict
 
 SHAPE = (100, 100)
 SIMULATION = Path(__file__).with_name("online_simulation.py")
-HELD_ASKED = 0.9
+HELD_REQUIRED = 0.9
 CASES = ("whole", "killed", "slow", "held")
 
 
@@ -142,8 +142,8 @@ def held(repeats: int, simulations: int, steps: int, busy: int) -> None:
         waited = rates[0]["trainers"][0]["data_wait_share"]
         shares.append(online / memory)
         print(f"  {online:.0f} samples/s online (waited {100 * waited:.0f} %), {memory:.0f} from memory", flush=True)
-    met = statistics.median(shares) >= HELD_ASKED
-    print(f"fed by simulations against memory: {spread(shares)}; asked {HELD_ASKED}: {verdict(met)}")
+    met = statistics.median(shares) >= HELD_REQUIRED
+    print(f"fed by simulations against memory: {spread(shares)}; required {HELD_REQUIRED}: {verdict(met)}")
 
 
 def own_seconds(summary: dict[str, Any]) -> float:
@@ -160,15 +160,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--busy", type=int, default=40)
-    told = parser.parse_args()
+    arguments = parser.parse_args()
     print(origin())
     good = True
-    for case in [case for case in told.cases if case != "held"]:
-        for mode, kind in product(told.modes, told.kinds):
-            good &= account(case, mode, kind, told.simulations, told.steps)
-    if "held" in told.cases:
+    for case in [case for case in arguments.cases if case != "held"]:
+        for mode, kind in product(arguments.modes, arguments.kinds):
+            good &= account(case, mode, kind, arguments.simulations, arguments.steps)
+    if "held" in arguments.cases:
         # Few and long ones: what a process takes to start is no part of reception.
-        held(told.repeats, max(told.simulations // 20, 1), 10 * told.steps, told.busy)
+        held(arguments.repeats, max(arguments.simulations // 20, 1), 10 * arguments.steps, arguments.busy)
     if not good:
         raise SystemExit(1)
 

@@ -10,7 +10,7 @@ import numpy as np
 
 
 def simulate(parameters: Any, client: Any) -> None:
-    """Numbers that nobody else sends; number 1 kills itself in its middle, once, where its parameter says so."""
+    """Send numbers that no other simulation sends; number 1 kills itself once in its middle if its parameter is set."""
     for step in range(client.steps):
         if client.simulation == 1 and client.attempt == 0 and step == client.steps // 2 and parameters[1] > 0.5:
             os.kill(os.getpid(), signal.SIGKILL)

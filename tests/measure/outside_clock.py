@@ -1,9 +1,9 @@
-"""Whether the benchmark's throughput is that of a clock outside: samples told by the task, time by who started it.
+"""Compares the throughput of a benchmark with a clock outside of the run: samples reported by the task over a pipe.
 
     python -m tests.measure.outside_clock [--model mlp] [--seconds 5] [--trainers 2] [--repeats 3]
 
-The task writes how many samples each batch holds into a pipe; this process reads the pipe, and notes when each line
-comes. From ``--warm`` seconds after the first line to the last line, samples over seconds is the outside throughput.
+The task writes the number of samples of each batch to a pipe; this process reads the pipe and records the time of each
+line. From ``--warm`` seconds after the first line to the last line, samples over seconds is the outside throughput.
 The record's own must be within 3 %, and the phases of a step must sum to its mean within 5 %.
 """
 
@@ -35,7 +35,7 @@ SUMS = 0.05
 ROOT = Path(__file__).resolve().parents[2]
 
 
-class Told(Measured):
+class Reporting(Measured):
     """Writes the samples of each batch into a pipe.
 
     Args:
@@ -72,7 +72,7 @@ class Listener:
         self._file = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="outside-clock")
-        self.heard: list[tuple[float, int]] = []
+        self.received: list[tuple[float, int]] = []
 
     def _listen(self) -> None:
         rest = b""
@@ -82,7 +82,7 @@ class Listener:
                 if not selector.select(0.1):
                     continue
                 *lines, rest = (rest + os.read(self._file, 1 << 16)).split(b"\n")
-                self.heard += [(time.perf_counter(), int(line)) for line in lines]
+                self.received += [(time.perf_counter(), int(line)) for line in lines]
 
     def __enter__(self) -> Listener:
         self._thread.start()
@@ -95,13 +95,13 @@ class Listener:
 
     def rate(self, warm_s: float) -> float:
         """Samples per second, from ``warm_s`` after the first batch to the last."""
-        begin, end = self.heard[0][0] + warm_s, self.heard[-1][0]
-        return sum(count for moment, count in self.heard if begin < moment <= end) / (end - begin)
+        begin, end = self.received[0][0] + warm_s, self.received[-1][0]
+        return sum(count for moment, count in self.received if begin < moment <= end) / (end - begin)
 
 
 def config_of(pipe: Path, model: str, trainers: int) -> dict[str, Any]:
     return {
-        "task": "tests.measure.outside_clock:Told",
+        "task": "tests.measure.outside_clock:Reporting",
         "task_args": {"pipe": str(pipe), "model": model},
         "cluster": {"num_trainers": trainers},
         "training": {"max_steps": 1, "batch_size": BATCH_SIZE},

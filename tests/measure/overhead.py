@@ -1,4 +1,4 @@
-"""What our loop costs beside one written by hand: milliseconds per step, with one torch thread per trainer.
+"""Compares the training loop with one written by hand: milliseconds per step, with one torch thread per trainer.
 
     python -m tests.measure.overhead [--model cnn|mlp] [--steps 200] [--warm 40] [--repeats 7] [--cases loop local ...]
 
@@ -6,13 +6,13 @@
 on the loopback, gradients as views of buckets as in ours) and a DistributedSampler in two; ``local``, ``ddp`` and
 ``rpc`` (one server) are runs of this package without validation and checkpoints, with their usual logging. All get the
 same samples, batch size, optimizer and environment (OMP_NUM_THREADS=1 and the MALLOC_ variables of
-``paramserver.cluster.child_environment``). Every measurement is a fresh process, the cases take turns, and the order
-turns round with each repeat.
+``paramserver.cluster.child_environment``). Every measurement is a fresh process; the cases are interleaved, in
+alternating order.
 
 A step lasts from one ``on_batch_start`` (by hand: from the moment before the forward) to the next, by the same clock;
-the first ``--warm`` are left out. Of two trainers the slower counts. Each pair of ours and by hand, taken in the same
-repeat, gives three ratios: of the mean steps, which hold everything and decide; of the median steps; and of the CPU
-time of a trainer per step, all its threads together. The last two tell more where the machine has other load.
+the first ``--warm`` are left out. Of two trainers the slower counts. Each pair of ours and by hand, measured in the
+same repeat, gives three ratios: of the mean steps, which include everything and decide; of the median steps; and of the
+CPU time of a trainer per step, all its threads together. The last two are more reliable on a machine with other load.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def run_loop(model: str, steps: int, folder: Path, rank: int) -> None:
 
 
 def run_loop_ddp(model: str, steps: int, folder: Path, rank: int) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=TRAINERS)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=TRAINERS)
     try:
         data = random_images()
         sampler: DistributedSampler[object] = DistributedSampler(data)

@@ -1,4 +1,4 @@
-"""A long run: does memory stay where it is, and what does waiting cost?
+"""A long run: growth of memory, and CPU time while the ranks wait.
 
     python -m tests.measure.soak [--steps 20000] [--trainers 2] [--silence 10] [--model small]
 

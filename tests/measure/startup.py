@@ -2,12 +2,12 @@
 
     python -m tests.measure.startup [--config examples/digits/config.yaml] [--mode rpc] [--repeats 5] [--set k=v ...]
 
-Starts the main job (one server, two trainers: three ranks) for one step, again and again. Each trainer says how long
-each phase of its start took (its ``phase`` record); before them lies ``command``, from the start of the command to the
-moment at which the supervisor begins to count. Printed are medians over the repeats, then the wall clock from outside:
-to the first step of the last trainer, and to the end of the command; and the CPU time of all processes together, which
-says more where the machine has other load. ``--imports MODULE`` prints instead what importing
-a module costs in a fresh interpreter: the packages that take longest, with all that they import.
+Starts the main job (one server, two trainers: three ranks) for one step, repeatedly. Each trainer records how long each
+phase of its start took (its ``phase`` record); before them is ``command``, from the start of the command to the moment
+at which the supervisor begins to count. It prints medians over the repeats, then the wall clock from outside: to the
+first step of the last trainer, and to the end of the command; and the CPU time of all processes together, which is more
+reliable on a machine with other load. ``--imports MODULE`` prints instead the cost of importing a module in a fresh
+interpreter: the packages that take longest, with all that they import.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What slow trainers cost: applied samples per second of each consistency beside ``ddp``.
+"""The cost of slow trainers: applied samples per second of each consistency, compared with ``ddp``.
 
     python -m tests.measure.stragglers [--scenarios permanent backup random] [--seconds 20] [--repeats 5] [--base_ms 20]
 
@@ -8,16 +8,16 @@
 - ``backup``: the last of three trainers is so slow. ``ddp`` applies 3 batches in the time of 5, ``sync`` with one
   backup trainer 2 in the time of 1: 3.33 times as many.
 - ``random``: each batch of both trainers is slowed five times with probability 0.2, drawn from (repeat, trainer,
-  batch): all cases meet the same delays. A batch takes 1.8 times as long on average, the slower of two 2.44 times:
+  batch): all cases have the same delays. A batch takes 1.8 times as long on average, the slower of two 2.44 times:
   ``async`` 1.36; ``bounded`` with a bound of 4 smoothes most of it: 1.25.
 
 A batch is a sleep (``--base_ms``) and a step of a small network, which takes about a millisecond: a machine with few
-cores could not compute three trainers at once, and the figures would be those of its scheduler. So they tell what the
-rules allow, not how fast the arithmetic is.
+cores could not compute three trainers at once, and the figures would be those of its scheduler. So they measure what
+the consistency allows, not the speed of the arithmetic.
 
 A figure is the growth of the applied samples in the ``train`` records over the time between them, from ``--warm``
 seconds after the first record on. Checkpoints (but the one after the last step) and validation are off. Each run is a
-fresh process; the cases take turns, and the order turns round with each repeat.
+fresh process; the cases are interleaved, in alternating order.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ SERVERS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Aim:
-    """Times the applied samples of ``ddp``: what is ideal, and what is asked (None: nothing)."""
+    """Multiples of the applied samples of ``ddp``: the ideal, and what is required (None: nothing)."""
 
     ideal: float
-    asked: float | None
+    required: float | None
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ SCENARIOS = {
 
 
 class Delayed(Measured):
-    """A small network whose every batch takes a time of its own.
+    """A small network whose batches take different times.
 
     Args:
         base_s: what a batch sleeps.
@@ -146,12 +146,12 @@ def report(scenario: Scenario, rates: dict[str, list[float]]) -> None:
 
 
 def against_ddp(aim: Aim, taken: Sequence[float], of_ddp: Sequence[float]) -> str:
-    """The ratio repeat by repeat, and whether its median is what was asked."""
+    """The ratio repeat by repeat, and whether its median is as required."""
     ratios = [ours / theirs for ours, theirs in zip(taken, of_ddp, strict=True)]
     text = f"{spread(ratios)}, ideal {aim.ideal:.2f}"
-    if aim.asked is None:
+    if aim.required is None:
         return text
-    return f"{text}, at least {aim.asked:.2f}: {verdict(statistics.median(ratios) >= aim.asked)}"
+    return f"{text}, at least {aim.required:.2f}: {verdict(statistics.median(ratios) >= aim.required)}"
 
 
 def main() -> None:

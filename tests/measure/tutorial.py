@@ -1,4 +1,4 @@
-"""The official RPC parameter-server tutorial beside this package: samples per second on the same network.
+"""Compares the official RPC parameter-server tutorial with this package: samples per second on the same network.
 
     python -m tests.measure.tutorial --script PATH [--steps 200] [--warm 40] [--repeats 7] [--cases ...]
 
@@ -6,8 +6,8 @@
 commit 77f55b912142e11fcfdf5b530231fb9c52f181e8 (the file's SHA-256 is printed). It is not part of this
 project. What is run is that file with its data replaced, which the printed difference shows in full: random images of
 MNIST's shape from ``TimedBatches`` for the training set, 32 more for its test set, and no import of torchvision. Each
-case has one trainer but where it says otherwise, one thread in every process and the same allocator settings; with
-``--own_threads`` both programs run as they do when nobody sets such variables:
+case has one trainer unless noted, one thread in every process and the same allocator settings; with ``--own_threads``
+both programs run without these environment variables:
 
 - ``tutorial``: as it comes, with torch's default transports; one server, one trainer.
 - ``quiet``: the same with transports that do not spin while they wait (``uv``; ``cma``, ``mpt_uv``, ``basic``).
@@ -16,8 +16,8 @@ case has one trainer but where it says otherwise, one thread in every process an
 - ``tutorial-2`` (once): the tutorial with two trainers, which fails: the optimizer step of one changes in place what
   the backward of the other needs. The error it ends with is printed.
 
-A step lasts from one batch being asked for to the next; the first ``--warm`` are left out, and so is the measuring of
-accuracy. Runs are fresh processes, the cases take turns, and the order turns round with each repeat.
+A step lasts from one request for a batch to the next; the first ``--warm`` steps and the measurement of accuracy are
+left out. Runs are fresh processes; the cases are interleaved, in alternating order.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from tests.measure.common import (
 from tests.measure.foreign import difference, run_until_error, with_other_data
 
 COMMIT = "77f55b912142e11fcfdf5b530231fb9c52f181e8"
-ASKED = 2.0
+REQUIRED = 2.0
 LEARNING_RATE = 0.03
 CASES = {"tutorial": 1, "quiet": 1, "ours": 1, "ours-2": 2}
 FAILING_TRAINERS = 2
@@ -73,7 +73,7 @@ LOOPBACK = {"TP_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
 
 
 class TimedBatches:
-    """A loader of so many random batches, which notes when each is asked for.
+    """A loader of random batches that records when each is requested.
 
     Args:
         folder: where the stamps go when all batches were served; one file for each trainer.
@@ -97,7 +97,7 @@ class TimedBatches:
 
 
 def few_images() -> DataLoader[tuple[Tensor, ...]]:
-    """What stands for the test set, which is not measured."""
+    """Replaces the test set, which is not measured."""
     return DataLoader(random_images(BATCH_SIZE), batch_size=BATCH_SIZE)
 
 
@@ -203,7 +203,7 @@ def report(rates: dict[str, list[float]]) -> None:
         row = f"  {case:12s}{spread(taken, '.0f'):30s}"
         if "ours" in rates and not case.startswith("ours"):
             ratios = [ours / theirs for ours, theirs in zip(rates["ours"], taken, strict=True)]
-            row += f"{spread(ratios)}, at least {ASKED:g}: {verdict(statistics.median(ratios) >= ASKED)}"
+            row += f"{spread(ratios)}, at least {REQUIRED:g}: {verdict(statistics.median(ratios) >= REQUIRED)}"
         print(row)
 
 

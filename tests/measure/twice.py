@@ -4,8 +4,8 @@
 
 Runs the benchmark twice for each pair, one after the other, in fresh processes and folders. A case agrees in a pair
 where the interval of B over A, which ``benchmark compare`` prints, holds 1: then the two differ by less than the
-interval they report. Asked is that for nine of ten, and that the interval of a case's throughput, from end to end, is
-below 15 % of its mean. What follows ``--`` is given to the benchmark as it stands.
+interval they report. Nine of ten must agree, and the width of the interval of a case's throughput must be below 15 % of
+its mean. Arguments after ``--`` are passed to the benchmark.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from paramserver.report.results import read_results
 from paramserver.report.statistics import ratio
 from tests.measure.common import origin, spread, verdict
 
-ASKED = 0.9
+REQUIRED = 0.9
 WIDEST = 0.15
 DEADLINE_S = 1800.0
 
 
 @dataclass
 class Agreement:
-    """What the pairs of one case came to: whether each agreed, the ratios, and the width of each interval."""
+    """The pairs of one case: whether each agreed, the ratios, and the width of each interval."""
 
     held: list[bool] = field(default_factory=list)
     ratios: list[float] = field(default_factory=list)
@@ -77,7 +77,7 @@ def table(found: dict[str, Agreement]) -> str:
         )
     held = [one for agreement in found.values() for one in agreement.held]
     share = sum(held) / len(held)
-    rows.append(f"  all: {sum(held)} of {len(held)}, at least {ASKED:g}: {verdict(share >= ASKED)}")
+    rows.append(f"  all: {sum(held)} of {len(held)}, at least {REQUIRED:g}: {verdict(share >= REQUIRED)}")
     return "\n".join(rows)
 
 

@@ -1,4 +1,4 @@
-"""How fast a synchronous step of the parameter server is beside all-reduce, and beside no communication at all.
+"""Compares a synchronous step of the parameter server with all-reduce, and with no communication.
 
     python -m tests.measure.versus_ddp [--settings cnn mlp-sgd mlp-adam] [--steps 200] [--repeats 7] [--pin]
 
@@ -10,10 +10,10 @@ network and ``mlp-`` 784-1024-1024-10; SGD has a momentum of 0.9. The cases:
   takes on one host; named here, so that a run without it fails instead of measuring something else.
 - ``wire``: ``rpc`` with ``transport: rpc``.
 - ``limit``: the same loops without communication: two ``local`` runs of this package at once, each with its own
-  optimizer. They meet before their first step, so that neither has the machine for itself.
+  optimizer. A barrier before their first step makes both run at the same time.
 
-Validation is off, and no checkpoint but the last is written, which is after the last step. Every run is a fresh
-process, the cases take turns, and the order turns round with each repeat. A step lasts from one ``on_batch_start`` to
+Validation is off, and the only checkpoint is written after the last step. Every run is a fresh process; the cases are
+interleaved, in alternating order. A step lasts from one ``on_batch_start`` to
 the next; the first ``--warm`` are left out; of two trainers the slower counts. ``--pin`` binds the training thread of
 trainer i, and the thread that fills its buffer, to core i, in every case alike; without it the kernel places all
 threads, in every case alike.
@@ -58,11 +58,11 @@ REFERENCES = ("ddp", "limit")
 
 @dataclass(frozen=True)
 class Setting:
-    """A network, an optimizer, and the speed asked of a case against a reference."""
+    """A network, an optimizer, and the required speed of a case against a reference."""
 
     model: str
     optimizer: str
-    asked: dict[tuple[str, str], float]
+    required: dict[tuple[str, str], float]
 
 
 SETTINGS = {
@@ -81,8 +81,8 @@ class Paired(Measured):
     Args:
         model, folder, optimizer: see ``Measured``.
         pin: bind the training thread to the core of this trainer's number.
-        lone_rank: this trainer's number where it is a run of its own, which meets the other in ``folder``; None where
-            the run has both.
+        lone_rank: the number of this run of one trainer, which waits for the other run in ``folder``; None where one
+            run has both trainers.
     """
 
     def __init__(self, model: str, folder: str, optimizer: str, pin: bool, lone_rank: int | None = None) -> None:
@@ -97,7 +97,7 @@ class Paired(Measured):
             os.sched_setaffinity(0, {cores[number % len(cores)]})
         if self.lone_rank is not None:
             assert self.folder is not None
-            file_barrier(Path(self.folder).parent / "meeting", number, TRAINERS)
+            file_barrier(Path(self.folder).parent / "barrier", number, TRAINERS)
 
 
 def be_child(arguments: argparse.Namespace) -> None:
@@ -143,8 +143,10 @@ def report(setting: Setting, timings: dict[str, list[Timing]]) -> None:
 def compare(setting: Setting, timings: dict[str, list[Timing]], case: str, reference: str) -> str:
     ratios = speeds(timings, case, reference)
     text = f"{spread(ratios, '.3f')} of {reference}"
-    asked = setting.asked.get((case, reference))
-    return text if asked is None else f"{text}, at least {asked:g}: {verdict(statistics.median(ratios) >= asked)}"
+    required = setting.required.get((case, reference))
+    return (
+        text if required is None else f"{text}, at least {required:g}: {verdict(statistics.median(ratios) >= required)}"
+    )
 
 
 def make_parser() -> argparse.ArgumentParser:

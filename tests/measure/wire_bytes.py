@@ -1,12 +1,12 @@
-"""Whether the bytes that the benchmark tells of are those that the kernel counts.
+"""Compares the bytes per step in a benchmark's record with the counters of the kernel.
 
     python -m tests.measure.wire_bytes [--bandwidth 400mbit] [--seconds 10] [--repeats 3] [--trainers 1 2]
 
-As root. Each rank runs in a network namespace of its own, so that nothing passes but through its interface; the model
-has 1.9 million parameters. While a run trains, this process reads the counters of the trainers' interfaces, several
-times a second, and hears of each batch from the task (see ``outside_clock``). What the counters grew by per batch is
-held against the record's bytes per step. Headers of packets, agreements and heartbeats are in the kernel's figure
-alone: at most 5 %.
+Needs root. Each rank runs in its own network namespace, so that all its traffic passes through its interface; the model
+has 1.9 million parameters. During a run, this process reads the counters of the trainers' interfaces several times a
+second, and receives each batch from the task (see ``outside_clock``). The growth of the counters per batch is compared
+with the record's bytes per step. Headers of packets, agreements and heartbeats are in the kernel's figure only: at most
+5 %.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ class Counters:
         return interpolated(self.samples, end) - interpolated(self.samples, begin)
 
 
-def bytes_per_step(counters: Counters, heard: Sequence[tuple[float, int]], trainers: int, warm_s: float) -> float:
-    """What the kernel counted for each batch that the task told of, from one after ``warm_s`` seconds to the last.
+def bytes_per_step(counters: Counters, received: Sequence[tuple[float, int]], trainers: int, warm_s: float) -> float:
+    """What the kernel counted for each batch that the task reported, from one after ``warm_s`` seconds to the last.
 
     Both ends are the same moment of a step of all trainers, so that whole steps lie between.
     """
-    moments = [moment for moment, _ in heard if moment >= heard[0][0] + warm_s]
+    moments = [moment for moment, _ in received if moment >= received[0][0] + warm_s]
     steps = (len(moments) - 1) // trainers * trainers
     return counters.moved(moments[0], moments[steps]) / steps
 
@@ -84,7 +84,7 @@ def compared(case: Case, repeat: int, method: MeasuringMethod, pipe: Path) -> tu
         record = measure(case, repeat, method)
     if not record.is_completed:
         raise RuntimeError(record.error)
-    return bytes_per_step(counters, listener.heard, case.trainers, method.warm_s), record.wire_bytes_per_step or 0.0
+    return bytes_per_step(counters, listener.received, case.trainers, method.warm_s), record.wire_bytes_per_step or 0.0
 
 
 def main() -> None:
@@ -104,10 +104,10 @@ def main() -> None:
                 # New interfaces, whose counters begin at nothing.
                 with NetworkHosts(case.trainers + case.servers, parse_bandwidth(arguments.bandwidth)) as hosts:
                     method = replace(method_of(Path(name) / "out", arguments.seconds, 1.0), hosts=hosts)
-                    counted, told = compared(case, repeat, method, pipe)
-                ratios.append(counted / told)
+                    counted, reported = compared(case, repeat, method, pipe)
+                ratios.append(counted / reported)
                 print(
-                    f"  {repeat + 1}/{arguments.repeats} {case.name}: {counted:.0f} and {told:.0f} bytes a step",
+                    f"  {repeat + 1}/{arguments.repeats} {case.name}: {counted:.0f} and {reported:.0f} bytes a step",
                     file=sys.stderr,
                 )
             agrees = verdict(all(abs(ratio - 1) <= AGREES for ratio in ratios))

@@ -228,8 +228,8 @@ if BROWSER is not None:  # conftest.py reports in one sentence where it is missi
     @pytest.mark.parametrize("screen", look_at_report.SCREENS)
     def test_a_browser_shows_every_picture_and_no_label_over_another(page, screen):
         size = look_at_report.SCREENS[screen]
-        assert look_at_report.complaints(BROWSER, page / "report.html", size, "--dump-dom") == []
-        account = look_at_report.account(BROWSER, page / "report.html", size)
+        assert look_at_report.browser_messages(BROWSER, page / "report.html", size, "--dump-dom") == []
+        account = look_at_report.page_layout(BROWSER, page / "report.html", size)
         assert len(account["pictures"]) == 9
         assert sum(len(picture["labels"]) for picture in account["pictures"]) > 100
         assert look_at_report.faults(account) == []
@@ -243,8 +243,8 @@ if BROWSER is not None:  # conftest.py reports in one sentence where it is missi
             f"<figure><svg width='200' height='50'>{inner}</svg><svg width='0' height='0'></svg></figure></body></html>"
         )
         size = look_at_report.SCREENS["desk"]
-        assert "mine" in "".join(look_at_report.complaints(BROWSER, tmp_path / "bad.html", size, "--dump-dom"))
-        found = look_at_report.faults(look_at_report.account(BROWSER, tmp_path / "bad.html", size))
+        assert "mine" in "".join(look_at_report.browser_messages(BROWSER, tmp_path / "bad.html", size, "--dump-dom"))
+        found = look_at_report.faults(look_at_report.page_layout(BROWSER, tmp_path / "bad.html", size))
         for complaint in ("wider than the screen", "'one' and 'two' overlap", "'far' leaves", "0 by 0 pixels"):
             assert sum(complaint in one for one in found) == 1
 
