@@ -51,7 +51,7 @@ class SampleEncoder:
         # One entry: the samples of a member nearly always have the same shapes.
         if shapes not in self._descriptors:
             self._descriptors = {shapes: pack_descriptor(dict(zip(self._declared, arrays, strict=True)))}
-        # All declared dtypes are little-endian, so an array in C order has the bytes that go on the wire.
+        # All declared dtypes are little-endian, so an array in C order has the bytes of the message.
         return [self._descriptors[shapes], *[np.ascontiguousarray(array).data for array in arrays]]
 
     def _refuse_names(self, fields: Mapping[str, Any]) -> None:

@@ -15,7 +15,15 @@ EXPORTED = [
     for name in getattr(import_module(module.name), "__all__", ())
 ]
 # Docstrings with an example that cannot run in a test, because it needs other processes.
-ILLUSTRATIONS = {"paramserver.evaluate.evaluate_run", "trainers.server_forward.ServedTrainer"}
+ILLUSTRATIONS = {
+    "paramserver.client.Client",
+    "paramserver.client.finish",
+    "paramserver.client.ping",
+    "paramserver.evaluate.evaluate_run",
+    "paramserver.online.process_runner.ProcessRunner",
+    "paramserver.online.receiver.SampleReceiver",
+    "trainers.server_forward.ServedTrainer",
+}
 
 
 def examples_of(name: str) -> list[doctest.DocTest]:
