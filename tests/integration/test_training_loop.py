@@ -65,7 +65,7 @@ def test_the_order_of_a_run(tmp_path, mode, trainers):
     assert [r["step"] for r in finished.of_kind("validation")] == [2, 3]
     assert {r["samples"] for r in finished.of_kind("validation")} == {9 * trainers}
     phases = dict(summary["phases_ms"])
-    assert phases.pop("hidden") >= 0  # beside the others
+    assert phases.pop("hidden") >= 0  # overlaps with the others
     assert sum(phases.values()) == pytest.approx(summary["step_ms"]["mean"], rel=0.05)
 
 
