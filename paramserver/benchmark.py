@@ -164,7 +164,7 @@ def _benchmark(arguments: argparse.Namespace, words: Sequence[str]) -> int:
             progress.start()
             for repeat, case in runs:
                 result = measure(case, repeat, method)
-                append_result(method.out / RESULTS_FILE, result)
+                append_result(method.out / RESULTS_FILE, result)  # an interrupt keeps all finished runs
                 results.append(result)
                 progress.run_finished(result)
         except Interrupted:
@@ -202,6 +202,7 @@ def prepare(arguments: argparse.Namespace, words: Sequence[str]) -> tuple[list[C
     hosts = None if arguments.bandwidth is None else _hosts(arguments.bandwidth, cases)
     network = {} if hosts is None else {"network": f"an interface for each rank, {arguments.bandwidth} each way"}
     folders = [Path.cwd(), arguments.config.resolve().parent]
+    # The same number of threads in all cases, also in those with fewer trainers, or they would not be comparable.
     threads = _threads(max(case.trainers for case in cases))
     environ = child_environment(process_environ(), num_trainers=1, config_folder=folders[-1])
     method = MeasuringMethod(

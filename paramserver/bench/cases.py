@@ -258,6 +258,7 @@ def _case(
             flags={"mode": mode.name, "cluster.num_trainers": trainers},
         )
     except UnsupportedConfiguration as error:
+        # Sweeps are loaded as overrides; the message must name the flag that the user wrote.
         message = str(error)
         for text in swept:
             message = message.replace(f"--set {text}", f"--sweep {text}")

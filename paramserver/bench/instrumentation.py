@@ -62,6 +62,7 @@ class StepObserver:
             self.slowdown = Slowdown(self._slow, self._seed, index)
         self._trainer = trainer
         self._stamps = StepStamps(trainer.trainer_index, os.getpid(), self.model_bytes)
+        # Both are not 0 where samples were served or bytes sent before the first step.
         self._samples, self._wire_bytes = trainer.progress.samples_served, trainer.wire_bytes
         trainer.clock.on_step = self._on_step
         if self._number is not None:
@@ -119,6 +120,7 @@ class InstrumentedTask(ObservedTask):
     def __new__(cls, task: str, task_args: Mapping[str, Any], observer: Mapping[str, Any]) -> Any:
         user_class = check_task_class(load_object(task, "task"), task)
         names = {"__module__": user_class.__module__, "__doc__": user_class.__doc__}
+        # ObservedTask comes first in the order of bases, so that its super() calls reach the user's class.
         made = construct_task(type(user_class.__name__, (ObservedTask, user_class), names), task, task_args)
         assert isinstance(made, ObservedTask)
         made._observer = StepObserver(**{**observer, "folder": Path(observer["folder"])})

@@ -60,6 +60,7 @@ def measured_window(trainers: Sequence[StepStamps], warm_s: float) -> MeasuredWi
     Raises:
         TrainingError: a trainer has no step in the window.
     """
+    # From the slowest start to the earliest end: outside of it a trainer may run without the load of the others.
     warm = [_warm_at(one, warm_s) for one in trainers]
     begin = max((moment for moment in warm if moment is not None), default=0.0)
     end = min((one.steps[-1].end for one in trainers if one.steps), default=0.0)
@@ -109,6 +110,7 @@ def step_figures(
         updates: updates per step of a trainer: 1 / T where T trainers make one together.
         processes: the number of trainers and servers.
     """
+    # Rates count a step at the edge with its share inside of the window; durations and phases are of whole steps only.
     shares = [[(step, _share(step, window)) for step in one.steps] for one in trainers]
     seconds = [sum(step.seconds * share for step, share in own) for own in shares]
     samples = [applied * sum(step.samples * share for step, share in own) for own in shares]
@@ -160,6 +162,7 @@ class CpuSampler:
 
     def _used_s(self, pid: int) -> float | None:
         try:
+            # The name of the command, in parentheses, may contain spaces and parentheses itself.
             fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rsplit(")", 1)[1].split()
         except (FileNotFoundError, ProcessLookupError):
             return None
@@ -260,7 +263,7 @@ def measure(case: Case, repeat: int, method: MeasuringMethod) -> CaseResult:
     found: dict[str, Any] = {"status": "completed"}
     try:
         found |= _run(case, repeat, method, folder)
-        shutil.rmtree(folder)
+        shutil.rmtree(folder)  # the files of a run that fails stay, and its error names them
     except Interrupted:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -344,6 +347,7 @@ def _run(case: Case, repeat: int, method: MeasuringMethod, folder: Path) -> dict
     places = [folder / str(number) for number in range(case.runs)]
     commands = []
     for number, place in enumerate(places):
+        # Each run has its own folder and config, also where a case has a run for each trainer.
         place.mkdir(parents=True)
         file = place / "config.yaml"
         file.write_text(dump_yaml(run_config(case, repeat, method, place, number)), encoding="utf-8")
@@ -383,6 +387,7 @@ def _outcome(
     window = measured_window(stamps, method.warm_s)
     steps = sum(len(one.steps) for one in stamps)
     served = sum(summary["samples_served"] for summary in summaries)
+    # Samples that were served but dropped (backup trainers) or lost with a trainer must not count as throughput.
     found = step_figures(
         stamps,
         window,

@@ -67,8 +67,9 @@ class ProcessGroup:
         """Kill the processes that are alive, and their children."""
         for process in self._processes:
             if process.poll() is None:
+                # The process leads its session and group, so that this reaches its children too.
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            process.wait()  # also reaps one that has ended
 
     def wait(self, timeout_s: float, sample: Callable[[], None]) -> None:
         """Block until all processes have ended without an error.
@@ -83,6 +84,7 @@ class ProcessGroup:
         """
         deadline = time.monotonic() + timeout_s
         while running := [process for process in self._processes if process.poll() is None]:
+            # The first failure ends the wait: the other processes may wait for the one that failed.
             self._check()
             if self._stop is not None and self._stop.is_set():
                 raise Interrupted("interrupted by a signal")

@@ -117,6 +117,7 @@ class Slowdown:
         """
         if self._slow.slows(self._seed, self._trainer_index, batch_idx):
             self._waiting.wait((self._slow.factor - 1) * (forward_s + self._backward_s))
+        # Hooks of parameters are registered once for each model, the hook of the loss for each batch.
         if self._watched is not model and hasattr(model, "parameters"):
             self._watched = model
             for parameter in model.parameters():

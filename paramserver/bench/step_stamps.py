@@ -50,6 +50,7 @@ class StepStamps:
         self.steps.append(StepStamp(end, seconds, samples, wire_bytes, tuple(phases[name] for name in COLUMNS)))
 
     def write(self, folder: Path) -> None:
+        # Once, at the end of the training: a write in each step would be part of what is measured.
         rows = [[s.end, s.seconds, s.samples, s.wire_bytes, *s.phases] for s in self.steps]
         about = {"trainer": self.trainer_index, "pid": self.pid, "model_bytes": self.model_bytes, "steps": rows}
         (folder / f"steps-{self.trainer_index}.json").write_text(json.dumps(about), encoding="utf-8")

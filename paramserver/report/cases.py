@@ -152,6 +152,7 @@ class ReportCase:
     @cached_property
     def step_ms(self) -> dict[str, float]:
         """Mean, quantiles and maximum over the steps of all repeats; without bins, means of the repeats' figures."""
+        # Quantiles of repeats cannot be averaged: the bins of all repeats are merged instead.
         merged = merged_steps(self.completed)
         if merged.count:
             below = {f"p{q}": merged.quantile_s(q / 100) * 1e3 for q in (5, 25, 75)}
@@ -202,6 +203,8 @@ def cases_of(results: Iterable[CaseResult]) -> list[ReportCase]:
 def communication_limit(case: ReportCase, cases: Sequence[ReportCase]) -> ReportCase | None:
     """The baseline without communication for ``case``; with one trainer that is the single process."""
     fitting = [*_baselines(case, cases, NO_COMMUNICATION), *_baselines(case, cases, LOCAL)]
+    # Loops without communication depend on the number of trainers and the straggler; a single process does only where
+    # the case has one trainer.
     alike = (one for one in fitting if one.trainers == case.trainers and one.scenario == case.scenario)
     return next(alike, None)
 

@@ -219,6 +219,7 @@ def _results(runs: Sequence[Run]) -> Results:
     cases = [sorted(members, key=lambda run: run.started) for members in groups.values()]
     firsts = [members[0] for members in cases]
     varying = _varying_keys(firsts)
+    # A single process is a baseline only among runs with several trainers; alone it is a case.
     is_mixed = len({run.is_single_process for run in runs}) > 1
     results = []
     for members, name in zip(cases, _case_names(firsts), strict=True):

@@ -57,6 +57,7 @@ def write_report(results: Results, folder: Path, title: str = "What was measured
     cases = cases_of(results.results)
     pictures = _draw(cases)
     markdown = "\n\n".join([f"# {title}", *_blocks(results, cases, pictures)]) + "\n"
+    # The plots are drawn once, for the files and for the page.
     svgs = {picture.name: picture.svg for drawn in pictures.values() for picture in drawn}
     pages = {folder / "report.html": to_html(title, markdown, svgs), folder / "report.md": markdown}
     plots = {folder / "plots" / f"{name}.svg": svg for name, svg in svgs.items()}

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
-
-import numpy as np
 
 from paramserver.metrics.records import PHASES
 from paramserver.report.cases import SPEED, ReportCase, local_baseline, scaling_families
@@ -89,9 +88,19 @@ def band(curves: Iterable[Curve], points: int = _POINTS) -> Band | None:
         thinned = thinned[:1]
         start, end = thinned[0][0][0], thinned[0][-1][0]
     count = min(points, max(map(len, thinned))) if end > start else 1
-    x = np.array([x for x, _ in thinned[0]]) if len(thinned) == 1 else np.linspace(start, end, count)
-    values = np.array([np.interp(x, [a for a, _ in curve], [b for _, b in curve]) for curve in thinned])
-    return Band(x.tolist(), values.mean(0).tolist(), values.min(0).tolist(), values.max(0).tolist())
+    places = [start + (end - start) * i / max(count - 1, 1) for i in range(count)]
+    if len(thinned) == 1:
+        places = [x for x, _ in thinned[0]]
+    columns = [[_interpolated(curve, x) for curve in thinned] for x in places]
+    return Band(places, [statistics.fmean(c) for c in columns], list(map(min, columns)), list(map(max, columns)))
+
+
+def _interpolated(curve: Curve, x: float) -> float:
+    right = bisect.bisect_left(curve, x, key=lambda point: point[0])
+    if right in (0, len(curve)):
+        return curve[max(right - 1, 0)][1]
+    (x0, y0), (x1, y1) = curve[right - 1], curve[right]
+    return y1 if x1 == x0 else y0 + (y1 - y0) * (x - x0) / (x1 - x0)
 
 
 def _thinned(curve: Curve, points: int) -> Curve:
@@ -232,6 +241,7 @@ def _phases(cases: Sequence[ReportCase]) -> Iterator[Picture]:
     if not known:
         return
     figure, axes, rows = named_rows([case.name for case in known])
+    # Colours and hatches follow the place among all phases, so that they mean the same in every report.
     shown = [name for name in PHASES if any(case.phases_ms.get(name) for case in known)]
     for i, name in enumerate(PHASES):
         lefts = [sum(case.phases_ms.get(before, 0.0) for before in PHASES[:i]) for case in known]
@@ -304,6 +314,7 @@ def _lines(
     caption: str,
     target: float | None = None,
 ) -> Iterator[Picture]:
+    # The repeats have their points at different places: a band resamples them to common ones.
     bands = [(case, found) for case in cases if (found := band(get(one) for one in case.completed)) is not None]
     if all(len(found.x) < 2 for _, found in bands):
         return  # one validation at the end makes no curve; the table has it

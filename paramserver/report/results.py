@@ -200,7 +200,8 @@ def parse_result(record: Any, where: str) -> CaseResult:
             f"{where}: format ({record.get('format')}) must be {FORMAT}, which this version reads; "
             "use the version that wrote the results, or benchmark again"
         )
-    given = {name: record[name] for name in _RULES if record.get(name) is not None}  # null: not known
+    # Fields of a later version are ignored, and null means unknown, so that old and new files can be read alike.
+    given = {name: record[name] for name in _RULES if record.get(name) is not None}
     for name in {**_REQUIRED, **given}:
         check, words = _RULES[name]
         if name not in given or not check(given[name]):
@@ -252,6 +253,7 @@ def read_results(path: Path) -> Results:
             notes.append(f"The last line of {path} is incomplete and left out: its writer was stopped.")
     if not found:
         raise UnsupportedConfiguration(f"{path} must hold a record, and holds none; benchmark again")
+    # A dict keeps the first place of a key and its last value: the order of the file, and the later record.
     latest = {(one.case, one.repeat): one for one in found}
     if len(latest) < len(found):
         notes.append(f"{path} holds {len(found) - len(latest)} repeats twice: the later record counts.")
@@ -297,6 +299,7 @@ def append_result(path: Path, result: CaseResult) -> None:
         with path.open("a+b") as file:
             _end_last_line(file)
             file.write(json.dumps(result.to_mapping(), allow_nan=False).encode() + b"\n")
+            # On the disk before the next run starts: a run takes minutes, and a crash must cost one only.
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
@@ -310,7 +313,7 @@ def _end_last_line(file: Any) -> None:
     head, end, torn = file.read().rpartition(b"\n")
     if not torn:
         return
-    if _is_record(torn):
+    if _is_record(torn):  # only the line end is missing
         file.write(b"\n")
     else:
         file.truncate(len(head) + len(end))

@@ -168,7 +168,7 @@ def _welch(a: Sequence[float], b: Sequence[float]) -> Estimate:
         return Estimate(difference, None, None, repeats, median)
     errors = [statistics.variance(one) / len(one) for one in (a, b)]
     spread = math.fsum(errors)
-    if not spread:
+    if not spread:  # the degrees of freedom would be 0 / 0
         return Estimate(difference, difference, difference, repeats, median)
     degrees = spread**2 / sum(e**2 / (len(one) - 1) for e, one in zip(errors, (a, b), strict=True))
     half = t_quantile((1 + CONFIDENCE) / 2, degrees) * math.sqrt(spread)
