@@ -13,9 +13,10 @@ from paramserver.transport.base import GradientBucket, TrainerTransport
 class GradientBuckets:
     """Packs the gradients of a step into the transport's memory, and sends each bucket once it is complete.
 
-    Distributed autograd sends gradients only after the whole backward. Between ``start`` and ``finish`` a gradient is
-    packed when it has been accumulated, and a bucket is sent with the last of its gradients. ``finish`` packs and sends
-    the rest, and again what has changed since, so that the server receives what the parameters hold at the end.
+    Between ``start`` and ``finish`` a gradient is packed when it has been accumulated, and a bucket is sent with the
+    last of its gradients, which distributed autograd would delay (docs/torch-notes.md, "Backward does not overlap with
+    sending"). ``finish`` packs and sends the rest, and again what has changed since, so that the server receives what
+    the parameters hold at the end.
 
     Args:
         transport: whose ``gradient_views`` the gradients are packed into.

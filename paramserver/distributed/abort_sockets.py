@@ -1,7 +1,7 @@
 """Ends connections that a library opened and gives no access to.
 
-gloo waits for a peer until its own timeout, and neither ``abort`` nor a signal ends that wait. The end of the
-connection does, as if the peer had died.
+Only the end of its connection ends a wait of gloo for a peer (docs/torch-notes.md, "A wait of gloo cannot be
+interrupted").
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ def _open_store(
             f"({timeout_s:g} s); start rank 0, or correct --master_addr and --master_port"
         )
     remaining_s = max(deadline - time.monotonic(), 1.0)
-    # TCPStore's timeout does not bound the connection to a frozen host.
+    # TCPStore's own timeout does not cover this: docs/torch-notes.md, "TCPStore and a frozen host".
     return call_with_timeout(
         remaining_s,
         f"the connection to rank 0 at {host}:{port}",

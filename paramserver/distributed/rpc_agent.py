@@ -32,9 +32,8 @@ def start_star_agent(
 ) -> str:
     """Start an agent that knows only the ``hubs``, whose worker ids count from 0 in their order.
 
-    In torch's dynamic groups a new agent calls every member while it holds a token, which is never released if a
-    member dies meanwhile. This agent uses a private store with the names and addresses of the hubs only, so it waits
-    for no other process.
+    It uses a private store with the names and addresses of the hubs only, so it waits for no other process
+    (docs/torch-notes.md, "Groups of fixed and of variable size").
 
     Args:
         name, worker_id: never used before in this run; the name holds no dash, at which torch splits names from ids.
@@ -61,7 +60,7 @@ def start_star_agent(
 def announce_to(hub: str) -> None:
     """Add this agent to the members that ``hub`` knows.
 
-    This is never undone: removing a member (the last argument False) crashes the agent that holds the list.
+    This is never undone (docs/torch-notes.md, "Members are never removed").
     """
     own = rpc.get_worker_info()
     rpc.rpc_sync(hub, _update_group_membership, args=(own, [], {}, True))

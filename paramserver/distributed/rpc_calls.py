@@ -6,7 +6,7 @@ On the wire the handler is its class and its name; ``_handle*`` are the only pla
 
 Calls address the process by its RPC name and not by an RRef to the server. Both reach the same object, but an RRef in
 each message costs about a tenth of a round trip (tests/measure/rref_calls.py), and an RRef to a server that restarted
-may resolve to another object (docs/torch-notes.md).
+may resolve to another object (docs/torch-notes.md, "A broken connection is not reopened").
 """
 
 from __future__ import annotations
@@ -45,9 +45,8 @@ def host_identity() -> str:
 def agent_options(timeout_s: float, same_host: bool, computing: int = 0) -> rpc.TensorPipeRpcBackendOptions:
     """Return options of an agent that does not spin while it waits.
 
-    torch's default transports keep one core busy in every idle process; ``uv`` sleeps. ``cma`` copies between processes
-    of one host without a socket. It also reaches across network namespaces of one machine and so bypasses a network
-    that was set up on purpose; therefore it is used only if both ends share everything that identifies a host.
+    torch's default transports keep a core busy (docs/torch-notes.md, "Default transports spin"). ``cma`` is used only
+    if both ends share everything that identifies a host (docs/torch-notes.md, "The cma channel bypasses the network").
 
     Args:
         timeout_s: default timeout of a call.

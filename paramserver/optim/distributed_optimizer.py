@@ -30,8 +30,8 @@ class OptimizerClient(Protocol):
 class SharedOptimizer(DistributedOptimizer):
     """Steps the one optimizer of the server, for all trainers.
 
-    torch's ``DistributedOptimizer`` builds an optimizer on the server for each trainer: momentum and Adam's step count
-    are then per trainer, and there is no ``state_dict``. This class keeps its contract, ``step(context_id)`` after
+    torch's ``DistributedOptimizer`` builds an optimizer on the server for each trainer (docs/torch-notes.md, "One
+    optimizer per caller"). This class keeps its contract, ``step(context_id)`` after
     ``dist_autograd.backward(context_id, ...)``, and attaches to the optimizer that exists.
 
     Args:

@@ -1,8 +1,8 @@
 """The model as trainers call it on the server (``server.compute: server``), many of them at the same time.
 
-Threads that share a module cannot use several versions of its parameters, not even with ``functional_call``, which
-replaces attributes of the module. So each call of a step has a replica of the module, whose parameters are separate
-leaves in the memory of a snapshot.
+Threads that share a module cannot use several versions of its parameters (docs/torch-notes.md, "functional_call is not
+thread-safe"). So each call of a step has a replica of the module, whose parameters are separate leaves in the memory of
+a snapshot.
 """
 
 from __future__ import annotations

@@ -69,8 +69,8 @@ class SendOutputs(torch.autograd.Function):
 class RecvOutputs(torch.autograd.Function):
     """The counterpart of ``SendOutputs``: takes token and outputs, returns an anchor and the outputs.
 
-    The anchor is a scalar root of the backward in addition to the loss. It makes every reply part of the backward:
-    dist_autograd waits for the gradient of each tensor that was sent in the context, also of those not in the loss.
+    The anchor is a scalar root of the backward in addition to the loss. It makes every reply part of the backward, as
+    dist_autograd requires (docs/torch-notes.md, "One backward, and every reply in it").
     """
 
     @staticmethod

@@ -1,8 +1,8 @@
 """Transport over RPC: parameters and gradients inside messages, for trainers on any host and any number of servers.
 
-A version is sent as a few flat tensors. Distributed autograd sends gradients only once the whole backward of a trainer
-is done, so only the first flat tensor of each server, whose gradient is complete last, goes through it. The gradients
-of the others are sent as buckets while backward continues.
+A version is sent as a few flat tensors. Only the first one of each server, whose gradient is complete last, goes
+through distributed autograd. The gradients of the others are sent as buckets while backward continues
+(docs/torch-notes.md, "Backward does not overlap with sending").
 """
 
 from __future__ import annotations
