@@ -1,6 +1,6 @@
 """Guards one program of the run, so that neither it nor its children outlive the run.
 
-``python -m paramserver.online.process_guard PARENT PIPE program argument...`` runs in a session of its own, starts the
+``python -m paramserver.online.process_guard PARENT PIPE program argument...`` runs in a separate session, starts the
 program and waits for it. On SIGTERM, or when the thread that started the guard ends, it sends SIGTERM to its whole
 process group, and SIGKILL after ``GRACE_S``. Its exit code is that of the program; 128 + n if signal n killed the
 program, as in a shell; 127 if the program does not exist.

@@ -30,7 +30,7 @@ _GUARD_GRACE_S = GRACE_S + 1.0
 class ProcessRunner:
     """Owns the processes of all simulations. For one thread: the processes end when that thread ends.
 
-    Each process runs under a guard in a session of its own, writes its output to ``simulation-<id>.log``, and finds the
+    Each process runs under a guard in a separate session, writes its output to ``simulation-<id>.log``, and finds the
     run by the variables of ``SimulationEnvironment``. With srun its member is SLURM_PROCID.
 
     Args:

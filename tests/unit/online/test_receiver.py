@@ -23,8 +23,7 @@ from online_fixtures import (
 from paramserver.errors import SourceError, UnsupportedConfiguration
 from paramserver.online.protocol import Header, MessageKind, TrainerJoined
 from paramserver.online.received_log import ReceivedLog
-from paramserver.online.receiver import GROUP, SampleReceiver
-from paramserver.online.receiver_stats import FieldStatistics, RunningMoments
+from paramserver.online.receiver import GROUP, FieldStatistics, RunningMoments, SampleReceiver
 from paramserver.online.security import ServerSecurity, make_keys, secure_client_socket
 from paramserver.online.spec import ReceiverSpec
 
