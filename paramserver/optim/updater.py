@@ -111,7 +111,11 @@ class Updater:
     @property
     def lr(self) -> tuple[float, ...]:
         """The learning rate of each parameter group."""
-        return tuple([float(group["lr"]) for group in self.optimizer.param_groups if "lr" in group])
+        rates = []
+        for group in self.optimizer.param_groups:
+            if "lr" in group:
+                rates.append(float(group["lr"]))
+        return tuple(rates)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of ``optimizer`` and ``scheduler`` (None without one)."""

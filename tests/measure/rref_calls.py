@@ -69,9 +69,14 @@ def main():
     options = agent_options(60.0, True)
     options.init_method = f"tcp://127.0.0.1:{port}"
     rpc.init_rpc("trainer", rank=1, world_size=2, rpc_backend_options=options)
-    tensor = torch.zeros(1)
-    rref = rpc.remote("server", get_target)
-    owner = rref.owner()
+    measure(rpc.remote("server", get_target), arguments)
+    rpc.shutdown()
+    server.join(30)
+
+
+def measure(rref, arguments):
+    """Print the times of the three ways to call; the reference is released when this returns."""
+    tensor, owner = torch.zeros(1), rref.owner()
     cases = {
         "by name": lambda: rpc.rpc_sync("server", by_name, args=(tensor,)),
         "by RRef": lambda: rpc.rpc_sync(owner, by_rref, args=(rref, tensor)),
@@ -89,9 +94,6 @@ def main():
     for name in ("by RRef", "RRef proxy"):
         ratios = [slow / fast for slow, fast in zip(times[name], times["by name"], strict=True)]
         print(f"{name} / by name: {spread(ratios)}")
-    del rref
-    rpc.shutdown()
-    server.join(30)
 
 
 if __name__ == "__main__":
