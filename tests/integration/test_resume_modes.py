@@ -113,7 +113,7 @@ def test_more_trainers_have_their_own_random_numbers_and_the_old_ones_keep_their
     models = []
     for mode in ("ddp", "rpc"):
         shutil.copytree(first.run_dir, tmp_path / mode)
-        # Each trainer gets 36 of the 72 samples that are left, and draws from all of them: the watermark waits for them.
+        # Each trainer gets 36 of the 72 samples that are left, and draws from all: the watermark waits for them.
         flags = ["--mode", mode, "--set", "training.max_steps=5", "--set", "buffer.watermark=36"]
         flags += ["--set", "cluster.num_trainers=2"]
         second = resume(type(first)(0, "", tmp_path / mode), *flags)
