@@ -141,7 +141,7 @@ def test_parts_of_a_group_are_put_together(tmp_path, online):
     assert sorted(served(tmp_path / "ledger")) == sorted(product(range(3), range(STEPS)))
 
 
-def test_rpc_and_ddp_learn_the_same_of_the_same_stream(tmp_path, online):
+def test_rpc_and_ddp_learn_the_same_from_the_same_stream(tmp_path, online):
     """In a fixed order: one producer after the other, first in first out."""
     rpc, ddp = run_concurrently(
         *(partial(online, tmp_path / mode, mode, simulations={"at_once": 1, "count": 4}) for mode in ("rpc", "ddp"))
@@ -170,7 +170,7 @@ def stopped(tmp_path_factory, fork_server):
 
 
 @pytest.mark.parametrize(("mode", "trainers"), [("ddp", 1), ("ddp", 2), ("rpc", 2), ("rpc", 3)])
-def test_a_run_that_is_stopped_goes_on_with_what_is_not_complete(tmp_path, fork_server, stopped, mode, trainers):
+def test_a_stopped_run_resumes_with_what_is_not_complete(tmp_path, fork_server, stopped, mode, trainers):
     run_dir, ledger = stopped(tmp_path, mode), tmp_path / "ledger"
     before = served(ledger)
     assert 0 < len(before) < len(ALL)
@@ -235,7 +235,7 @@ def test_a_wrong_sample_is_refused_counted_and_reported(tmp_path, online):
 @pytest.mark.parametrize(
     ("mode", "function", "text"), [("rpc", "simulate_hopeless", "exit code 1"), ("ddp", "simulate_silent", "silent")]
 )
-def test_simulations_that_all_fail_end_the_run_in_one_sentence(tmp_path, online, mode, function, text):
+def test_simulations_that_all_fail_end_the_run_with_one_message(tmp_path, online, mode, function, text):
     settings = {"function": f"{SIMULATIONS}:{function}", "max_restarts": 0, "timeout_s": 1.0}
     finished = online(tmp_path, mode, simulations=settings)
     assert finished.code == 1, finished.output
@@ -247,7 +247,7 @@ def test_simulations_that_all_fail_end_the_run_in_one_sentence(tmp_path, online,
 
 
 @pytest.mark.parametrize("mode", ["rpc", "ddp"])
-def test_a_run_that_has_enough_says_so_before_its_last_validation(tmp_path, fork_server, mode):
+def test_a_run_that_has_enough_sends_over_before_its_last_validation(tmp_path, fork_server, mode):
     """Its simulations end, late clients get OVER, and it answers pings, all while it validates."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
@@ -302,7 +302,7 @@ def dry_run(folder, **options):
     return main_in_process("--config", folder / "config.yaml", "--dry_run")
 
 
-def test_dry_run_says_what_is_expected(tmp_path):
+def test_dry_run_prints_what_is_expected(tmp_path):
     code, output = dry_run(tmp_path, buffer={"watermark": 7})
     assert code == 0
     assert output.count(f"{len(ALL) // 2} samples, {len(ALL) // 8} batches, the first from 7 samples on\n") == 2

@@ -1,4 +1,4 @@
-"""The client against a fake run: what it sends, when it waits, and how it peers."""
+"""The client against a fake run: what it sends, when it waits, and how it ends."""
 
 import gc
 import logging
@@ -101,7 +101,7 @@ def test_steps_go_round_the_trainers_and_arrive_as_they_were(run, simulation):
     assert (client.sent, client.refused) == (10, 0)  # known afterwards too
 
 
-def test_a_pinned_simulation_goes_to_one_trainer_and_knocks_at_no_other(run_of):
+def test_a_pinned_simulation_connects_to_one_trainer_only(run_of):
     run = run_of(3, single_trainer=2)
     with Client(run.address).open(4) as client:
         send_all(client, [5, 3, 4])
@@ -152,7 +152,7 @@ def test_a_simulation_that_is_started_again_sends_each_step_to_the_same_trainer(
 # Back-pressure.
 
 
-def test_a_full_window_holds_the_sender_and_each_trainer_has_its_own(run):
+def test_a_full_window_blocks_send_and_each_trainer_has_its_own(run):
     run.acknowledges = False
     client = Client(run.address).open(0)
     send_all(client, [0, 2, 4, 6, 1])  # the window of trainer 0 is full, that of trainer 1 is not
@@ -170,7 +170,7 @@ def test_a_full_window_holds_the_sender_and_each_trainer_has_its_own(run):
 
 
 @pytest.mark.parametrize("window", [1, 3])
-def test_never_more_than_the_window_is_on_its_way(run_of, window):
+def test_never_more_than_the_window_is_in_flight(run_of, window):
     run = run_of(1, window=window)
     run.acknowledges = False
     client = Client(run.address).open(0)
@@ -191,7 +191,7 @@ def test_never_more_than_the_window_is_on_its_way(run_of, window):
     assert run.keys()[0] == [(0, step) for step in range(20)]
 
 
-def test_close_waits_until_all_was_taken_and_says_bye_then(run):
+def test_close_waits_for_all_acks_and_then_sends_bye(run):
     run.acknowledges = False
     client = Client(run.address).open(0)
     send_all(client, range(3))
@@ -255,7 +255,7 @@ def test_a_silent_trainer_is_named_after_the_time(run):
     assert not run.byes
 
 
-def test_a_trainer_that_lives_is_waited_for_longer_than_its_silence_may_last(run):
+def test_a_trainer_that_replies_is_waited_for_longer_than_the_timeout(run):
     run.acknowledges = False
     client = Client(run.address, timeout_s=1.0).open(0)
     send_all(client, [0, 2, 4, 6])
@@ -267,7 +267,7 @@ def test_a_trainer_that_lives_is_waited_for_longer_than_its_silence_may_last(run
     client.close()
 
 
-def test_the_silence_is_as_long_as_the_run_says(run_of):
+def test_the_timeout_is_that_of_the_run(run_of):
     run = run_of(1, timeout_s=0.3)
     silence(run)
     client = Client(run.address).open(0)
@@ -355,7 +355,7 @@ def test_refusals_are_counted_logged_once_and_stop_nothing(run, caplog):
     assert caplog.messages[0].endswith(" refused a message: temperature must be finite")
 
 
-def test_a_run_that_refuses_says_why(run):
+def test_a_refusal_by_the_run_has_its_reason(run):
     run.answers[MessageKind.HELLO] = lambda header: [
         header.reply(MessageKind.REFUSED).pack(),
         b"simulation (9) must be below 5",
@@ -381,7 +381,7 @@ def test_another_version_is_named(run):
 
 
 @pytest.mark.parametrize("body", [b"", b"{}", b"\xff", b"[1]", b'{"trainers": 5}'])
-def test_a_welcome_that_is_none(run, body):
+def test_an_invalid_welcome(run, body):
     run.answers[MessageKind.HELLO] = lambda header: [header.reply(MessageKind.WELCOME).pack(), body]
     with pytest.raises(ClientError, match="answered what cannot be understood"):
         Client(run.address).open(0)
@@ -411,7 +411,7 @@ def test_a_run_that_goes_before_it_answers_is_not_waited_for(free_port, monkeypa
             client.result(20)
 
 
-def test_a_run_that_comes_back_at_once_is_asked_again(free_port, run_of):
+def test_a_run_that_comes_back_at_once_receives_the_request_again(free_port, run_of):
     with ThreadPoolExecutor(1) as pool:
         client = asks_one_that_leaves(pool, free_port)
         run_of(1, port=free_port)
@@ -468,7 +468,7 @@ def test_a_run_whose_trainers_are_not_there_yet_is_waited_for_while_it_lives(run
     assert run.kinds("coordinator").count(MessageKind.HELLO) == 1
 
 
-def test_but_not_for_ever(run, monkeypatch):
+def test_but_not_forever(run, monkeypatch):
     monkeypatch.setattr("paramserver.online.sender._PING_INTERVAL_S", 0.1)
     monkeypatch.setattr("paramserver.online.sender._ALIVE_FACTOR", 1.2)
     run.answers[MessageKind.HELLO] = None
@@ -570,7 +570,7 @@ def test_a_part_must_be_one(run, shape):
 # Misuse.
 
 
-def test_each_misuse_has_its_sentence(run):
+def test_each_misuse_has_its_message(run):
     client = Client(run.address)
     with pytest.raises(
         ClientError, match=r"must be open before it sends; call open\(simulation_id, parameters\) first"
@@ -603,7 +603,7 @@ def test_each_misuse_has_its_sentence(run):
 
 
 @pytest.mark.parametrize("step", [-1, 100, 1.0, "1", None, True, 2**63])
-def test_a_step_that_is_none(run, step):
+def test_an_invalid_step(run, step):
     with Client(run.address).open(0) as client:
         with pytest.raises(ClientError, match=r"^step \(.*\) must be "):
             client.send(step, sample(0))
@@ -626,7 +626,7 @@ def test_a_step_that_is_none(run, step):
         ),
     ],
 )
-def test_arguments_that_are_none(options, message):
+def test_invalid_arguments(options, message):
     with pytest.raises(ClientError, match=message):
         Client(**{"address": "tcp://127.0.0.1:1", **options})
 
@@ -641,14 +641,14 @@ def test_arguments_that_are_none(options, message):
         ((0, [1.0, float("nan")]), "parameters .* must be finite"),
     ],
 )
-def test_a_simulation_that_is_none(run, arguments, message):
+def test_an_invalid_simulation(run, arguments, message):
     with pytest.raises(ClientError, match=message):
         Client(run.address).open(*arguments)
     assert run.messages == []
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:80", "tcp://127.0.0.1", "tcp://127.0.0.1:x", "http://127.0.0.1:80", ""])
-def test_an_address_that_is_none(address):
+def test_an_invalid_address(address):
     with pytest.raises(ClientError, match=r"address \(.*\) must be (tcp://host:port|given)"):
         Client(address, timeout_s=1).open(0)
 
@@ -717,7 +717,7 @@ def test_srun_sets_the_member_of_a_group(environ, member):
         ("PARAMETERS", "3", r"PARAMSERVER_PARAMETERS \(3\) must be"),
     ],
 )
-def test_an_environment_that_is_none_of_the_run(name, value, message):
+def test_an_invalid_environment(name, value, message):
     with pytest.raises(UnsupportedConfiguration, match=message):
         SimulationEnvironment.from_environ({f"PARAMSERVER_{name}": value})
 
@@ -744,19 +744,19 @@ def test_finish_returns_once_it_was_received(run):
     finish(run.address)
 
 
-def test_a_pong_that_is_none(run):
+def test_an_invalid_pong(run):
     run.answers[MessageKind.PING] = lambda header: [header.reply(MessageKind.PONG).pack(), b"yes"]
     with pytest.raises(ClientError, match="answered what cannot be understood: the body must be JSON"):
         ping(run.address)
 
 
-def test_a_welcome_travels():
+def test_a_directory_survives_pack_and_unpack():
     welcome = TrainerDirectory(("tcp://a:1", "tcp://b:2"), None, 4, 20.0, None, FIELDS)
     assert TrainerDirectory.unpack(welcome.pack()) == welcome
     assert [replace(welcome, single_trainer=1).trainer_for(5, step) for step in range(3)] == [1, 1, 1]
 
 
-def test_a_client_that_computes_for_long_keeps_its_other_lines():
+def test_a_client_that_computes_for_long_keeps_its_other_connections():
     """A run that is gone is tried again and again; the events of ZeroMQ are not read, and nothing blocks."""
     context = zmq.Context()
     context.rcvhwm = 1  # as every one that is made here, so that it is soon reached

@@ -51,7 +51,7 @@ def test_a_function_gets_its_parameters_and_a_client_that_is_closed_for_it(work,
         assert [float(arrays["temperature"][1, 2]) for _, arrays in run.samples[0]] == [1.25] * 3
 
 
-def test_an_exception_is_shown_and_nothing_is_said_to_be_complete(work):
+def test_an_exception_is_shown_and_no_bye_is_sent(work):
     with FakeRun(trainers=1) as run:
         done = work(run, "functions:raises")
         assert done.returncode == 1
@@ -60,7 +60,7 @@ def test_an_exception_is_shown_and_nothing_is_said_to_be_complete(work):
         assert run.byes == []
 
 
-def test_a_run_that_wants_no_more_is_a_good_end(work):
+def test_a_run_that_is_over_is_a_success(work):
     with FakeRun(trainers=1) as run:
         run.answers[MessageKind.SAMPLE] = lambda header: [header.reply(MessageKind.OVER).pack(), b"enough"]
         done = work(run, "functions:well")
@@ -71,7 +71,7 @@ def test_a_run_that_wants_no_more_is_a_good_end(work):
     ("function", "sentence"),
     [("functions:missing", "functions has no missing"), ("nowhere:well", "there is no module nowhere")],
 )
-def test_a_function_that_is_not_there_is_told_in_one_sentence(work, function, sentence):
+def test_a_missing_function_is_reported_with_one_message(work, function, sentence):
     with FakeRun(trainers=1) as run:
         done = work(run, function)
         assert done.returncode == 2

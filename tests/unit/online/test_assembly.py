@@ -12,7 +12,7 @@ def part(value, rows=2, session=None):
     return SamplePart((np.full((rows, 3), value, np.float32), np.full((rows,), value, np.int64)), session)
 
 
-def test_the_last_part_gives_all_in_the_order_of_members():
+def test_the_last_part_returns_all_parts_ordered_by_member():
     assembly = SampleAssembly(3, 4)
     assembly.start_attempt(7, 0)
     assert assembly.add((7, 0), 0, 2, part(2, session="c")) is PartOutcome.WAITING

@@ -139,7 +139,7 @@ def test_simulations_are_dealt_to_trainers(peers, coordinator_of):
         ({"count": 3, "command": "sleep 60"}, {"attempt": 1}, [], "attempt (1) of simulation 0 must be the present 0"),
     ],
 )
-def test_a_client_that_does_not_fit_is_refused_with_a_sentence(
+def test_a_client_that_does_not_fit_is_refused_with_a_message(
     peers, coordinator_of, options, client, parameters, sentence
 ):
     coordinator = coordinator_of(**options)
@@ -222,8 +222,8 @@ def test_a_report_is_answered_and_must_be_one(peers, coordinator_of):
     assert "no report of a trainer" in refusal(trainer)
 
 
-def test_a_trainer_that_leaves_ends_the_welcome_and_the_starts(peers, coordinator_of, program):
-    """The run is over then: what peers is not started again, and nothing waits its turn any more."""
+def test_after_a_trainer_leaves_no_client_is_accepted_and_nothing_is_started(peers, coordinator_of, program):
+    """The run is over then: a simulation that ends is not restarted, and no other one is started."""
     events = []
     coordinator = coordinator_of(command=program("hang"), count=4, at_once=1, steps=6, events=events, timeout_s=1.0)
     unknown = peers.connect(coordinator.address)
@@ -323,7 +323,7 @@ def test_finish_is_refused_where_the_run_starts_its_simulations(peers, coordinat
     assert "starts its simulations itself" in refusal(caller)
 
 
-def test_a_silence_of_all_is_a_failure_that_can_be_asked_for(peers, coordinator_of):
+def test_silence_of_all_simulations_sets_failure(peers, coordinator_of):
     coordinator = coordinator_of(count=3, steps=4, patience_s=0.1, timeout_s=0.4)
     joined(peers, coordinator)
     client = peers.client(coordinator.address, 1).hello()
@@ -334,7 +334,7 @@ def test_a_silence_of_all_is_a_failure_that_can_be_asked_for(peers, coordinator_
     client.receive_kind(MessageKind.OVER)
 
 
-def test_a_resumed_run_knows_what_was_complete_and_a_trainer_may_come_anew(peers, coordinator_of):
+def test_a_resumed_run_knows_what_was_complete_and_a_trainer_may_rejoin(peers, coordinator_of):
     coordinator = coordinator_of(count=2, steps=4)
     (trainer,) = joined(peers, coordinator)
     for number in range(2):
@@ -549,7 +549,7 @@ def test_one_that_continues_after_its_last_sample_gets_over_and_is_killed(peers,
     assert [kind for kind, _ in events] == ["started", "complete", "started"]
 
 
-def test_a_command_that_always_fails_fails_the_run_with_one_sentence(peers, coordinator_of, tmp_path):
+def test_a_command_that_always_fails_fails_the_run_with_one_message(peers, coordinator_of, tmp_path):
     events = []
     coordinator = coordinator_of(command="sh -c 'echo no; exit 4'", count=5, max_restarts=1, at_once=2, events=events)
     (trainer,) = joined(peers, coordinator)

@@ -20,7 +20,7 @@ from paramserver.online.tracker import StartProcess
 ROOT = Path(__file__).parents[3]
 PARAMETERS = {"left": [0, 1], "right": [0, 1]}
 DEADLINE_S = 20.0
-ENDED = -signal.SIGKILL  # a guard that peers its group peers with it
+ENDED = -signal.SIGKILL  # a guard that ends its group ends with it
 
 
 def spec_of(**options):
@@ -46,7 +46,7 @@ def runner_of(tmp_path):
 
 
 def wait_for(runner):
-    """All peers, in order; woken by the pipes and not by the clock."""
+    """All exits, in order; woken by the pipes and not by the clock."""
     found, deadline = [], time.monotonic() + DEADLINE_S
     while runner.running:
         assert time.monotonic() < deadline
@@ -111,7 +111,7 @@ def test_a_command_gets_its_placeholders_and_runs_by_no_shell(runner_of, tmp_pat
     assert "--id=3" in head
 
 
-def test_a_program_knows_the_run_by_its_environment(runner_of, tmp_path):
+def test_a_program_finds_the_run_by_its_environment(runner_of, tmp_path):
     shown = "import os, json; print(json.dumps({k: v for k, v in os.environ.items() if k[:3] in ('PAR', 'OMP')}))"
     runner = runner_of(command=script(tmp_path, shown), keys=str(tmp_path), group_size=2)
     start(runner, attempt=2)
@@ -222,7 +222,7 @@ def test_one_that_hangs_is_ended_with_its_children(runner_of, tmp_path):
     assert gone(others)
 
 
-def test_one_that_does_not_listen_is_ended_after_two_seconds(runner_of, tmp_path):
+def test_one_that_ignores_sigterm_is_killed_after_two_seconds(runner_of, tmp_path):
     runner = runner_of(command=script(tmp_path, FAMILY) + " deaf")
     start(runner)
     pids = pids_in(tmp_path, 2)

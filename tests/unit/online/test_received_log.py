@@ -30,7 +30,7 @@ def drawn(seed, count):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_it_knows_what_it_has_seen_and_nothing_else(seed):
+def test_it_contains_what_was_received_and_nothing_else(seed):
     known, keys, others = ReceivedLog(), drawn(seed, 400), drawn(seed + 100, 400)
     for key in keys:
         assert not known.contains(*key)
@@ -55,7 +55,7 @@ def test_neighbours_are_not_mistaken_for_each_other():
     assert not known.contains(4, 0)
 
 
-def test_the_log_is_in_the_order_in_which_samples_were_handed_over():
+def test_the_log_has_the_order_of_the_samples():
     keys = drawn(7, 200)
     made = logged(keys)
     assert [tuple(row) for row in made.keys().tolist()] == keys
@@ -65,7 +65,7 @@ def test_the_log_is_in_the_order_in_which_samples_were_handed_over():
 
 
 @pytest.mark.parametrize("position", [0, 1, 57, 200])
-def test_what_was_not_put_is_forgotten(position):
+def test_truncate_drops_what_is_not_in_the_buffer(position):
     keys = drawn(8, 250)
     made = logged(keys)
     made.mark_received(77, 5)
@@ -76,7 +76,7 @@ def test_what_was_not_put_is_forgotten(position):
     assert len(fresh) == position
 
 
-def test_a_state_that_ends_at_a_position_is_that_of_then():
+def test_a_state_up_to_a_position_is_the_state_at_that_time():
     keys = drawn(9, 100)
     whole, early = logged(keys), logged(keys[:40])
     one, other = whole.state_dict(40), early.state_dict()
@@ -100,7 +100,7 @@ def test_a_position_beyond_the_log_is_refused():
         made.truncate(3)
 
 
-def test_all_trainers_inherit_what_any_had_put():
+def test_all_trainers_inherit_what_any_trainer_had_put():
     old = [logged([(0, 0), (1, 1), (0, 2)]), logged([(0, 1), (1, 0), (5, 5)])]
     states, held = [one.state_dict() for one in old], [(1, 1), (0, 1)]
     made = ReceivedLog()
@@ -117,7 +117,7 @@ def test_all_trainers_inherit_what_any_had_put():
     assert made.num_inherited_for(0, 2) == 3
 
 
-def test_what_was_taken_over_is_taken_over_again():
+def test_inherited_samples_are_inherited_again():
     first, second = ReceivedLog(), ReceivedLog()
     first.reshard([logged([(0, 0), (0, 1)]).state_dict()], [2], [(0, 1)])
     first.extend([(0, 2)])
@@ -130,7 +130,7 @@ def test_what_was_taken_over_is_taken_over_again():
     assert second.counts() == {}
 
 
-def test_states_are_whole_while_samples_are_handed_over():
+def test_states_are_consistent_while_samples_are_added():
     made = ReceivedLog()
     stop = threading.Event()
 

@@ -164,7 +164,7 @@ def test_duplicates_are_dropped_and_counted(clients):
         assert running.receiver.get(0.05) == []
 
 
-def test_samples_that_wait_are_known_already(clients):
+def test_samples_in_the_queue_are_duplicates_already(clients):
     with RunningReceiver() as running:
         sender = clients(running.coordinator.trainer()).open(0).sample(0, 0).sample(0, 0)
         sender.receive_acks(1)
@@ -257,7 +257,7 @@ def test_an_absurd_frame_costs_its_client_the_connection_and_no_memory(clients):
         assert running.put(1) == [(1, 0)]
 
 
-def test_what_an_older_attempt_sent_gives_the_newer_no_room(clients):
+def test_samples_of_an_older_attempt_are_not_acknowledged_to_the_newer(clients):
     """One client that opens again under its name begins to count anew."""
     with RunningReceiver() as running:
         sender = clients(running.coordinator.trainer()).open(0).sample(0, 0).sample(0, 1)
@@ -276,7 +276,7 @@ def test_what_an_older_attempt_sent_gives_the_newer_no_room(clients):
 # The end.
 
 
-def test_after_the_last_simulation_what_waits_is_given_and_then_nothing(clients):
+def test_after_drain_get_returns_what_waits_and_then_none(clients):
     with RunningReceiver() as running:
         sender = clients(running.coordinator.trainer()).open()
         for step in range(3):
@@ -442,7 +442,7 @@ def test_what_is_not_finite_is_counted_and_left_out():
     assert moments.as_dict() == {"mean": 2.0, "deviation": 1.0, "count": 2, "not_finite": 5}
 
 
-def test_one_sample_in_seven_is_looked_at_from_one_reading_to_the_next():
+def test_one_sample_in_seven_is_measured_between_two_reads():
     fields = FieldStatistics(["u"])
     for value in range(15):
         fields.add([{"u": np.full(2, value)}])
@@ -452,7 +452,7 @@ def test_one_sample_in_seven_is_looked_at_from_one_reading_to_the_next():
     assert fields.read_and_reset()["u"]["mean"] == 3.0
 
 
-def test_of_samples_that_came_together_one_is_looked_at():
+def test_of_samples_that_arrive_together_one_is_measured():
     fields = FieldStatistics(["u"])
     samples = [{"u": np.full(1, value)} for value in range(40)]
     for first, last in ((0, 1), (1, 4), (4, 7), (7, 9), (9, 40)):  # 0; too few since; too few; 8; 39

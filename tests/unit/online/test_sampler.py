@@ -56,7 +56,7 @@ def test_a_latin_hypercube_has_no_slice_left_for_replacements():
     np.testing.assert_array_equal(draws("lhs", 10, ids=[10, 17]), draws("uniform", 10, ids=[10, 17]))
 
 
-def test_halton_goes_on_in_its_sequence():
+def test_halton_continues_its_sequence():
     np.testing.assert_array_equal(draws("halton", 10, ids=range(10, 30)), draws("halton", 30)[10:])
     # Of base 2: any 16 in a row from a multiple of 16 lie in 16 slices.
     assert slices(draws("halton", 16, ids=range(16, 32)), 0, 16) == list(range(16))
@@ -68,7 +68,7 @@ def test_simulations_without_parameters_get_none(name):
 
 
 @pytest.mark.parametrize("name", ["lhs", "halton"])
-def test_without_scipy_one_sentence_says_what_to_install(name, monkeypatch):
+def test_without_scipy_the_error_names_the_package(name, monkeypatch):
     real = builtins.__import__
 
     def without_scipy(module, *rest):
@@ -126,7 +126,7 @@ def own(tmp_path, monkeypatch):
     sys.modules.pop("own_samplers", None)
 
 
-def test_a_sampler_of_ones_own(own):
+def test_a_sampler_of_the_user(own):
     assert own("Grid").draw(2) == [102.0, 1.0, 2.0]
     assert own("Grid")._sampler.arguments == (list(RANGES), 7, 3)
 
@@ -140,12 +140,12 @@ def test_a_sampler_of_ones_own(own):
         ("Words", r"draw\(1\) raised ValueError"),
     ],
 )
-def test_what_ones_own_sampler_gives_is_checked(own, name, sentence):
+def test_the_result_of_a_users_sampler_is_checked(own, name, sentence):
     with pytest.raises(TaskError, match=sentence):
         own(name).draw(1)
 
 
-def test_a_class_that_cannot_be_made_or_found_is_told(own):
+def test_a_class_that_cannot_be_created_or_found_is_reported(own):
     with pytest.raises(TaskError, match=r"NotMade\) raised TypeError.* when it was made"):
         own("NotMade")
     with pytest.raises(TaskError, match=r"has no Missing; it has .*Grid"):

@@ -106,7 +106,7 @@ def test_a_request_after_a_failed_handshake_fails_and_does_not_block(run, folder
     assert run.messages == []
 
 
-def test_clients_come_and_go_while_the_run_goes_on(run, folder):
+def test_clients_are_added_and_removed_during_the_run(run, folder):
     make_keys(folder, "laptop")
     assert ping(run.address, folder / "laptop.key_secret") == {"alive": True}
     (folder / "clients" / "laptop.key").unlink()
@@ -140,7 +140,7 @@ def test_a_process_of_the_run_has_its_own_secret(run, folder):
     context.term()
 
 
-def test_without_keys_nothing_is_asked():
+def test_without_keys_there_is_no_authentication():
     context = zmq.Context()
     with context.socket(zmq.DEALER) as dealer, ServerSecurity(context, None) as security:
         secure_client_socket(dealer, None)
@@ -187,7 +187,7 @@ def test_keys_are_never_overwritten(folder, client):
     assert {f: f.read_bytes() for f in folder.rglob("*") if f.is_file()} == before
 
 
-def test_a_first_client_of_a_name_brings_the_keys_of_the_run(tmp_path):
+def test_a_first_client_with_a_name_creates_the_keys_of_the_run(tmp_path):
     files = make_keys(tmp_path / "keys", "laptop")
     names = ["server.key", "server.key_secret", "clients/laptop.key", "laptop.key_secret"]
     assert files == [tmp_path / "keys" / name for name in names]
@@ -287,7 +287,7 @@ def test_both_are_commands_of_the_console_script(capsys, monkeypatch):
     assert cli._COMMANDS["ping"] is cli.ping_main
 
 
-def test_without_pyzmq_there_is_one_sentence(tmp_path):
+def test_without_pyzmq_there_is_one_message(tmp_path):
     program = (
         "import sys; sys.modules['zmq'] = None\n"
         "from paramserver import cli\n"

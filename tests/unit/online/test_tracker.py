@@ -70,7 +70,7 @@ def notes(tracker, now):
 
 
 def finish(tracker, simulation, now, attempt=0, total=10, settled=True):
-    """A simulation sends all, sends BYE and ends."""
+    """A simulation sends all samples and BYE, and ends."""
     hello(tracker, simulation, now, attempt=attempt)
     report(tracker, {simulation: total}, now)
     bye(tracker, simulation, total, now, attempt=attempt)
@@ -156,7 +156,7 @@ def test_after_its_last_restart_it_is_given_up_and_a_new_one_takes_its_place():
     assert tracker.counts() == {"waiting": 0, "running": 0, "complete": 2, "given_up": 1}
 
 
-def test_three_given_up_in_a_row_fail_the_study_with_one_sentence():
+def test_three_given_up_in_a_row_fail_the_run_with_one_message():
     tracker = started(count=9, max_restarts=1)
     tries = 0
     while tracker.failure is None:
@@ -199,7 +199,7 @@ def test_silence_ends_a_process_and_then_counts_as_a_failure():
 
 
 @pytest.mark.parametrize("sign", ["hello", "bye", "sample or heartbeat"])
-def test_any_sign_is_life(sign):
+def test_any_message_is_a_sign_of_life(sign):
     tracker = started(group_size=2)
     tracker.poll(0.0)
     signs = {
@@ -224,7 +224,7 @@ def test_one_silent_member_is_silence_although_the_others_send_heartbeats():
         assert bool(of(KillProcess, tracker.poll(float(now)))) == (now == 61)
 
 
-def test_a_process_that_cannot_be_ended_fails_the_study():
+def test_a_process_that_cannot_be_killed_fails_the_run():
     tracker = started(timeout_s=1.0)
     tracker.poll(0.0)
     assert of(KillProcess, tracker.poll(2.0))
@@ -274,7 +274,7 @@ def test_reports_in_flight_do_not_decide():
     assert notes(tracker, 1.9) == [("complete", 0)]
 
 
-def test_without_reports_an_end_is_judged_after_the_timeout():
+def test_without_reports_an_exit_is_decided_after_the_timeout():
     tracker = started()
     tracker.poll(0.0)
     tracker.on_exit(0, 0, 0, 1.0)
@@ -326,7 +326,7 @@ def test_a_crash_with_samples_missing_is_reported_with_its_exit_code():
     assert note.text == "simulation 0, attempt 0: it ended with exit code 7; it is started again"
 
 
-def test_a_crash_is_not_judged_while_its_last_samples_wait_for_room():
+def test_a_crash_is_not_decided_while_its_last_samples_wait_for_room():
     """However long the buffer is full."""
     tracker = started(count=1)
     tracker.poll(0.0)
@@ -506,7 +506,7 @@ def test_more_or_fewer_simulations_may_be_wanted_of_a_resumed_run():
 # Simulations from outside.
 
 
-def test_outside_it_is_done_with_as_many_as_are_counted():
+def test_outside_it_is_done_when_count_are_complete():
     tracker = outside(count=2, steps=5)
     for number in (1, 0):
         hello(tracker, number, 1.0, parameters=[2.5])
@@ -580,7 +580,7 @@ def test_outside_the_wait_for_another_ends_too():
     assert tracker.failure.startswith("no simulation came for 60 s after 1 of 3 were complete, and no client ")
 
 
-def test_outside_a_simulation_may_come_again():
+def test_outside_a_simulation_may_be_started_again():
     tracker = outside(count=1, group_size=2)
     hello(tracker, 0, 1.0, members=2, member=0)
     bye(tracker, 0, 5, 2.0, members=2, member=0)
@@ -598,7 +598,7 @@ def test_outside_a_simulation_may_come_again():
     hello(tracker, 0, 7.0, members=2, attempt=3)  # what it sends are duplicates
 
 
-def test_outside_a_resumed_run_knows_who_was_complete():
+def test_outside_a_resumed_run_knows_what_was_complete():
     tracker = outside(steps=5)
     for number in (0, 1):
         hello(tracker, number, 1.0, attempt=4)

@@ -98,7 +98,7 @@ def test_fields_may_come_in_any_order():
         ([sample_message(0, 0)[0], b"[[", b""], "malformed", "a descriptor must be JSON"),
     ],
 )
-def test_what_is_wrong_is_refused_in_one_sentence(frames, why, text):
+def test_an_invalid_message_is_refused_with_one_text(frames, why, text):
     spec = ingest_spec(
         fields={"u": {"shape": [4, 3], "finite": True}},
         parameters={"a": [0, 1], "b": [0, 1]},
@@ -116,7 +116,7 @@ def test_what_is_wrong_is_refused_in_one_sentence(frames, why, text):
     assert isinstance(validate(PEER, sample_message(0, 0)), SampleAccepted)  # it does no harm to what follows
 
 
-def test_a_number_beyond_the_count_is_the_runs_own_matter():
+def test_a_managed_simulation_may_have_a_number_beyond_the_count():
     assert isinstance(validator(count=2, command="solve").validate(PEER, open_message(5)), SessionOpened)
 
 
@@ -219,7 +219,7 @@ def test_parts_of_an_older_attempt_are_dropped_and_refused():
     assert reason(validate(new[0], parts[0])) is SampleAccepted
 
 
-def test_parts_that_make_no_whole_are_refused_all():
+def test_parts_that_do_not_fit_together_are_all_refused():
     validate = validator(group_size=2).validate
     givers = [validate(peer, open_message(0, member=i, members=2)).session for i, peer in enumerate((PEER, OTHER))]
     assert reason(validate(PEER, sample_message(0, 0, {"u": field(0, 0)}, member=0, members=2))) is PartReceived
@@ -514,7 +514,7 @@ def test_of_a_hundred_thousand_messages_each_is_validated_correctly(seed):
     assert 0.15 < found[SampleAccepted] / 10_000 < 0.6
 
 
-def test_the_example_of_the_protocol_is_what_clients_send():
+def test_the_reference_accepts_what_the_package_encodes():
     """The oracle reads the messages that the package makes."""
     fields = {"u": np.ones((4, 3), "f4"), "v": np.ones(2), "n": np.array(1, "i2")}
     truth = Truth()
@@ -529,7 +529,7 @@ def test_the_example_of_the_protocol_is_what_clients_send():
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_nothing_crashes_it_in_groups_either(seed):
+def test_mutated_messages_of_groups_never_raise(seed):
     """And of all that was sent, all is dealt with, or waits for other parts, or is with the buffer."""
     twice = {"u": [8, 3], "v": {"shape": [4], "dtype": "float64"}, "n": {"shape": [2], "dtype": "int16"}}
     spec = ingest_spec(fields=twice, steps=STEPS, count=SIMULATIONS, group_size=2, window=20)
