@@ -15,7 +15,6 @@ from paramserver.consistency import Announcement, Consistency, Decision, Stop, U
 from paramserver.context import StopRequest
 from paramserver.distributed.rpc_calls import RemoteError, completed_future
 from paramserver.errors import TrainingError
-from paramserver.limits import epoch_of, is_due
 from paramserver.metrics.records import StepReport, StepResult
 from paramserver.runs.monitor import RunMonitor
 from paramserver.server.coordinator import ShardCoordinator
@@ -84,8 +83,10 @@ class Aggregator:
         return future
 
     def _enqueue(self, trainer_index: int, announcement: Announcement, future: Future) -> None:
-        own, reason = self.stop.state()
-        if own is Stop.NO and (limit := self.monitor.stop_reason()) is not None:
+        own, reason = Stop.NO, ""
+        if self.stop.event.is_set():
+            own, reason = self.stop.state()
+        elif (limit := self.monitor.stop_reason()) is not None:
             own, reason = Stop.LIMIT, limit
         if own > announcement.stop:  # the stronger request to stop counts
             announcement = replace(announcement, stop=own, reason=reason)
@@ -144,12 +145,11 @@ class Aggregator:
         future.set_result(StepGrant(decision, slot, buffers, wants_buffers, result, held_s))
 
     def _enter_epoch(self, samples: int) -> None:
-        """Step the schedule of epochs before the first step of a new epoch."""
-        epoch = epoch_of(samples, self.epoch_samples)
-        while self._epoch < epoch:
+        """Step the schedule of epochs before the first step of a new epoch, after ``samples`` were applied."""
+        while self.epoch_samples and samples >= (self._epoch + 1) * self.epoch_samples:
             self._epoch += 1
             self.store.updater.on_epoch_end()
-        self.monitor.enter_epoch(self._epoch)
+            self.monitor.enter_epoch(self._epoch)
 
     def pull(self, trainer_index: int) -> tuple[Tensor, ...]:
         """Return the version that a trainer was granted, as tensors whose gradients are its push."""
@@ -257,7 +257,8 @@ class Aggregator:
     def _after_update(self, update: Update, pushes: Sequence[Push], started: float) -> None:
         """Record the update, and reply to the trainers whose gradients it holds."""
         apply_s = time.perf_counter() - started
-        if is_due(self.rules.step, self.rules.terms.validate_every):
+        validate_every = self.rules.terms.validate_every
+        if validate_every and self.rules.step % validate_every == 0:
             self.store.retain(self.rules.step)
         result = self._result(pushes, apply_s)
         self.monitor.update_applied(result, dict(zip(update.trainers, update.staleness, strict=True)))
