@@ -14,6 +14,7 @@ from paramserver.optim.shard_updater import ShardUpdater
 from paramserver.parameters.flat import ALIGNMENT_BYTES, FlatLayout, FlatTensors, trainable_parameters
 from paramserver.parameters.sharding import (
     full_shard,
+    get_hyperparameters,
     merge_state,
     optimizer_indices,
     plan_shards,
@@ -149,7 +150,7 @@ class Split:
             parameter.grad = None
         for updater in self.updaters:
             updater.assign_gradients(updater.average([updater.shard.slice_flats(flats)], [1.0]), tuple(used))
-            updater.step(updater.groups())
+            updater.step(get_hyperparameters(updater.optimizer))
 
     def state_dict(self):
         parts = [(updater.shard, updater.owned_states) for updater in self.updaters]
