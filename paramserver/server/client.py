@@ -56,6 +56,7 @@ class InFlightCall(Generic[T]):
         self._timeout_s = timeout_s
         self._sent = time.perf_counter()
         self._replied: float | None = None
+        # Runs in a thread of the RPC agent, or here if the reply is there already.
         future.add_done_callback(self._note_reply)
 
     def _note_reply(self, _: torch.futures.Future[T]) -> None:
@@ -111,6 +112,7 @@ class ServerConnection:
 
     def wait(self, future: torch.futures.Future[T], name: str, timeout_s: float | None) -> T:
         """Wait for a reply; see ``InFlightCall.wait``. The future must ``wake`` this object when it is done."""
+        # A condition, not ``future.wait``: torch's wait cannot be interrupted when the server is lost.
         with self._changed:
             ended = self._changed.wait_for(lambda: future.done() or self._lost_reason is not None, timeout_s)
             reason = self._lost_reason

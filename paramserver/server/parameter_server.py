@@ -129,10 +129,14 @@ class ParameterServer(TutorialMethods):
         # ``fail``, which takes it again. Futures are completed outside of it where their callbacks could take long.
         self._lock = threading.RLock()
 
+        # The order below matters: the rules decide how memory is shared, the memory where the parameters are allocated;
+        # the checkpoint is loaded into the store before the coordinator splits parameters and states into shards.
         rules = make_consistency(config, trainers, monitor.step, monitor.samples)
         rules.load_state_dict(checkpoints.consistency_state)
         several = config.cluster.num_servers > 1
         self._shared_memory = SharedMemory(segments, config.server, rules.lockstep, monitor.note)
+        # Other processes access the parameters themselves in lockstep, and whenever servers own them together; trainers
+        # that run freely read snapshots instead.
         in_place = (rules.lockstep or several) and segments is not None
         self.store = store = ParameterStore(task, config, self._shared_memory.allocate_parameters if in_place else None)
         self._model_service = ModelService(task, config, store) if server_computes(config) else None
@@ -173,6 +177,7 @@ class ParameterServer(TutorialMethods):
             self.aggregator.epoch_samples = epoch_samples
             self.aggregator.transports[member.trainer_index] = self._make_transport()
             future = self._joins.add(member.trainer_index, None)
+        # Without the lock: the liveness call is an RPC, and its callback runs in a thread of the agent.
         watch_peer(member.name, lambda reason: self._on_disconnect(member.trainer_index, reason))
         self._start_if_complete()
         return future
@@ -183,6 +188,8 @@ class ParameterServer(TutorialMethods):
         return RpcServerTransport(self.store.leaves, self._wire, None if self.is_whole else self.store.shard)
 
     def _start_if_complete(self) -> None:
+        # Called by the last trainer or by the last server that is ready, whichever comes later; ``pop_all`` under the
+        # lock makes sure that only one of them replies.
         with self._lock:
             if self.error is not None or len(self._joins.parts) < self.trainers:
                 return
@@ -220,6 +227,7 @@ class ParameterServer(TutorialMethods):
             )
             if made is None:
                 return 0
+            # Replaces the transport of ``join`` before the trainer's first announcement, so no version is pinned in it.
             self.aggregator.transports[trainer_index], snapshots = made
             return snapshots
 
@@ -237,6 +245,7 @@ class ParameterServer(TutorialMethods):
 
     def report_failure(self, trainer_index: int, error: RemoteError) -> None:
         """A trainer failed; the run fails with it."""
+        # Marked as left first: the process exits next, which must not count as a loss and hide this error.
         self.members.leave(trainer_index)
         self.fail(error.error())
 
@@ -273,6 +282,7 @@ class ParameterServer(TutorialMethods):
                 self.coordinator.abort()
             reply = RemoteError.of(as_peer_error(self.error))
             tables = [self._joins, self._stagings, *self._validations.values()]
+            # Removed from the tables under the lock, so that each future is completed once.
             waiting = [f for table in tables for f in table.pop_all()[1].values()] + self.aggregator.pop_waiters()
         for future in waiting:
             future.set_result(reply)
@@ -284,6 +294,7 @@ class ParameterServer(TutorialMethods):
 
     def _complete(self, futures: Mapping[int, Future], make_replies: Callable[[], Mapping[int, Any]]) -> None:
         """Reply to each trainer with its own value; an error ends the run and is the reply to all."""
+        # The futures are out of their table already, so ``fail`` does not complete them.
         try:
             replies = make_replies()
         except Exception as error:  # noqa: BLE001 - ends the run and is sent to every trainer
@@ -347,6 +358,7 @@ class ParameterServer(TutorialMethods):
 
     def view_version(self, trainer_index: int, version: int | None) -> VersionView:
         """Return a retained version, or the current one, for validation; None for whichever is current."""
+        # Also after a failure: a trainer in the middle of a validation learns of it with its next step.
         with self._lock:
             return self.aggregator.view_version(trainer_index, version)
 
@@ -381,6 +393,7 @@ class ParameterServer(TutorialMethods):
                 return future
             shares, futures, _ = self._validations.pop(version).pop_all()
 
+        # Shares are merged in the order of trainers, not of arrival: floating-point sums depend on the order.
         def validated() -> tuple[dict[str, float], bool]:
             with self._lock:
                 self.store.drop(version)
@@ -409,6 +422,7 @@ class ParameterServer(TutorialMethods):
                 return future
             _, futures, arrival_s = self._stagings.pop_all()
 
+        # Under the lock: no update may be applied between the copies of model, optimizer and rules.
         def stage(updater: Stateful) -> dict[int, None]:
             with self._lock:
                 rules, since = self.aggregator.rules, min(arrival_s.values())
@@ -439,6 +453,7 @@ class ParameterServer(TutorialMethods):
 
     def receive_part_chunk(self, trainer_index: int, step: int, chunk: Tensor) -> None:
         """Accept a chunk of a trainer's part of the checkpoint of ``step``, also from a run that has failed since."""
+        # Without the server's lock: ``PartCollector`` has its own, so chunks do not delay steps.
         self._parts.add_chunk(trainer_index, step, chunk)
 
     def finish_part(self, trainer_index: int, step: int, pause_s: float) -> torch.futures.Future[None]:

@@ -104,6 +104,7 @@ class ShardServer:
             for piece, slot in zip(shard.slices, shard.layout.slots, strict=True)
             if shard.is_whole(piece, self._layout)
         }
+        # By ``data``, which keeps the Parameter objects that the optimizer holds.
         for name, parameter in parameters.items():
             parameter.data = views[name] if name in owned_whole else torch.empty(0, dtype=parameter.dtype)
         updater.load_states(assignment.states)
@@ -135,6 +136,7 @@ class ShardServer:
 
     def push(self, context_id: int, trainer_index: int, version: int) -> None:
         """Accept the gradients that a context holds; they wait for the request that names them."""
+        # Handed over before the trainer's context ends, which would release them.
         held = dist_autograd.get_gradients(context_id)  # type: ignore[attr-defined]
         with self._lock:
             gradients = self._assembly_of(trainer_index, version).complete(held)
@@ -198,6 +200,7 @@ class ShardServer:
             return
         if any(not in_place and self._pushes.get(i, (None,))[0] != v for i, v, in_place in request.pushes):
             return
+        # Cleared first: completing the future may let server 0 send the next request before this returns.
         self._request = self._reply = None
         try:
             reply: Any = self._apply(request)
@@ -207,6 +210,7 @@ class ShardServer:
 
     def _apply(self, request: ApplyRequest) -> float | None:
         in_use = request.retained_versions
+        # Before the optimizer writes: trainers that were granted the current version may still pull it.
         current = {self.version: self._current()} if self.version in in_use else {}
         self._retained = {v: flats for v, flats in self._retained.items() if v in in_use} | current
         gradients = [self._gradients(trainer_index, in_place) for trainer_index, _, in_place in request.pushes]
@@ -219,6 +223,7 @@ class ShardServer:
     def _gradients(self, trainer_index: int, in_place: bool) -> list[Tensor]:
         if not in_place:
             return self._pushes.pop(trainer_index)[1]
+        # Attached at the first push: a trainer's segment exists only once it shares memory.
         if trainer_index not in self._shared_gradients:
             flats = self._attach(gradients_key(trainer_index))
             self._shared_gradients[trainer_index] = self.shard_updater.shard.slice_flats(flats)
