@@ -16,6 +16,8 @@ from torch._C._distributed_c10d import HashStore, Store
 from torch._C._distributed_rpc import TensorPipeAgent
 from torch.distributed.rpc._utils import _update_group_membership
 
+from paramserver.errors import PeerLost
+
 
 def start_first_agent(store: Store, name: str, options: rpc.TensorPipeRpcBackendOptions) -> None:
     """Start the agent with worker id 0, to which the others connect. It publishes its address in ``store``."""
@@ -61,6 +63,12 @@ def announce_to(hub: str) -> None:
     """Add this agent to the members that ``hub`` knows.
 
     This is never undone (docs/torch-notes.md, "Members are never removed").
+
+    Raises:
+        PeerLost: ``hub`` has ended since it published its address.
     """
     own = rpc.get_worker_info()
-    rpc.rpc_sync(hub, _update_group_membership, args=(own, [], {}, True))
+    try:
+        rpc.rpc_sync(hub, _update_group_membership, args=(own, [], {}, True))
+    except RuntimeError as error:
+        raise PeerLost(f"{hub} is lost: {str(error).splitlines()[0]}") from error
