@@ -52,6 +52,8 @@ class BestMetric:
             Whether it is strictly better than all before. NaN never is.
         """
         value = float(value)
+        # Compared with scheduled values only: a better value at the end of an interrupted run must not make the resumed
+        # run stop earlier than one that was not interrupted.
         if scheduled and self._better(value, self.scheduled_value):
             self.scheduled_value, self.without_improvement = value, 0
         elif scheduled:
@@ -62,6 +64,7 @@ class BestMetric:
         return better
 
     def _better(self, value: float, than: float | None) -> bool:
+        # As the first value NaN would become the best, and no later value compares as better than NaN.
         if math.isnan(value):
             return False
         if than is None:

@@ -36,6 +36,7 @@ _DIGEST_KEY = "manifest_sha256"
 _OWN_KEYS = ("format_version", "step", "created", "files", _DIGEST_KEY)
 _CHUNK_BYTES = 1 << 20
 _STEP_FOLDER = re.compile(r"step-([0-9]{8,18})")
+# The process id shows whether the owner is alive: only what a dead process left may be removed.
 _UNFINISHED = re.compile(r"\.(?P<name>[^.]+)\.(?P<pid>\d+)\.(?P<kind>tmp|old|gone)")
 # What parsing a text raises that is not a manifest.
 _WRONG = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError)
@@ -87,6 +88,8 @@ class Manifest:
         """Return the JSON text, with a digest of itself as its last key; ``parse`` is the inverse."""
         files = {name: {"bytes": entry.bytes, "sha256": entry.sha256} for name, entry in self.files.items()}
         own = {"format_version": self.format_version, "step": self.step, "created": self.created}
+        # The digest is of what a reader parses, after ``json_text`` has replaced numbers that are not finite and keys
+        # that are no strings.
         content = json.loads(json_text({**own, **self.metadata, "files": files}))
         return json.dumps({**content, _DIGEST_KEY: _manifest_digest(content)}, indent=2) + "\n"
 
@@ -99,6 +102,7 @@ class Manifest:
                 was altered.
         """
         content = json.loads(text)
+        # Before any other key is read: an altered manifest could list files that pass their own digests.
         if content.pop(_DIGEST_KEY) != _manifest_digest(content):
             raise ValueError(f"{_DIGEST_KEY} is not the digest of the rest")
         files = {
@@ -111,6 +115,7 @@ class Manifest:
 
 def _checked_file_name(name: str) -> str:
     """Return ``name`` if it is that of a file directly in the checkpoint's folder."""
+    # A manifest may come from another machine: its names must not lead out of the checkpoint's folder.
     if Path(name).name != name or "\0" in name:
         raise ValueError(f"{name!r} is not the plain name of a file")
     os.fsencode(name)  # a ValueError where no file can have that name
@@ -118,6 +123,7 @@ def _checked_file_name(name: str) -> str:
 
 
 def _manifest_digest(content: Mapping[str, Any]) -> str:
+    # Sorted, so that the digest does not depend on the order of the keys in the file.
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -136,6 +142,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{path} is missing, so {folder} is not a complete checkpoint") from None
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path} cannot be read ({error})") from error
+    # Before the digest: another version may compute it differently, and must not be reported as damage.
     version = _other_format(text)
     if version is not None:
         cure = "update paramserver" if version > FORMAT_VERSION else "resume it with the release that wrote it"
@@ -181,6 +188,7 @@ def _size_bytes(path: Path) -> int | None:
 
 def check_digests(folder: Path, manifest: Manifest) -> str | None:
     """As ``check_sizes``, and also compare the content of every file with its SHA-256."""
+    # Sizes first: a truncated file of many GB is found without reading it.
     problem = check_sizes(folder, manifest)
     if problem:
         return problem
@@ -260,6 +268,8 @@ def read_pointer(folder: Path, pointer: str) -> Path | None:
         raise CheckpointError(f"{file} must be a file with the name of a checkpoint, and is none; move it away")
     try:
         name = file.read_text().strip()
+    # Removed since the check above, or damaged. Neither hides a checkpoint: the caller then takes the newest one
+    # written.
     except (FileNotFoundError, UnicodeDecodeError):
         return None
     except OSError as error:
@@ -321,6 +331,8 @@ def list_written(folder: Path) -> list[Path]:
     places = {path.name: path for path in folder.iterdir() if step_of(path.name) is not None}
     for unfinished in unfinished_writes(folder):
         if unfinished.kind == "old" and step_of(unfinished.final.name) is not None:
+            # ``setdefault``: once the successor has the final name, it is the checkpoint, also before the old one is
+            # removed.
             places.setdefault(unfinished.final.name, unfinished.path)
     latest = read_pointer(folder, LATEST)
     newest_step = step_of(latest.name) if latest else None

@@ -76,6 +76,7 @@ class Checkpoint:
         Raises:
             CheckpointError: there is no such object, or the file was not written by ``torch.save``.
         """
+        # Imported here, because it imports torch: a launcher chooses a checkpoint without it.
         from paramserver.checkpoint.serialization import load_archive
 
         return load_archive(self.file_path(name))
@@ -149,12 +150,15 @@ def load_chosen(run: Path, which: str, *names: str) -> tuple[Checkpoint, list[An
         try:
             path = choose_checkpoint(run, which)
         except CheckpointError:
+            # A step names one checkpoint for ever, so choosing it again cannot help.
             if which not in (LATEST, BEST) or attempt == _MAX_ATTEMPTS:
                 raise
             continue  # it may have been removed after its pointer was read
+        # Taken before the first read: a folder that is replaced during the reading gives errors that are no damage.
         folder = _inode(path)
         try:
             checkpoint = _verify(path)
+            # Loaded before returning: the run may remove the folder at any moment after this.
             return checkpoint, [checkpoint.load(name) for name in names]
         except CheckpointError as error:
             if folder == _inode(path) is not None:  # the same folder all the time, so it is damaged
@@ -179,6 +183,7 @@ def _inode(folder: Path) -> int | None:
 
 def _verify(path: Path) -> Checkpoint:
     manifest = read_manifest(path)
+    # A copy may have any name, but not the name of another step: that would resume the counts from a wrong step.
     if step_of(path.name) not in (None, manifest.step):
         raise CheckpointError(f"{path} holds the checkpoint of step {manifest.step}; give it the name of that step")
     wrong = check_digests(path, manifest)
@@ -191,6 +196,7 @@ def _newest_intact(folder: Path, besides: Path) -> Path | None:
     for candidate in list_complete(folder):
         if candidate.name != besides.name:
             try:
+                # By digest, and not only by size: the user is about to be advised to resume from it.
                 return _verify(candidate).path
             except CheckpointError:
                 continue
@@ -216,6 +222,7 @@ def find_checkpoint(run: Path) -> Path:
     """
     folder = Path(run) / "checkpoints"
     latest = read_pointer(folder, LATEST)
+    # ``has_manifest`` and not ``why_incomplete``: a damaged ``latest`` is chosen, and reported when it is read.
     if latest is not None and has_manifest(latest):
         return latest
     there = list_written(folder)

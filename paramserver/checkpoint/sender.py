@@ -45,6 +45,8 @@ class BackgroundSender:
         self.what = what
         self._last_progress = last_progress
         self._changed = threading.Condition()
+        # ``_changed`` guards ``_job``, ``_closed`` and ``_error``. ``_job`` is the one in progress; none waits in
+        # addition.
         self._job: Callable[[], None] | None = None
         self._closed = False
         self._error: BaseException | None = None
@@ -61,12 +63,15 @@ class BackgroundSender:
             job()
             return
         self.wait(timeout_s)
+        # Only the training thread submits, so no other job can appear between the wait and this block.
         with self._changed:
             if self._closed:
                 raise ParamserverError(f"the sender of {self.what} must be open to take a job; it is closed")
             self._job = job
             self._changed.notify_all()
             if self._thread is None:
+                # A daemon: the job may be inside a call to a dead rank 0, which nothing interrupts. Made at the first
+                # job, as a run without checkpoints needs none.
                 self._thread = threading.Thread(target=self._work, name="checkpoint-sender", daemon=True)
                 self._thread.start()
 
@@ -83,6 +88,8 @@ class BackgroundSender:
         began = time.monotonic()
         with self._changed:
             while self._job is not None:
+                # Called under the lock, so ``last_progress`` must not block. Computed again after each wake-up, as
+                # progress may have moved the deadline meanwhile.
                 remaining_s = max(began, last_progress()) + timeout_s - time.monotonic()
                 if remaining_s <= 0:
                     raise DeadlineExceeded(
@@ -103,6 +110,7 @@ class BackgroundSender:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+        # After ``_closed`` is set: the job in progress ends, and no other is accepted meanwhile.
         self._wait_idle(timeout_s, lambda: 0.0)
         if self._thread is not None:
             self._thread.join(timeout_s)
@@ -136,6 +144,7 @@ class BackgroundSender:
                 if self._closed:
                     return None
                 self._changed.wait(_WAKE_S)
+            # The job stays in ``_job`` while it runs; ``_work`` clears it.
             return self._job
 
     def __enter__(self) -> BackgroundSender:

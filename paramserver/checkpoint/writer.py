@@ -83,12 +83,17 @@ class CheckpointWriter:
         self.written: list[WrittenCheckpoint] = []
         self.superseded = 0
         self._changed = threading.Condition()
+        # ``_changed`` guards ``_waiting``, ``_current``, ``_closed`` and ``superseded``. At most one best and one other
+        # job wait.
         self._waiting: list[_WriteJob] = []
         self._current: _WriteJob | None = None
         self._closed = False
+        # Written by the thread that writes, and read without the lock: it is set once, and a late reader raises at its
+        # next call.
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         if background:
+            # A daemon: a disk that does not answer must not keep the process from ending; ``close`` reports it.
             self._thread = threading.Thread(target=self._work, name="checkpoint-writer", daemon=True)
             self._thread.start()
 
@@ -118,6 +123,8 @@ class CheckpointWriter:
         """
         job = _WriteJob(step, objects, metadata, is_best)
         with self._changed:
+            # In one block with the enqueueing: the thread ends only when it finds nothing waiting, so what is enqueued
+            # is written.
             if self._closed:
                 raise ParamserverError(
                     f"checkpoint writer ({self.folder}) must be open to take step {step}; it is closed"
@@ -127,11 +134,14 @@ class CheckpointWriter:
         for old in displaced:  # without the lock: ``cancel`` runs the callbacks of the future
             old.future.cancel()
         if self._thread is None:
+            # Also without the lock: it writes to the disk and then runs the callbacks of the future.
             self._run(job)
             self.raise_error()
         return job.future
 
     def _enqueue(self, job: _WriteJob) -> list[_WriteJob]:
+        # The running job is not in ``_waiting``, so what is displaced was never started and its future can be
+        # cancelled.
         displaced = [old for old in self._waiting if job.is_best or not old.is_best]
         self._waiting = [old for old in self._waiting if old not in displaced] + [job]
         self.superseded += len(displaced)
@@ -182,9 +192,11 @@ class CheckpointWriter:
     def _next(self) -> _WriteJob | None:
         with self._changed:
             while not self._waiting:
+                # Looked at only when nothing waits: ``close`` writes what was submitted before it.
                 if self._closed:
                     return None
                 self._changed.wait(_WAKE_S)
+            # Both under one lock: ``wait_idle`` must not find the job in neither place.
             self._current = self._waiting.pop(0)
             return self._current
 
@@ -194,6 +206,7 @@ class CheckpointWriter:
         try:
             written = self._write(job)
         except BaseException as error:  # noqa: BLE001 - kept: the next submit and close raise it
+            # Before the future: a caller that waits for it and then submits must get this error. Likewise ``written`` below.
             self._error = self._error or error
             job.future.set_exception(error)
         else:
