@@ -26,6 +26,7 @@ class PullFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         if ctx.on_gradient is not None:
+            # In a thread of the RPC agent, inside the distributed backward, and without any lock of the server.
             ctx.on_gradient()
         return gradients[0], None, None
 
@@ -40,11 +41,13 @@ class PushFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gradients: Sequence[Tensor], *pulled: Tensor) -> Tensor:
+        # Inside a sequence they are no differentiable inputs, so autograd records nothing about them.
         ctx.gradients = tuple(gradients)
         return torch.zeros(())
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
+        # ``upstream`` is 1, as this scalar is a root of the backward.
         return None, *ctx.gradients
 
 
@@ -62,6 +65,7 @@ class SendOutputs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
+        # In the order of the outputs: ``RecvOutputs.backward`` writes this vector as the gradient of the token.
         is_in_loss = gradients[0].tolist()
         return tuple(g if used else None for g, used in zip(gradients[1:], is_in_loss, strict=True))
 
@@ -80,6 +84,8 @@ class RecvOutputs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
+        # The gradient of the anchor itself is not used. None arrives for an output that is not in the loss, because
+        # gradients are not materialized; distributed autograd would make zeros of it, hence the vector.
         return torch.tensor([float(g is not None) for g in gradients[1:]]), *gradients[1:]
 
 
@@ -101,6 +107,7 @@ def pull(
         >>> leaf.grad
         tensor([3., 4.])
     """
+    # Whole flat tensors and no slices: the backward of each slice would allocate a tensor of the full size.
     apply: Any = PullFunction.apply
     return [apply(leaf, flat, on_gradient) for leaf, flat in zip(leaves, snapshot, strict=True)]
 

@@ -33,6 +33,7 @@ class JoinReply:
     """
 
     model: dict[str, Any]
+    # The server's layouts, not the trainer's own: both sides must divide the flat tensors at the same places.
     parameter_layout: FlatLayout
     buffer_layout: FlatLayout
     step: int
@@ -174,12 +175,15 @@ class PendingReplies:
     """
 
     def __init__(self) -> None:
+        # No lock of its own: every call holds the server's lock. The three dictionaries always have the same keys.
         self.parts: dict[int, Any] = {}
         self.futures: dict[int, Future] = {}
         self.arrival_s: dict[int, float] = {}
 
     def add(self, trainer_index: int, part: Any, future: Future | None = None) -> Future:
         """Add a trainer's part and return the future of its reply: a new one, or ``future``."""
+        # The RPC agent sends the reply when this future is completed, so no thread waits for the other trainers
+        # meanwhile.
         future = torch.futures.Future() if future is None else future
         self.parts[trainer_index] = part
         self.futures[trainer_index] = future
@@ -188,6 +192,7 @@ class PendingReplies:
 
     def pop(self, trainer_index: int) -> tuple[Future, float]:
         """Remove one trainer; return its future and its time of arrival (``time.perf_counter``)."""
+        # The caller completes the future; removed first, so that the end of the run does not complete it a second time.
         del self.parts[trainer_index]
         return self.futures.pop(trainer_index), self.arrival_s.pop(trainer_index)
 
@@ -209,6 +214,7 @@ def merge_used(masks: Sequence[tuple[bool, ...] | None]) -> tuple[bool, ...] | N
         >>> merge_used([(True, False, False), None]) is None
         True
     """
+    # A None stands for all parameters, so one of them decides the result.
     present = [mask for mask in masks if mask is not None]
     if len(present) < len(masks):
         return None

@@ -99,6 +99,8 @@ class RingSnapshots(SnapshotSource):
     def __init__(
         self, host: SegmentHost, layout: FlatLayout, readers: int, current: Callable[[], tuple[int, Sequence[Tensor]]]
     ) -> None:
+        # One slot for each reader, one for the newest version and one for its successor: ``publish`` always finds one
+        # free.
         self.num_slots = readers + 2
         self._current = current
         self._ring = SnapshotRing(self.num_slots)
@@ -108,6 +110,7 @@ class RingSnapshots(SnapshotSource):
     def pin(self) -> int:
         version, flats = self._current()
         if version != self._version:
+            # Copied only when a trainer pulls it: a version that an update replaces before that costs nothing.
             slot = self._ring.publish(version)
             # Under the server's lock: no update is applied, and no trainer pins the slot, until the copy is complete.
             with torch.no_grad():
@@ -136,11 +139,13 @@ class SharedMemoryServerTransport(ServerTransport):
         self._gradients = gradients
         self._on_push = on_push
         self._has_token = False
+        # The token is a leaf that requires a gradient: otherwise distributed autograd would send nothing back.
         self._leaf = torch.zeros(1, requires_grad=True)
         self._pinned: int | None = None
 
     def pin_version(self) -> int:
         self.unpin()
+        # At most one pin for each trainer; the number of slots relies on it.
         self._pinned = self._snapshots.pin()
         return self._pinned
 
@@ -156,6 +161,8 @@ class SharedMemoryServerTransport(ServerTransport):
         return self.pin_version(), ()
 
     def collect_gradients(self, held: Mapping[Tensor, Tensor]) -> list[Tensor] | None:
+        # Either proves that the gradients are complete: the trainer writes them before its distributed backward sends
+        # the token.
         return list(self._gradients) if self._has_token or self._leaf in held else None
 
     def unpin(self) -> None:
@@ -207,11 +214,14 @@ class SharedMemoryTrainerTransport(TrainerTransport):
         if not self._on_cpu or slot != self._slot:
             self._set_parameters(self._snapshots[slot])
         self._slot = slot
+        # Read after the assignment. The server's writes come from another process and do not count; only changes made
+        # here do.
         self._tensor_versions = [parameter._version for parameter in self._parameters]
 
     @torch.no_grad()
     def load(self, flats: Sequence[Tensor]) -> None:
         self._set_parameters(list(self._layout.views(flats).values()))
+        # The parameters are no views of a slot now, so the next ``map_version`` must assign them again.
         self._slot = None
 
     def _set_parameters(self, views: list[Tensor]) -> None:
@@ -219,6 +229,8 @@ class SharedMemoryTrainerTransport(TrainerTransport):
             torch._foreach_copy_(self._parameters, views)
             return
         for parameter, view in zip(self._parameters, views, strict=True):
+            # Assigning ``data`` keeps the parameter objects that the optimizer, hooks and the user's references have.
+            # It hides a change from autograd, so it is done between steps only, when no graph is alive.
             parameter.data = view
 
     def backward_root(self, pulled: Sequence[Tensor]) -> Tensor:
@@ -257,6 +269,7 @@ class SharedMemory:
         self._on_note = on_note
         self._num_over_rpc = 0
         self._snapshots: SnapshotSource | None = None
+        # In lockstep slot 0 is the parameters themselves, under the key that trainers attach for a snapshot.
         self.parameters_key = parameters_key(0) if lockstep else LIVE_KEY
 
     @property
@@ -293,6 +306,7 @@ class SharedMemory:
         gradients = self._allocate(lambda host: host.allocate(gradients_key(trainer_index), layout))
         if gradients is None or self._snapshots is None:
             return None
+        # Counted to the last one: a note about rounding would be wrong while any trainer is still served over RPC.
         self._num_over_rpc -= 1
         if not self._num_over_rpc and make_codec(self._config).wire_layout(layout) != layout:
             self._on_note(
@@ -315,6 +329,8 @@ class SharedMemory:
         except UnsupportedConfiguration as error:
             if self._config.transport != "auto":
                 raise
+            # For good, and not only for this segment: a trainer needs its snapshots and its gradients shared, or
+            # neither.
             log.warning("server.transport (auto): everything is sent over RPC from now on: %s", error)
             self._host = None
             return None

@@ -55,13 +55,17 @@ class SnapshotRing:
                 f"version ({version}) must be above {newest}, the newest, which slot {self._newest} holds; publish "
                 "each version once, in order"
             )
+        # The newest is never overwritten, pinned or not: ``pin()`` without a version must always find one.
         free = [i for i, slot in enumerate(self._slots) if slot.pins == 0 and i != self._newest]
         if not free:
             raise ParamserverError(
                 f"version ({version}) must find a free slot, and has none: {self._describe()}; unpin what is no longer "
                 "read, or use more slots"
             )
+        # Unused slots first and then the oldest version: a version that is not pinned stays available as long as
+        # possible.
         chosen = min(free, key=lambda i: (self._slots[i].version is not None, self._slots[i].version or 0))
+        # The first changes; every check is above, so a refusal leaves the ring as it was.
         self._slots[chosen].version = version
         self._newest = chosen
         return chosen
@@ -96,6 +100,8 @@ class SnapshotRing:
         """
         if not 0 <= slot < len(self._slots):
             raise ParamserverError(f"slot ({slot}) must be from 0 to {len(self._slots) - 1}; unpin the one pinned")
+        # An additional ``unpin`` would release the slot of another reader, which would then read a version half
+        # overwritten.
         if self._slots[slot].pins == 0:
             raise ParamserverError(
                 f"slot ({slot}) must be pinned to be unpinned: {self._describe()}; unpin once for each pin"
