@@ -147,6 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     began = time.time()
     arguments = parse(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
+    # Before the first import of torch, which reads the variable once.
     quiet_torch_log(process_environ())
     if arguments.supervised is not None:
         return _run_supervised_rank(arguments)
@@ -164,6 +165,7 @@ def report_error(error: BaseException) -> int:
     error = first_error(error)
     description = describe_error(error)
     relayed = isinstance(error, ParamserverError) and error.relayed
+    # Standard output first: where both streams go to one place, the error is the last thing printed.
     sys.stdout.flush()
     if description["traceback"] and not relayed and "Traceback (most recent call last)" not in description["message"]:
         lines = "".join(traceback.format_exception(error.__cause__ or error))
@@ -182,6 +184,7 @@ def _launch(arguments: argparse.Namespace, began: float) -> Result | None:
     config = with_world_size(config, world_size or world_size_of(config))
     command = [sys.executable, "-m", "paramserver.launch", *sys.argv[1:]]
     if arguments.dry_run:
+        # Before any folder is made or reserved.
         from paramserver.runtime.dry_run import plan_text
 
         for line in () if run is None else describe_resume(run, config):
@@ -214,6 +217,7 @@ def resolve_run(arguments: argparse.Namespace) -> tuple[Config, RunDir | None, l
         run = None if arguments.run_folder is None else RunDir(arguments.run_folder)
         return load_config(arguments.config, overrides=arguments.overrides, flags=flags), run, folders
     run = open_run(_run_to_resume(arguments))
+    # Before the config is read: rolling back restores config.yaml too.
     recover(run)
     config = load_config(find_config_file(run, arguments.config), overrides=arguments.overrides, flags=flags)
     # The folders that are given now come before those of the earlier start.
@@ -268,6 +272,7 @@ def launch_local(
     with ExitStack() as stack:
         if run is None:
             run = stack.enter_context(reserve_run(config))
+        # A new run's is left before its reservation: no other start may take the folder while it is removed.
         stack.enter_context(resume_transaction(run) if resume else start_transaction(run))
         if mode_of(config).single_process:
             summary = _run_single_process(config, run, folders, console, resume, began, command, task_class)
@@ -324,6 +329,7 @@ def _run_rank_here(
     with torch_import_without_gc():
         from paramserver.runtime.rank import RankPlan, run_rank
 
+    # Rank 0 alone owns the folder: it locks, changes and rolls it back, and the console is its own.
     changes = () if run is None or identity.global_rank else describe_resume(run, config)
     sinks = () if identity.global_rank else (Console(config, sys.stderr, changes),)
     plan = RankPlan(config, identity, folders, sinks, run, run is not None, ends_process=True, command=command)
@@ -336,8 +342,10 @@ def _run_supervised_rank(arguments: argparse.Namespace) -> int:
     """Run one rank in this process, under a supervisor on this machine."""
     from paramserver.process_utils import die_with_parent
 
+    # Before everything that can fail, so that the supervisor receives each error, also one of an import.
     pipe = EventPipe(arguments.supervised)
     try:
+        # Before the seconds of importing torch: a supervisor that dies meanwhile must not leave this rank behind.
         die_with_parent()
         with torch_import_without_gc():
             from paramserver.runtime.rank import RankPlan, run_rank

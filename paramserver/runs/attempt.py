@@ -88,11 +88,13 @@ def reserve_folder(base: Path, name: str | None, default_name: str) -> Iterator[
 def _reserve(path: Path, reservation: ExitStack, may_exist: bool) -> bool:
     """Reserve ``path``: a new folder, or one in which no run ever began. False where another process has it."""
     try:
+        # The test and the reservation in one call: of several processes, one makes the folder.
         path.mkdir()
     except FileExistsError:
         if not may_exist or not _never_began(path):
             return False
     try:
+        # Entered in the caller's stack: the reservation lasts as long as the attempt.
         reservation.enter_context(RunDir(path).reserve())
     except UnsupportedConfiguration:
         return False
@@ -215,6 +217,7 @@ class ResumeJournal:
 
     def record(self, first_step: int) -> None:
         """Copy what an attempt changes before its first step, which is the one after ``first_step``."""
+        # Copied under another name: ``exists`` must be true of a complete copy only.
         fresh = self._folder.with_name(".attempt.new")
         remove(fresh)
         fresh.mkdir()
@@ -234,6 +237,7 @@ class ResumeJournal:
         """Restore the folder where the recorded attempt made no step, and discard the copy. Nothing without one."""
         known = read_mapping(self._folder / _NOTE, json.loads)
         kinds = {"first_step": int, "checkpoints": list, "events": list}
+        # A note that is damaged proves nothing about the folder, so nothing is restored from it.
         is_complete = all(isinstance(known.get(name), kind) for name, kind in kinds.items())
         if is_complete and not self._made_step(known):
             self._restore(known)
@@ -258,6 +262,7 @@ class ResumeJournal:
                 restored = path.with_name(f".{path.name}.undo")
                 shutil.copy2(before, restored)
                 restored.replace(path)
+        # Last: these files are not in the copy, and without them the rest is consistent already.
         for event in set(self._events()) - set(map(str, known["events"])):
             (self._run.tensorboard_dir / event).unlink()
 

@@ -51,9 +51,11 @@ def reshard_parts(
 def _trainer_part(
     parts: Sequence[Mapping[str, Any]], index: int, trainers: int, entropy: tuple[int, int]
 ) -> dict[str, Any]:
+    # Every old trainer belongs to exactly one new trainer, so no count is lost or added twice.
     merged = [part["counters"] for part in parts[index::trainers]]
     known = index < len(parts)
     counters = {
+        # The counters that are not replaced below continue those of the first trainer.
         **parts[0]["counters"],
         "batch_idx": parts[index]["counters"]["batch_idx"] if known else 0,
         "samples_served": sum(one["samples_served"] for one in merged),
@@ -61,6 +63,7 @@ def _trainer_part(
     return {
         "trainer_index": index,
         "counters": counters,
+        # None, and not a copy of another trainer's state: two trainers must not draw the same numbers.
         "random": parts[index]["random"] if known else None,
         "task": parts[index]["task"] if known else {},
         "resumes": entropy[1],

@@ -37,6 +37,7 @@ def open_run(path: Path) -> RunDir:
         rule = "be a folder" if os.path.lexists(path) else "exist"
         raise CheckpointError(f"run folder {path} must {rule}; give the folder of a run, such as runs/<name>")
     run = RunDir(path, chosen)
+    # Read-only checks, all of them before the first change: a refused resume leaves the run as it was.
     _check_kinds(run)
     if not (run.config_file.is_file() or run.checkpoints_dir.is_dir()):
         raise CheckpointError(
@@ -79,10 +80,12 @@ def _files(run: RunDir) -> list[Path]:
 
 
 def _existing(*paths: Path) -> list[Path]:
+    # ``lexists``: a link that leads nowhere counts, and is then reported as no file.
     return [path for path in paths if os.path.lexists(path)]
 
 
 def _may(path: Path, mode: int) -> bool:
+    # With the effective user: that is the one that later opens the files.
     return os.access(path, mode, effective_ids=os.access in os.supports_effective_ids)
 
 
@@ -126,6 +129,7 @@ def describe_resume(run: RunDir, config: Config) -> list[str]:
     lines += [f"  skipped: {wrong}" for wrong in (() if run.chosen else skipped_checkpoints(checkpoint))]
     if not run.config_file.is_file():
         return [*lines, "  note: the run holds no config.yaml, so the given one is used"]
+    # Read before rank 0 replaces it by the effective config.
     stored = load_config(run.config_file)
     lines += [f"  changed: {line}" for line in differences(stored, config)]
     before, now = _samples_of_a_step(stored), _samples_of_a_step(config)

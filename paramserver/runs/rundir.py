@@ -131,10 +131,13 @@ class RunDir:
 @contextmanager
 def _locked(folder: Path, name: str, resuming: bool) -> Iterator[None]:
     holder_file = folder / f"{name}.json"
+    # Locked by the kernel, so the lock of a killed process is free. ``thread_local=False``: it may be released in
+    # another thread than the one that took it.
     file_lock = FileLock(str(folder / name), timeout=0, thread_local=False)
     try:
         _acquire(file_lock, holder_file)
     except Timeout:
+        # Read only while the lock is held: the file of a killed process is left behind and describes no holder.
         holder = _holder(holder_file) or "a process that has not written its id yet"
         cure = "wait until it has ended, or stop it" if resuming else "stop that one, or choose another logging.name"
         raise UnsupportedConfiguration(f"run folder {folder} is in use by another run ({holder}); {cure}") from None
@@ -145,6 +148,7 @@ def _locked(folder: Path, name: str, resuming: bool) -> Iterator[None]:
         try:
             yield
         finally:
+            # Before the release, or this would remove the file of the next holder.
             holder_file.unlink(missing_ok=True)
     finally:
         file_lock.release()
@@ -198,6 +202,7 @@ def newest_run(base: Path, name: str | None = None, task: str | None = None) -> 
             f"{base} must hold a run {which}, and holds none ({len(runs)} folders were looked at); "
             "give --resume the folder of a run, or start without it"
         )
+    # By the recorded time, and not that of the folder, which changes with every file that is made in it.
     return max(wanted, key=_started_s).path
 
 
@@ -259,6 +264,7 @@ def supersede_metrics(metrics_file: Path, step: int, kinds: Collection[str] = ()
     """
     if not metrics_file.exists():
         return 0
+    # ``replace``: a crash may leave bytes that are no UTF-8; such a line is torn and moved.
     lines = metrics_file.read_text(errors="replace").removesuffix("\n").split("\n")
     moved = [line for line in lines if not _is_valid_at(line, step, kinds)]
     if not moved:
@@ -268,6 +274,7 @@ def supersede_metrics(metrics_file: Path, step: int, kinds: Collection[str] = ()
     block = _joined(moved)
     if not before.endswith(block):  # else: an earlier call crashed between the two writes
         atomic_write_text(superseded_file, before + block)
+    # After the copy: a crash between the two leaves records twice, never in neither file.
     atomic_write_text(metrics_file, _joined([line for line in lines if _is_valid_at(line, step, kinds)]))
     return len(moved)
 
@@ -286,6 +293,7 @@ def _is_valid_at(line: str, step: int, kinds: Collection[str]) -> bool:
         return False
     of_step = record.get("step")
     came_after = record.get("kind") in kinds or record.get("end") is True
+    # A record without a step belongs to no version and stays.
     return of_step is None or of_step < step or (of_step == step and not came_after)
 
 
@@ -297,6 +305,7 @@ def environment_record(command: Sequence[str]) -> dict[str, Any]:
         "versions": {
             "python": platform.python_version(),
             "paramserver": __version__,
+            # From the metadata of the packages: importing torch would take seconds before the ranks are started.
             **{package: _version(package) for package in ("torch", "numpy")},
         },
         "executable": sys.executable,
