@@ -87,7 +87,11 @@ class FanOut(Sink):
 
     def write(self, record: Record) -> None:
         with self._lock:
+            # The lock is held while all sinks write, so that they agree on the order. A copy of the list: a sink that
+            # fails is removed from it.
             failures = [self._write_to(sink, record) for sink in list(self._sinks)]
+        # After the loop and without the lock: every other sink has the record, and a handler of the error may write
+        # another one.
         _raise_first(failures)
 
     def _write_to(self, sink: Sink, record: Record) -> Exception | None:
@@ -106,6 +110,8 @@ class FanOut(Sink):
 
     def close(self) -> None:
         with self._lock:
+            # Emptied under the lock: a record that another thread writes from now on has no sink, and a second
+            # ``close`` does nothing.
             sinks, self._sinks = self._sinks, []
             dropped, self._dropped = self._dropped, []
             for sink in dropped:
@@ -154,6 +160,7 @@ class JsonLines(Sink):
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
+            # Append mode: a resumed run continues the file, and each write lands at its end.
             self._file = path.open("ab")
             self._torn = self._is_torn()
         except OSError as error:
@@ -170,9 +177,12 @@ class JsonLines(Sink):
     def write(self, record: Record) -> None:
         line = json_text(record) + "\n"
         if self._torn:
+            # The torn line stays a line of its own, which readers skip.
             line = "\n" + line
         try:
             self._file.write(line.encode())
+            # To the kernel, not to the disk: a record outlives a killed process, and a sync in each step would cost too
+            # much.
             self._file.flush()
         except OSError as error:
             raise self._write_error(error) from error

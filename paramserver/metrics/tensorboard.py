@@ -28,6 +28,7 @@ def _train(record: Record) -> Iterator[Scalar]:
     yield from _tagged(record, _TRAIN)
     rates = record.get("lr") or []
     for index, rate in enumerate(rates):
+        # One group has the plain tag, which is the same for all runs that are compared.
         yield "lr" if len(rates) == 1 else f"lr/{index}", rate
 
 
@@ -61,6 +62,7 @@ def _staleness(record: Record) -> Iterator[Scalar]:
 
 def _tagged(record: Record, tags: dict[str, str]) -> Iterator[Scalar]:
     for key, tag in tags.items():
+        # A missing figure has no point: 0 would look like a measurement.
         if record.get(key) is not None:
             yield tag, record[key]
 
@@ -92,6 +94,7 @@ def _add_histogram(writer: "SummaryWriter", tag: str, record: Record, histogram:
         num=sum(counts.values()),
         sum=sum(value * count for value, count in counts.items()),
         sum_squares=sum(value * value * count for value, count in counts.items()),
+        # Limits between the whole numbers, so that each value is alone in its bucket.
         bucket_limits=[value + 0.5 for value in values],
         bucket_counts=[counts.get(value, 0) for value in values],
         global_step=record.get("step"),
@@ -130,6 +133,7 @@ class TensorBoard(Sink):
             return
         writer = self._get_writer()
         for tag, value in points:
+            # The time of the record: records of trainers are written later than they were made.
             writer.add_scalar(tag, value, record.get("step"), walltime=record["time"])
         if record["kind"] == "buffer" and record.get("seen_histogram"):
             _add_histogram(writer, f"buffer/trainer-{record['trainer']}/seen", record, record["seen_histogram"])
@@ -142,6 +146,7 @@ class TensorBoard(Sink):
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
+            # ``purge_step`` makes TensorBoard hide the events of steps that a resumed run makes again.
             self._writer = SummaryWriter(str(self.folder), purge_step=self.purge_step)
         return self._writer
 
