@@ -92,6 +92,7 @@ def remaining_s(names: Sequence[str], took_s: Mapping[str, Sequence[float]], gue
     """
     every = [seconds for taken in took_s.values() for seconds in taken]
     usual_s = statistics.fmean(every) if every else guess_s
+    # Means and not medians: the total is a sum of all runs, slow ones included.
     return sum(statistics.fmean(took_s[name]) if name in took_s else usual_s for name in names)
 
 
@@ -158,8 +159,10 @@ def _benchmark(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     progress = BenchmarkProgress(sys.stderr, [case for _, case in runs], method.warm_s + method.seconds)
     results: list[CaseResult] = []
     notes: list[str] = []
+    # Handlers first and restored last: a Ctrl-C while hosts are made or removed must not leave half of them.
     with _stop_on_signal(method.stop), method.hosts or contextlib.nullcontext():
         try:
+            # Before the first run, on the same hosts: predictions must be of the network that the cases use.
             method = replace(method, speeds=_speeds(cases, method, progress))
             progress.start()
             for repeat, case in runs:
@@ -177,6 +180,7 @@ def _benchmark(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     _report(Results(str(method.out / RESULTS_FILE), tuple(results), tuple(notes)), method.out)
     if notes:
         return Interrupted.exit_code
+    # A failed case does not end the benchmark, so the exit code reports it.
     return int(any(not result.is_completed for result in results))
 
 
@@ -206,6 +210,7 @@ def prepare(arguments: argparse.Namespace, words: Sequence[str]) -> tuple[list[C
     threads = _threads(max(case.trainers for case in cases))
     environ = child_environment(process_environ(), num_trainers=1, config_folder=folders[-1])
     method = MeasuringMethod(
+        # Made after every other check: an argument that is refused must not leave an empty folder.
         out=_new_folder(arguments.out or Path(base.logging.run_dir) / time.strftime("benchmark-%Y%m%d-%H%M%S")),
         folders=folders,
         environ={**environ, "OMP_NUM_THREADS": threads},
@@ -285,6 +290,7 @@ def _stop_on_signal(stop: threading.Event) -> Iterator[None]:
 
     def handle(number: int, frame: FrameType | None) -> None:
         if stop.is_set():
+            # The second signal: the run may be blocked where the event is not looked at.
             raise KeyboardInterrupt
         stop.set()
 

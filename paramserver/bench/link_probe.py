@@ -49,6 +49,7 @@ def measure_links(
     folder.mkdir(parents=True)
     command = [sys.executable, "-m", "paramserver.bench.link_probe", "--folder", str(folder), "--device", device]
     if hosts is not None:
+        # Not below 64 KiB, or the time of the tensor would not differ from that of a message.
         size = min(SIZE_BYTES, max(int(hosts.bandwidth * _MOST_S), 2**16))
         command += ["--interface", INTERFACE, "--size", str(size)]
     both = [[*command, "--number", str(i)] for i in range(2)]
@@ -74,11 +75,14 @@ def main() -> int:
     parser.add_argument("--interface", default=loopback_interface())
     parser.add_argument("--size", type=int, default=SIZE_BYTES)
     arguments = parser.parse_args()
+    # Before both measurements: gloo and TensorPipe read the variables when they start to listen.
     bind_interface(process_environ(), arguments.interface)
+    # One after the other: both links share the two processes and the network.
     speeds = {RPC: _over_rpc(arguments.folder, arguments.number, arguments.size)}
     if not _uses_gpus(arguments.device):
         speeds[GLOO] = _over_gloo(arguments.folder, arguments.number, arguments.size)
     found = {name: vars(speed) for name, speed in speeds.items() if speed is not None}
+    # Process 1 has both figures; over RPC, process 0 only serves.
     if arguments.number == 1:
         (arguments.folder / "speeds.json").write_text(json.dumps(found), encoding="utf-8")
     return 0
@@ -132,6 +136,7 @@ def _over_rpc(folder: Path, number: int, size_bytes: int) -> LinkSpeed | None:
     rendezvous = Rendezvous(store, identity, TIMEOUT_S, host_identity())
     if number == 0:
         with rpc_server(rendezvous):
+            # The server's process must stay until the last call has returned; its agent serves the calls meanwhile.
             rendezvous.get("done")
         return None
     large = torch.zeros(size_bytes // 4)
@@ -145,10 +150,12 @@ def _over_rpc(folder: Path, number: int, size_bytes: int) -> LinkSpeed | None:
 
 def _speed(small: Callable[[], float], large: Callable[[], float], size_bytes: int) -> LinkSpeed:
     round_trip_s, large_s = _median_s(small, SMALL), _median_s(large, LARGE)
+    # Noise may make the difference negative on a fast link; the bandwidth is then very large, not negative.
     return LinkSpeed(size_bytes / max(large_s - round_trip_s, 1e-9), round_trip_s / 2)
 
 
 def _median_s(one: Callable[[], float], count: int) -> float:
+    # The first exchanges open connections and allocate; they are left out.
     return statistics.median([one() for _ in range(WARM + count)][WARM:])
 
 

@@ -91,6 +91,7 @@ def _inside(one: StepStamps, window: MeasuredWindow) -> list[StepStamp]:
 def _share(step: StepStamp, window: MeasuredWindow) -> float:
     """The share of a step that lies in the window; the window begins during a step of other trainers."""
     inside_s = min(step.end, window.end) - max(step.begin, window.begin)
+    # Clamped: the first steps end before the window, and some begin after it.
     return min(max(inside_s / step.seconds, 0.0), 1.0) if step.seconds else 0.0
 
 
@@ -157,6 +158,7 @@ class CpuSampler:
         """Take a sample of each process that is alive."""
         for pid in (pid for folder in self._folders for pid in registered_pids(folder)):
             used_s = self._used_s(pid)
+            # A process that has ended has no more samples; ``interpolated`` then holds its last value.
             if used_s is not None:
                 self._samples.setdefault(pid, []).append((time.perf_counter(), used_s))
 
@@ -171,6 +173,7 @@ class CpuSampler:
     def used_s(self, pid: int, begin: float, end: float) -> float | None:
         """CPU seconds between two values of ``time.perf_counter()``; None with fewer than two samples."""
         samples = self._samples.get(pid, ())
+        # One sample gives no difference: the process was alive for hardly longer than one interval.
         if len(samples) < 2:
             return None
         return interpolated(samples, end) - interpolated(samples, begin)
@@ -212,6 +215,7 @@ def interpolated(samples: Sequence[tuple[float, float]], moment: float) -> float
         >>> [interpolated([(0.0, 0.0), (2.0, 10.0)], moment) for moment in (-1.0, 1.0, 3.0)]
         [0.0, 5.0, 10.0]
     """
+    # Samples are in the order of time, as one thread takes them.
     place = bisect.bisect_left(samples, (moment, 0.0))
     if place == 0 or place == len(samples):
         return samples[min(place, len(samples) - 1)][1]
@@ -262,6 +266,7 @@ def measure(case: Case, repeat: int, method: MeasuringMethod) -> CaseResult:
     folder = method.out / "runs" / folder_name(case, repeat)
     found: dict[str, Any] = {"status": "completed"}
     try:
+        # A case that fails must not end the benchmark: the other cases are still worth their time.
         found |= _run(case, repeat, method, folder)
         shutil.rmtree(folder)  # the files of a run that fails stay, and its error names them
     except Interrupted:
@@ -301,6 +306,7 @@ def run_config(case: Case, repeat: int, method: MeasuringMethod, folder: Path, n
     observer = {
         "folder": str(folder),
         "slow": None if case.slow is None else asdict(case.slow),
+        # A seed for each repeat: the slow batches of one repeat are the same in all cases.
         "seed": repeat,
         "number": number if case.runs > 1 else None,
         "of": case.runs,
@@ -319,6 +325,7 @@ def run_config(case: Case, repeat: int, method: MeasuringMethod, folder: Path, n
                 "max_seconds": method.warm_s + method.seconds,
                 "validate_every": validate_every,
             },
+            # Writing checkpoints takes CPU time and disk bandwidth from the steps that are measured.
             "checkpoint": {**config["checkpoint"], "every": 0, "best": None},
             "logging": {
                 **config["logging"],
@@ -362,6 +369,8 @@ def _run(case: Case, repeat: int, method: MeasuringMethod, folder: Path) -> dict
             wire.sample()
 
     timeout_s = _STARTUP_AND_SHUTDOWN_S + _TIMES_AS_LONG * (method.warm_s + method.seconds)
+    # The timeout is generous, as a slowed trainer takes several times as long: it ends a run that hangs, not a slow
+    # one.
     with ProcessGroup(commands, method.environ, folder, method.stop) as running:
         running.wait(timeout_s, sample)
     return _outcome(case, method, places, watch, wire)
@@ -415,6 +424,7 @@ def _wire_bytes(
         return {"wire_bytes_per_step": computed, "wire_bytes_source": None if computed is None else COMPUTED_RING}
     moved = wire.bytes_between(window.begin, window.end)
     steps = sum(window.begin < step.end <= window.end for one in stamps for step in one.steps)
+    # Divided by steps of all trainers, as the interfaces of all trainers were counted.
     return {"wire_bytes_per_step": moved / steps, "wire_bytes_source": COUNTED_BY_KERNEL}
 
 

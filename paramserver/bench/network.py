@@ -77,12 +77,14 @@ class NetworkHosts:
                 self._hosts.append(Namespace())
                 self._join(number, self._hosts[number], self._switch)
         except BaseException:
+            # Also after a Ctrl-C: ``__exit__`` is not called when ``__enter__`` raises.
             self.close()
             raise
         return self
 
     def _join(self, number: int, host: Namespace, switch: Namespace) -> None:
         port = f"port{number}"
+        # Made directly in the namespace of the host: no interface appears in the machine's own network.
         switch.run("ip", "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", str(host.pid))
         switch.run("ip", "link", "set", port, "master", "bridge", "up")
         host.run("ip", "address", "add", f"{host_address(number)}/16", "dev", INTERFACE)
@@ -90,6 +92,7 @@ class NetworkHosts:
         host.run("ip", "link", "set", "lo", "up")
         burst = max(round(self.bandwidth * _BURST_S), _LEAST_BURST_BYTES)
         rate = f"{round(self.bandwidth * 8)}bit"
+        # tbf limits only what leaves an interface, so each direction is limited at the end that sends it.
         for namespace, device in ((host, INTERFACE), (switch, port)):
             words = f"tc qdisc add dev {device} root tbf rate {rate} burst {burst}b latency {_QUEUE}"
             namespace.run(*words.split())
@@ -126,6 +129,7 @@ class Namespace:
         self._holder = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
         self.pid = self._holder.pid
         assert self._holder.stdout is not None
+        # A line arrives once the namespace exists: before that, ``nsenter`` would enter the network of the machine.
         ready = select.select([self._holder.stdout], [], [], _TIMEOUT_S)[0]
         if not ready or not self._holder.stdout.read(1):
             self._holder.kill()
@@ -134,6 +138,7 @@ class Namespace:
 
     def command_in(self, *command: str) -> list[str]:
         """The command that runs ``command`` in the namespace, in the same process."""
+        # ``nsenter`` replaces itself by the command, so the process id stays and signals reach the command.
         return ["nsenter", f"--net=/proc/{self.pid}/ns/net", *command]
 
     def run(self, *command: str) -> str:
