@@ -104,6 +104,8 @@ class RequestHandler:
         self.over = False
         self._token = token
         self._status = status
+        # Everything below is guarded by the coordinator's lock. One entry for each trainer: one that joins again
+        # replaces its own.
         self._trainers: list[ConnectedTrainer | None] = [None] * num_trainers
         self._clients: dict[tuple[int, int], tuple[bytes, Header]] = {}
         self._waiting_hellos: dict[bytes, list[bytes]] = {}
@@ -143,6 +145,7 @@ class RequestHandler:
             return [_to(peer, reply, str(refusal).encode())]
 
     def _count_refusal(self, refusal: RequestRefused, what: str, host: str) -> None:
+        # Only the first of each kind: a client that repeats its message must not fill the log.
         if not self.refused[refusal.kind]:
             _log.warning(
                 "the coordinator refused %s from %s: %s; more of this kind (%s) are counted and not logged",
@@ -156,9 +159,12 @@ class RequestHandler:
     # Clients.
 
     def _handle_hello(self, peer: bytes, header: Header, body: list[bytes], now: float) -> list[Message]:
+        # Before the wait for trainers: nothing will come for a client of a run that is over.
         if self.over or self.tracker.done:
             return [_to(peer, header.reply(MessageKind.OVER), NO_MORE_SAMPLES.encode())]
         if not self.all_joined:
+            # Kept as frames and handled later as if it had just arrived: the state may have changed by then. By peer,
+            # so that a repeated HELLO waits once.
             self._waiting_hellos[peer] = [header.pack(), *body]
             return []
         parameters = self._read_parameters(body)
@@ -172,6 +178,7 @@ class RequestHandler:
                 f"parameters ({parameters}) of simulation {header.simulation} must be those with which it was opened "
                 f"before, {known}; give other parameters another simulation id",
             )
+        # The first change of state; every refusal is above it.
         self.tracker.on_hello(header, parameters, now)
         self._clients[header.simulation, header.member] = (peer, header)
         config = self.spec.config
@@ -196,6 +203,7 @@ class RequestHandler:
         return list(vector.tolist())
 
     def _handle_bye(self, peer: bytes, header: Header, body: list[bytes], now: float) -> list[Message]:
+        # Removed here, so that OVER is sent to clients only that are still open.
         if self._clients.pop((header.simulation, header.member), None) is None:
             raise RequestRefused(
                 "unknown_peer", f"member {header.member} of simulation {header.simulation} is not open"
@@ -224,10 +232,13 @@ class RequestHandler:
 
     def _handle_join(self, peer: bytes, header: Header, body: list[bytes], now: float) -> list[Message]:
         index, count = header.simulation, len(self._trainers)
+        # In constant time: how long a refusal takes must not reveal how much of the token was right. The token is
+        # checked first, so that a stranger learns nothing else.
         if len(body) != 2 or not hmac.compare_digest(body[0], self._token):
             raise RequestRefused("unknown_peer", "JOIN must show the token of this run")
         if index >= count:
             raise RequestRefused("unknown_peer", f"trainer ({index}) must be below the number of trainers ({count})")
+        # Asked before the assignment, which may complete the trainers.
         rejoins = self.all_joined
         self._trainers[index] = ConnectedTrainer(peer, TrainerJoined.unpack(body[1]), now)
         replies = [_to(peer, Header(MessageKind.READY))]
@@ -235,6 +246,8 @@ class RequestHandler:
             self.tracker.on_report(index, SimulationReport(self.trainers[index].joined.received), now)
             return replies + self.drain() if self.tracker.done else replies
         if self.all_joined:
+            # Before the waiting clients: the tracker must know what the trainers have received before it judges a
+            # HELLO.
             self.tracker.on_trainers_joined([trainer.joined for trainer in self.trainers], now)
             for client, frames in self._waiting_hellos.items():
                 replies += self.handle(client, frames, now)
@@ -243,6 +256,7 @@ class RequestHandler:
 
     def _find_trainer(self, peer: bytes, index: int) -> ConnectedTrainer:
         trainer = self._trainers[index] if index < len(self._trainers) else None
+        # The index comes from the message; only the connection that has shown the token may use it.
         if trainer is None or trainer.peer != peer:
             raise RequestRefused("unknown_peer", f"trainer {index} did not join from here")
         return trainer
@@ -279,6 +293,7 @@ class RequestHandler:
 
     def end_all_clients(self) -> list[Message]:
         """OVER to every client that is open or waits for WELCOME, and to those whose HELLO comes later."""
+        # First: a HELLO that is handled after this gets OVER at once.
         self.over = True
         clients = [(peer, header) for peer, header in self._clients.values()]
         clients += [(peer, Header.unpack(frames[0])) for peer, frames in self._waiting_hellos.items()]

@@ -60,6 +60,7 @@ _MAX_DIMENSIONS = 16
 class MessageKind(IntEnum):
     """What a message asks or reports; the table in the module's docstring lists who sends which kind to whom."""
 
+    # The numbers are on the wire: a change of one needs a new ``VERSION``.
     HELLO = 1
     BYE = 2
     PING = 3
@@ -127,6 +128,7 @@ class Header(NamedTuple):
         """
         if len(frame) != _HEADER.size:
             raise MalformedMessage(f"a header must have {_HEADER.size} bytes, this one has {len(frame)}")
+        # Magic and version first: the rest of another protocol's bytes has no meaning here.
         magic, version, number, simulation, step, member, members, attempt = _HEADER.unpack(frame)
         if magic != _MAGIC:
             raise MalformedMessage("these bytes do not begin as a message of paramserver does")
@@ -139,6 +141,7 @@ class Header(NamedTuple):
             raise MalformedMessage(f"kind ({number}) must be one of {', '.join(str(known) for known in _KINDS)}")
         if simulation < 0 or step < 0:
             raise MalformedMessage(f"simulation ({simulation}) and step ({step}) must be at least 0")
+        # What comes from the network is checked once, here; all code behind relies on it.
         if member >= members:
             raise MalformedMessage(f"member ({member}) must be below the size of its group ({members})")
         return cls(kind, simulation, step, member, members, attempt)
@@ -186,6 +189,7 @@ def wire_dtype(array: npt.NDArray[Any]) -> str:
     Raises:
         MalformedMessage: see ``pack_descriptor``.
     """
+    # Only the name of the dtype; the sender converts the bytes.
     name: str = array.dtype.newbyteorder("<").str
     if name not in DTYPES:
         raise MalformedMessage(f"dtype ({array.dtype}) must be a boolean, an integer or a float; convert the array")
@@ -202,6 +206,7 @@ def unpack_descriptor(frame: bytes) -> tuple[ArrayDescriptor, ...]:
     if not isinstance(rows, list) or not rows:
         raise MalformedMessage("a descriptor must be a list with at least one field")
     fields = tuple(_array_descriptor(row) for row in rows)
+    # A second field of one name would replace the first without an error in the dictionary of the sample.
     if len({field.name for field in fields}) < len(fields):
         raise MalformedMessage("a descriptor must name each field once")
     return fields
@@ -213,6 +218,8 @@ def _array_descriptor(row: Any) -> ArrayDescriptor:
             name
             and dtype in DTYPES
             and len(shape) <= _MAX_DIMENSIONS
+            # ``type``, as a bool is an int too. The limit keeps a product of sizes from a network peer small enough to
+            # compute.
             and all(type(size) is int and 0 <= size < 2**40 for size in shape)
         ):
             return ArrayDescriptor(name, dtype, tuple(shape))
@@ -235,6 +242,7 @@ def unpack_parameters(frame: bytes) -> npt.NDArray[np.float64]:
     """
     if len(frame) % 8:
         raise MalformedMessage(f"parameters must be float64, {len(frame)} bytes are none")
+    # A view of the frame, without a copy.
     return np.frombuffer(frame, dtype="<f8")
 
 
@@ -286,6 +294,8 @@ class TrainerDirectory:
 
     def trainer_for(self, simulation: int, step: int) -> int:
         """Index of the trainer that receives this sample. The same step goes to the same trainer in every attempt."""
+        # A function of both numbers alone: after a restart each trainer receives the samples that it knows, and drops
+        # them as duplicates.
         return self.single_trainer if self.single_trainer is not None else (simulation + step) % len(self.trainers)
 
 

@@ -69,6 +69,7 @@ def make_keys(folder: str | Path, client: str | None = None) -> list[Path]:
     pairs = [_key_pair(folder, name)]
     if client is None or not (folder / f"{SERVER}{_PUBLIC}").exists():
         pairs.insert(0, _key_pair(folder, SERVER))
+    # All files are looked for before the first is written, so that a refusal leaves the folder as it was.
     existing = [file for pair in pairs for file in pair if file.exists()]
     if existing:
         raise UnsupportedConfiguration(
@@ -172,6 +173,7 @@ def secure_trainer_socket(socket: zmq.Socket[Any], keys: str | Path | None) -> N
 
 
 def _set_keys(socket: zmq.Socket[Any], secret: Path, folder: Path) -> None:
+    # libzmq reads these options when the socket connects: set later, they have no effect on that connection.
     socket.curve_publickey, socket.curve_secretkey = _read(secret, secret=True)
     socket.curve_serverkey, _ = _read(folder / f"{SERVER}{_PUBLIC}", secret=False)
 
@@ -202,6 +204,7 @@ class ServerSecurity:
         if keys is None:
             return
         self._clients = Path(keys) / _CLIENTS
+        # Read once: the sockets keep these keys. Those of clients are read at each handshake.
         self._public, self._secret = _read(Path(keys) / f"{SERVER}{_SECRET}", secret=True)
         self._authenticator = self._start(context)
 
@@ -225,13 +228,16 @@ class ServerSecurity:
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Whether this public key may connect; pyzmq calls it in the authenticator thread."""
+        # The run's own key too: its trainers connect with it.
         known = key == self._public or any(self._holds(file, key) for file in self._clients.glob(f"*{_PUBLIC}"))
+        # Limited, as a stranger can make any number of keys. The set is used by the authenticator thread alone.
         if not known and key not in self._refused and len(self._refused) < _MAX_REFUSALS_LOGGED:
             self._refused.add(key)
             _logger.warning("a client with the unknown key %s was refused", key.decode())
         return known
 
     def _holds(self, file: Path, key: bytes) -> bool:
+        # Must not raise: an exception would end the authenticator thread, and with it every later handshake.
         try:
             return _read(file, secret=False)[0] == key
         except UnsupportedConfiguration as error:

@@ -82,6 +82,7 @@ def _parse_field(name: str, value: Any) -> FieldSpec:
 
 def _parse_dtype(key: str, value: Any) -> str:
     try:
+        # Little-endian as on the wire, whatever this machine uses.
         name: str = np.dtype(value).newbyteorder("<").str
     except TypeError:
         name = ""
@@ -94,6 +95,7 @@ def _parse_dtype(key: str, value: Any) -> str:
 
 def _parse_shape(key: str, options: Mapping[str, Any]) -> tuple[int, ...]:
     sizes = options.get("shape")
+    # ``type``, as a bool is an int too; and a text is a sequence.
     if isinstance(sizes, Sequence) and not isinstance(sizes, str) and all(type(n) is int and n > 0 for n in sizes):
         return tuple(sizes)
     raise UnsupportedConfiguration(f"{key}.shape ({sizes}) must be a list of positive whole numbers; [] is one number")
@@ -131,6 +133,8 @@ class IngestSpec:
         parameters = tuple(_parse_range(str(name), value) for name, value in config.parameters.items())
         spec = cls(config, parse_fields(config.fields), parameters)
         _check_groups(spec)
+        # Checked here, before anything listens: a run that others can reach must never be open to everyone for a
+        # moment.
         _check_keys(config)
         return spec
 
@@ -158,6 +162,7 @@ class IngestSpec:
     def expected_for(self, trainer_index: int, num_trainers: int) -> int | None:
         """Samples that one trainer receives in the run; None = not known before the end."""
         count, steps = self.config.count, self.config.steps
+        # Without round_robin one trainer receives a whole simulation, and is chosen only when that is opened.
         if count is None or steps is None or self.config.deal != "round_robin":
             return None
         return sum(self.steps_for(simulation, trainer_index, num_trainers) or 0 for simulation in range(count))
@@ -167,6 +172,8 @@ class IngestSpec:
         steps = self.config.steps
         if steps is None or self.config.deal != "round_robin":
             return steps
+        # Step s is sent to trainer (simulation + s) % num_trainers, see ``TrainerDirectory.trainer_for``; the first
+        # ``rest`` of them in that order get one more.
         whole, rest = divmod(steps, num_trainers)
         return whole + ((trainer_index - simulation) % num_trainers < rest)
 
