@@ -46,6 +46,8 @@ class StopRequest:
 
     def request(self, reason: str) -> None:
         """Request a stop. The first reason is kept."""
+        # The reason before the event: ``state`` reads it once the event is set. No lock, as a signal handler may
+        # interrupt its holder.
         self._reason = self._reason or reason
         self.event.set()
 
@@ -55,6 +57,8 @@ class StopRequest:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.event.is_set():
+            # Not an exception: one that is raised inside a callback or a ``finally`` might be caught, and exit handlers
+            # may wait.
             os._exit(1)
         self.request(f"signal {signal.Signals(number).name}")
 
@@ -93,6 +97,8 @@ class StartupTimer:
     def mark(self, phase: str) -> None:
         """Add the time since the last mark to ``phase``, in seconds."""
         now = time.time()
+        # ``time.time()`` may be set back; it is used because the start of the command is known in no other clock that
+        # processes share.
         self.phases[phase] = self.phases.get(phase, 0.0) + max(now - self._last, 0.0)
         self._last = now
 
@@ -102,6 +108,7 @@ def process_start_time() -> float:
     with open("/proc/self/stat", encoding="ascii") as stat:  # noqa: PTH123 - a kernel file
         # Field 22 of proc(5); the command in field 2 may hold spaces, so count from its closing parenthesis.
         ticks = int(stat.read().rsplit(")", 1)[1].split()[19])
+    # The kernel counts a process's start from boot, including the time that the machine was suspended.
     uptime_s = time.clock_gettime(time.CLOCK_BOOTTIME)
     return time.time() - (uptime_s - ticks / os.sysconf("SC_CLK_TCK"))
 

@@ -53,6 +53,7 @@ class ShardUpdater:
         self.optimizer = optimizer
         self._team: ThreadTeam | None = None
         self.optimizer_indices = optimizer_indices(optimizer, parameters)
+        # They share the memory of the ranges: a pull needs them as targets of gradients only, never a copy.
         self.leaves = [flat.detach().requires_grad_() for flat in self.ranges]
         views = shard.layout.views(self.ranges)
         self._owned: list[tuple[int, str, Tensor]] = []
@@ -64,6 +65,8 @@ class ShardUpdater:
                 split[id(parameters[piece.slot])] = owned
             self._owned.append((piece.slot, slot.name, owned))
         for group in optimizer.param_groups if split else ():
+            # In place and in order: ``optimizer_indices`` and stored states number the parameters by their position in
+            # the groups.
             group["params"] = [split.get(id(p), p) for p in group["params"]]
 
     def use_threads(self, team: ThreadTeam) -> None:
@@ -80,6 +83,8 @@ class ShardUpdater:
         if self._team is None:
             _average(gradients, factors)
         else:
+            # Each thread adds all gradients within its own range, in the same order: the bits do not depend on the
+            # number of threads.
             parts = [[_cut(flats, cuts) for flats in gradients] for cuts in self._team.slices(self.ranges)]
             self._team.run([partial(_average, part, factors) for part in parts])
         return list(gradients[0])
@@ -88,6 +93,7 @@ class ShardUpdater:
         """Set ``.grad`` of each parameter; None if no trainer had one, so that torch.optim does not step it."""
         views = self.shard.layout.views(mean)
         for slot, name, parameter in self._owned:
+            # Views of the mean: clipping scales the mean itself, so no copy is needed.
             parameter.grad = views[name] if used is None or used[slot] else None
 
     def clear_gradients(self) -> None:
@@ -114,6 +120,7 @@ class ShardUpdater:
         if groups is not None:
             set_hyperparameters(self.optimizer, groups)
         self.optimizer.step()
+        # Otherwise the next update would apply these to a parameter for which no trainer has a gradient.
         self.clear_gradients()
 
     def clone(self) -> list[Tensor]:
@@ -125,6 +132,7 @@ class ShardUpdater:
     @property
     def states(self) -> States:
         """The optimizer's state of each parameter that it has stepped, by index."""
+        # The numbers are those of a full optimizer, so the states of all servers together are one ``state_dict``.
         found: States = {}
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         for number, parameter in enumerate(parameters):
@@ -169,11 +177,14 @@ def staleness_factor(staleness: int, rule: str) -> float:
 def _average(gradients: Sequence[Sequence[Tensor]], factors: Sequence[float]) -> None:
     for scaled, factor in zip(gradients, factors, strict=True):
         if factor != 1.0:
+            # In place: a push belongs to this update alone, and nothing reads it afterwards.
             torch._foreach_mul_(list(scaled), factor)
     total = list(gradients[0])
     for others in gradients[1:]:
         torch._foreach_add_(total, list(others))
     if len(gradients) > 1:
+        # Divided by the number of gradients and not by the sum of factors, so that a stale gradient has less weight in
+        # the update.
         torch._foreach_div_(total, float(len(gradients)))
 
 

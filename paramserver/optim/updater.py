@@ -47,6 +47,7 @@ class Updater:
     """
 
     def __init__(self, task: Task, model: nn.Module, training: TrainingConfig) -> None:
+        # The optimizer first: a scheduler keeps a reference to it and sets its learning rates already when it is built.
         self.optimizer = build_optimizer(task, model)
         self.scheduler, self.every, self.metric = _scheduler_of(task.build_scheduler(self.optimizer))
         self._steps_per_update = self.scheduler is not None and self.every == "step"
@@ -62,11 +63,13 @@ class Updater:
             NotFinite: gradients are clipped and their norm is NaN or infinite; nothing was applied.
         """
         if self.clip_grad_norm is not None:
+            # The norm is checked before the first parameter changes: a refused update leaves the version as it was.
             check_gradient_norm(float(nn.utils.clip_grad_norm_(self.parameters, self.clip_grad_norm)), step)
         if self._parallel_step is None:
             self.optimizer.step()
         else:
             self._parallel_step()
+        # After the optimizer: torch warns, and skips the first learning rate, in the other order.
         if self._steps_per_update:
             self.scheduler.step()
 
@@ -113,6 +116,7 @@ class Updater:
         """The learning rate of each parameter group."""
         rates = []
         for group in self.optimizer.param_groups:
+            # A user's optimizer may have no learning rate.
             if "lr" in group:
                 rates.append(float(group["lr"]))
         return tuple(rates)
@@ -170,12 +174,14 @@ def _check_optimizer(optimizer: object, model: nn.Module, task_name: str) -> Non
         raise TaskError(
             f"{task_name}.build_optimizer returned {type(optimizer).__name__}; it must return a torch.optim.Optimizer"
         )
+    # Refused now: gradients come from trainers, so a step on the server has no loss to evaluate.
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise TaskError(
             f"{type(optimizer).__name__} needs a closure, which evaluates the loss again inside a step; "
             "use an optimizer whose step() takes none"
         )
+    # By identity: ``==`` of tensors compares their elements.
     known = {id(p) for p in model.parameters()}
     unknown = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
     if unknown:
