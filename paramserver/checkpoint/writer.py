@@ -206,7 +206,7 @@ class CheckpointWriter:
         try:
             written = self._write(job)
         except BaseException as error:  # noqa: BLE001 - kept: the next submit and close raise it
-            # Before the future: a caller that waits for it and then submits must get this error. Likewise ``written`` below.
+            # Before the future: a caller that waits for it and then submits must get this error. Same below.
             self._error = self._error or error
             job.future.set_exception(error)
         else:
