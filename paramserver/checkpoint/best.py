@@ -87,6 +87,6 @@ class BestMetric:
                 "the best value and training.patience count anew from here"
             )
         self.value, self.step = state["value"], state["step"]
-        self.scheduled_value = state.get("scheduled_value", state["value"])
+        self.scheduled_value = state["scheduled_value"]
         self.without_improvement = state["without_improvement"]
         return None

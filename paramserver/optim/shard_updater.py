@@ -102,7 +102,7 @@ class ShardUpdater:
             parameter.grad = None
 
     def norm(self) -> float:
-        """Return the Euclidean norm of all gradients, computed as in ``clip_grad_norm_``."""
+        """Return the Euclidean norm of all gradients: the norm, in float64, of the norms of the tensors."""
         gradients = [p.grad for _, _, p in self._owned if p.grad is not None]
         if not gradients:
             return 0.0
