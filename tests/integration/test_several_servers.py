@@ -74,7 +74,7 @@ class Asks(RpcTrainer):
         self.log("moments", sum(one["exp_avg"].numel() for one in state["state"].values()) / elements)
         self.log("groups", len(self.optimizer.param_groups))
         with pytest.raises(Exception, match=r"cluster.num_servers \(2\) must be 1 for ParameterServer.forward"):
-            self.remote.rref.rpc_sync().get_param_rrefs()
+            self.server.rref.rpc_sync().get_param_rrefs()
         super().leave(totals, decision)
 
 
