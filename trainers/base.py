@@ -120,6 +120,7 @@ class Trainer(ABC):
         # The epoch that is open ends at this number of samples applied.
         self._epoch_end = 0.0
         self._device = process.placement.device
+        # One object for all steps: it is entered by one thread, and never while it is entered already.
         self._autocast = autocast(self._device, self.config.training.precision)
         self._overrides_data_available = overrides(self, Trainer.data_available)
         self._resources = ExitStack()
@@ -152,7 +153,11 @@ class Trainer(ABC):
         return nullcontext()
 
     def data_available(self) -> Announcement:
-        """Return whether this trainer has the batches of a step: ready, waiting or drained. Waits for a short time."""
+        """Return whether this trainer has the batches of a step: ready, waiting or drained. Waits for a short time.
+
+        Called once for each announcement, which may be made during the step before. An announcement with ``stop``
+        requests the end of the run.
+        """
         return self.data.available()
 
     def on_before_forward(self, batch: Any) -> Any:

@@ -33,7 +33,7 @@ class DataStream:
         task: provides the samples and collates the batches.
         partition: which trainer's.
         config: of buffer and batches.
-        sampler_kwargs: how a map-style data set is dealt, if not by default; see ``DatasetSource``.
+        sampler_kwargs: how a map-style data set is partitioned, if not by default; see ``DatasetSource``.
         receiver_spec: where samples of simulations arrive; for a source that receives them.
 
     Example::

@@ -258,7 +258,7 @@ class DdpTrainer(Trainer):
             gathered = all_gather_objects((sums, list(self.records)), self._control_group)
             self._write_records([records for _, records in gathered])
             merged = merge_sums({index: share for index, (share, _) in enumerate(gathered)})
-            improved = [self.monitor is not None and self.monitor.validated(self.step, merged)]
+            improved = [self.monitor is not None and self.monitor.record_validation(self.step, merged)]
             dist.broadcast_object_list(improved, src=0, group=self._control_group)
         self.updater.on_validation_end(self.step, merged.means())
         return merged.means(), improved[0]

@@ -69,7 +69,7 @@ class LocalTrainer(Trainer):
         self.updater.on_epoch_end()
 
     def merge_validation(self, sums: WeightedSums) -> tuple[Mapping[str, float], bool]:
-        improved = self.monitor.validated(self.step, sums)
+        improved = self.monitor.record_validation(self.step, sums)
         self.updater.on_validation_end(self.step, sums.means())
         return sums.means(), improved
 

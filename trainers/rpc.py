@@ -191,7 +191,7 @@ class RpcTrainer(Trainer):
         self._pull = self.server.pull(self._grant.decision.step)
 
     def _finish_pull(self) -> None:
-        self.clock.add_hidden(self._pull[0].in_flight_s())
+        self.clock.add_hidden(max(call.in_flight_s() for call in self._pull))
         self._pulled = tuple(flat for call in self._pull for flat in call.wait())
 
     def load_version(self) -> None:
@@ -337,14 +337,14 @@ class RpcTrainer(Trainer):
         self.server.leave(totals, decision)
 
     def report_failure(self, error: BaseException) -> None:
-        if isinstance(error, (PeerLost, PeerRefused)):
-            return
         failure = RemoteError.reported_by(f"trainer {self.trainer_index}", error)
-        if self._joined:
+        if not self._joined:
+            # Also a server that could not be reached: nothing watches it before it has joined.
+            if not isinstance(error, PeerRefused):
+                self.rendezvous.report_failure(failure)
+        elif not isinstance(error, (PeerLost, PeerRefused)):  # these come from the server
             self._sender.abort()
             self.server.report_failure(failure)
-        else:
-            self.rendezvous.report_failure(failure)
 
     def optimizer_state(self) -> dict[str, Any]:
         return self.optimizer.state_dict()

@@ -197,8 +197,10 @@ class ServedTrainer(RpcTrainer):
 
     Example::
 
-        >>> from paramserver import launch  # doctest: +SKIP
-        >>> launch(task="mnist:MnistTask", server={"compute": "server"})  # doctest: +SKIP
+        >>> from paramserver.config import config_from_mapping
+        >>> config = config_from_mapping({"task": "task.py:Mnist", "server": {"compute": "server"}})
+        >>> config.server.compute == ServedTrainer.computes
+        True
     """
 
     computes = "server"

@@ -46,8 +46,8 @@ class _ReiterableDataset(IterableDataset[Any]):
 def validation_batches(task: Task, partition: Partition, config: Config) -> DataLoader[Any] | None:
     """Return the validation batches of one trainer, each as (batch, number of samples).
 
-    A map-style data set is dealt: trainer i gets every ``count``-th sample from the i-th on, none is repeated or left
-    out. An iterable is this trainer's share as it is; ``validation_source`` is called at each validation.
+    A map-style data set is partitioned: trainer i gets every ``count``-th sample from the i-th on, none is repeated or
+    left out. An iterable is this trainer's share as it is; ``validation_source`` is called at each validation.
 
     Args:
         task: provides the samples and collates the batches.

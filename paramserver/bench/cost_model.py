@@ -104,7 +104,7 @@ def predict_communication(
         size = wire_bytes / 2  # each way
         built = f"{servers} server{'s' if servers > 1 else ''}: push, apply, pull, one after the other"
         if in_memory:
-            built += " (through shared memory: only messages travel)"
+            built += " (through shared memory: only messages are sent)"
     elif mode.has_process_group and comm_hook in _COMPRESSION:
         size, built = model_bytes * _COMPRESSION[comm_hook], f"ring all-reduce of {trainers}"
     else:

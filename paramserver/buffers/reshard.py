@@ -20,11 +20,11 @@ _Place: TypeAlias = tuple[int, int]
 def reshard_buffers(
     states: Sequence[State], count: int, *, capacity: int, entropy: Sequence[int]
 ) -> tuple[list[dict[str, Any]], list[list[Any]]]:
-    """Deal the samples that buffers held to ``count`` new buffers, in turn.
+    """Distribute the samples that buffers held to ``count`` new buffers, in turn.
 
-    Samples that can be fetched again (a state without their values) and were never served are not dealt: their keys are
-    returned, and their source deals them again. A reservoir may lose samples that were served before, as at every put;
-    nothing else is ever lost. Puts and gets are counted from the resharding on, starting with what is held.
+    Samples that can be fetched again (a state without their values) and were never served are left out: their keys are
+    returned, and their source distributes them again. A reservoir may lose samples that were served before, as at every
+    put; nothing else is ever lost. Puts and gets are counted from the resharding on, starting with what is held.
 
     Args:
         states: from ``state_dict``, of buffers of one kind.
@@ -33,7 +33,7 @@ def reshard_buffers(
         entropy: seeds the evictions here and the draws of buffers beyond the old ones.
 
     Returns:
-        The new states, and for each old one the keys of its samples that were never served and are not dealt.
+        The new states, and for each old one the keys of its samples that were never served and are not distributed.
 
     Raises:
         CheckpointError: more samples must be kept than fit.

@@ -195,8 +195,8 @@ def _served_by_messages(config: Config) -> str | None:
     return _with_server_compute(
         config,
         config.server.transport == "shared_memory",
-        "server.transport (shared_memory) must be auto or rpc with server.compute server, where no parameters travel; "
-        "leave it out or choose server.compute: trainer",
+        "server.transport (shared_memory) must be auto or rpc with server.compute server, where no parameters are "
+        "sent; leave it out or choose server.compute: trainer",
     )
 
 
@@ -205,7 +205,7 @@ def _served_in_float32(config: Config) -> str | None:
         config,
         config.server.wire_dtype != "float32",
         f"server.wire_dtype ({config.server.wire_dtype}) must be float32 with server.compute server, where no "
-        "parameters travel; leave it out or choose server.compute: trainer",
+        "parameters are sent; leave it out or choose server.compute: trainer",
     )
 
 

@@ -251,7 +251,7 @@ class ServerConfig:
     backup_trainers: int = key(0, integer(0), "sync: number of slowest trainers that an update does not wait for")
     stale_scaling: str = key("none", one_of("none", "inverse"), "inverse = gradient / (1 + staleness)")
     compute: str = key("trainer", one_of("trainer", "server"), "where the forward runs")
-    transport: str = key("auto", one_of("auto", "rpc", "shared_memory"), "how tensors travel")
+    transport: str = key("auto", one_of("auto", "rpc", "shared_memory"), "how tensors are exchanged")
     wire_dtype: str = key("float32", one_of("float32", "bfloat16", "float16"), "type of tensors in RPC messages")
     bucket_mb: float = key(4.0, positive_number(), "over rpc, size in MB of the gradient buckets sent during backward")
     heartbeat_s: float = key(1.0, positive_number(), "seconds between two heartbeats of a trainer")

@@ -1,7 +1,7 @@
 """TCP connections between rank 0 and each other rank of a ddp run, next to its collectives.
 
 A rank learns over them within moments that another process is gone or frozen, which gloo notices only at its own
-timeout, and parts of a checkpoint travel over them while the ranks train. :func:`connect_ranks` makes the connections
+timeout, and parts of a checkpoint are sent over them while the ranks train. :func:`connect_ranks` makes the connections
 after the rendezvous, :class:`ControlChannel` owns them and the thread that reads from all of them.
 """
 

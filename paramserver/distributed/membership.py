@@ -30,7 +30,7 @@ class Member:
         disconnected: its liveness call ended, so its process is gone or about to exit.
     """
 
-    trainer_index: int
+    index: int
     name: str
     worker_id: int
     host_and_pid: str
@@ -40,7 +40,7 @@ class Member:
     kind: str = "trainer"
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.trainer_index} ({self.host_and_pid})"
+        return f"{self.kind} {self.index} ({self.host_and_pid})"
 
 
 class Members:
@@ -71,14 +71,14 @@ class Members:
             PeerLost: its index has joined already.
         """
         with self._changed:
-            present = self._members.get(member.trainer_index)
+            present = self._members.get(member.index)
             if present is not None:
                 raise PeerLost(
-                    f"{member.kind} {member.trainer_index} joined already: {present}; give each process its own rank"
+                    f"{member.kind} {member.index} joined already: {present}; give each process its own rank"
                 )
             # The member was made on its own host, whose monotonic clock has another origin.
             member.last_heartbeat = time.monotonic()
-            self._members[member.trainer_index] = member
+            self._members[member.index] = member
 
     def record_heartbeat(self, trainer_index: int) -> None:
         """Record a sign of life. One that arrives before ``join`` is ignored."""

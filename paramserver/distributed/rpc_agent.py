@@ -59,16 +59,17 @@ def start_star_agent(
     return own.decode()
 
 
-def announce_to(hub: str) -> None:
+def register_with(hub: str) -> None:
     """Add this agent to the members that ``hub`` knows.
 
     This is never undone (docs/torch-notes.md, "Members are never removed").
 
     Raises:
-        PeerLost: ``hub`` has ended since it published its address.
+        PeerLost: ``hub`` has ended since it published its address, or does not reply.
     """
     own = rpc.get_worker_info()
     try:
         rpc.rpc_sync(hub, _update_group_membership, args=(own, [], {}, True))
     except RuntimeError as error:
-        raise PeerLost(f"{hub} is lost: {str(error).splitlines()[0]}") from error
+        who = f"server {hub.removeprefix('server')}"
+        raise PeerLost(f"{who} did not accept this process: {str(error).splitlines()[0]}") from error

@@ -17,7 +17,7 @@ import torch.distributed.rpc as rpc
 from torch._C._distributed_c10d import PrefixStore
 
 from paramserver.distributed.rendezvous import Rendezvous
-from paramserver.distributed.rpc_agent import announce_to, start_first_agent, start_star_agent
+from paramserver.distributed.rpc_agent import register_with, start_first_agent, start_star_agent
 from paramserver.distributed.rpc_calls import agent_options
 from paramserver.distributed.timeouts import call_with_timeout
 from paramserver.errors import DeadlineExceeded
@@ -69,7 +69,7 @@ def rpc_shard_server(rendezvous: Rendezvous, server_index: int) -> Iterator[str]
     )
     try:
         rendezvous.set(f"addrs/{name}", own_address)
-        announce_to(SERVER_NAME)
+        register_with(SERVER_NAME)
         rendezvous.set(f"{name}/host", rendezvous.host)
         yield name
     finally:
@@ -99,7 +99,7 @@ def rpc_trainer(rendezvous: Rendezvous, trainer_index: int, servers: int = 1) ->
         for server in names[1:]:
             rendezvous.set(f"{server}/addrs/{name}", own_address)
         for server in names:
-            announce_to(server)
+            register_with(server)
         yield name, worker_id
     finally:
         _shutdown_agent()

@@ -98,7 +98,7 @@ class ReceivedLog:
         return _counted(self._inherited)
 
     def num_inherited_for(self, trainer_index: int, num_trainers: int) -> int:
-        """How many of the inherited samples would be sent to this trainer, dealt round robin."""
+        """How many of the inherited samples would be sent to this trainer, round robin."""
         return int(np.count_nonzero(self._inherited.sum(axis=1) % num_trainers == trainer_index))
 
     @property

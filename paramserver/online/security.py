@@ -167,7 +167,7 @@ def secure_client_socket(socket: zmq.Socket[Any], keys: str | Path | None) -> No
 
 
 def secure_trainer_socket(socket: zmq.Socket[Any], keys: str | Path | None) -> None:
-    """The same for a process of the run itself, which has the run's own secret key."""
+    """Secure the socket of a process of the run itself, which has the run's own secret key."""
     if keys is not None:
         _set_keys(socket, Path(keys) / f"{SERVER}{_SECRET}", Path(keys))
 

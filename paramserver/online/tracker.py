@@ -284,7 +284,7 @@ class SimulationTracker(ABC):
         return [one for one in self.simulations.values() if one.state in states]
 
     def trainer_for(self, number: int) -> int | None:
-        """Index of the trainer that receives all samples of this simulation; None = its steps are dealt round robin.
+        """Index of the trainer that receives all samples of this simulation; None = its steps are sent round robin.
 
         Assigns the trainer with the fewest running simulations, then with the fewest overall, and never changes it.
         """
@@ -293,12 +293,12 @@ class SimulationTracker(ABC):
         simulation = self.simulations[number]
         if simulation.trainer is None:
             running: Counter[int] = Counter()
-            dealt: Counter[int] = Counter()
+            assigned: Counter[int] = Counter()
             for one in self.simulations.values():
                 if one.trainer is not None:
-                    dealt[one.trainer] += 1
+                    assigned[one.trainer] += 1
                     running[one.trainer] += one.state in (SimulationState.RUNNING, SimulationState.SETTLING)
-            simulation.trainer = min(range(self.num_trainers), key=lambda i: (running[i], dealt[i], i))
+            simulation.trainer = min(range(self.num_trainers), key=lambda i: (running[i], assigned[i], i))
         return simulation.trainer
 
     def _is_complete(self, simulation: Simulation) -> bool:

@@ -142,7 +142,7 @@ class ShardUpdater:
 
     @property
     def owned_states(self) -> States:
-        """The same for the owned parameters."""
+        """The optimizer's state of each owned parameter, by index."""
         owned = {self.optimizer_indices[piece.slot] for piece in self.shard.slices}
         return {number: state for number, state in self.states.items() if number in owned}
 

@@ -50,7 +50,6 @@ class Updater:
         # The optimizer first: a scheduler keeps a reference to it and sets its learning rates already when it is built.
         self.optimizer = build_optimizer(task, model)
         self.scheduler, self.every, self.metric = _scheduler_of(task.build_scheduler(self.optimizer))
-        self._steps_per_update = self.scheduler is not None and self.every == "step"
         self._parallel_step: ParallelStep | None = None
         self.clip_grad_norm = training.clip_grad_norm
         self.validate_every = training.validate_every
@@ -70,7 +69,7 @@ class Updater:
         else:
             self._parallel_step()
         # After the optimizer: torch warns, and skips the first learning rate, in the other order.
-        if self._steps_per_update:
+        if self.every == "step" and self.scheduler is not None:
             self.scheduler.step()
 
     def use_threads(self, team: ThreadTeam) -> None:
@@ -80,13 +79,13 @@ class Updater:
 
     def on_update(self) -> None:
         """Step the schedule after an update that several servers have applied."""
-        if self._steps_per_update:
-            self.scheduler.step()
+        if self.every == "step":
+            self._step_scheduler()
 
     def on_epoch_end(self) -> None:
         """Step a schedule of epochs."""
         if self.every == "epoch":
-            self._advance()
+            self._step_scheduler()
 
     def on_validation_end(self, step: int, values: Mapping[str, float]) -> None:
         """Step a schedule of validations; ReduceLROnPlateau receives its metric.
@@ -101,9 +100,9 @@ class Updater:
                 f"the scheduler follows metric ({self.metric}), which validation_step does not return; "
                 f"it returns {', '.join(sorted(values)) or 'nothing'}"
             )
-        self._advance(None if self.metric is None else values[self.metric])
+        self._step_scheduler(None if self.metric is None else values[self.metric])
 
-    def _advance(self, metric: float | None = None) -> None:
+    def _step_scheduler(self, metric: float | None = None) -> None:
         if self.scheduler is None:
             return
         if metric is None:

@@ -128,7 +128,7 @@ class RunMonitor:
         """Set the epoch of the updates that follow."""
         self.epoch = epoch
 
-    def validated(self, step: int, sums: WeightedSums) -> bool:
+    def record_validation(self, step: int, sums: WeightedSums) -> bool:
         """Record a validation over all samples.
 
         A second validation of the same step, as at the end of a run that had ended already, is ignored.

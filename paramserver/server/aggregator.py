@@ -69,7 +69,7 @@ class Aggregator:
         self._incomplete: dict[int, Push] = {}  # reported, with gradients still on their way
         self._granted: dict[int, int] = {}  # the version that each trainer was granted and has not pushed for
         self._exclusive: deque[Callable[[ReleaseFn], None]] = deque()
-        self._processing = False
+        self._processing = self._process_again = False
         self._busy = False  # other servers are at work; nothing else may start
         self._applying = False  # on an update, which ``rules.step`` counts already
 
@@ -100,10 +100,12 @@ class Aggregator:
         are at work (``_busy``) nothing is done; ``_release`` continues.
         """
         if self._processing:
+            self._process_again = True
             return
         self._processing = True
         try:
             while not self._busy:
+                self._process_again = False
                 if self._exclusive:
                     self._busy = True
                     self._exclusive.popleft()(self._release)
@@ -112,7 +114,8 @@ class Aggregator:
                 else:
                     for trainer_index, decision in self.rules.pop_decisions().items():
                         self._grant(trainer_index, decision)
-                    return
+                    if not self._process_again:
+                        return
         except Exception as error:  # noqa: BLE001 - ends the run and is sent to every trainer
             self._fail(error)
         finally:
@@ -191,7 +194,7 @@ class Aggregator:
     def push_in_place(
         self, report: StepReport, buffers: Sequence[Tensor], announcement: Announcement | None
     ) -> torch.futures.Future[StepGrant]:
-        """The same for gradients in shared memory: they are accepted once ``gradients_arrived``."""
+        """Keep the report of a push whose gradients are in shared memory until ``gradients_arrived``."""
         future: torch.futures.Future[StepGrant] = torch.futures.Future()
         self._incomplete[report.trainer_index] = Push([], report, buffers, announcement, future, time.perf_counter())
         self.gradients_arrived(report.trainer_index)

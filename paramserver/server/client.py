@@ -161,7 +161,7 @@ class ServerConnection:
             self._lost_reason = self._lost_reason or reason
             self._changed.notify_all()
 
-    def check(self) -> None:
+    def raise_if_lost(self) -> None:
         """Raise ``PeerLost`` if the server is lost."""
         with self._changed:
             if self._lost_reason is not None:
@@ -173,7 +173,7 @@ class ServerConnection:
             self._heartbeat.close()
 
 
-class CoordinatorClient(ServerConnection):
+class ShardCoordinatorClient(ServerConnection):
     """What a shard server calls on server 0."""
 
     def _send_heartbeat(self) -> torch.futures.Future[None]:
@@ -271,7 +271,7 @@ class ServerClient(ServerConnection):
         try:
             dist_autograd.backward(context_id, [root])  # type: ignore[attr-defined]
         except RuntimeError as error:
-            self.check()  # a loss that was noticed before is the cause; this error is its consequence
+            self.raise_if_lost()  # a loss that was noticed before is the cause; this error is its consequence
             who = "a server" if self._shard_servers else self._name
             reason = str(error).splitlines()[0]
             raise PeerLost(f"{who} is lost: the gradients did not reach it ({reason})") from error
@@ -291,7 +291,7 @@ class ServerClient(ServerConnection):
     def push_in_place(
         self, report: StepReport, buffers: Sequence[Tensor], announcement: Announcement | None
     ) -> InFlightCall[StepGrant]:
-        """The same for gradients in shared memory; may be called before they are complete."""
+        """Report a push whose gradients are in shared memory; may be called before they are complete."""
         return self.begin_deferred(ParameterServer.push_in_place, report, buffers, announcement)
 
     def wait_version(self, version: int) -> None:
@@ -327,7 +327,7 @@ class ServerClient(ServerConnection):
         return self.call_deferred(ParameterServer.report_validation, self.index, version, sums)
 
     def report_validation_share(self, version: int, sums: WeightedSums) -> None:
-        """The same without waiting for the other trainers."""
+        """Report this trainer's share of a validation without waiting for the other trainers."""
         self.call(ParameterServer.report_validation_share, self.index, version, sums)
 
     def stage_checkpoint(self, reason: str) -> InFlightCall[None]:

@@ -97,7 +97,7 @@ class ShardCoordinator:
 
     def join(self, member: Member) -> ShardAssignment:
         """Add a server, and return the shard that it owns."""
-        index = member.trainer_index
+        index = member.index
         with self._lock:
             self._members.join(member)
             layout, shard = self._store.parameters.layout, self.shards[index]
@@ -143,10 +143,10 @@ class ShardCoordinator:
         silence_s = self.config.server.lost_after_s
         for member in self._members.overdue(silence_s):
             self._fail(PeerLost(f"{member} is lost: no heartbeat for server.lost_after_s ({silence_s:g} s)"))
-            self._members.mark_disconnected(member.trainer_index)  # ``shut_down`` need not wait for it
+            self._members.mark_disconnected(member.index)  # ``shut_down`` need not wait for it
 
     def _on_disconnect(self, member: Member, reason: str | None) -> None:
-        self._members.mark_disconnected(member.trainer_index)
+        self._members.mark_disconnected(member.index)
         if not member.left:
             self._fail(PeerLost(f"{member} is lost: {reason or 'it ended before this one did'}"))
 
@@ -155,7 +155,7 @@ class ShardCoordinator:
         error = outcome if isinstance(outcome, ParamserverError) else PeerLost("server 0 ended the run")
         report = outcome if isinstance(outcome, Decision) else RemoteError.of(error)
         for member in self._members.present():
-            self._members.leave(member.trainer_index)
+            self._members.leave(member.index)
             try:
                 send(member.name, timeout_s, ShardServer.finish, report)
             except RuntimeError as unreachable:  # it ended before

@@ -44,7 +44,7 @@ from paramserver.transport.messages import (
 )
 from paramserver.transport.rpc import RpcServerTransport, WireVersion
 from paramserver.transport.segments import SegmentHost
-from paramserver.transport.shared_memory import SharedMemory
+from paramserver.transport.shared_memory import ServerSharedMemory
 
 
 class TutorialMethods(nn.Module):
@@ -134,7 +134,7 @@ class ParameterServer(TutorialMethods):
         rules = make_consistency(config, trainers, monitor.step, monitor.samples)
         rules.load_state_dict(checkpoints.consistency_state)
         several = config.cluster.num_servers > 1
-        self._shared_memory = SharedMemory(segments, config.server, rules.lockstep, monitor.note)
+        self._shared_memory = ServerSharedMemory(segments, config.server, rules.lockstep, monitor.note)
         # Other processes access the parameters themselves in lockstep, and whenever servers own them together; trainers
         # that run freely read snapshots instead.
         in_place = (rules.lockstep or several) and segments is not None
@@ -175,10 +175,10 @@ class ParameterServer(TutorialMethods):
             self._check_running()
             self.members.join(member)
             self.aggregator.epoch_samples = epoch_samples
-            self.aggregator.transports[member.trainer_index] = self._make_transport()
-            future = self._joins.add(member.trainer_index, None)
+            self.aggregator.transports[member.index] = self._make_transport()
+            future = self._joins.add(member.index, None)
         # Without the lock: the liveness call is an RPC, and its callback runs in a thread of the agent.
-        watch_peer(member.name, lambda reason: self._on_disconnect(member.trainer_index, reason))
+        watch_peer(member.name, lambda reason: self._on_disconnect(member.index, reason))
         self._start_if_complete()
         return future
 
@@ -264,7 +264,7 @@ class ParameterServer(TutorialMethods):
             self.coordinator.check_heartbeats()
         silence_s = self.config.server.lost_after_s
         for member in self.members.overdue(silence_s):
-            self._on_disconnect(member.trainer_index, f"no heartbeat for server.lost_after_s ({silence_s:g} s)")
+            self._on_disconnect(member.index, f"no heartbeat for server.lost_after_s ({silence_s:g} s)")
 
     def _on_disconnect(self, trainer_index: int, reason: str | None) -> None:
         """A trainer's process disconnected, on purpose (None) or because it is lost."""
@@ -339,7 +339,7 @@ class ParameterServer(TutorialMethods):
     def push_in_place(
         self, report: StepReport, buffers: Sequence[Tensor], announcement: Announcement | None = None
     ) -> torch.futures.Future[StepGrant]:
-        """The same for gradients in memory that this server shares with the trainer; they may still be incomplete."""
+        """Accept a push whose gradients are in memory shared with the trainer; they may still be incomplete."""
         with self._lock:
             self._check_running()
             return self.aggregator.push_in_place(report, buffers, announcement)
@@ -398,7 +398,7 @@ class ParameterServer(TutorialMethods):
             with self._lock:
                 self.store.drop(version)
                 merged = merge_sums(shares)
-                means, improved = merged.means(), self.monitor.validated(version, merged)
+                means, improved = merged.means(), self.monitor.record_validation(version, merged)
                 self.store.updater.on_validation_end(version, means)
                 return means, improved
 
@@ -406,7 +406,7 @@ class ParameterServer(TutorialMethods):
         return future
 
     def report_validation_share(self, trainer_index: int, version: int, sums: WeightedSums) -> None:
-        """The same for a trainer that does not wait for the others."""
+        """Add a trainer's share of a validation, for a trainer that does not wait for the others."""
         self.report_validation(trainer_index, version, sums)
 
     def stage_checkpoint(self, trainer_index: int, reason: str) -> torch.futures.Future[None]:

@@ -11,7 +11,7 @@ from paramserver.distributed.rendezvous import Rendezvous
 from paramserver.distributed.rpc_calls import RemoteError, register_server, unregister_servers
 from paramserver.distributed.session import rpc_shard_server
 from paramserver.errors import PeerLost, PeerRefused
-from paramserver.server.client import CoordinatorClient
+from paramserver.server.client import ShardCoordinatorClient
 from paramserver.server.shard_server import ShardServer
 from paramserver.task import Task
 
@@ -31,7 +31,7 @@ def serve_shard(process: ProcessContext, task: Task, rendezvous: Rendezvous) -> 
         name = stack.enter_context(rpc_shard_server(rendezvous, index))
         # Released last: it notifies server 0 that this process ends deliberately.
         stack.callback(release_liveness_calls)
-        client = stack.enter_context(closing(CoordinatorClient(config, index)))
+        client = stack.enter_context(closing(ShardCoordinatorClient(config, index)))
         try:
             assignment = client.join(Member(index, name, index, rendezvous.host_and_pid, kind="server"))
             client.start_heartbeat()
@@ -46,10 +46,10 @@ def serve_shard(process: ProcessContext, task: Task, rendezvous: Rendezvous) -> 
             raise
 
 
-def _wait_for_end(server: ShardServer, client: CoordinatorClient, process: ProcessContext) -> Decision:
+def _wait_for_end(server: ShardServer, client: ShardCoordinatorClient, process: ProcessContext) -> Decision:
     signal_reported = False
     while not server.finished.wait(min(process.config.server.heartbeat_s, _POLL_S)):
-        client.check()
+        client.raise_if_lost()
         if process.stop.event.is_set() and not signal_reported:
             signal_reported = True
             client.request_stop(process.stop.state()[1])

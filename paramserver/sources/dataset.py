@@ -1,4 +1,4 @@
-"""A map-style data set as a source: dealt to the trainers, shuffled for each pass, resharded on resume.
+"""A map-style data set as a source: partitioned among the trainers, shuffled for each pass, resharded on resume.
 
 ``deal`` is the order of one pass, ``PartitionOrder`` the sequence of indices of one trainer over all passes, and
 ``DatasetSource`` reads the samples of these indices.
@@ -34,7 +34,7 @@ def deal(
 
     The order is that of ``torch.utils.data.DistributedSampler``: a permutation seeded with ``seed + epoch``, of which
     trainer i gets every ``count``-th index from the i-th on. By default the tail is neither padded nor dropped, so each
-    sample is dealt exactly once; ``pad`` repeats indices from the front and ``drop_last`` drops the tail, as there.
+    sample is assigned exactly once; ``pad`` repeats indices from the front and ``drop_last`` drops the tail, as there.
 
     Args:
         length: of the data set.
@@ -139,9 +139,9 @@ class PartitionOrder:
     def reshard(self, leftovers: Sequence[ResumePosition], held: Sequence[int]) -> PartitionOrder:
         """Return this trainer's order for what another number of trainers left.
 
-        The passes that those began are dealt again, in turn from each of them: the samples that they held and had not
-        served, and the indices up to the end of the last pass of which one of them had served a sample. So each pass
-        still serves each sample once.
+        The passes that those began are distributed again, in turn from each of them: the samples that they held and had
+        not served, and the indices up to the end of the last pass of which one of them had served a sample. So each
+        pass still serves each sample once.
 
         Args:
             leftovers: one for each of the earlier trainers, in their order.

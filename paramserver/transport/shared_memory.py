@@ -3,8 +3,8 @@
 A token of one element still takes the way of a pull and a push through distributed autograd. Its gradient, which
 ``dist_autograd.backward`` sends, is the signal that the gradients in shared memory are complete.
 
-``SharedMemory`` decides for a server what is shared. ``SnapshotSource`` gives trainers a version that stays unchanged
-while they read it: ``LiveParameters`` in lockstep, ``RingSnapshots`` otherwise.
+``ServerSharedMemory`` decides for a server what is shared. ``SnapshotSource`` gives trainers a version that stays
+unchanged while they read it: ``LiveParameters`` in lockstep, ``RingSnapshots`` otherwise.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ class SharedMemoryTrainerTransport(TrainerTransport):
         return 2 * sum(token.nbytes for token in pulled)
 
 
-class SharedMemory:
+class ServerSharedMemory:
     """What a server shares with processes of its host; with too little memory, everything is sent over RPC.
 
     Args:

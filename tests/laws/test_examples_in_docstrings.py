@@ -22,7 +22,6 @@ ILLUSTRATIONS = {
     "paramserver.evaluate.evaluate_run",
     "paramserver.online.process_runner.ProcessRunner",
     "paramserver.online.receiver.SampleReceiver",
-    "trainers.server_forward.ServedTrainer",
 }
 
 
