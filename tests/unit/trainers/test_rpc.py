@@ -35,6 +35,4 @@ def test_a_failure_is_reported_where_it_is_not_known(trainer, joined, error, whe
     trainer._joined = joined
     trainer.report_failure(error)
     assert [place for place, _ in trainer.reported] == where
-    assert all(message == f"trainer 1 failed: {error}" for _, message in trainer.reported) or isinstance(
-        error, PeerLost
-    )
+    assert all(str(error) in message for _, message in trainer.reported)
