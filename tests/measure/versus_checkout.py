@@ -31,8 +31,8 @@ from paramserver import Task
 
 
 class Images(Task):
-    def __init__(self, model="cnn"):
-        self.kind = model
+    def __init__(self, model="cnn", adam=False):
+        self.kind, self.adam = model, adam
 
     def build_model(self):
         if self.kind == "mlp":
@@ -41,6 +41,8 @@ class Images(Task):
         return nn.Sequential(nn.Conv2d(1, 16, 3, 2), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 13 * 13, 10))
 
     def build_optimizer(self, model):
+        if self.adam:
+            return torch.optim.Adam(model.parameters(), lr=0.001)
         return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
     def train_source(self, partition):
@@ -52,10 +54,11 @@ class Images(Task):
         return nn.functional.cross_entropy(model(batch[0]), batch[1])
 """
 CASES = {
-    f"{mode} {model}": {"mode": mode, "task_args": {"model": model}}
-    for model in ("cnn", "mlp")
+    f"{mode} {name}": {"mode": mode, "task_args": arguments}
+    for name, arguments in (("cnn", {}), ("mlp", {"model": "mlp"}), ("mlp-adam", {"model": "mlp", "adam": True}))
     for mode in ("local", "ddp", "rpc")
 }
+DEFAULT_CASES = [case for case in CASES if not case.endswith("adam")]
 
 
 def run(checkout: Path, folder: Path, case: str, steps: int) -> tuple[float, float]:
@@ -85,7 +88,9 @@ def main() -> None:
     parser.add_argument("--other", type=Path, required=True, help="folder of the other checkout")
     parser.add_argument("--repeats", type=int, default=7, help="of each case with each checkout (default 7)")
     parser.add_argument("--steps", type=int, default=300, help="of each run (default 300)")
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE", help=", ".join(CASES))
+    parser.add_argument(
+        "--cases", nargs="+", choices=CASES, default=DEFAULT_CASES, metavar="CASE", help=", ".join(CASES)
+    )
     arguments = parser.parse_args()
     figures: dict[tuple[str, Path], list[tuple[float, float]]] = {}
     for repeat in range(arguments.repeats):
