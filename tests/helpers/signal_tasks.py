@@ -2,11 +2,15 @@
 
 import os
 import signal
+import threading
+import time
 from pathlib import Path
 
 import torch
 from tasks import ReferenceTask
 from torch.nn import functional as F
+
+from paramserver.distributed.timeouts import poll_until
 
 
 class RestartingIterable:
@@ -41,8 +45,13 @@ class StopsBySignal(ReferenceTask):
 
     def on_batch_start(self, batch_idx):
         number, whom = self.stops.get((batch_idx, self.trainer.trainer_index), (None, ""))
-        if number is not None:
-            os.kill(os.getppid() if whom == "parent" else os.getpid(), number)
+        if number is None:
+            return
+        os.kill(os.getppid() if whom == "parent" else os.getpid(), number)
+        # The supervisor passes its signal on in its own time, and a few steps later the run would be over.
+        stop = self.trainer.process.stop.event
+        arrived = poll_until(time.monotonic() + 30, lambda: stop.is_set() or None, threading.Event(), every_s=0.005)
+        assert arrived, f"the signal to {whom} did not reach this process"
 
     def validation_step(self, model, batch, valid_batch_idx, batch_idx):
         images, labels = batch
