@@ -362,7 +362,7 @@ def _trainer_class(config: Config, folders: Sequence[Path]) -> Any:
     found = load_object(trainer_of(config), "trainer", folders)
     if getattr(found, "computes", None) not in (None, config.server.compute):
         raise UnsupportedConfiguration(
-            f"trainer ({config.trainer}) is for server.compute: {found.computes}, and the config says "
+            f"trainer ({config.trainer}) is for server.compute: {found.computes}, and the config has "
             f"{config.server.compute}; derive it from the class in trainers that fits, or change server.compute"
         )
     return found

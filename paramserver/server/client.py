@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
@@ -78,7 +79,7 @@ class InFlightCall(Generic[T]):
         return self._connection.wait(self.future, self._name, self._timeout_s)
 
 
-class ServerConnection:
+class ServerConnection(ABC):
     """A connection to server 0: calls that end when the server is lost, and a heartbeat.
 
     A call that waits for other trainers has no timeout, because a slow trainer is not a failure. It ends with the
@@ -99,8 +100,9 @@ class ServerConnection:
         self._heartbeat: Heartbeat | None = None
         watch_peer(SERVER_NAME, lambda reason: self._mark_lost(reason or "it ended before this trainer did"))
 
+    @abstractmethod
     def _send_heartbeat(self) -> torch.futures.Future[None]:
-        raise NotImplementedError
+        """Call the handler that records this process as alive, within ``server.lost_after_s``."""
 
     def start_heartbeat(self) -> None:
         """Start the thread that reports this process as alive and notices a server that does not reply."""
