@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paramserver.config.parsing import check_value, read_text
+from paramserver.config.parsing import MAX_DEPTH, check_value, read_text
 from paramserver.config.schema import REQUIRED, Config, KeyPath, Rule, closest_match, format_value, origin_prefix
 from paramserver.errors import UnsupportedConfiguration
 
@@ -263,7 +263,7 @@ def apply_overrides(settings: Settings, overrides: Sequence[str]) -> None:
         UnsupportedConfiguration: no "=", an empty key, malformed YAML, or a value that `Settings.assign` refuses.
     """
     for override in overrides:
-        origin = f"--set {override}"
+        origin = format_value(f"--set {override}", 120)
         path, value = _parse(override, origin)
         settings.assign(path, value, constant_origin(origin))
 
@@ -274,6 +274,8 @@ def _parse(override: str, origin: str) -> tuple[tuple[str, ...], Any]:
     path = tuple(part.strip() for part in name.split("."))
     if not equals or not all(path):
         raise UnsupportedConfiguration(f"{origin}: must be key=value; write for example --set training.batch_size=64")
+    if len(path) > MAX_DEPTH:
+        raise UnsupportedConfiguration(f"{origin}: nested more than {MAX_DEPTH} levels deep; a config has three levels")
     return path, read_text(text, origin, numbered=False).value
 
 

@@ -23,6 +23,13 @@ from paramserver.errors import UnsupportedConfiguration
 EXPONENT_NUMBER = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+")
 
 
+# Limits of a value, far above those of any config in use: messages, YAML and messages between ranks can hold it.
+MAX_DEPTH = 50
+_MAX_INT_BITS = 2048
+# How many values and characters aliases (*name) may add to a document: nine lines of them can stand for gigabytes.
+_MAX_REPEATED = 100_000
+
+
 class _BrokenRuleError(ValueError):
     """A value violates its rule: ``must`` states the rule; the cure is that of the rule unless one is given."""
 
@@ -68,10 +75,17 @@ def _to_int(value: Any, rule: Rule) -> int:
     value = _parse_exponent(value)
     # The abstract type also accepts numpy scalars. bool is a subclass of it and is excluded.
     if not isinstance(value, bool) and isinstance(value, numbers.Integral):
-        return int(value)
+        return _check_digits(int(value))
     if isinstance(value, float) and value.is_integer():
         return int(value)
     raise _BrokenRuleError("be a whole number")
+
+
+def _check_digits(value: int) -> int:
+    # Python writes a longer number in hexadecimal only (sys.get_int_max_str_digits), so YAML could not hold it.
+    if value.bit_length() > _MAX_INT_BITS:
+        raise _BrokenRuleError("have at most 600 digits", "give a smaller number")
+    return value
 
 
 def _to_float(value: Any, rule: Rule) -> float:
@@ -131,10 +145,14 @@ def _to_mapping(value: Any, rule: Rule) -> dict[str, Any]:
 def _copy_plain(value: Any, inside: tuple[int, ...]) -> Any:
     """Copy a value in types that survive a round trip through YAML; a tuple becomes a list."""
     # Exact types: a subclass (an enum, a numpy scalar) would be read back as another type.
-    if value is None or type(value) in (bool, int, float, str):
+    if type(value) is int:
+        return _check_digits(value)
+    if value is None or type(value) in (bool, float, str):
         return value
     if id(value) in inside:
         raise _BrokenRuleError("not contain itself", "write the inner value out")
+    if len(inside) > MAX_DEPTH:
+        raise _BrokenRuleError(f"be nested at most {MAX_DEPTH} levels deep", "write it flatter")
     inside = (*inside, id(value))
     if isinstance(value, Mapping):
         return {_copy_plain(name, inside): _copy_plain(item, inside) for name, item in value.items()}
@@ -271,6 +289,8 @@ class _Reader:
         self._numbered = numbered
         self._lines: dict[KeyPath, int] = {}
         self._open: set[int] = set()
+        self._converted: set[int] = set()
+        self._repeated = 0
 
     def read(self) -> Document:
         try:
@@ -298,6 +318,7 @@ class _Reader:
         # Aliases make the nodes a graph. A cycle in it is an error: it would be an infinite value.
         if id(node) in self._open:
             raise self._error(line, "a value contains itself through an alias (*name); write it out")
+        self._count(node, line)
         if isinstance(node, yaml.ScalarNode):
             return self._scalar(node)
         self._open.add(id(node))
@@ -308,11 +329,23 @@ class _Reader:
         finally:
             self._open.discard(id(node))
 
+    def _count(self, node: yaml.Node, line: int) -> None:
+        """Refuse a document that is much larger with its aliases written out. Call it before each conversion."""
+        if len(self._open) > MAX_DEPTH:
+            raise self._error(line, f"nested more than {MAX_DEPTH} levels deep; a config has three levels")
+        if id(node) in self._converted:
+            self._repeated += 1 + (len(node.value) if isinstance(node, yaml.ScalarNode) else 0)
+            if self._repeated > _MAX_REPEATED:
+                message = f"aliases (*name) must add at most {_MAX_REPEATED:,} values and characters; use fewer of them"
+                raise self._error(line, message)
+        self._converted.add(id(node))
+
     def _scalar(self, node: yaml.ScalarNode) -> Any:
         try:
             return self._loader.construct_object(node)
         # With an explicit tag PyYAML does not wrap errors of its conversions: !!int x, !!bool x, !!float "".
-        except (yaml.YAMLError, ValueError, KeyError, IndexError):
+        # OverflowError: 1:1:1:...:1.5, a number to base 60.
+        except (yaml.YAMLError, ValueError, KeyError, IndexError, OverflowError):
             kind = node.tag.replace(_TAG, "")
             message = f"{format_value(node.value, 40)} cannot be read as {kind}; correct it, or put it in quotes"
             raise self._error(node.start_mark.line + 1, message) from None

@@ -83,6 +83,8 @@ def format_value(value: Any, limit: int | None = None, depth: int = 4) -> str:
         line = value if value and value.isprintable() and value == value.strip() else repr(value)
     elif isinstance(value, (Mapping, list, tuple)):
         line = _format_nested(value, depth)
+    elif isinstance(value, int) and value.bit_length() > 2048:
+        line = hex(value)  # str() refuses a number of more than sys.get_int_max_str_digits() digits
     else:
         line = str(value)
     return line if limit is None or len(line) <= limit else line[: limit - 3] + "..."

@@ -1,6 +1,7 @@
 """YAML files: line numbers, and one sentence for each kind of error."""
 
 import contextlib
+import time
 
 import pytest
 import yaml
@@ -151,6 +152,91 @@ def test_files_that_cannot_be_read(refused, tmp_path):
     ]:
         with pytest.raises(UnsupportedConfiguration, match=message):
             load_config(file)
+
+
+def bomb(name: str, levels: int, repeated: str) -> str:
+    """Lines in which each value holds the one before it nine times: 9**levels values in all."""
+    lines = [f"{name}:", f"  v0: &v0 {repeated}"]
+    for level in range(1, levels):
+        lines.append(f"  v{level}: &v{level} [{', '.join([f'*v{level - 1}'] * 9)}]")
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        bomb("task_args", 8, "[x, x]"),
+        bomb("training", 8, "[x, x]"),
+        "task_args:\n  x: &x {a: 1, b: 2}\n"
+        + "\n".join(
+            f"  x{i}: &x{i} {{p: *x{i - 1 or ''}, q: *x{i - 1 or ''}, <<: *x{i - 1 or ''}}}" for i in range(1, 40)
+        ),
+        f"task_args:\n  x: &x {'long' * 5000}\n  y: [{', '.join(['*x'] * 6)}]",
+    ],
+)
+def test_aliases_that_add_too_much(refused, text):
+    """Each refused before the values exist: the first would be 43 million of them."""
+    before_s = time.process_time()
+    message = refused(f"task: a:B\n{text}\n")
+    assert time.process_time() - before_s < 5
+    assert message.partition(": ")[2] == (
+        "aliases (*name) must add at most 100,000 values and characters; use fewer of them"
+    )
+
+
+def test_aliases_in_use_are_allowed(tmp_path):
+    file = tmp_path / "digits.yaml"
+    file.write_text("task: a:B\ntask_args:\n  layers: &l [64, 64]\n  others: {a: *l, b: *l}\n  more: {<<: {c: *l}}\n")
+    assert load_config(file).task_args == {
+        "layers": [64, 64], "others": {"a": [64, 64], "b": [64, 64]}, "more": {"c": [64, 64]}
+    }  # fmt: skip
+    file.write_text(f"task: a:B\ntask_args:\n  written: {list(range(150_000))}\n")
+    assert len(load_config(file).task_args["written"]) == 150_000
+
+
+HUGE_INT = "0x" + "9" * 5000
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("seed", HUGE_INT, "seed (0x999"),
+        ("seed", "9" * 5000, "9999"),
+        ("seed", "1:" * 5000 + "1", "seed (0x"),
+        ("seed", "1" * 200 + "e999999", "seed (inf) must be a whole number"),
+        ("seed", "'" + "9" * 5000 + "'", "seed (999"),
+        ("training.max_steps", HUGE_INT, "training.max_steps (0x999"),
+        ("training", HUGE_INT, "training (0x999"),
+        ("cluster.timeout_s", HUGE_INT, "cluster.timeout_s (0x999"),
+        ("cluster.timeout_s", "1:" * 300 + "1.5", "1:1:1"),
+        ("task_args.x", HUGE_INT, "task_args ({x: 0x999"),
+        ("task_args.x", f"{{? {HUGE_INT} : 1}}", "task_args ({x: {0x999"),
+        ("task_args.x", "[" * 60 + "]" * 60, "nested more than 50 levels deep"),
+        ("task_args.x", "[" * 3000 + "]" * 3000, "nested too deeply"),
+        ("task_args" + ".a" * 30_000, "1", "nested more than 50 levels deep"),
+        ("foo" + ".a" * 30_000, "1", "nested more than 50 levels deep"),
+        ("task_args", "{a: &a [" + "x," * 999 + "], b: &b [" + "*a," * 999 + "]}", "aliases (*name) must add at most"),
+    ],
+)
+def test_set_of_a_value_that_no_file_could_hold(key, value, message):
+    with pytest.raises(UnsupportedConfiguration) as caught:
+        load_config(None, overrides=["task=a:B", f"{key}={value}"])
+    text = str(caught.value)
+    assert text.partition("...: ")[2].startswith(message)
+    assert text.startswith(f"--set {key}={value}"[:117])
+    assert "\n" not in text
+    assert len(text) < 400
+
+
+def test_values_from_python_that_no_file_could_hold():
+    deep: list = []
+    for _ in range(60):
+        deep = [deep]
+    for value, message in ((deep, "must be nested at most 50 levels deep"), (10**5000, "must have at most 600 digits")):
+        with pytest.raises(UnsupportedConfiguration, match=message):
+            config_from_mapping({"task": "a:B", "task_args": {"x": value}})
+    accepted = config_from_mapping({"task": "a:B", "task_args": {"x": 10**600}})
+    assert read_text(dump(accepted.to_mapping()), "dump").value["task_args"]["x"] == 10**600
 
 
 def test_a_byte_order_mark_and_empty_sections_are_harmless(tmp_path):
