@@ -32,7 +32,7 @@ from paramserver.online.tracker import (
     TrackerEvent,
 )
 from paramserver.online.tracker_managed import ManagedSimulations
-from paramserver.online.zmq_import import peer_host, resolve_listen_address, zmq
+from paramserver.online.zmq_import import peer_host, receive_parts, resolve_listen_address, zmq
 
 _MAX_MESSAGES_AT_ONCE = 256
 _POLL_INTERVAL_S = 0.5
@@ -277,6 +277,8 @@ def _make_tracker(
 
 # What a trainer reports grows with the number of simulations that it knows, by some 20 bytes each.
 _MAX_MESSAGE_BYTES = 64 * 2**20
+# JOIN has header, token and JSON.
+_MAX_PARTS = 3
 _LINGER_MS = 1000
 
 
@@ -330,9 +332,8 @@ class RouterSocket:
     def receive(self, max_messages: int) -> Iterable[tuple[Message, str]]:
         """The messages that have arrived, up to a number, each with the host that it came from; does not block."""
         for _ in range(max_messages):
-            try:
-                frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
+            frames = receive_parts(self._router, _MAX_PARTS, _MAX_MESSAGE_BYTES)
+            if frames is None:
                 return
             peer, *rest = (frame.bytes for frame in frames)
             yield (peer, rest), peer_host(frames)

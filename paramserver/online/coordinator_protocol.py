@@ -18,6 +18,7 @@ from paramserver.online.protocol import (
     SimulationReport,
     TrainerDirectory,
     TrainerJoined,
+    first_frame,
     pack_json,
     unpack_parameters,
 )
@@ -133,7 +134,7 @@ class RequestHandler:
         header: Header | None = None
         try:
             try:
-                header = Header.unpack(frames[0] if frames else b"")
+                header = Header.unpack(first_frame(frames))
                 if header.kind not in self._handlers:
                     raise RequestRefused("unexpected", f"{header.kind.name} must not be sent to the coordinator")
                 return self._handlers[header.kind](peer, header, list(frames[1:]), now)

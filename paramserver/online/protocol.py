@@ -151,6 +151,17 @@ class Header(NamedTuple):
         return Header(kind, self.simulation, step, self.member, self.members, self.attempt)
 
 
+def first_frame(frames: Frames) -> bytes:
+    """The frame with the header.
+
+    Raises:
+        MalformedMessage: there is none; ``receive_parts`` keeps none of a message that is too large.
+    """
+    if not frames:
+        raise MalformedMessage("a message must have a header, and no more parts and bytes than its kind needs")
+    return frames[0]
+
+
 # The fields of a sample.
 
 

@@ -29,6 +29,7 @@ from paramserver.online.protocol import (
     MessageKind,
     SimulationReport,
     TrainerJoined,
+    first_frame,
 )
 from paramserver.online.received_log import ReceivedLog
 from paramserver.online.security import ServerSecurity, secure_trainer_socket
@@ -44,7 +45,7 @@ from paramserver.online.validator import (
     SampleAccepted,
     describe_sender,
 )
-from paramserver.online.zmq_import import peer_host, resolve_listen_address, zmq
+from paramserver.online.zmq_import import peer_host, receive_parts, resolve_listen_address, zmq
 
 GROUP = 64
 """Maximum of samples that ``SampleReceiver.get`` returns at once."""
@@ -216,6 +217,9 @@ class _ReceiverLoop:
     def _bind(self) -> None:
         largest_bytes = max((descriptor.num_bytes for descriptor in self.spec.ingest.descriptors), default=0)
         self._clients.maxmsgsize = 2 * largest_bytes + _SPARE_BYTES
+        # Header, descriptor and the fields of a sample, or header, parameters and secret.
+        self._max_parts = max(2 + len(self.spec.ingest.fields), 3)
+        self._max_bytes = 2 * self.spec.ingest.sample_bytes + _SPARE_BYTES
         # A client that reconnects with its routing id replaces its old connection.
         self._clients.router_handover = True
         try:
@@ -335,13 +339,13 @@ class _ReceiverLoop:
         now = time.monotonic()
         no_message_left = False
         for _ in range(_MAX_MESSAGES_AT_ONCE):
-            message = _receive(self._clients)
+            message = receive_parts(self._clients, self._max_parts, self._max_bytes)
             if message is None:
                 no_message_left = True
                 break
             peer, frames = bytes(message[0]), message[1:]
             if self._over:
-                self._refuse_late(peer, frames[0])
+                self._refuse_late(peer, frames)
             else:
                 self._validate(peer, frames, accepted, now)
         if accepted:
@@ -349,9 +353,9 @@ class _ReceiverLoop:
             self.queue.put(accepted)
         return no_message_left
 
-    def _refuse_late(self, peer: bytes, frame: Any) -> None:
+    def _refuse_late(self, peer: bytes, frames: list[Any]) -> None:
         try:
-            header = Header.unpack(frame)
+            header = Header.unpack(first_frame(frames))
         except MalformedMessage:
             return  # no client of this protocol: there is no reply that it understands
         self._send(peer, header.reply(MessageKind.OVER), NO_MORE_SAMPLES)
@@ -404,12 +408,11 @@ class _ReceiverLoop:
 
 
 def _receive(socket: zmq.Socket[bytes]) -> list[Any] | None:
-    """The frames of one message without a copy; None if there is none."""
+    """The frames of one message of the coordinator without a copy; None if there is none."""
     try:
         frame = socket.recv(zmq.NOBLOCK, copy=False)
     except zmq.Again:
         return None
-    # A message is atomic: once its first frame is readable the others are too. Not recv_multipart, which is slower.
     frames = [frame]
     while frame.more:
         frame = socket.recv(copy=False)

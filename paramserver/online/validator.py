@@ -22,6 +22,7 @@ from paramserver.online.protocol import (
     Header,
     MalformedMessage,
     MessageKind,
+    first_frame,
     unpack_descriptor,
     unpack_parameters,
 )
@@ -199,7 +200,7 @@ class MessageValidator:
         header: Header | None = None
         counted = False
         try:
-            header = Header.unpack(frames[0] if frames else b"")
+            header = Header.unpack(first_frame(frames))
             session = self._find(peer, header.simulation)
             if header.kind is MessageKind.SAMPLE:
                 session = session or self._unopened_session(peer, header)

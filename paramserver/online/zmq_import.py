@@ -4,6 +4,7 @@ Every module of the package that uses the network takes ``zmq`` from here.
 """
 
 import ipaddress
+import os
 import socket
 from collections.abc import Sequence
 from typing import Any
@@ -39,6 +40,57 @@ def resolve_listen_address(host: str) -> str:
             f"simulations.address ({host}) must be the one on which clients reach rank 0; give this host's own"
         )
     return f"[{address}]" if ":" in address else address
+
+
+def receive_parts(router: Any, max_parts: int, max_bytes: int) -> list[Any] | None:
+    """Receive one message of a ROUTER without blocking and without a copy; None if there is none.
+
+    A message beyond a limit is read to its end and not kept, its sender is disconnected, and only its first part, the
+    routing id, is returned. ZeroMQ delivers a message when its last part has arrived; its own limit, ``maxmsgsize``, is
+    for one part.
+
+    Args:
+        router: the socket.
+        max_parts: without the routing id.
+        max_bytes: of all parts.
+    """
+    try:
+        frame = router.recv(zmq.NOBLOCK, copy=False)
+    except zmq.Again:
+        return None
+    # A message is atomic: once its first part is readable the others are too. Not recv_multipart, which is slower and
+    # keeps everything.
+    frames = [frame]
+    num_bytes, fits = len(frame), True
+    while frame.more:
+        frame = router.recv(copy=False)
+        if not fits:
+            continue
+        num_bytes += len(frame)
+        frames.append(frame)
+        if len(frames) > 1 + max_parts or num_bytes > max_bytes:
+            fits = False
+            del frames[1:]
+    if not fits:
+        _disconnect(router, frames[0])
+    return frames
+
+
+def _disconnect(router: Any, frame: Any) -> None:
+    """End the TCP connection that a message came from. A ROUTER has no call for this."""
+    port = router.last_endpoint.rstrip(b"\0").rpartition(b":")[2].decode()
+    try:
+        connection = socket.socket(fileno=os.dup(frame.get(zmq.SRCFD)))
+    except (OSError, zmq.ZMQError):
+        return  # it is closed already
+    with connection:
+        try:
+            # The number of a connection that has ended meanwhile may belong to something else: only one of this socket
+            # is shut down. Its I/O thread then closes it as if the client had.
+            if str(connection.getsockname()[1]) == port:
+                connection.shutdown(socket.SHUT_RDWR)
+        except (OSError, IndexError):
+            return
 
 
 def peer_host(frames: Sequence[Any]) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from threading import Event
 
 import pytest
+import zmq
 from zmq_peers import Peers, serve
 
 from paramserver.config import SimulationsConfig
@@ -201,6 +202,24 @@ def test_what_is_no_message_for_the_coordinator_is_answered_counted_and_logged_o
     assert f" from 127.0.0.1: {sentence}" in text
     assert not re.search(r"\b00[0-9a-f]{8}\b", text), "a routing id means nothing to users"
     peers.client(coordinator.address).hello().receive_kind(MessageKind.WELCOME)  # and it continues
+
+
+@pytest.mark.parametrize("parts", [100_000 * [b""], 7 * [bytes(10 * 2**20)]], ids=["many", "large"])
+def test_a_message_of_too_many_parts_or_bytes_is_not_kept_and_costs_its_sender_the_connection(
+    peers, coordinator_of, parts
+):
+    """Each of its parts alone is small enough."""
+    coordinator = coordinator_of()
+    joined(peers, coordinator)
+    caller = peers.connect(coordinator.address)
+    ping(caller)
+    lost = caller.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    caller.socket.send_multipart([Header(MessageKind.PING).pack(), *parts])
+    assert lost.poll(1000 * 20), "it is still connected"
+    caller.socket.disable_monitor()
+    lost.close()
+    peers.client(coordinator.address).hello().receive_kind(MessageKind.WELCOME)  # and it continues
+    assert coordinator.summary()["simulations"]["refused"] == {"malformed": 1}
 
 
 def test_only_trainers_of_the_run_may_join(peers, coordinator_of):

@@ -68,7 +68,8 @@ def test_fields_may_come_in_any_order():
 @pytest.mark.parametrize(
     ("frames", "why", "text"),
     [
-        ([], "malformed", "a header must have 28 bytes, this one has 0"),
+        ([], "malformed", "a message must have a header"),
+        ([b""], "malformed", "a header must have 28 bytes, this one has 0"),
         ([b"ps"], "malformed", "28 bytes"),
         (open_message(0)[:1], "malformed", "must have 2 frames, this one has 1"),
         ([Header(MessageKind.HELLO).pack()], "kind", "HELLO must not be sent to a trainer"),
