@@ -28,7 +28,7 @@ from paramserver.online.protocol import (
     MalformedMessage,
     MessageKind,
     TrainerDirectory,
-    pack_parameters,
+    pack_opening,
     unpack_json,
 )
 from paramserver.online.sender import COORDINATOR_NAME, CoordinatorConnection, SampleSender
@@ -131,8 +131,11 @@ class Client:
         assert self._address is not None
         header = Header(MessageKind.HELLO, simulation, 0, self.member, self.members, self.attempt)
         run_started = self._address == self._environment.address
+        # For the simulation and the run that gave it; no other may learn it.
+        given = run_started and simulation == self._environment.simulation
+        secret = self._environment.secret if given else None
         self._sender = SampleSender(
-            self._address, self._keys, header, pack_parameters(vector), self._timeout_s, run_started
+            self._address, self._keys, header, pack_opening(vector, secret), self._timeout_s, run_started
         )
         self._simulation, self._parameters, self._directory = simulation, vector, self._sender.directory
         self._encoder = SampleEncoder(self._directory.fields, self.members)

@@ -17,6 +17,7 @@ VARIABLES = {
     "member": "PARAMSERVER_MEMBER",
     "members": "PARAMSERVER_MEMBERS",
     "keys": "PARAMSERVER_KEYS",
+    "secret": "PARAMSERVER_SECRET",
 }
 # srun gives all processes of a group the same environment except for this variable.
 _SRUN_MEMBER = "SLURM_PROCID"
@@ -35,6 +36,7 @@ class SimulationEnvironment:
         member: index of the process in the simulation's group.
         members: number of processes in the group.
         keys: folder of the run's keys.
+        secret: of this start, by which its clients prove that the run has started them.
 
     Example::
 
@@ -52,6 +54,7 @@ class SimulationEnvironment:
     member: int | None = None
     members: int | None = None
     keys: str | None = None
+    secret: str | None = None
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] | None = None) -> SimulationEnvironment:
@@ -76,6 +79,7 @@ class SimulationEnvironment:
             member=member,
             members=members,
             keys=environ.get(VARIABLES["keys"]) or None,
+            secret=environ.get(VARIABLES["secret"]) or None,
         )
 
     def to_environ(self) -> dict[str, str]:

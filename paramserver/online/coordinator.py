@@ -19,6 +19,7 @@ from paramserver.errors import TrainingError, UnsupportedConfiguration
 from paramserver.online.coordinator_protocol import Message, RequestHandler
 from paramserver.online.handoff import WakeupFd
 from paramserver.online.process_runner import ProcessRunner
+from paramserver.online.protocol import start_secret
 from paramserver.online.sampler import make_sampler
 from paramserver.online.security import ServerSecurity
 from paramserver.online.spec import IngestSpec
@@ -231,7 +232,8 @@ class SimulationCoordinator:
             return
         assert self._runner is not None
         if isinstance(action, StartProcess):
-            self._runner.start(action, router.address)
+            secret = start_secret(self.token, action.simulation, action.attempt)
+            self._runner.start(action, router.address, secret)
             self._on_event("started", vars(action))
         elif isinstance(action, KillProcess):
             _log.warning("simulation %d is ended: %s", action.simulation, action.reason)

@@ -18,6 +18,7 @@ from paramserver.online.protocol import (
     SimulationReport,
     TrainerDirectory,
     TrainerJoined,
+    check_secret,
     first_frame,
     pack_json,
     unpack_parameters,
@@ -163,6 +164,9 @@ class RequestHandler:
         # Before the wait for trainers: nothing will come for a client of a run that is over.
         if self.over or self.tracker.done:
             return [_to(peer, header.reply(MessageKind.OVER), NO_MORE_SAMPLES.encode())]
+        if self.spec.is_managed and (reason := check_secret(self._token, header, body)) is not None:
+            raise RequestRefused("secret", reason)
+        body = body[:1] if self.spec.is_managed else body
         if not self.all_joined:
             # Kept as frames and handled later as if it had just arrived: the state may have changed by then. By peer,
             # so that a repeated HELLO waits once.
@@ -171,9 +175,12 @@ class RequestHandler:
         parameters = self._read_parameters(body)
         if (reason := self.tracker.check_hello(header)) is not None:
             raise RequestRefused("simulation", reason)
-        # All members and attempts of a simulation must have the same parameters: its samples carry them.
+        # All members and attempts of a simulation must have the same parameters: its samples carry them. Without a
+        # sample a simulation from outside belongs to whoever opened it last: a client that opens one and sends nothing
+        # must not keep the real one out.
         known = self.tracker.client_parameters(header.simulation)
-        if known is not None and known != parameters:
+        fixed = self.spec.is_managed or self.tracker.num_received(header.simulation) > 0
+        if fixed and known is not None and known != parameters:
             raise RequestRefused(
                 "parameters",
                 f"parameters ({parameters}) of simulation {header.simulation} must be those with which it was opened "

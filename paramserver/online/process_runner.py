@@ -45,7 +45,7 @@ class ProcessRunner:
     Example::
 
         >>> runner = ProcessRunner(spec, Path("logs"))  # doctest: +SKIP
-        >>> runner.start(StartProcess(0, 0, (0.5,)), "tcp://127.0.0.1:5555")  # doctest: +SKIP
+        >>> runner.start(StartProcess(0, 0, (0.5,)), "tcp://127.0.0.1:5555", "secret")  # doctest: +SKIP
         >>> runner.poll_exited()  # doctest: +SKIP
         [(0, 0, 0)]
     """
@@ -59,8 +59,8 @@ class ProcessRunner:
         self._logs = logs
         self._running: dict[int, _Running] = {}
 
-    def start(self, start: StartProcess, address: str) -> None:
-        """Start all processes of a simulation, which connect to the coordinator at ``address``."""
+    def start(self, start: StartProcess, address: str, secret: str) -> None:
+        """Start all processes of a simulation, which open it with ``secret`` at the coordinator at ``address``."""
         arguments = self._command.arguments(start)
         keys = self._config.keys
         environment = SimulationEnvironment(
@@ -70,6 +70,7 @@ class ProcessRunner:
             attempt=start.attempt,
             members=self._config.group_size,
             keys=None if keys is None else str(Path(keys).absolute()),
+            secret=secret,
         )
         self._logs.mkdir(parents=True, exist_ok=True)
         # Registered before the first process starts: if a later one fails to start, kill_all() finds the others.

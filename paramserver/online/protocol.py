@@ -4,7 +4,8 @@ This file holds the message kinds, the header, and the encoding of everything th
 
 A message is a list of frames. The first is a ``Header``; the kind determines what follows::
 
-    client -> coordinator    HELLO      parameters (float64)        registers one member of a simulation
+    client -> coordinator    HELLO      parameters (float64)        registers one member of a simulation; if the run has
+                                                                    started it, its secret follows (``start_secret``)
                              BYE        -                           everything is acknowledged; ``step`` = samples sent
                              PING       -                           asks for the state of the run
                              FINISH     -                           no more simulations come from outside
@@ -12,7 +13,7 @@ A message is a list of frames. The first is a ``Header``; the kind determines wh
                              PONG       JSON                        the state of the run
                              REFUSED    text                        the message or client is rejected, and why
                              OVER       text                        the run needs no more samples
-    client -> trainer        OPEN       parameters (float64)        samples of this simulation follow
+    client -> trainer        OPEN       as HELLO                    samples of this simulation follow
                              SAMPLE     descriptor, then arrays     one step of one member, see ``pack_descriptor``
                              HEARTBEAT  -                           the client is alive and waits for an ACK
     trainer -> client        ACK        -                           ``step`` = samples of this member processed so far
@@ -30,6 +31,8 @@ The header is in network byte order, arrays are little-endian.
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import json
 import struct
 from collections.abc import Mapping, Sequence
@@ -237,7 +240,29 @@ def _array_descriptor(row: Any) -> ArrayDescriptor:
     raise MalformedMessage("a field must be described by its name, a dtype and the sizes of its dimensions")
 
 
-# Parameters of a simulation.
+# Opening a simulation.
+
+
+def start_secret(token: bytes, simulation: int, attempt: int) -> str:
+    """What the clients of a simulation that the run starts must show. All ranks derive it from the token of the run."""
+    return hmac.new(token, f"{simulation} {attempt}".encode(), hashlib.sha256).hexdigest()
+
+
+def pack_opening(parameters: Any, secret: str | None) -> list[bytes]:
+    """The body of HELLO and OPEN."""
+    return [pack_parameters(parameters), *([] if secret is None else [secret.encode()])]
+
+
+def check_secret(token: bytes, header: Header, body: Sequence[Any]) -> str | None:
+    """Why the HELLO or OPEN of a simulation that the run starts must be refused; None = it must not."""
+    expected = start_secret(token, header.simulation, header.attempt).encode()
+    # In constant time: how long a refusal takes must not reveal how much of it was right.
+    if len(body) == 2 and hmac.compare_digest(bytes(body[1]), expected):
+        return None
+    return (
+        f"simulation {header.simulation}, attempt {header.attempt}, must be opened with the secret of this start; open "
+        "it in the process that the run has started, which finds the secret in PARAMSERVER_SECRET"
+    )
 
 
 def pack_parameters(parameters: Any) -> bytes:

@@ -180,7 +180,7 @@ class _ReceiverLoop:
         self.wakeup = wakeup
         self.stats = stats
         self.field_statistics = field_statistics
-        self.validator = MessageValidator(spec.ingest, received_log)
+        self.validator = MessageValidator(spec.ingest, received_log, spec.token)
         self.report_interval_s = min(_REPORT_INTERVAL_S, spec.timeout_s / 4)
         self.num_clients = 0
         self._ready = self._draining = self._over = False

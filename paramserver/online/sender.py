@@ -42,7 +42,7 @@ class SampleSender:
         address: of the coordinator.
         keys: see ``secure_client_socket``.
         header: the sender: simulation, member, members and attempt.
-        parameters: of the simulation, packed.
+        opening: the body of HELLO and OPEN.
         timeout_s: silence of the coordinator or of a trainer that is waited for, after which this fails; None = 60 s
             for the coordinator's first answer, then the timeout that the run announces.
         run_started: see ``CoordinatorConnection``.
@@ -57,11 +57,11 @@ class SampleSender:
         address: str,
         keys: str | Path | None,
         header: Header,
-        parameters: bytes,
+        opening: Sequence[bytes],
         timeout_s: float | None,
         run_started: bool = False,
     ) -> None:
-        self._keys, self._header, self._parameters = keys, header, parameters
+        self._keys, self._header, self._opening = keys, header, opening
         self._trainers: dict[int, TrainerConnection] = {}
         self._logged: set[str] = set()
         self.refused = 0
@@ -80,7 +80,7 @@ class SampleSender:
 
     def _register(self, timeout_s: float) -> TrainerDirectory:
         hello = self._header.reply(MessageKind.HELLO)
-        reply = self._coordinator.request(hello, self._parameters, expect=MessageKind.WELCOME, timeout_s=timeout_s)
+        reply = self._coordinator.request(hello, *self._opening, expect=MessageKind.WELCOME, timeout_s=timeout_s)
         try:
             return TrainerDirectory.unpack(b"".join(reply))
         except MalformedMessage as error:
@@ -138,7 +138,7 @@ class SampleSender:
                 self.directory.trainers[index],
                 self._keys,
                 header=self._header,
-                parameters=self._parameters,
+                opening=self._opening,
                 timeout_s=self._timeout_s,
             )
         return self._trainers[index]
@@ -301,7 +301,7 @@ class TrainerConnection(ClientConnection):
     Args:
         context, name, address, keys: as for ``ClientConnection``.
         header: of the member, as in HELLO.
-        parameters: of the simulation, packed.
+        opening: the body of OPEN.
         timeout_s: silence of the trainer, while it is waited for, after which this fails.
     """
 
@@ -313,7 +313,7 @@ class TrainerConnection(ClientConnection):
         keys: str | Path | None,
         *,
         header: Header,
-        parameters: bytes,
+        opening: Sequence[bytes],
         timeout_s: float,
     ) -> None:
         self.sent = self.acked = 0
@@ -323,7 +323,7 @@ class TrainerConnection(ClientConnection):
         self._lost_at: float | None = None
         self._monitor: zmq.Socket[Any] | None = None
         super().__init__(context, name, address, keys)
-        self.send(header.reply(MessageKind.OPEN), parameters)
+        self.send(header.reply(MessageKind.OPEN), *opening)
 
     def _connect(self) -> None:
         # Before connect(), so that no event is missed.

@@ -381,7 +381,9 @@ class ExternalSimulations(SimulationTracker):
         count, known = self.config.count, self.simulations.get(header.simulation)
         if count is not None and header.simulation >= count:
             return f"simulation ({header.simulation}) must be below simulations.count ({count})"
-        if known is not None and header.attempt < known.attempt:
+        # Not before its first sample: a client that opens a simulation with a high attempt and sends nothing must not
+        # keep the real one out.
+        if known is not None and header.attempt < known.attempt and self.num_received(known.id):
             return (
                 f"attempt ({header.attempt}) of simulation {known.id} must be at least {known.attempt}, which is open"
             )
@@ -394,7 +396,7 @@ class ExternalSimulations(SimulationTracker):
         simulation.parameters = simulation.client_parameters
         if simulation.ended:
             return  # it is sent again: the trainers drop the duplicates
-        if header.attempt > simulation.attempt or simulation.state is SimulationState.WAITING:
+        if header.attempt != simulation.attempt or simulation.state is SimulationState.WAITING:
             simulation.attempt = header.attempt
             simulation.start_attempt(now)
             self._open[simulation.id] = simulation

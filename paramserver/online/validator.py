@@ -22,6 +22,7 @@ from paramserver.online.protocol import (
     Header,
     MalformedMessage,
     MessageKind,
+    check_secret,
     first_frame,
     unpack_descriptor,
     unpack_parameters,
@@ -35,6 +36,7 @@ Reason: TypeAlias = Literal[
     "simulation",  # a number beyond simulations.count
     "group",  # another number of processes than simulations.group_size
     "parameters",  # a wrong number of them, not finite, or not those of an earlier OPEN
+    "secret",  # not that of this start of a simulation that the run starts
     "unopened",  # this client has not opened the simulation, its attempt or its member
     "step",  # beyond simulations.steps
     "window",  # more samples in flight than simulations.window
@@ -43,7 +45,7 @@ Reason: TypeAlias = Literal[
     "shape",
     "size",  # bytes that do not fit the shape
     "values",  # not finite although the spec requires it, or no booleans
-    "stale",  # a part of an older attempt
+    "stale",  # a part of another attempt
     "unfinished",  # a part of one unfinished sample too many
 ]
 REASONS: tuple[Reason, ...] = get_args(Reason)
@@ -76,13 +78,28 @@ def describe_sender(header: Header) -> str:
 
 
 @dataclass(eq=False, slots=True)
+class Opening:
+    """With which parameters a simulation was opened.
+
+    Attributes:
+        parameters: of the simulation.
+        has_sample: whether a valid sample, or part of one, has arrived. Before, an OPEN with others replaces it.
+        replaced: whether another opening has replaced it.
+    """
+
+    parameters: npt.NDArray[np.float64]
+    has_sample: bool = False
+    replaced: bool = False
+
+
+@dataclass(eq=False, slots=True)
 class ClientSession:
     """One member of one simulation, as one ZeroMQ peer sends it.
 
     Attributes:
         peer: routing id of the client's socket.
         header: of its OPEN; of its first sample if it has sent no OPEN.
-        parameters: of the simulation; None = not opened.
+        opening: of the simulation; None = not opened.
         received: samples, or parts of samples, that have arrived.
         processed: how many of them are stored in the buffer, dropped as duplicates, or refused. An ACK carries it.
         last_seen_s: when the last message arrived, by the receiver's monotonic clock.
@@ -90,7 +107,7 @@ class ClientSession:
 
     peer: bytes
     header: Header
-    parameters: npt.NDArray[np.float64] | None = None
+    opening: Opening | None = None
     received: int = 0
     processed: int = 0
     last_seen_s: float = 0.0
@@ -161,6 +178,15 @@ class MessageValidator:
     Its memory is bounded: sessions and parameters beyond some ten thousands are dropped, the least recently used first,
     and there are no more unfinished samples than the windows of the members allow.
 
+    A simulation from outside belongs to the client that opened it last, until its first valid sample has arrived. From
+    then on its parameters are fixed, and its attempt is the highest that was opened. One that the run starts is opened
+    with the secret of its start only.
+
+    Args:
+        spec: what clients may send.
+        received_log: what was received before.
+        token: secret of the run.
+
     Example::
 
         >>> from paramserver.config import SimulationsConfig
@@ -179,13 +205,14 @@ class MessageValidator:
         'DuplicateSample'
     """  # noqa: E501
 
-    def __init__(self, spec: IngestSpec, received_log: ReceivedLog) -> None:
+    def __init__(self, spec: IngestSpec, received_log: ReceivedLog, token: bytes = b"") -> None:
         self.spec = spec
+        self._token = token
         self.received_log = received_log
         self._names = (*RESERVED, *(field.name for field in spec.fields))
         self.assembly = SampleAssembly(spec.config.group_size, spec.config.window * spec.config.group_size)
         self._sessions: OrderedDict[tuple[bytes, int], ClientSession] = OrderedDict()
-        self._parameters: OrderedDict[int, npt.NDArray[np.float64]] = OrderedDict()
+        self._openings: OrderedDict[int, Opening] = OrderedDict()
         # A client describes all of its samples with the same bytes, so a descriptor is parsed once.
         self._field_frames = lru_cache(_MAX_DESCRIPTORS)(self._read_field_frames)
 
@@ -238,17 +265,37 @@ class MessageValidator:
     # OPEN and HEARTBEAT.
 
     def _open(self, peer: bytes, header: Header, frames: Frames) -> Outcome:
-        _check_frames(frames, 2)
+        _check_frames(frames, 3 if self.spec.is_managed else 2, least=2)
         simulation = header.simulation
         self._check_header(header)
+        if self.spec.is_managed and (reason := check_secret(self._token, header, frames[1:])) is not None:
+            raise Refusal("secret", reason)
         parameters = self._read_parameters(simulation, frames[1])
+        opening = self._openings.get(simulation)
+        # Whether this client takes the simulation over: a client that opens one and sends nothing must not keep the
+        # real one out.
+        newest = not self.spec.is_managed and (opening is None or not opening.has_sample)
+        if opening is None or not np.array_equal(opening.parameters, parameters):
+            if opening is not None:
+                self._replace(simulation, opening)
+            opening = Opening(parameters)
         session = self._find(peer, simulation)
         # A repeated OPEN must not reset the counts; one of another attempt or member starts a new session.
-        if session is None or session.header != header or session.parameters is None:
-            session = ClientSession(peer, header, parameters)
+        if session is None or session.header != header or session.opening is not opening:
+            session = ClientSession(peer, header, opening)
             _remember(self._sessions, (peer, simulation), session)
-        _remember(self._parameters, simulation, parameters)
-        return SessionOpened(session, _count_processed(self.assembly.start_attempt(simulation, header.attempt)))
+        _remember(self._openings, simulation, opening)
+        dropped = self.assembly.start_attempt(simulation, header.attempt, newest)
+        return SessionOpened(session, _count_processed(dropped))
+
+    def _replace(self, simulation: int, opening: Opening) -> None:
+        if opening.has_sample or self.spec.is_managed:
+            raise Refusal(
+                "parameters",
+                f"parameters of simulation {simulation} must be those with which it was opened before; give other "
+                "parameters another simulation id",
+            )
+        opening.replaced = True
 
     def _check_header(self, header: Header) -> None:
         config = self.spec.config
@@ -271,16 +318,7 @@ class MessageValidator:
             raise Refusal("parameters", f"parameters ({len(parameters)} numbers) must be {len(declared)}: {names}")
         if not np.isfinite(parameters).all():
             raise Refusal("parameters", f"parameters of simulation {simulation} must be finite")
-        known = self._parameters.get(simulation)
-        if known is None:
-            return parameters
-        if not np.array_equal(known, parameters):
-            raise Refusal(
-                "parameters",
-                f"parameters of simulation {simulation} must be those with which it was opened before; give other "
-                "parameters another simulation id",
-            )
-        return known
+        return parameters
 
     def _heartbeat(self, session: ClientSession | None, header: Header, frames: Frames) -> Outcome:
         if header.kind is not MessageKind.HEARTBEAT:
@@ -294,7 +332,8 @@ class MessageValidator:
 
     def _validate_sample(self, session: ClientSession, header: Header, frames: Frames) -> Outcome:
         opened = session.header
-        if session.parameters is None or (header.attempt, header.member) != (opened.attempt, opened.member):
+        opening = session.opening
+        if opening is None or (header.attempt, header.member) != (opened.attempt, opened.member):
             raise _unopened(header)
         self._check_header(header)
         steps, window = self.spec.config.steps, self.spec.config.window
@@ -304,14 +343,17 @@ class MessageValidator:
             raise Refusal("window", f"samples on their way must be at most simulations.window ({window})")
         # Arrays are checked before the duplicate test: a wrong array is refused whether or not its key is known.
         arrays = self._read_arrays(frames)
+        if opening.replaced:
+            raise Refusal("parameters", f"simulation {header.simulation} was opened anew, with other parameters")
+        opening.has_sample = True
         key = (header.simulation, header.step)
         if self.received_log.contains(*key):
             return _duplicate(session)
         if self.assembly.members == 1:
-            return self._accept(session, key, arrays, (session,))
-        return self._add_part(session, header, arrays)
+            return self._accept(session, opening, key, arrays, (session,))
+        return self._add_part(session, opening, header, arrays)
 
-    def _add_part(self, session: ClientSession, header: Header, arrays: Arrays) -> Outcome:
+    def _add_part(self, session: ClientSession, opening: Opening, header: Header, arrays: Arrays) -> Outcome:
         key = (header.simulation, header.step)
         parts = self.assembly.add(key, header.attempt, header.member, SamplePart(arrays, session))
         if parts is PartOutcome.WAITING:
@@ -319,7 +361,10 @@ class MessageValidator:
         if parts is PartOutcome.DUPLICATE:
             return _duplicate(session)
         if parts is PartOutcome.STALE:
-            raise Refusal("stale", f"attempt ({header.attempt}) of simulation {header.simulation} must be its last")
+            raise Refusal(
+                "stale",
+                f"attempt ({header.attempt}) of simulation {header.simulation} must be that which was opened last",
+            )
         if parts is PartOutcome.FULL:
             raise Refusal("unfinished", f"at most {self.assembly.limit} samples of a simulation may be unfinished")
         assert isinstance(parts, list)
@@ -330,13 +375,18 @@ class MessageValidator:
                 text += "parts are put together"
                 others = [part for part in parts if part.session is not session]
                 return _refused(session, True, "shape", text, _count_processed(others))
-        return self._accept(session, key, whole, tuple(part.session for part in parts))
+        return self._accept(session, opening, key, whole, tuple(part.session for part in parts))
 
     def _accept(
-        self, session: ClientSession, key: Key, arrays: Arrays, contributors: tuple[ClientSession, ...]
+        self,
+        session: ClientSession,
+        opening: Opening,
+        key: Key,
+        arrays: Arrays,
+        contributors: tuple[ClientSession, ...],
     ) -> SampleAccepted:
         self.received_log.mark_received(*key)
-        sample = dict(zip(self._names, (*key, session.parameters, *arrays), strict=True))
+        sample = dict(zip(self._names, (*key, opening.parameters, *arrays), strict=True))
         return SampleAccepted(session, (), key, sample, contributors)
 
     def _read_arrays(self, frames: Frames) -> Arrays:
@@ -447,7 +497,7 @@ class PartOutcome(Enum):
 
     WAITING = "other parts are missing"
     DUPLICATE = "the part was received before"
-    STALE = "the part is of an older attempt"
+    STALE = "the part is of another attempt"
     FULL = "the part begins one sample too many"
 
 
@@ -492,13 +542,16 @@ class SampleAssembly:
         """Number of unfinished samples. Safe to call from any thread."""
         return self._count
 
-    def start_attempt(self, simulation: int, attempt: int) -> list[SamplePart]:
-        """Register an attempt that a member has opened; returns the parts of older attempts, which are dropped."""
+    def start_attempt(self, simulation: int, attempt: int, newest: bool = False) -> list[SamplePart]:
+        """Register an attempt that a member has opened; returns the parts of others, which are dropped.
+
+        The highest attempt counts; if ``newest``, this one does.
+        """
         known = self._attempts.pop(simulation, attempt)
-        self._attempts[simulation] = max(known, attempt)
+        self._attempts[simulation] = current = attempt if newest else max(known, attempt)
         if len(self._attempts) > _MAX_SIMULATIONS:
             self._attempts.popitem(last=False)
-        return self.drop(simulation) if attempt > known else []
+        return self.drop(simulation) if current != known else []
 
     def drop(self, simulation: int) -> list[SamplePart]:
         """Drop the unfinished samples of a simulation; returns their parts."""
@@ -509,7 +562,7 @@ class SampleAssembly:
     def add(self, key: Key, attempt: int, member: int, part: SamplePart) -> PartOutcome | list[SamplePart]:
         """Add one part; returns all parts of the sample, ordered by member, if this is the last one."""
         simulation, step = key
-        if attempt < self._attempts.get(simulation, attempt):
+        if attempt != self._attempts.get(simulation, attempt):
             return PartOutcome.STALE
         steps = self._unfinished.setdefault(simulation, {})
         if step not in steps and len(steps) >= self.limit:

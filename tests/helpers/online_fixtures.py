@@ -14,7 +14,7 @@ from paramserver.online.protocol import (
     SimulationReport,
     TrainerJoined,
     pack_descriptor,
-    pack_parameters,
+    pack_opening,
     wire_dtype,
 )
 from paramserver.online.spec import IngestSpec, ReceiverSpec
@@ -42,8 +42,8 @@ def field(simulation, step, shape=SHAPE):
     return np.full(shape, 1000 * simulation + step, np.float32)
 
 
-def open_message(simulation=0, parameters=(), **head):
-    return [Header(MessageKind.OPEN, simulation, **head).pack(), pack_parameters(parameters)]
+def open_message(simulation=0, parameters=(), secret=None, **head):
+    return [Header(MessageKind.OPEN, simulation, **head).pack(), *pack_opening(parameters, secret)]
 
 
 def sample_message(simulation, step, fields=None, **head):

@@ -4,7 +4,7 @@ import time
 
 import zmq
 
-from paramserver.online.protocol import Header, MessageKind, SimulationReport, TrainerJoined, pack_parameters
+from paramserver.online.protocol import Header, MessageKind, SimulationReport, TrainerJoined, pack_opening, start_secret
 from paramserver.online.security import secure_trainer_socket
 
 DEADLINE_S = 20.0
@@ -75,8 +75,10 @@ class Client(Peer):
     def send_kind(self, kind, *frames, step=0):
         self.send(Header(kind, self.simulation, step, **self.header), *frames)
 
-    def hello(self, parameters=()):
-        self.send_kind(MessageKind.HELLO, pack_parameters(parameters))
+    def hello(self, parameters=(), token=None):
+        """With the token of a run that starts its simulations."""
+        secret = None if token is None else start_secret(token, self.simulation, self.header.get("attempt", 0))
+        self.send_kind(MessageKind.HELLO, *pack_opening(parameters, secret))
         return self
 
     def bye(self, samples):

@@ -145,7 +145,8 @@ def test_a_client_that_does_not_fit_is_refused_with_a_message(
 ):
     coordinator = coordinator_of(**options)
     joined(peers, coordinator)
-    caller = peers.client(coordinator.address, **client).hello(parameters)
+    token = coordinator.token if coordinator.spec.is_managed else None
+    caller = peers.client(coordinator.address, **client).hello(parameters, token)
     assert refusal(caller).startswith(sentence)
     assert sum(coordinator.summary()["simulations"]["refused"].values()) == 1
 
@@ -155,17 +156,47 @@ def test_other_parameters_of_a_simulation_that_is_open_are_refused_and_the_run_c
     peers, coordinator_of, options
 ):
     coordinator = coordinator_of(group_size=2, parameters={"a": [0, 1], "b": [0, 1]}, **options)
-    joined(peers, coordinator)
+    (trainer,) = joined(peers, coordinator)
+    token = coordinator.token if options else None
     first, same, other, member = (peers.client(coordinator.address, members=2, member=m) for m in (0, 0, 0, 1))
-    first.hello([0.5, 0.25]).receive_kind(MessageKind.WELCOME)
-    same.hello([0.5, 0.25]).receive_kind(MessageKind.WELCOME)
-    member.hello([0.5, 0.25]).receive_kind(MessageKind.WELCOME)
-    assert refusal(other.hello([0.5, 0.75])) == (
+    for one in (first, same, member):
+        one.hello([0.5, 0.25], token).receive_kind(MessageKind.WELCOME)
+    trainer.report(_0=1)
+    trainer.receive_kind(MessageKind.READY)
+    assert refusal(other.hello([0.5, 0.75], token)) == (
         "parameters ([0.5, 0.75]) of simulation 0 must be those with which it was opened before, [0.5, 0.25]; give "
         "other parameters another simulation id"
     )
-    other.hello([0.5, 0.25]).receive_kind(MessageKind.WELCOME)
+    other.hello([0.5, 0.25], token).receive_kind(MessageKind.WELCOME)
     assert coordinator.failure is None
+
+
+def test_a_client_that_opens_a_simulation_and_sends_nothing_does_not_keep_the_real_one_out(peers, coordinator_of):
+    coordinator = coordinator_of()
+    (trainer,) = joined(peers, coordinator)
+    peers.client(coordinator.address, attempt=9).hello([9.0]).receive_kind(MessageKind.WELCOME)
+    real = peers.client(coordinator.address).hello([0.5])
+    real.receive_kind(MessageKind.WELCOME)
+    trainer.report(_0=1)
+    trainer.receive_kind(MessageKind.READY)
+    late = peers.client(coordinator.address, attempt=9).hello([9.0])
+    assert "must be those with which it was opened before, [0.5]" in refusal(late)
+    real.bye(1)
+    peers.connect(coordinator.address).send(Header(MessageKind.FINISH))
+    trainer.receive_kind(MessageKind.DRAIN)  # the real one is complete
+
+
+def test_a_simulation_of_the_run_is_opened_with_the_secret_of_its_start_only(peers, coordinator_of):
+    coordinator = coordinator_of(command="sleep 60", count=1)
+    early = peers.client(coordinator.address).hello()
+    assert "must be opened with the secret of this start" in refusal(early)
+    joined(peers, coordinator)
+    for token in (None, b"guess"):
+        assert "must be opened with the secret of this start" in refusal(
+            peers.client(coordinator.address).hello(token=token)
+        )
+    peers.client(coordinator.address).hello(token=coordinator.token).receive_kind(MessageKind.WELCOME)
+    assert coordinator.summary()["simulations"]["refused"] == {"secret": 3}
 
 
 def another_version(header):
@@ -558,13 +589,13 @@ def test_one_that_continues_after_its_last_sample_gets_over_and_is_killed(peers,
     events = []
     coordinator = coordinator_of(command="sleep 60", count=2, steps=5, events=events, timeout_s=1.0)
     (trainer,) = joined(peers, coordinator)
-    client = peers.client(coordinator.address, 0).hello()
+    client = peers.client(coordinator.address, 0).hello(token=coordinator.token)
     client.receive_kind(MessageKind.WELCOME)
     trainer.report(_0=5)
     client.receive_kind(MessageKind.OVER)
     second = peers.client(coordinator.address, 1)
     serve([trainer], lambda: [kind for kind, _ in events].count("started") == 2)
-    second.hello().receive_kind(MessageKind.WELCOME)
+    second.hello(token=coordinator.token).receive_kind(MessageKind.WELCOME)
     assert [kind for kind, _ in events] == ["started", "complete", "started"]
 
 

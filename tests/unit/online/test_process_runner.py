@@ -66,7 +66,7 @@ def log(tmp_path, simulation=0):
 
 
 def start(runner, simulation=0, attempt=0, parameters=(0.25, 1 / 3)):
-    runner.start(StartProcess(simulation, attempt, parameters), "tcp://127.0.0.1:5")
+    runner.start(StartProcess(simulation, attempt, parameters), "tcp://127.0.0.1:5", "a secret")
 
 
 def alive(pid):
@@ -128,6 +128,7 @@ def test_a_program_finds_the_run_by_its_environment(runner_of, tmp_path):
             "PARAMSERVER_MEMBER": str(member),
             "PARAMSERVER_MEMBERS": "2",
             "PARAMSERVER_KEYS": str(tmp_path),
+            "PARAMSERVER_SECRET": "a secret",
             "OMP_NUM_THREADS": "1",
         }
         for member in range(2)
@@ -269,7 +270,7 @@ from paramserver.online.process_runner import ProcessRunner
 from paramserver.online.tracker import StartProcess
 config = SimulationsConfig(command=sys.argv[1], count=1, fields={"t": [2]}, launcher="local")
 runner = ProcessRunner(IngestSpec.from_config(config), Path(sys.argv[2]))
-runner.start(StartProcess(0, 0, ()), "tcp://127.0.0.1:5")
+runner.start(StartProcess(0, 0, ()), "tcp://127.0.0.1:5", "a secret")
 signal.pause()
 """
 

@@ -9,7 +9,7 @@ import pytest
 from online_fixtures import array_bytes, field, ingest_spec, open_message, sample_message
 
 from paramserver.errors import UnsupportedConfiguration
-from paramserver.online.protocol import Header, MessageKind, pack_descriptor, pack_parameters
+from paramserver.online.protocol import Header, MessageKind, pack_descriptor, pack_parameters, start_secret
 from paramserver.online.received_log import ReceivedLog
 from paramserver.online.validator import (
     REASONS,
@@ -109,6 +109,7 @@ def test_an_invalid_message_is_refused_with_one_text(frames, why, text):
     )
     validate = MessageValidator(spec, ReceivedLog()).validate
     validate(PEER, open_message(0, [0.0, 0.0]))
+    validate(PEER, sample_message(0, 1))
     outcome = validate(PEER, frames)
     assert outcome.reason == why
     assert text in outcome.text
@@ -118,7 +119,52 @@ def test_an_invalid_message_is_refused_with_one_text(frames, why, text):
 
 
 def test_a_managed_simulation_may_have_a_number_beyond_the_count():
-    assert isinstance(validator(count=2, command="solve").validate(PEER, open_message(5)), SessionOpened)
+    opened = open_message(5, secret=start_secret(b"", 5, 0))
+    assert isinstance(validator(count=2, command="solve").validate(PEER, opened), SessionOpened)
+
+
+@pytest.mark.parametrize("secret", [None, "", "\u00fc", start_secret(b"", 5, 0), start_secret(b"", 4, 1)])
+def test_a_managed_simulation_is_opened_with_the_secret_of_its_start_only(secret):
+    made = validator(count=2, command="solve")
+    assert reason(made.validate(PEER, open_message(5, [1.0], secret, attempt=1))) == "secret"
+    assert reason(made.validate(PEER, sample_message(5, 0, attempt=1))) == "unopened"
+    right = open_message(5, [0.5], start_secret(b"", 5, 1), attempt=1)
+    assert reason(made.validate(OTHER, right)) is SessionOpened
+    assert made.validate(OTHER, sample_message(5, 0, attempt=1)).sample["parameters"].tolist() == [0.5]
+
+
+@pytest.mark.parametrize("members", [1, 2])
+def test_a_client_that_opens_a_simulation_and_sends_nothing_does_not_keep_the_real_one_out(members):
+    """It sends later, too."""
+    validate = validator(group_size=members).validate
+
+    def opened(peer, parameters, attempt):
+        heads = [{"member": i, "members": members, "attempt": attempt} for i in range(members)]
+        outcomes = [validate(peer + b"%d" % i, open_message(0, parameters, **head)) for i, head in enumerate(heads)]
+        return [reason(outcome) for outcome in outcomes]
+
+    def sent(peer, step, attempt):
+        rows = np.split(field(0, step), members)
+        heads = [{"member": i, "members": members, "attempt": attempt} for i in range(members)]
+        messages = [sample_message(0, step, {"u": part}, **head) for part, head in zip(rows, heads, strict=True)]
+        return [validate(peer + b"%d" % i, message) for i, message in enumerate(messages)]
+
+    assert opened(b"stranger", [9.0], 7) == [SessionOpened] * members
+    assert opened(b"real", [0.5], 0) == [SessionOpened] * members
+    assert [reason(outcome) for outcome in sent(b"stranger", 0, 7)] == ["parameters"] * members
+    assert sent(b"real", 0, 0)[-1].sample["parameters"].tolist() == [0.5]
+    assert opened(b"stranger", [9.0], 7) == ["parameters"] * members
+
+
+def test_after_its_first_part_a_simulation_keeps_the_highest_attempt():
+    validate = validator(group_size=2).validate
+    for peer, attempt in ((PEER, 1), (OTHER, 1)):
+        validate(peer, open_message(0, member=peer == OTHER, members=2, attempt=attempt))
+    parts = halves(0, 0, attempt=1)
+    assert reason(validate(PEER, parts[0])) is PartReceived
+    validate(b"late", open_message(0, member=1, members=2, attempt=0))
+    assert reason(validate(b"late", halves(0, 0)[1])) == "stale"
+    assert reason(validate(OTHER, parts[1])) is SampleAccepted
 
 
 def test_booleans_are_zero_or_one():
@@ -256,7 +302,7 @@ class Truth:
 
     def __init__(self):
         self.opened = {}
-        self.parameters = {}
+        self.openings = {}
         self.seen = set()
 
     def of(self, peer, frames):
@@ -279,7 +325,7 @@ class Truth:
             return "unopened"
         if members != 1:
             return "group"
-        return "step" if step >= STEPS else self.of_fields(frames, (simulation, step))
+        return "step" if step >= STEPS else self.of_fields(frames, (simulation, step), opened[2])
 
     def of_open(self, peer, frames, simulation, member, members, attempt):
         if len(frames) != 2:
@@ -293,12 +339,16 @@ class Truth:
         numbers = struct.unpack("<2d", frames[1])
         if not all(abs(number) < float("inf") for number in numbers):
             return "parameters"
-        if self.parameters.setdefault(simulation, numbers) != numbers:
-            return "parameters"
-        self.opened[peer, simulation] = (attempt, member)
+        opening = self.openings.setdefault(simulation, {"numbers": numbers, "has_sample": False})
+        if opening["numbers"] != numbers:
+            if opening["has_sample"]:
+                return "parameters"
+            opening["has_sample"] = None  # replaced
+            self.openings[simulation] = opening = {"numbers": numbers, "has_sample": False}
+        self.opened[peer, simulation] = (attempt, member, opening)
         return SessionOpened
 
-    def of_fields(self, frames, key):
+    def of_fields(self, frames, key, opening):
         if not 2 <= len(frames) <= 5:
             return "malformed"
         try:
@@ -326,6 +376,9 @@ class Truth:
                 return "size"
             if name == "u" and not all(abs(value) < float("inf") for value in struct.unpack("<12f", frame)):
                 return "values"
+        if opening["has_sample"] is None:
+            return "parameters"
+        opening["has_sample"] = True
         if key in self.seen:
             return DuplicateSample
         self.seen.add(key)
