@@ -36,8 +36,22 @@ class Async(FreeRunning):
 
     def __init__(self, terms: RunTerms, step: int = 0, samples: int = 0) -> None:
         super().__init__(terms, step, samples)
-        self.clocks = dict.fromkeys(range(terms.num_trainers), 0)
+        self.clocks = dict.fromkeys(self.trainers, 0)
         self._arrived: deque[tuple[int, int, int]] = deque()  # trainer index, version, samples
+
+    @property
+    def slowest_clock(self) -> int:
+        """The smallest clock of a trainer whose data has not ended; of all trainers if all data has ended."""
+        running = [clock for i, clock in self.clocks.items() if i not in self._drained]
+        return min(running or self.clocks.values(), default=0)
+
+    def join(self, trainer_index: int) -> None:
+        super().join(trainer_index)
+        self.clocks[trainer_index] = self.slowest_clock
+
+    def leave(self, trainer_index: int) -> None:
+        super().leave(trainer_index)
+        del self.clocks[trainer_index]
 
     def may_start(self, trainer_index: int) -> bool:
         return self.has_version_slot()
@@ -61,12 +75,12 @@ class Async(FreeRunning):
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        return {"clocks": [self.clocks[i] for i in sorted(self.clocks)]}
+        return {"clocks": [self.clocks.get(i) for i in range(max(self.clocks, default=-1) + 1)]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        clocks = state.get("clocks", ())
-        if len(clocks) == self.terms.num_trainers:  # otherwise all trainers start with equal clocks
-            self.clocks = dict(enumerate(clocks))
+        clocks = {i: c for i, c in enumerate(state.get("clocks", ())) if c is not None and i in self.trainers}
+        slowest = min(clocks.values(), default=0)  # also of a trainer that was lost when the state was saved
+        self.clocks = {i: clocks.get(i, slowest) for i in self.trainers}
 
 
 class Bounded(Async):
@@ -106,8 +120,3 @@ class Bounded(Async):
 
     def may_start(self, trainer_index: int) -> bool:
         return super().may_start(trainer_index) and self.clocks[trainer_index] - self.slowest_clock <= self.bound
-
-    @property
-    def slowest_clock(self) -> int:
-        """The smallest clock of a trainer whose data has not ended; of all trainers if all data has ended."""
-        return min((c for i, c in self.clocks.items() if i not in self._drained), default=min(self.clocks.values()))

@@ -11,8 +11,9 @@ class BackupSync(FreeRunning):
     """An update is the mean of the first T - B gradients of a version; later ones are dropped and counted.
 
     Chen et al., "Revisiting distributed synchronous SGD", ICLR workshop 2016 (arXiv:1604.00981), section 3. A trainer
-    whose gradient was dropped continues with the newest version. T counts the trainers whose data has not ended; once
-    the run is to end, it does not count those that wait for samples either, so that a partial update delays no stop.
+    whose gradient was dropped continues with the newest version. T counts the trainers that have pushed for this
+    version and the live ones whose data has not ended; once the run is to end, of these not those that wait for
+    samples, so that a partial update delays no stop. An update has at least one gradient, however many trainers leave.
 
     Args:
         terms, step, samples: see ``Consistency``.
@@ -64,8 +65,8 @@ class BackupSync(FreeRunning):
     def next_update(self) -> Update | None:
         # No gradient of this version can come from trainers without data, nor, before the end, from those that wait.
         waiting = {i for i, a in self._announced.items() if a.readiness is Readiness.WAITING}
-        absent = (self._drained | (waiting if self._end is not None else set())) - self._held.keys()
-        if not self._held or len(self._held) < self.terms.num_trainers - len(absent) - self.backups:
+        absent = self._drained | (waiting if self._end is not None else set())
+        if not self._held or len(self._held) < len((self.trainers - absent) | self._held.keys()) - self.backups:
             return None
         trainers = tuple(sorted(self._held))
         self.samples += sum(self._held.values())

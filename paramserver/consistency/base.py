@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, IntEnum
 from typing import Any
 
@@ -122,7 +122,7 @@ class RunTerms:
     """What is fixed before a run starts.
 
     Attributes:
-        num_trainers: number of trainers.
+        num_trainers: number of trainers that the run starts with; others may join, and any may leave.
         limits: the first that is reached ends the run.
         uneven_inputs: "stop" or "join": what happens when the data of one trainer ends before that of another.
         batch_size: samples of a batch, at most; bounds the samples that are in flight.
@@ -150,7 +150,8 @@ class Update:
     Attributes:
         trainers: indices of the trainers.
         staleness: of each gradient: the version that it is applied to minus the version that it was computed at.
-        buffers_from: the trainer whose module buffers become those of the version.
+        buffers_from: the trainer whose module buffers become those of the version. If the trainer that was asked for
+            them left, this one may have pushed none; then those of the version before are kept.
 
     Example::
 
@@ -166,8 +167,13 @@ class Update:
 class Consistency(ABC):
     """Decides which trainer continues and which gradients make an update; the caller carries the decisions out.
 
-    After each ``announce`` and each ``push``, call ``next_update`` until it returns None and apply each update, then
-    send what ``pop_decisions`` returns. Not thread-safe: one lock of the caller covers these calls.
+    After each ``announce``, ``push``, ``join``, ``leave``, ``forget`` and ``request_stop``, call ``next_update`` until
+    it returns None and apply each update, then send what ``pop_decisions`` returns. Not thread-safe: one lock of the
+    caller covers these calls.
+
+    A trainer whose process is lost leaves, and its replacement joins under the same index. In between the others
+    continue. If their data ends first they wait, because that of the lost trainer has not been served, until a
+    replacement joins or ``forget`` gives the lost one up.
 
     Args:
         terms: of the run.
@@ -187,21 +193,88 @@ class Consistency(ABC):
     lockstep: bool
     """All trainers take every step together, so each of them knows without a message when to validate and save."""
 
+    trainers: set[int]
+    """Indices of the live trainers: those that take part now."""
+
+    participants: set[int]
+    """The live trainers that validate and save together: those of the last barrier or end, or in lockstep step."""
+
     def __init__(self, terms: RunTerms, step: int = 0, samples: int = 0) -> None:
         self.terms = terms
         self.step = step
         self.samples = samples
+        self.trainers = set(range(terms.num_trainers))
+        self.participants = set()
         self.dropped = dict.fromkeys(range(terms.num_trainers), 0)
         self._announced: dict[int, Announcement] = {}
+        self._drained: set[int] = set()  # live trainers whose data has ended
+        self._lost: set[int] = set()  # trainers that left before their data had ended
 
     @classmethod
     def from_config(cls, config: ServerConfig, terms: RunTerms, step: int, samples: int) -> Consistency:
         """Return an instance with the keys of the server section that concern it."""
         return cls(terms, step, samples)
 
+    # Which trainers there are.
+
+    def join(self, trainer_index: int) -> None:
+        """Let a trainer take part from now on: the replacement of one that left, or one more.
+
+        A step, a barrier or a validation that is in progress does not include it. Not after a decision to end the run.
+        """
+        assert trainer_index not in self.trainers, trainer_index
+        self.trainers.add(trainer_index)
+        self._lost.discard(trainer_index)
+        self.dropped.setdefault(trainer_index, 0)
+
+    def leave(self, trainer_index: int) -> None:
+        """Forget a trainer, for which no other waits any longer.
+
+        A push of it that was counted remains part of an update; from now on its pushes are rejected, and it must not
+        announce.
+        """
+        self.trainers.remove(trainer_index)
+        self.participants.discard(trainer_index)
+        self._announced.pop(trainer_index, None)
+        if trainer_index not in self._drained:
+            self._lost.add(trainer_index)
+        self._drained.discard(trainer_index)
+
+    def forget(self, trainer_index: int) -> None:
+        """Give up a trainer that left: the run may end although not all of its data was served."""
+        self._lost.discard(trainer_index)
+
+    def validators(self, version: int) -> set[int]:
+        """Return the live trainers whose shares make a validation of ``version``.
+
+        Those that reported their share are among them until they announce again. So a validation is complete as soon
+        as all of these have reported.
+        """
+        return set(self.participants)
+
+    @property
+    def in_step(self) -> bool:
+        """Whether a step in lockstep is in progress: a trainer without data waits for the version that it makes.
+
+        If all active trainers of the step leave before they push, it is abandoned. Then no version follows from it, and
+        those that wait must announce again.
+        """
+        return False
+
+    # What they do.
+
     def announce(self, trainer_index: int, announcement: Announcement) -> None:
         """Record an announcement. The trainer waits until ``pop_decisions`` returns a decision for it."""
+        assert trainer_index in self.trainers, trainer_index
         self._announced[trainer_index] = announcement
+        if announcement.readiness is Readiness.DRAINED:
+            self._drained.add(trainer_index)
+
+    def request_stop(self, stop: Stop, reason: str) -> None:
+        """Request the end on behalf of the trainers that wait for a decision; they may not announce again for long."""
+        for trainer_index, announcement in list(self._announced.items()):
+            if stop > announcement.stop:
+                self.announce(trainer_index, replace(announcement, stop=stop, reason=reason))
 
     @abstractmethod
     def pop_decisions(self) -> dict[int, Decision]:

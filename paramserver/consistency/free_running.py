@@ -34,10 +34,10 @@ class FreeRunning(Consistency):
     def __init__(self, terms: RunTerms, step: int = 0, samples: int = 0) -> None:
         super().__init__(terms, step, samples)
         self._permits: dict[int, StepPermit] = {}
-        self._to_validate: dict[int, deque[int]] = {i: deque() for i in range(terms.num_trainers)}
-        self._validating: set[int] = set()
-        self._drained: set[int] = set()
+        self._to_validate: dict[int, deque[int]] = {i: deque() for i in self.trainers}
+        self._validating: dict[int, int] = {}  # trainer index: version
         self._last_barrier = step  # a resumed run has done what is due at its first step
+        self._at_barrier = False  # until one of the participants announces again
         self._end: tuple[Stop, str] | None = None
 
     # What subclasses decide.
@@ -77,20 +77,45 @@ class FreeRunning(Consistency):
         """Whether a push waits for those of other trainers, which must continue before a barrier or the end."""
         return False
 
+    # Which trainers there are.
+
+    def join(self, trainer_index: int) -> None:
+        super().join(trainer_index)
+        self._to_validate[trainer_index] = deque()
+
+    def leave(self, trainer_index: int) -> None:
+        super().leave(trainer_index)
+        del self._to_validate[trainer_index]
+        self._validating.pop(trainer_index, None)
+        self._permits.pop(trainer_index, None)
+
+    def forget(self, trainer_index: int) -> None:
+        super().forget(trainer_index)
+        self._end_if_all_served()
+
+    def validators(self, version: int) -> set[int]:
+        still = {i for i, versions in self._to_validate.items() if version in versions}
+        still |= {i for i, validated in self._validating.items() if validated == version}
+        return still or super().validators(version)
+
     # Decisions.
 
     def announce(self, trainer_index: int, announcement: Announcement) -> None:
         super().announce(trainer_index, announcement)
-        self._validating.discard(trainer_index)
+        self._validating.pop(trainer_index, None)
+        if trainer_index in self.participants:
+            self._at_barrier = False
         if announcement.stop is not Stop.NO:
             self._request_end(announcement.stop, announcement.reason)
         if announcement.readiness is Readiness.DRAINED:
-            self._drained.add(trainer_index)  # from now on, also while it is at a barrier or validates
-            if len(self._drained) == self.terms.num_trainers:
-                self._request_end(Stop.LIMIT, "all data was served")
-            elif self.terms.uneven_inputs == "stop":
+            self._end_if_all_served()
+            if self.terms.uneven_inputs == "stop":
                 reason = f"trainer {trainer_index} has no more data (training.uneven_inputs: stop)"
                 self._request_end(Stop.LIMIT, reason)
+
+    def _end_if_all_served(self) -> None:
+        if self._drained == self.trainers and not self._lost:
+            self._request_end(Stop.LIMIT, "all data was served")
 
     def _request_end(self, stop: Stop, reason: str) -> None:
         if self._end is None or stop > self._end[0]:  # the first reason counts, but a signal outweighs a limit
@@ -99,6 +124,8 @@ class FreeRunning(Consistency):
     def pop_decisions(self) -> dict[int, Decision]:
         if (limit := self.terms.limits.reached(self.step, self.samples)) is not None:
             self._end = Stop.LIMIT, limit  # such a run is complete, whatever else would end it (see ``decide``)
+        if self._at_barrier and self.participants:
+            return {}  # a trainer that has just joined makes no version while the others validate and save this one
         decisions = self._start_validations()
         if (self._is_barrier_due or self._end is not None) and not self.has_partial_update:
             return decisions or self._decide_together()
@@ -122,17 +149,17 @@ class FreeRunning(Consistency):
         starting = [i for i in sorted(self._announced) if self._to_validate[i]]
         for index in starting:
             del self._announced[index]
-        self._validating.update(starting)
-        return {i: Decision(Verdict.VALIDATE, (), self._to_validate[i].popleft(), self.samples) for i in starting}
+        self._validating.update({i: self._to_validate[i].popleft() for i in starting})
+        return {i: Decision(Verdict.VALIDATE, (), self._validating[i], self.samples) for i in starting}
 
     def _decide_together(self) -> dict[int, Decision]:
         """Return one decision for all trainers, a barrier or the end, once all have announced a step."""
-        if len(self._announced) < self.terms.num_trainers:
+        if not self._announced or len(self._announced) < len(self.trainers):
             return {}
-        trainers = sorted(self._announced)
+        trainers, self.participants = sorted(self._announced), set(self.trainers)
         self._announced.clear()
         if self._is_barrier_due:
-            self._last_barrier = self.step
+            self._last_barrier, self._at_barrier = self.step, True
             return dict.fromkeys(trainers, Decision(Verdict.BARRIER, (), self.step, self.samples))
         assert self._end is not None
         stop, reason = self._end

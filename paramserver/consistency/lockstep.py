@@ -9,11 +9,17 @@ from paramserver.limits import Limits
 
 
 def decide(
-    announced: Mapping[int, Announcement], step: int, samples: int, limits: Limits, uneven_inputs: str
+    announced: Mapping[int, Announcement],
+    step: int,
+    samples: int,
+    limits: Limits,
+    uneven_inputs: str,
+    some_lost: bool = False,
 ) -> Decision:
     """Return what all trainers do next, from the announcements of all of them and what was applied so far.
 
-    The result depends on the arguments only, so ranks that have reduced the same values take the same decision.
+    The result depends on the arguments only, so ranks that have reduced the same values take the same decision. With
+    ``some_lost``, there are trainers with data that cannot announce, so the others wait once theirs has ended.
 
     Example::
 
@@ -41,12 +47,12 @@ def decide(
         return Decision(Verdict.END, (), step, samples, limit)
     if stop is not Stop.NO:
         return Decision(Verdict.END, (), step, samples, reason, interrupted=stop is Stop.SIGNAL)
-    if len(drained) == len(announced):
+    if len(drained) == len(announced) and not some_lost:
         return Decision(Verdict.END, (), step, samples, "all data was served")
     if drained and uneven_inputs == "stop":
         reason = f"trainer {drained[0]} has no more data (training.uneven_inputs: stop)"
         return Decision(Verdict.END, (), step, samples, reason)
-    if len(active) + len(drained) < len(announced):
+    if not active or len(active) + len(drained) < len(announced):
         return Decision(Verdict.WAIT, (), step, samples)
     return Decision(Verdict.GO, tuple(active), step, samples, batches=min(batches))
 
@@ -66,7 +72,8 @@ class Sync(Consistency):
     """An update is the mean over all trainers that take part, and no trainer continues before it is applied.
 
     Bulk-synchronous parallelism with a server: Valiant, "A bridging model for parallel computation", CACM 33(8), 1990.
-    DistributedDataParallel computes the same mean (Li et al., "PyTorch Distributed", VLDB 2020).
+    DistributedDataParallel computes the same mean (Li et al., "PyTorch Distributed", VLDB 2020). If a trainer leaves
+    during a step, the mean is over those that push.
 
     Example::
 
@@ -88,12 +95,25 @@ class Sync(Consistency):
         self._active: tuple[int, ...] = ()
         self._pushed: dict[int, int] = {}
 
+    @property
+    def in_step(self) -> bool:
+        return bool(self._active)
+
+    def leave(self, trainer_index: int) -> None:
+        super().leave(trainer_index)
+        self._active = tuple(i for i in self._active if i != trainer_index or i in self._pushed)
+
     def pop_decisions(self) -> dict[int, Decision]:
-        if len(self._announced) < self.terms.num_trainers:
+        if self.in_step or not self._announced or len(self._announced) < len(self.trainers):
             return {}
-        decision = decide(self._announced, self.step, self.samples, self.terms.limits, self.terms.uneven_inputs)
+        terms, some_lost = self.terms, bool(self._lost)
+        decision = decide(self._announced, self.step, self.samples, terms.limits, terms.uneven_inputs, some_lost)
+        if decision.verdict is Verdict.WAIT and self._drained == self.trainers:
+            return {}  # until a lost trainer is replaced or forgotten
         if decision.verdict is Verdict.GO:
             self._active, self._pushed = decision.active, {}
+        if decision.verdict is not Verdict.WAIT:
+            self.participants = set(self.trainers)
         decisions = dict.fromkeys(sorted(self._announced), decision)
         self._announced.clear()
         return decisions

@@ -228,11 +228,28 @@ def test_a_resumed_run_has_its_clocks_again():
     assert resumed.pop_decisions().keys() == {0}
 
 
-@pytest.mark.parametrize("state", [{}, {"clocks": [5, 3, 4]}])
-def test_with_other_trainers_or_after_another_rule_all_clocks_are_equal(state):
-    rules = Bounded(terms(2), 1, step=9)
+@pytest.mark.parametrize(
+    ("state", "clocks"),
+    [
+        ({}, {0: 0, 1: 0, 2: 0}),  # of another rule
+        ({"clocks": [5, 3, 4, 1]}, {0: 5, 1: 3, 2: 4}),  # of more trainers
+        ({"clocks": [5, 3]}, {0: 5, 1: 3, 2: 3}),  # of fewer
+        ({"clocks": [5, None, 4]}, {0: 5, 1: 4, 2: 4}),  # made while one was lost
+    ],
+)
+def test_a_trainer_without_a_saved_clock_starts_with_the_slowest(state, clocks):
+    rules = Bounded(terms(3), 1, step=9)
     rules.load_state_dict(state)
-    assert rules.clocks == {0: 0, 1: 0}
+    assert rules.clocks == clocks
+
+
+def test_the_clock_of_a_lost_trainer_is_not_saved():
+    rules = Bounded(terms(3), 1)
+    take_step(rules, 0)
+    rules.leave(1)
+    assert rules.state_dict() == {"clocks": [1, None, 0]}
+    rules.leave(2)
+    assert rules.state_dict() == {"clocks": [1]}
 
 
 def test_a_run_that_resumes_at_a_barrier_does_not_repeat_it():
