@@ -10,6 +10,7 @@
     │   └── PeerRefused               another process of the run refused the input; the message states why
     ├── TrainingError                 exit 1: the run failed
     │   ├── SourceError               a source of samples raised
+    │   ├── StorageError              a file of the run folder cannot be written, or was removed
     │   ├── NotFinite                 a loss, a gradient or a parameter is NaN, infinite or too large for the wire
     │   ├── PeerLost                  another process of the run died or stopped responding
     │   │   └── PeerFailed            it failed and reported its error
@@ -97,6 +98,10 @@ class TrainingError(ParamserverError):
 
 class SourceError(TrainingError):
     pass
+
+
+class StorageError(TrainingError):
+    self_explanatory = True
 
 
 class NotFinite(TrainingError):  # noqa: N818

@@ -14,7 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -372,8 +372,9 @@ def _run_supervised_rank(arguments: argparse.Namespace) -> int:
         )
         run_rank(plan)
     except BaseException as error:  # noqa: BLE001 - the supervisor reports it
-        traceback.print_exc()
         pipe.send_error(error)
+        with suppress(OSError):  # a full disk also refuses the log
+            traceback.print_exc()
         return int(describe_error(error)["exit_code"])
     return 0
 

@@ -32,7 +32,7 @@ from paramserver.checkpoint.format import (
     unfinished_writes,
     why_incomplete,
 )
-from paramserver.errors import TrainingError, UnsupportedConfiguration
+from paramserver.errors import StorageError, TrainingError, UnsupportedConfiguration
 from paramserver.fileio import HashingFile, atomic_rename, atomic_write_text, fsync_folder
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ _CURES = {
     errno.EDQUOT: "free space within your quota, or lower checkpoint.keep",
     errno.EFBIG: "raise the limit of file sizes (ulimit -f)",
     errno.EROFS: "choose a logging.run_dir on a disk that can be written",
+    errno.ENOENT: "leave the run's folder where it is while the run writes to it",
     errno.EACCES: "give this user the right to write there, or choose another logging.run_dir",
 }
 _RAW = (bytes, ChunkedFile)
@@ -79,7 +80,7 @@ def write_checkpoint(folder: Path, step: int, objects: Mapping[str, Any], metada
     """Write ``folder/step-<step>`` and point ``latest`` to it; a crash at any moment leaves the previous one intact.
 
     Args:
-        folder: the run's ``checkpoints`` folder, made where it is missing.
+        folder: the run's ``checkpoints`` folder, made where it is missing; the run's folder is not.
         step: the version that was staged. A checkpoint of the same step is replaced.
         objects: by name, what ``torch.save`` puts into ``<name>.pt``; ``bytes`` and ``ChunkedFile`` become a file
             ``<name>`` as they are. Nothing is copied.
@@ -105,7 +106,7 @@ def write_checkpoint(folder: Path, step: int, objects: Mapping[str, Any], metada
     final = folder / step_name(step)
     temporary, replaced = temporary_path(final, "tmp"), temporary_path(final, "old")
     with explain_disk_errors(final):
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)  # not its parents: a run whose folder was removed or moved must not make it again
         remove(temporary)  # of an earlier process that had this process id
         try:
             temporary.mkdir()
@@ -200,12 +201,12 @@ def _restore_replaced(replaced: Path, final: Path) -> None:
 
 @contextmanager
 def explain_disk_errors(path: Path, what: str = "checkpoint") -> Iterator[None]:
-    """Turn an ``OSError`` about ``path`` into a ``TrainingError`` with its cure."""
+    """Turn an ``OSError`` about ``path`` into a ``StorageError`` with its cure."""
     try:
         yield
     except OSError as error:
         cure = _CURES.get(error.errno or 0, "check that disk")
-        raise TrainingError(f"{what} {path} could not be written ({error}); {cure}, then --resume") from error
+        raise StorageError(f"{what} {path} could not be written ({error}); {cure}, then --resume") from error
 
 
 def mark_best(folder: Path, step: int) -> None:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from paramserver.errors import TrainingError
+from paramserver.errors import StorageError
 from paramserver.fileio import json_text
 
 _log = logging.getLogger(__name__)
+
+# A run whose records no longer reach the file that users read ends after this time.
+_CHECK_EVERY_S = 1.0
 
 Record = Mapping[str, Any]
 """``{"time": seconds since the epoch, "kind": str, "step": int or None, "rank": int, ...}``"""
@@ -44,6 +48,9 @@ class Sink(ABC):
     @abstractmethod
     def write(self, record: Record) -> None:
         """Write one record. Neither modify it nor keep a reference: the caller may modify it afterwards."""
+
+    def check(self) -> None:
+        """Raise if records that were written are lost. Called before a run is reported as completed."""
 
     @abstractmethod
     def close(self) -> None:
@@ -108,6 +115,12 @@ class FanOut(Sink):
             )
         return None
 
+    def check(self) -> None:
+        with self._lock:
+            for sink in self._sinks:
+                if sink.required:
+                    sink.check()
+
     def close(self) -> None:
         with self._lock:
             # Emptied under the lock: a record that another thread writes from now on has no sink, and a second
@@ -143,7 +156,8 @@ class JsonLines(Sink):
         path: the file; created if missing.
 
     Raises:
-        TrainingError: the file cannot be opened or written.
+        StorageError: the file cannot be opened or written, or it was removed, moved or replaced; noticed by ``check``,
+            and by ``write`` within a second.
 
     Example::
 
@@ -163,8 +177,10 @@ class JsonLines(Sink):
             # Append mode: a resumed run continues the file, and each write lands at its end.
             self._file = path.open("ab")
             self._torn = self._is_torn()
+            self._identity = self._identity_of(os.fstat(self._file.fileno()))
         except OSError as error:
             raise self._write_error(error) from error
+        self._checked = time.monotonic()
 
     def _is_torn(self) -> bool:
         """Whether a crash left the last line incomplete: the next record must start on a new line."""
@@ -187,6 +203,22 @@ class JsonLines(Sink):
         except OSError as error:
             raise self._write_error(error) from error
         self._torn = False
+        if time.monotonic() - self._checked > _CHECK_EVERY_S:
+            self.check()
+
+    def check(self) -> None:
+        # An open file accepts writes after its name is gone, so only the path shows that the records cannot be read.
+        try:
+            found = self._identity_of(self.path.stat())
+        except OSError as error:
+            raise self._lost_error(str(error)) from error
+        if found != self._identity:
+            raise self._lost_error("another file has its name")
+        self._checked = time.monotonic()
+
+    @staticmethod
+    def _identity_of(status: os.stat_result) -> tuple[int, int]:
+        return status.st_dev, status.st_ino
 
     def close(self) -> None:
         try:
@@ -194,8 +226,14 @@ class JsonLines(Sink):
         except OSError as error:
             raise self._write_error(error) from error
 
-    def _write_error(self, error: OSError) -> TrainingError:
-        return TrainingError(
+    def _lost_error(self, what: str) -> StorageError:
+        return StorageError(
+            f"metrics file {self.path} must stay in place while the run writes it, and was removed, moved or replaced "
+            f"({what}); records are lost: move it back and --resume, or start again"
+        )
+
+    def _write_error(self, error: OSError) -> StorageError:
+        return StorageError(
             f"metrics file {self.path} must be writable ({error}); free space there or choose another logging.run_dir, "
             "then --resume"
         )

@@ -24,7 +24,7 @@ from paramserver.checkpoint import (
 )
 from paramserver.checkpoint.save import restore_best_pointer
 from paramserver.config import Config, num_trainers_of, world_size_of
-from paramserver.errors import TrainingError
+from paramserver.errors import StorageError, TrainingError
 from paramserver.metrics.records import TrainerTotals, make_record
 from paramserver.optim.updater import Updater
 from paramserver.parameters.model import detached_state_dict, load_weights
@@ -212,10 +212,9 @@ class CheckpointManager:
 
     @property
     def last_checkpoint(self) -> str | None:
-        """The name of the newest checkpoint that is complete."""
-        if self.writer.written:
-            return self.writer.written[-1].path.name
-        return self.checkpoint.path.name if self.checkpoint is not None else None
+        """The name of the newest checkpoint that is complete; one that the user removed is none."""
+        paths = [written.path for written in self.writer.written] or [c.path for c in (self.checkpoint,) if c]
+        return next((path.name for path in reversed(paths) if path.is_dir()), None)
 
     def save(
         self,
@@ -332,12 +331,21 @@ class CheckpointManager:
     def close(
         self, status: str, totals: Sequence[TrainerTotals], reason: str = "", error: str | None = None
     ) -> dict[str, Any]:
-        """Finish what is being written, then close the monitor and return its summary."""
+        """Finish what is being written, then close the monitor and return its summary.
+
+        Raises:
+            StorageError: as ``RunMonitor.close``.
+        """
+        if self.run.path.is_dir() and not self.run.logs_dir.is_dir():
+            self.monitor.note(f"{self.run.logs_dir} was removed while the run wrote it; what it logged there is lost")
+        refused: StorageError | None = None
         try:
             self.writer.close(_LAST_WRITE_S)
         except Exception as failure:  # noqa: BLE001 - it becomes the run's error, unless there is an earlier one
+            if isinstance(failure, StorageError) and status != "failed":
+                refused = failure
             status, error = "failed", error or f"{type(failure).__name__}: {failure}"
-        return self.monitor.close(
+        summary = self.monitor.close(
             status,
             totals,
             reason,
@@ -346,6 +354,9 @@ class CheckpointManager:
             checkpoint_pauses_s=self.pauses_s,
             simulations=None if self.simulations is None else self.simulations.summary(),
         )
+        if refused is not None:
+            raise refused
+        return summary
 
 
 class PartCollector:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from paramserver.checkpoint import BestMetric
 from paramserver.config import Config
 from paramserver.consistency import StalenessHistogram
-from paramserver.errors import TaskError
+from paramserver.errors import StorageError, TaskError
 from paramserver.limits import Limits, is_due
 from paramserver.metrics import Sink
 from paramserver.metrics.records import Record, RecordWindow, StepResult, TrainerTotals, WeightedSums, make_record
 from paramserver.metrics.summary import summarize
 from paramserver.runs.rundir import write_json
+
+_log = logging.getLogger(__name__)
 
 
 class RunMonitor:
@@ -233,14 +236,35 @@ class RunMonitor:
 
         Returns:
             The summary, as in ``summary.json``.
+
+        Raises:
+            StorageError: records are lost, or a file cannot be written; the summary then has the status ``failed``. Not
+                raised for a ``status`` of ``failed``: the caller raises what made the run fail.
         """
+        failures: list[StorageError] = []
+
+        def attempt(write: Callable[[], None]) -> None:
+            try:
+                write()
+            except StorageError as failure:
+                failures.append(failure)
+
+        def summarized() -> dict[str, Any]:
+            failed = (status, error) if status == "failed" or not failures else ("failed", str(failures[0]))
+            summary = summarize(self, failed[0], totals, reason, failed[1], checkpoint, checkpoint_pauses_s)
+            return summary | dict(simulations or {})
+
         if self._window.steps:
-            self._close_window()
-        summary = summarize(self, status, totals, reason, error, checkpoint, checkpoint_pauses_s)
-        summary |= simulations or {}
-        write_json(self._summary_file, summary)
-        self.record(make_record("end", self.step, status=status, summary=summary))
-        self._sink.close()
+            attempt(self._close_window)
+        attempt(self._sink.check)  # before the summary: a run whose records are lost is not complete
+        attempt(lambda: write_json(self._summary_file, summarized()))
+        summary = summarized()
+        attempt(lambda: self.record(make_record("end", self.step, status=summary["status"], summary=summary)))
+        attempt(self._sink.close)
+        if failures and status != "failed":
+            raise failures[0]
+        for failure in failures:
+            _log.error("%s", failure)
         return summary
 
 

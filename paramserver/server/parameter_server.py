@@ -21,7 +21,7 @@ from paramserver.consistency import Announcement, Decision, make_consistency
 from paramserver.context import StopRequest
 from paramserver.distributed.membership import Member, Members, watch_peer
 from paramserver.distributed.rpc_calls import RemoteError
-from paramserver.errors import ParamserverError, PeerLost, UnsupportedConfiguration, as_peer_error
+from paramserver.errors import ParamserverError, PeerLost, StorageError, UnsupportedConfiguration, as_peer_error
 from paramserver.metrics.records import Record, StepReport, TrainerTotals, WeightedSums, merge_sums
 from paramserver.parameters.model import untrained_state_dict
 from paramserver.runs.checkpoint_manager import CheckpointManager, PartCollector, Stateful
@@ -298,9 +298,10 @@ class ParameterServer(TutorialMethods):
         try:
             replies = make_replies()
         except Exception as error:  # noqa: BLE001 - ends the run and is sent to every trainer
-            failure = RemoteError.of(error)
-            self.fail(failure.error())
-            replies = dict.fromkeys(futures, failure)
+            failure = RemoteError.of(error).error()
+            self.fail(failure)
+            # As everywhere: a trainer that raised the error itself would be reported as its cause.
+            replies = dict.fromkeys(futures, RemoteError.of(as_peer_error(failure)))
         for trainer_index, future in futures.items():
             future.set_result(replies[trainer_index])
 
@@ -469,8 +470,12 @@ class ParameterServer(TutorialMethods):
 
     def receive_records(self, records: Sequence[Record]) -> None:
         """Write a trainer's records."""
-        for record in records:
-            self.monitor.record(record)
+        try:
+            for record in records:
+                self.monitor.record(record)
+        except StorageError as error:
+            self.fail(error)
+            raise as_peer_error(error) from error
 
     def optimizer_state(self) -> torch.futures.Future[dict[str, Any]]:
         """Reply with the optimizer's ``state_dict`` when no update is in progress."""

@@ -1,6 +1,8 @@
 """Tasks with something wrong in them, for tests/integration/test_bad_input.py."""
 
 import resource
+import shutil
+from pathlib import Path
 
 import torch
 from tasks import ReferenceTask
@@ -106,3 +108,60 @@ class Wide(ReferenceTask):
     def build_model(self):
         layers = [nn.Flatten(), nn.Linear(36, self.width), nn.Linear(self.width, 5)]
         return nn.Sequential(*layers, *[nn.LayerNorm(5)] * self.extra)
+
+
+class FullDisk(ReferenceTask):
+    """From step 5 on rank 0's disk takes no byte more in any file; ``log_records``: trainers send records too."""
+
+    def __init__(self, log_records=False, **options):
+        super().__init__(**options)
+        self.log_records = log_records
+
+    def build_scheduler(self, optimizer):
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, self._rate_at)
+
+    def _rate_at(self, step):
+        # In mode rpc the schedule runs on the server, which has no trainer.
+        if step == 5 and (self.trainer is None or self.trainer.trainer_index == 0):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        return 1.0
+
+    def training_step(self, model, batch, batch_idx):
+        loss = super().training_step(model, batch, batch_idx)
+        if self.log_records:
+            self.log("loss", loss.item())
+        return loss
+
+
+class ChangesRunFolder(ReferenceTask):
+    """After three batches, trainer 0 does ``what`` to the folder of its run and writes ``mark``."""
+
+    def __init__(self, what, run_dir, mark, **options):
+        super().__init__(**options)
+        self.what = what
+        self.run_dir = Path(run_dir)
+        self.mark = Path(mark)
+
+    def on_batch_end(self, batch_idx):
+        if batch_idx == 3 and self.trainer.trainer_index == 0:
+            getattr(self, self.what)()
+            self.mark.write_text(self.what)
+
+    def remove_all(self):
+        shutil.rmtree(self.run_dir)
+
+    def move_all(self):
+        self.run_dir.rename(self.run_dir.with_name("moved"))
+
+    def remove_records(self):
+        (self.run_dir / "metrics.jsonl").unlink()
+
+    def replace_records(self):
+        self.remove_records()
+        (self.run_dir / "metrics.jsonl").write_text("")
+
+    def remove_checkpoints(self):
+        shutil.rmtree(self.run_dir / "checkpoints")
+
+    def remove_logs(self):
+        shutil.rmtree(self.run_dir / "logs")

@@ -125,6 +125,7 @@ def crash_everywhere(base, kind, doomed_step):
     found = Counter()
     for point in range(1, MOST_POINTS):
         folder = base / f"{kind}-{doomed_step}-{point}" / "checkpoints"
+        folder.parent.mkdir()
         save(folder, kind, 10, 1)
         save(folder, kind, 20, 1)
 

@@ -33,6 +33,7 @@ OBJECTS = {
 
 @pytest.fixture
 def folder(tmp_path):
+    (tmp_path / "run").mkdir()
     return tmp_path / "run" / "checkpoints"
 
 

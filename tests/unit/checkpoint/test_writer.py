@@ -19,6 +19,7 @@ Pair = namedtuple("Pair", "left right")
 
 @pytest.fixture
 def folder(tmp_path):
+    (tmp_path / "run").mkdir()
     return tmp_path / "run" / "checkpoints"
 
 
@@ -138,7 +139,6 @@ def test_close_has_a_deadline(folder, gate):
 
 
 def block(folder):
-    folder.parent.mkdir(parents=True)
     folder.write_text("a file where the folder should be")
 
 

@@ -17,8 +17,8 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from paramserver.errors import TrainingError, UnsupportedConfiguration
-from paramserver.metrics import FanOut, JsonLines, Progress, Sink, TensorBoard, console
+from paramserver.errors import StorageError, TrainingError, UnsupportedConfiguration
+from paramserver.metrics import FanOut, JsonLines, Progress, Sink, TensorBoard, console, sinks
 
 
 def record(kind, step=1, **fields):
@@ -121,6 +121,44 @@ def test_a_full_disk_for_metrics_is_the_runs_failure():
 def test_a_metrics_file_that_cannot_be_opened_is_refused(tmp_path):
     with pytest.raises(TrainingError, match="must be writable"):
         JsonLines(tmp_path / "missing" / "metrics.jsonl")
+
+
+@pytest.mark.parametrize("what", ["remove", "replace", "move", "remove folder"])
+@pytest.mark.parametrize("noticed_by", ["check", "write", "fan-out"])
+def test_a_metrics_file_that_no_longer_has_its_name_is_an_error(tmp_path, monkeypatch, what, noticed_by):
+    """A write alone succeeds: the open file is still there, without a name."""
+    path = tmp_path / "run" / "metrics.jsonl"
+    path.parent.mkdir()
+    sink = JsonLines(path)
+    sink.write(train(1))
+    sink.check()
+    if what == "move":
+        path.parent.rename(tmp_path / "elsewhere")
+    else:
+        path.unlink()
+    if what == "replace":
+        path.write_text("")
+    if what == "remove folder":
+        path.parent.rmdir()
+    sink.write(train(2))  # the path is looked at once a second
+    monkeypatch.setattr(sinks, "_CHECK_EVERY_S", -1.0)
+    fan = FanOut([sink])
+    actions = {"check": sink.check, "write": lambda: sink.write(train(3)), "fan-out": fan.check}
+    with pytest.raises(StorageError, match=rf"^metrics file {path} must stay in place .* was removed, moved or repl"):
+        actions[noticed_by]()
+    fan.close()
+
+
+def test_a_metrics_file_is_looked_at_once_a_second(tmp_path, monkeypatch):
+    times = iter([0.0, 0.5, 0.9, 1.1, 1.1])
+    monkeypatch.setattr(sinks.time, "monotonic", lambda: next(times))
+    sink = JsonLines(tmp_path / "metrics.jsonl")
+    sink.path.unlink()
+    sink.write(train(1))
+    sink.write(train(2))
+    with pytest.raises(StorageError, match="records are lost"):
+        sink.write(train(3))
+    sink.close()
 
 
 def curves(folder):
