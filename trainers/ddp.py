@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 from paramserver.checkpoint.sender import BackgroundSender
 from paramserver.consistency import Announcement, Decision, Readiness, Verdict, decide, module_buffer_owner
 from paramserver.context import ProcessContext
-from paramserver.distributed.abort_sockets import OpenedSockets
 from paramserver.distributed.control_channel import ControlChannel, connect_ranks
 from paramserver.distributed.rendezvous import Rendezvous
 from paramserver.distributed.session import all_gather_objects, process_group
@@ -34,7 +33,7 @@ from trainers.ddp_control import AgreedStep, PartGather, StepAgreement, StepTota
 
 # Rank 0 collects the records of the others this often; it costs one gather.
 _COLLECT_EVERY_S = 1.0
-# A collective may fail this long before the control channel names the lost rank.
+# A collective may fail before the control channel names the lost rank: by server.lost_after_s, and by this.
 _NAMED_AFTER_S = 1.0
 
 
@@ -71,7 +70,7 @@ class DdpTrainer(Trainer):
         self._active: tuple[int, ...] = tuple(range(process.trainers))
         self._missed_updates = False
         self._last_collected = time.monotonic()
-        self._sockets = OpenedSockets()
+        self._sockets = rendezvous.sockets
         self._channel: ControlChannel | None = None
 
     def run(self) -> Decision:
@@ -84,20 +83,21 @@ class DdpTrainer(Trainer):
 
     def report_failure(self, error: BaseException) -> None:
         if isinstance(error, PeerLost) and self._channel is not None:
-            self._channel.wait_loss(_NAMED_AFTER_S)
+            self._channel.wait_loss(self.config.server.lost_after_s + _NAMED_AFTER_S)
 
     # The connection and the model.
 
     def init_connection(self) -> None:
         if self.process.placement.device.type == "cuda":
             torch.cuda.set_device(self.process.placement.device)  # nccl's collectives use the current device
-        with self._sockets.record():
+        # First, so that from here on a lost rank is named. Collectives, and the start of the group, wait for it until
+        # their own timeout; the end of their sockets ends these waits at once.
+        channel = self.enter_context(connect_ranks(self.rendezvous, self.config, self._sockets.abort))
+        self._channel = channel
+        with translate_peer_loss(), self._sockets.record():
             self.enter_context(process_group(self.rendezvous, self.process.placement.backend))
             self._control_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.rendezvous.timeout_s))
         self._agreement = StepAgreement(self._control_group, self.process.trainers, self.trainer_index)
-        # A collective waits for a lost rank until its own timeout. Aborting its sockets ends that wait at once.
-        channel = self.enter_context(connect_ranks(self.rendezvous, self.config, self._sockets.abort))
-        self._channel = channel
         self._part_gather = PartGather(channel)
         self._sender = self.enter_context(
             BackgroundSender(self.config.checkpoint.background, "a part of a checkpoint", lambda: channel.last_progress)
@@ -266,8 +266,6 @@ class DdpTrainer(Trainer):
     def save_part(self, reason: str, since: float) -> None:
         # All ranks wait for the same checkpoint here, so none is more than one ahead.
         self.wait_saved()
-        # From here until rank 0 has all parts, ranks wait for each other without a collective that would fail.
-        self._watch_silence(True)
         self.sync_model()
         with translate_peer_loss():
             # A checkpoint holds the records of its steps, so they are with rank 0 before it is staged.
@@ -276,23 +274,14 @@ class DdpTrainer(Trainer):
         checkpoints = self.checkpoints
         if checkpoints is None:
             pause_s = time.perf_counter() - since
-            self._submit(lambda: self._part_gather.send(part, pause_s))
+            self._sender.submit(lambda: self._part_gather.send(part, pause_s))
             return
 
         def collect(staged: StagedCheckpoint) -> None:
             pause_s = time.perf_counter() - since
-            self._submit(lambda: self._gather_and_commit(checkpoints, staged, part, pause_s))
+            self._sender.submit(lambda: self._gather_and_commit(checkpoints, staged, part, pause_s))
 
         checkpoints.save(self.step, self.unwrapped_model, self.updater, reason, since, collect)
-
-    def _submit(self, job: Callable[[], None]) -> None:
-        """Run ``job`` while training continues: what it reads is a private copy of the state."""
-
-        def save() -> None:
-            job()
-            self._watch_silence(False)
-
-        self._sender.submit(save)
 
     def _gather_and_commit(
         self, checkpoints: CheckpointManager, staged: StagedCheckpoint, part: Mapping[str, Any], pause_s: float
@@ -305,10 +294,6 @@ class DdpTrainer(Trainer):
             received = True
         finally:
             self._part_gather.acknowledge(received)  # also after a failure: the other ranks wait for the answer
-
-    def _watch_silence(self, watch: bool) -> None:
-        assert self._channel is not None
-        self._channel.watch_silence(watch)
 
     def wait_saved(self) -> None:
         self._sender.wait()

@@ -7,8 +7,9 @@ interrupted").
 from __future__ import annotations
 
 import os
+import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -18,7 +19,7 @@ _DESCRIPTORS = Path("/proc/self/fd")
 class OpenedSockets:
     """The sockets that this process opens while :meth:`record` is active, in any thread.
 
-    ``abort`` may be called from any thread once all recording is done.
+    ``abort`` may be called from any thread, also while :meth:`record` is active in another.
 
     Example::
 
@@ -34,18 +35,38 @@ class OpenedSockets:
 
     def __init__(self) -> None:
         self._inodes: frozenset[int] = frozenset()
+        # While recording: the sockets that were open when it began.
+        self._before: frozenset[int] | None = None
 
     @contextmanager
     def record(self) -> Iterator[None]:
-        before = frozenset(_sockets())
-        yield
-        self._inodes |= frozenset(_sockets()) - before
+        self._before = before = frozenset(_sockets())
+        try:
+            yield
+        finally:
+            self._inodes |= frozenset(_sockets()) - before
+            self._before = None
 
     def abort(self) -> None:
         """Shut down the recorded sockets that are still open. Their owner closes them."""
-        for inode, descriptor in _sockets().items():
-            if inode in self._inodes:
+        before, sockets = self._before, _sockets()
+        for inode, descriptor in sockets.items():
+            if inode in self._inodes or (before is not None and inode not in before):
                 _shut_down(descriptor, inode)
+
+
+def abort_connections(addresses: Sequence[str]) -> None:
+    """Shut down the connections that this process opened to RPC agents at ``addresses``, such as uv://127.0.0.1:40123.
+
+    Calls that wait for their replies fail at once. May be called from any thread.
+    """
+    ports = {int(port) for address in addresses for port in re.findall(r":(\d+)", address)}
+    for inode, descriptor in _sockets().items():
+        connected = False
+        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as copy:  # an error: it is closed already
+            connected = copy.family in (socket.AF_INET, socket.AF_INET6) and copy.getpeername()[1] in ports
+        if connected:
+            _shut_down(descriptor, inode)
 
 
 def _sockets() -> dict[int, int]:

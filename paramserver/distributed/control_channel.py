@@ -37,6 +37,8 @@ _log = logging.getLogger(__name__)
 _HEADER = struct.Struct("!BI")
 # Kinds below 254 belong to the users of a channel.
 _HEARTBEAT, _LOSS, _BYE = 0, 254, 255
+# Body of a loss: the rank that is lost; the reason follows.
+_RANK = struct.Struct("!I")
 # A sender that waits for room checks this often whether the reading thread found the peer to be lost.
 _LOST_CHECK_S = 0.2
 _CLOSE_S = 5.0
@@ -44,7 +46,6 @@ _CLOSE_S = 5.0
 # Each rank authenticates with a token that only members of the run can read, then states its rank.
 _KEY = "control-channel"
 _TOKEN_BYTES = 16
-_RANK = struct.Struct("!I")
 _HELLO_BYTES = _TOKEN_BYTES + _RANK.size
 
 
@@ -62,12 +63,13 @@ def connect_ranks(rendezvous: Rendezvous, config: Config, on_lost: Callable[[], 
         DeadlineExceeded: ranks are missing after ``cluster.timeout_s``.
         PeerLost: rank 0 cannot be reached.
     """
-    if rendezvous.identity.global_rank == 0:
+    own_rank = rendezvous.identity.global_rank
+    if own_rank == 0:
         sockets = _accept(rendezvous, own_address(rendezvous.identity.master_addr, config.cluster.interface))
     else:
         sockets = {0: _connect(rendezvous)}
     connections = {rank: Connection(found, rank, config.server.lost_after_s) for rank, found in sockets.items()}
-    with closing(ControlChannel(connections, config.server.heartbeat_s, on_lost)) as channel:
+    with closing(ControlChannel(own_rank, connections, config.server.heartbeat_s, on_lost)) as channel:
         yield channel
 
 
@@ -104,24 +106,26 @@ class ControlMessage(NamedTuple):
 class ControlChannel:
     """The connections of a rank: messages in order, heartbeats, and detection of lost peers.
 
-    A connection that ends before the peer left is a loss at any time. Silence is a loss only after
-    ``watch_silence(True)``: between checkpoints a process may have reasons of its task to stop for a while.
+    A peer is lost when its connection ends before it left, or when nothing arrived from it for ``lost_after_s``. All
+    ranks are informed which one is lost, also that one: a process that was stopped finds out when it continues.
 
     Threads: the owner's thread sends and receives; one more thread, ``control-channel``, reads all connections and
     sends heartbeats.
 
     Args:
+        own_rank: global rank of this process.
         connections: by the rank of the peer; closed with this object.
         heartbeat_s: ``server.heartbeat_s``.
-        on_lost: called once, in the reading thread, when a peer is lost before this rank left. Must not block.
+        on_lost: called in the reading thread when a peer is lost before this rank left, and repeatedly from then on
+            until ``close``, as the owner may begin another wait. Must not block.
 
     Example::
 
         >>> with socket.create_server(("127.0.0.1", 0)) as listener:
         ...     far = socket.create_connection(listener.getsockname())
         ...     near, _ = listener.accept()
-        >>> zero = ControlChannel({1: Connection(near, 1, 5.0)}, 1.0, lambda: None)
-        >>> one = ControlChannel({0: Connection(far, 0, 5.0)}, 1.0, lambda: None)
+        >>> zero = ControlChannel(0, {1: Connection(near, 1, 5.0)}, 1.0, lambda: None)
+        >>> one = ControlChannel(1, {0: Connection(far, 0, 5.0)}, 1.0, lambda: None)
         >>> one.send(0, 7, b"ready")
         >>> peer, kind, body = zero.receive()
         >>> peer, kind, bytes(body)
@@ -132,19 +136,22 @@ class ControlChannel:
         ...     channel.close()
     """
 
-    def __init__(self, connections: Mapping[int, Connection], heartbeat_s: float, on_lost: Callable[[], None]) -> None:
+    def __init__(
+        self, own_rank: int, connections: Mapping[int, Connection], heartbeat_s: float, on_lost: Callable[[], None]
+    ) -> None:
+        self._own_rank = own_rank
         self._connections = dict(connections)
         self._heartbeat_s = heartbeat_s
         self._on_lost = on_lost
         # Guards the inbox and ``lost``. Never held while a socket is used.
         self._changed = threading.Condition()
         self._inbox: deque[ControlMessage] = deque()
-        self._watches_silence = False
         self._leaving = False
         self.lost: PeerLost | None = None
         self.last_progress = 0.0
         self._active = list(self._connections.values())
-        self._poll_s = min([heartbeat_s, *(connection.lost_after_s / 10 for connection in self._active)])
+        self._lost_after_s = min(connection.lost_after_s for connection in self._active)
+        self._poll_s = min(heartbeat_s, self._lost_after_s / 10)
         self._closed = threading.Event()
         # Takes ``_changed`` to deliver a message or a loss; a connection's send lock only without waiting. Calls
         # ``on_lost``. Ends with the last connection, or with close().
@@ -190,12 +197,6 @@ class ControlChannel:
         with self._changed:
             self._changed.wait_for(lambda: self.lost is not None, timeout_s)
 
-    def watch_silence(self, watch: bool) -> None:
-        """Start or stop treating silence as a loss. Silence before this call does not count."""
-        for connection in self._active:
-            connection.last_received = time.monotonic()
-        self._watches_silence = watch
-
     def leave(self) -> None:
         """Announce the end of this rank: from now on neither side treats a closed connection as a loss."""
         self._leaving = True
@@ -216,53 +217,62 @@ class ControlChannel:
     # The reading thread.
 
     def _run(self) -> None:
-        last_sent = 0.0
-        while self._active and not self._closed.is_set():
+        last_sent, last_pass = 0.0, time.monotonic()
+        while (self._active or self.lost is not None) and not self._closed.is_set():
             if time.monotonic() - last_sent >= self._heartbeat_s:
                 last_sent = time.monotonic()
                 for connection in self._active:
                     connection.send_heartbeat()
-            self._wait_readable()
+            if self._active:
+                wait_ready(self._active, select.POLLIN, self._poll_s)
+            else:
+                self._closed.wait(self._poll_s)
+            elapsed_s, last_pass = time.monotonic() - last_pass, time.monotonic()
             # All connections, not only the readable ones: silence and losses found by a sender count too.
             for connection in list(self._active):
                 try:
-                    self._read_one(connection)
-                except PeerLost as loss:
+                    self._read_one(connection, elapsed_s)
+                except PeerLost:
                     self._active.remove(connection)
-                    self._on_peer_lost(loss)
+                    # The others close their connections to a rank that did not run for so long.
+                    is_own = connection.is_closed and elapsed_s > self._lost_after_s
+                    self._on_loss(*(self._own_loss(elapsed_s) if is_own else (connection.peer, connection.why_lost)))
+            if self.lost is not None and not self._leaving:
+                self._on_lost()
 
-    def _wait_readable(self) -> None:
-        began = time.monotonic()
-        wait_ready(self._active, select.POLLIN, self._poll_s)
-        late_s = max(time.monotonic() - began - self._poll_s, 0.0)
-        for connection in self._active:
-            # This process was stopped or starved for that time, so no peer can be blamed for its silence.
-            connection.last_received += late_s
+    def _own_loss(self, paused_s: float) -> tuple[int, str]:
+        return self._own_rank, f"it did not run for {paused_s:.3g} s (server.lost_after_s: {self._lost_after_s:g} s)"
 
-    def _read_one(self, connection: Connection) -> None:
+    def _read_one(self, connection: Connection, elapsed_s: float) -> None:
         """Take at most one message, so that a peer that sends without pause does not starve the others."""
         message = connection.poll()
         if message is None:
-            if self._watches_silence:
-                connection.check_silence()
+            # Of a longer pass, this process was stopped or starved for the rest: no peer is to blame for that.
+            connection.count_silence(min(elapsed_s, 2 * self._poll_s))
         elif message[0] == _BYE:
             self._active.remove(connection)
         elif message[0] == _LOSS:
-            raise PeerLost(bytes(message[1]).decode())
+            body = bytes(message[1])
+            self._on_loss(_RANK.unpack_from(body)[0], body[_RANK.size :].decode())
         else:
             with self._changed:
                 self._inbox.append(ControlMessage(connection.peer, *message))
                 self._changed.notify_all()
 
-    def _on_peer_lost(self, loss: PeerLost) -> None:
+    def _on_loss(self, rank: int, why: str) -> None:
         if self._leaving or self.lost is not None:
             return  # the peer ended later than this rank, or because of the first loss
-        for connection in self._active:
-            connection.try_send(_LOSS, str(loss).encode())  # the others have no connection to the lost peer
+        loss = PeerLost(f"rank {rank} is lost: {why}; look for its own error")
+        if rank == self._own_rank:
+            loss = PeerLost(
+                f"the other ranks ended the run without this one, rank {rank}: {why}; find out what stopped it"
+            )
+        # Also to the lost rank, which may continue later. The others have no connection to it, except rank 0.
+        for connection in self._connections.values():
+            connection.try_send(_LOSS, _RANK.pack(rank) + why.encode(), _LOST_CHECK_S)
         with self._changed:
             self.lost = loss
             self._changed.notify_all()
-        self._on_lost()
 
 
 class Connection:
@@ -283,7 +293,9 @@ class Connection:
         self.peer = peer
         self.lost_after_s = lost_after_s
         self.lost: PeerLost | None = None
-        self.last_received = time.monotonic()
+        self.why_lost = ""
+        self.is_closed = False
+        self._silent_s = 0.0
         self._socket = connection
         # Held for a whole message, so that no heartbeat is written into the middle of one.
         self._send_lock = threading.Lock()
@@ -313,7 +325,7 @@ class Connection:
                 if self.lost is not None:
                     raise self.lost from None
             except OSError as error:
-                raise self._mark_lost(f"its connection was closed ({error.strerror})") from error
+                raise self._mark_closed(error.strerror) from error
 
     def poll(self) -> tuple[int, Body] | None:
         """Read what has arrived. Return the next message, kind and body, or None while it is incomplete.
@@ -343,28 +355,35 @@ class Connection:
         except BlockingIOError:
             return False
         except OSError as error:
-            raise self._mark_lost(f"its connection was closed ({error.strerror})") from error
+            raise self._mark_closed(error.strerror) from error
         if not count:
-            raise self._mark_lost("its connection was closed")
-        self.last_received = time.monotonic()
+            raise self._mark_closed()
+        self._silent_s = 0.0
         self._unread = self._unread[count:]
         return True
 
+    def _mark_closed(self, how: str | None = None) -> PeerLost:
+        self.is_closed = True
+        return self._mark_lost("its connection was closed" + (f" ({how})" if how else ""))
+
     def _mark_lost(self, why: str) -> PeerLost:
-        self.lost = self.lost or PeerLost(f"rank {self.peer} is lost: {why}; look for its own error")
+        if self.lost is None:
+            self.why_lost = why
+            self.lost = PeerLost(f"rank {self.peer} is lost: {why}; look for its own error")
         return self.lost
 
-    def check_silence(self) -> None:
-        """Raise ``PeerLost`` if nothing arrived for ``lost_after_s``."""
-        if time.monotonic() - self.last_received > self.lost_after_s:
+    def count_silence(self, seconds: float) -> None:
+        """Count time in which nothing arrived; raise ``PeerLost`` once that is ``lost_after_s``."""
+        self._silent_s += seconds
+        if self._silent_s > self.lost_after_s:
             raise self._mark_lost(f"it gave no sign of life for server.lost_after_s ({self.lost_after_s:g} s)")
 
-    def try_send(self, kind: int, body: bytes = b"") -> None:
-        """Send a few bytes if that needs no wait. Does nothing while a message is sent, or if the peer does not read.
+    def try_send(self, kind: int, body: bytes = b"", timeout_s: float = 0.0) -> None:
+        """Send a few bytes, unless a message is being sent for longer than ``timeout_s``, or the peer does not read.
 
-        Never blocks: the reading thread serves all peers.
+        Never waits for the peer: the reading thread serves all of them.
         """
-        if self._send_lock.acquire(blocking=False):
+        if self._send_lock.acquire(timeout=timeout_s):
             try:
                 with suppress(OSError, ValueError):  # poll() reports the end of a connection
                     # POLLOUT means room for far more than these bytes, so send() takes all of them.

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import yaml
@@ -17,6 +17,7 @@ from torch.distributed import DistNetworkError, DistStoreError
 
 from paramserver.cluster import ProcessIdentity, bind_listener
 from paramserver.config import Config, config_from_mapping, differences, dump_yaml
+from paramserver.distributed.abort_sockets import OpenedSockets
 from paramserver.distributed.rpc_calls import RemoteError, host_identity
 from paramserver.distributed.timeouts import call_with_timeout, poll_until
 from paramserver.errors import DeadlineExceeded, Interrupted, PeerLost, UnsupportedConfiguration
@@ -39,6 +40,7 @@ class Rendezvous:
         identity: of this rank.
         timeout_s: ``cluster.timeout_s``.
         host: ``host_identity()`` of this rank.
+        sockets: of this rank's connection to the store; their end ends a wait for a key.
 
     Example::
 
@@ -54,6 +56,7 @@ class Rendezvous:
     identity: ProcessIdentity
     timeout_s: float
     host: str
+    sockets: OpenedSockets = field(default_factory=OpenedSockets)
 
     @property
     def host_and_pid(self) -> str:
@@ -103,14 +106,16 @@ def join_rendezvous(
     """
     timeout_s = config.cluster.timeout_s
     deadline = time.monotonic() + timeout_s
-    base = _open_store(identity, timeout_s, deadline, interrupted, listener)
+    sockets = OpenedSockets()
+    with sockets.record():
+        base = _open_store(identity, timeout_s, deadline, interrupted, listener)
     store = PrefixStore(f"paramserver/{identity.job}", base)
     with _detect_lost_store():
         # Compare before claiming: a rank that is refused can be started again with the right configuration.
         _compare_config(store, config, identity, timeout_s)
         _claim_rank(store, identity)
         _wait_for_world(store, identity, timeout_s, deadline, interrupted)
-    return Rendezvous(store, identity, timeout_s, host_identity())
+    return Rendezvous(store, identity, timeout_s, host_identity(), sockets)
 
 
 def _open_store(

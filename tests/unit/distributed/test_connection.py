@@ -1,6 +1,6 @@
 """A connection between two ranks: messages in order, and how soon the loss of a peer is detected."""
 
-import select
+import struct
 import threading
 import time
 from contextlib import contextmanager, suppress
@@ -22,13 +22,13 @@ HEARTBEAT = _HEADER.pack(0, 0)
 class Ends:
     """The channel of a rank with one peer, rank 1, and the bare socket at the other end."""
 
-    def __init__(self, lost_after_s, heartbeat_s=0.05, peers=(1,)):
+    def __init__(self, lost_after_s, heartbeat_s=0.05, peers=(1,), own_rank=0):
         pairs = {peer: connected_pair() for peer in peers}
         self.others = {peer: other for peer, (_, other) in pairs.items()}
         self.other = self.others[peers[0]]
         self.lost = threading.Event()
         connections = {peer: Connection(one, peer, lost_after_s) for peer, (one, _) in pairs.items()}
-        self.channel = ControlChannel(connections, heartbeat_s, self.lost.set)
+        self.channel = ControlChannel(own_rank, connections, heartbeat_s, self.lost.set)
 
     def send(self, kind, body=b"", peer=1):
         self.others[peer].sendall(_HEADER.pack(kind, len(body)) + body)
@@ -49,8 +49,8 @@ def ends(lost_after_s=LONG_S, **options):
 def pair(lost_after_s=LONG_S):
     """The channels of rank 0 and rank 1, connected to each other."""
     one, other = connected_pair()
-    to_one = ControlChannel({1: Connection(one, 1, lost_after_s)}, 0.05, lambda: None)
-    to_zero = ControlChannel({0: Connection(other, 0, lost_after_s)}, 0.05, lambda: None)
+    to_one = ControlChannel(0, {1: Connection(one, 1, lost_after_s)}, 0.05, lambda: None)
+    to_zero = ControlChannel(1, {0: Connection(other, 0, lost_after_s)}, 0.05, lambda: None)
     try:
         yield to_one, to_zero
     finally:
@@ -71,6 +71,29 @@ def in_thread(work):
         thread.join(LONG_S)
 
 
+@contextmanager
+def stopped(monkeypatch, where, channel):
+    """The reading thread of ``channel`` stops once for 3 * SHORT_S: in its wait, or while it reads."""
+    owner = control_channel if where == "wait_ready" else Connection
+    function, in_stop = getattr(owner, where), threading.Event()
+
+    def late(*arguments):
+        found = function(*arguments)
+        if threading.current_thread() is channel._thread and not in_stop.is_set():
+            in_stop.set()
+            time.sleep(3 * SHORT_S)
+        return found
+
+    monkeypatch.setattr(owner, where, late)
+    yield in_stop
+
+
+def loss(rank, why):
+    """The message that a rank is lost."""
+    body = struct.pack("!I", rank) + why.encode()
+    return _HEADER.pack(254, len(body)) + body
+
+
 def elapsed(call, match):
     """Seconds until ``call`` raises that a peer is lost."""
     began = time.monotonic()
@@ -84,7 +107,7 @@ def test_messages_of_every_length_arrive_in_order_between_heartbeats():
     bodies = [rng.integers(0, 256, n, np.uint8) for n in (0, 1, 5, 20 * MB, 0, 70_000)]
     one, other = connected_pair()
     sender = Connection(one, 1, LONG_S)
-    receiver = ControlChannel({0: Connection(other, 0, LONG_S)}, 0.001, lambda: None)
+    receiver = ControlChannel(1, {0: Connection(other, 0, LONG_S)}, 0.001, lambda: None)
 
     def heartbeats(ended):
         while not ended.wait(0.0001):
@@ -122,18 +145,14 @@ def test_messages_before_the_end_are_received_before_the_loss_is_raised():
         elapsed(made.channel.receive, "rank 1 is lost")
 
 
-def test_silence_is_a_loss_while_it_is_watched_and_heartbeats_end_it():
+def test_silence_is_a_loss_and_heartbeats_end_it():
     with pair(SHORT_S) as (here, there):
-        for channel in (here, there):
-            channel.watch_silence(True)
         threading.Timer(4 * SHORT_S, there.send, [0, 7]).start()
         began = time.monotonic()
         assert here.receive().kind == 7
         assert time.monotonic() - began > 2 * SHORT_S
         assert began < here.last_progress <= time.monotonic()
     with ends(SHORT_S) as made:
-        assert not made.lost.wait(3 * SHORT_S)  # silence is not watched
-        made.channel.watch_silence(True)
         silent_s = elapsed(
             made.channel.receive, r"rank 1 is lost: it gave no sign of life for server.lost_after_s \(0.4 s"
         )
@@ -144,7 +163,6 @@ def test_silence_is_a_loss_while_it_is_watched_and_heartbeats_end_it():
 def test_a_message_may_take_longer_than_the_limit_as_long_as_it_moves():
     message = _HEADER.pack(2, 20) + bytes(range(20))
     with ends(SHORT_S) as made:
-        made.channel.watch_silence(True)
 
         def trickle(ended):
             for i in range(len(message)):
@@ -160,7 +178,6 @@ def test_a_message_may_take_longer_than_the_limit_as_long_as_it_moves():
 
 def test_a_sender_waits_for_a_living_peer_that_does_not_read():
     with ends(SHORT_S) as made:
-        made.channel.watch_silence(True)
         read = []
 
         def live_and_then_read(ended):
@@ -179,7 +196,6 @@ def test_a_sender_waits_for_a_living_peer_that_does_not_read():
 def test_a_sender_detects_silence_and_an_end():
     body = bytes(30 * MB)
     with ends(SHORT_S) as made:
-        made.channel.watch_silence(True)
         assert elapsed(lambda: made.channel.send(1, 1, body), "no sign of life") < SHORT_S + 2
     with ends() as made:
         threading.Timer(0.2, made.other.close).start()
@@ -205,12 +221,45 @@ def test_a_loss_is_forwarded_to_ranks_without_a_connection_to_the_lost_one():
         zero.others[2].close()
         assert zero.lost.wait(LONG_S)
         received = b""
-        while b"rank 2 is lost" not in received:
+        while struct.pack("!I", 2) + b"its connection was closed" not in received:
             received += zero.others[1].recv(MB)
         one.other.sendall(received)
         assert one.lost.wait(LONG_S)
         assert str(one.channel.lost).startswith("rank 2 is lost: its connection was closed")
         one.channel.wait_loss(0.0)
+
+
+def test_the_rank_that_is_lost_finds_out_when_it_continues():
+    """By the message that rank 0 sends to it too; its connection ends after that."""
+    with ends(SHORT_S) as zero, ends(own_rank=1) as one:
+        assert zero.lost.wait(LONG_S)
+        why = "it gave no sign of life for server.lost_after_s (0.4 s)"
+        received = b""
+        while loss(1, why) not in received:
+            received += zero.other.recv(MB)
+        one.other.sendall(received)
+        one.other.close()
+        assert one.lost.wait(LONG_S)
+        sentence = f"the other ranks ended the run without this one, rank 1: {why}; find out what stopped it"
+        assert str(one.channel.lost) == sentence
+
+
+def test_a_rank_that_did_not_run_blames_itself_for_connections_that_ended_meanwhile(monkeypatch):
+    """A message about it may be missing: its peer was in the middle of another one."""
+    with ends(SHORT_S, peers=(0,), own_rank=1) as made, stopped(monkeypatch, "wait_ready", made.channel) as in_stop:
+        assert in_stop.wait(LONG_S)
+        made.other.sendall(_HEADER.pack(2, 10) + b"12345")
+        made.other.close()
+        assert made.lost.wait(LONG_S)
+        assert "without this one, rank 1: it did not run for " in str(made.channel.lost)
+
+
+def test_the_owner_is_informed_of_a_loss_until_it_closes():
+    with ends() as made:
+        made.other.close()
+        for _ in range(3):
+            assert made.lost.wait(LONG_S)
+            made.lost.clear()
 
 
 def test_a_peer_that_left_is_not_a_loss():
@@ -227,22 +276,12 @@ def test_a_peer_that_left_is_not_a_loss():
         assert made.channel.lost is None
 
 
-def test_peers_are_not_blamed_for_the_time_in_which_this_process_was_stopped(monkeypatch):
-    """As after SIGSTOP and SIGCONT of all ranks: the wait is over late, and the peer's beats come after it."""
-    ready, was_stopped = control_channel.wait_ready, threading.Event()
-
-    def late(connections, events, timeout_s):
-        found = ready(connections, events, timeout_s)
-        if events == select.POLLIN and not was_stopped.is_set():  # in the reading thread's wait
-            time.sleep(3 * SHORT_S)
-            was_stopped.set()
-        return found
-
-    monkeypatch.setattr(control_channel, "wait_ready", late)
-    with ends(SHORT_S) as made:
-        made.channel.watch_silence(True)
-        assert was_stopped.wait(LONG_S)
-        time.sleep(SHORT_S / 4)
+@pytest.mark.parametrize("where", ["wait_ready", "poll"])
+def test_peers_are_not_blamed_for_the_time_in_which_this_process_was_stopped(monkeypatch, where):
+    """As after SIGSTOP and SIGCONT of all ranks, at any instant: the peer's heartbeats come after it."""
+    with ends(SHORT_S) as made, stopped(monkeypatch, where, made.channel) as in_stop:
+        assert in_stop.wait(LONG_S)
+        time.sleep(3.25 * SHORT_S)
         made.send(5)
         assert made.channel.receive().kind == 5
 

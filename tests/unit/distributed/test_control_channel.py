@@ -101,7 +101,6 @@ def test_ranks_connect_to_rank_zero_and_its_listener_closes():
     def other(rank):
         with connect_ranks(joined(store, rank, 3), CONFIG, lambda: lost.append(rank)) as channel:
             assert channel.peers == (0,)
-            channel.watch_silence(True)
             channel.send(0, rank, bytes([rank] * 3))
             kind = channel.receive().kind
             channel.leave()
