@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import signal
 import threading
@@ -19,6 +20,33 @@ from paramserver.devices import Placement
 from paramserver.online.spec import ReceiverSpec
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+class _SignalEvent(threading.Event):
+    """An event that a signal handler may set, in whatever call of it the handler interrupts its thread.
+
+    ``threading.Event.set`` takes the event's lock, which the interrupted thread may hold; this one takes none. A wait
+    notices it within a short time.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_set = False
+
+    def set(self) -> None:
+        self._is_set = True
+
+    def clear(self) -> None:
+        self._is_set = False
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def wait(self, timeout: float | None = None) -> bool:
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while not self._is_set and (left_s := deadline - time.monotonic()) > 0:
+            super().wait(min(left_s, 0.02))
+        return self._is_set
 
 
 class StopRequest:
@@ -41,7 +69,7 @@ class StopRequest:
 
     def __init__(self, restore: bool = True) -> None:
         self._restore = restore
-        self.event = threading.Event()
+        self.event: threading.Event = _SignalEvent()
         self._reason = ""
 
     def request(self, reason: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import socket
 import sys
 import time
@@ -351,6 +352,7 @@ def _run_supervised_rank(arguments: argparse.Namespace) -> int:
             from paramserver.runtime.rank import RankPlan, run_rank
 
         config, run, folders = resolve_run(arguments)
+        os.close(int(arguments.config.name))  # the supervisor's file in memory, /dev/fd/N
         identity = _identity(arguments, config)
         assert identity is not None
         config = with_world_size(config, identity.world_size)

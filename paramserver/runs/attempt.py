@@ -28,7 +28,7 @@ from paramserver.runs.rundir import RunDir, not_writable, read_mapping, write_te
 # What a start makes before rank 0 stores the config.
 _BEFORE_START = ("checkpoints", "logs", ".reserved", ".reserved.json", ".lock", ".lock.json")
 # What a failed start may leave and another one has no use for, such as half a file.
-_REMAINS = re.compile(r"summary\.json|\.launch-\d+\.yaml|\..+\.\d+\.tmp")
+_REMAINS = re.compile(r"summary\.json|\..+\.\d+\.tmp")
 
 
 @contextmanager

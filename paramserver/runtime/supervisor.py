@@ -8,67 +8,122 @@ from __future__ import annotations
 import errno
 import json
 import os
-import queue
+import select
+import selectors
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from paramserver import errors
 from paramserver.cluster import bind_listener, child_environment, mark_supervised, process_environ
-from paramserver.config import Config, dump_yaml, num_trainers_of, roles, world_size_of
+from paramserver.config import Config, Role, dump_yaml, num_trainers_of, roles, world_size_of
 from paramserver.errors import Interrupted, ParamserverError, TrainingError
 from paramserver.metrics import Record, Sink
-from paramserver.runs.rundir import RunDir, write_json, write_text
+from paramserver.metrics.records import make_record
+from paramserver.runs.rundir import LAST_WRITE_S, RunDir, write_json
+from paramserver.runtime.rank_guard import RankGuard
 
 # In addition to the time in which ranks detect a lost peer themselves.
 _GRACE_S = 5.0
+# In addition, after the summary is stored: rank 0 ends its simulations, every rank joins its threads.
+_END_S = 10.0
 # Signals that end a process before it can report anything.
 _SUDDEN = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_GOOD_EXITS = (0, Interrupted.exit_code)
+_POLL_S = 0.1
 
 
-@dataclass
 class _RankProcess:
-    """A rank that this process started.
+    """One process of a rank, which leads a session and process group of its own.
+
+    Its end is that of the process, by its pidfd: a fork of the rank may hold the pipe open for longer.
+
+    Args:
+        role: of the rank.
+        process: just started.
+        pipe: the reading end of its event pipe; owned from here on.
 
     Attributes:
         failure: as ``describe_error`` returns it; None if there is none.
+        exit_code: None until the end was handled.
         sent: signals that the supervisor sent to it.
+        pidfd: readable once the process has ended.
     """
 
-    global_rank: int
-    title: str
-    process: subprocess.Popen[bytes]
-    reader: threading.Thread | None = None
-    failure: dict[str, Any] | None = None
-    exit_code: int | None = None
-    sent: set[int] = field(default_factory=set)
+    def __init__(self, role: Role, process: subprocess.Popen[bytes], pipe: int) -> None:
+        self.role = role
+        self.global_rank = role.global_rank
+        self.title = f"rank {role.global_rank} ({role})"
+        self.process = process
+        self.pipe = pipe
+        self.pidfd = os.pidfd_open(process.pid)
+        self.failure: dict[str, Any] | None = None
+        self.exit_code: int | None = None
+        self.sent: set[int] = set()
+        self._unread = b""
+        os.set_blocking(pipe, False)
+
+    def read_events(self) -> Iterator[tuple[str, Any]]:
+        """Yield kind and body of the events that have arrived, without waiting."""
+        with suppress(BlockingIOError):
+            while chunk := os.read(self.pipe, 1 << 16):
+                self._unread += chunk
+        *lines, self._unread = self._unread.split(b"\n")
+        for line in lines:
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue  # incomplete, because the process died; the exit code shows that
+            yield event["event"], event["body"]
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless the process has ended. Signal handlers may call this."""
+        with suppress(ProcessLookupError, ChildProcessError):  # it was reaped just now
+            # Not ``Popen.poll``, which would reap it.
+            if self.exit_code is None and _has_ended(self.pidfd) is False:
+                self.sent.add(number)
+                signal.pidfd_send_signal(self.pidfd, number)
+
+    def is_stopped(self) -> bool:
+        """Return whether a signal stopped the process, such as SIGSTOP."""
+        stat = Path(f"/proc/{self.process.pid}/stat").read_text(encoding="ascii", errors="replace")
+        return stat.rpartition(")")[2].split()[0] == "T"
+
+    def kill_group(self) -> None:
+        """Kill the process and all that it started, except what left its process group. Not after ``reap``."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+
+    def reap(self) -> int:
+        """Wait for the end of the process, and return its exit code."""
+        self.exit_code = self.process.wait()
+        os.close(self.pidfd)
+        os.close(self.pipe)
+        return self.exit_code
 
 
-@dataclass(frozen=True)
-class _Event:
-    rank: _RankProcess
-    kind: str
-    body: Any
+def _has_ended(pidfd: int) -> bool:
+    return os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 @dataclass
 class Supervisor:
     """Runs all ranks of one run on this machine.
 
-    Threads: one per rank, ``rank-events-<N>``, reads its pipe and puts events into a queue. Everything else happens in
-    the thread that calls :meth:`supervise`.
+    Everything happens in the thread that calls :meth:`supervise`, which must live as long as the ranks.
 
     Args:
-        config: effective; ranks read it from a file in the run folder.
+        config: effective; ranks read it from a file in memory.
         run: the run folder.
         folders: where the task is searched, the config's folder among them.
         sink: receives the records of rank 0; closed at the end.
@@ -86,19 +141,21 @@ class Supervisor:
     command: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        # Rank 0 stores the config in the run once it has accepted it; until then a resumed run keeps its earlier one.
-        self._config_file = self.run.path / f".launch-{os.getpid()}.yaml"
-        self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._ranks: list[_RankProcess] = []
         self._summary: dict[str, Any] | None = None
+        self._has_started = False
         self._signal: int | None = None
         self._interrupted_twice = False
         self._signal_forwarded = False
+        self._is_failing = False
         self._kill_at: float | None = None
+        self._stopped_since: float | None = None
         self._failed: list[_RankProcess] = []
 
     def supervise(self) -> dict[str, Any]:
         """Start all ranks, and wait for the end of the run.
+
+        A rank that is lost once the summary states ``completed`` does not change that: a note names it.
 
         Returns:
             The summary.
@@ -106,100 +163,112 @@ class Supervisor:
         Raises:
             ParamserverError: the first error of the run, with its rank; Interrupted after a signal.
         """
-        previous = self._install_handlers()
-        try:
-            self._start_ranks()
+        with ExitStack() as stack:
+            stack.callback(self.sink.close)
+            for number, handler in self._install_handlers().items():
+                stack.callback(signal.signal, number, handler)
+            self._selector = stack.enter_context(selectors.DefaultSelector())
+            self._guard = stack.enter_context(closing(RankGuard(self.config.server.lost_after_s + _GRACE_S)))
+            stack.callback(self._kill_remaining)
+            self._start_ranks(stack)
             while any(rank.exit_code is None for rank in self._ranks):
-                self._handle_events(0.1)
+                self._handle_events(_POLL_S)
                 # Here and not in the signal's handler, so that ranks that start after the signal receive it too.
                 if self._signal is not None and not self._signal_forwarded:
                     self._signal_forwarded = True
                     self._signal_ranks(signal.SIGTERM)
+                self._limit_end()
                 if self._kill_at is not None and time.monotonic() > self._kill_at:
                     self._signal_ranks(signal.SIGKILL)
-            self._handle_events(0.0)
-        finally:
-            self._kill_remaining()
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-            self.sink.close()
-        return self._outcome()
+            if self._has_completed():
+                self._note_late_losses()
+                assert self._summary is not None
+                return self._summary
+        return self._raise_outcome()
 
     # Starting.
 
-    def _start_ranks(self) -> None:
+    def _start_ranks(self, stack: ExitStack) -> None:
         self.run.logs_dir.mkdir(parents=True, exist_ok=True)
-        write_text(self._config_file, dump_yaml(self.config))
-        world_size = world_size_of(self.config)
+        # In memory: rank 0 stores the config in the run once it has accepted it; until then a resumed run keeps its
+        # earlier one, and whatever ends this process leaves no file behind.
+        config_file = stack.enter_context(os.fdopen(os.memfd_create("config.yaml"), "w", encoding="utf-8"))
+        config_file.write(dump_yaml(self.config))
+        config_file.flush()
         environ = child_environment(
             process_environ(),
             num_trainers=num_trainers_of(self.config),
             config_folder=self.folders[-1] if self.folders else None,
         )
         mark_supervised(environ)
-        host = self.config.cluster.master_addr
         # Rank 0 inherits the listener of its store, so no other process can take the port meanwhile.
-        with bind_listener(host, self.config.cluster.master_port) as listener:
-            port = listener.getsockname()[1]
-            for role in roles(self.config, world_size):
-                inherited = listener.fileno() if role.global_rank == 0 else None
-                title = f"rank {role.global_rank} ({role})"
-                self._ranks.append(self._start_rank(role.global_rank, title, world_size, port, inherited, environ))
+        listener = stack.enter_context(bind_listener(self.config.cluster.master_addr, self.config.cluster.master_port))
+        for role in roles(self.config, world_size_of(self.config)):
+            self._start_rank(role, config_file.fileno(), listener, environ)
 
-    def _start_rank(
-        self, global_rank: int, title: str, world_size: int, port: int, listener: int | None, environ: dict[str, str]
-    ) -> _RankProcess:
-        reading, writing = os.pipe()
-        command = [sys.executable, "-m", "paramserver.launch", "--config", str(self._config_file)]
-        command += ["--rank", str(global_rank), "--world_size", str(world_size)]
+    def _start_rank(self, role: Role, config_file: int, listener: socket.socket, environ: dict[str, str]) -> None:
+        command = [sys.executable, "-m", "paramserver.launch", "--config", f"/dev/fd/{config_file}"]
+        command += ["--rank", str(role.global_rank), "--world_size", str(world_size_of(self.config))]
+        port = listener.getsockname()[1]
         command += ["--master_addr", self.config.cluster.master_addr, "--master_port", str(port)]
-        command += ["--supervised", str(writing), "--run_folder", str(self.run.path), "--began", repr(self.began)]
+        command += ["--run_folder", str(self.run.path), "--began", repr(self.began)]
         command += [part for folder in self.folders for part in ("--folder", str(folder))]
         command += ["--resume"] if self.resume else []
-        command += ["--listener", str(listener)] if listener is not None else []
         command += ["--shown_command", json.dumps(list(self.command))]
-        passed = (writing,) if listener is None else (writing, listener)
-        with self.run.log_file(global_rank).open("ab") as log:
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=passed, env=environ
-            )
-        os.close(writing)  # the rank holds the only writing end: the pipe ends with the process
-        rank = _RankProcess(global_rank, title, process)
-        # Takes no lock; puts events into the queue. Ends with the process.
-        rank.reader = threading.Thread(
-            target=self._read_events, args=(rank, reading), name=f"rank-events-{global_rank}", daemon=True
-        )
-        rank.reader.start()
-        return rank
-
-    def _read_events(self, rank: _RankProcess, reading: int) -> None:
-        with os.fdopen(reading, encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                try:
-                    event = json.loads(line)
-                except ValueError:
-                    continue  # incomplete, because the process died; the exit code shows that
-                self._events.put(_Event(rank, event["event"], event["body"]))
-        self._events.put(_Event(rank, "exit", rank.process.wait()))
+        inherited = [config_file]
+        if role.global_rank == 0:
+            command += ["--listener", str(listener.fileno())]
+            inherited.append(listener.fileno())
+        reading, writing = os.pipe()
+        try:
+            with self.run.log_file(role.global_rank).open("ab") as log:
+                process = subprocess.Popen(
+                    [*command, "--supervised", str(writing)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=[*inherited, writing],
+                    env=environ,
+                    start_new_session=True,
+                )
+        except BaseException:
+            os.close(reading)
+            raise
+        finally:
+            os.close(writing)
+        rank = _RankProcess(role, process, reading)
+        self._ranks.append(rank)
+        self._guard.add(process.pid)
+        self._selector.register(rank.pidfd, selectors.EVENT_READ, rank)
+        self._selector.register(rank.pipe, selectors.EVENT_READ, rank)
 
     # Watching.
 
     def _handle_events(self, timeout_s: float) -> None:
-        """Wait for an event, at most ``timeout_s``, and handle all that have arrived."""
-        handlers: dict[str, Callable[[_RankProcess, Any], None]] = {
-            "record": self._on_record,
-            "error": self._on_error,
-            "exit": self._on_exit,
-        }
-        while True:
-            try:
-                event = self._events.get(timeout=timeout_s) if timeout_s else self._events.get_nowait()
-            except queue.Empty:
-                return
-            handlers[event.kind](event.rank, event.body)
-            timeout_s = 0.0
+        """Wait for events and ends of ranks, at most ``timeout_s``, and handle all that have arrived."""
+        for key, _ in self._selector.select(timeout_s):
+            rank = key.data
+            if rank.exit_code is not None:
+                continue  # its end was handled just now, and all that was in its pipe
+            if _has_ended(rank.pidfd):
+                # First the group, so that nothing writes into the pipe any more.
+                rank.kill_group()
+                self._guard.remove(rank.process.pid)
+                self._read_events(rank)
+                self._selector.unregister(rank.pidfd)
+                self._selector.unregister(rank.pipe)
+                self._on_exit(rank, rank.reap())
+            else:
+                self._read_events(rank)
+
+    def _read_events(self, rank: _RankProcess) -> None:
+        handlers: dict[str, Callable[[_RankProcess, Any], None]] = {"record": self._on_record, "error": self._on_error}
+        for kind, body in rank.read_events():
+            handlers[kind](rank, body)
 
     def _on_record(self, rank: _RankProcess, record: dict[str, Any]) -> None:
+        if record["kind"] == "start":
+            self._has_started = True
         if record["kind"] == "end":
             self._summary = record["summary"]
         self.sink.write(record)
@@ -209,13 +278,34 @@ class Supervisor:
         self._failed.append(rank)
 
     def _on_exit(self, rank: _RankProcess, exit_code: int) -> None:
-        rank.exit_code = exit_code
-        if rank.failure is None and exit_code not in (0, Interrupted.exit_code):
+        if rank.failure is None and exit_code not in _GOOD_EXITS:
             self._on_error(rank, self._failure_from_exit(rank, exit_code))
-        if rank.failure is not None and exit_code != Interrupted.exit_code and self._kill_at is None:
+        if rank.failure is not None and exit_code != Interrupted.exit_code and not self._is_failing:
+            self._is_failing = True
             # The other ranks detect the loss, and end with their own errors. This ends the ones that cannot.
-            self._kill_at = time.monotonic() + self.config.server.lost_after_s + _GRACE_S
+            self._limit(self.config.server.lost_after_s + _GRACE_S)
             self._signal_ranks(signal.SIGTERM)
+
+    def _limit_end(self) -> None:
+        """Limit the time of ranks that remain when the run has ended. Until then the ranks watch each other."""
+        now, lost_after_s = time.monotonic(), self.config.server.lost_after_s
+        rank_0, *others = self._ranks
+        if self._summary is not None or (self._has_started and self.run.summary_file.exists()):
+            self._limit(lost_after_s + _END_S)
+        elif all(r.exit_code in _GOOD_EXITS for r in others if r.role.kind == "trainer"):
+            # No trainer is left that could notice the loss of rank 0, which may still write the last checkpoint.
+            self._limit(LAST_WRITE_S + lost_after_s + _END_S)
+            if rank_0.exit_code is not None or not rank_0.is_stopped():
+                self._stopped_since = None
+            elif self._stopped_since is None:
+                self._stopped_since = now
+            elif now > self._stopped_since + lost_after_s:
+                self._limit(0.0)
+
+    def _limit(self, limit_s: float) -> None:
+        """Kill the ranks that have not ended after ``limit_s``, unless an earlier limit applies."""
+        kill_at = time.monotonic() + limit_s
+        self._kill_at = kill_at if self._kill_at is None else min(self._kill_at, kill_at)
 
     def _failure_from_exit(self, rank: _RankProcess, exit_code: int) -> dict[str, Any]:
         """Describe the failure of a rank that reported none."""
@@ -232,9 +322,7 @@ class Supervisor:
 
     def _signal_ranks(self, number: int) -> None:
         for rank in self._ranks:
-            if rank.exit_code is None and rank.process.poll() is None:
-                rank.sent.add(number)
-                rank.process.send_signal(number)
+            rank.send_signal(number)
 
     def _install_handlers(self) -> dict[int, Any]:
         if threading.current_thread() is not threading.main_thread():
@@ -249,25 +337,36 @@ class Supervisor:
 
     def _kill_remaining(self) -> None:
         """End all ranks, also after an error here: no rank outlives its supervisor."""
-        self._signal_ranks(signal.SIGKILL)
         for rank in self._ranks:
-            rank.process.wait()
-            if rank.reader is not None:
-                rank.reader.join()
-        self._config_file.unlink(missing_ok=True)
+            if rank.exit_code is None:
+                rank.kill_group()
+                self._guard.remove(rank.process.pid)
+                rank.reap()
 
     # The outcome.
 
-    def _outcome(self) -> dict[str, Any]:
+    def _has_completed(self) -> bool:
+        """Return whether rank 0 stored the summary of a completed run, also where it died before it sent it."""
+        if self._summary is None and self._has_started and self.run.summary_file.exists():
+            # Of this start: rank 0 removes an earlier one before its record "start".
+            summary = json.loads(self.run.summary_file.read_text())
+            self._on_record(self._ranks[0], make_record("end", summary["steps"], summary=summary))
+        return self._summary is not None and self._summary["status"] == "completed"
+
+    def _note_late_losses(self) -> None:
+        for rank in self._failed:
+            assert rank.failure is not None
+            text = f"warning: the run is completed, but {rank.title} failed after its end: {rank.failure['message']}"
+            self.sink.write(make_record("note", None, text=text))
+
+    def _raise_outcome(self) -> NoReturn:
         first = self._first_failure()
         if first is not None and first.failure is not None:
             self._write_missing_summary(f"{first.title}: {first.failure['message']}")
             raise _to_error(first)
         if self._signal is not None and self._summary is None:
             raise self._interruption()
-        if self._summary is None:
-            raise TrainingError(f"all ranks ended well, but rank 0 sent no summary; see {self.run.log_file(0)}")
-        return self._summary
+        raise TrainingError(f"all ranks ended well, but rank 0 sent no summary; see {self.run.log_file(0)}")
 
     def _first_failure(self) -> _RankProcess | None:
         """Return the failure that the others follow from: causes before consequences, each in order of arrival."""
@@ -350,28 +449,49 @@ def _to_error(rank: _RankProcess) -> ParamserverError:
 _SENT_KINDS = frozenset({"start", "note", "expected", "train", "validation", "phase", "end"})
 
 
+# Only for the display; left out while the supervisor does not read.
+_DISPLAYED = frozenset({"train", "validation"})
+# A rank that ends waits this long for the supervisor to read its last event.
+_LAST_EVENT_S = 10.0
+
+
 class EventPipe(Sink):
-    """The writing end of a rank's pipe. It closes with the process, so the supervisor always notices the end."""
+    """The writing end of a rank's pipe. A supervisor that does not read, because it is stopped, does not stop the rank.
+
+    Args:
+        descriptor: the writing end of a pipe, owned until the process ends.
+    """
 
     def __init__(self, descriptor: int) -> None:
-        os.set_inheritable(descriptor, False)  # a child of the task would keep the pipe open
-        self._file = os.fdopen(descriptor, "w", encoding="utf-8", buffering=1)
+        os.set_inheritable(descriptor, False)  # for programs that the task starts
+        os.set_blocking(descriptor, False)
+        self._descriptor = descriptor
+        self._unsent = bytearray()
         self._lock = threading.Lock()  # one line at a time: records come from several threads
 
     def write(self, record: Record) -> None:
-        if record["kind"] in _SENT_KINDS:
-            self._send("record", dict(record))
+        kind = record["kind"]
+        if kind in _SENT_KINDS and not (kind in _DISPLAYED and self._unsent):
+            self._send("record", dict(record), _LAST_EVENT_S if kind == "end" else 0.0)
 
     def send_error(self, error: BaseException) -> None:
         """Report the error that ends this rank."""
-        self._send("error", describe_error(error))
+        self._send("error", describe_error(error), _LAST_EVENT_S)
 
-    def _send(self, event: str, body: dict[str, Any]) -> None:
+    def _send(self, event: str, body: dict[str, Any], wait_s: float) -> None:
+        deadline = time.monotonic() + wait_s
         with self._lock:
-            try:
-                self._file.write(json.dumps({"event": event, "body": body}, default=str) + "\n")
-            except (BrokenPipeError, ValueError):
-                return  # the supervisor is gone; the signal that its death sends ends this rank in good order
+            self._unsent += json.dumps({"event": event, "body": body}, default=str).encode() + b"\n"
+            while self._unsent:
+                try:
+                    del self._unsent[: os.write(self._descriptor, self._unsent)]
+                except BlockingIOError:
+                    if (left_s := deadline - time.monotonic()) <= 0:
+                        return  # sent with the next event
+                    select.select([], [self._descriptor], [], left_s)
+                except BrokenPipeError:
+                    # The supervisor is gone; the signal that its death sends ends this rank in good order.
+                    self._unsent.clear()
 
     def close(self) -> None:
         """Do nothing: the pipe stays open for an error until the process ends."""

@@ -142,9 +142,11 @@ class ForkedRun:
         return int(line) if line else None
 
     def kill(self):
-        """Send SIGKILL to the supervisor and all ranks."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+        """Send SIGKILL to the supervisor and all ranks: to every process of its session."""
+        for pid in (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()):
+            with contextlib.suppress(ProcessLookupError):
+                if os.getsid(pid) == self.pid:
+                    os.kill(pid, signal.SIGKILL)
 
     def __enter__(self):
         return self
@@ -164,33 +166,16 @@ base_path = [folder for folder in sys.path if folder not in _foreign]
 class ForkedRank:
     """What the supervisor needs of ``subprocess.Popen``, for a rank that is a fork of it."""
 
-    def __init__(self, command, *, stdin, stdout, stderr, pass_fds, env):
+    def __init__(self, command, *, stdin, stdout, stderr, pass_fds, env, start_new_session):
         assert command[1:3] == ["-m", "paramserver.launch"]
-        self.returncode = None
         self.pid = os.fork()
         if self.pid == 0:
             run_rank(command[3:], stdout.fileno(), pass_fds, env)
-
-    def poll(self):
-        return self.returncode if self.returncode is not None else self._wait(os.WNOHANG)
+        # A group of its own, but not a session: ``ForkedRun.kill`` finds all processes by that of the supervisor.
+        os.setpgid(self.pid, self.pid)
 
     def wait(self):
-        return self.returncode if self.returncode is not None else self._wait(0)
-
-    def _wait(self, options):
-        try:
-            pid, status = os.waitpid(self.pid, options)
-        except ChildProcessError:  # another thread of the supervisor has just reaped it
-            while self.returncode is None:
-                os.sched_yield()
-            return self.returncode
-        if pid:
-            self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
-
-    def send_signal(self, number):
-        if self.poll() is None:
-            os.kill(self.pid, number)
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
 def adopt_environment(environ):

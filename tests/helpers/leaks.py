@@ -20,7 +20,6 @@ OUR_THREADS = (
     "checkpoint-writer",
     "checkpoint-sender",
     "control-channel",
-    "rank-events-",
     "segment-host",
     "zap-authenticator",
 )

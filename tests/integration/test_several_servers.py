@@ -23,6 +23,7 @@ from launching import (
     write_config,
 )
 from step_oracle import Ledger, PacedTask, Replay
+from supervised_tasks import ranks_of
 from tasks import OPTIMIZERS, ReferenceTask
 
 from paramserver.server import shard_server
@@ -280,9 +281,7 @@ def test_a_signal_to_a_server_is_one_to_the_run(tmp_path, fork_server, whom):
         if whom == "all":
             os.killpg(run.pid, signal.SIGTERM)
         else:
-            ranks = sorted(psutil.Process(run.pid).children(), key=lambda rank: (rank.create_time(), rank.pid))
-            assert len(ranks) == 4
-            ranks[1].send_signal(signal.SIGTERM)
+            ranks_of(run.pid)[1].send_signal(signal.SIGTERM)
         code, output = run.wait(60), run.output.read_text()
     assert code == 3, output
     assert time.monotonic() - asked < 10

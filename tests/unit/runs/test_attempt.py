@@ -76,7 +76,7 @@ def test_of_many_that_find_a_folder_in_which_nothing_began_one_takes_it(tmp_path
 def test_what_a_start_left_is_taken_over_and_tidied(tmp_path):
     run = reserved(tmp_path, "first")
     run.log_file(0).write_text("logged\n")
-    left = ("summary.json", ".launch-41.yaml", "..launch-41.yaml.41.tmp", ".config.yaml.42.tmp", ".lock", ".reserved")
+    left = ("summary.json", ".config.yaml.42.tmp", ".lock", ".reserved")
     for name in left:
         (run.path / name).write_text("{}")
     with reserve_folder(tmp_path, "first", "") as again:
