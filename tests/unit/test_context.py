@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -67,6 +69,30 @@ def test_a_second_interrupt_exits_at_once(monkeypatch, signals, exits):
         for number in signals:
             signal.raise_signal(number)
     assert codes == exits
+
+
+def test_a_signal_that_interrupts_a_wait_for_it_does_not_deadlock():
+    """The handler runs in the thread that it interrupts, which may hold the lock of a ``threading.Event``."""
+    code = """
+import signal
+from paramserver.context import StopRequest
+with StopRequest() as stop:
+    with stop.event._cond:  # as inside of ``wait`` and ``set``
+        signal.raise_signal(signal.SIGTERM)
+    assert stop.event.wait(0.0)
+    print(stop.state())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20, check=False)
+    assert "signal SIGTERM" in done.stdout, done.stderr
+
+
+def test_a_wait_for_a_request_ends_with_it_or_with_its_limit():
+    stop = StopRequest()
+    assert not stop.event.wait(0.01)
+    timer = threading.Timer(0.1, stop.request, ("the owner",))
+    timer.start()
+    assert stop.event.wait(20)
+    timer.join()
 
 
 def test_a_run_in_another_thread_installs_no_signal_handlers():
