@@ -133,6 +133,15 @@ class SimulationCoordinator:
         """Whether all simulations are complete and the trainers were sent DRAIN."""
         return self._finished
 
+    def trainer_lost(self, trainer_index: int) -> None:
+        """Report that a trainer has died, before its replacement is started. Safe to call from any thread.
+
+        New clients, and those that were connected to it, wait until a ``SampleReceiver`` with this index joins.
+        What its buffer held and the replacement's ``ReceivedLog`` does not contain is counted as ``lost``.
+        """
+        with self._lock:
+            self._handler.trainer_lost(trainer_index)
+
     def state_dict(self) -> dict[str, Any]:
         """The state of the simulations as plain values. Safe to call from any thread."""
         with self._lock:
@@ -148,6 +157,7 @@ class SimulationCoordinator:
                     "planned": self.spec.config.count,
                     **tracker.counts(),
                     "restarted": tracker.restarts,
+                    "lost": sum(map(tracker.num_lost, tracker.simulations)),
                     "silent": [one.id for one in unfinished if one.reported_silent],
                     "refused": dict(self._handler.refused),
                 }

@@ -109,6 +109,7 @@ class RequestHandler:
         # Everything below is guarded by the coordinator's lock. One entry for each trainer: one that joins again
         # replaces its own.
         self._trainers: list[ConnectedTrainer | None] = [None] * num_trainers
+        self._started = False  # whether all trainers were joined once
         self._clients: dict[tuple[int, int], tuple[bytes, Header]] = {}
         self._waiting_hellos: dict[bytes, list[bytes]] = {}
         self._handlers: dict[MessageKind, Callable[[bytes, Header, list[bytes], float], list[Message]]] = {
@@ -189,8 +190,11 @@ class RequestHandler:
         # The first change of state; every refusal is above it.
         self.tracker.on_hello(header, parameters, now)
         self._clients[header.simulation, header.member] = (peer, header)
+        return [_to(peer, header.reply(MessageKind.WELCOME), self._directory(header).pack())]
+
+    def _directory(self, header: Header) -> TrainerDirectory:
         config = self.spec.config
-        directory = TrainerDirectory(
+        return TrainerDirectory(
             trainers=tuple(trainer.joined.address for trainer in self.trainers),
             single_trainer=self.tracker.trainer_for(header.simulation),
             window=config.window,
@@ -198,7 +202,6 @@ class RequestHandler:
             steps=config.steps,
             fields=self.spec.descriptors,
         )
-        return [_to(peer, header.reply(MessageKind.WELCOME), directory.pack())]
 
     def _read_parameters(self, body: list[bytes]) -> list[float]:
         vector = unpack_parameters(_single_frame(body, "HELLO"))
@@ -246,21 +249,31 @@ class RequestHandler:
             raise RequestRefused("unknown_peer", "JOIN must show the token of this run")
         if index >= count:
             raise RequestRefused("unknown_peer", f"trainer ({index}) must be below the number of trainers ({count})")
-        # Asked before the assignment, which may complete the trainers.
-        rejoins = self.all_joined
-        self._trainers[index] = ConnectedTrainer(peer, TrainerJoined.unpack(body[1]), now)
+        joined = TrainerJoined.unpack(body[1])
+        self._trainers[index] = ConnectedTrainer(peer, joined, now)
         replies = [_to(peer, Header(MessageKind.READY))]
-        if rejoins:
-            self.tracker.on_report(index, SimulationReport(self.trainers[index].joined.received), now)
-            return replies + self.drain() if self.tracker.done else replies
+        if self._started:
+            self.tracker.on_trainer_replaced(index, joined)
+            if self.tracker.done:
+                replies += self.drain()
         if self.all_joined:
+            # Clients whose connection to the old address has not ended learn of the new one.
+            for client, hello in self._clients.values():
+                replies.append(_to(client, hello.reply(MessageKind.WELCOME), self._directory(hello).pack()))
+        if self.all_joined and not self._started:
+            self._started = True
             # Before the waiting clients: the tracker must know what the trainers have received before it judges a
             # HELLO.
             self.tracker.on_trainers_joined([trainer.joined for trainer in self.trainers], now)
+        if self.all_joined:
             for client, frames in self._waiting_hellos.items():
                 replies += self.handle(client, frames, now)
             self._waiting_hellos.clear()
         return replies
+
+    def trainer_lost(self, index: int) -> None:
+        """A trainer has died. Until its replacement joins every HELLO waits, and what it sends still is refused."""
+        self._trainers[index] = None
 
     def _find_trainer(self, peer: bytes, index: int) -> ConnectedTrainer:
         trainer = self._trainers[index] if index < len(self._trainers) else None

@@ -4,19 +4,24 @@ This file holds the message kinds, the header, and the encoding of everything th
 
 A message is a list of frames. The first is a ``Header``; the kind determines what follows::
 
-    client -> coordinator    HELLO      parameters (float64)        registers one member of a simulation; if the run has
-                                                                    started it, its secret follows (``start_secret``)
+    client -> coordinator    HELLO      parameters (float64)        registers one member of a simulation;
+                                                                    if the run starts it, ``start_secret`` follows
                              BYE        -                           everything is acknowledged; ``step`` = samples sent
                              PING       -                           asks for the state of the run
                              FINISH     -                           no more simulations come from outside
-    coordinator -> client    WELCOME    JSON, ``TrainerDirectory``  where to send the samples
+    coordinator -> client    WELCOME    JSON, ``TrainerDirectory``  where to send the samples; sent again
+                                                                    when a trainer was replaced
                              PONG       JSON                        the state of the run
                              REFUSED    text                        the message or client is rejected, and why
                              OVER       text                        the run needs no more samples
     client -> trainer        OPEN       as HELLO                    samples of this simulation follow
                              SAMPLE     descriptor, then arrays     one step of one member, see ``pack_descriptor``
                              HEARTBEAT  -                           the client is alive and waits for an ACK
-    trainer -> client        ACK        -                           ``step`` = samples of this member processed so far
+                             HAD        steps (int64)               after a lost connection: this trainer, or
+                                                                    its predecessor, had acknowledged them
+    trainer -> client        ACK        released (int64), or -      ``step`` = samples of this member processed so far;
+                                                                    the first ``released`` (else all) of them need not
+                                                                    be sent again
                              REFUSED    text
                              OVER       text
     trainer -> coordinator   JOIN       token, JSON                 ready to receive, see ``TrainerJoined``
@@ -75,6 +80,7 @@ class MessageKind(IntEnum):
     OPEN = 33
     SAMPLE = 34
     HEARTBEAT = 35
+    HAD = 36
     ACK = 49
     JOIN = 65
     READY = 66
@@ -282,6 +288,28 @@ def unpack_parameters(frame: bytes) -> npt.NDArray[np.float64]:
     return np.frombuffer(frame, dtype="<f8")
 
 
+# Numbers about samples.
+
+
+def pack_integers(numbers: Any) -> bytes:
+    """Encode whole numbers as int64: the steps of HAD, and the ``released`` of ACK."""
+    return np.asarray(numbers, dtype="<i8").reshape(-1).tobytes()
+
+
+def unpack_integers(frame: bytes) -> list[int]:
+    """Decode them.
+
+    Raises:
+        MalformedMessage: the length is no multiple of 8 bytes, or one is negative.
+    """
+    if len(frame) % 8:
+        raise MalformedMessage(f"numbers must be int64, {len(frame)} bytes are none")
+    numbers: list[int] = np.frombuffer(frame, dtype="<i8").tolist()
+    if min(numbers, default=0) < 0:
+        raise MalformedMessage(f"numbers ({min(numbers)}) must be at least 0")
+    return numbers
+
+
 # Bodies in JSON.
 
 
@@ -373,12 +401,14 @@ class SimulationReport:
         active: (simulation, member) of all that sent a message since the last report.
         counters: totals for logs and summaries: received, duplicated, refused and others.
         pending: simulations of which samples have arrived that are not in the buffer yet.
+        lost: simulation -> samples that died with a trainer which this one replaces.
     """
 
     received: Mapping[int, int]
     active: Sequence[tuple[int, int]] = ()
     counters: Mapping[str, Any] = field(default_factory=dict)
     pending: Sequence[int] = ()
+    lost: Mapping[int, int] = field(default_factory=dict)
 
     def pack(self) -> bytes:
         return pack_json(asdict(self))
@@ -390,7 +420,8 @@ class SimulationReport:
         try:
             received = {int(key): int(n) for key, n in body["received"].items()}
             active = tuple((int(simulation), int(member)) for simulation, member in body["active"])
-            return cls(received, active, dict(body["counters"]), tuple(int(number) for number in body["pending"]))
+            lost = {int(key): int(n) for key, n in body["lost"].items()}
+            return cls(received, active, dict(body["counters"]), tuple(int(number) for number in body["pending"]), lost)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise MalformedMessage(f"this is no report of a trainer ({error})") from error
 

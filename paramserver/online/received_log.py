@@ -55,6 +55,7 @@ class ReceivedLog:
         # {simulation: {step // 64: 64 bits, one per step}}. A bit set of fixed blocks stays small also when the steps
         # of a simulation arrive with gaps, as they do when several trainers share them.
         self._received: dict[int, dict[int, int]] = {}
+        self._lost: dict[int, set[int]] = {}
         for simulation, step in (*inherited.tolist(), *log.tolist()):
             self.mark_received(simulation, step)
 
@@ -69,6 +70,17 @@ class ReceivedLog:
         """Add this sample to the set, before it is handed to the feeder."""
         blocks = self._received.setdefault(simulation, {})
         blocks[step >> _BITS] = blocks.get(step >> _BITS, 0) | 1 << (step & 63)
+        if self._lost:
+            self._lost.get(simulation, set()).discard(step)
+
+    def mark_lost(self, simulation: int, step: int) -> None:
+        """A trainer that this one replaces had this sample: it is lost, until it is received here."""
+        if not self.contains(simulation, step):
+            self._lost.setdefault(simulation, set()).add(step)
+
+    def lost_counts(self) -> dict[int, int]:
+        """{simulation: samples} that are lost."""
+        return {simulation: len(steps) for simulation, steps in self._lost.items()}
 
     # Called by the feeder.
 

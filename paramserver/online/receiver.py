@@ -30,6 +30,7 @@ from paramserver.online.protocol import (
     SimulationReport,
     TrainerJoined,
     first_frame,
+    pack_integers,
 )
 from paramserver.online.received_log import ReceivedLog
 from paramserver.online.security import ServerSecurity, secure_trainer_socket
@@ -43,6 +44,7 @@ from paramserver.online.validator import (
     Outcome,
     Reason,
     SampleAccepted,
+    StepsReported,
     describe_sender,
 )
 from paramserver.online.zmq_import import peer_host, receive_parts, resolve_listen_address, zmq
@@ -371,20 +373,26 @@ class _ReceiverLoop:
         elif isinstance(outcome, MessageRefused):
             header = Header(MessageKind.REFUSED) if session is None else session.header.reply(MessageKind.REFUSED)
             self._send(peer, header, outcome.text)
+        elif isinstance(outcome, StepsReported):
+            self.stats.lost = self.received_log.lost_counts()
+            self._report_at = min(self._report_at, self._reported_at + _EARLY_REPORT_S)
         for session in outcome.to_ack:
             self._to_ack[session] = None
 
     def _process_stored(self) -> None:
         """Count the samples that the buffer has stored since the last iteration."""
         stored = self.queue.pop_stored()
+        if self.stats.lost:
+            self.stats.lost = self.received_log.lost_counts()  # some may have been sent again
         for accepted in stored:
-            for session in accepted.contributors:
-                session.processed += 1
+            for session, number in accepted.contributors:
+                session.mark_processed(number)
                 self._to_ack[session] = None
         spec = self.spec
         # A simulation whose last sample is stored is reported early: the coordinator may start the next one.
         early = any(
-            self.stats.stored[simulation] == spec.ingest.steps_for(simulation, spec.trainer_index, spec.num_trainers)
+            self.stats.stored[simulation] + self.stats.lost.get(simulation, 0)
+            == spec.ingest.steps_for(simulation, spec.trainer_index, spec.num_trainers)
             for simulation in self.stats.record_stored(stored)
         )
         # So is the last sample for now: the coordinator learns that nothing of a simulation is pending any more.
@@ -395,7 +403,10 @@ class _ReceiverLoop:
         for session in self._to_ack:
             # A client that opened the simulation anew counts from 0; the counts of its old session mean nothing to it.
             if self.validator.is_current(session):
-                self._send(session.peer, session.header.reply(MessageKind.ACK, session.processed))
+                ack = [session.peer, session.header.reply(MessageKind.ACK, session.processed).pack()]
+                if session.released != session.processed:
+                    ack.append(pack_integers(session.released))
+                self._clients.send_multipart(ack)
         self._to_ack.clear()
 
     def _send_over(self) -> None:
@@ -446,6 +457,7 @@ class ReceiveStats:
         self.stored = Counter(stored)
         self.received = sum(stored.values())
         self.duplicated = 0
+        self.lost: Mapping[int, int] = {}
         self.refused: Counter[Reason] = Counter(dict.fromkeys(REASONS, 0))
         self._sample_bytes = sample_bytes
         self._trainer_index = trainer_index
@@ -488,7 +500,8 @@ class ReceiveStats:
     def counters(self) -> dict[str, Any]:
         """Samples stored in the buffer since the start of the run and their bytes; messages since the last resume.
 
-        ``refusals`` is {reason: messages} of the reasons that occurred, and ``refused`` their sum.
+        ``lost`` counts samples that died with a trainer which this one replaces. ``refusals`` is {reason: messages} of
+        the reasons that occurred, and ``refused`` their sum.
         """
         # Copied first: iteration over a dict that the receiver thread changes would fail.
         refusals = {reason: n for reason, n in self.refused.copy().items() if n}
@@ -496,6 +509,7 @@ class ReceiveStats:
             "received": self.received,
             "bytes": self.received * self._sample_bytes,
             "duplicated": self.duplicated,
+            "lost": sum(self.lost.values()),
             "refused": sum(refusals.values()),
             "refusals": refusals,
         }
@@ -503,7 +517,7 @@ class ReceiveStats:
     def make_report(self, pending: Sequence[int]) -> SimulationReport:
         """What has changed since the last report, the counters, and the ``pending`` simulations."""
         received = {simulation: self.stored[simulation] for simulation in sorted(self._changed)}
-        report = SimulationReport(received, sorted(self._active), self.counters(), pending)
+        report = SimulationReport(received, sorted(self._active), self.counters(), pending, self.lost)
         self._changed, self._active = set(), set()
         return report
 

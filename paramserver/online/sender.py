@@ -11,6 +11,8 @@ import logging
 import struct
 import time
 import weakref
+from array import array
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,7 +20,15 @@ from typing import Any
 
 from paramserver.cluster.network import is_loopback
 from paramserver.errors import ClientError, RunOver
-from paramserver.online.protocol import NO_MORE_SAMPLES, Header, MalformedMessage, MessageKind, TrainerDirectory
+from paramserver.online.protocol import (
+    NO_MORE_SAMPLES,
+    Header,
+    MalformedMessage,
+    MessageKind,
+    TrainerDirectory,
+    pack_integers,
+    unpack_integers,
+)
 from paramserver.online.security import secure_client_socket
 from paramserver.online.zmq_import import zmq
 
@@ -35,6 +45,9 @@ _logger = logging.getLogger("paramserver.client")
 
 class SampleSender:
     """Sends the samples of one member, at most a window of them in flight to each trainer. For one thread.
+
+    Samples are kept until they are acknowledged. If the connection to a trainer is lost, the sender asks the
+    coordinator for that trainer's address, which is another one if the trainer was replaced, and sends them again.
 
     Call ``flush`` and ``send_bye`` after the last sample, and ``close`` in any case, also after an error.
 
@@ -64,7 +77,7 @@ class SampleSender:
         self._keys, self._header, self._opening = keys, header, opening
         self._trainers: dict[int, TrainerConnection] = {}
         self._logged: set[str] = set()
-        self.refused = 0
+        self.sent = self.refused = 0
         self.waited_s = self._receive_at = 0.0
         with ExitStack() as stack:
             self._context: zmq.Context[Any] = zmq.Context()
@@ -78,18 +91,18 @@ class SampleSender:
         self._finalizer = weakref.finalize(self, _close_all, self._context, self._coordinator, self._trainers)
         self._timeout_s = timeout_s or self.directory.timeout_s
 
-    def _register(self, timeout_s: float) -> TrainerDirectory:
+    def _register(self, timeout_s: float, limit_s: float | None = None) -> TrainerDirectory:
         hello = self._header.reply(MessageKind.HELLO)
-        reply = self._coordinator.request(hello, *self._opening, expect=MessageKind.WELCOME, timeout_s=timeout_s)
+        reply = self._coordinator.request(
+            hello, *self._opening, expect=MessageKind.WELCOME, timeout_s=timeout_s, limit_s=limit_s
+        )
+        return self._unpack_directory(reply)
+
+    def _unpack_directory(self, body: list[bytes]) -> TrainerDirectory:
         try:
-            return TrainerDirectory.unpack(b"".join(reply))
+            return TrainerDirectory.unpack(b"".join(body))
         except MalformedMessage as error:
             raise ClientError(f"{self._coordinator} answered what cannot be understood: {error}") from error
-
-    @property
-    def sent(self) -> int:
-        """Samples sent to all trainers."""
-        return sum(trainer.sent for trainer in self._trainers.values())
 
     def send(self, step: int, frames: list[Any]) -> None:
         """Send a sample to its trainer; wait first while the window to it is full.
@@ -98,28 +111,32 @@ class SampleSender:
             ClientError: that trainer is gone.
             RunOver: the run needs no more samples.
         """
-        trainer = self._connect(self.directory.trainer_for(self._header.simulation, step))
+        index = self.directory.trainer_for(self._header.simulation, step)
+        trainer = self._connect(index)
         now = time.monotonic()
         # Also with room in every window: ACKs would pile up, and OVER would be noticed only when a window is full.
         if now >= self._receive_at:
             self._receive_at = now + _RECEIVE_INTERVAL_S
             self._receive(list(self._trainers.values()))
+            if self._is_lost(index):
+                trainer = self._reconnect(index)
         if trainer.in_flight >= self.directory.window:
             self._receive([trainer])
         if trainer.in_flight >= self.directory.window:
-            self._wait_for_room(trainer)
-        trainer.send_sample(step, frames)
+            self._wait_for_room(index)
+        self._trainers[index].send_sample(step, frames)
+        self.sent += 1
 
-    def _wait_for_room(self, trainer: TrainerConnection) -> None:
+    def _wait_for_room(self, index: int) -> None:
         began = time.monotonic()
         try:
-            self._wait([trainer], self.directory.window - 1)
+            self._wait([index], self.directory.window - 1)
         finally:
             self.waited_s += time.monotonic() - began
 
     def flush(self) -> None:
         """Wait until every sample that was sent is acknowledged. Raises as ``send``."""
-        self._wait(list(self._trainers.values()), 0)
+        self._wait(list(self._trainers), 0)
 
     def send_bye(self) -> None:
         """Report to the coordinator that this member is done. Call ``flush`` first: BYE means all is acknowledged."""
@@ -132,25 +149,67 @@ class SampleSender:
 
     def _connect(self, index: int) -> TrainerConnection:
         if index not in self._trainers:
-            self._trainers[index] = TrainerConnection(
-                self._context,
-                f"trainer {index}",
-                self.directory.trainers[index],
-                self._keys,
-                header=self._header,
-                opening=self._opening,
-                timeout_s=self._timeout_s,
-            )
+            self._trainers[index] = self._new_connection(index)
         return self._trainers[index]
 
-    def _wait(self, trainers: Sequence[TrainerConnection], max_in_flight: int) -> None:
+    def _new_connection(self, index: int, lost: TrainerConnection | None = None) -> TrainerConnection:
+        return TrainerConnection(
+            self._context,
+            f"trainer {index}",
+            self.directory.trainers[index],
+            self._keys,
+            header=self._header,
+            opening=self._opening,
+            timeout_s=self._timeout_s,
+            window=self.directory.window,
+            lost=lost,
+        )
+
+    def _is_lost(self, index: int) -> bool:
+        """Whether the connection has ended, or the trainer was replaced."""
+        trainer = self._trainers[index]
+        return trainer.is_lost() or trainer.address != self.directory.trainers[index]
+
+    def _reconnect(self, index: int) -> TrainerConnection:
+        """Connect to a trainer again, or to its replacement, and send again what was not acknowledged.
+
+        Raises:
+            ClientError: the trainer was not replaced within ``timeout_s``.
+            RunOver: the run needs no more samples.
+        """
+        lost = self._trainers[index]
+        deadline = time.monotonic() + self._timeout_s
+        # First what it has sent before the connection ended: it may be OVER.
+        self._receive([lost])
+        _logger.warning("the connection to %s was lost; this client asks the run for its replacement", lost)
+        while (left_s := deadline - time.monotonic()) > 0:
+            # The reply waits until the trainer has a replacement, if the run knows that it is gone.
+            self.directory = self._register(self._timeout_s, limit_s=left_s)
+            self._trainers[index] = trainer = self._new_connection(index, self._trainers[index])
+            retry_at = min(deadline, time.monotonic() + _RETRY_S)
+            while time.monotonic() < retry_at and trainer.address == self.directory.trainers[index]:
+                if trainer.is_connected():
+                    trainer.start_waiting()
+                    return trainer
+                self._poll([trainer], retry_at)
+                self._receive([trainer])
+        raise ClientError(
+            f"the connection to {lost} was lost, and it was not replaced within {self._timeout_s:g} s; see the log of "
+            "the run"
+        )
+
+    def _wait(self, indices: Sequence[int], max_in_flight: int) -> None:
         """Wait until at most ``max_in_flight`` samples are in flight to each of these trainers."""
-        for trainer in trainers:
-            trainer.start_waiting()
-        while waiting_for := [trainer for trainer in trainers if trainer.in_flight > max_in_flight]:
-            poll_until = min([trainer.keep_alive() for trainer in waiting_for])
-            self._poll(waiting_for, poll_until)
-            self._receive(waiting_for)
+        for index in indices:
+            self._trainers[index].start_waiting()
+        while waiting_for := [index for index in indices if self._trainers[index].in_flight > max_in_flight]:
+            for index in waiting_for:
+                if self._is_lost(index):
+                    self._reconnect(index)
+            trainers = [self._trainers[index] for index in waiting_for]
+            poll_until = min([trainer.keep_alive() for trainer in trainers])
+            self._poll(trainers, poll_until)
+            self._receive(trainers)
 
     def _poll(self, trainers: Sequence[TrainerConnection], until: float) -> None:
         poller = zmq.Poller()
@@ -161,12 +220,14 @@ class SampleSender:
 
     def _receive(self, trainers: Sequence[TrainerConnection]) -> None:
         for trainer in trainers:
-            self._count_refusals(trainer, trainer.receive_acks())
-        self._count_refusals(self._coordinator, self._coordinator.receive())
+            self._process(trainer, trainer.receive_acks())
+        self._process(self._coordinator, self._coordinator.receive())
 
-    def _count_refusals(self, connection: ClientConnection, messages: Iterable[Message]) -> None:
-        """Refusals are counted, and each text is logged once."""
+    def _process(self, connection: ClientConnection, messages: Iterable[Message]) -> None:
+        """Refusals are counted, and each text is logged once. WELCOME has the address of a trainer's replacement."""
         for header, body in messages:
+            if header.kind is MessageKind.WELCOME and connection is self._coordinator:
+                self.directory = self._unpack_directory(body)
             if header.kind is MessageKind.REFUSED:
                 self.refused += 1
                 text = f"{connection} refused a message: {decode_text(body)}"
@@ -240,14 +301,14 @@ class ClientConnection:
     def __str__(self) -> str:
         return f"{self.name} at {self.address}"
 
-    def send(self, header: Header, *frames: Any) -> None:
-        """Send a message without blocking. The frames are copied, so the caller may change their buffers afterwards.
+    def send(self, header: Header, *frames: Any, copy: bool = True) -> None:
+        """Send a message without blocking. Frames that are copied may be changed by the caller afterwards.
 
         Raises:
             ClientError: the peer has refused the connection for good.
         """
         try:
-            self.socket.send_multipart([header.pack(), *frames], zmq.NOBLOCK)
+            self.socket.send_multipart([header.pack(), *frames], zmq.NOBLOCK, copy)
         except zmq.Again as error:
             # Without a high-water mark a send blocks only if there is no connection any more: ZeroMQ does not
             # reconnect after a failed handshake.
@@ -288,21 +349,26 @@ def decode_text(frames: list[bytes]) -> str:
 
 
 _HEARTBEAT_INTERVAL_S = 1.0
-# A trainer whose connection ends may have left because the run is over, and the coordinator's OVER may still arrive.
-_LOST_GRACE_S = 2.0
+# After a lost connection the address of the trainer is asked for this often.
+_RETRY_S = 1.0
+# Steps in one message, well below what a receiver takes.
+_MAX_STEPS = 65_536
 
 
 class TrainerConnection(ClientConnection):
-    """The connection to one trainer, which counts the samples in flight.
+    """The connection to one trainer, which counts the samples in flight and keeps them until they are released.
 
-    A lost connection is not reestablished: which samples were lost with it is unknown. A simulation that starts again
-    sends all of its samples, and the trainer drops those that it has.
+    A lost connection is not reestablished: which samples were lost with it is unknown. Another one takes its place,
+    sends those that were not released again, and the trainer drops those that it has. It also reports which ones were
+    released, so that a trainer's replacement knows what it lacks.
 
     Args:
         context, name, address, keys: as for ``ClientConnection``.
         header: of the member, as in HELLO.
         opening: the body of OPEN.
         timeout_s: silence of the trainer, while it is waited for, after which this fails.
+        window: maximum of samples in flight.
+        lost: the connection whose place this one takes; it is closed.
     """
 
     def __init__(
@@ -315,38 +381,73 @@ class TrainerConnection(ClientConnection):
         header: Header,
         opening: Sequence[bytes],
         timeout_s: float,
+        window: int,
+        lost: TrainerConnection | None = None,
     ) -> None:
-        self.sent = self.acked = 0
-        self._header, self._timeout_s = header, timeout_s
+        self._sent = self._acked = 0
+        self._header, self._timeout_s, self._window = header, timeout_s, window
         self._heartbeat_interval_s = min(_HEARTBEAT_INTERVAL_S, timeout_s / 4)
         self._waiting_since = self._heartbeat_at = 0.0
-        self._lost_at: float | None = None
-        self._monitor: zmq.Socket[Any] | None = None
+        # Samples in the order in which they were sent: released (their steps), sent and kept, and to be sent again.
+        self._released = array("q")
+        self._num_released = 0  # on this connection
+        self._kept: deque[tuple[int, list[zmq.Frame]]] = deque()
+        self._to_resend: deque[tuple[int, list[zmq.Frame]]] = deque()
+        self._monitor: ConnectionMonitor | None = None
         super().__init__(context, name, address, keys)
         self.send(header.reply(MessageKind.OPEN), *opening)
+        if lost is not None:
+            self._take_over(lost)
+
+    def _take_over(self, lost: TrainerConnection) -> None:
+        lost.close()
+        self._released = lost._released
+        for first in range(0, len(self._released), _MAX_STEPS):
+            steps = self._released[first : first + _MAX_STEPS]
+            self.send(self._header.reply(MessageKind.HAD), pack_integers(steps))
+        self._to_resend = lost._kept + lost._to_resend
+        self._resend()
+
+    def _resend(self) -> None:
+        while self._to_resend and self._sent - self._acked < self._window:
+            self._send_sample(*self._to_resend.popleft())
 
     def _connect(self) -> None:
         # Before connect(), so that no event is missed.
-        self._monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._monitor = ConnectionMonitor(self.socket)
         super()._connect()
 
     @property
     def sockets(self) -> list[zmq.Socket[Any]]:
-        # The monitor stays readable after its event, so it is polled only until the loss is noticed.
-        monitors = [] if self._monitor is None or self._lost_at is not None else [self._monitor]
-        return [self.socket, *monitors]
+        return [self.socket, *(self._monitor.sockets if self._monitor is not None else ())]
+
+    def is_lost(self) -> bool:
+        """Whether it cannot be connected, or the connection has ended, also if ZeroMQ has connected again since."""
+        assert self._monitor is not None
+        return self._monitor.disconnected_s() > 0 or self._monitor.num_connections > 1
+
+    def is_connected(self) -> bool:
+        """Whether the trainer has answered, and the connection has not ended since."""
+        assert self._monitor is not None
+        return self._monitor.disconnected_s() == 0 and self._monitor.num_connections == 1
 
     @property
     def in_flight(self) -> int:
-        """Samples that were sent and are not acknowledged."""
-        return self.sent - self.acked
+        """Samples that were sent, or are to be sent again, and are not acknowledged."""
+        return len(self._to_resend) + self._sent - self._acked
 
     def send_sample(self, step: int, frames: list[Any]) -> None:
-        self.send(self._header.reply(MessageKind.SAMPLE, step), *frames)
-        self.sent += 1
+        """Send a sample whose arrays the caller may change afterwards. Call it with room in the window."""
+        self._send_sample(step, [zmq.Frame(frame, copy=True) for frame in frames])
+
+    def _send_sample(self, step: int, frames: list[zmq.Frame]) -> None:
+        # The socket shares the memory of the frames.
+        self.send(self._header.reply(MessageKind.SAMPLE, step), *frames, copy=False)
+        self._kept.append((step, frames))
+        self._sent += 1
 
     def receive_acks(self) -> list[Message]:
-        """Receive all messages, update ``acked``, and return the messages that are no ACK.
+        """Receive all messages, process each ACK, and return the messages that are no ACK.
 
         Raises:
             ClientError, RunOver: as ``receive``.
@@ -355,10 +456,20 @@ class TrainerConnection(ClientConnection):
         for header, body in self.receive():
             if header.kind is not MessageKind.ACK:
                 others.append((header, body))
-            elif header.simulation == self._header.simulation and header.step <= self.sent:
+            elif header.simulation == self._header.simulation and header.step <= self._sent:
                 # ACKs carry totals, so a repeated or reordered one does no harm.
-                self.acked = max(self.acked, header.step)
+                self._acked = max(self._acked, header.step)
+                try:
+                    self._release(min([header.step, *unpack_integers(b"".join(body))]))
+                except MalformedMessage as error:
+                    raise ClientError(f"{self} answered what cannot be understood: {error}") from error
+        self._resend()
         return others
+
+    def _release(self, total: int) -> None:
+        while self._num_released < total:
+            self._released.append(self._kept.popleft()[0])
+            self._num_released += 1
 
     def start_waiting(self) -> None:
         """Silence of the trainer counts from now on. Before, the simulation computed and received nothing."""
@@ -371,12 +482,6 @@ class TrainerConnection(ClientConnection):
             ClientError: the trainer is gone.
         """
         now = time.monotonic()
-        if self._lost_at is None and self._monitor is not None and self._monitor.poll(0):
-            self._lost_at = now
-        if self._lost_at is not None:
-            if now >= self._lost_at + _LOST_GRACE_S:
-                raise ClientError(f"the connection to {self} was lost; that trainer is gone, see the log of the run")
-            return self._lost_at + _LOST_GRACE_S
         fails_at = max(self.last_seen_s, self._waiting_since) + self._timeout_s
         if now >= fails_at:
             raise ClientError(
@@ -389,9 +494,7 @@ class TrainerConnection(ClientConnection):
 
     def close(self, linger_s: float = 0.0) -> None:
         if self._monitor is not None:
-            self.socket.disable_monitor()
-            self._monitor.close(linger=0)
-            self._monitor = None
+            self._monitor.close()
         super().close(linger_s)
 
 
@@ -429,22 +532,28 @@ class CoordinatorConnection(ClientConnection):
             self._monitor.close()
         super().close(linger_s)
 
-    def request(self, header: Header, *frames: Any, expect: MessageKind, timeout_s: float) -> list[bytes]:
+    def request(
+        self, header: Header, *frames: Any, expect: MessageKind, timeout_s: float, limit_s: float | None = None
+    ) -> list[bytes]:
         """Send a request and return the frames of its reply.
 
         The coordinator replies to HELLO when all trainers have joined. Until then it is sent a PING each second.
 
         Raises:
-            ClientError: the coordinator refused (with its text), is silent for ``timeout_s``, sends no reply within ten
-                times as long, or is gone.
+            ClientError: the coordinator refused (with its text), is silent for ``timeout_s``, sends no reply within
+                ``limit_s`` (ten times as long, if None), or is gone.
             RunOver: the run needs no more samples.
         """
         assert self._monitor is not None
         self.last_seen_s = pinged_at = began_at = time.monotonic()
         self.send(header, *frames)
-        ping_unanswered, connections = expect is MessageKind.PONG, 1
+        ping_unanswered, connections = expect is MessageKind.PONG, max(1, self._monitor.num_connections)
+        limit_s = _ALIVE_FACTOR * timeout_s if limit_s is None else limit_s
         while True:
-            self.socket.poll(_poll_ms(min(pinged_at + _PING_INTERVAL_S, self.last_seen_s + timeout_s)), zmq.POLLIN)
+            self.socket.poll(
+                _poll_ms(min(pinged_at + _PING_INTERVAL_S, self.last_seen_s + timeout_s, began_at + limit_s)),
+                zmq.POLLIN,
+            )
             for received, body in self.receive():
                 if received.kind is expect:
                     return body
@@ -452,7 +561,7 @@ class CoordinatorConnection(ClientConnection):
                     raise ClientError(f"{self} refused this client: {decode_text(body)}")
                 ping_unanswered = ping_unanswered and received.kind is not MessageKind.PONG
             now = time.monotonic()
-            self._check_timeouts(now - began_at, now - self.last_seen_s, timeout_s)
+            self._check_timeouts(now - began_at, limit_s, now - self.last_seen_s, timeout_s)
             if now >= pinged_at + _PING_INTERVAL_S:
                 pinged_at = now
                 # After a reconnect another coordinator may listen, which has not received the request.
@@ -464,7 +573,7 @@ class CoordinatorConnection(ClientConnection):
                     ping_unanswered = True
                     self.send(Header(MessageKind.PING))
 
-    def _check_timeouts(self, waited_s: float, silent_s: float, timeout_s: float) -> None:
+    def _check_timeouts(self, waited_s: float, limit_s: float, silent_s: float, timeout_s: float) -> None:
         assert self._monitor is not None
         disconnected_s = self._monitor.disconnected_s()
         if disconnected_s >= _GONE_S and (self._run_started or self._monitor.num_connections):
@@ -474,7 +583,7 @@ class CoordinatorConnection(ClientConnection):
             if self.socket.mechanism == zmq.CURVE:
                 text += ", and that the public key of this client is in the folder clients of its keys"
             raise ClientError(text)
-        if waited_s >= _ALIVE_FACTOR * timeout_s:
+        if waited_s >= limit_s:
             raise ClientError(
                 f"{self} lives, but its trainers were not ready within {waited_s:.0f} s; see the log of the run"
             )
@@ -505,6 +614,11 @@ class ConnectionMonitor:
         monitor.rcvhwm = 0
         monitor.connect(address)
         self._monitor: zmq.Socket[Any] | None = monitor
+
+    @property
+    def sockets(self) -> list[zmq.Socket[Any]]:
+        """What to poll for the next event."""
+        return [] if self._monitor is None else [self._monitor]
 
     def disconnected_s(self) -> float:
         """For how many seconds there has been no connection; 0 while connected, or while the first attempt lasts."""

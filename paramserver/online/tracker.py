@@ -39,6 +39,7 @@ class Simulation:
         parameters: sampled by the run or sent by its clients; None before.
         client_parameters: those that its clients sent; None before the first HELLO.
         total: its number of samples, once known.
+        lost: samples of it that died with a trainer, as far as no trainer reports them.
         trainer: index of the trainer that receives all of its samples, with ``deal: simulation``.
         process_alive: whether its process runs; it may run on when all samples are received.
         since_s: when it entered its state, or its attempt began.
@@ -57,6 +58,7 @@ class Simulation:
     parameters: list[float] | None = None
     client_parameters: list[float] | None = None
     total: int | None = None
+    lost: int = 0
     trainer: int | None = None
     process_alive: bool = False
     since_s: float = 0.0
@@ -81,6 +83,7 @@ class Simulation:
     def start_attempt(self, now: float) -> None:
         self.set_state(SimulationState.RUNNING, now)
         self.kill_reason = self.exit_error = None
+        self.lost = 0  # it sends all of its samples again
         self.byes.clear()
         self.last_seen_s.clear()
 
@@ -119,7 +122,11 @@ class Simulation:
     def from_state_dict(cls, state: Mapping[str, Any]) -> Simulation:
         """A simulation that does not run, as ``state_dict`` describes it."""
         rest = {name: state[name] for name in ("id", "attempt", "failures", "parameters", "total", "trainer")}
-        return cls(**rest, state=SimulationState.GIVEN_UP if state["given_up"] else SimulationState.WAITING)
+        return cls(
+            **rest,
+            lost=state.get("lost", 0),
+            state=SimulationState.GIVEN_UP if state["given_up"] else SimulationState.WAITING,
+        )
 
 
 # Actions.
@@ -199,6 +206,7 @@ class SimulationTracker(ABC):
         self.num_complete = 0
         self._trainers_joined = False
         self._received: list[dict[int, int]] = [{} for _ in range(num_trainers)]
+        self._lost: list[Mapping[int, int]] = [{} for _ in range(num_trainers)]
         self._inherited: Mapping[int, int] = {}
         self._num_reports = [0] * num_trainers
 
@@ -214,6 +222,16 @@ class SimulationTracker(ABC):
                 simulation.state = SimulationState.COMPLETE
                 self.num_complete += 1
             simulation.since_s = now
+
+    def on_trainer_replaced(self, index: int, joined: TrainerJoined) -> None:
+        """Another process has taken the place of a trainer, with what that had received at its last checkpoint."""
+        before, self._received[index] = self._received[index], dict(joined.received)
+        lost, self._lost[index] = self._lost[index], {}
+        for simulation in self.simulations.values():
+            # The clients of the others report to the replacement what the trainer had of them.
+            if simulation.ended:
+                missing = before.get(simulation.id, 0) - joined.received.get(simulation.id, 0)
+                simulation.lost += max(missing, 0) + lost.get(simulation.id, 0)
 
     def check_hello(self, header: Header) -> str | None:
         """Why the HELLO of this simulation must be refused; None = it must not."""
@@ -242,6 +260,7 @@ class SimulationTracker(ABC):
     def on_report(self, trainer_index: int, report: SimulationReport, now: float) -> None:
         """A trainer reports its progress."""
         self._received[trainer_index].update(report.received)
+        self._lost[trainer_index] = report.lost
         self._num_reports[trainer_index] += 1
         for number, member in report.active:
             if number in self.simulations:
@@ -263,6 +282,11 @@ class SimulationTracker(ABC):
     def num_received(self, number: int) -> int:
         """Samples of a simulation in all buffers, in this run and those that it resumes."""
         return self._inherited.get(number, 0) + sum(one.get(number, 0) for one in self._received)
+
+    def num_lost(self, number: int) -> int:
+        """Samples of a simulation that were in the buffer of a trainer that died, after its last checkpoint."""
+        known = self.simulations.get(number)
+        return (known.lost if known is not None else 0) + sum(one.get(number, 0) for one in self._lost)
 
     def client_parameters(self, number: int) -> list[float] | None:
         """The parameters with which clients opened a simulation; None = it was not opened."""
@@ -306,7 +330,7 @@ class SimulationTracker(ABC):
         if simulation.state is SimulationState.GIVEN_UP:
             return False
         total = self.config.steps or simulation.total
-        if total is not None and self.num_received(simulation.id) >= total:
+        if total is not None and self.num_received(simulation.id) + self.num_lost(simulation.id) >= total:
             return True
         # BYE follows the last ACK, so all samples are stored, even if no report has counted them yet.
         return self.config.steps is None and bool(simulation.byes) and simulation.total is not None
@@ -320,7 +344,8 @@ class SimulationTracker(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """The state as plain values."""
-        return {"restarts": self.restarts, "simulations": [one.state_dict() for one in self.simulations.values()]}
+        simulations = [{**one.state_dict(), "lost": self.num_lost(one.id)} for one in self.simulations.values()]
+        return {"restarts": self.restarts, "simulations": simulations}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state; call it before ``on_trainers_joined``."""

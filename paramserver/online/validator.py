@@ -25,6 +25,7 @@ from paramserver.online.protocol import (
     check_secret,
     first_frame,
     unpack_descriptor,
+    unpack_integers,
     unpack_parameters,
 )
 from paramserver.online.received_log import Key, ReceivedLog
@@ -102,6 +103,8 @@ class ClientSession:
         opening: of the simulation; None = not opened.
         received: samples, or parts of samples, that have arrived.
         processed: how many of them are stored in the buffer, dropped as duplicates, or refused. An ACK carries it.
+        released: how many from the first on are processed without a gap: they need not be sent again.
+        ahead: the numbers of those that are processed and come after a gap.
         last_seen_s: when the last message arrived, by the receiver's monotonic clock.
     """
 
@@ -110,7 +113,20 @@ class ClientSession:
     opening: Opening | None = None
     received: int = 0
     processed: int = 0
+    released: int = 0
+    ahead: set[int] = field(default_factory=set)
     last_seen_s: float = 0.0
+
+    def mark_processed(self, number: int) -> None:
+        """The sample or part that arrived as the n-th, from 0, is processed."""
+        self.processed += 1
+        if number != self.released:
+            self.ahead.add(number)
+            return
+        self.released += 1
+        while self.released in self.ahead:
+            self.ahead.remove(self.released)
+            self.released += 1
 
     def __str__(self) -> str:
         return describe_sender(self.header)
@@ -140,6 +156,10 @@ class SessionAlive(Outcome):
     """A heartbeat."""
 
 
+class StepsReported(Outcome):
+    """The client reports which of its samples an earlier receiver of this trainer had acknowledged."""
+
+
 class PartReceived(Outcome):
     """A part of a sample; other parts are missing."""
 
@@ -155,12 +175,13 @@ class SampleAccepted(Outcome):
     Attributes:
         key: its simulation and step.
         sample: for the task. Its arrays share the message's memory; those of a group are copies.
-        contributors: the session of each member. One more message of each is processed once the buffer has the sample.
+        contributors: the session of each member, and the number of its message, which is processed once the buffer has
+            the sample.
     """
 
     key: Key = (0, 0)
     sample: dict[str, Any] = field(default_factory=dict)
-    contributors: tuple[ClientSession, ...] = ()
+    contributors: tuple[tuple[ClientSession, int], ...] = ()
 
 
 @dataclass(eq=False)
@@ -236,6 +257,8 @@ class MessageValidator:
                 return self._validate_sample(session, header, frames)
             if header.kind is MessageKind.OPEN:
                 return self._open(peer, header, frames)
+            if header.kind is MessageKind.HAD:
+                return self._had(session, header, frames)
             return self._heartbeat(session, header, frames)
         except MalformedMessage as error:
             return _refused(session, counted, "malformed", str(error), header=header)
@@ -320,6 +343,17 @@ class MessageValidator:
             raise Refusal("parameters", f"parameters of simulation {simulation} must be finite")
         return parameters
 
+    def _had(self, session: ClientSession | None, header: Header, frames: Frames) -> Outcome:
+        _check_frames(frames, 2)
+        if session is None or not _is_open(session, header):
+            raise _unopened(header)
+        steps, numbers = self.spec.config.steps, unpack_integers(frames[1])
+        if steps is not None and max(numbers, default=0) >= steps:
+            raise Refusal("step", f"step ({max(numbers)}) must be below simulations.steps ({steps})")
+        for number in numbers:
+            self.received_log.mark_lost(header.simulation, number)
+        return StepsReported(session)
+
     def _heartbeat(self, session: ClientSession | None, header: Header, frames: Frames) -> Outcome:
         if header.kind is not MessageKind.HEARTBEAT:
             raise Refusal("kind", f"{header.kind.name} must not be sent to a trainer")
@@ -331,9 +365,8 @@ class MessageValidator:
     # SAMPLE.
 
     def _validate_sample(self, session: ClientSession, header: Header, frames: Frames) -> Outcome:
-        opened = session.header
         opening = session.opening
-        if opening is None or (header.attempt, header.member) != (opened.attempt, opened.member):
+        if opening is None or not _is_open(session, header):
             raise _unopened(header)
         self._check_header(header)
         steps, window = self.spec.config.steps, self.spec.config.window
@@ -350,12 +383,12 @@ class MessageValidator:
         if self.received_log.contains(*key):
             return _duplicate(session)
         if self.assembly.members == 1:
-            return self._accept(session, opening, key, arrays, (session,))
+            return self._accept(session, opening, key, arrays, ((session, session.received - 1),))
         return self._add_part(session, opening, header, arrays)
 
     def _add_part(self, session: ClientSession, opening: Opening, header: Header, arrays: Arrays) -> Outcome:
         key = (header.simulation, header.step)
-        parts = self.assembly.add(key, header.attempt, header.member, SamplePart(arrays, session))
+        parts = self.assembly.add(key, header.attempt, header.member, SamplePart(arrays, session, session.received - 1))
         if parts is PartOutcome.WAITING:
             return PartReceived(session)
         if parts is PartOutcome.DUPLICATE:
@@ -375,7 +408,7 @@ class MessageValidator:
                 text += "parts are put together"
                 others = [part for part in parts if part.session is not session]
                 return _refused(session, True, "shape", text, _count_processed(others))
-        return self._accept(session, opening, key, whole, tuple(part.session for part in parts))
+        return self._accept(session, opening, key, whole, tuple((part.session, part.number) for part in parts))
 
     def _accept(
         self,
@@ -383,7 +416,7 @@ class MessageValidator:
         opening: Opening,
         key: Key,
         arrays: Arrays,
-        contributors: tuple[ClientSession, ...],
+        contributors: tuple[tuple[ClientSession, int], ...],
     ) -> SampleAccepted:
         self.received_log.mark_received(*key)
         sample = dict(zip(self._names, (*key, opening.parameters, *arrays), strict=True))
@@ -443,6 +476,11 @@ def _check_frames(frames: Frames, most: int, least: int | None = None) -> None:
         raise Refusal("malformed", f"a message of this kind must have {most} frames, this one has {len(frames)}")
 
 
+def _is_open(session: ClientSession, header: Header) -> bool:
+    opened = session.header
+    return session.opening is not None and (header.attempt, header.member) == (opened.attempt, opened.member)
+
+
 def _unopened(header: Header) -> Refusal:
     return Refusal(
         "unopened",
@@ -459,7 +497,7 @@ def _refused(
     header: Header | None = None,
 ) -> MessageRefused:
     if session is not None and counted:
-        session.processed += 1
+        session.mark_processed(session.received - 1)
         to_ack = (*to_ack, session)
     return MessageRefused(session, to_ack, reason, _printable(text), header)
 
@@ -471,13 +509,13 @@ def _printable(text: str) -> str:
 
 
 def _duplicate(session: ClientSession) -> DuplicateSample:
-    session.processed += 1
+    session.mark_processed(session.received - 1)
     return DuplicateSample(session, (session,))
 
 
 def _count_processed(dropped: list[SamplePart]) -> tuple[ClientSession, ...]:
     for part in dropped:
-        part.session.processed += 1
+        part.session.mark_processed(part.number)
     return tuple(part.session for part in dropped)
 
 
@@ -503,10 +541,11 @@ class PartOutcome(Enum):
 
 @dataclass(frozen=True)
 class SamplePart:
-    """What one member sends of a sample; ``session`` is any object that the caller needs back with it."""
+    """What one member sends of a sample, as the n-th of its ``session``, which is any object that the caller needs."""
 
     arrays: Arrays
     session: Any
+    number: int = 0
 
 
 class SampleAssembly:

@@ -349,6 +349,7 @@ def test_all_trainers_drain_when_the_last_is_complete(peers, coordinator_of):
             "complete": 2,
             "given_up": 0,
             "restarted": 0,
+            "lost": 0,
             "silent": [],
             "refused": {},
         }
@@ -537,6 +538,7 @@ def test_simulations_are_started_watched_and_started_again(peers, coordinator_of
         "complete": 4,
         "given_up": 0,
         "restarted": len(restarted),
+        "lost": 0,
         "silent": [],
         "refused": {},
     }

@@ -588,6 +588,7 @@ def test_outside_a_simulation_may_be_started_again():
     bye(tracker, 0, 9, 4.0, members=2, member=1)
     assert notes(tracker, 4.0) == []
     hello(tracker, 0, 5.0, members=2, member=1, attempt=3)
+    report(tracker, {0: 5}, 5.0)
     assert "attempt (2) of simulation 0 must be at least 3" in tracker.check_hello(
         header(MessageKind.HELLO, 0, members=2, attempt=2)
     )

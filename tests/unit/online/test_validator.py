@@ -9,7 +9,14 @@ import pytest
 from online_fixtures import array_bytes, field, ingest_spec, open_message, sample_message
 
 from paramserver.errors import UnsupportedConfiguration
-from paramserver.online.protocol import Header, MessageKind, pack_descriptor, pack_parameters, start_secret
+from paramserver.online.protocol import (
+    Header,
+    MessageKind,
+    pack_descriptor,
+    pack_integers,
+    pack_parameters,
+    start_secret,
+)
 from paramserver.online.received_log import ReceivedLog
 from paramserver.online.validator import (
     REASONS,
@@ -20,6 +27,7 @@ from paramserver.online.validator import (
     SampleAccepted,
     SessionAlive,
     SessionOpened,
+    StepsReported,
 )
 
 PEER, OTHER = b"\0peer", b"\0other"
@@ -36,8 +44,8 @@ def reason(outcome):
 def settle(outcome):
     """The buffer has got it."""
     if isinstance(outcome, SampleAccepted):
-        for session in outcome.contributors:
-            session.processed += 1
+        for session, number in outcome.contributors:
+            session.mark_processed(number)
     return outcome
 
 
@@ -245,7 +253,7 @@ def test_parts_become_a_sample():
     assert reason(validate(OTHER, second)) is DuplicateSample
     outcome = validate(PEER, first)
     assert np.array_equal(outcome.sample["u"], field(0, 4))
-    assert outcome.contributors == tuple(givers)
+    assert [session for session, _ in outcome.contributors] == givers
     settle(outcome)
     assert [(one.received, one.processed) for one in givers] == [(1, 1), (2, 2)]
     assert reason(validate(PEER, first)) is DuplicateSample
@@ -264,6 +272,36 @@ def test_parts_of_an_older_attempt_are_dropped_and_refused():
     parts = halves(0, 0, attempt=1)
     assert reason(validate(new[1], parts[1])) is PartReceived
     assert reason(validate(new[0], parts[0])) is SampleAccepted
+
+
+def test_an_ack_releases_what_is_processed_without_a_gap():
+    """A duplicate is processed at once, a new sample when it is stored: the client must not forget the new one."""
+    made = validator()
+    made.received_log.mark_received(0, 5)
+    session = made.validate(PEER, open_message()).session
+    new = made.validate(PEER, sample_message(0, 4))
+    assert reason(made.validate(PEER, sample_message(0, 5))) is DuplicateSample
+    assert (session.processed, session.released) == (1, 0)
+    settle(new)
+    assert (session.processed, session.released, session.ahead) == (2, 2, set())
+
+
+def had_message(simulation, steps, **head):
+    return [Header(MessageKind.HAD, simulation, **head).pack(), pack_integers(steps)]
+
+
+def test_what_an_earlier_receiver_had_is_lost_until_it_is_received():
+    made = validator(steps=10)
+    made.received_log.mark_received(0, 1)
+    assert reason(made.validate(PEER, had_message(0, [0]))) == "unopened"
+    made.validate(PEER, open_message())
+    assert reason(made.validate(PEER, had_message(0, [10]))) == "step"
+    assert reason(made.validate(PEER, had_message(0, [-1]))) == "malformed"
+    for _ in range(2):
+        assert reason(made.validate(PEER, had_message(0, [0, 1, 2]))) is StepsReported
+    assert made.received_log.lost_counts() == {0: 2}
+    made.validate(PEER, sample_message(0, 2))
+    assert made.received_log.lost_counts() == {0: 1}
 
 
 def test_parts_that_do_not_fit_together_are_all_refused():
@@ -309,7 +347,7 @@ class Truth:
         if not frames or len(frames[0]) != 28:
             return "malformed"
         magic, version, kind, simulation, step, member, members, attempt = struct.unpack("!2sBBqqHHI", frames[0])
-        known = {1, 2, 3, 4, 17, 18, 19, 20, 33, 34, 35, 49, 65, 66, 67, 68}
+        known = {1, 2, 3, 4, 17, 18, 19, 20, 33, 34, 35, 36, 49, 65, 66, 67, 68}
         if magic != b"ps" or version != 1 or kind not in known or min(simulation, step) < 0 or member >= members:
             return "malformed"
         if kind == 33:
@@ -317,6 +355,8 @@ class Truth:
         opened = self.opened.get((peer, simulation))
         if kind == 35:
             return "malformed" if len(frames) != 1 else "unopened" if opened is None else SessionAlive
+        if kind == 36:
+            return self.of_had(frames, opened, attempt, member)
         if kind != 34:
             return "kind"
         if opened is None:
@@ -326,6 +366,18 @@ class Truth:
         if members != 1:
             return "group"
         return "step" if step >= STEPS else self.of_fields(frames, (simulation, step), opened[2])
+
+    def of_had(self, frames, opened, attempt, member):
+        if len(frames) != 2:
+            return "malformed"
+        if opened in (None, "unopened") or opened[:2] != (attempt, member):
+            return "unopened"
+        if len(frames[1]) % 8:
+            return "malformed"
+        steps = struct.unpack(f"<{len(frames[1]) // 8}q", frames[1])
+        if min(steps, default=0) < 0:
+            return "malformed"
+        return "step" if max(steps, default=0) >= STEPS else StepsReported
 
     def of_open(self, peer, frames, simulation, member, members, attempt):
         if len(frames) != 2:
@@ -562,6 +614,7 @@ def test_of_a_hundred_thousand_messages_each_is_validated_correctly(seed):
     wanted = {SampleAccepted, DuplicateSample, SessionOpened, SessionAlive, *REASONS} - {
         "window",
         "stale",
+        "secret",
         "unfinished",
     }
     assert set(found) == wanted
@@ -610,5 +663,5 @@ def test_mutated_messages_of_groups_never_raise(seed):
         assert 0 <= session.processed <= session.received <= session.processed + 40
     for one in made.assembly._unfinished.copy():
         for part in made.assembly.drop(one):
-            part.session.processed += 1
+            part.session.mark_processed(part.number)
     assert all(one.processed == one.received for one in made.sessions())
