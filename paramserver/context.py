@@ -154,6 +154,7 @@ class ProcessContext:
         stop: request to stop this process.
         startup_timer: times of the start-up.
         receiver_spec: how this trainer receives samples of simulations; None where there are none.
+        session: how often this process has joined the run before.
     """
 
     config: Config
@@ -164,6 +165,7 @@ class ProcessContext:
     stop: StopRequest = field(default_factory=StopRequest)
     startup_timer: StartupTimer = field(default_factory=StartupTimer)
     receiver_spec: ReceiverSpec | None = None
+    session: int = 0
 
     @property
     def trainer_index(self) -> int:

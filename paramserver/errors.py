@@ -13,7 +13,10 @@
     │   ├── StorageError              a file of the run folder cannot be written, or was removed
     │   ├── NotFinite                 a loss, a gradient or a parameter is NaN, infinite or too large for the wire
     │   ├── PeerLost                  another process of the run died or stopped responding
-    │   │   └── PeerFailed            it failed and reported its error
+    │   │   ├── PeerFailed            it failed and reported its error
+    │   │   ├── Evicted               this process was taken for lost, and another may have its place
+    │   │   ├── ViewChanged           the servers return to a checkpoint, and all processes join again
+    │   │   └── RunEnded              the run had ended before this process joined
     │   └── DeadlineExceeded          a wait reached its limit
     ├── ClientError                   exit 1: a program that produces samples cannot continue
     │   └── RunOver                   the run needs no more samples
@@ -116,6 +119,18 @@ class PeerFailed(PeerLost):
     pass
 
 
+class Evicted(PeerLost):
+    pass
+
+
+class ViewChanged(PeerLost):
+    pass
+
+
+class RunEnded(PeerLost):
+    pass
+
+
 class DeadlineExceeded(TrainingError):  # noqa: N818
     pass
 
@@ -150,5 +165,7 @@ class BufferClosed(BufferError):  # noqa: N818
 
 def as_peer_error(error: ParamserverError) -> ParamserverError:
     """Return the error that the other processes of a run raise because this process failed with ``error``."""
+    if isinstance(error, ViewChanged):
+        return error  # not a failure of the run
     kind = PeerRefused if isinstance(error, PeerRefused) else PeerFailed
     return kind(f"the run failed elsewhere: {error}")

@@ -7,14 +7,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
+from torch.utils.data import Subset
 
+from paramserver.buffers.positions import AppliedPositions
 from paramserver.checkpoint import StagingPool, check_storable, stage_copy, unpack
 from paramserver.consistency import Announcement, Decision, Readiness, Stop, Verdict
 from paramserver.context import ProcessContext
 from paramserver.devices import move_to_device
+from paramserver.errors import TaskError
 from paramserver.limits import epoch_of, is_due
 from paramserver.metrics.records import (
     PhaseClock,
@@ -32,6 +36,7 @@ from paramserver.rng import random_states, restore_random_states, seed_all
 from paramserver.runs.checkpoint_manager import CheckpointManager
 from paramserver.runs.monitor import RunMonitor
 from paramserver.sources import Partition
+from paramserver.sources.dataset import DatasetSource
 from paramserver.task import Task
 from trainers.data import DataStream
 from trainers.validation import evaluate, validation_batches
@@ -104,6 +109,7 @@ class Trainer(ABC):
         self.monitor: RunMonitor | None = None if checkpoints is None else checkpoints.monitor
         self.clock = PhaseClock()
         self.progress = TrainerProgress()
+        self.joined = False  # the servers have accepted this process
         self.step = 0
         self.lockstep = True
         self.records: list[Record] = []
@@ -244,7 +250,8 @@ class Trainer(ABC):
         """
         try:
             self.init_connection()
-            self.task.on_train_start()
+            if not self.process.session:
+                self.task.on_train_start()
             self.data.start()
             decision = self._fit()
             self.data.stop_feeding()  # before the last validation and checkpoint, which may take long
@@ -263,9 +270,60 @@ class Trainer(ABC):
             DataStream(self.task, partition, self.config, self.sampler_kwargs, self.process.receiver_spec)
         )
         self.validation_loader = validation_batches(self.task, partition, self.config)
+        self._check_data()
         if self.monitor is not None:
             self.monitor.expect_samples(self.data.epoch_samples)
         self.process.startup_timer.mark("model and data")
+
+    def replace_lost(
+        self, part: bytes | None, source: Mapping[str, Any], applied: Mapping[str, Any], incarnation: int
+    ) -> None:
+        """Take the place of a trainer that was lost: continue its data after what was applied of it.
+
+        Args:
+            part: its part of the newest checkpoint, for the state of the task; None if there is none.
+            source: state of its source, from which the order of its samples follows.
+            applied: positions in that order.
+            incarnation: of this process, so that its random numbers are not those of the lost one.
+        """
+        seed_all(self.config.seed, incarnation, 1 + self.trainer_index)
+        positions = AppliedPositions()
+        positions.load_state_dict(applied)
+        self.data.load_after_loss({"source": source, "buffer": None}, positions)
+        if part is not None and (stored := unpack(part))["task"]:
+            self.task.on_resume(stored["task"])
+
+    def _check_data(self) -> None:
+        """Refuse data sets of different lengths: the library partitions one data set, and would leave samples out."""
+        length = self.data.source.length if isinstance(self.data.source, DatasetSource) else None
+        held = getattr(self.validation_loader, "dataset", None)
+        valid_length = len(held.dataset) if isinstance(held, Subset) else None  # type: ignore[arg-type]
+        for name, samples in (("train_source", length), ("validation_source", valid_length)):
+            self.check_equal(
+                name,
+                ["no data set" if samples is None else f"a data set of {samples} samples"],
+                "must return the same data set on every trainer, as it is partitioned among them",
+                "return an iterable, or a paramserver.sources.Source, for samples of each trainer's own",
+            )
+
+    def check_equal(self, name: str, lines: Sequence[str], must: str, cure: str) -> None:
+        """Refuse ``lines`` that describe ``name`` if they differ from those of another trainer.
+
+        Raises:
+            TaskError: they do; the message names both ranks and the first difference.
+        """
+        if self.process.trainers == 1:
+            return
+        label = f"rank {self.process.identity.global_rank} ({self.process.role})"
+        first = self.set_first(f"equal/{name}", "\n".join([label, *lines])).split("\n")
+        pairs = zip_longest(first[1:], lines, fillvalue="nothing more")
+        for theirs, own in pairs:
+            if theirs != own:
+                raise TaskError(f"{name} {must}: {first[0]} has {theirs}, and {label} has {own}; {cure}")
+
+    def set_first(self, key: str, value: str) -> str:
+        """Return the value of the trainer that calls this first with ``key``; a trainer of several asks the store."""
+        return value
 
     def seed_or_restore(self, part: bytes | None) -> None:
         """Seed this trainer's random numbers, or restore its part of a checkpoint. Last in ``init_connection``."""
@@ -507,7 +565,12 @@ class Trainer(ABC):
 
     def load_state_dict(self, part: Mapping[str, Any]) -> None:
         """Restore ``state_dict()``, or the part that resharding made for this trainer."""
-        self.data.load_state_dict(part)
+        if part["buffer"] is None:  # it was lost when the checkpoint was made
+            positions = AppliedPositions()
+            positions.load_state_dict(part["applied"])
+            self.data.load_after_loss(part, positions)
+        else:
+            self.data.load_state_dict(part)
         self.progress = TrainerProgress(**part["counters"])
         self._saved_step = self.step
         if part["random"] is None:  # the checkpoint is of fewer trainers

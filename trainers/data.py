@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from paramserver.buffers import Buffer, make_buffer
+from paramserver.buffers.positions import AppliedPositions
 from paramserver.checkpoint import StagingPool, stage_copy
 from paramserver.config import Config
 from paramserver.consistency import Announcement, Readiness
@@ -70,10 +72,21 @@ class DataStream:
         self.source: Source = make_source(task.train_source(partition), partition, config, sampler_kwargs)
         if receiver_spec is not None:
             self.source.connect(receiver_spec)
+        self._config = config
+        self.buffer = self._make_buffer()
+        check_watermark(config.buffer.watermark, self.source.expected, partition)
+        self.feeder = Feeder(self.source, self.buffer, partition.index)
+        self._applied = AppliedPositions()
+        # Positions of the samples that were served since the last ``pop_positions``, per batch.
+        self._served: list[npt.NDArray[np.int64]] = []
+        self._default_batching = uses_default_batching(task)
+
+    def _make_buffer(self, *entropy: int) -> Buffer:
+        config = self._config
         # Independent random streams: trainer i draws the same in every mode, whatever the other trainers do.
-        seed = np.random.SeedSequence([config.seed, 1 + partition.index]).generate_state(1, np.uint64)
+        seed = np.random.SeedSequence([config.seed, 1 + self.trainer_index, *entropy]).generate_state(1, np.uint64)
         try:
-            self.buffer: Buffer = make_buffer(
+            return make_buffer(
                 config.buffer.kind,
                 capacity=config.buffer.capacity,
                 seed=int(seed[0]),
@@ -85,9 +98,6 @@ class DataStream:
             )
         except ValueError as error:
             raise UnsupportedConfiguration(f"buffer: {error}") from error
-        check_watermark(config.buffer.watermark, self.source.expected, partition)
-        self.feeder = Feeder(self.source, self.buffer, partition.index)
-        self._default_batching = uses_default_batching(task)
 
     def __enter__(self) -> DataStream:
         return self
@@ -145,6 +155,9 @@ class DataStream:
         except BufferClosed:
             self._raise_source_error()
             raise
+        if self.source.repeatable:
+            if self.source.repeatable:
+            self._served.append(batch.positions)
         if self._default_batching and batch.stacked is not None:
             return batch.stacked, batch.size
         samples = [self.task.process_sample(sample) for sample in batch.samples]
@@ -153,6 +166,14 @@ class DataStream:
         except TaskError as error:
             batch_idx = self.buffer.info().batches - 1
             raise TaskError(f"trainer {self.trainer_index}, batch {batch_idx}: {error}") from error
+
+    def pop_positions(self) -> npt.NDArray[np.int64]:
+        """Return the positions of the samples served since the last call; call it once a step, for the push.
+
+        Empty if the source cannot repeat a sample: then the order of its samples has no meaning in another process.
+        """
+        served, self._served = self._served, []
+        return np.concatenate(served) if served else np.empty(0, np.int64)
 
     def _raise_source_error(self) -> None:
         """Raise the error for which the feeder closed the buffer, if it did."""
@@ -214,12 +235,50 @@ class DataStream:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore ``state_dict()``, or this trainer's part of a resharded checkpoint. Call it before ``start``."""
         mark = state["buffer"]["mark"]
-        if (left := state.get("leftovers")) is not None:
-            self.source.reshard([ResumePosition(**one) for one in left], state["buffer"]["keys"])
+        self._load_source(state, mark)
+        if "leftovers" in state:
             mark = self.source.mark()
-        else:
-            self.source.load_state_dict(state["source"], mark)
         # A resumed run may have a higher limit of epochs, so that more samples follow.
         finished = state["buffer"]["counters"]["puts"] == self.source.total
         buffer = {**state["buffer"], "finished": finished, "mark": mark}
         self.buffer.load_state_dict(buffer, self.source.fetch if self.source.refetchable else None)
+        self._applied = self.buffer.applied()
+
+    def position(self) -> dict[str, Any]:
+        """Return what ``load_after_loss`` needs in another process; call it before ``start``.
+
+        Returns:
+            ``source``: the state of the source, from which the order of its samples follows; ``applied``: the state of
+            an ``AppliedPositions``, to which the caller adds the positions of each push that is applied.
+        """
+        applied = self._applied
+        if not self.source.repeatable:
+            applied = AppliedPositions(self.buffer.info().puts)
+        return {"source": self.source.state_dict(), "applied": applied.state_dict()}
+
+    def load_after_loss(self, state: Mapping[str, Any] | None, applied: AppliedPositions) -> None:
+        """Continue in place of a lost trainer. Call it instead of ``load_state_dict``, before ``start``.
+
+        The buffer starts empty, and the samples that were not applied are served: with a fifo or firo each sample is
+        applied exactly ``pseudo_epochs`` times, with a reservoir at least once. A stream of simulations cannot repeat a
+        sample; it continues with what arrives from now on.
+
+        Args:
+            state: has the state of the source under ``source``, as ``position()`` and ``state_dict()`` do; None if the
+                source was at its start.
+            applied: which of its samples were applied until its loss.
+        """
+        if state is not None:
+            self._load_source(state)
+        self._applied = applied
+        # Other draws than those of the process that was lost.
+        self.buffer = self._make_buffer(applied.count)
+        if applied.low:
+            self.buffer.skip(applied.low)
+        self.feeder = Feeder(self.source, self.buffer, self.trainer_index, applied)
+
+    def _load_source(self, state: Mapping[str, Any], mark: Any = None) -> None:
+        if (left := state.get("leftovers")) is None:
+            self.source.load_state_dict(state["source"], mark)
+        else:
+            self.source.reshard([ResumePosition(**one) for one in left], state["buffer"]["keys"])

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from itertools import chain
 from typing import Any
 
 import torch
@@ -102,13 +103,24 @@ class DdpTrainer(Trainer):
         self._sender = self.enter_context(
             BackgroundSender(self.config.checkpoint.background, "a part of a checkpoint", lambda: channel.last_progress)
         )
-        self._build_model()
-        self._broadcast_start()
+        with translate_peer_loss():  # another rank may be refused, for a model or a data set of its own
+            self._build_model()
+            self._broadcast_start()
         self.on_after_setup_optimizers()
 
     def _build_model(self) -> None:
         placement = self.process.placement
         model = build_model(self.task, self.config.seed, placement)
+        # DDP broadcasts and reduces by position, and would end with an error of the collective.
+        self.check_equal(
+            "build_model",
+            [
+                f"{name} of shape {tuple(tensor.shape)} and {tensor.dtype}"
+                for name, tensor in chain(model.named_parameters(), model.named_buffers())
+            ],
+            "must build the same model in every process",
+            "let nothing in it depend on the rank or on time",
+        )
         if self.checkpoints is not None:
             self.checkpoints.restore_model(model)  # on rank 0; the constructor of DDP broadcasts it
         device_ids = [placement.device] if placement.device.type == "cuda" and len(placement.devices) == 1 else None
@@ -118,6 +130,9 @@ class DdpTrainer(Trainer):
             # Creating the context switches the collectives of joining on. It is never entered: this loop decides.
             self._join = self._ddp().join(divide_by_initial_world_size=False)
             self._shadow = self._ddp().join_hook(divide_by_initial_world_size=False)  # type: ignore[no-untyped-call]
+
+    def set_first(self, key: str, value: str) -> str:
+        return self.rendezvous.set_first(key, value)
 
     def _broadcast_start(self) -> None:
         """Send step, optimizer state and stored parts from rank 0 to every rank."""

@@ -6,8 +6,11 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed.autograd as dist_autograd
 from torch import Tensor
@@ -31,7 +34,7 @@ from paramserver.server.client import InFlightCall, ServerClient
 from paramserver.task import Task
 from paramserver.transport.base import GradientBucket, TrainerTransport
 from paramserver.transport.compression import make_codec
-from paramserver.transport.messages import JoinReply, StepGrant, VersionView
+from paramserver.transport.messages import DataPosition, JoinReply, StepGrant, VersionView
 from paramserver.transport.rpc import RpcTrainerTransport
 from paramserver.transport.segments import can_attach
 from paramserver.transport.shared_memory import SharedMemoryTrainerTransport
@@ -73,7 +76,6 @@ class RpcTrainer(Trainer):
         super().__init__(process, task, checkpoints)
         assert rendezvous is not None
         self.rendezvous = rendezvous
-        self._joined = False
         self._context_id = 0
         self._grant = StepGrant()
         self._next_grant: StepGrant | None = None  # came with the reply to the last push
@@ -94,13 +96,19 @@ class RpcTrainer(Trainer):
         self.connect()
         self.start_from(self.join())
 
+    def set_first(self, key: str, value: str) -> str:
+        return self.rendezvous.set_first(key, value)
+
     def connect(self) -> None:
         """Start the RPC agent and connect to the servers."""
         servers = self.config.cluster.num_servers
-        self._name, self._worker_id = self.enter_context(rpc_trainer(self.rendezvous, self.trainer_index, servers))
+        agent = self.enter_context(rpc_trainer(self.rendezvous, self.trainer_index, servers))
+        self._name, self._worker_id = agent.name, agent.worker_id
         # Exited after the client is closed: notifies the servers that this process leaves deliberately.
         self._resources.callback(release_liveness_calls)
-        self.server = self.enter_context(closing(ServerClient(self.config, self.trainer_index)))
+        self.server = self.enter_context(
+            closing(ServerClient(self.config, self.trainer_index, agent.worker_id, agent.server_addresses))
+        )
         self._sender = self.enter_context(BackgroundSender(self.config.checkpoint.background, "a part of a checkpoint"))
 
     def join(self) -> JoinReply:
@@ -108,7 +116,7 @@ class RpcTrainer(Trainer):
         member = Member(self.trainer_index, self._name, self._worker_id, self.rendezvous.host_and_pid)
         self.server.start_heartbeat()
         reply = self.server.join(member, self.data.epoch_samples)
-        self._joined = True
+        self.joined = True
         return reply
 
     def start_from(self, reply: JoinReply) -> None:
@@ -118,8 +126,17 @@ class RpcTrainer(Trainer):
         self.receive_model(reply)
         self.optimizer = SharedOptimizer(self.server)
         self.on_after_setup_optimizers()
-        self.seed_or_restore(reply.stored_part)
+        self._start_data(reply)
         self.process.startup_timer.mark("connection")
+
+    def _start_data(self, reply: JoinReply) -> None:
+        """Restore this trainer's part of a checkpoint, or continue the data of a lost trainer."""
+        position = reply.data_position
+        if position is None:
+            self.seed_or_restore(reply.stored_part)
+            self.server.report_source(DataPosition(self.data.source.state_dict(), self.data.positions().state_dict()))
+        else:
+            self.replace_lost(reply.stored_part, position.source, position.applied, reply.incarnation)
 
     def receive_model(self, reply: JoinReply) -> None:
         """Load the server's model, and choose the transport that keeps it current."""
@@ -153,7 +170,9 @@ class RpcTrainer(Trainer):
         layout, timeout_s = reply.parameter_layout, self.config.cluster.timeout_s
         address = reply.segments_address
         if address is not None and can_attach(address, timeout_s) and (slots := self.server.share_segments()):
-            return SharedMemoryTrainerTransport(layout, self._parameters, address, slots, self.trainer_index, timeout_s)
+            return SharedMemoryTrainerTransport(
+                layout, self._parameters, address, slots, self.trainer_index, timeout_s, reply.incarnation
+            )
         if self.config.server.transport == "shared_memory":
             raise UnsupportedConfiguration(
                 f"server.transport (shared_memory) must have all ranks on one host; trainer {self.trainer_index} "
@@ -233,7 +252,7 @@ class RpcTrainer(Trainer):
             self._finish_pull()
         root = self.transport.backward_root(self._pulled)
         buffers = self._pack_buffers() if self._grant.wants_buffers and self._buffers else []
-        report = StepReport(**{**vars(report), "used": used})
+        report = self.server.number_push(replace(report, used=used, positions=_compact(self.data.pop_positions())))
         self.wire_bytes += self.transport.step_bytes(self._pulled)
         self.wire_bytes += sum(flat.nbytes for flat in (*buffers, *self._grant.buffers))
         push = report, buffers, self.next_announcement(report.version + 1)
@@ -338,7 +357,7 @@ class RpcTrainer(Trainer):
 
     def report_failure(self, error: BaseException) -> None:
         failure = RemoteError.reported_by(f"trainer {self.trainer_index}", error)
-        if not self._joined:
+        if not self.joined:
             # Also a server that could not be reached: nothing watches it before it has joined.
             if not isinstance(error, PeerRefused):
                 self.rendezvous.report_failure(failure)
@@ -348,3 +367,11 @@ class RpcTrainer(Trainer):
 
     def optimizer_state(self) -> dict[str, Any]:
         return self.optimizer.state_dict()
+
+
+def _compact(positions: npt.NDArray[np.int64]) -> Sequence[int]:
+    """Return positions as they are cheapest in a message: consecutive ones, as a FIFO serves them, as a range."""
+    if len(positions) and bool((np.diff(positions) == 1).all()):
+        return range(int(positions[0]), int(positions[-1]) + 1)
+    numbers: list[int] = positions.tolist()
+    return numbers

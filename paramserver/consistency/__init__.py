@@ -25,6 +25,12 @@ if TYPE_CHECKING:
     from paramserver.consistency.factory import (
         make_consistency as make_consistency,
     )
+    from paramserver.consistency.ledger import (
+        Ledger as Ledger,
+        LedgerRow as LedgerRow,
+        PushId as PushId,
+        PushState as PushState,
+    )
     from paramserver.consistency.lockstep import (
         Sync as Sync,
         decide as decide,

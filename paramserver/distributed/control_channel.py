@@ -8,6 +8,7 @@ after the rendezvous, :class:`ControlChannel` owns them and the thread that read
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import select
 import selectors
@@ -150,7 +151,7 @@ class ControlChannel:
         self.lost: PeerLost | None = None
         self.last_progress = 0.0
         self._active = list(self._connections.values())
-        self._lost_after_s = min(connection.lost_after_s for connection in self._active)
+        self._lost_after_s = min((connection.lost_after_s for connection in self._active), default=math.inf)
         self._poll_s = min(heartbeat_s, self._lost_after_s / 10)
         self._closed = threading.Event()
         # Takes ``_changed`` to deliver a message or a loss; a connection's send lock only without waiting. Calls

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed.rpc as rpc
@@ -21,12 +21,14 @@ from paramserver.errors import PeerLost
 
 @dataclass
 class Member:
-    """A trainer or shard server as server 0 knows it. ``name`` and ``worker_id`` are never used twice in a run.
+    """A trainer or shard server as server 0 knows it. ``name`` and ``worker_id`` are never used twice in a view.
 
     Attributes:
-        trainer_index: or index of the shard server.
-        last_heartbeat: ``time.monotonic()`` of the server's host.
+        index: of the trainer, or of the shard server.
+        incarnation: as in ``consistency.Ledger``; tells this process from others that had the same index.
+        last_heartbeat: on the clock of ``Members``.
         left: it announced its end.
+        lost: it died or was silent for too long.
         disconnected: its liveness call ended, so its process is gone or about to exit.
     """
 
@@ -34,10 +36,12 @@ class Member:
     name: str
     worker_id: int
     host_and_pid: str
-    last_heartbeat: float = field(default_factory=time.monotonic)
-    left: bool = False
-    disconnected: bool = False
     kind: str = "trainer"
+    incarnation: int = 1
+    last_heartbeat: float = 0.0
+    left: bool = False
+    lost: bool = False
+    disconnected: bool = False
 
     def __str__(self) -> str:
         return f"{self.kind} {self.index} ({self.host_and_pid})"
@@ -45,6 +49,9 @@ class Member:
 
 class Members:
     """The table of members. Thread-safe; the server decides what follows from it.
+
+    Args:
+        clock: in seconds.
 
     Example::
 
@@ -55,46 +62,64 @@ class Members:
         >>> members.leave(0)
         >>> members.present(), members.wait_for_disconnects(timeout_s=0.0)
         ([], False)
-        >>> members.mark_disconnected(0)
+        >>> members.mark_disconnected(members.get(0))
         >>> members.wait_for_disconnects(timeout_s=0.0)
         True
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._changed = threading.Condition()
         self._members: dict[int, Member] = {}
 
     def join(self, member: Member) -> None:
-        """Add ``member``.
+        """Add ``member``, in the place of one that is lost or has left.
 
         Raises:
-            PeerLost: its index has joined already.
+            PeerLost: its index is present.
         """
         with self._changed:
             present = self._members.get(member.index)
-            if present is not None:
+            if present is not None and not (present.left or present.lost):
                 raise PeerLost(
                     f"{member.kind} {member.index} joined already: {present}; give each process its own rank"
                 )
             # The member was made on its own host, whose monotonic clock has another origin.
-            member.last_heartbeat = time.monotonic()
+            member.last_heartbeat = self._clock()
             self._members[member.index] = member
 
-    def record_heartbeat(self, trainer_index: int) -> None:
-        """Record a sign of life. One that arrives before ``join`` is ignored."""
-        with self._changed:
-            if trainer_index in self._members:
-                self._members[trainer_index].last_heartbeat = time.monotonic()
+    def record_heartbeat(self, index: int, worker_id: int) -> bool:
+        """Record a sign of life; return False if the process takes no part any more.
 
-    def leave(self, trainer_index: int) -> None:
+        One that arrives before ``join`` is ignored.
+        """
+        with self._changed:
+            member = self._members.get(index)
+            if member is None or member.worker_id != worker_id:
+                # Worker ids come from a counter: a smaller one belongs to a process that was replaced.
+                return member is None or member.worker_id < worker_id
+            member.last_heartbeat = self._clock()
+            return not member.lost
+
+    def leave(self, index: int) -> None:
         """Record that a member announced its end."""
         with self._changed:
-            self._members[trainer_index].left = True
+            self._members[index].left = True
 
-    def mark_disconnected(self, trainer_index: int) -> None:
+    def lose(self, member: Member) -> bool:
+        """Record that a member is lost; return whether that is new: it was present."""
+        with self._changed:
+            if member.left or member.lost or self._members.get(member.index) is not member:
+                return False
+            # Nothing is waited for at the end: its connection may stay open for as long as it is frozen.
+            member.lost = member.disconnected = True
+            self._changed.notify_all()
+            return True
+
+    def mark_disconnected(self, member: Member) -> None:
         """Record that the liveness call of a member ended."""
         with self._changed:
-            self._members[trainer_index].disconnected = True
+            member.disconnected = True
             self._changed.notify_all()
 
     def wait_for_disconnects(self, timeout_s: float) -> bool:
@@ -102,23 +127,23 @@ class Members:
         with self._changed:
             return self._changed.wait_for(lambda: all(m.disconnected for m in self._members.values()), timeout_s)
 
-    def missing(self, trainers: int) -> list[int]:
-        """Return the indices below ``trainers`` that have not joined."""
+    def missing(self, number: int) -> list[int]:
+        """Return the indices below ``number`` that have not joined, or are lost."""
         with self._changed:
-            return [i for i in range(trainers) if i not in self._members]
+            return [i for i in range(number) if i not in self._members or self._members[i].lost]
 
-    def get(self, trainer_index: int) -> Member:
+    def get(self, index: int) -> Member:
         with self._changed:
-            return self._members[trainer_index]
+            return self._members[index]
 
     def present(self) -> list[Member]:
-        """Return the members that have joined and have not left."""
+        """Return the members that have joined, have not left and are not lost."""
         with self._changed:
-            return [m for m in self._members.values() if not m.left]
+            return [m for m in self._members.values() if not (m.left or m.lost)]
 
     def overdue(self, lost_after_s: float) -> list[Member]:
         """Return the present members whose last heartbeat is older than ``lost_after_s``."""
-        now = time.monotonic()
+        now = self._clock()
         return [m for m in self.present() if now - m.last_heartbeat > lost_after_s]
 
 
@@ -169,23 +194,23 @@ class Heartbeat:
     """A thread that sends heartbeats to a server and detects a server that does not answer.
 
     Args:
-        send: calls the server; raises if it does not answer in time.
+        send: calls the server; raises if it does not answer in time, or refuses.
         interval_s: seconds between two heartbeats.
-        on_lost: called once, in the thread, with the reason why a heartbeat failed; the thread ends then.
+        on_lost: called once, in the thread, with the error of a heartbeat that failed; the thread ends then.
 
     Example::
 
         >>> lost = threading.Event()
         >>> def fail():
         ...     raise RuntimeError("the server is frozen")
-        >>> heartbeat = Heartbeat(fail, 0.001, lambda reason: (print(reason), lost.set()))
+        >>> heartbeat = Heartbeat(fail, 0.001, lambda error: (print(error), lost.set()))
         >>> lost.wait(20)
         it did not answer (the server is frozen)
         True
         >>> heartbeat.close()
     """
 
-    def __init__(self, send: Callable[[], None], interval_s: float, on_lost: Callable[[str], None]) -> None:
+    def __init__(self, send: Callable[[], None], interval_s: float, on_lost: Callable[[PeerLost], None]) -> None:
         self._send = send
         self._interval_s = interval_s
         self._on_lost = on_lost
@@ -200,7 +225,8 @@ class Heartbeat:
                 self._send()
             except Exception as error:  # noqa: BLE001 - whatever stops a heartbeat: the server is out of reach
                 if not self._closed.is_set():
-                    self._on_lost(f"it did not answer ({str(error).splitlines()[0]})")
+                    silent = PeerLost(f"it did not answer ({str(error).splitlines()[0]})")
+                    self._on_lost(error if isinstance(error, PeerLost) else silent)
                 return
 
     def close(self, timeout_s: float = 5.0) -> None:

@@ -40,6 +40,8 @@ class Rendezvous:
         identity: of this rank.
         timeout_s: ``cluster.timeout_s``.
         host: ``host_identity()`` of this rank.
+        view: of the servers; see ``consistency/ledger.py``.
+        base: the store without the prefix.
         sockets: of this rank's connection to the store; their end ends a wait for a key.
 
     Example::
@@ -56,6 +58,8 @@ class Rendezvous:
     identity: ProcessIdentity
     timeout_s: float
     host: str
+    view: int = 1
+    base: Store | None = None
     sockets: OpenedSockets = field(default_factory=OpenedSockets)
 
     @property
@@ -76,6 +80,27 @@ class Rendezvous:
         with _detect_lost_store():
             return _get(self.store, key, self.timeout_s, f"the store's answer for {key}")
 
+    def set_first(self, key: str, value: str) -> str:
+        """Set ``key`` unless a rank has set it; return the value that it has then: that of the first rank.
+
+        Raises:
+            DeadlineExceeded: the store did not answer within ``timeout_s``.
+            PeerLost: rank 0 is gone.
+        """
+        with _detect_lost_store():
+            limit_s = self.timeout_s + _FROZEN_S
+            what = f"the store's answer for {key}"
+            held: bytes = call_with_timeout(limit_s, what, lambda: self.store.compare_set(key, "", value))
+        return held.decode()
+
+    def holder_of_rank(self, global_rank: int) -> str:
+        """Return host and process id of a rank that has joined."""
+        return self.get(f"rank/{global_rank}")
+
+    def release_rank(self, global_rank: int) -> None:
+        """Let another process join as this rank, whose process is lost."""
+        self.store.delete_key(f"rank/{global_rank}")
+
     def report_failure(self, failure: RemoteError) -> None:
         """Report why this rank failed, when it cannot reach the server over RPC."""
         self.set(_FAILED, f"{failure.kind} {failure.message}")
@@ -89,7 +114,14 @@ class Rendezvous:
 
 
 def join_rendezvous(
-    config: Config, identity: ProcessIdentity, interrupted: threading.Event, listener: socket.socket | None = None
+    config: Config,
+    identity: ProcessIdentity,
+    interrupted: threading.Event,
+    listener: socket.socket | None = None,
+    *,
+    view: int = 1,
+    store: Store | None = None,
+    replaces: bool = False,
 ) -> Rendezvous:
     """Open the store, compare the configuration with rank 0's, claim this rank, and wait for all ranks.
 
@@ -98,6 +130,9 @@ def join_rendezvous(
         identity: which rank this is, and the address of rank 0.
         interrupted: ends the wait.
         listener: on rank 0, the socket for the store if it is bound already.
+        view: on rank 0, the view that begins; elsewhere, the first that this rank may join.
+        store: on rank 0, that of an earlier view.
+        replaces: an earlier process of this rank is dead.
 
     Raises:
         UnsupportedConfiguration: the port is taken, the rank is taken, or the configurations differ.
@@ -108,14 +143,37 @@ def join_rendezvous(
     deadline = time.monotonic() + timeout_s
     sockets = OpenedSockets()
     with sockets.record():
-        base = _open_store(identity, timeout_s, deadline, interrupted, listener)
-    store = PrefixStore(f"paramserver/{identity.job}", base)
+        # Rank 0 keeps its store as long as its process lives. The others connect anew: it may be another process.
+        base = store if identity.global_rank == 0 and store is not None else None
+        base = base or _open_store(identity, timeout_s, deadline, interrupted, listener)
+    root = PrefixStore(f"paramserver/{identity.job}", base)
     with _detect_lost_store():
+        if identity.global_rank == 0:
+            root.set("view", str(view))
+        else:
+            view = _wait_for_view(root, view, timeout_s, deadline, interrupted)
+        # Nothing of an earlier view can be taken for something of this one.
+        prefixed = PrefixStore(f"paramserver/{identity.job}/{view}", base)
         # Compare before claiming: a rank that is refused can be started again with the right configuration.
-        _compare_config(store, config, identity, timeout_s)
-        _claim_rank(store, identity)
-        _wait_for_world(store, identity, timeout_s, deadline, interrupted)
-    return Rendezvous(store, identity, timeout_s, host_identity(), sockets)
+        _compare_config(prefixed, config, identity, timeout_s)
+        _claim_rank(prefixed, identity, replaces)
+        _wait_for_world(prefixed, identity, timeout_s, deadline, interrupted)
+    return Rendezvous(prefixed, identity, timeout_s, host_identity(), view, base, sockets)
+
+
+def _wait_for_view(store: Store, first: int, timeout_s: float, deadline: float, interrupted: threading.Event) -> int:
+    """Return the view of the servers once it is at least ``first``."""
+
+    def current() -> int | None:
+        view = int(_get(store, "view", timeout_s, "the start of rank 0"))
+        return view if view >= first else None
+
+    view = poll_until(deadline, current, interrupted)
+    if view is not None:
+        return view
+    if interrupted.is_set():
+        raise Interrupted("interrupted while waiting for rank 0")
+    raise DeadlineExceeded(f"rank 0 did not start again within cluster.timeout_s ({timeout_s:g} s)")
 
 
 def _open_store(
@@ -189,7 +247,10 @@ def _compare_config(store: Store, config: Config, identity: ProcessIdentity, tim
         )
 
 
-def _claim_rank(store: Store, identity: ProcessIdentity) -> None:
+def _claim_rank(store: Store, identity: ProcessIdentity, replaces: bool) -> None:
+    if replaces:
+        store.set(f"rank/{identity.global_rank}", _host_and_pid())
+        return
     # compare_set is atomic: of two processes with the same rank, one sees the other's value.
     holder = store.compare_set(f"rank/{identity.global_rank}", "", _host_and_pid()).decode()
     if holder != _host_and_pid():

@@ -18,10 +18,28 @@ from torch.distributed.rpc._utils import _update_group_membership
 
 from paramserver.errors import PeerLost
 
+_autograd_id: int | None = None
+
+
+def init_autograd(worker_id: int) -> None:
+    """Let this process make distributed-autograd contexts, whose ids contain ``worker_id``; later calls do nothing.
+
+    torch accepts one id in the life of a process. No other process that is connected to the same server may have it.
+    """
+    global _autograd_id
+    if _autograd_id is None:
+        dist_autograd._init(worker_id)
+        _autograd_id = worker_id
+
+
+def autograd_id() -> int | None:
+    """Return the id with which this process makes contexts; None before its first agent."""
+    return _autograd_id
+
 
 def start_first_agent(store: Store, name: str, options: rpc.TensorPipeRpcBackendOptions) -> None:
     """Start the agent with worker id 0, to which the others connect. It publishes its address in ``store``."""
-    dist_autograd._init(0)
+    init_autograd(0)
     rpc._init_rpc_backend(rpc.backend_registry.BackendType.TENSORPIPE, store, name, 0, None, options)
 
 
@@ -52,7 +70,7 @@ def start_star_agent(
     for i, (hub, address) in enumerate(hubs.items()):
         private.set(f"names/{i}", hub)
         private.set(f"addrs/{hub}", address)
-    dist_autograd._init(worker_id)
+    init_autograd(worker_id)
     agent = TensorPipeAgent(private, name, worker_id, None, options, {}, [])
     rpc.api._init_rpc_states(agent)
     own: bytes = private.get(f"addrs/{name}")
@@ -73,3 +91,15 @@ def register_with(hub: str) -> None:
     except RuntimeError as error:
         who = f"server {hub.removeprefix('server')}"
         raise PeerLost(f"{who} did not accept this process: {str(error).splitlines()[0]}") from error
+
+
+def current_context_id() -> int:
+    """Return the id of the distributed-autograd context in which the handler was called that runs in this thread."""
+    context_id: int = dist_autograd._current_context()._context_id()
+    return context_id
+
+
+def release_context(context_id: int) -> None:
+    """Release what this process holds of a context whose trainer cannot do it any more; nothing if it has ended."""
+    if dist_autograd._is_valid_context(context_id):
+        dist_autograd._release_context(context_id)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch.distributed.rpc as rpc
 from torch._C._distributed_c10d import PrefixStore
 
 from paramserver.distributed.rendezvous import Rendezvous
-from paramserver.distributed.rpc_agent import register_with, start_first_agent, start_star_agent
+from paramserver.distributed.rpc_agent import autograd_id, register_with, start_first_agent, start_star_agent
 from paramserver.distributed.rpc_calls import agent_options
 from paramserver.distributed.timeouts import call_with_timeout
 from paramserver.errors import DeadlineExceeded
@@ -76,9 +77,18 @@ def rpc_shard_server(rendezvous: Rendezvous, server_index: int) -> Iterator[str]
         _shutdown_agent()
 
 
+@dataclass(frozen=True)
+class TrainerAgent:
+    """The RPC agent of a trainer: its name and id, and the addresses of the servers' agents."""
+
+    name: str
+    worker_id: int
+    server_addresses: tuple[str, ...]
+
+
 @contextmanager
-def rpc_trainer(rendezvous: Rendezvous, trainer_index: int, servers: int = 1) -> Iterator[tuple[str, int]]:
-    """Run the RPC agent of a trainer, which knows the servers only; yield its name and worker id.
+def rpc_trainer(rendezvous: Rendezvous, trainer_index: int, servers: int = 1) -> Iterator[TrainerAgent]:
+    """Run the RPC agent of a trainer, which knows the servers only.
 
     Args:
         rendezvous: where the addresses of the servers are published.
@@ -88,8 +98,7 @@ def rpc_trainer(rendezvous: Rendezvous, trainer_index: int, servers: int = 1) ->
     names = [server_name(i) for i in range(servers)]
     hosts = {rendezvous.get("server/host"), *(rendezvous.get(f"{name}/host") for name in names[1:])}
     addresses = {name: rendezvous.get(f"addrs/{name}") for name in names}
-    # Ids below ``servers`` belong to the servers. An agent accepts each id once, so they come from a counter.
-    worker_id = servers - 1 + rendezvous.store.add("workers", 1)
+    worker_id = _draw_worker_id(rendezvous, servers)
     name = f"trainer{trainer_index}_{worker_id}"
     options = agent_options(rendezvous.timeout_s, hosts == {rendezvous.host})
     own_address = start_star_agent(name, worker_id, addresses, options)
@@ -100,9 +109,31 @@ def rpc_trainer(rendezvous: Rendezvous, trainer_index: int, servers: int = 1) ->
             rendezvous.set(f"{server}/addrs/{name}", own_address)
         for server in names:
             register_with(server)
-        yield name, worker_id
+        yield TrainerAgent(name, worker_id, tuple(addresses.values()))
     finally:
         _shutdown_agent()
+
+
+# Ids are 16 bits wide in torch. Each view has a range of its own, until they repeat.
+_IDS_OF_A_VIEW = 64
+_MAX_ID = 32_000
+
+
+def _draw_worker_id(rendezvous: Rendezvous, servers: int) -> int:
+    """Return an id for the agent of this process that no agent of this view has had.
+
+    An agent accepts each id once. The ids of contexts contain the id of a process's first agent, which it keeps also
+    in later views; so a new process must not draw an id that a process from an earlier view still uses.
+    """
+    store, process = rendezvous.store, rendezvous.host_and_pid
+    if (own := autograd_id()) is not None:
+        store.set(f"contexts/{own}", process)
+    while True:
+        # Ids below ``servers`` belong to the servers.
+        drawn = servers - 1 + store.add("workers", 1)
+        worker_id = servers + (drawn - servers + rendezvous.view * _IDS_OF_A_VIEW) % _MAX_ID
+        if own is not None or store.compare_set(f"contexts/{worker_id}", "", process).decode() == process:
+            return worker_id
 
 
 def _shutdown_agent() -> None:

@@ -6,7 +6,13 @@ from paramserver._lazy import attach
 
 if TYPE_CHECKING:
     from paramserver.metrics.console import Progress as Progress
-    from paramserver.metrics.sinks import FanOut as FanOut, JsonLines as JsonLines, Record as Record, Sink as Sink
+    from paramserver.metrics.sinks import (
+        FanOut as FanOut,
+        JsonLines as JsonLines,
+        OpenSink as OpenSink,
+        Record as Record,
+        Sink as Sink,
+    )
     from paramserver.metrics.tensorboard import TensorBoard as TensorBoard
 else:
     __getattr__, __dir__, __all__ = attach(__name__, __file__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,8 @@ class StepReport:
         loss: mean over its batches.
         seconds: training time of this trainer so far.
         used: for each parameter, whether it has a gradient; None: all have one.
+        positions: of its samples in the trainer's order, if it pushes to a server; see ``buffers/positions.py``.
+        view, incarnation, sequence: name the push; see ``consistency/ledger.py``.
     """
 
     trainer_index: int
@@ -43,6 +45,10 @@ class StepReport:
     loss: float
     seconds: float
     used: tuple[bool, ...] | None = None
+    positions: Sequence[int] = ()
+    view: int = 1
+    incarnation: int = 1
+    sequence: int = 1
 
 
 @dataclass(frozen=True)

@@ -133,6 +133,34 @@ class FanOut(Sink):
         _raise_first(failures)
 
 
+class OpenSink(Sink):
+    """Passes records to a sink whose owner closes it.
+
+    Example::
+
+        >>> import io
+        >>> class Print(Sink):
+        ...     def write(self, record): print(record["step"])
+        ...     def close(self): print("closed")
+        >>> with OpenSink(Print()) as sink:
+        ...     sink.write({"kind": "train", "step": 1})
+        1
+    """
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self.required = sink.required
+
+    def write(self, record: Record) -> None:
+        self._sink.write(record)
+
+    def check(self) -> None:
+        self._sink.check()
+
+    def close(self) -> None:
+        """Leave it open."""
+
+
 def _close(sink: Sink, level: int) -> Exception | None:
     try:
         sink.close()

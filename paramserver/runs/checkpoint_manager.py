@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -31,9 +31,7 @@ from paramserver.parameters.model import detached_state_dict, load_weights
 from paramserver.parameters.numerics import check_parameters_finite
 from paramserver.runs.monitor import RunMonitor
 from paramserver.runs.reshard import reshard_parts
-from paramserver.runs.rundir import RunDir
-
-_LAST_WRITE_S = 600.0
+from paramserver.runs.rundir import LAST_WRITE_S, RunDir
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,10 +122,11 @@ class CheckpointManager:
         monitor: its state is part of every checkpoint.
         resume: what the run resumes from; None for a new one.
         initial_weights: of ``init_from``, where it is given.
+        view: how often servers of this run have started, this one included; see ``consistency/ledger.py``.
 
     Attributes:
         checkpoint: the one that the run resumed from.
-        consistency_state: of the checkpoint, for the consistency model.
+        consistency_state, ledger_state: of the checkpoint, for the consistency model and the ledger of pushes.
         simulations: of an online run; its state is saved and its figures are in the summary.
         simulations_state: of the checkpoint.
 
@@ -154,14 +153,17 @@ class CheckpointManager:
         monitor: RunMonitor,
         resume: ResumeState | None = None,
         initial_weights: tuple[str, Mapping[str, Any]] | None = None,
+        view: int = 1,
     ) -> None:
         self.config = config
         self.run = run
         self.monitor = monitor
         self.checkpoint = None if resume is None else resume.checkpoint
         self.initial_weights = initial_weights
+        self.view = view
         self.pauses_s: list[float] = []
         self.consistency_state: Mapping[str, Any] = {}
+        self.ledger_state: Mapping[str, Any] = {"rows": {}}
         self.simulations: SimulationsState | None = None
         self.simulations_state: dict[str, Any] | None = None
         self.writer = CheckpointWriter(run.checkpoints_dir, config.checkpoint.keep, config.checkpoint.background)
@@ -170,6 +172,7 @@ class CheckpointManager:
         if resume is not None:
             monitor.load_state_dict(resume.run)
             self.consistency_state = resume.run.get("consistency", {})
+            self.ledger_state = resume.run.get("ledger", self.ledger_state)
             self.simulations_state = resume.run.get("simulations")
             if monitor.best is not None and monitor.resume_note is None:
                 # The abandoned steps may have had a better one, or a crash came before this one was marked.
@@ -200,8 +203,15 @@ class CheckpointManager:
         if state is not None:
             updater.load_state_dict(state)
 
-    def trainer_part(self, trainer_index: int) -> bytes | None:
-        """Return the packed state that a trainer resumes from; None in a new run."""
+    def trainer_part(self, trainer_index: int, newest: bool = False) -> bytes | None:
+        """Return the packed state that a trainer resumes from; None in a new run.
+
+        Args:
+            trainer_index: of the trainer.
+            newest: its part of the newest checkpoint, which this process may have written after the resume.
+        """
+        if newest and self.writer.written:
+            return (self.writer.written[-1].path / f"trainer-{trainer_index}.pt").read_bytes()
         if self._resume is None:
             return None
         if self._resume.parts is not None:
@@ -225,6 +235,7 @@ class CheckpointManager:
         since: float,
         collect: Callable[[StagedCheckpoint], None],
         consistency: Mapping[str, Any] | None = None,
+        ledger: Mapping[str, Any] | None = None,
     ) -> None:
         """Save a checkpoint: stage it here, collect every trainer's part, and commit it to the disk.
 
@@ -238,6 +249,7 @@ class CheckpointManager:
             collect: arranges that ``commit`` is called, once, with the parts of all trainers; now or from any thread
                 later. Without that call, as when a trainer dies, nothing is written.
             consistency: the state of its rules.
+            ledger: the state of the ledger of pushes.
 
         Raises:
             Exception: the failure of an earlier write.
@@ -246,7 +258,7 @@ class CheckpointManager:
         # A failed write ends the run at its next checkpoint, so that it does not train for long without a good one.
         self.writer.raise_error()
         # 1. Stage: one copy in memory. Nothing that training changes is read after this line.
-        staged = self.stage(step, model, updater, reason, since, consistency)
+        staged = self.stage(step, model, updater, reason, since, consistency, ledger)
         # 2. Collect: each trainer has staged its part of the same step, and sends it while training continues.
         # 3. ``commit``, when the last part is here: the writer brings every file to the disk, then the manifest, and
         #    renames the folder to its final name; then ``latest`` and ``best`` name it, and older ones are removed.
@@ -260,6 +272,7 @@ class CheckpointManager:
         reason: str,
         since: float,
         consistency: Mapping[str, Any] | None = None,
+        ledger: Mapping[str, Any] | None = None,
     ) -> StagedCheckpoint:
         """Copy, once, what rank 0 stores: model, optimizer, schedule and the state of the run. See ``save``."""
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -271,6 +284,7 @@ class CheckpointManager:
             "simulations": None if self.simulations is None else self.simulations.state_dict(),
             "scheduler": state["scheduler"],
             "consistency": dict(consistency or {}),
+            "ledger": dict(ledger or {"rows": {}}),
         }
         objects = {
             "model": stage_copy(detached_state_dict(model), self._pool),
@@ -328,6 +342,11 @@ class CheckpointManager:
             )
         )
 
+    def suspend(self) -> None:
+        """Finish what is being written, and close the records without a summary: the run continues in another view."""
+        self.writer.close(LAST_WRITE_S)
+        self.monitor.suspend()
+
     def close(
         self, status: str, totals: Sequence[TrainerTotals], reason: str = "", error: str | None = None
     ) -> dict[str, Any]:
@@ -340,7 +359,7 @@ class CheckpointManager:
             self.monitor.note(f"{self.run.logs_dir} was removed while the run wrote it; what it logged there is lost")
         refused: StorageError | None = None
         try:
-            self.writer.close(_LAST_WRITE_S)
+            self.writer.close(LAST_WRITE_S)
         except Exception as failure:  # noqa: BLE001 - it becomes the run's error, unless there is an earlier one
             if isinstance(failure, StorageError) and status != "failed":
                 refused = failure
@@ -364,27 +383,43 @@ class PartCollector:
 
     Thread-safe. A trainer takes part in the next checkpoint only when its part of the last one has arrived, so one is
     collected at a time. Until then what is staged and the chunks that arrived are in memory, in addition to what the
-    writer holds. Where a trainer dies before, nothing is written, and the previous checkpoint remains the newest.
+    writer holds. The part of a trainer that is lost before it has arrived is replaced by its substitute.
 
     Args:
         checkpoints: commits.
-        trainers: how many parts a checkpoint has.
     """
 
-    def __init__(self, checkpoints: CheckpointManager, trainers: int) -> None:
+    def __init__(self, checkpoints: CheckpointManager) -> None:
         self._checkpoints = checkpoints
-        self._trainers = trainers
         self._lock = threading.Lock()
         self._staged: StagedCheckpoint | None = None
-        self._parts: dict[int, ChunkedFile] = {}
+        self._parts: dict[int, ChunkedFile | Mapping[str, Any]] = {}
+        self._substitutes: dict[int, Mapping[str, Any]] = {}
         self._pauses_s: dict[int, float] = {}
 
-    def start(self, staged: StagedCheckpoint) -> None:
-        """Collect the parts of ``staged`` from now on."""
+    def start(
+        self, staged: StagedCheckpoint, taking_part: Set[int], substitutes: Mapping[int, Mapping[str, Any]]
+    ) -> None:
+        """Collect the parts of ``staged`` from now on.
+
+        Args:
+            staged: of rank 0.
+            taking_part: the trainers that will send a part.
+            substitutes: a part for each trainer that cannot, or is lost before it has.
+        """
         with self._lock:
             assert self._staged is None, "a trainer waits for its last part before it takes part in a checkpoint"
             self._staged, self._pauses_s = staged, {}
-            self._parts = {index: ChunkedFile() for index in range(self._trainers)}
+            self._substitutes = dict(substitutes)
+            self._parts = {**self._substitutes, **{index: ChunkedFile() for index in taking_part}}
+
+    def replace(self, trainer_index: int) -> None:
+        """Do not wait for the part of a lost trainer."""
+        with self._lock:
+            if self._staged is None or trainer_index not in self._missing():
+                return
+            self._parts[trainer_index] = self._substitutes[trainer_index]
+        self._commit_if_complete()
 
     def add_chunk(self, trainer_index: int, step: int, chunk: Tensor) -> None:
         """Append a chunk, of bytes, to a trainer's file.
@@ -393,8 +428,7 @@ class PartCollector:
             TrainingError: no staged checkpoint of that step waits for it.
         """
         with self._lock:
-            self._expected(trainer_index, step)
-            self._parts[trainer_index].append(chunk.numpy())
+            self._expected(trainer_index, step).append(chunk.numpy())
 
     def finish_part(self, trainer_index: int, step: int, pause_s: float) -> None:
         """Complete a trainer's part. The last one commits the checkpoint.
@@ -404,16 +438,26 @@ class PartCollector:
             Exception: see ``CheckpointManager.commit``.
         """
         with self._lock:
-            staged = self._expected(trainer_index, step)
+            self._expected(trainer_index, step)
             self._pauses_s[trainer_index] = pause_s
-            if len(self._pauses_s) < self._trainers:
-                return
-            parts, pauses_s = self._parts, self._pauses_s
-            self._staged, self._parts = None, {}
-        # Without the lock: without ``checkpoint.background`` this writes to disk.
-        self._checkpoints.commit(staged, parts, max(pauses_s.values()))
+        self._commit_if_complete()
 
-    def _expected(self, trainer_index: int, step: int) -> StagedCheckpoint:
-        if self._staged is None or self._staged.step != step or trainer_index in self._pauses_s:
+    def _commit_if_complete(self) -> None:
+        with self._lock:
+            if self._staged is None or self._missing():
+                return
+            staged, parts, pauses_s = self._staged, self._parts, self._pauses_s
+            self._staged, self._parts, self._substitutes = None, {}, {}
+        # Without the lock: without ``checkpoint.background`` this writes to disk.
+        self._checkpoints.commit(staged, parts, max(pauses_s.values(), default=0.0))
+
+    def _missing(self) -> set[int]:
+        """Return the trainers whose parts have not arrived. Called with the lock held."""
+        return {i for i, part in self._parts.items() if isinstance(part, ChunkedFile)} - self._pauses_s.keys()
+
+    def _expected(self, trainer_index: int, step: int) -> ChunkedFile:
+        if self._staged is None or self._staged.step != step or trainer_index not in self._missing():
             raise TrainingError(f"trainer {trainer_index}: a part of step {step} must follow the staging of that step")
-        return self._staged
+        part = self._parts[trainer_index]
+        assert isinstance(part, ChunkedFile)
+        return part

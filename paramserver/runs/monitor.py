@@ -212,6 +212,10 @@ class RunMonitor:
 
     # The end.
 
+    def suspend(self) -> None:
+        """Close the sink; the run continues with another monitor."""
+        self._sink.close()
+
     def close(
         self,
         status: str,

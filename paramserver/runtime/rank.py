@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import shlex
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paramserver.checkpoint import load_chosen, remove_leftovers
+from paramserver.checkpoint import has_checkpoint, load_chosen, remove_leftovers
 from paramserver.checkpoint.format import LATEST
 from paramserver.cluster import ProcessIdentity, bind_interface, interface_to, num_usable_cores, process_environ
 from paramserver.config import Config, Role, dump_yaml, mode_of, roles, server_computes, trainer_of
@@ -26,13 +27,17 @@ from paramserver.distributed.session import rpc_server
 from paramserver.errors import (
     CheckpointError,
     DeadlineExceeded,
+    Evicted,
     Interrupted,
     PeerFailed,
+    PeerLost,
+    RunEnded,
     TrainingError,
     UnsupportedConfiguration,
+    ViewChanged,
 )
 from paramserver.importing import load_object
-from paramserver.metrics import FanOut, JsonLines, Sink, TensorBoard
+from paramserver.metrics import FanOut, JsonLines, OpenSink, Sink, TensorBoard
 from paramserver.metrics.records import TrainerTotals, make_record
 from paramserver.runs.attempt import reserve_run, start_transaction
 from paramserver.runs.checkpoint_manager import CheckpointManager, load_for_resume
@@ -48,6 +53,8 @@ from paramserver.runtime.online import publish_endpoint, start_coordinator
 from paramserver.task import Task, make_task
 
 if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
     from paramserver.server.parameter_server import ParameterServer
     from trainers import Trainer
 
@@ -55,6 +62,9 @@ log = logging.getLogger("paramserver")
 
 # Once the run has ended, other processes have this long to disconnect.
 _DISCONNECT_S = 5.0
+
+# Between two attempts to join servers that are lost: how soon is limited by the start of a process anyway.
+_REJOIN_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -74,6 +84,8 @@ class RankPlan:
         ends_process: this process ends with the rank, so its signal handlers stay installed.
         began: ``time.time()`` of the command that started the run.
         command: for environment.json.
+        restarted: rank 0 takes part in ``run`` again; without ``resume``, from its beginning.
+        replaces: an earlier process of this rank is dead.
     """
 
     config: Config
@@ -88,10 +100,15 @@ class RankPlan:
     ends_process: bool = False
     began: float | None = None
     command: Sequence[str] = ()
+    restarted: bool = False
+    replaces: bool = False
 
 
 def run_rank(plan: RankPlan) -> dict[str, Any] | None:
     """Run one rank: find its role, join the others, open the run, then serve or train until the run ends.
+
+    What joins, opens, serves and trains is a session. Where the servers return to a checkpoint, or this process was
+    taken for lost, the session ends and another one begins, with the same task object.
 
     Returns:
         The summary on rank 0, None elsewhere.
@@ -103,39 +120,111 @@ def run_rank(plan: RankPlan) -> dict[str, Any] | None:
     timer = StartupTimer(plan.began)
     timer.mark("interpreter and imports")
     with StopRequest(restore=not plan.ends_process) as stop, ExitStack() as stack:
+        for sink in plan.sinks:
+            stack.callback(sink.close)
         # Role, task and devices. Errors of the user's input are raised here, before any process waits for another.
         ranks = roles(config, identity.world_size)
         role, trainers = ranks[identity.global_rank], sum(r.kind == "trainer" for r in ranks)
         task = make_task(config, plan.folders, plan.task_class)
         process = ProcessContext(config, identity, role, trainers, _place(identity, ranks, config), stop, timer)
         timer.mark("task")
-
-        rendezvous = None
-        if not mode_of(config).single_process:
+        interface = config.cluster.interface or interface_to(identity.master_addr)
+        if interface is not None and not mode_of(config).single_process:
             # TensorPipe and gloo read the interface from the environment when they start.
-            if (interface := config.cluster.interface or interface_to(identity.master_addr)) is not None:
-                bind_interface(process_environ(), interface)
-            rendezvous = join_rendezvous(config, identity, stop.event, plan.listener)
-        timer.mark("rendezvous")
+            bind_interface(process_environ(), interface)
+        session = Session(plan, process, task, stack)
+        while True:
+            try:
+                return session.run()
+            except PeerLost as loss:
+                session = session.after(loss)
+            # The frames of the session, which its error holds, have to go before the next one connects.
+            gc.collect()
 
-        # The run folder belongs to rank 0. Its name also informs the other ranks that rank 0 is ready.
-        checkpoints = None
-        if identity.global_rank == 0:
-            checkpoints = stack.enter_context(_open_run(plan, process))
-            run = checkpoints.run
-            if rendezvous is not None:
-                rendezvous.set("run", run.name)
-        else:
-            assert rendezvous is not None
-            run = RunDir(Path(config.logging.run_dir) / rendezvous.get("run"))
-        if plan.writes_log:
-            stack.enter_context(_log_file(run, identity.global_rank))
-        if config.simulations is not None:
-            coordinator = None
-            if checkpoints is not None:
-                coordinator = stack.enter_context(start_coordinator(process, checkpoints, plan.folders))
-            process = replace(process, receiver_spec=publish_endpoint(process, coordinator, rendezvous))
 
+class Session:
+    """One time of joining the run and taking part in it. A process has several if servers return to a checkpoint.
+
+    Args:
+        plan, process, task: of this rank.
+        resources: of the process, closed after its last session.
+        min_view: the first view of the servers that this session may join.
+        give_up_at: ``time.monotonic()`` at which the servers must have returned; None before a loss.
+        store: on rank 0, that of an earlier session.
+    """
+
+    def __init__(
+        self,
+        plan: RankPlan,
+        process: ProcessContext,
+        task: Task,
+        resources: ExitStack,
+        min_view: int = 1,
+        give_up_at: float | None = None,
+        store: Store | None = None,
+    ) -> None:
+        self.plan, self.process, self.task = plan, process, task
+        self.resources = resources
+        self.min_view = min_view
+        self.give_up_at = give_up_at
+        self.store = store
+        self.view = 0
+        self.joined = False
+        self.peer = ""
+
+    def run(self) -> dict[str, Any] | None:
+        """Take part in the run until it ends; returns and raises as ``run_rank``."""
+        plan, process = self.plan, self.process
+        config, identity, timer = plan.config, plan.identity, process.startup_timer
+        with ExitStack() as stack:
+            rendezvous = None
+            self.view = max(self.min_view, 1 if plan.run is None else plan.run.last_view() + 1)
+            if not mode_of(config).single_process:
+                rendezvous = join_rendezvous(
+                    config,
+                    identity,
+                    process.stop.event,
+                    plan.listener,
+                    view=self.view if identity.global_rank == 0 else self.min_view,
+                    store=self.store,
+                    replaces=plan.replaces or self.give_up_at is not None,
+                )
+                self.view, self.store = rendezvous.view, rendezvous.base
+                self.peer = rendezvous.holder_of_rank(0)
+            timer.mark("rendezvous")
+
+            # The run folder belongs to rank 0. Its name also informs the other ranks that rank 0 is ready.
+            checkpoints = None
+            if identity.global_rank == 0:
+                if plan.run is None:
+                    run = self.resources.enter_context(reserve_run(config))
+                    self.resources.enter_context(start_transaction(run))
+                    self.plan = plan = replace(plan, run=run)
+                checkpoints = stack.enter_context(_open_run(plan, process, self.view))
+                run = checkpoints.run
+                if rendezvous is not None:
+                    rendezvous.set("run", run.name)
+            else:
+                assert rendezvous is not None
+                run = RunDir(Path(config.logging.run_dir) / rendezvous.get("run"))
+            if plan.writes_log:
+                stack.enter_context(_log_file(run, identity.global_rank))
+            if config.simulations is not None:
+                coordinator = None
+                if checkpoints is not None:
+                    coordinator = stack.enter_context(start_coordinator(process, checkpoints, plan.folders))
+                process = replace(process, receiver_spec=publish_endpoint(process, coordinator, rendezvous))
+            return self._work(process, checkpoints, rendezvous, run, stack)
+
+    def _work(
+        self,
+        process: ProcessContext,
+        checkpoints: CheckpointManager | None,
+        rendezvous: Rendezvous | None,
+        run: RunDir,
+        stack: ExitStack,
+    ) -> dict[str, Any] | None:
+        config, identity, role, task = process.config, process.identity, process.role, self.task
         devices = ", ".join(str(device) for device in process.placement.devices)
         log.info("rank %d of %d: %s on %s, run %s", identity.global_rank, identity.world_size, role, devices, run.name)
         task.devices, task.config = process.placement.devices, config
@@ -145,15 +234,56 @@ def run_rank(plan: RankPlan) -> dict[str, Any] | None:
         totals: list[TrainerTotals] = []
         work: Callable[[], Decision]
         if role.kind == "trainer":
-            trainer = _trainer_class(config, plan.folders)(process, task, checkpoints, rendezvous)
-            work = partial(_train, trainer, totals)
+            trainer = _trainer_class(config, self.plan.folders)(process, task, checkpoints, rendezvous)
+            work = partial(_train, trainer, totals, self)
         else:
             assert rendezvous is not None
-            work = partial(_serve, process, task, checkpoints, rendezvous, totals)
+            work = partial(_serve, process, task, checkpoints, rendezvous, totals, self)
         if checkpoints is not None:
             return _run_and_summarize(checkpoints, work, totals)
         _reason(work())
         return None
+
+    def mark_joined(self) -> None:
+        """Record that the servers have accepted this process."""
+        self.joined = True
+
+    def after(self, loss: PeerLost) -> Session:
+        """Return the session that follows a loss; raise ``loss`` if the run cannot continue here."""
+        plan, process = self.plan, self.process
+        config = plan.config
+        if process.stop.event.is_set() or not mode_of(config).has_servers:
+            raise loss
+        min_view, give_up_at = self.view, self.give_up_at
+        if isinstance(loss, ViewChanged):
+            min_view, give_up_at = self.view + 1, None
+        elif isinstance(loss, (PeerFailed, RunEnded)) or process.identity.global_rank == 0:
+            raise loss
+        elif config.cluster.max_restarts == 0 or not (self.joined or give_up_at is not None):
+            raise loss
+        elif isinstance(loss, Evicted):
+            give_up_at = None
+        else:
+            # A supervisor ends a server that is frozen and starts another one; elsewhere the scheduler must.
+            record = make_record("lost", None, rank=process.identity.global_rank, peer=self.peer, text=str(loss))
+            for sink in plan.sinks:
+                sink.write(record)
+        now = time.monotonic()
+        if self.joined or give_up_at is None:
+            give_up_at = now + config.cluster.timeout_s
+        if now > give_up_at:
+            raise DeadlineExceeded(
+                f"{loss}; it did not return within cluster.timeout_s ({config.cluster.timeout_s:g} s)"
+            ) from loss
+        log.warning("%s; this process joins again", loss)
+        process.stop.event.wait(_REJOIN_S)
+        store = None
+        if process.identity.global_rank == 0:
+            assert plan.run is not None
+            plan, store = replace(plan, resume=has_checkpoint(plan.run.path), restarted=True), self.store
+        return Session(
+            plan, replace(process, session=process.session + 1), self.task, self.resources, min_view, give_up_at, store
+        )
 
 
 def _place(identity: ProcessIdentity, ranks: Sequence[Role], config: Config) -> Placement:
@@ -188,13 +318,13 @@ def _log_file(run: RunDir, global_rank: int) -> Iterator[None]:
 
 
 @contextmanager
-def _open_run(plan: RankPlan, process: ProcessContext) -> Iterator[CheckpointManager]:
+def _open_run(plan: RankPlan, process: ProcessContext, view: int) -> Iterator[CheckpointManager]:
     """Create or lock the run folder, write its files, and yield the manager of its checkpoints."""
-    config = process.config
+    config, run = process.config, plan.run
+    assert run is not None
     with ExitStack() as stack:
-        run = plan.run or stack.enter_context(reserve_run(config))
-        stack.enter_context(start_transaction(run) if plan.run is None else nullcontext())
         stack.enter_context(run.lock(plan.resume))
+        run.record_view(view)
         # Read everything that a resume or init_from needs before the first file changes.
         resume = load_for_resume(config, run) if plan.resume else None
         weights = _initial_weights(config) if resume is None else None
@@ -206,11 +336,14 @@ def _open_run(plan: RankPlan, process: ProcessContext) -> Iterator[CheckpointMan
         write_json(run.environment_file, {**about, "device": str(process.placement.device), "folders": folders})
         if resume is not None:
             supersede_metrics(run.metrics_file, resume.checkpoint.step, kinds_recorded_later(resume.run))
+        elif plan.restarted:
+            supersede_metrics(run.metrics_file, 0)
         sinks: list[Sink] = [JsonLines(run.metrics_file)]
         if config.logging.tensorboard:
-            sinks.append(TensorBoard(run.tensorboard_dir, None if resume is None else resume.checkpoint.step + 1))
-        monitor = RunMonitor(config, FanOut([*sinks, *plan.sinks]), run.summary_file)
-        checkpoints = CheckpointManager(config, run, monitor, resume, weights)
+            first_step = 0 if resume is None else resume.checkpoint.step + 1
+            sinks.append(TensorBoard(run.tensorboard_dir, first_step if resume or plan.restarted else None))
+        monitor = RunMonitor(config, FanOut([*sinks, *map(OpenSink, plan.sinks)]), run.summary_file)
+        checkpoints = CheckpointManager(config, run, monitor, resume, weights, view)
         monitor.run_started(
             make_record(
                 "start",
@@ -262,6 +395,9 @@ def _run_and_summarize(
     """
     try:
         reason = _reason(work())
+    except ViewChanged:
+        checkpoints.suspend()  # the run continues in another session
+        raise
     except Interrupted as interrupted:
         checkpoints.close("interrupted", totals, str(interrupted))
         step = checkpoints.monitor.step
@@ -299,6 +435,7 @@ def _serve(
     checkpoints: CheckpointManager | None,
     rendezvous: Rendezvous,
     totals: list[TrainerTotals],
+    session: Session,
 ) -> Decision:
     # Imported here: trainers start without these modules.
     from paramserver.distributed.membership import release_liveness_calls
@@ -309,13 +446,21 @@ def _serve(
     from paramserver.transport.segments import SegmentHost
 
     if checkpoints is None:
-        return serve_shard(process, task, rendezvous)
+        return serve_shard(process, task, rendezvous, session.mark_joined)
     config = process.config
     with ExitStack() as stack:
         segments = None
         if config.server.shares_memory:
             segments = stack.enter_context(SegmentHost("paramserver", config.cluster.timeout_s))
-        server = ParameterServer(task, config, process.trainers, checkpoints, process.stop, segments)
+        server = ParameterServer(
+            task,
+            config,
+            process.trainers,
+            checkpoints,
+            process.stop,
+            segments,
+            lambda i: rendezvous.release_rank(config.cluster.num_servers + i),
+        )
         # Registered before the agent starts: its first call may arrive at once.
         register_server(server)
         if server.coordinator is not None:
@@ -368,7 +513,7 @@ def _trainer_class(config: Config, folders: Sequence[Path]) -> Any:
     return found
 
 
-def _train(trainer: Trainer, totals: list[TrainerTotals]) -> Decision:
+def _train(trainer: Trainer, totals: list[TrainerTotals], session: Session) -> Decision:
     try:
         return trainer.run()
     except SystemExit as error:
@@ -378,4 +523,5 @@ def _train(trainer: Trainer, totals: list[TrainerTotals]) -> Decision:
             "run was over; raise an exception instead"
         ) from error
     finally:
+        session.joined = session.joined or trainer.joined
         totals.extend(trainer.all_totals)

@@ -11,10 +11,20 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from paramserver.consistency import Announcement, Consistency, Decision, Stop, Update, Verdict
+from paramserver.consistency import (
+    Announcement,
+    Consistency,
+    Decision,
+    Ledger,
+    PushId,
+    PushState,
+    Stop,
+    Update,
+    Verdict,
+)
 from paramserver.context import StopRequest
 from paramserver.distributed.rpc_calls import RemoteError, completed_future
-from paramserver.errors import TrainingError
+from paramserver.errors import Evicted, RunEnded, TrainingError
 from paramserver.metrics.records import StepReport, StepResult
 from paramserver.runs.monitor import RunMonitor
 from paramserver.server.coordinator import ShardCoordinator
@@ -32,27 +42,33 @@ class Aggregator:
     step, the trainer gets a ``StepGrant`` with the version to pull. Its push waits here until the model names it in an
     ``Update``; then the update is applied, and the trainers whose gradients it holds get their replies.
 
-    All of that happens in ``_process``, the only loop: whatever adds an announcement or a push calls it afterwards.
+    All of that happens in ``_process``, the only loop: whatever adds an announcement or a push, or removes a trainer,
+    calls it afterwards. A trainer that joins takes part from its first announcement on.
 
     Args:
-        rules: the consistency model.
+        rules: the consistency model; its ``trainers`` are those that take part.
+        ledger: of the pushes, restored from the checkpoint.
         store: the parameters.
         monitor: counts updates.
         stop: set by a signal to this process.
         fail: ends the run with an error.
         coordinator: of the other servers, if there are several.
+        clock: in seconds, for measurements only.
     """
 
     def __init__(
         self,
         rules: Consistency,
+        ledger: Ledger,
         store: ParameterStore,
         monitor: RunMonitor,
         stop: StopRequest,
         fail: Callable[[Exception], None],
         coordinator: ShardCoordinator | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.rules = rules
+        self.ledger = ledger
         self.store = store
         self.monitor = monitor
         self.stop = stop
@@ -60,6 +76,7 @@ class Aggregator:
         self.epoch_samples: int | None = None
         self._fail = fail
         self._coordinator = coordinator
+        self._clock = clock
         self._epoch = monitor.epoch
         self._seconds = monitor.seconds
         self._announcements = PendingReplies()
@@ -68,6 +85,10 @@ class Aggregator:
         self._pushes: dict[int, Push] = {}  # complete, not applied yet
         self._incomplete: dict[int, Push] = {}  # reported, with gradients still on their way
         self._granted: dict[int, int] = {}  # the version that each trainer was granted and has not pushed for
+        self._replies: dict[int, Future] = {}  # of the last push of each trainer, for a message that is repeated
+        self._joint: set[int] = set()  # the trainers of the last decision that all took together
+        self._validators: dict[int, set[int]] = {}  # of each retained version: the trainers that validate it
+        self.ended = False  # the trainers have been sent the end of the run
         self._exclusive: deque[Callable[[ReleaseFn], None]] = deque()
         self._processing = self._process_again = False
         self._busy = False  # other servers are at work; nothing else may start
@@ -76,11 +97,49 @@ class Aggregator:
     # Announcements.
 
     def announce(self, trainer_index: int, announcement: Announcement) -> torch.futures.Future[StepGrant]:
-        """Reply with a ``StepGrant`` once the consistency model lets the trainer continue."""
+        """Reply with a ``StepGrant`` once the consistency model lets the trainer continue.
+
+        Raises:
+            RunEnded: the other trainers have ended the run.
+        """
+        if self.ended:
+            raise RunEnded(f"the run ended before trainer {trainer_index} took part in it")
+        if trainer_index not in self.rules.trainers:
+            self.rules.join(trainer_index)
         future: torch.futures.Future[StepGrant] = torch.futures.Future()
         self._enqueue(trainer_index, announcement, future)
         self._process()
         return future
+
+    def remove(self, trainer_index: int) -> None:
+        """Forget a lost trainer: the others do not wait for it, and a push that is not complete is discarded.
+
+        A push that is complete stays, and is applied as if its trainer lived.
+        """
+        error = RemoteError.of(Evicted(f"trainer {trainer_index} takes no part in the run any more"))
+        waiting = [
+            table.pop(trainer_index)[0]
+            for table in (self._announcements, self._version_waits)
+            if trainer_index in table.parts
+        ]
+        if (incomplete := self._incomplete.pop(trainer_index, None)) is not None:
+            waiting.append(incomplete.future)
+        self._granted.pop(trainer_index, None)
+        self._results.pop(trainer_index, None)
+        self._replies.pop(trainer_index, None)
+        if (transport := self.transports.pop(trainer_index, None)) is not None:
+            transport.unpin()
+        for trainers in (self._joint, *self._validators.values()):
+            trainers.discard(trainer_index)
+        if trainer_index in self.rules.trainers:
+            self.rules.leave(trainer_index)
+        for future in waiting:
+            future.set_result(error)
+        self._process()
+
+    def participants(self, version: int) -> set[int]:
+        """Return the trainers that validate or save ``version`` together; a lost one is not among them."""
+        return self._validators.get(version, self._joint)
 
     def _enqueue(self, trainer_index: int, announcement: Announcement, future: Future) -> None:
         own, reason = Stop.NO, ""
@@ -112,14 +171,21 @@ class Aggregator:
                 elif (update := self.rules.next_update()) is not None:
                     self._apply_update(update)
                 else:
-                    for trainer_index, decision in self.rules.pop_decisions().items():
-                        self._grant(trainer_index, decision)
+                    self._carry_out(self.rules.pop_decisions())
                     if not self._process_again:
                         return
         except Exception as error:  # noqa: BLE001 - ends the run and is sent to every trainer
             self._fail(error)
         finally:
             self._processing = False
+
+    def _carry_out(self, decisions: Mapping[int, Decision]) -> None:
+        verdicts = {decision.verdict for decision in decisions.values()}
+        if decisions and (self.rules.lockstep or verdicts & {Verdict.BARRIER, Verdict.END}):
+            self._joint = set(decisions)
+        self.ended = self.ended or Verdict.END in verdicts
+        for trainer_index, decision in decisions.items():
+            self._grant(trainer_index, decision)
 
     def _release(self) -> None:
         """Continue after an exclusive task or an update on several servers."""
@@ -133,7 +199,7 @@ class Aggregator:
 
     def _grant(self, trainer_index: int, decision: Decision) -> None:
         future, announced = self._announcements.pop(trainer_index)
-        held_s = time.perf_counter() - announced
+        held_s = self._clock() - announced
         result = self._results.pop(trainer_index, None)
         if decision.verdict is Verdict.GO:
             self._enter_epoch(decision.samples)
@@ -181,22 +247,27 @@ class Aggregator:
 
         Raises:
             TrainingError: it holds none, or the consistency model rejects them.
+            Evicted: the trainer takes no part any more.
         """
+        if (reply := self._find_reply(report)) is not None:
+            return reply
         gradients = self.transports[report.trainer_index].collect_gradients(held)
         if gradients is None:
             raise TrainingError(
                 f"trainer {report.trainer_index} stepped a context without gradients; call backward first"
             )
         future: torch.futures.Future[StepGrant] = torch.futures.Future()
-        self._accept(Push(gradients, report, buffers, announcement, future, time.perf_counter()))
+        self._accept(Push(gradients, report, buffers, announcement, future, self._clock()))
         return future
 
     def push_in_place(
         self, report: StepReport, buffers: Sequence[Tensor], announcement: Announcement | None
     ) -> torch.futures.Future[StepGrant]:
         """Keep the report of a push whose gradients are in shared memory until ``gradients_arrived``."""
+        if (reply := self._find_reply(report)) is not None:
+            return reply
         future: torch.futures.Future[StepGrant] = torch.futures.Future()
-        self._incomplete[report.trainer_index] = Push([], report, buffers, announcement, future, time.perf_counter())
+        self._incomplete[report.trainer_index] = Push([], report, buffers, announcement, future, self._clock())
         self.gradients_arrived(report.trainer_index)
         return future
 
@@ -208,9 +279,28 @@ class Aggregator:
             return
         del self._incomplete[trainer_index]
         try:
-            self._accept(replace(push, gradients=gradients, arrival_s=time.perf_counter()))
+            self._accept(replace(push, gradients=gradients, arrival_s=self._clock()))
         except TrainingError as error:
             push.future.set_result(RemoteError.of(error))  # raised by the caller
+
+    def _find_reply(self, report: StepReport) -> Future | None:
+        """Return the reply to a push that was sent before; None for a new one.
+
+        Raises:
+            Evicted: it is of an earlier process of this trainer, or was sent to an earlier server.
+            TrainingError: the push before it is missing.
+        """
+        trainer_index = report.trainer_index
+        incomplete = self._incomplete.get(trainer_index)
+        if incomplete is not None and _id_of(incomplete.report) == _id_of(report):
+            return incomplete.future
+        state = self.ledger.state_of(_id_of(report))
+        if state is PushState.EVICTED or trainer_index not in self.transports:
+            raise Evicted(f"trainer {trainer_index} takes no part in the run any more, or joined it anew")
+        if state is PushState.GAP:
+            last = self.ledger[trainer_index].decided
+            raise TrainingError(f"trainer {trainer_index} sent push {report.sequence} after push {last}")
+        return None if state is PushState.NEW else self._replies[trainer_index]
 
     def _accept(self, push: Push) -> None:
         """Keep a complete push for the update that will hold it, or drop it."""
@@ -220,9 +310,11 @@ class Aggregator:
             raise TrainingError(rejection)
         transport = self.transports[trainer_index]
         report, buffers = transport.complete_push(push.report, push.buffers)
-        push = replace(push, report=report, buffers=buffers)
+        push = replace(push, report=report, buffers=buffers, segment_key=transport.segment_key)
         transport.unpin()
         self._granted.pop(trainer_index, None)
+        self.ledger.accept(_id_of(report), version, report.samples, report.positions)
+        self._replies[trainer_index] = push.future
         if self.rules.push(trainer_index, version, report.samples):
             self._pushes[trainer_index] = push
         else:
@@ -236,15 +328,14 @@ class Aggregator:
         pushes = [self._pushes[i] for i in update.trainers]
         # With trainers that run freely, these gradients may have been in flight when the last epoch ended.
         self._enter_epoch(self.rules.samples - sum(push.report.samples for push in pushes))
-        started = time.perf_counter()
+        started = self._clock()
         if self._coordinator is None:
             self.store.apply(self.rules.step, update, pushes)
             self._after_update(update, pushes, started)
             return
         self._busy = self._applying = True
-        in_place = [self.transports[i].zero_copy for i in update.trainers]
         applied = partial(self._shards_applied, update, pushes, started)
-        self._coordinator.apply(self.rules.step, update, pushes, in_place, self._versions_in_use(), applied)
+        self._coordinator.apply(self.rules.step, update, pushes, self._versions_in_use(), applied)
 
     def _versions_in_use(self) -> set[int]:
         """Versions that trainers may still pull from other servers, or validate there."""
@@ -259,10 +350,12 @@ class Aggregator:
 
     def _after_update(self, update: Update, pushes: Sequence[Push], started: float) -> None:
         """Record the update, and reply to the trainers whose gradients it holds."""
-        apply_s = time.perf_counter() - started
+        apply_s = self._clock() - started
         validate_every = self.rules.terms.validate_every
         if validate_every and self.rules.step % validate_every == 0:
             self.store.retain(self.rules.step)
+            if not self.rules.lockstep:
+                self._validators[self.rules.step] = set(self.rules.trainers)
         result = self._result(pushes, apply_s)
         self.monitor.update_applied(result, dict(zip(update.trainers, update.staleness, strict=True)))
         for push in pushes:
@@ -273,7 +366,11 @@ class Aggregator:
 
     def _reply(self, push: Push, result: StepResult) -> None:
         """Reply now, or with the grant of the next step if the push carried its announcement."""
-        if push.announcement is None:
+        push_id = _id_of(push.report)
+        self.ledger.decide(push_id)
+        # The announcement of a trainer that was lost meanwhile does not count.
+        lives = push.report.trainer_index in self.rules.trainers and self.ledger.is_current(push_id)
+        if push.announcement is None or not lives:
             push.future.set_result(StepGrant(result=result))
             return
         self._results[push.report.trainer_index] = result
@@ -308,3 +405,7 @@ class Aggregator:
         self._pushes.clear()
         self._incomplete.clear()
         return waiting
+
+
+def _id_of(report: StepReport) -> PushId:
+    return PushId(report.trainer_index, report.view, report.incarnation, report.sequence)

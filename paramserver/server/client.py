@@ -16,6 +16,7 @@ from torch import Tensor
 
 from paramserver.config import Config
 from paramserver.consistency import Announcement, Decision
+from paramserver.distributed.abort_sockets import abort_connections
 from paramserver.distributed.membership import Heartbeat, Member, watch_peer
 from paramserver.distributed.rpc_calls import (
     NO_TIMEOUT_S,
@@ -32,7 +33,15 @@ from paramserver.server.coordinator import ShardCoordinator
 from paramserver.server.parameter_server import ParameterServer
 from paramserver.server.shard_server import ShardServer
 from paramserver.transport.base import GradientBucket
-from paramserver.transport.messages import JoinReply, ModelCall, ModelReply, ShardAssignment, StepGrant, VersionView
+from paramserver.transport.messages import (
+    DataPosition,
+    JoinReply,
+    ModelCall,
+    ModelReply,
+    ShardAssignment,
+    StepGrant,
+    VersionView,
+)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -88,17 +97,19 @@ class ServerConnection(ABC):
     Args:
         config: of the run.
         index: of this trainer, or of this shard server.
+        addresses: of the servers' agents.
     """
 
-    def __init__(self, config: Config, index: int) -> None:
+    def __init__(self, config: Config, index: int, addresses: Sequence[str] = ()) -> None:
+        self._addresses = addresses
         self.config = config
         self.index = index
         self.timeout_s = config.cluster.timeout_s
         self._name = "the server" if config.cluster.num_servers == 1 else "server 0"
         self._changed = threading.Condition()
-        self._lost_reason: str | None = None
+        self._lost: PeerLost | None = None
         self._heartbeat: Heartbeat | None = None
-        watch_peer(SERVER_NAME, lambda reason: self._mark_lost(reason or "it ended before this trainer did"))
+        watch_peer(SERVER_NAME, lambda reason: self._mark_lost(reason or "it ended before this process did"))
 
     @abstractmethod
     def _send_heartbeat(self) -> torch.futures.Future[None]:
@@ -108,20 +119,30 @@ class ServerConnection(ABC):
         """Start the thread that reports this process as alive and notices a server that does not reply."""
 
         def beat() -> None:
-            self._send_heartbeat().wait()
+            refusal = self._send_heartbeat().wait()
+            if isinstance(refusal, RemoteError):
+                raise refusal.error()
 
-        self._heartbeat = Heartbeat(beat, self.config.server.heartbeat_s, self._mark_lost)
+        def on_lost(error: PeerLost) -> None:
+            # Its class shows whether the server refused the heartbeat.
+            self._mark_lost(error if type(error) is not PeerLost else str(error))
+            # A distributed backward waits in C++ for as long as the server is silent; only the end of its connections
+            # ends it (docs/torch-notes.md).
+            abort_connections(self._addresses)
+
+        self._heartbeat = Heartbeat(beat, self.config.server.heartbeat_s, on_lost)
 
     def wait(self, future: torch.futures.Future[T], name: str, timeout_s: float | None) -> T:
         """Wait for a reply; see ``InFlightCall.wait``. The future must ``wake`` this object when it is done."""
         # A condition, not ``future.wait``: torch's wait cannot be interrupted when the server is lost.
         with self._changed:
-            ended = self._changed.wait_for(lambda: future.done() or self._lost_reason is not None, timeout_s)
-            reason = self._lost_reason
+            ended = self._changed.wait_for(lambda: future.done() or self._lost is not None, timeout_s)
+            lost = self._lost
         if not ended:
             raise DeadlineExceeded(f"{self._name} did not answer {name} within cluster.timeout_s ({timeout_s:g} s)")
         if not future.done():
-            raise PeerLost(f"{self._name} is lost: {reason}")
+            assert lost is not None
+            raise lost
         try:
             value = future.value()
         except RuntimeError as error:  # of the agent: handlers return their errors
@@ -158,16 +179,17 @@ class ServerConnection(ABC):
         with self._changed:
             self._changed.notify_all()
 
-    def _mark_lost(self, reason: str) -> None:
+    def _mark_lost(self, reason: str | PeerLost) -> None:
+        error = PeerLost(f"{self._name} is lost: {reason}") if isinstance(reason, str) else reason
         with self._changed:
-            self._lost_reason = self._lost_reason or reason
+            self._lost = self._lost or error
             self._changed.notify_all()
 
     def raise_if_lost(self) -> None:
         """Raise ``PeerLost`` if the server is lost."""
         with self._changed:
-            if self._lost_reason is not None:
-                raise PeerLost(f"{self._name} is lost: {self._lost_reason}")
+            if self._lost is not None:
+                raise self._lost
 
     def close(self) -> None:
         """Stop the heartbeat."""
@@ -207,16 +229,21 @@ class ServerClient(ServerConnection):
     Args:
         config: of the run.
         index: of this trainer.
+        worker_id: of this process's agent.
+        addresses: of the servers' agents.
     """
 
-    def __init__(self, config: Config, index: int) -> None:
-        super().__init__(config, index)
+    def __init__(self, config: Config, index: int, worker_id: int, addresses: Sequence[str]) -> None:
+        super().__init__(config, index, addresses)
+        self._worker_id = worker_id
+        self._view = self._incarnation = self._sequence = 0
         self._shard_servers: list[str] = []
         # Steps address the server by name; see distributed/rpc_calls.py.
         self.rref = rpc.remote(SERVER_NAME, get_parameter_server)
 
     def _send_heartbeat(self) -> torch.futures.Future[None]:
-        return send(SERVER_NAME, self.config.server.lost_after_s, ParameterServer.heartbeat, self.index)
+        timeout_s = self.config.server.lost_after_s
+        return send(SERVER_NAME, timeout_s, ParameterServer.heartbeat, self.index, self._worker_id)
 
     def close(self) -> None:
         super().close()
@@ -228,7 +255,18 @@ class ServerClient(ServerConnection):
     def join(self, member: Member, epoch_samples: int | None) -> JoinReply:
         """Join the run; returns once all trainers and servers have joined."""
         future = send_deferred(SERVER_NAME, ParameterServer.join, member, epoch_samples)
-        return InFlightCall(self, future, "join", self.timeout_s).wait()
+        reply = InFlightCall(self, future, "join", self.timeout_s).wait()
+        self._view, self._incarnation, self._sequence = reply.view, reply.incarnation, 0
+        return reply
+
+    def report_source(self, position: DataPosition) -> None:
+        """Report where the data of this trainer starts; another process continues there if this one is lost."""
+        self.call(ParameterServer.report_source, self.index, position)
+
+    def number_push(self, report: StepReport) -> StepReport:
+        """Return the report of a new push, with the numbers that name it."""
+        self._sequence += 1
+        return replace(report, view=self._view, incarnation=self._incarnation, sequence=self._sequence)
 
     def share_segments(self) -> int:
         """Ask the server to exchange tensors in shared memory; see ``ParameterServer.share_segments``."""

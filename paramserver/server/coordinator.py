@@ -52,6 +52,7 @@ class ShardCoordinator:
         step: the version that the run begins with.
         segments: returns the address of server 0's shared memory and its key; None if nothing is shared.
         fail: ends the run with an error.
+        on_lost: called with a shard server that is lost, and the reason.
         all_ready: called when the last server is ready.
     """
 
@@ -64,6 +65,7 @@ class ShardCoordinator:
         step: int,
         segments: Callable[[], tuple[str | None, str]],
         fail: Callable[[ParamserverError], None],
+        on_lost: Callable[[Member, str], None],
         all_ready: Callable[[], None],
     ) -> None:
         self.config = config
@@ -75,6 +77,7 @@ class ShardCoordinator:
         self._step = step
         self._segments = segments
         self._fail = fail
+        self._on_lost = on_lost
         self._all_ready = all_ready
         self._members = Members()
         self._ready: set[int] = set()
@@ -116,7 +119,7 @@ class ShardCoordinator:
             self._all_ready()
 
     def heartbeat(self, server_index: int) -> None:
-        self._members.record_heartbeat(server_index)
+        self._members.record_heartbeat(server_index, server_index)
 
     def request_stop(self, reason: str) -> None:
         """A server received a signal."""
@@ -142,13 +145,15 @@ class ShardCoordinator:
         """Fail the run if a server has been silent for ``server.lost_after_s``."""
         silence_s = self.config.server.lost_after_s
         for member in self._members.overdue(silence_s):
-            self._fail(PeerLost(f"{member} is lost: no heartbeat for server.lost_after_s ({silence_s:g} s)"))
-            self._members.mark_disconnected(member.index)  # ``shut_down`` need not wait for it
+            self._lose(member, f"no heartbeat for server.lost_after_s ({silence_s:g} s)")
 
     def _on_disconnect(self, member: Member, reason: str | None) -> None:
-        self._members.mark_disconnected(member.index)
-        if not member.left:
-            self._fail(PeerLost(f"{member} is lost: {reason or 'it ended before this one did'}"))
+        self._members.mark_disconnected(member)
+        self._lose(member, reason or "it ended before this one did")
+
+    def _lose(self, member: Member, reason: str) -> None:
+        if self._members.lose(member):
+            self._on_lost(member, reason)
 
     def shut_down(self, outcome: Decision | ParamserverError | None, timeout_s: float) -> None:
         """Report the end of the run to all servers, and wait until they have disconnected."""
@@ -174,7 +179,6 @@ class ShardCoordinator:
         version: int,
         update: Update,
         pushes: Sequence[Push],
-        in_place: Sequence[bool],
         versions_in_use: Iterable[int],
         on_applied: Callable[[], None],
     ) -> None:
@@ -183,12 +187,11 @@ class ShardCoordinator:
         Args:
             version: the version that results.
             update, pushes: as for ``ParameterStore.apply``.
-            in_place: which gradients are in shared memory.
             versions_in_use: versions that may still be pulled from servers.
             on_applied: called when all servers have applied it.
         """
         updater, clip = self._store.shard_updater, self.config.training.clip_grad_norm
-        named = tuple((p.report.trainer_index, p.report.version, s) for p, s in zip(pushes, in_place, strict=True))
+        named = tuple((push.report.trainer_index, push.report.version, push.segment_key) for push in pushes)
         groups = get_hyperparameters(updater.optimizer) if clip is None else None
         used = merge_used([push.report.used for push in pushes])
         factors = tuple(self._store.gradient_factors(update))
@@ -270,7 +273,9 @@ class ShardCoordinator:
         try:
             value = future.value()
         except RuntimeError as error:
-            raise PeerLost(f"{self._members.get(server_index)} is lost: {str(error).splitlines()[0]}") from error
+            member = self._members.get(server_index)
+            self._lose(member, str(error).splitlines()[0])
+            raise PeerLost(f"{member} is lost: {str(error).splitlines()[0]}") from error
         if isinstance(value, RemoteError):
             raise value.error()
         return value

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,12 +18,22 @@ from torch import Tensor, nn
 
 from paramserver.checkpoint import stage_copy
 from paramserver.config import Config, server_computes
-from paramserver.consistency import Announcement, Decision, make_consistency
+from paramserver.consistency import Announcement, Decision, Ledger, make_consistency
 from paramserver.context import StopRequest
 from paramserver.distributed.membership import Member, Members, watch_peer
+from paramserver.distributed.rpc_agent import current_context_id, release_context
 from paramserver.distributed.rpc_calls import RemoteError
-from paramserver.errors import ParamserverError, PeerLost, StorageError, UnsupportedConfiguration, as_peer_error
-from paramserver.metrics.records import Record, StepReport, TrainerTotals, WeightedSums, merge_sums
+from paramserver.errors import (
+    Evicted,
+    ParamserverError,
+    PeerLost,
+    RunEnded,
+    StorageError,
+    UnsupportedConfiguration,
+    ViewChanged,
+    as_peer_error,
+)
+from paramserver.metrics.records import Record, StepReport, TrainerTotals, WeightedSums, make_record, merge_sums
 from paramserver.parameters.model import untrained_state_dict
 from paramserver.runs.checkpoint_manager import CheckpointManager, PartCollector, Stateful
 from paramserver.server.aggregator import Aggregator
@@ -34,6 +45,7 @@ from paramserver.transport.autograd import pull
 from paramserver.transport.base import ServerTransport
 from paramserver.transport.compression import make_codec
 from paramserver.transport.messages import (
+    DataPosition,
     Future,
     JoinReply,
     ModelCall,
@@ -98,6 +110,7 @@ class ParameterServer(TutorialMethods):
         checkpoints: saves and restores; its monitor writes records.
         stop: set by a signal to this process.
         segments: allocates memory that processes of this host share; None if all tensors are sent over RPC.
+        on_trainer_lost: called with the index of a trainer whose place another process may take.
 
     Example::
 
@@ -114,12 +127,14 @@ class ParameterServer(TutorialMethods):
         checkpoints: CheckpointManager,
         stop: StopRequest,
         segments: SegmentHost | None = None,
+        on_trainer_lost: Callable[[int], None] = lambda trainer_index: None,
     ) -> None:
         super().__init__()
         self.config = config
         self.checkpoints = checkpoints
         self.monitor = monitor = checkpoints.monitor
         self.trainers = trainers
+        self.view = checkpoints.view
         self.members = Members()
         self.finished = threading.Event()
         self.error: ParamserverError | None = None
@@ -133,6 +148,9 @@ class ParameterServer(TutorialMethods):
         # the checkpoint is loaded into the store before the coordinator splits parameters and states into shards.
         rules = make_consistency(config, trainers, monitor.step, monitor.samples)
         rules.load_state_dict(checkpoints.consistency_state)
+        times_due = None if config.buffer.kind == "reservoir" else config.buffer.pseudo_epochs
+        ledger = Ledger(times_due, self.view)
+        ledger.load_state_dict(checkpoints.ledger_state)
         several = config.cluster.num_servers > 1
         self._shared_memory = ServerSharedMemory(segments, config.server, rules.lockstep, monitor.note)
         # Other processes access the parameters themselves in lockstep, and whenever servers own them together; trainers
@@ -155,32 +173,68 @@ class ParameterServer(TutorialMethods):
                 monitor.step,
                 self._shared_memory.location,
                 self.fail,
+                lambda member, reason: self._change_view(f"{member} is lost: {reason}"),
                 self._start_if_complete,
             )
         self.is_whole = self.coordinator is None
         self._wire = WireVersion(store.shard.layout, make_codec(config.server), store.shard_snapshot)
         self.aggregator = Aggregator(
-            rules, store, monitor, stop, lambda error: self.fail(RemoteError.of(error).error()), self.coordinator
+            rules,
+            ledger,
+            store,
+            monitor,
+            stop,
+            lambda error: self.fail(RemoteError.of(error).error()),
+            self.coordinator,
         )
+        self._on_trainer_lost = on_trainer_lost
+        self._started = False
+        # Where the data of each trainer began in this view: what a process that takes its place needs of it.
+        self._sources: dict[int, dict[str, Any]] = {}
+        # Contexts of distributed autograd that a trainer would leave behind if it died (docs/torch-notes.md).
+        self._contexts: dict[int, int] = {}
         self._joins = PendingReplies()
         self._validations: dict[int, PendingReplies] = {}
         self._stagings = PendingReplies()
-        self._parts = PartCollector(checkpoints, trainers)
+        self._staging_reason = ""
+        self._parts = PartCollector(checkpoints)
 
     # Joining and leaving.
 
     def join(self, member: Member, epoch_samples: int | None) -> torch.futures.Future[JoinReply]:
-        """Add a trainer; reply once all trainers and servers have joined."""
+        """Add a trainer; reply once all trainers and servers have joined, or at once to one that joins later.
+
+        A trainer that joins again, or another process that takes its place, is a new incarnation: the earlier one is
+        evicted.
+
+        Raises:
+            RunEnded: the other trainers have finished.
+        """
+        index = member.index
         with self._lock:
             self._check_running()
+            if self.last_decision is not None:
+                raise RunEnded(f"the run ended before trainer {index} joined")
+            earlier = [present for present in self.members.present() if present.index == index]
+        for present in earlier:
+            self._lose(present, "another process joined in its place")
+        with self._lock:
+            self._check_running()
+            member.incarnation = self.aggregator.ledger.admit(index)
             self.members.join(member)
             self.aggregator.epoch_samples = epoch_samples
-            self.aggregator.transports[member.index] = self._make_transport()
-            future = self._joins.add(member.index, None)
+            self.aggregator.transports[index] = self._make_transport()
+            future = self._joins.add(index, None)
         # Without the lock: the liveness call is an RPC, and its callback runs in a thread of the agent.
-        watch_peer(member.name, lambda reason: self._on_disconnect(member.index, reason))
+        watch_peer(member.name, lambda reason: self._on_disconnect(member, reason))
         self._start_if_complete()
         return future
+
+    def report_source(self, trainer_index: int, position: DataPosition) -> None:
+        """Record where the data of a trainer starts in this view, before its first announcement."""
+        with self._lock:
+            self._sources[trainer_index] = position.source
+            self.aggregator.ledger[trainer_index].positions.load_state_dict(position.applied)
 
     def _make_transport(self) -> ServerTransport:
         if self._model_service is not None:
@@ -191,26 +245,44 @@ class ParameterServer(TutorialMethods):
         # Called by the last trainer or by the last server that is ready, whichever comes later; ``pop_all`` under the
         # lock makes sure that only one of them replies.
         with self._lock:
-            if self.error is not None or len(self._joins.parts) < self.trainers:
+            if self.error is not None or not (self._started or len(self._joins.parts) == self.trainers):
                 return
             if self.coordinator is not None and not self.coordinator.complete:
                 return
+            started, self._started = self._started, True
             futures = self._joins.pop_all()[1]
-        self._complete(futures, self._join_replies)
+        if not started:
+            self.monitor.expect_samples(self.aggregator.epoch_samples)
+        self._complete(futures, lambda: {i: self._join_reply(i) for i in futures})
 
-    def _join_replies(self) -> dict[int, JoinReply]:
-        self.monitor.expect_samples(self.aggregator.epoch_samples)
-        model = stage_copy(untrained_state_dict(self.store.model)) if self._model_service is None else {}
-        layouts = self.store.parameters.layout, self.store.buffers.layout
-        rules, coordinator = self.aggregator.rules, self.coordinator
-        if coordinator is not None and not coordinator.shares_memory:
-            self._shared_memory.disable()
-        shards = () if coordinator is None else coordinator.shards
-        address, stored_part = self._shared_memory.address, self.checkpoints.trainer_part
-        return {
-            i: JoinReply(model, *layouts, rules.step, rules.lockstep, address, stored_part(i), shards)
-            for i in range(self.trainers)
-        }
+    def _join_reply(self, trainer_index: int) -> JoinReply:
+        coordinator = self.coordinator
+        with self._lock:
+            model = stage_copy(untrained_state_dict(self.store.model)) if self._model_service is None else {}
+            layouts = self.store.parameters.layout, self.store.buffers.layout
+            rules, row = self.aggregator.rules, self.aggregator.ledger[trainer_index]
+            if coordinator is not None and not coordinator.shares_memory:
+                self._shared_memory.disable()
+            position = None
+            if (source := self._sources.get(trainer_index)) is not None:
+                position = DataPosition(source, row.positions.state_dict())
+                self.monitor.record(
+                    make_record("joined", rules.step, trainer=trainer_index, incarnation=row.incarnation)
+                )
+        # Without the lock: it may read a file.
+        stored_part = self.checkpoints.trainer_part(trainer_index, newest=position is not None)
+        return JoinReply(
+            model,
+            *layouts,
+            rules.step,
+            rules.lockstep,
+            self._shared_memory.address,
+            stored_part,
+            () if coordinator is None else coordinator.shards,
+            self.view,
+            row.incarnation,
+            position,
+        )
 
     def share_segments(self, trainer_index: int) -> int:
         """Exchange parameters and gradients with a trainer of this host in shared memory from now on.
@@ -221,6 +293,7 @@ class ParameterServer(TutorialMethods):
         with self._lock:
             made = self._shared_memory.make_transport(
                 trainer_index,
+                self.aggregator.ledger[trainer_index].incarnation,
                 self.store.parameters.layout,
                 self.store.shard,
                 lambda: self._gradients_arrived(trainer_index),
@@ -231,17 +304,29 @@ class ParameterServer(TutorialMethods):
             self.aggregator.transports[trainer_index], snapshots = made
             return snapshots
 
-    def heartbeat(self, trainer_index: int) -> None:
-        self.members.record_heartbeat(trainer_index)
+    def heartbeat(self, trainer_index: int, worker_id: int) -> None:
+        """Record a sign of life.
+
+        Raises:
+            Evicted: the process takes no part any more.
+            PeerLost: the run has failed, or another view begins; the trainer may wait for something else meanwhile.
+        """
+        self._check_running()
+        if not self.members.record_heartbeat(trainer_index, worker_id):
+            raise Evicted(f"trainer {trainer_index} was taken for lost, and the run continues without this process")
 
     def leave(self, totals: TrainerTotals, decision: Decision) -> None:
         """A trainer has finished; after the last one the server ends."""
         with self._lock:
+            self._check_running()
             self.members.leave(totals.trainer_index)
             self.totals[totals.trainer_index] = totals
             self.last_decision = decision
-            if len(self.totals) == self.trainers:
-                self.finished.set()
+            self._finish_if_all_left()
+
+    def _finish_if_all_left(self) -> None:
+        if self.last_decision is not None and not self.members.present():
+            self.finished.set()
 
     def report_failure(self, trainer_index: int, error: RemoteError) -> None:
         """A trainer failed; the run fails with it."""
@@ -259,19 +344,67 @@ class ParameterServer(TutorialMethods):
         self.members.wait_for_disconnects(timeout_s)
 
     def check_heartbeats(self) -> None:
-        """Fail the run if a trainer or server has been silent for ``server.lost_after_s``."""
+        """Count each trainer and server as lost that has been silent for ``server.lost_after_s``."""
         if self.coordinator is not None:
             self.coordinator.check_heartbeats()
         silence_s = self.config.server.lost_after_s
         for member in self.members.overdue(silence_s):
-            self._on_disconnect(member.index, f"no heartbeat for server.lost_after_s ({silence_s:g} s)")
+            self._lose(member, f"no heartbeat for server.lost_after_s ({silence_s:g} s)")
 
-    def _on_disconnect(self, trainer_index: int, reason: str | None) -> None:
+    def _on_disconnect(self, member: Member, reason: str | None) -> None:
         """A trainer's process disconnected, on purpose (None) or because it is lost."""
-        self.members.mark_disconnected(trainer_index)
-        member = self.members.get(trainer_index)
-        if reason is not None and not member.left:
-            self.fail(PeerLost(f"{member} is lost: {reason}"))
+        self.members.mark_disconnected(member)
+        if reason is not None:
+            self._lose(member, reason)
+
+    def _lose(self, member: Member, reason: str) -> None:
+        """Continue without a trainer, or as ``server.on_loss`` requires; nothing if that was done before."""
+        index, on_loss = member.index, self.config.server.on_loss
+        with self._lock:
+            if self.error is not None or not self.members.lose(member):
+                return
+            loss = f"{member} is lost: {reason}"
+            self.monitor.record(make_record("lost", self.monitor.step, trainer=index, text=loss))
+            self._release_context(index)
+            if on_loss == "fail":
+                self.fail(PeerLost(loss))
+            elif self._started and (on_loss == "rollback" or not self._can_continue_without(index)):
+                self._change_view(loss)
+            else:
+                self._forget(index)
+        self._on_trainer_lost(index)
+
+    def _can_continue_without(self, trainer_index: int) -> bool:
+        """Whether no update needs what only the lost trainer could still send."""
+        if self.last_decision is not None or len(self.members.present()) > 0:
+            # Its gradients may be on server 0 and not on the others, which would wait for them.
+            row, over_rpc = self.aggregator.ledger[trainer_index], self._shared_memory.address is None
+            return self.is_whole or not over_rpc or row.accepted == row.decided
+        # The last one, while the run ends: nothing is left that could validate and save.
+        return not self.aggregator.ended
+
+    def _forget(self, trainer_index: int) -> None:
+        if trainer_index in self._joins.parts:
+            self._joins.pop(trainer_index)
+        self.aggregator.remove(trainer_index)
+        for table in (self._stagings, *self._validations.values()):
+            if trainer_index in table.parts:
+                table.pop(trainer_index)
+        self._parts.replace(trainer_index)
+        for version in list(self._validations):
+            self._finish_validation(version)
+        self._finish_staging()
+        self._finish_if_all_left()
+
+    def _release_context(self, trainer_index: int) -> None:
+        """Release the gradients that a lost trainer left in its distributed-autograd context."""
+        context_id = self._contexts.pop(trainer_index, None)
+        if context_id is not None:
+            release_context(context_id)
+
+    def _change_view(self, reason: str) -> None:
+        """Return all processes to the last checkpoint: this server's session ends, and starts again."""
+        self.fail(ViewChanged(f"{reason}; the run returns to its last checkpoint"))
 
     def fail(self, error: ParamserverError) -> None:
         """End the run: every waiting trainer gets the error, and so does every later call."""
@@ -317,6 +450,7 @@ class ParameterServer(TutorialMethods):
         """Return the version that the trainer was granted, recorded in its distributed-autograd context."""
         with self._lock:
             self._check_running()
+            self._contexts[trainer_index] = current_context_id()
             return self.aggregator.pull(trainer_index)
 
     def receive_bucket(self, trainer_index: int, version: int, number: int, gradient: Tensor) -> None:
@@ -390,8 +524,15 @@ class ParameterServer(TutorialMethods):
             self._check_running()
             table = self._validations.setdefault(version, PendingReplies())
             future = table.add(trainer_index, sums)
-            if len(table.parts) < self.trainers:
-                return future
+        self._finish_validation(version)
+        return future
+
+    def _finish_validation(self, version: int) -> None:
+        """Reply to all trainers that take part in a validation, once they have sent their shares."""
+        with self._lock:
+            table = self._validations.get(version)
+            if table is None or not table.has_all(self.aggregator.participants(version)):
+                return
             shares, futures, _ = self._validations.pop(version).pop_all()
 
         # Shares are merged in the order of trainers, not of arrival: floating-point sums depend on the order.
@@ -404,7 +545,6 @@ class ParameterServer(TutorialMethods):
                 return means, improved
 
         self._complete(futures, lambda: dict.fromkeys(futures, validated()))
-        return future
 
     def report_validation_share(self, trainer_index: int, version: int, sums: WeightedSums) -> None:
         """Add a trainer's share of a validation, for a trainer that does not wait for the others."""
@@ -418,22 +558,62 @@ class ParameterServer(TutorialMethods):
         """
         with self._lock:
             self._check_running()
+            self._staging_reason = reason
             future = self._stagings.add(trainer_index, None)
-            if len(self._stagings.parts) < self.trainers:
-                return future
+        self._finish_staging()
+        return future
+
+    def _finish_staging(self) -> None:
+        with self._lock:
+            rules, ledger = self.aggregator.rules, self.aggregator.ledger
+            if not self._stagings.has_all(self.aggregator.participants(rules.step)):
+                return
             _, futures, arrival_s = self._stagings.pop_all()
 
         # Under the lock: no update may be applied between the copies of model, optimizer and rules.
         def stage(updater: Stateful) -> dict[int, None]:
             with self._lock:
-                rules, since = self.aggregator.rules, min(arrival_s.values())
+                since = min(arrival_s.values())
+                collect = partial(self._parts.start, taking_part=set(futures), substitutes=self._substitute_parts())
                 self.checkpoints.save(
-                    rules.step, self.store.model, updater, reason, since, self._parts.start, rules.state_dict()
+                    rules.step,
+                    self.store.model,
+                    updater,
+                    self._staging_reason,
+                    since,
+                    collect,
+                    rules.state_dict(),
+                    ledger.state_dict(),
                 )
                 return dict.fromkeys(futures)
 
         self._with_updater_state(lambda updater: self._complete(futures, lambda: stage(updater)))
-        return future
+
+    def _substitute_parts(self) -> dict[int, dict[str, Any]]:
+        """Return, for each trainer, what its part of a checkpoint is replaced with if it is lost before that is sent.
+
+        Such a part has no buffer: the trainer's data continues after what has been applied.
+        """
+        parts = {}
+        for index, source in self._sources.items():
+            row = self.aggregator.ledger[index]
+            counters = {
+                "samples_served": row.samples,
+                "epoch": self.monitor.epoch,
+                "seconds": self.monitor.seconds,
+                "steps": self.aggregator.rules.step,
+            }
+            parts[index] = {
+                "trainer_index": index,
+                "buffer": None,
+                "applied": row.positions.state_dict(),
+                "source": source,
+                "random": None,
+                "resumes": self.monitor.resumes + 1,
+                "counters": counters,
+                "task": {},
+            }
+        return parts
 
     def _with_updater_state(self, then: Callable[[Stateful], None]) -> None:
         """Call ``then`` with the state of optimizer and schedule, once the model holds all parameters."""

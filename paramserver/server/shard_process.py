@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 
 from paramserver.consistency import Decision
@@ -19,8 +20,14 @@ from paramserver.task import Task
 _POLL_S = 0.2
 
 
-def serve_shard(process: ProcessContext, task: Task, rendezvous: Rendezvous) -> Decision:
+def serve_shard(
+    process: ProcessContext, task: Task, rendezvous: Rendezvous, on_joined: Callable[[], None] = lambda: None
+) -> Decision:
     """Serve a shard until server 0 ends the run, and return the decision that ended it.
+
+    Args:
+        process, task, rendezvous: of this rank.
+        on_joined: called when server 0 has accepted this process.
 
     Raises:
         ParamserverError: the run failed, here or in another process.
@@ -34,6 +41,7 @@ def serve_shard(process: ProcessContext, task: Task, rendezvous: Rendezvous) -> 
         client = stack.enter_context(closing(ShardCoordinatorClient(config, index)))
         try:
             assignment = client.join(Member(index, name, index, rendezvous.host_and_pid, kind="server"))
+            on_joined()
             client.start_heartbeat()
             server = ShardServer(task, config, index, assignment)
             register_server(server)

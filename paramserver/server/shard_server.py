@@ -25,7 +25,6 @@ from paramserver.transport.compression import make_codec
 from paramserver.transport.messages import ApplyRequest, ShardAssignment
 from paramserver.transport.rpc import PushAssembly, WireVersion
 from paramserver.transport.segments import attach, can_attach
-from paramserver.transport.shared_memory import gradients_key
 
 
 class ShardServer:
@@ -55,7 +54,7 @@ class ShardServer:
         self._layout = assignment.parameter_layout
         self._segments_address = self._check_segments(assignment.segments_address)
         self._segments_key = assignment.segments_key
-        self._shared_gradients: dict[int, list[Tensor]] = {}
+        self._shared_gradients: dict[int, tuple[str, list[Tensor]]] = {}  # by trainer: key of its segment, tensors
         self._assemblies: dict[int, tuple[int, PushAssembly]] = {}  # by trainer: version, gradients so far
         self._pushes: dict[int, tuple[int, list[Tensor]]] = {}  # by trainer: version, gradients
         self._retained: dict[int, list[Tensor]] = {}
@@ -198,7 +197,7 @@ class ShardServer:
         request, future = self._request, self._reply
         if request is None or future is None:
             return
-        if any(not in_place and self._pushes.get(i, (None,))[0] != v for i, v, in_place in request.pushes):
+        if any(key is None and self._pushes.get(i, (None,))[0] != v for i, v, key in request.pushes):
             return
         # Cleared first: completing the future may let server 0 send the next request before this returns.
         self._request = self._reply = None
@@ -213,21 +212,23 @@ class ShardServer:
         # Before the optimizer writes: trainers that were granted the current version may still pull it.
         current = {self.version: self._current()} if self.version in in_use else {}
         self._retained = {v: flats for v, flats in self._retained.items() if v in in_use} | current
-        gradients = [self._gradients(trainer_index, in_place) for trainer_index, _, in_place in request.pushes]
+        gradients = [self._gradients(trainer_index, key) for trainer_index, _, key in request.pushes]
         self.shard_updater.assign_gradients(self.shard_updater.average(gradients, request.factors), request.used)
         if request.groups is None:
             return self.shard_updater.norm()
         self._step(request.groups)
         return None
 
-    def _gradients(self, trainer_index: int, in_place: bool) -> list[Tensor]:
-        if not in_place:
+    def _gradients(self, trainer_index: int, segment_key: str | None) -> list[Tensor]:
+        if segment_key is None:
             return self._pushes.pop(trainer_index)[1]
-        # Attached at the first push: a trainer's segment exists only once it shares memory.
-        if trainer_index not in self._shared_gradients:
-            flats = self._attach(gradients_key(trainer_index))
-            self._shared_gradients[trainer_index] = self.shard_updater.shard.slice_flats(flats)
-        return self._shared_gradients[trainer_index]
+        # Attached at the first push: a segment exists only once its trainer shares memory. A process that takes the
+        # place of a trainer has a segment of its own.
+        known = self._shared_gradients.get(trainer_index)
+        if known is None or known[0] != segment_key:
+            flats = self.shard_updater.shard.slice_flats(self._attach(segment_key))
+            known = self._shared_gradients[trainer_index] = segment_key, flats
+        return known[1]
 
     def _step(self, groups: Sequence[Mapping[str, Any]]) -> None:
         self.shard_updater.step(groups)

@@ -45,9 +45,11 @@ class ServerTransport(ABC):
     Attributes:
         zero_copy: gradients are in memory that several servers may share.
         sends_buffers: the trainer needs the module buffers of its version.
+        segment_key: of the segment that gradients are in; None where they are sent.
     """
 
     zero_copy = False
+    segment_key: str | None = None
     sends_buffers = True
 
     @abstractmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -30,6 +30,8 @@ class JoinReply:
         segments_address: where processes of the server's host attach its memory; None if it is not shared.
         stored_part: the trainer's part of the checkpoint that the run resumes from.
         shards: what each server owns; empty with one server.
+        view, incarnation: name the pushes of this process; see ``consistency/ledger.py``.
+        data_position: where the data of a lost trainer continues that this process replaces; None for others.
     """
 
     model: dict[str, Any]
@@ -41,6 +43,22 @@ class JoinReply:
     segments_address: str | None
     stored_part: bytes | None
     shards: tuple[Shard, ...] = ()
+    view: int = 1
+    incarnation: int = 1
+    data_position: DataPosition | None = None
+
+
+@dataclass(frozen=True)
+class DataPosition:
+    """Which samples of a trainer's source have been applied; a process that takes its place continues there.
+
+    Attributes:
+        source: ``state_dict()`` of the source, from which its order follows.
+        applied: ``AppliedPositions.state_dict()``: positions in that order.
+    """
+
+    source: dict[str, Any]
+    applied: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -72,7 +90,8 @@ class ApplyRequest:
 
     Attributes:
         version: to make.
-        pushes: of each trainer in order: its index, the version of its gradient, whether that is in shared memory.
+        pushes: of each trainer in order: its index, the version of its gradient, and the key of the segment where that
+            is; None if it was sent over RPC.
         factors: by which each gradient is multiplied.
         used: as in ``StepReport``.
         groups: the optimizer's hyper-parameters; None if the norm of all gradients must be known first.
@@ -80,7 +99,7 @@ class ApplyRequest:
     """
 
     version: int
-    pushes: tuple[tuple[int, int, bool], ...]
+    pushes: tuple[tuple[int, int, str | None], ...]
     factors: tuple[float, ...]
     used: tuple[bool, ...] | None
     groups: list[dict[str, Any]] | None
@@ -150,7 +169,10 @@ class ModelReply:
 
 @dataclass(frozen=True)
 class Push:
-    """A trainer's gradients on the server until they are applied, and its announcement of the following step."""
+    """A trainer's gradients on the server until they are applied, and its announcement of the following step.
+
+    ``segment_key`` is that of the segment where the gradients are; None if they were sent over RPC.
+    """
 
     gradients: list[Tensor]
     report: StepReport
@@ -158,6 +180,7 @@ class Push:
     announcement: Announcement | None
     future: Future
     arrival_s: float
+    segment_key: str | None = None
 
 
 class PendingReplies:
@@ -189,6 +212,10 @@ class PendingReplies:
         self.futures[trainer_index] = future
         self.arrival_s[trainer_index] = time.perf_counter()
         return future
+
+    def has_all(self, trainers: Set[int]) -> bool:
+        """Return whether there are parts, and none of these trainers is missing."""
+        return bool(self.parts) and trainers <= self.parts.keys()
 
     def pop(self, trainer_index: int) -> tuple[Future, float]:
         """Remove one trainer; return its future and its time of arrival (``time.perf_counter``)."""

@@ -40,9 +40,12 @@ def parameters_key(slot: int) -> str:
     return f"parameters/{slot}"
 
 
-def gradients_key(trainer_index: int) -> str:
-    """Return the key of the segment that a trainer writes gradients to."""
-    return f"gradients/{trainer_index}"
+def gradients_key(trainer_index: int, incarnation: int = 1) -> str:
+    """Return the key of the segment that a trainer writes gradients to.
+
+    Each incarnation has its own: one that was taken for lost and is not dead may still write.
+    """
+    return f"gradients/{trainer_index}/{incarnation}"
 
 
 class SnapshotSource(ABC):
@@ -130,11 +133,19 @@ class SharedMemoryServerTransport(ServerTransport):
         snapshots: shared by the transports of all trainers of this host.
         gradients: the flat tensors of that segment, or this server's ranges of them.
         on_push: called once the token has returned.
+        segment_key: of that segment.
     """
 
     zero_copy = True
 
-    def __init__(self, snapshots: SnapshotSource, gradients: list[Tensor], on_push: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        snapshots: SnapshotSource,
+        gradients: list[Tensor],
+        on_push: Callable[[], None],
+        segment_key: str = gradients_key(0),
+    ) -> None:
+        self.segment_key = segment_key
         self._snapshots = snapshots
         self._gradients = gradients
         self._on_push = on_push
@@ -180,7 +191,7 @@ class SharedMemoryTrainerTransport(TrainerTransport):
         parameters: those of the model, in the order of the layout.
         address: of the server's segments.
         num_slots: how many snapshots there are.
-        trainer_index: selects the segment for gradients.
+        trainer_index, incarnation: select the segment for gradients.
         timeout_s: for each segment.
     """
 
@@ -195,6 +206,7 @@ class SharedMemoryTrainerTransport(TrainerTransport):
         num_slots: int,
         trainer_index: int,
         timeout_s: float,
+        incarnation: int = 1,
     ) -> None:
         self._layout = layout
         self._parameters = list(parameters)
@@ -203,7 +215,7 @@ class SharedMemoryTrainerTransport(TrainerTransport):
             list(layout.views(attach(address, parameters_key(slot), layout, timeout_s)).values())
             for slot in range(num_slots)
         ]
-        gradients = attach(address, gradients_key(trainer_index), layout, timeout_s)
+        gradients = attach(address, gradients_key(trainer_index, incarnation), layout, timeout_s)
         self.gradient_views = list(layout.views(gradients).values())
         self._slot: int | None = None
         self._tensor_versions: list[int] = []
@@ -269,6 +281,7 @@ class ServerSharedMemory:
         self._on_note = on_note
         self._num_over_rpc = 0
         self._snapshots: SnapshotSource | None = None
+        self._gradient_keys: dict[int, str] = {}  # by trainer, of its newest incarnation
         # In lockstep slot 0 is the parameters themselves, under the key that trainers attach for a snapshot.
         self.parameters_key = parameters_key(0) if lockstep else LIVE_KEY
 
@@ -300,12 +313,16 @@ class ServerSharedMemory:
             self._snapshots = self._allocate(lambda host: RingSnapshots(host, layout, num_trainers, current))
 
     def make_transport(
-        self, trainer_index: int, layout: FlatLayout, shard: Shard, on_push: Callable[[], None]
+        self, trainer_index: int, incarnation: int, layout: FlatLayout, shard: Shard, on_push: Callable[[], None]
     ) -> tuple[SharedMemoryServerTransport, int] | None:
         """Return the transport of a trainer on this host and its number of slots; None if nothing can be shared."""
-        gradients = self._allocate(lambda host: host.allocate(gradients_key(trainer_index), layout))
-        if gradients is None or self._snapshots is None:
+        key = gradients_key(trainer_index, incarnation)
+        gradients = self._allocate(lambda host: host.allocate(key, layout))
+        if gradients is None or self._snapshots is None or self._host is None:
             return None
+        if (earlier := self._gradient_keys.get(trainer_index)) is not None:
+            self._host.release(earlier)
+        self._gradient_keys[trainer_index] = key
         # Counted to the last one: a note about rounding would be wrong while any trainer is still served over RPC.
         self._num_over_rpc -= 1
         if not self._num_over_rpc and make_codec(self._config).wire_layout(layout) != layout:
@@ -313,7 +330,7 @@ class ServerSharedMemory:
                 f"server.wire_dtype ({self._config.wire_dtype}) rounds nothing here, as all trainers share the "
                 "server's memory; set server.transport: rpc to have it, or leave it out"
             )
-        transport = SharedMemoryServerTransport(self._snapshots, shard.slice_flats(gradients), on_push)
+        transport = SharedMemoryServerTransport(self._snapshots, shard.slice_flats(gradients), on_push, key)
         return transport, self._snapshots.num_slots
 
     def _allocate(self, make: Callable[[SegmentHost], T]) -> T | None:

@@ -1,0 +1,166 @@
+"""The ledger of pushes: which push of each trainer was decided last, so that none is applied twice or skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from paramserver.buffers.positions import AppliedPositions
+
+
+@dataclass(frozen=True)
+class PushId:
+    """Names a push in a run: the ``sequence``-th, counted from 1, of one incarnation of a trainer.
+
+    Attributes:
+        trainer_index: of the trainer.
+        view: of the servers that the trainer has joined; see ``Ledger``.
+        incarnation: how often a process had joined as this trainer when this one did.
+        sequence: counts the pushes of this incarnation.
+
+    Example::
+
+        >>> PushId(trainer_index=1, view=1, incarnation=2, sequence=3).sequence
+        3
+    """
+
+    trainer_index: int
+    view: int
+    incarnation: int
+    sequence: int
+
+
+class PushState(Enum):
+    """What the ledger knows about a push that arrives.
+
+    ``NEW``: the next one; accept it. ``PENDING``: it was accepted and is not decided yet. ``DECIDED``: it was applied
+    or dropped; reply as before. ``EVICTED``: of an earlier view or incarnation, which takes no part any more. ``GAP``:
+    one before it is missing.
+
+    Example::
+
+        >>> PushState("new")
+        <PushState.NEW: 'new'>
+    """
+
+    NEW = "new"
+    PENDING = "pending"
+    DECIDED = "decided"
+    EVICTED = "evicted"
+    GAP = "gap"
+
+
+@dataclass
+class LedgerRow:
+    """What is known of one trainer.
+
+    Attributes:
+        incarnation: of the process that takes part now, or took part last.
+        decided: sequence of its last push that was applied or dropped.
+        accepted: sequence of its last push that was accepted; larger than ``decided`` by one while that is pending.
+        version: that the last push was computed at.
+        pushes: accepted from all incarnations.
+        samples: of these pushes.
+        positions: of these samples, in the trainer's order.
+    """
+
+    incarnation: int = 0
+    decided: int = 0
+    accepted: int = 0
+    version: int = 0
+    pushes: int = 0
+    samples: int = 0
+    positions: AppliedPositions = field(default_factory=AppliedPositions)
+
+
+class Ledger:
+    """One row for each trainer. No clock, no thread; every call holds the lock of the server. Part of each checkpoint.
+
+    A trainer has one push in flight, so a row needs the last sequence only. A push is taken exactly if its sequence
+    follows the last one that was decided: a repeated message finds the decision that was made, and a message of a
+    process that was replaced is refused by its number, however late it arrives.
+
+    A *view* is the time from one start of server 0 to the next. Servers that come back from a checkpoint have forgotten
+    the updates after it, and what was sent to them before; each start raises the view, so such messages are refused.
+
+    Args:
+        times_due: how often each sample is served (``buffer.pseudo_epochs``); None for a reservoir, which repeats them.
+        view: of this server.
+
+    Example::
+
+        >>> ledger = Ledger()
+        >>> push = PushId(trainer_index=0, view=1, incarnation=ledger.admit(0), sequence=1)
+        >>> ledger.state_of(push)
+        <PushState.NEW: 'new'>
+        >>> ledger.accept(push, version=0, samples=2, positions=[0, 1])
+        >>> ledger.state_of(push), ledger[0].positions.low
+        (<PushState.PENDING: 'pending'>, 2)
+        >>> ledger.decide(push)
+        >>> ledger.state_of(push)
+        <PushState.DECIDED: 'decided'>
+        >>> ledger.admit(0)  # another process takes the place of this trainer
+        2
+        >>> ledger.state_of(PushId(trainer_index=0, view=1, incarnation=1, sequence=2))
+        <PushState.EVICTED: 'evicted'>
+    """
+
+    def __init__(self, times_due: int | None = 1, view: int = 1) -> None:
+        self.times_due = times_due
+        self.view = view
+        self.rows: dict[int, LedgerRow] = {}
+
+    def __getitem__(self, trainer_index: int) -> LedgerRow:
+        return self.rows[trainer_index]
+
+    def admit(self, trainer_index: int) -> int:
+        """Return the incarnation of a process that joins as a trainer; its pushes count from 1."""
+        row = self.rows.setdefault(trainer_index, LedgerRow())
+        row.incarnation += 1
+        row.decided = row.accepted = 0
+        return row.incarnation
+
+    def is_current(self, push: PushId) -> bool:
+        """Return whether no later process has joined as the trainer of a push."""
+        row = self.rows.get(push.trainer_index)
+        return row is not None and push.view == self.view and push.incarnation == row.incarnation
+
+    def state_of(self, push: PushId) -> PushState:
+        """Return what is known about a push; it changes nothing."""
+        row = self.rows.get(push.trainer_index)
+        if row is None or push.view != self.view or push.incarnation != row.incarnation:
+            return PushState.EVICTED
+        if push.sequence == row.decided + 1:
+            return PushState.NEW if row.accepted == row.decided else PushState.PENDING
+        return PushState.DECIDED if push.sequence == row.decided else PushState.GAP
+
+    def accept(self, push: PushId, version: int, samples: int, positions: Sequence[int]) -> None:
+        """Record a new push, which is held until it is decided.
+
+        Its samples count from now on: an accepted push is applied or dropped in this view, also if its trainer dies, so
+        the process that takes its place must not serve them again.
+        """
+        assert self.state_of(push) is PushState.NEW, push
+        row = self.rows[push.trainer_index]
+        row.accepted = push.sequence
+        row.version = version
+        row.pushes += 1
+        row.samples += samples
+        row.positions.add(positions, self.times_due)
+
+    def decide(self, push: PushId) -> None:
+        """Record that a push was applied or dropped; nothing if another process has joined as the trainer since."""
+        row = self.rows[push.trainer_index]
+        if row.incarnation == push.incarnation:
+            row.decided = push.sequence
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all rows for a checkpoint; nothing is pending then."""
+        rows = {str(i): {**vars(row), "positions": row.positions.state_dict()} for i, row in sorted(self.rows.items())}
+        return {"rows": rows}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore ``state_dict()``. Positions are those of the parts that trainers load, which report them anew."""
+        self.rows = {int(i): LedgerRow(**{**row, "positions": AppliedPositions()}) for i, row in state["rows"].items()}
