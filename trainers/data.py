@@ -156,7 +156,6 @@ class DataStream:
             self._raise_source_error()
             raise
         if self.source.repeatable:
-            if self.source.repeatable:
             self._served.append(batch.positions)
         if self._default_batching and batch.stacked is not None:
             return batch.stacked, batch.size
@@ -236,7 +235,7 @@ class DataStream:
         """Restore ``state_dict()``, or this trainer's part of a resharded checkpoint. Call it before ``start``."""
         mark = state["buffer"]["mark"]
         self._load_source(state, mark)
-        if "leftovers" in state:
+        if state.get("leftovers") is not None:
             mark = self.source.mark()
         # A resumed run may have a higher limit of epochs, so that more samples follow.
         finished = state["buffer"]["counters"]["puts"] == self.source.total
@@ -244,17 +243,14 @@ class DataStream:
         self.buffer.load_state_dict(buffer, self.source.fetch if self.source.refetchable else None)
         self._applied = self.buffer.applied()
 
-    def position(self) -> dict[str, Any]:
-        """Return what ``load_after_loss`` needs in another process; call it before ``start``.
+    def positions(self) -> AppliedPositions:
+        """Return which samples were applied before ``start``, in the order of ``source.state_dict()``.
 
-        Returns:
-            ``source``: the state of the source, from which the order of its samples follows; ``applied``: the state of
-            an ``AppliedPositions``, to which the caller adds the positions of each push that is applied.
+        With both, and what is applied from then on, ``load_after_loss`` continues in another process.
         """
-        applied = self._applied
         if not self.source.repeatable:
-            applied = AppliedPositions(self.buffer.info().puts)
-        return {"source": self.source.state_dict(), "applied": applied.state_dict()}
+            return AppliedPositions(self.buffer.info().puts)
+        return AppliedPositions(**vars(self._applied))
 
     def load_after_loss(self, state: Mapping[str, Any] | None, applied: AppliedPositions) -> None:
         """Continue in place of a lost trainer. Call it instead of ``load_state_dict``, before ``start``.
@@ -264,8 +260,7 @@ class DataStream:
         sample; it continues with what arrives from now on.
 
         Args:
-            state: has the state of the source under ``source``, as ``position()`` and ``state_dict()`` do; None if the
-                source was at its start.
+            state: has the state of the source under ``source``, as ``state_dict()`` does; None if it was at its start.
             applied: which of its samples were applied until its loss.
         """
         if state is not None:

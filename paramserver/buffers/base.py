@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from paramserver.buffers.positions import AppliedPositions
 from paramserver.buffers.slots import SlotIndex, Slots
 from paramserver.buffers.storage import AllocateBytes, Batch, SampleStore
 from paramserver.errors import BufferClosed, BufferExhausted, BufferTimeout, CheckpointError
@@ -110,6 +111,8 @@ class Buffer(ABC):
     kind: ClassVar[str]
     options: ClassVar[tuple[str, ...]] = ()
     """Keyword arguments of this kind beyond those of ``Buffer``; ``make_buffer`` refuses the others."""
+    times_due: int | None = None
+    """How often each sample is served; None = at least once, and no fixed number of times."""
 
     def __init__(
         self,
@@ -176,6 +179,7 @@ class Buffer(ABC):
         *,
         last: bool = False,
         mark: Any = None,
+        served: Iterable[int | None] | None = None,
     ) -> int:
         """Put all samples in order and return their number. A put that waits for room lets gets in between.
 
@@ -184,6 +188,8 @@ class Buffer(ABC):
             timeout: seconds for all of them; None = no limit.
             last: finish the buffer atomically with the last sample.
             mark: stored in checkpoints from the last sample on: what the producer needs to continue after it.
+            served: how often another process has served each of the samples already (``AppliedPositions.times``). One
+                that was served as often as is due, or None, is counted as put and served, and not held.
 
         Raises:
             BufferTimeout, BufferClosed, ValueError: as of ``put``; the first two state how many samples were put.
@@ -191,14 +197,18 @@ class Buffer(ABC):
         # A generator may be slow, so it is consumed before the lock is taken.
         samples = list(samples)
         keys = [None] * len(samples) if keys is None else list(keys)
+        before = [0] * len(samples) if served is None else list(served)
         if len(keys) != len(samples):
             raise ValueError(f"keys ({len(keys)}) must be as many as samples ({len(samples)}); give one key per sample")
         deadline = _deadline(timeout)
         done = 0
         with self._lock:
             try:
-                for done, (sample, key) in enumerate(zip(samples, keys, strict=True)):  # noqa: B007
-                    self._put(sample, key, deadline)
+                for done, (sample, key, times) in enumerate(zip(samples, keys, before, strict=True)):  # noqa: B007
+                    if times is None or times >= (self.times_due or 1):
+                        self._skip(1)
+                    else:
+                        self._put(sample, key, deadline, times)
             except (BufferTimeout, BufferClosed) as error:
                 raise type(error)(f"{error}; {done} of {len(samples)} samples were put") from error
             finally:
@@ -208,6 +218,15 @@ class Buffer(ABC):
                 self._finished = True
                 self._wake_all()
         return len(samples)
+
+    def skip(self, count: int) -> None:
+        """Count the next ``count`` samples as put and served as often as is due; another process has served them.
+
+        Raises:
+            BufferClosed: closed or finished.
+        """
+        with self._lock:
+            self._skip(count)
 
     # The consumer.
 
@@ -310,6 +329,25 @@ class Buffer(ABC):
                 seen_histogram=store.histogram(),
                 **vars(self._counters),
             )
+
+    def applied(self) -> AppliedPositions:
+        """Return which samples were served so far, and how often.
+
+        Example::
+
+            >>> from paramserver.buffers import Fifo
+            >>> buffer = Fifo(capacity=4, pseudo_epochs=2)
+            >>> buffer.put_many("abc")
+            3
+            >>> buffer.get_batch(2).positions
+            array([0, 1])
+            >>> buffer.applied()
+            AppliedPositions(low=0, above={0: 1, 1: 1}, count=2)
+        """
+        with self._lock:
+            applied = self._store.applied(self._counters.puts, self.times_due)
+            applied.count = self._counters.gets
+            return applied
 
     # Checkpoints.
 
@@ -422,22 +460,31 @@ class Buffer(ABC):
 
     # Waits, with the lock held.
 
-    def _put(self, sample: Any, key: Any, deadline: float | None) -> None:
+    def _check_open(self) -> None:
+        if self._closed:
+            raise _closed_error()
+        if self._finished:
+            raise BufferClosed("the buffer must not be finished when a sample is put; call finish() after the last put")
+
+    def _skip(self, count: int) -> None:
+        self._check_open()
+        times = self.times_due or 1
+        self._counters.puts += count
+        self._counters.gets += count * times
+        self._store.count_removed(count, times)
+
+    def _put(self, sample: Any, key: Any, deadline: float | None, served: int = 0) -> None:
         store = self._store
         while True:
-            if self._closed:
-                raise _closed_error()
-            if self._finished:
-                raise BufferClosed(
-                    "the buffer must not be finished when a sample is put; call finish() after the last put"
-                )
+            self._check_open()
             # Again after each wait: another producer's sample may have changed how samples are stored.
             values, size = store.prepare(sample, max(self.watermark, self._batch_size))
             if self._make_room(size):
                 break
             self._wait_for_room(size, deadline)
-        self._index.append(store.insert(values, size, key))
+        self._index.append(store.insert(values, size, key, self._counters.puts, served))
         self._counters.puts += 1
+        self._counters.gets += served
         # Notified only once its n is complete: waking the consumer for each sample would switch threads at every put.
         if self._awaited and self._is_ready(self._awaited):
             self._can_get.notify()
@@ -525,7 +572,7 @@ class CountedBuffer(Buffer):
     ) -> None:
         super().__init__(capacity, seed=seed, watermark=watermark, max_bytes=max_bytes, batch_size=batch_size)
         check_at_least("pseudo_epochs", pseudo_epochs, 1, "use 1 to serve each sample once")
-        self.pseudo_epochs = pseudo_epochs
+        self.pseudo_epochs = self.times_due = pseudo_epochs
 
     def expected_batches(self, samples: int, batch_size: int) -> int | None:
         return -(-samples * self.pseudo_epochs // batch_size)

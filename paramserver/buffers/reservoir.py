@@ -76,6 +76,10 @@ class Reservoir(Buffer):
             self._counters.evicted += 1
         return True
 
+    def _skip(self, count: int) -> None:
+        super()._skip(count)
+        self._counters.evicted += count
+
     def _draw(self, n: int) -> tuple[Slots, Slots, int]:
         index = self._index
         n = min(n, len(index))

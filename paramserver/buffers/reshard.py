@@ -95,6 +95,7 @@ def _new_state(states: Sequence[State], places: list[_Place], index: int, entrop
         "counters": vars(ServingCounts(puts=len(places), gets=sum(served))),
         "keys": [states[which]["keys"][i] for which, i in places],
         "served": torch.tensor(served, dtype=torch.int64),
+        "positions": torch.arange(len(places)),
         "removed": {},
         "samples": join_states([state["samples"] for state in states], places),
     }

@@ -1,4 +1,4 @@
-"""What a buffer holds: the sample in each slot, its key and how often it was served.
+"""What a buffer holds: the sample in each slot, its key, its position and how often it was served.
 
 ``SampleStore`` keeps the accounts. A ``Storage`` keeps the values: ``ColumnStorage`` in one tensor per leaf while all
 samples have the same layout, ``ObjectStorage`` as the objects themselves otherwise. Not thread-safe: the buffer calls
@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from paramserver.buffers.positions import AppliedPositions
 from paramserver.buffers.sample_tree import (
     LeafSpec,
     SampleSpec,
@@ -47,6 +48,7 @@ class Batch:
         keys: the key of each sample, as it was put.
         size: number of samples.
         new: how many of them were served for the first time.
+        positions: of each sample: n for the n-th that was put, from 0 on.
         stacked: what ``torch.utils.data.default_collate`` returns for ``samples``; None if they cannot be stacked.
 
     Example::
@@ -60,11 +62,14 @@ class Batch:
         [tensor([1, 2]), tensor([0.5000, 1.5000], dtype=torch.float64)]
         >>> batch.samples
         [(1, 0.5), (2, 1.5)]
+        >>> batch.positions
+        array([0, 1])
     """
 
     keys: list[Any]
     size: int
     new: int
+    positions: npt.NDArray[np.int64]
     stacked: Any | None
     _rebuild: Callable[[], list[Any]] = field(repr=False)
 
@@ -85,6 +90,7 @@ class SampleStore:
         bytes: size of the samples held.
         seen_bytes: size of those that were served at least once; counted only with ``max_bytes``.
         served: how often the sample in each slot was served.
+        positions: of the sample in each slot, see ``Batch``.
     """
 
     def __init__(self, capacity: int, max_bytes: int | None) -> None:
@@ -96,6 +102,7 @@ class SampleStore:
         self.count = 0
         self.unseen = 0
         self.served = np.zeros(capacity, np.int64)
+        self.positions = np.zeros(capacity, np.int64)
         # Grows on demand: the kernel maps pages of zeros when they are first written, but object arrays are written at
         # once, and capacity may be large.
         self._keys = np.empty(min(capacity, 1024), np.object_)
@@ -144,7 +151,7 @@ class SampleStore:
         self.storage = objects
         self._count_bytes()
 
-    def insert(self, values: Any, size: int, key: Any) -> int:
+    def insert(self, values: Any, size: int, key: Any, position: int, served: int = 0) -> int:
         """Store what ``prepare`` returned, with nothing in between, and return the slot."""
         assert self.storage is not None
         if self._free:
@@ -156,9 +163,13 @@ class SampleStore:
             self._keys = np.concatenate([self._keys, np.empty(len(self._keys), np.object_)])
         self._keys[slot] = key
         self._held[slot] = True
-        self.served[slot] = 0
+        self.served[slot] = served
+        self.positions[slot] = position
         self.count += 1
-        self.unseen += 1
+        if not served:
+            self.unseen += 1
+        elif self.max_bytes is not None:
+            self.seen_bytes += size
         self.bytes += size
         self.storage.write(slot, values, size)
         return slot
@@ -186,7 +197,7 @@ class SampleStore:
         """Return a copy of the samples in these slots, of which ``new`` are served for the first time."""
         assert self.storage is not None
         stacked, rebuild = self.storage.gather(slots)
-        return Batch(self._keys[slots].tolist(), len(slots), new, stacked, rebuild)
+        return Batch(self._keys[slots].tolist(), len(slots), new, self.positions[slots], stacked, rebuild)
 
     def release(self, slots: Slots) -> None:
         """Remove the samples in these slots, each of which was served before."""
@@ -203,6 +214,19 @@ class SampleStore:
         self._keys[slots] = None
         self._held[slots] = False
         self._free.extend(slots.tolist())
+
+    def count_removed(self, samples: int, times: int) -> None:
+        """Count samples that were served ``times`` times elsewhere and are not held here."""
+        self._removed[times] = self._removed.get(times, 0) + samples
+
+    def applied(self, puts: int, times_due: int | None) -> AppliedPositions:
+        """Return the servings so far of positions 0 to ``puts - 1``, each of which is held or complete."""
+        due, held = times_due or 1, np.flatnonzero(self._held)
+        served = np.minimum(self.served[held], due)
+        left = dict(zip(self.positions[held].tolist(), served.tolist(), strict=True))
+        low = min((position for position, times in left.items() if times < due), default=puts)
+        above = {position: times for position in range(low, puts) if (times := left.get(position, due))}
+        return AppliedPositions(low, above)
 
     def _count_servings(self, slots: Slots, histogram: dict[int, int]) -> None:
         counts = np.bincount(self.served[slots])
@@ -226,6 +250,7 @@ class SampleStore:
         return {
             "keys": keys,
             "served": torch.from_numpy(self.served[order]),
+            "positions": torch.from_numpy(self.positions[order]),
             "removed": dict(self._removed),
             "samples": self.storage.state_dict(order, allocate) if values and self.storage is not None else None,
         }
@@ -242,7 +267,7 @@ class SampleStore:
             for sample, key in zip(samples, keys, strict=True):
                 values, size = self.prepare(sample, 1)
                 self._check_loaded(self.bytes + size, len(keys))
-                self.insert(values, size, key)
+                self.insert(values, size, key, 0)
         elif keys:
             self.storage = _storage_from_state(state["samples"], self.capacity, self.max_bytes)
             self.count = self._untouched = len(keys)
@@ -251,6 +276,7 @@ class SampleStore:
             for slot, key in enumerate(keys):  # one by one: numpy would unpack tuples
                 self._keys[slot] = key
         self.served[: len(keys)] = state["served"].numpy()
+        self.positions[: len(keys)] = state["positions"].numpy()
         self.unseen = int(np.count_nonzero(self.served[: len(keys)] == 0))
         self.flush()
         self._removed = dict(state["removed"])

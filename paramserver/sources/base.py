@@ -59,6 +59,8 @@ class Source(ABC):
 
     Attributes:
         refetchable: ``fetch(key)`` returns a sample again, so that checkpoints store keys instead of samples.
+        repeatable: ``samples`` gives the same sequence in another process, so that the replacement of a lost trainer
+            serves those samples that were not applied.
 
     Example::
 
@@ -71,6 +73,7 @@ class Source(ABC):
     """
 
     refetchable: bool = False
+    repeatable: bool = True
 
     # Reading, in the feeder thread.
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from paramserver.buffers import Buffer
+from paramserver.buffers.positions import AppliedPositions
 from paramserver.errors import BufferClosed, SourceError, UnsupportedConfiguration
 from paramserver.sources.base import Source
 
@@ -22,6 +23,8 @@ class Feeder:
         source: read from the position that the buffer has reached.
         buffer: what is filled.
         trainer_index: for messages and the thread's name.
+        applied: which samples were applied before this process started, if it replaces one that was lost; they are not
+            served again.
 
     Example::
 
@@ -34,10 +37,14 @@ class Feeder:
         >>> feeder.close()
     """
 
-    def __init__(self, source: Source, buffer: Buffer, trainer_index: int) -> None:
+    def __init__(
+        self, source: Source, buffer: Buffer, trainer_index: int, applied: AppliedPositions | None = None
+    ) -> None:
         self.source = source
         self.buffer = buffer
         self.trainer_index = trainer_index
+        self._applied = applied or AppliedPositions()
+        self._first_not_applied = max(self._applied.above, default=self._applied.low - 1) + 1
         self._error: BaseException | None = None
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name=f"feeder-{trainer_index}", daemon=True)
@@ -70,10 +77,12 @@ class Feeder:
         position, total = self.buffer.info().puts, self.source.total
         try:
             for group in self._read(position):
+                served = self._served_before(position, len(group))
                 position += len(group)
                 keys, samples = zip(*group, strict=True)
                 # ``last`` finishes the buffer with the last sample, so that a drain starts at the same get in each run.
-                self.buffer.put_many(samples, keys, last=position == total, mark=self.source.mark())
+                mark = self.source.mark()
+                self.buffer.put_many(samples, keys, last=position == total, mark=mark, served=served)
             if not self._stopped:
                 self.buffer.finish()
         except BufferClosed:
@@ -86,6 +95,12 @@ class Feeder:
             )
         except BaseException as error:  # noqa: BLE001 - recorded, and raised to the trainer
             self._fail(error)
+
+    def _served_before(self, position: int, count: int) -> list[int | None] | None:
+        """Return for each of ``count`` samples from ``position`` on how often it was applied; None if none was."""
+        if position >= self._first_not_applied:
+            return None
+        return [self._applied.times(n) for n in range(position, position + count)]
 
     def _fail(self, error: BaseException) -> None:
         # Recorded before the buffer is closed: the trainer wakes up with BufferClosed and asks for the error.

@@ -7,6 +7,7 @@ from copy import deepcopy
 from itertools import islice
 from typing import Any
 
+from paramserver.errors import SourceError
 from paramserver.sources.base import Partition, ResumePosition, Source
 
 
@@ -33,11 +34,20 @@ class IterableSource(Source):
         self.iterable = iterable
         self.partition = partition
         self.stateful = all(hasattr(iterable, name) for name in ("state_dict", "load_state_dict", "reshard"))
-        self._restored = False
+        # Positions of the sample that ``iter`` returns first, and of the one after the last that was read.
+        self._start = self._position = 0
+        # The mark before the first sample, after ``reshard``.
+        self._origin: Any = None
 
     def samples(self, position: int) -> Iterator[tuple[int, Any]]:
-        skipped = 0 if self._restored else position
-        return enumerate(islice(iter(self.iterable), skipped, None), start=position)
+        if position < self._start:
+            raise SourceError(
+                f"position ({position}) must be at least {self._start}, from which on the iterable continues; the "
+                "samples before it are in the checkpoint that the run was resumed from: resume it again"
+            )
+        for i, sample in enumerate(islice(iter(self.iterable), position - self._start, None), start=position):
+            self._position = i + 1
+            yield i, sample
 
     @property
     def total(self) -> int | None:
@@ -50,16 +60,23 @@ class IterableSource(Source):
 
     def mark(self) -> Any:
         # A copy: many iterables return an object that they change later.
-        return deepcopy(self.iterable.state_dict()) if self.stateful else None  # type: ignore[attr-defined]
+        if not self.stateful:
+            return None
+        return {"position": self._position, "state": deepcopy(self.iterable.state_dict())}  # type: ignore[attr-defined]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"origin": self._origin}
 
     def load_state_dict(self, state: dict[str, Any], mark: Any = None) -> None:
-        if mark is not None:
-            self.iterable.load_state_dict(mark)  # type: ignore[attr-defined]
-            self._restored = True
+        self._origin = state["origin"]
+        if (mark := mark or self._origin) is not None:
+            self.iterable.load_state_dict(mark["state"])  # type: ignore[attr-defined]
+            self._start = self._position = mark["position"]
 
     def reshard(self, leftovers: Sequence[ResumePosition], held: Sequence[Any]) -> None:
         if not self.stateful:
             super().reshard(leftovers, held)
-        places = [leftover.mark for leftover in leftovers]
+        places = [None if leftover.mark is None else leftover.mark["state"] for leftover in leftovers]
         self.iterable.reshard(places, self.partition.index, self.partition.count)  # type: ignore[attr-defined]
-        self._restored = True
+        self._start = self._position = len(held)
+        self._origin = self.mark()

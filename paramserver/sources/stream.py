@@ -37,6 +37,7 @@ class Stream(Source):
     """
 
     starts_simulations = False
+    repeatable = False
 
     def __init__(self) -> None:
         self.received_log = ReceivedLog()
