@@ -8,7 +8,7 @@ import torch
 from tasks import ReferenceTask
 from torch import nn
 
-from paramserver import Task
+from paramserver import Task, context
 
 
 class Unmakeable(ReferenceTask):
@@ -165,3 +165,34 @@ class ChangesRunFolder(ReferenceTask):
 
     def remove_logs(self):
         shutil.rmtree(self.run_dir / "logs")
+
+
+class DiffersBetweenTrainers(ReferenceTask):
+    """Trainer 1 has another model, data set or validation set than trainer 0."""
+
+    def __init__(self, what, **options):
+        super().__init__(**options)
+        self.what = what
+
+    def build_model(self):
+        model = super().build_model()
+        if context._trainer_index == 1:
+            if self.what == "shape":
+                model.extra = nn.Linear(3, 2)
+            if self.what == "dtype":
+                model = model.double()
+            if self.what == "buffer":
+                model.register_buffer("extra", torch.zeros(2))
+        elif self.what == "shape":
+            model.extra = nn.Linear(2, 2)
+        return model
+
+    def train_source(self, partition):
+        if self.what == "kind" and partition.index == 1:
+            return iter([])
+        if self.what == "iterables":
+            return list(self._data(200 + partition.index, 1)).__iter__()
+        return self._data(self.samples - (self.what == "samples") * partition.index, 1)
+
+    def validation_source(self, partition):
+        return self._data(self.validation - (self.what == "validation") * partition.index, 2)
