@@ -177,7 +177,7 @@ class RequestHandler:
         if (reason := self.tracker.check_hello(header)) is not None:
             raise RequestRefused("simulation", reason)
         # All members and attempts of a simulation must have the same parameters: its samples carry them. Without a
-        # sample a simulation from outside belongs to whoever opened it last: a client that opens one and sends nothing
+        # sample a simulation from outside belongs to the client that opened it last: one that opens it and sends nothing
         # must not keep the real one out.
         known = self.tracker.client_parameters(header.simulation)
         fixed = self.spec.is_managed or self.tracker.num_received(header.simulation) > 0
