@@ -108,6 +108,7 @@ def make_parser() -> argparse.ArgumentParser:
         ("shown_command", str),
     ):
         parser.add_argument(f"--{name}", type=kind, help=argparse.SUPPRESS)
+    parser.add_argument("--again", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, action="append", default=[], help=argparse.SUPPRESS)
     return parser
 
@@ -371,8 +372,12 @@ def _run_supervised_rank(arguments: argparse.Namespace) -> int:
             ends_process=True,
             began=arguments.began,
             command=command,
+            restarted=arguments.again,
+            replaces=arguments.again,
         )
+        pipe.start_heartbeat(config.server.heartbeat_s)
         run_rank(plan)
+        pipe.send_done()
     except BaseException as error:  # noqa: BLE001 - the supervisor reports it
         pipe.send_error(error)
         with suppress(OSError):  # a full disk also refuses the log

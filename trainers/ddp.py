@@ -88,6 +88,7 @@ class DdpTrainer(Trainer):
 
     # The connection and the model.
 
+    @translate_peer_loss()  # another rank may be lost, or refused for a model or a data set of its own
     def init_connection(self) -> None:
         if self.process.placement.device.type == "cuda":
             torch.cuda.set_device(self.process.placement.device)  # nccl's collectives use the current device
@@ -95,7 +96,7 @@ class DdpTrainer(Trainer):
         # their own timeout; the end of their sockets ends these waits at once.
         channel = self.enter_context(connect_ranks(self.rendezvous, self.config, self._sockets.abort))
         self._channel = channel
-        with translate_peer_loss(), self._sockets.record():
+        with self._sockets.record():
             self.enter_context(process_group(self.rendezvous, self.process.placement.backend))
             self._control_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.rendezvous.timeout_s))
         self._agreement = StepAgreement(self._control_group, self.process.trainers, self.trainer_index)
@@ -103,9 +104,8 @@ class DdpTrainer(Trainer):
         self._sender = self.enter_context(
             BackgroundSender(self.config.checkpoint.background, "a part of a checkpoint", lambda: channel.last_progress)
         )
-        with translate_peer_loss():  # another rank may be refused, for a model or a data set of its own
-            self._build_model()
-            self._broadcast_start()
+        self._build_model()
+        self._broadcast_start()
         self.on_after_setup_optimizers()
 
     def _build_model(self) -> None:

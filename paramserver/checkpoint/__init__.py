@@ -16,7 +16,6 @@ if TYPE_CHECKING:
         Checkpoint as Checkpoint,
         choose_checkpoint as choose_checkpoint,
         find_checkpoint as find_checkpoint,
-        has_checkpoint as has_checkpoint,
         load_chosen as load_chosen,
         read_checkpoint as read_checkpoint,
         skipped_checkpoints as skipped_checkpoints,

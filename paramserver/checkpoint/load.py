@@ -203,17 +203,6 @@ def _newest_intact(folder: Path, besides: Path) -> Path | None:
     return None
 
 
-def has_checkpoint(run: Path) -> bool:
-    """Return whether a run, in this folder, has a checkpoint that was written completely.
-
-    Example::
-
-        >>> has_checkpoint(Path("no/such/run"))
-        False
-    """
-    return bool(list_written(Path(run) / "checkpoints"))
-
-
 def find_checkpoint(run: Path) -> Path:
     """Choose the checkpoint to resume ``run`` (a folder) from: the one ``latest`` names, or the newest written.
 

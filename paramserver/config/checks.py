@@ -11,8 +11,6 @@ from paramserver.config.world import mode_of, num_trainers_of, server_computes
 from paramserver.errors import UnsupportedConfiguration
 
 NOT_IN_THIS_VERSION: dict[str, tuple[Any, ...]] = {
-    "server.on_loss": ("fail",),
-    "cluster.max_restarts": (0,),
     "cluster.elastic": (False,),
     "cluster.token_file": (None,),
     "training.loader_workers": (0,),
@@ -20,8 +18,7 @@ NOT_IN_THIS_VERSION: dict[str, tuple[Any, ...]] = {
 }
 """All keys that wait for a later version, with the values that this version accepts.
 
-Other values are parsed and checked like those of any key, then refused by name. Two defaults differ from the plan until
-the feature exists: ``cluster.max_restarts`` (3) and ``server.on_loss`` (continue).
+Other values are parsed and checked like those of any key, then refused by name.
 """
 
 

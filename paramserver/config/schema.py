@@ -184,7 +184,7 @@ class ClusterConfig:
     interface: str | None = key(None, _INTERFACE, "null = loopback when all ranks are on this machine")
     backend: str = key("auto", one_of("auto", "gloo", "nccl"), "backend of ddp")
     timeout_s: float = key(60.0, positive_number(), "limit of every wait that no other key limits, in seconds")
-    max_restarts: int = key(0, integer(0), "restarts per rank by the local supervisor")
+    max_restarts: int = key(3, integer(0), "how often a rank that died starts again, if a supervisor started it")
     elastic: bool = key(False, boolean(), "rpc: trainers beyond the first world may join a running job")
     token_file: str | None = key(None, string(nullable=True), "file with the job token of joiners")
 
@@ -258,7 +258,7 @@ class ServerConfig:
     bucket_mb: float = key(4.0, positive_number(), "over rpc, size in MB of the gradient buckets sent during backward")
     heartbeat_s: float = key(1.0, positive_number(), "seconds between two heartbeats of a trainer")
     lost_after_s: float = key(5.0, positive_number(), "seconds without a heartbeat after which a trainer is lost")
-    on_loss: str = key("fail", one_of("continue", "rollback", "fail"), "rpc: reaction to the loss of a trainer")
+    on_loss: str = key("continue", one_of("continue", "rollback", "fail"), "rpc: reaction to the loss of a trainer")
 
     @property
     def bucket_bytes(self) -> float:

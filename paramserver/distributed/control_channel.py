@@ -36,8 +36,8 @@ _log = logging.getLogger(__name__)
 
 # Kind of the message, and length of the body that follows.
 _HEADER = struct.Struct("!BI")
-# Kinds below 254 belong to the users of a channel.
-_HEARTBEAT, _LOSS, _BYE = 0, 254, 255
+# Kinds below 253 belong to the users of a channel.
+_HEARTBEAT, _COMPLETE, _LOSS, _BYE = 0, 253, 254, 255
 # Body of a loss: the rank that is lost; the reason follows.
 _RANK = struct.Struct("!I")
 # A sender that waits for room checks this often whether the reading thread found the peer to be lost.
@@ -64,13 +64,15 @@ def connect_ranks(rendezvous: Rendezvous, config: Config, on_lost: Callable[[], 
         DeadlineExceeded: ranks are missing after ``cluster.timeout_s``.
         PeerLost: rank 0 cannot be reached.
     """
-    own_rank = rendezvous.identity.global_rank
-    if own_rank == 0:
-        sockets = _accept(rendezvous, own_address(rendezvous.identity.master_addr, config.cluster.interface))
-    else:
-        sockets = {0: _connect(rendezvous)}
-    connections = {rank: Connection(found, rank, config.server.lost_after_s) for rank, found in sockets.items()}
-    with closing(ControlChannel(own_rank, connections, config.server.heartbeat_s, on_lost)) as channel:
+    identity, lost_after_s = rendezvous.identity, config.server.lost_after_s
+    with closing(ControlChannel(identity.global_rank, {}, config.server.heartbeat_s, on_lost)) as channel:
+        if identity.global_rank == 0:
+            _accept(rendezvous, own_address(identity.master_addr, config.cluster.interface), channel, lost_after_s)
+            for peer in channel.peers:
+                channel.send(peer, _COMPLETE)
+        else:
+            channel.add(Connection(_connect(rendezvous), 0, lost_after_s))
+            channel.receive()  # rank 0 has all ranks; until then it sends heartbeats
         yield channel
 
 
@@ -87,13 +89,20 @@ def _connect(rendezvous: Rendezvous) -> socket.socket:
     return connection
 
 
-def _accept(rendezvous: Rendezvous, address: str) -> dict[int, socket.socket]:
+def _accept(rendezvous: Rendezvous, address: str, channel: ControlChannel, lost_after_s: float) -> None:
     token = secrets.token_bytes(_TOKEN_BYTES)
     family = socket.AF_INET6 if ip_address(address).version == 6 else socket.AF_INET
+    missing = set(range(1, rendezvous.identity.world_size))
     with socket.create_server((address, 0), family=family, backlog=512) as listener:
         rendezvous.set(_KEY, f"{address} {listener.getsockname()[1]} {token.hex()}")
-        with Handshake(listener, token, set(range(1, rendezvous.identity.world_size))) as handshake:
-            return handshake.accept(rendezvous.timeout_s)
+        with Handshake(listener, token, missing) as handshake:
+            try:
+                for rank, connection in handshake.accept(rendezvous.timeout_s, channel.raise_if_lost):
+                    channel.add(Connection(connection, rank, lost_after_s))
+            except DeadlineExceeded:
+                limit = f"cluster.timeout_s ({rendezvous.timeout_s:g} s)"
+                channel.report_loss(min(missing), f"it did not connect to rank 0 within {limit}")
+                raise
 
 
 class ControlMessage(NamedTuple):
@@ -115,7 +124,7 @@ class ControlChannel:
 
     Args:
         own_rank: global rank of this process.
-        connections: by the rank of the peer; closed with this object.
+        connections: by the rank of the peer; closed with this object. ``add`` adds more.
         heartbeat_s: ``server.heartbeat_s``.
         on_lost: called in the reading thread when a peer is lost before this rank left, and repeatedly from then on
             until ``close``, as the owner may begin another wait. Must not block.
@@ -141,7 +150,7 @@ class ControlChannel:
         self, own_rank: int, connections: Mapping[int, Connection], heartbeat_s: float, on_lost: Callable[[], None]
     ) -> None:
         self._own_rank = own_rank
-        self._connections = dict(connections)
+        self._connections: dict[int, Connection] = {}
         self._heartbeat_s = heartbeat_s
         self._on_lost = on_lost
         # Guards the inbox and ``lost``. Never held while a socket is used.
@@ -150,20 +159,35 @@ class ControlChannel:
         self._leaving = False
         self.lost: PeerLost | None = None
         self.last_progress = 0.0
-        self._active = list(self._connections.values())
-        self._lost_after_s = min((connection.lost_after_s for connection in self._active), default=math.inf)
-        self._poll_s = min(heartbeat_s, self._lost_after_s / 10)
+        self._active: list[Connection] = []
+        self._lost_after_s = math.inf
+        self._poll_s = heartbeat_s
         self._closed = threading.Event()
         # Takes ``_changed`` to deliver a message or a loss; a connection's send lock only without waiting. Calls
-        # ``on_lost``. Ends with the last connection, or with close().
+        # ``on_lost``. Begins with the first connection; ends with the last one, or with close().
         self._thread = threading.Thread(target=self._run, name="control-channel", daemon=True)
-        self._thread.start()
+        for connection in connections.values():
+            self.add(connection)
 
     @property
     def peers(self) -> tuple[int, ...]:
         return tuple(self._connections)
 
     # The owner's thread.
+
+    def add(self, connection: Connection) -> None:
+        """Add a connection to a peer. From now on this side sends heartbeats on it, and expects them."""
+        self._lost_after_s = min(self._lost_after_s, connection.lost_after_s)
+        self._poll_s = min(self._poll_s, self._lost_after_s / 10)
+        self._connections[connection.peer] = connection
+        self._active.append(connection)
+        if len(self._connections) == 1:
+            self._thread.start()
+
+    def raise_if_lost(self) -> None:
+        """Raise ``PeerLost`` if a peer is lost."""
+        if self.lost is not None:
+            raise self.lost
 
     def send(self, peer: int, kind: int, body: bytes | memoryview = b"") -> None:
         """Send a message of ``kind`` (1 to 253).
@@ -185,8 +209,7 @@ class ControlChannel:
         with self._changed:
             # Messages first: one that arrived before the loss is still delivered.
             while not self._inbox:
-                if self.lost is not None:
-                    raise self.lost
+                self.raise_if_lost()
                 if not self._thread.is_alive():
                     raise PeerLost("all other ranks have left, so no message can arrive from them")
                 self.last_progress = time.monotonic()
@@ -211,7 +234,8 @@ class ControlChannel:
         self._closed.set()
         for connection in self._connections.values():
             connection.shut_down()  # wakes the thread
-        self._thread.join(_CLOSE_S)
+        if self._connections:
+            self._thread.join(_CLOSE_S)
         for connection in self._connections.values():
             connection.close()
 
@@ -222,7 +246,7 @@ class ControlChannel:
         while (self._active or self.lost is not None) and not self._closed.is_set():
             if time.monotonic() - last_sent >= self._heartbeat_s:
                 last_sent = time.monotonic()
-                for connection in self._active:
+                for connection in list(self._active):
                     connection.send_heartbeat()
             if self._active:
                 wait_ready(self._active, select.POLLIN, self._poll_s)
@@ -237,7 +261,7 @@ class ControlChannel:
                     self._active.remove(connection)
                     # The others close their connections to a rank that did not run for so long.
                     is_own = connection.is_closed and elapsed_s > self._lost_after_s
-                    self._on_loss(*(self._own_loss(elapsed_s) if is_own else (connection.peer, connection.why_lost)))
+                    self.report_loss(*(self._own_loss(elapsed_s) if is_own else (connection.peer, connection.why_lost)))
             if self.lost is not None and not self._leaving:
                 self._on_lost()
 
@@ -254,13 +278,14 @@ class ControlChannel:
             self._active.remove(connection)
         elif message[0] == _LOSS:
             body = bytes(message[1])
-            self._on_loss(_RANK.unpack_from(body)[0], body[_RANK.size :].decode())
+            self.report_loss(_RANK.unpack_from(body)[0], body[_RANK.size :].decode())
         else:
             with self._changed:
                 self._inbox.append(ControlMessage(connection.peer, *message))
                 self._changed.notify_all()
 
-    def _on_loss(self, rank: int, why: str) -> None:
+    def report_loss(self, rank: int, why: str) -> None:
+        """Inform all ranks, and the owner of this channel, that ``rank`` is lost. May be called from any thread."""
         if self._leaving or self.lost is not None:
             return  # the peer ended later than this rank, or because of the first loss
         loss = PeerLost(f"rank {rank} is lost: {why}; look for its own error")
@@ -269,7 +294,7 @@ class ControlChannel:
                 f"the other ranks ended the run without this one, rank {rank}: {why}; find out what stopped it"
             )
         # Also to the lost rank, which may continue later. The others have no connection to it, except rank 0.
-        for connection in self._connections.values():
+        for connection in list(self._connections.values()):
             connection.try_send(_LOSS, _RANK.pack(rank) + why.encode(), _LOST_CHECK_S)
         with self._changed:
             self.lost = loss
@@ -435,15 +460,20 @@ class Handshake:
         self._selector.register(listener, selectors.EVENT_READ)
         listener.setblocking(False)
 
-    def accept(self, timeout_s: float) -> dict[int, socket.socket]:
-        """Wait for all ranks that are expected, and return their connections by rank.
+    def accept(self, timeout_s: float, check: Callable[[], None] = lambda: None) -> Iterator[tuple[int, socket.socket]]:
+        """Wait for all ranks that are expected, and yield rank and connection of each as it arrives.
+
+        Args:
+            timeout_s: for all of them.
+            check: called at least every 0.2 s; what it raises ends the wait.
 
         Raises:
             DeadlineExceeded: ranks are missing after ``timeout_s``.
         """
         deadline = time.monotonic() + timeout_s
         while self._missing:
-            ready = self._selector.select(max(deadline - time.monotonic(), 0.0))
+            check()
+            ready = self._selector.select(min(max(deadline - time.monotonic(), 0.0), _LOST_CHECK_S))
             if not ready and time.monotonic() > deadline:
                 names = ", ".join(str(rank) for rank in sorted(self._missing))
                 raise DeadlineExceeded(
@@ -451,8 +481,8 @@ class Handshake:
                 )
             for key, _ in ready:
                 self._on_readable(key.fileobj)  # type: ignore[arg-type]
-        accepted, self._accepted = self._accepted, {}  # the caller's from now on
-        return accepted
+            while self._accepted:
+                yield self._accepted.popitem()  # the caller's from now on
 
     def _on_readable(self, ready: socket.socket) -> None:
         if ready is self._listener:

@@ -80,6 +80,10 @@ class RunDir:
     def checkpoints_dir(self) -> Path:
         return self.path / "checkpoints"
 
+    def has_checkpoint(self) -> bool:
+        """Return whether there is a checkpoint that was written completely."""
+        return any(self.checkpoints_dir.glob("step-*/manifest.json"))
+
     @property
     def logs_dir(self) -> Path:
         return self.path / "logs"

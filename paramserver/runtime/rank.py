@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paramserver.checkpoint import has_checkpoint, load_chosen, remove_leftovers
+from paramserver.checkpoint import load_chosen, remove_leftovers
 from paramserver.checkpoint.format import LATEST
 from paramserver.cluster import ProcessIdentity, bind_interface, interface_to, num_usable_cores, process_environ
 from paramserver.config import Config, Role, dump_yaml, mode_of, roles, server_computes, trainer_of
@@ -280,7 +280,7 @@ class Session:
         store = None
         if process.identity.global_rank == 0:
             assert plan.run is not None
-            plan, store = replace(plan, resume=has_checkpoint(plan.run.path), restarted=True), self.store
+            plan, store = replace(plan, resume=plan.run.has_checkpoint(), restarted=True), self.store
         return Session(
             plan, replace(process, session=process.session + 1), self.task, self.resources, min_view, give_up_at, store
         )

@@ -20,18 +20,20 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 from paramserver import errors
 from paramserver.cluster import bind_listener, child_environment, mark_supervised, process_environ
-from paramserver.config import Config, Role, dump_yaml, num_trainers_of, roles, world_size_of
+from paramserver.config import Config, Role, dump_yaml, mode_of, num_trainers_of, roles, world_size_of
 from paramserver.errors import Interrupted, ParamserverError, TrainingError
 from paramserver.metrics import Record, Sink
 from paramserver.metrics.records import make_record
 from paramserver.runs.rundir import LAST_WRITE_S, RunDir, write_json
 from paramserver.runtime.rank_guard import RankGuard
+from paramserver.runtime.restarts import RestartPolicy
 
 # In addition to the time in which ranks detect a lost peer themselves.
 _GRACE_S = 5.0
@@ -59,6 +61,8 @@ class _RankProcess:
         exit_code: None until the end was handled.
         sent: signals that the supervisor sent to it.
         pidfd: readable once the process has ended.
+        alive_at: ``time.monotonic()`` of its last sign of life; None before the first.
+        done: its part of the run is complete.
     """
 
     def __init__(self, role: Role, process: subprocess.Popen[bytes], pipe: int) -> None:
@@ -71,6 +75,9 @@ class _RankProcess:
         self.failure: dict[str, Any] | None = None
         self.exit_code: int | None = None
         self.sent: set[int] = set()
+        self.started_at = time.monotonic()
+        self.alive_at: float | None = None
+        self.done = False
         self._unread = b""
         os.set_blocking(pipe, False)
 
@@ -151,6 +158,10 @@ class Supervisor:
         self._kill_at: float | None = None
         self._stopped_since: float | None = None
         self._failed: list[_RankProcess] = []
+        self._restarts = RestartPolicy(self.config.cluster.max_restarts)
+        self._starts_due: list[tuple[float, Role]] = []
+        self._restarting_all = False
+        self._looked_at = time.monotonic()
 
     def supervise(self) -> dict[str, Any]:
         """Start all ranks, and wait for the end of the run.
@@ -171,8 +182,10 @@ class Supervisor:
             self._guard = stack.enter_context(closing(RankGuard(self.config.server.lost_after_s + _GRACE_S)))
             stack.callback(self._kill_remaining)
             self._start_ranks(stack)
-            while any(rank.exit_code is None for rank in self._ranks):
+            while self._starts_due or any(rank.exit_code is None for rank in self._ranks):
                 self._handle_events(_POLL_S)
+                self._kill_silent()
+                self._start_due()
                 # Here and not in the signal's handler, so that ranks that start after the signal receive it too.
                 if self._signal is not None and not self._signal_forwarded:
                     self._signal_forwarded = True
@@ -201,19 +214,24 @@ class Supervisor:
             config_folder=self.folders[-1] if self.folders else None,
         )
         mark_supervised(environ)
-        # Rank 0 inherits the listener of its store, so no other process can take the port meanwhile.
+        # Rank 0 inherits the listener of its store, so no other process can take the port meanwhile; nor when it starts
+        # again.
         listener = stack.enter_context(bind_listener(self.config.cluster.master_addr, self.config.cluster.master_port))
+        self._start_rank = partial(self._start_process, config_file.fileno(), listener, environ)
         for role in roles(self.config, world_size_of(self.config)):
-            self._start_rank(role, config_file.fileno(), listener, environ)
+            self._start_rank(role)
 
-    def _start_rank(self, role: Role, config_file: int, listener: socket.socket, environ: dict[str, str]) -> None:
+    def _start_process(
+        self, config_file: int, listener: socket.socket, environ: dict[str, str], role: Role, again: bool = False
+    ) -> None:
         command = [sys.executable, "-m", "paramserver.launch", "--config", f"/dev/fd/{config_file}"]
         command += ["--rank", str(role.global_rank), "--world_size", str(world_size_of(self.config))]
         port = listener.getsockname()[1]
         command += ["--master_addr", self.config.cluster.master_addr, "--master_port", str(port)]
         command += ["--run_folder", str(self.run.path), "--began", repr(self.began)]
         command += [part for folder in self.folders for part in ("--folder", str(folder))]
-        command += ["--resume"] if self.resume else []
+        command += ["--resume"] if (self.run.has_checkpoint() if again else self.resume) else []
+        command += ["--again"] if again else []
         command += ["--shown_command", json.dumps(list(self.command))]
         inherited = [config_file]
         if role.global_rank == 0:
@@ -237,7 +255,9 @@ class Supervisor:
         finally:
             os.close(writing)
         rank = _RankProcess(role, process, reading)
-        self._ranks.append(rank)
+        self._ranks = sorted(
+            [*(r for r in self._ranks if r.global_rank != rank.global_rank), rank], key=lambda r: r.global_rank
+        )
         self._guard.add(process.pid)
         self._selector.register(rank.pidfd, selectors.EVENT_READ, rank)
         self._selector.register(rank.pipe, selectors.EVENT_READ, rank)
@@ -262,7 +282,12 @@ class Supervisor:
                 self._read_events(rank)
 
     def _read_events(self, rank: _RankProcess) -> None:
-        handlers: dict[str, Callable[[_RankProcess, Any], None]] = {"record": self._on_record, "error": self._on_error}
+        handlers: dict[str, Callable[[_RankProcess, Any], None]] = {
+            "record": self._on_record,
+            "error": self._on_error,
+            "alive": self._on_alive,
+            "done": self._on_done,
+        }
         for kind, body in rank.read_events():
             handlers[kind](rank, body)
 
@@ -277,14 +302,105 @@ class Supervisor:
         rank.failure = failure
         self._failed.append(rank)
 
+    def _on_alive(self, rank: _RankProcess, _: None) -> None:
+        rank.alive_at = time.monotonic()
+
+    def _on_done(self, rank: _RankProcess, _: None) -> None:
+        rank.done = True
+
     def _on_exit(self, rank: _RankProcess, exit_code: int) -> None:
-        if rank.failure is None and exit_code not in _GOOD_EXITS:
+        if self._restarting_all:
+            self._restart_all()
+            return
+        lost = rank.failure is None and not rank.done and exit_code != Interrupted.exit_code
+        if not mode_of(self.config).has_servers and rank.failure is not None and rank.failure["kind"] == "PeerLost":
+            lost = True  # its report may arrive before the end of the rank that it lost
+        if lost and self._may_restart(rank):
+            self._restart(rank, exit_code)
+            return
+        if lost and rank.failure is None:
             self._on_error(rank, self._failure_from_exit(rank, exit_code))
+        if lost and self._continues_without(rank):
+            return
         if rank.failure is not None and exit_code != Interrupted.exit_code and not self._is_failing:
             self._is_failing = True
             # The other ranks detect the loss, and end with their own errors. This ends the ones that cannot.
             self._limit(self.config.server.lost_after_s + _GRACE_S)
             self._signal_ranks(signal.SIGTERM)
+
+    # Starting ranks again.
+
+    def _may_restart(self, rank: _RankProcess) -> bool:
+        """Return whether the run goes on with another process of a rank that died without reporting an error.
+
+        An error that it reported would come again.
+        """
+        if self._signal is not None or self._is_failing or self._summary is not None:
+            return False
+        is_trainer, rpc = rank.role.kind == "trainer", mode_of(self.config).has_servers
+        if rpc and is_trainer and self.config.server.on_loss == "fail":
+            return False
+        return self._restarts.allows(rank.global_rank)
+
+    def _continues_without(self, rank: _RankProcess) -> bool:
+        """Return whether trainers remain that continue without a lost one, which is not started again."""
+        if not mode_of(self.config).has_servers or rank.role.kind != "trainer" or self.config.server.on_loss == "fail":
+            return False
+        if self._signal is not None or self._is_failing or self._summary is not None:
+            return False
+        return any(r.exit_code is None and r.role.kind == "trainer" for r in self._ranks)
+
+    def _restart(self, rank: _RankProcess, exit_code: int) -> None:
+        lived_s = time.monotonic() - rank.started_at
+        delay_s, number = self._restarts.next_delay(rank.global_rank, lived_s)
+        self._note(
+            f"{rank.title} is lost ({_describe_exit(exit_code)}); it starts again"
+            f"{f' in {delay_s:g} s' if delay_s else ''} ({number} of {self._restarts.max_restarts})"
+        )
+        if mode_of(self.config).has_servers:
+            self._starts_due.append((time.monotonic() + delay_s, rank.role))
+            return
+        # The others end, as their collectives cannot be completed; then all start again from the last checkpoint.
+        self._restarting_all = True
+        self._starts_due = [(time.monotonic() + delay_s, r.role) for r in self._ranks]
+        self._limit(self.config.server.lost_after_s + _GRACE_S)
+        self._restart_all()
+
+    def _restart_all(self) -> None:
+        if any(r.exit_code is None for r in self._ranks):
+            return
+        self._restarting_all, self._kill_at = False, None
+        self._failed.clear()
+
+    def _start_due(self) -> None:
+        """Start the ranks again whose time has come, unless the run ends meanwhile."""
+        if self._restarting_all:
+            return
+        if self._signal is not None or self._is_failing or self._summary is not None:
+            self._starts_due.clear()
+        now = time.monotonic()
+        due = [role for at, role in self._starts_due if at <= now]
+        self._starts_due = [(at, role) for at, role in self._starts_due if at > now]
+        for role in due:
+            self._start_rank(role, again=True)
+
+    def _kill_silent(self) -> None:
+        """Kill each rank that has given no sign of life for ``server.lost_after_s``: it is frozen."""
+        now, lost_after_s = time.monotonic(), self.config.server.lost_after_s
+        # This process may have been stopped itself, perhaps together with all ranks.
+        paused_s, self._looked_at = now - self._looked_at - _POLL_S, now
+        for rank in self._ranks:
+            if rank.alive_at is None or rank.exit_code is not None or rank.done:
+                continue
+            rank.alive_at += max(paused_s, 0.0) if paused_s > 1.0 else 0.0
+            if now - rank.alive_at > lost_after_s and signal.SIGKILL not in rank.sent:
+                self._note(
+                    f"{rank.title} gave no sign of life for server.lost_after_s ({lost_after_s:g} s); it is ended"
+                )
+                rank.send_signal(signal.SIGKILL)
+
+    def _note(self, text: str) -> None:
+        self.sink.write(make_record("note", None, text=text))
 
     def _limit_end(self) -> None:
         """Limit the time of ranks that remain when the run has ended. Until then the ranks watch each other."""
@@ -292,7 +408,7 @@ class Supervisor:
         rank_0, *others = self._ranks
         if self._summary is not None or (self._has_started and self.run.summary_file.exists()):
             self._limit(lost_after_s + _END_S)
-        elif all(r.exit_code in _GOOD_EXITS for r in others if r.role.kind == "trainer"):
+        elif all(r.exit_code in _GOOD_EXITS and r.done for r in others if r.role.kind == "trainer"):
             # No trainer is left that could notice the loss of rank 0, which may still write the last checkpoint.
             self._limit(LAST_WRITE_S + lost_after_s + _END_S)
             if rank_0.exit_code is not None or not rank_0.is_stopped():
@@ -310,9 +426,7 @@ class Supervisor:
     def _failure_from_exit(self, rank: _RankProcess, exit_code: int) -> dict[str, Any]:
         """Describe the failure of a rank that reported none."""
         log = self.run.log_file(rank.global_rank)
-        kind, how = "TrainingError", f"ended with exit code {exit_code}"
-        if exit_code < 0:
-            how = f"killed by {signal.Signals(-exit_code).name}"
+        kind, how = "TrainingError", _describe_exit(exit_code)
         if -exit_code in rank.sent:
             # The supervisor ended it because another rank had failed or a signal came: a consequence, not the cause.
             kind, how = "PeerLost", f"did not react and was ended by {signal.Signals(-exit_code).name}"
@@ -425,6 +539,10 @@ class Supervisor:
         return latest.read_text().strip() if latest.is_file() else None
 
 
+def _describe_exit(exit_code: int) -> str:
+    return f"killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"ended with exit code {exit_code}"
+
+
 def _end_of(log: Path, lines: int = 5, most_bytes: int = 4096) -> str:
     """Return the last lines of a log, indented, each after a line break."""
     with log.open("rb") as file:
@@ -446,7 +564,7 @@ def _to_error(rank: _RankProcess) -> ParamserverError:
 
 
 # What the supervisor's display and the summary need; all other records stay in the run folder.
-_SENT_KINDS = frozenset({"start", "note", "expected", "train", "validation", "phase", "end"})
+_SENT_KINDS = frozenset({"start", "note", "expected", "train", "validation", "phase", "lost", "joined", "end"})
 
 
 # Only for the display; left out while the supervisor does not read.
@@ -467,6 +585,7 @@ class EventPipe(Sink):
         os.set_blocking(descriptor, False)
         self._descriptor = descriptor
         self._unsent = bytearray()
+        self._stopped = threading.Event()  # never set: the heartbeat ends with the process
         self._lock = threading.Lock()  # one line at a time: records come from several threads
 
     def write(self, record: Record) -> None:
@@ -474,11 +593,26 @@ class EventPipe(Sink):
         if kind in _SENT_KINDS and not (kind in _DISPLAYED and self._unsent):
             self._send("record", dict(record), _LAST_EVENT_S if kind == "end" else 0.0)
 
+    def start_heartbeat(self, interval_s: float) -> None:
+        """Report from now on, in a thread, that this process runs."""
+        # Takes ``_lock`` for each event. Ends with the process.
+        threading.Thread(target=self._beat, args=(interval_s,), name="alive", daemon=True).start()
+
+    def _beat(self, interval_s: float) -> None:
+        while True:
+            if not self._unsent:
+                self._send("alive", None, 0.0)
+            self._stopped.wait(interval_s)
+
+    def send_done(self) -> None:
+        """Report that this rank's part of the run is complete."""
+        self._send("done", None, _LAST_EVENT_S)
+
     def send_error(self, error: BaseException) -> None:
         """Report the error that ends this rank."""
         self._send("error", describe_error(error), _LAST_EVENT_S)
 
-    def _send(self, event: str, body: dict[str, Any], wait_s: float) -> None:
+    def _send(self, event: str, body: dict[str, Any] | None, wait_s: float) -> None:
         deadline = time.monotonic() + wait_s
         with self._lock:
             self._unsent += json.dumps({"event": event, "body": body}, default=str).encode() + b"\n"
