@@ -1,0 +1,278 @@
+"""The data of a trainer whose process is lost and replaced again and again: what was applied, and what is served."""
+
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from paramserver import Partition, Task
+from paramserver.buffers.positions import AppliedPositions
+from paramserver.config import BufferConfig, Config, TrainingConfig
+from paramserver.consistency import Readiness
+from paramserver.errors import SourceError
+from paramserver.sources import Source
+from trainers.data import DataStream
+
+SAMPLES, PASSES, BATCH = 47, 3, 5
+WAIT_S = 20.0
+
+
+class Numbers(Task):
+    """Serves what it is given."""
+
+    def __init__(self, make):
+        self.make = make
+
+    def train_source(self, partition):
+        return self.make()
+
+
+class Shuffled:
+    """A stateful iterable: it can continue at a place, and be dealt anew."""
+
+    def __init__(self, values):
+        self.values, self.at = list(values), 0
+
+    def __iter__(self):
+        while self.at < len(self.values):
+            self.at += 1
+            yield self.values[self.at - 1]
+
+    def state_dict(self):
+        return {"values": self.values, "at": self.at}
+
+    def load_state_dict(self, state):
+        self.values, self.at = state["values"], state["at"]
+
+    def reshard(self, states, index, count):
+        left = [value for state in states for value in state["values"][state["at"] :]]
+        self.values, self.at = left[index::count], 0
+
+
+class Arriving(Source):
+    """Samples that arrive once, like those of a stream."""
+
+    repeatable = False
+
+    def samples(self, position):
+        yield from ((n, float(n)) for n in range(position, 20))
+
+
+def config(kind: str, times: int = 1, passes: int | None = PASSES, **buffer) -> Config:
+    return Config(
+        training=TrainingConfig(batch_size=BATCH, max_epochs=passes),
+        buffer=BufferConfig(kind=kind, capacity=16, pseudo_epochs=times, **buffer),
+    )
+
+
+def stream(make, settings: Config, partition: Partition | None = None) -> DataStream:
+    return DataStream(Numbers(make), partition or Partition(0, 1), settings, {})
+
+
+def serve(data: DataStream) -> tuple[list, list[int]] | None:
+    """Values and positions of the next batch; None at the end."""
+    if (readiness := data.available(WAIT_S).readiness) is Readiness.DRAINED:
+        return None
+    assert readiness is Readiness.READY
+    values, _ = data.next_batch()
+    positions = data.pop_positions().tolist()
+    assert len(positions) == len(values)
+    return [int(value) for value in values], positions
+
+
+class Lives:
+    """One trainer's data over many processes, each of which is lost with the batches that were not applied."""
+
+    def __init__(self, make, settings: Config, seed: int, state: dict | None = None):
+        self.rng = random.Random(seed)
+        self.make, self.settings = make, settings
+        self.applied: Counter[int] = Counter()
+        self.account = AppliedPositions()
+        self.lost = self.losses = 0
+        with stream(make, settings) as data:
+            if state is not None:
+                data.load_state_dict(state)
+            self.times_due, self.source = data.buffer.times_due, data.source.state_dict()
+            self.account = data.positions()
+            ended = self.live(data)
+        while not ended:
+            self.losses += 1
+            with stream(make, settings) as data:
+                data.load_after_loss({"source": self.source}, self.account)
+                assert data.positions() == self.account
+                ended = self.live(data)
+
+    def live(self, data: DataStream) -> bool:
+        """Apply batches until the process is lost, or the data ends; return whether it has."""
+        data.start()
+        complete = True
+        while self.rng.random() < 0.9:
+            if (served := serve(data)) is None:
+                # The buffer counts what it served as applied until the process is lost.
+                assert data.samples_left == 0
+                return complete
+            values, positions = served
+            if self.rng.random() < 0.2:
+                self.lost += len(positions)
+                complete = False
+            else:
+                self.applied.update(values)
+                self.account.add(positions, self.times_due)
+        return False
+
+
+@pytest.mark.parametrize(("kind", "times"), [("fifo", 1), ("fifo", 3), ("firo", 1), ("firo", 3), ("reservoir", 1)])
+def test_each_sample_is_applied_as_often_as_is_due_over_hundreds_of_losses(kind, times):
+    losses = 0
+    for seed in range(30):
+        lives = Lives(lambda: list(range(SAMPLES)), config(kind, times, watermark=7), seed)
+        losses += lives.losses
+        assert lives.lost  # what was served and not applied
+        if kind == "reservoir":
+            assert lives.applied.keys() == set(range(SAMPLES))
+            assert all(lives.applied[i] >= PASSES for i in range(SAMPLES))
+        else:
+            assert lives.applied == dict.fromkeys(range(SAMPLES), PASSES * times)
+            assert lives.account.count == SAMPLES * PASSES * times
+        assert lives.account.low == SAMPLES * PASSES
+    assert losses >= 150
+
+
+@pytest.mark.parametrize("make", [lambda: iter(range(60)), lambda: Shuffled(range(60))], ids=["plain", "stateful"])
+@pytest.mark.parametrize("kind", ["fifo", "firo"])
+def test_an_iterable_is_read_again_and_what_was_applied_is_left_out(kind, make):
+    losses = 0
+    for seed in range(5):
+        lives = Lives(make, config(kind, 2, passes=None), seed)
+        losses += lives.losses
+        assert lives.applied == dict.fromkeys(range(60), 2)
+    assert losses >= 5
+
+
+@pytest.mark.parametrize(("kind", "times"), [("fifo", 1), ("fifo", 3), ("firo", 3)])
+def test_a_resumed_run_loses_a_process(kind, times):
+    """The buffer of the checkpoint holds samples that were served in part; a replacement has an empty buffer."""
+    settings, losses = config(kind, times), 0
+    for seed in range(5):
+        first: Counter[int] = Counter()
+        with stream(lambda: list(range(SAMPLES)), settings) as data:
+            data.start()
+            for _ in range(9):
+                values, _ = serve(data)
+                first.update(values)
+            state = data.state_dict()
+        lives = Lives(lambda: list(range(SAMPLES)), settings, seed, state)
+        losses += lives.losses
+        assert lives.applied + first == dict.fromkeys(range(SAMPLES), PASSES * times)
+    assert losses >= 5
+
+
+def test_a_restored_stream_states_what_was_served():
+    with stream(lambda: list(range(SAMPLES)), config("firo", 2)) as data:
+        data.start()
+        expected = AppliedPositions()
+        for _ in range(12):
+            expected.add(serve(data)[1], 2)
+        state = data.state_dict()
+    with stream(lambda: list(range(SAMPLES)), config("firo", 2)) as data:
+        assert data.positions() == AppliedPositions()
+        data.load_state_dict(state)
+        assert data.positions() == expected
+        assert expected.above  # some were served once
+
+
+def test_positions_of_a_step_are_those_of_all_its_batches():
+    with stream(lambda: list(range(SAMPLES)), config("fifo")) as data:
+        data.start()
+        assert data.pop_positions().tolist() == []
+        for _ in range(2):
+            assert data.available(WAIT_S).readiness is Readiness.READY
+            data.next_batch()
+        assert data.pop_positions().tolist() == list(range(2 * BATCH))
+        assert data.pop_positions().tolist() == []
+
+
+def test_a_replacement_does_not_repeat_the_draws():
+    def first_batch(count: int) -> list[int]:
+        with stream(lambda: list(range(SAMPLES)), config("firo", watermark=16)) as data:
+            data.load_after_loss(None, AppliedPositions(count=count))
+            data.start()
+            return serve(data)[0]
+
+    assert first_batch(5) == first_batch(5) != first_batch(6)
+
+
+def test_nothing_is_read_of_what_is_complete():
+    read = []
+
+    class Recorded(list):
+        def __getitem__(self, index):
+            read.append(index)
+            return super().__getitem__(index)
+
+    numbers = Recorded(range(SAMPLES))
+    with DataStream(Numbers(lambda: numbers), Partition(0, 1), config("fifo", passes=1), {"shuffle": False}) as data:
+        data.load_after_loss(None, AppliedPositions(low=40, above={41: 1, 46: 1}, count=42))
+        data.start()
+        assert serve(data) == ([40, 42, 43, 44, 45], [40, 42, 43, 44, 45])
+        assert serve(data) is None
+        assert data.samples_left == 0
+        assert data.buffer.info().puts == SAMPLES
+    assert read == list(range(40, SAMPLES))
+
+
+@pytest.mark.parametrize("kind", ["fifo", "firo", "reservoir"])
+def test_the_data_ends_if_all_of_it_was_applied(kind):
+    for applied in (AppliedPositions(low=SAMPLES), AppliedPositions(0, dict.fromkeys(range(SAMPLES), 1))):
+        with stream(lambda: list(range(SAMPLES)), config(kind, passes=1)) as data:
+            data.load_after_loss(None, applied)
+            data.start()
+            assert serve(data) is None
+            assert data.samples_left in (0, None)
+            info = data.buffer.info()
+            assert (info.puts, info.gets, info.population, info.seen_histogram) == (SAMPLES, SAMPLES, 0, {1: SAMPLES})
+
+
+def test_samples_that_arrive_once_are_not_waited_for():
+    with stream(Arriving, config("fifo", passes=None)) as data:
+        data.load_after_loss({"source": {}}, AppliedPositions(low=10))
+        assert data.positions() == AppliedPositions(low=10)
+        data.start()
+        assert data.available(WAIT_S).readiness is Readiness.READY
+        assert data.next_batch()[0].tolist() == [10, 11, 12, 13, 14]
+        assert data.pop_positions().tolist() == []  # no process can give these positions again
+
+
+def test_a_dealt_iterable_refuses_to_go_back_before_its_start():
+    settings = config("fifo", passes=None)
+    with stream(lambda: Shuffled(range(40)), settings) as data:
+        data.start()
+        serve(data)
+        left = {
+            "state": data.source.state_dict(),
+            "position": BATCH,
+            "mark": {"position": 5, "state": {"values": list(range(40)), "at": 5}},
+        }
+        part = data.state_dict()
+    held = {**part["buffer"], "counters": {"puts": 0, "gets": 0}}  # as if nothing was held
+    held |= {"keys": [], "served": held["served"][:0], "positions": held["positions"][:0], "samples": None}
+    with stream(lambda: Shuffled([]), settings) as data:
+        data.load_state_dict({"buffer": held, "leftovers": [left], "source": {}})
+        source = data.source.state_dict()
+    # The replacement continues with the same share.
+    with stream(lambda: Shuffled([]), settings) as data:
+        data.load_after_loss({"source": source}, AppliedPositions(low=3))
+        data.start()
+        assert serve(data)[0] == [8, 9, 10, 11, 12]
+    later = {"origin": {**source["origin"], "position": 4}}
+    with stream(lambda: Shuffled([]), settings) as data:
+        data.load_after_loss({"source": later}, AppliedPositions(low=3))
+        data.start()
+        with pytest.raises(SourceError, match=r"position \(3\) must be at least 4"):
+            data.available(WAIT_S)
+
+
+def test_positions_are_numbers_of_numpy():
+    with stream(lambda: list(range(SAMPLES)), config("reservoir")) as data:
+        assert data.pop_positions().dtype == np.int64
