@@ -177,8 +177,8 @@ class RequestHandler:
         if (reason := self.tracker.check_hello(header)) is not None:
             raise RequestRefused("simulation", reason)
         # All members and attempts of a simulation must have the same parameters: its samples carry them. Without a
-        # sample a simulation from outside belongs to the client that opened it last: one that opens it and sends nothing
-        # must not keep the real one out.
+        # sample a simulation from outside belongs to the client that opened it last: one that opens it and sends no
+        # sample must not keep the real one out.
         known = self.tracker.client_parameters(header.simulation)
         fixed = self.spec.is_managed or self.tracker.num_received(header.simulation) > 0
         if fixed and known is not None and known != parameters:
