@@ -200,12 +200,12 @@ class Buffer(ABC):
         before = [0] * len(samples) if served is None else list(served)
         if len(keys) != len(samples):
             raise ValueError(f"keys ({len(keys)}) must be as many as samples ({len(samples)}); give one key per sample")
-        deadline = _deadline(timeout)
+        deadline, due = _deadline(timeout), self.times_due or 1
         done = 0
         with self._lock:
             try:
                 for done, (sample, key, times) in enumerate(zip(samples, keys, before, strict=True)):  # noqa: B007
-                    if times is None or times >= (self.times_due or 1):
+                    if times is None or times >= due:
                         self._skip(1)
                     else:
                         self._put(sample, key, deadline, times)
@@ -460,14 +460,14 @@ class Buffer(ABC):
 
     # Waits, with the lock held.
 
-    def _check_open(self) -> None:
+    def _not_open_error(self) -> BufferClosed:
         if self._closed:
-            raise _closed_error()
-        if self._finished:
-            raise BufferClosed("the buffer must not be finished when a sample is put; call finish() after the last put")
+            return _closed_error()
+        return BufferClosed("the buffer must not be finished when a sample is put; call finish() after the last put")
 
     def _skip(self, count: int) -> None:
-        self._check_open()
+        if self._closed or self._finished:
+            raise self._not_open_error()
         times = self.times_due or 1
         self._counters.puts += count
         self._counters.gets += count * times
@@ -476,7 +476,8 @@ class Buffer(ABC):
     def _put(self, sample: Any, key: Any, deadline: float | None, served: int = 0) -> None:
         store = self._store
         while True:
-            self._check_open()
+            if self._closed or self._finished:
+                raise self._not_open_error()
             # Again after each wait: another producer's sample may have changed how samples are stored.
             values, size = store.prepare(sample, max(self.watermark, self._batch_size))
             if self._make_room(size):

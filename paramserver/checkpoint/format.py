@@ -28,7 +28,7 @@ from typing import Any
 from paramserver.errors import CheckpointError
 from paramserver.fileio import json_text
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MANIFEST = "manifest.json"
 LATEST = "latest"
 BEST = "best"

@@ -71,7 +71,7 @@ DAMAGES = {
     "without": (without, r"optimizer\.pt is missing"),
     "empty": (empty, r"manifest\.json is damaged"),
     "flipped": (flip, r"model\.pt is damaged: its SHA-256 is not the one in the manifest"),
-    "newer": (of_another_format, r"has format version 99, .* reads version 2; update paramserver"),
+    "newer": (of_another_format, r"has format version 99, .* reads version 3; update paramserver"),
 }
 
 

@@ -79,7 +79,7 @@ def test_model_loads_with_plain_pytorch(folder):
 def test_manifest_has_the_documented_fields(folder):
     path = write_checkpoint(folder, 7, OBJECTS, {"mode": "ddp"})
     manifest = json.loads((path / "manifest.json").read_text())
-    assert manifest["format_version"] == 2
+    assert manifest["format_version"] == 3
     assert manifest["step"] == 7
     assert manifest["mode"] == "ddp"
     assert manifest["created"].endswith("+00:00")
