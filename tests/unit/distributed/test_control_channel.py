@@ -3,6 +3,7 @@
 import logging
 import socket
 import struct
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -66,7 +67,7 @@ def test_unauthenticated_connections_are_refused_and_keep_no_rank_out(listening,
     twice = connect(hello(2))
     with caplog.at_level(logging.WARNING), ThreadPoolExecutor(1, "peer-") as pool:
         with Handshake(listener, TOKEN, {1, 2}) as handshake:
-            later = pool.submit(handshake.accept, LONG_S)
+            later = pool.submit(lambda: dict(handshake.accept(LONG_S)))
             rank_one.sendall(hello(1)[3:])
             found = later.result(LONG_S)
         assert sorted(found) == [1, 2]
@@ -88,11 +89,16 @@ def is_closed(connection):
         return True
 
 
+def close_all(accepted):
+    for _, connection in accepted:
+        connection.close()
+
+
 def test_missing_ranks_are_named(listening):
     listener, connect = listening
     connect(hello(2))
     with Handshake(listener, TOKEN, {1, 2, 3}) as handshake, pytest.raises(DeadlineExceeded, match="rank 1, 3 did not"):
-        handshake.accept(0.3)
+        close_all(handshake.accept(0.3))
 
 
 def test_ranks_connect_to_rank_zero_and_its_listener_closes():
@@ -120,6 +126,53 @@ def test_ranks_connect_to_rank_zero_and_its_listener_closes():
                 channel.send(rank, 9)
             assert [answer.result(LONG_S) for answer in answers] == [9, 9]
     assert lost == []
+
+
+def joining(store, rank, timeout_s=LONG_S):
+    """Connect as ``rank`` of three; return what it raised, and the seconds that it took."""
+    began = time.monotonic()
+    try:
+        with connect_ranks(joined(store, rank, 3, timeout_s), CONFIG, lambda: None) as channel:
+            channel.leave()
+    except (PeerLost, DeadlineExceeded) as error:
+        return str(error), time.monotonic() - began
+    return None, time.monotonic() - began
+
+
+def test_a_rank_that_waits_for_a_later_one_is_kept_alive():
+    store = HashStore()
+    with ThreadPoolExecutor(3, "peer-") as pool:
+        early = [pool.submit(joining, store, rank) for rank in (0, 1)]
+        store.get("control-channel")
+        time.sleep(2.5 * CONFIG.server.lost_after_s)  # rank 2 starts so much later
+        assert joining(store, 2)[0] is None
+        for one in early:
+            error, seconds = one.result(LONG_S)
+            assert error is None
+            assert seconds > 2 * CONFIG.server.lost_after_s
+
+
+def test_a_rank_that_never_connects_is_named_by_all():
+    store = HashStore()
+    with ThreadPoolExecutor(2, "peer-") as pool:
+        zero, one = pool.submit(joining, store, 0, 1.0), pool.submit(joining, store, 1)
+        assert zero.result(LONG_S)[0] == "rank 2 did not connect to rank 0 within cluster.timeout_s (1 s)"
+        assert one.result(LONG_S)[0].startswith(
+            "rank 2 is lost: it did not connect to rank 0 within cluster.timeout_s (1 s)"
+        )
+
+
+def test_a_rank_that_dies_while_others_are_missing_is_named_at_once():
+    store = HashStore()
+    with ThreadPoolExecutor(1, "peer-") as pool:
+        zero = pool.submit(joining, store, 0)
+        host, port, token = store.get("control-channel").decode().split()
+        with socket.create_connection((host, int(port)), timeout=LONG_S) as dying:
+            dying.sendall(hello(1, bytes.fromhex(token)))
+            assert dying.recv(1)  # its first heartbeat: it is accepted
+        error, seconds = zero.result(LONG_S)
+        assert error.startswith("rank 1 is lost: its connection was closed")
+        assert seconds < LONG_S / 4
 
 
 def test_an_unreachable_rank_zero_is_reported(monkeypatch):
