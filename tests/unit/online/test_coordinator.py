@@ -245,10 +245,12 @@ def test_a_message_of_too_many_parts_or_bytes_is_not_kept_and_costs_its_sender_t
     caller = peers.connect(coordinator.address)
     ping(caller)
     lost = caller.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-    caller.socket.send_multipart([Header(MessageKind.PING).pack(), *parts])
-    assert lost.poll(1000 * 20), "it is still connected"
-    caller.socket.disable_monitor()
-    lost.close()
+    try:
+        caller.socket.send_multipart([Header(MessageKind.PING).pack(), *parts])
+        assert lost.poll(1000 * 20), "it is still connected"
+    finally:
+        caller.socket.disable_monitor()
+        lost.close()
     peers.client(coordinator.address).hello().receive_kind(MessageKind.WELCOME)  # and it continues
     assert coordinator.summary()["simulations"]["refused"] == {"malformed": 1}
 

@@ -262,10 +262,12 @@ def test_a_message_of_too_many_parts_is_not_kept_and_costs_its_client_the_connec
         bad, good = (clients(running.coordinator.trainer()).open(i) for i in range(2))
         bad.heartbeat(0).receive()
         lost = bad.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        bad.send([*sample_message(0, 0), *(100_000 * [b""])])
-        assert lost.poll(1000 * PATIENCE_S), "it is still connected"
-        bad.socket.disable_monitor()
-        lost.close()
+        try:
+            bad.send([*sample_message(0, 0), *(100_000 * [b""])])
+            assert lost.poll(1000 * PATIENCE_S), "it is still connected"
+        finally:
+            bad.socket.disable_monitor()
+            lost.close()
         good.sample(1, 0)
         assert running.put(1) == [(1, 0)]
         assert running.receiver.counters()["refusals"] == {"malformed": 1}
