@@ -28,7 +28,7 @@ import numpy.typing as npt
 from paramserver.cluster import own_address
 from paramserver.config import Config
 from paramserver.distributed.rendezvous import Rendezvous
-from paramserver.errors import DeadlineExceeded, PeerLost
+from paramserver.errors import DeadlineExceeded, Interrupted, PeerLost
 
 Body = npt.NDArray[np.uint8]
 
@@ -51,7 +51,9 @@ _HELLO_BYTES = _TOKEN_BYTES + _RANK.size
 
 
 @contextmanager
-def connect_ranks(rendezvous: Rendezvous, config: Config, on_lost: Callable[[], None]) -> Iterator[ControlChannel]:
+def connect_ranks(
+    rendezvous: Rendezvous, config: Config, on_lost: Callable[[], None], interrupted: threading.Event
+) -> Iterator[ControlChannel]:
     """Connect rank 0 with each other rank, and yield this rank's channel. Called once by all ranks.
 
     Rank 0 listens only until all ranks are connected, at the address over which it is reached anyway.
@@ -59,15 +61,24 @@ def connect_ranks(rendezvous: Rendezvous, config: Config, on_lost: Callable[[], 
     Args:
         rendezvous, config: this rank's.
         on_lost: as for :class:`ControlChannel`.
+        interrupted: ends rank 0's wait for the others, and so theirs for rank 0.
 
     Raises:
+        Interrupted: by that event.
         DeadlineExceeded: ranks are missing after ``cluster.timeout_s``.
         PeerLost: rank 0 cannot be reached.
     """
     identity, lost_after_s = rendezvous.identity, config.server.lost_after_s
     with closing(ControlChannel(identity.global_rank, {}, config.server.heartbeat_s, on_lost)) as channel:
         if identity.global_rank == 0:
-            _accept(rendezvous, own_address(identity.master_addr, config.cluster.interface), channel, lost_after_s)
+
+            def check() -> None:
+                channel.raise_if_lost()
+                if interrupted.is_set():
+                    raise Interrupted("interrupted while waiting for the other ranks")
+
+            address = own_address(identity.master_addr, config.cluster.interface)
+            _accept(rendezvous, address, channel, lost_after_s, check)
             for peer in channel.peers:
                 channel.send(peer, _COMPLETE)
         else:
@@ -89,7 +100,9 @@ def _connect(rendezvous: Rendezvous) -> socket.socket:
     return connection
 
 
-def _accept(rendezvous: Rendezvous, address: str, channel: ControlChannel, lost_after_s: float) -> None:
+def _accept(
+    rendezvous: Rendezvous, address: str, channel: ControlChannel, lost_after_s: float, check: Callable[[], None]
+) -> None:
     token = secrets.token_bytes(_TOKEN_BYTES)
     family = socket.AF_INET6 if ip_address(address).version == 6 else socket.AF_INET
     missing = set(range(1, rendezvous.identity.world_size))
@@ -97,7 +110,7 @@ def _accept(rendezvous: Rendezvous, address: str, channel: ControlChannel, lost_
         rendezvous.set(_KEY, f"{address} {listener.getsockname()[1]} {token.hex()}")
         with Handshake(listener, token, missing) as handshake:
             try:
-                for rank, connection in handshake.accept(rendezvous.timeout_s, channel.raise_if_lost):
+                for rank, connection in handshake.accept(rendezvous.timeout_s, check):
                     channel.add(Connection(connection, rank, lost_after_s))
             except DeadlineExceeded:
                 limit = f"cluster.timeout_s ({rendezvous.timeout_s:g} s)"

@@ -354,8 +354,12 @@ class ParameterServer(TutorialMethods):
     def _on_disconnect(self, member: Member, reason: str | None) -> None:
         """A trainer's process disconnected, on purpose (None) or because it is lost."""
         self.members.mark_disconnected(member)
-        if reason is not None:
+        if reason is None:
+            return
+        try:
             self._lose(member, reason)
+        except Exception as error:  # noqa: BLE001 - torch only prints what a callback raises
+            self.fail(RemoteError.of(error).error())
 
     def _lose(self, member: Member, reason: str) -> None:
         """Continue without a trainer, or as ``server.on_loss`` requires; nothing if that was done before."""

@@ -68,7 +68,7 @@ class IterableSource(Source):
         return {"origin": self._origin}
 
     def load_state_dict(self, state: dict[str, Any], mark: Any = None) -> None:
-        self._origin = state["origin"]
+        self._origin = state.get("origin")
         if (mark := mark or self._origin) is not None:
             self.iterable.load_state_dict(mark["state"])  # type: ignore[attr-defined]
             self._start = self._position = mark["position"]
