@@ -168,18 +168,18 @@ def test_a_file_of_another_length_is_found_by_its_size(folder):
         read_checkpoint(path)
 
 
-@pytest.mark.parametrize(("version", "cure"), [(3, "update"), (1, "resume it with the release that wrote it")])
+@pytest.mark.parametrize(("version", "cure"), [(4, "update"), (2, "resume it with the release that wrote it")])
 def test_another_format_version_is_named_and_not_skipped(folder, version, cure):
     write(folder, 1)
     path = write(folder, 2)
     (path / "manifest.json").write_text(json.dumps({"format_version": version, "everything": "else"}))
     assert find_checkpoint(folder.parent) == path
-    match = rf"has format version {version}, and this release of paramserver reads version 2; {cure}"
+    match = rf"has format version {version}, and this release of paramserver reads version 3; {cure}"
     with pytest.raises(CheckpointError, match=match):
         read_checkpoint(path)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", "null", '{"format_version": 2}', "\xff"])
+@pytest.mark.parametrize("text", ["", "[]", "{}", "null", '{"format_version": 3}', "\xff"])
 def test_a_damaged_manifest_is_an_error_of_the_checkpoint(folder, text):
     path = write(folder, 1)
     (path / "manifest.json").write_bytes(text.encode("latin-1"))
