@@ -94,7 +94,9 @@ class DdpTrainer(Trainer):
             torch.cuda.set_device(self.process.placement.device)  # nccl's collectives use the current device
         # First, so that from here on a lost rank is named. Collectives, and the start of the group, wait for it until
         # their own timeout; the end of their sockets ends these waits at once.
-        channel = self.enter_context(connect_ranks(self.rendezvous, self.config, self._sockets.abort))
+        channel = self.enter_context(
+            connect_ranks(self.rendezvous, self.config, self._sockets.abort, self.process.stop.event)
+        )
         self._channel = channel
         with self._sockets.record():
             self.enter_context(process_group(self.rendezvous, self.process.placement.backend))

@@ -3,6 +3,7 @@
 import logging
 import socket
 import struct
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,10 +16,11 @@ from paramserver.distributed import control_channel
 from paramserver.distributed.control_channel import Handshake, connect_ranks
 from paramserver.distributed.rendezvous import Rendezvous
 from paramserver.distributed.rpc_calls import host_identity
-from paramserver.errors import DeadlineExceeded, PeerLost
+from paramserver.errors import DeadlineExceeded, Interrupted, PeerLost
 
 HOST = "127.0.0.1"
 LONG_S = 20.0
+NEVER = threading.Event()
 TOKEN = bytes(range(16))
 CONFIG = Config(
     task="module:Task", cluster=ClusterConfig(interface="lo"), server=ServerConfig(heartbeat_s=0.05, lost_after_s=0.5)
@@ -105,7 +107,7 @@ def test_ranks_connect_to_rank_zero_and_its_listener_closes():
     store, lost = HashStore(), []
 
     def other(rank):
-        with connect_ranks(joined(store, rank, 3), CONFIG, lambda: lost.append(rank)) as channel:
+        with connect_ranks(joined(store, rank, 3), CONFIG, lambda: lost.append(rank), NEVER) as channel:
             assert channel.peers == (0,)
             channel.send(0, rank, bytes([rank] * 3))
             kind = channel.receive().kind
@@ -114,7 +116,7 @@ def test_ranks_connect_to_rank_zero_and_its_listener_closes():
 
     with ThreadPoolExecutor(2, "peer-") as pool:
         answers = [pool.submit(other, rank) for rank in (1, 2)]
-        with connect_ranks(joined(store, 0, 3), CONFIG, lambda: lost.append(0)) as channel:
+        with connect_ranks(joined(store, 0, 3), CONFIG, lambda: lost.append(0), NEVER) as channel:
             host, port, token = store.get("control-channel").decode().split()
             assert (host, len(bytes.fromhex(token))) == (HOST, 16)
             with pytest.raises(ConnectionRefusedError):
@@ -128,13 +130,13 @@ def test_ranks_connect_to_rank_zero_and_its_listener_closes():
     assert lost == []
 
 
-def joining(store, rank, timeout_s=LONG_S):
+def joining(store, rank, timeout_s=LONG_S, interrupted=NEVER):
     """Connect as ``rank`` of three; return what it raised, and the seconds that it took."""
     began = time.monotonic()
     try:
-        with connect_ranks(joined(store, rank, 3, timeout_s), CONFIG, lambda: None) as channel:
+        with connect_ranks(joined(store, rank, 3, timeout_s), CONFIG, lambda: None, interrupted) as channel:
             channel.leave()
-    except (PeerLost, DeadlineExceeded) as error:
+    except (PeerLost, DeadlineExceeded, Interrupted) as error:
         return str(error), time.monotonic() - began
     return None, time.monotonic() - began
 
@@ -175,6 +177,16 @@ def test_a_rank_that_dies_while_others_are_missing_is_named_at_once():
         assert seconds < LONG_S / 4
 
 
+def test_a_signal_ends_the_wait_for_ranks_that_are_missing():
+    store, interrupted = HashStore(), threading.Event()
+    with ThreadPoolExecutor(2, "peer-") as pool:
+        zero, one = pool.submit(joining, store, 0, LONG_S, interrupted), pool.submit(joining, store, 1)
+        store.get("control-channel")
+        interrupted.set()
+        assert zero.result(LONG_S)[0] == "interrupted while waiting for the other ranks"
+        assert one.result(LONG_S)[1] < LONG_S / 4
+
+
 def test_an_unreachable_rank_zero_is_reported(monkeypatch):
     store = HashStore()
     with socket.create_server((HOST, 0)) as listener:
@@ -182,6 +194,6 @@ def test_an_unreachable_rank_zero_is_reported(monkeypatch):
     store.set(control_channel._KEY, f"{HOST} {port} {TOKEN.hex()}")
     with (
         pytest.raises(PeerLost, match=f"rank 0 cannot be reached at {HOST}:{port}"),
-        connect_ranks(joined(store, 1, 2), CONFIG, print),
+        connect_ranks(joined(store, 1, 2), CONFIG, print, NEVER),
     ):
         pass
