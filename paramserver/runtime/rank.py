@@ -197,12 +197,11 @@ class Session:
             checkpoints = None
             if identity.global_rank == 0:
                 if plan.run is None:
-                    run = self.resources.enter_context(reserve_run(config))
-                    self.resources.enter_context(start_transaction(run))
-                    self.plan = plan = replace(plan, run=run)
+                    self.plan = plan = self._with_run(rendezvous)
                 checkpoints = stack.enter_context(_open_run(plan, process, self.view))
                 run = checkpoints.run
                 if rendezvous is not None:
+                    rendezvous.record_run(run.name)
                     rendezvous.set("run", run.name)
             else:
                 assert rendezvous is not None
@@ -215,6 +214,21 @@ class Session:
                     coordinator = stack.enter_context(start_coordinator(process, checkpoints, plan.folders))
                 process = replace(process, receiver_spec=publish_endpoint(process, coordinator, rendezvous))
             return self._work(process, checkpoints, rendezvous, run, stack)
+
+    def _with_run(self, rendezvous: Rendezvous | None) -> RankPlan:
+        """On rank 0: continue the run of an earlier attempt of the launcher, or reserve the folder of a new one."""
+        config = self.plan.config
+        earlier = None if rendezvous is None else rendezvous.earlier_run()
+        run = None if earlier is None else RunDir(Path(config.logging.run_dir) / earlier)
+        if run is None or not run.config_file.is_file():  # a start that was refused removes its folder
+            run = self.resources.enter_context(reserve_run(config))
+            self.resources.enter_context(start_transaction(run))
+            return replace(self.plan, run=run)
+        self.resources.enter_context(run.reserve(resuming=True))
+        resume = run.has_checkpoint()
+        where = "its last checkpoint" if resume else "its beginning, as it has no checkpoint yet"
+        log.warning("the ranks were started again: run %s continues from %s", run.name, where)
+        return replace(self.plan, run=run, resume=resume, restarted=True)
 
     def _work(
         self,
@@ -324,10 +338,10 @@ def _open_run(plan: RankPlan, process: ProcessContext, view: int) -> Iterator[Ch
     assert run is not None
     with ExitStack() as stack:
         stack.enter_context(run.lock(plan.resume))
-        run.record_view(view)
         # Read everything that a resume or init_from needs before the first file changes.
         resume = load_for_resume(config, run) if plan.resume else None
         weights = _initial_weights(config) if resume is None else None
+        run.record_view(view)
         remove_leftovers(run.checkpoints_dir)
         run.summary_file.unlink(missing_ok=True)
         write_text(run.config_file, dump_yaml(config))
