@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import cache
 from random import Random
 
 from paramserver.consistency import (
@@ -25,9 +26,14 @@ EVENTS = 20_000
 BATCH_SIZE = 4
 
 
+@cache
+def multiples(after: int, last: int, every: tuple[int, ...]) -> list[int]:
+    return [n for n in range(after + 1, last + 1) if any(e and n % e == 0 for e in every)]
+
+
 @dataclass
 class Trainer:
-    """One trainer: at a ``boundary`` it announces, ``busy`` it pushes; ``announced`` and ``held`` it waits."""
+    """At a ``boundary`` it announces, ``busy`` it pushes; ``announced`` or ``held`` it waits; ``gone`` it has left."""
 
     batches: list[int]  # samples of each that is left
     speed: float
@@ -35,16 +41,20 @@ class Trainer:
     announcement: Announcement | None = None
     version: int = 0
     clock: int = 0
+    joined: int = 0  # the step; versions from then on are its own to validate
     drained: bool = False
     validated: list[int] = field(default_factory=list)
     validating: bool = False  # the last of them, until it announces again
 
 
 class SimulatedRun:
-    """A run of one kind in a random order of events; each event is checked against counts kept here."""
+    """A run of one kind in a random order of events; each event is checked against counts kept here.
 
-    def __init__(self, random: Random, kind: str) -> None:
-        self.random, self.kind = random, kind
+    ``churn`` is the probability that the next event is a trainer that leaves, joins or is given up.
+    """
+
+    def __init__(self, random: Random, kind: str, churn: float = 0.0) -> None:
+        self.random, self.kind, self.churn = random, kind, churn
         number = random.randint(1, 6)
         longest = random.choice((5, 20, 100))
         self.trainers = [self._trainer(longest) for _ in range(number)]
@@ -100,7 +110,12 @@ class SimulatedRun:
         self.dropped: Counter[int] = Counter()
         self.dropped_of: Counter[int] = Counter()
         self.stop_requested = Stop.NO
+        self.ending = False
         self.end: Decision | None = None
+        self.at_barrier: set[int] = set()  # those whose barrier is in progress
+        self.awaited: set[int] = set()  # those that left with data, and may come back
+        self.forgotten: set[int] = set()
+        self.left: Counter[str] = Counter()  # how often a trainer left in each state
 
     def resume(self) -> None:
         """Continue where a signal ended the run, from what a checkpoint contains; no other signal follows."""
@@ -109,8 +124,11 @@ class SimulatedRun:
         self.rules = self._make_rules()
         self.rules.load_state_dict(state)
         self.stop, self.silent, self.barriers = Stop.NO, set(), []
+        slowest = min((t.clock for t in self.live.values()), default=0)
         for trainer in self.trainers:
+            trainer.clock = slowest if trainer.state == "gone" else trainer.clock
             trainer.state, trainer.drained, trainer.validated, trainer.validating = "boundary", False, [], False
+            trainer.joined = self.step
         self._begin()
 
     # Events.
@@ -124,13 +142,16 @@ class SimulatedRun:
 
     def _act(self) -> None:
         able = [i for i, t in enumerate(self.trainers) if t.state in ("boundary", "busy")]
-        assert able, f"all wait for one another: {self.trainers}"
         self.events += 1
-        index = self.random.choices(able, [self.trainers[i].speed for i in able])[0]
-        if self.trainers[index].state == "boundary":
-            self._announce(index)
+        if not able or (self.churn and self.random.random() < self.churn):
+            self._change(must_help=not able)
         else:
-            self._push(index)
+            index = self.random.choices(able, [self.trainers[i].speed for i in able])[0]
+            if self.trainers[index].state == "boundary":
+                self._announce(index)
+            else:
+                self._push(index)
+        self._note_ending()
         while (update := self.rules.next_update()) is not None:
             self._apply(update)
         decisions = self.rules.pop_decisions()
@@ -140,11 +161,69 @@ class SimulatedRun:
         assert self.rules.pop_decisions() == {}
         self.most_retained = max(self.most_retained, self.retained)
         assert self.retained <= MAX_RETAINED_VERSIONS or self.kind == "backup"
+        self._check_validators()
         self._check_waiting()
+
+    def _change(self, must_help: bool) -> None:
+        """A trainer leaves, joins or is given up; with ``must_help`` all wait for that."""
+        gone = [i for i, t in enumerate(self.trainers) if t.state == "gone" and i not in self.forgotten]
+        if must_help:
+            assert all(t.drained for t in self.live.values()), f"all wait for one another: {self.trainers}"
+            assert self.awaited or not self.live, f"all wait for one another: {self.trainers}"
+            assert not (self.live and self.ending), "the end waits for a trainer that left"
+            candidates = sorted(self.awaited) or gone or sorted(self.forgotten)
+        choice = self.random.random()
+        if self.awaited and choice < 0.1:
+            self._forget(self.random.choice(sorted(self.awaited)))
+        elif must_help:
+            self._join(self.random.choice(candidates))
+        elif gone and choice < 0.55:
+            self._join(self.random.choice(gone))
+        elif choice < 0.6 and len(self.trainers) < 9 and not self.ending:
+            self.trainers.append(self._trainer(20))
+            self.trainers[-1].state = "gone"
+            self._join(len(self.trainers) - 1)
+        elif self.live:
+            self._leave(self.random.choice(sorted(self.live)))
+
+    def _leave(self, index: int) -> None:
+        trainer = self.trainers[index]
+        at_barrier = index in self.at_barrier
+        self.left["barrier" if at_barrier else "validating" if trainer.validating else trainer.state] += 1
+        self.left["drained"] += trainer.drained
+        self.left["pushed"] += index in {i for i, _, _ in self.arrived}
+        if not trainer.drained:
+            self.awaited.add(index)
+        # What it did not push is not lost: its replacement serves it.
+        trainer.state, trainer.drained, trainer.validating = "gone", False, False
+        self.at_barrier.discard(index)
+        self.rules.leave(index)
+        assert self.rules.rejection_reason(index, trainer.version) is not None
+
+    def _join(self, index: int) -> None:
+        trainer, running = self.trainers[index], [t.clock for t in self.live.values() if not t.drained]
+        trainer.clock = min(running or [t.clock for t in self.live.values()], default=0)
+        trainer.state, trainer.joined, trainer.validated = "boundary", self.step, []
+        self.awaited.discard(index)
+        self.rules.join(index)
+        assert self.rules.rejection_reason(index, self.step) is not None
+
+    def _forget(self, index: int) -> None:
+        self.awaited.discard(index)
+        self.forgotten.add(index)
+        self.rules.forget(index)
+
+    def _note_ending(self) -> None:
+        """From now on no trainer starts a step, except to complete an update."""
+        drained = [t.drained for t in self.live.values()]
+        all_served = all(drained) and not self.awaited
+        self.ending |= self.stop_requested is not Stop.NO or all_served or (self.uneven == "stop" and any(drained))
 
     def _announce(self, index: int) -> None:
         trainer = self.trainers[index]
         trainer.validating = False
+        if index in self.at_barrier:  # a barrier is over when one of them returns from it
+            self.at_barrier = set()
         due = self.events > self.stop_at
         stop = self.stop if due and index in self.stopped else Stop.NO
         if not trainer.batches:
@@ -184,6 +263,7 @@ class SimulatedRun:
         assert self.end is None
         assert self.limit is None, "a step after the limit"
         assert not self.is_barrier_due, "a step where a barrier is due"
+        assert not self.at_barrier, "a step while others are at a barrier"
         if self.kind == "backup":
             assert len(self.arrived) == self.needed  # neither earlier nor later: the first that arrived, and no more
             taken, self.arrived = sorted(self.arrived), []
@@ -217,6 +297,10 @@ class SimulatedRun:
     # What must hold.
 
     @property
+    def live(self) -> dict[int, Trainer]:
+        return {i: t for i, t in enumerate(self.trainers) if t.state != "gone"}
+
+    @property
     def limit(self) -> str | None:
         return self.limits.reached(self.step, self.samples)
 
@@ -225,32 +309,32 @@ class SimulatedRun:
         return self.step in self._multiples(*self.barrier_every) and self.step not in self.barriers
 
     def _multiples(self, *every: int) -> list[int]:
-        return [n for n in range(self.start + 1, self.step + 1) if any(e and n % e == 0 for e in every)]
+        return multiples(self.start, self.step, every)
 
     @property
     def retained(self) -> int:
         """Versions that some trainer still has to validate, or is validating."""
-        every = self._multiples(self.validate_every)
-        return max(len(every) - len(t.validated) + t.validating for t in self.trainers)
+        every = [self._validations_of(t) for t in self.live.values()]
+        return max(
+            (len(n) - len(t.validated) + t.validating for n, t in zip(every, self.live.values(), strict=True)),
+            default=0,
+        )
 
-    @property
-    def ending(self) -> bool:
-        drained = [t.drained for t in self.trainers]
-        return self.stop_requested is not Stop.NO or all(drained) or (self.uneven == "stop" and any(drained))
+    def _validations_of(self, trainer: Trainer) -> list[int]:
+        return [n for n in self._multiples(self.validate_every) if n > trainer.joined]
 
     @property
     def needed(self) -> int:
         """Gradients that make an update: those of all trainers that can still push one, less the backups."""
-        pushed = {index for index, _, _ in self.arrived}
-        absent = [i for i, t in enumerate(self.trainers) if i not in pushed and self._pushes_none(t)]
-        return max(1, len(self.trainers) - len(absent) - self.backups)
+        able = {i for i, t in self.live.items() if not self._pushes_none(t)}
+        return max(1, len(able | {index for index, _, _ in self.arrived}) - self.backups)
 
     def _pushes_none(self, trainer: Trainer) -> bool:
         waits = self.ending and trainer.state == "announced" and trainer.announcement.readiness is Readiness.WAITING
         return trainer.drained or waits
 
     def distance_of(self, index: int) -> int:
-        clocks = [t.clock for t in self.trainers if not t.drained]
+        clocks = [t.clock for t in self.live.values() if not t.drained]
         return self.trainers[index].clock - min(clocks)
 
     def _check_start(self, index: int, decision: Decision) -> None:
@@ -271,24 +355,32 @@ class SimulatedRun:
         verdicts = {d.verdict for d in decisions.values()}
         if not verdicts & {Verdict.BARRIER, Verdict.END}:
             return
-        assert set(decisions) == set(range(len(self.trainers)))
+        assert set(decisions) == set(self.live) == self.rules.participants
         assert len(set(decisions.values())) == 1
-        assert all(t.state == "announced" for t in self.trainers)
+        assert all(t.state == "announced" for t in self.live.values())
         assert self.arrived == []
-        decision = decisions[0]
+        decision = next(iter(decisions.values()))
         assert (decision.active, decision.step) == ((), self.step)
         if decision.verdict is Verdict.BARRIER:
             assert self.is_barrier_due
             self.barriers.append(self.step)
+            self.at_barrier = set(decisions)
         else:
             self.end = decision
 
+    def _check_validators(self) -> None:
+        """Those that have not validated a version and returned are known."""
+        for n in self._multiples(self.validate_every)[-MAX_RETAINED_VERSIONS - 1 :]:
+            owing = {i for i, t in self.live.items() if n > t.joined and n not in t.validated}
+            owing |= {i for i, t in self.live.items() if t.validating and t.validated[-1] == n}
+            assert self.rules.validators(n) == (owing or self.rules.participants)
+
     def _check_waiting(self) -> None:
         """A trainer without a decision has a reason to wait; a pending validation is none."""
-        if self.ending or self.limit is not None:
+        if self.ending or self.limit is not None or self.at_barrier:
             return
-        waiting = {i: t for i, t in enumerate(self.trainers) if t.state == "announced"}
-        assert all(t.validated == self._multiples(self.validate_every) for t in waiting.values())
+        waiting = {i: t for i, t in self.live.items() if t.state == "announced"}
+        assert all(t.validated == self._validations_of(t) for t in waiting.values())
         if self.kind == "backup":
             assert not self.arrived or len(self.arrived) < self.needed
         last = [self.step - self.step % every + every for every in self.barrier_every if every]
@@ -301,23 +393,26 @@ class SimulatedRun:
         if self.is_barrier_due or full or (self.limits.max_samples and busy and self.kind != "backup"):
             return
         for index, trainer in waiting.items():
+            if trainer.drained:
+                continue
             held = index in {i for i, _, _ in self.arrived}
             ahead = self.kind == "bounded" and self.distance_of(index) > self.bound
-            assert trainer.drained or held or ahead, f"trainer {index} waits for nothing"
+            assert held or ahead, f"trainer {index} waits for nothing"
 
     def _check_end(self) -> None:
         end = self.end
         assert self.limit or self.ending
+        assert self.rules.trainers == set(self.live)
         assert end.interrupted == (self.stop_requested is Stop.SIGNAL and self.limit is None)
         assert end.reason == (self.limit or end.reason)
         if end.interrupted:
             assert end.reason == "SIGNAL requested"
-        barriers, validations = self._multiples(*self.barrier_every), self._multiples(self.validate_every)
-        assert self.barriers == barriers
-        assert all(trainer.validated == validations for trainer in self.trainers)
+        assert self.barriers == self._multiples(*self.barrier_every)
+        assert all(trainer.validated == self._validations_of(trainer) for trainer in self.live.values())
         assert self.served - self.lost == self.samples - self.samples_before
         assert self.rules.dropped == {i: self.dropped[i] for i in range(len(self.trainers))}
         assert all(count <= self.backups for count in self.dropped_of.values())
         if self.limit is None and self.stop_requested is Stop.NO and self.uneven == "join":
-            assert not any(t.batches for t in self.trainers), "not all data was served"
+            served = [t for i, t in enumerate(self.trainers) if i not in self.forgotten]
+            assert not any(t.batches for t in served), "not all data was served"
         assert all(self.rules.rejection_reason(i, self.step) for i in range(len(self.trainers)))

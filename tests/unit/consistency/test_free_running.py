@@ -1,6 +1,7 @@
 """Consistency without lockstep: random runs against what must always hold, and single regressions."""
 
 import dataclasses
+from collections import Counter
 from functools import cache
 from random import Random
 
@@ -34,9 +35,9 @@ SEEDS = range(240)
 
 
 @cache
-def run_of(kind: str, seed: int) -> SimulatedRun:
+def run_of(kind: str, seed: int, churn: float = 0.0) -> SimulatedRun:
     """A run to its end, checked at every event, and on to a second end where a signal interrupted the first."""
-    run = SimulatedRun(Random(seed), kind).run()
+    run = SimulatedRun(Random(seed), kind, churn).run()
     run.was_interrupted = run.end.interrupted
     if run.was_interrupted:
         run.resume()
@@ -59,6 +60,18 @@ def test_whatever_happens_the_run_ends_as_it_must(kind, first):
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_hypothesis_finds_no_run_that_breaks_a_rule(random, kind):
     SimulatedRun(random, kind).run()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("churn", [0.02, 0.1, 0.3])
+def test_whatever_happens_while_trainers_leave_and_join_the_run_ends_as_it_must(kind, churn):
+    runs = [run_of(kind, seed, churn) for seed in range(40)]
+    left = sum((run.left for run in runs), Counter())
+    states = {"boundary", "announced", "busy", "drained", "validating", "barrier"}
+    states |= {"pushed", "held"} if kind == "backup" else set()
+    assert states <= left.keys(), "a trainer left in each of these states"
+    assert any(run.forgotten for run in runs)
+    assert any(len(run.trainers) > 6 for run in runs), "one joined beyond the first world"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -260,7 +273,234 @@ def test_a_run_that_resumes_at_a_barrier_does_not_repeat_it():
     assert announce(rules, 0) == {0: GO}
 
 
+# Trainers that leave and join.
+
+
+def free(rules, index: int, verdict: Verdict = GO) -> None:
+    assert announce(rules, index) == {index: verdict}
+
+
+@pytest.mark.parametrize("kind", [Async, lambda terms: Bounded(terms, 1)])
+def test_a_push_that_was_counted_is_applied_after_its_trainer_left(kind):
+    rules = kind(terms(2))
+    free(rules, 0)
+    assert rules.push(0, 0, 7)
+    rules.leave(0)
+    rules.join(0)
+    assert rules.next_update() == Update((0,), (0,), 0)
+    assert (rules.step, rules.samples, rules.next_update()) == (1, 7, None)
+    free(rules, 0)
+
+
+@pytest.mark.parametrize("announced", [False, True])
+def test_the_slowest_trainer_holds_no_other_up_after_it_left(announced):
+    rules = Bounded(terms(2, barrier_every=(9,)), bound=0)
+    take_step(rules, 0)
+    assert announce(rules, 0) == {}
+    if announced:
+        free(rules, 1)
+    rules.leave(1)
+    assert {i: d.verdict for i, d in rules.pop_decisions().items()} == {0: GO}
+    assert "outside a step" in rules.rejection_reason(1, 1)
+
+
+def test_a_trainer_that_joins_starts_with_the_slowest_whose_data_has_not_ended():
+    rules = Bounded(terms(3), bound=1)
+    announce(rules, 2, DRAINED)  # at clock 0
+    for index in (0, 1, 0, 1, 0):
+        take_step(rules, index)
+    rules.join(5)
+    assert rules.clocks == {0: 3, 1: 2, 2: 0, 5: 2}
+    assert rules.dropped[5] == 0
+    for index in (0, 1, 5):
+        free(rules, index)
+
+
+@pytest.mark.parametrize("limits", [Limits(max_steps=1), Limits(max_samples=1)])
+def test_the_permit_of_a_trainer_that_left_is_free_again(limits):
+    rules = Async(terms(2, limits))
+    free(rules, 0)
+    assert announce(rules, 1) == {}
+    rules.leave(0)
+    assert {i: d.verdict for i, d in rules.pop_decisions().items()} == {1: GO}
+    push(rules, 1, 0)
+    assert (rules.step, rules.samples) == (1, 1)
+    assert announce(rules, 1) == {1: Verdict.END}
+
+
+@pytest.mark.parametrize("state", ["silent", "waiting", "drained", "to validate", "validating"])
+def test_a_barrier_does_not_wait_for_a_trainer_that_left(state):
+    validates = state in ("to validate", "validating")
+    rules = Async(terms(3, barrier_every=(1,), validate_every=int(validates)))
+    if state == "waiting":
+        assert announce(rules, 2, WAITING) == {2: Verdict.WAIT}
+    if state == "drained":
+        assert announce(rules, 2, DRAINED) == {}
+    take_step(rules, 0)
+    for index in range(3 if state == "validating" else 2 if validates else 0):
+        free(rules, index, Verdict.VALIDATE)
+    if state == "drained":
+        rules.leave(2)
+    assert announce(rules, 0) == {}
+    if state == "drained":
+        assert announce(rules, 1) == dict.fromkeys((0, 1), Verdict.BARRIER)
+    else:
+        assert announce(rules, 1) == {}
+        rules.leave(2)
+        assert rules.pop_decisions() == dict.fromkeys((0, 1), Decision(Verdict.BARRIER, (), 1, 1))
+    assert rules.participants == {0, 1}
+    rules.leave(1)
+    assert rules.participants == {0}
+
+
+def test_the_last_step_before_a_barrier_is_that_of_another_if_its_trainer_left():
+    rules = Async(terms(2, barrier_every=(2,)))
+    free(rules, 1)
+    take_step(rules, 0)
+    assert announce(rules, 0) == {}
+    rules.leave(1)
+    assert {i: d.verdict for i, d in rules.pop_decisions().items()} == {0: GO}
+    push(rules, 0, 1)
+    free(rules, 0, Verdict.BARRIER)
+
+
+def test_a_trainer_that_joins_during_a_barrier_makes_no_version_before_it_is_over():
+    rules = Async(terms(2, barrier_every=(1,)))
+    take_step(rules, 0)
+    assert announce(rules, 0) == {}
+    assert announce(rules, 1) == dict.fromkeys((0, 1), Verdict.BARRIER)
+    rules.join(2)
+    assert announce(rules, 2) == {}
+    assert rules.validators(1) == {0, 1}
+    assert announce(rules, 1, WAITING) == {1: Verdict.WAIT, 2: GO}
+
+
+def test_a_trainer_that_joins_while_all_others_leave_a_barrier_continues():
+    rules = Async(terms(1, barrier_every=(1,)))
+    take_step(rules, 0)
+    free(rules, 0, Verdict.BARRIER)
+    rules.leave(0)
+    assert rules.pop_decisions() == {}
+    rules.join(0)
+    free(rules, 0)
+
+
+def test_a_barrier_that_is_due_waits_for_the_first_trainer_that_joins():
+    rules = Async(terms(1, barrier_every=(1,)))
+    take_step(rules, 0)
+    rules.leave(0)
+    assert rules.pop_decisions() == {}
+    rules.join(0)
+    free(rules, 0, Verdict.BARRIER)
+    free(rules, 0)
+
+
+def test_a_version_is_validated_by_those_that_were_there():
+    rules = Async(terms(3, validate_every=1))
+    take_step(rules, 0)
+    assert rules.validators(1) == {0, 1, 2}
+    rules.leave(2)
+    rules.join(2)
+    assert rules.validators(1) == {0, 1}
+    free(rules, 2)  # it has nothing to validate
+    free(rules, 0, Verdict.VALIDATE)
+    assert rules.validators(1) == {0, 1}
+    assert announce(rules, 0) == {}
+    assert rules.validators(1) == {1}  # it has reported its share
+    push(rules, 2, 1)
+    assert rules.validators(2) == {0, 1, 2}
+
+
+def test_a_validation_under_way_delays_no_other_after_its_trainer_left():
+    rules = Async(terms(2, validate_every=1))
+    take_step(rules, 0)
+    free(rules, 0, Verdict.VALIDATE)
+    take_step(rules, 0)
+    free(rules, 0, Verdict.VALIDATE)
+    assert announce(rules, 0) == {}  # 1 and 2 are retained for trainer 1
+    rules.leave(1)
+    assert {i: d.verdict for i, d in rules.pop_decisions().items()} == {0: GO}
+
+
+@pytest.mark.parametrize("replaced", [True, False])
+def test_the_data_of_a_lost_trainer_is_waited_for_until_it_is_forgotten(replaced):
+    rules = Async(terms(2))
+    rules.leave(1)
+    assert announce(rules, 0, DRAINED) == {}
+    if replaced:
+        rules.join(1)
+        take_step(rules, 1)
+        assert announce(rules, 1, DRAINED) == dict.fromkeys((0, 1), Verdict.END)
+    else:
+        rules.forget(1)
+        assert {i: (d.verdict, d.reason) for i, d in rules.pop_decisions().items()} == {
+            0: (Verdict.END, "all data was served")
+        }
+
+
+def test_the_end_does_not_wait_for_a_trainer_that_left_after_its_data_had_ended():
+    rules = Async(terms(2))
+    announce(rules, 1, DRAINED)
+    rules.leave(1)
+    assert announce(rules, 0, DRAINED) == {0: Verdict.END}
+
+
+def test_data_that_ends_first_ends_the_run_also_while_a_trainer_is_lost():
+    rules = Async(terms(2, uneven_inputs="stop"))
+    rules.leave(1)
+    rules.announce(0, DRAINED)
+    assert rules.pop_decisions()[0].reason == "trainer 0 has no more data (training.uneven_inputs: stop)"
+
+
+@pytest.mark.parametrize("rules", [Async(terms(2)), BackupSync(terms(2), 1), Sync(terms(2))])
+def test_a_signal_reaches_trainers_that_wait_for_a_replacement(rules):
+    rules.leave(1)
+    assert announce(rules, 0, DRAINED) == {}
+    rules.request_stop(Stop.SIGNAL, "signal SIGTERM")
+    end = Decision(Verdict.END, (), 0, 0, "signal SIGTERM", interrupted=True)
+    assert rules.pop_decisions() == {0: end}
+
+
+@pytest.mark.parametrize("rules", [Async(terms(2)), Bounded(terms(2), 0), BackupSync(terms(2), 1), Sync(terms(2))])
+def test_without_any_trainer_nothing_happens_until_one_joins(rules):
+    rules.leave(0)
+    rules.leave(1)
+    assert (rules.next_update(), rules.pop_decisions(), rules.state_dict() in ({}, {"clocks": []})) == (None, {}, True)
+    rules.join(3)
+    free(rules, 3)
+    assert push(rules, 3, 0).trainers == (3,)
+
+
 # Backup trainers.
+
+
+def test_the_push_of_a_backup_trainer_that_left_is_part_of_the_update_once():
+    rules = backups(3, 1)
+    push(rules, 0, 0, 5)
+    rules.leave(0)
+    assert rules.next_update() is None  # the first two of three still
+    rules.join(0)
+    assert announce(rules, 0) == {}  # one gradient of each trainer in a version
+    assert push(rules, 2, 0, 7) == Update((0, 2), (0, 0), 0)
+    assert rules.samples == 12
+    assert rules.pop_decisions().keys() == {0}
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_an_update_has_a_gradient_although_no_more_trainers_are_left_than_backups(number):
+    rules = backups(3, number)
+    rules.leave(2)
+    rules.leave(1)
+    assert rules.next_update() is None
+    assert push(rules, 0, 0).trainers == (0,)
+
+
+def test_the_last_that_has_not_pushed_leaves_and_completes_the_update():
+    rules = backups(3, 0)
+    push(rules, 0, 0)
+    push(rules, 2, 0)
+    rules.leave(1)
+    assert rules.next_update() == Update((0, 2), (0, 0), 0)
 
 
 def backups(trainers: int, number: int, **options) -> BackupSync:

@@ -126,7 +126,7 @@ def announce(rules: Sync, index: int, announcement: Announcement = GO) -> Decisi
     """Return the decision that follows from an announcement: none, or the same for all."""
     rules.announce(index, announcement)
     decisions = rules.pop_decisions()
-    assert set(decisions) in (set(), set(range(rules.terms.num_trainers)))
+    assert set(decisions) in (set(), rules.trainers)
     assert len(set(decisions.values())) <= 1
     assert rules.pop_decisions() == {}  # each is answered once
     return decisions.get(index)
@@ -227,59 +227,150 @@ def test_a_resumed_run_continues_from_its_counts():
 
 
 class SimulatedRun:
-    """Trainers that act in random order, and what must follow."""
+    """Trainers that act in random order, and what must follow.
 
-    def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
-        self.trainers = self.random.randint(1, 5)
-        self.left = [self.random.randint(0, 6) for _ in range(self.trainers)]
+    ``churn`` is the probability that the next event is a trainer that leaves, joins or is given up.
+    """
+
+    def __init__(self, seed: int, churn: float = 0.0) -> None:
+        self.random, self.churn = random.Random(seed), churn
+        number = self.random.randint(1, 5)
+        self.left = {i: self.random.randint(0, 6) for i in range(number)}  # batches of each
         self.joins = self.random.random() < 0.5
-        self.max_steps = self.random.randint(1, 8)
+        self.max_steps = self.random.randint(1, 8 + int(40 * churn))
         # A run that does not join ends with its shortest supply.
-        self.expected = min(self.max_steps, max(self.left) if self.joins else min(self.left))
+        supply = self.left.values()
+        self.expected = min(self.max_steps, max(supply) if self.joins else min(supply))
         uneven = "join" if self.joins else "stop"
-        self.rules = round_of(self.trainers, limits=Limits(max_steps=self.max_steps), uneven_inputs=uneven)
-        self.to_announce, self.to_push = set(range(self.trainers)), set()
+        self.rules = round_of(number, limits=Limits(max_steps=self.max_steps), uneven_inputs=uneven)
+        self.live, self.lost, self.forgotten = set(range(number)), set(), set()
+        self.to_announce, self.announced = set(self.live), {}
+        self.active, self.to_push, self.pushed, self.idle = False, set(), {}, set()
+        self.together: set[int] = set()
+        self.drained: set[int] = set()
         self.samples = 0
-        self.ended = False
+        self.seen: set[str] = set()
+        self.end: Decision | None = None
 
-    def announcement_of(self, index: int) -> Announcement:
-        if self.left[index] == 0:
-            return Announcement(DRAINED)
-        return GO if self.random.random() < 0.8 else Announcement(WAITING)
+    def run(self) -> "SimulatedRun":
+        for _ in range(5000):
+            if self.end is not None:
+                break
+            self.act()
+        assert self.end is not None
+        assert self.rules.samples == self.samples
+        assert self.rules.trainers == self.live
+        assert all(self.rules.rejection_reason(i, self.rules.step) for i in self.left)
+        return self
 
     def act(self) -> None:
-        index = self.random.choice(sorted(self.to_announce | self.to_push))
+        able = sorted(self.to_announce | self.to_push)
         self.intrude()
-        if index in self.to_push:
+        if not able:
+            assert not self.live or (self.lost and self.live == self.drained), "all wait for one another"
+        if not able or self.random.random() < self.churn:
+            self.change(must_help=not able)
+        elif (index := self.random.choice(able)) in self.to_push:
             self.push(index)
         else:
             self.announce(index)
+        self.follow()
 
     def announce(self, index: int) -> None:
         self.to_announce.discard(index)
-        decision = announce(self.rules, index, self.announcement_of(index))
-        assert (decision is None) == bool(self.to_announce)
-        if decision is not None:
-            self.ended = decision.verdict is Verdict.END
-            self.to_push = set(decision.active)
-            self.to_announce = set(range(self.trainers)) - self.to_push if not self.to_push else set()
-            self.active = decision.active
+        if self.left[index] == 0:
+            self.announced[index] = Announcement(DRAINED)
+            self.drained.add(index)
+        else:
+            self.announced[index] = GO if self.random.random() < 0.8 else Announcement(WAITING)
+        self.rules.announce(index, self.announced[index])
 
     def push(self, index: int) -> None:
         assert self.rules.rejection_reason(index, self.rules.step) is None
         self.to_push.discard(index)
         self.left[index] -= 1
-        samples = self.random.randint(1, 32)
-        self.samples += samples
-        update = pushed(self.rules, index, samples)
-        assert (update.trainers if update else None) == (None if self.to_push else self.active)
+        self.pushed[index] = self.random.randint(1, 32)
+        assert self.rules.push(index, self.rules.step, self.pushed[index])
+
+    def change(self, must_help: bool) -> None:
+        gone = sorted(set(self.left) - self.live - self.forgotten)
+        choice = self.random.random()
+        if self.lost and choice < 0.1:
+            index = self.random.choice(sorted(self.lost))
+            self.lost.remove(index)
+            self.forgotten.add(index)
+            self.rules.forget(index)
+            self.seen.add("forgotten")
+        elif must_help or (gone and choice < 0.5):
+            self.join(self.random.choice(sorted(self.lost) or gone or sorted(self.forgotten)))
+        elif choice < 0.55 and len(self.left) < 8:
+            index = len(self.left)
+            self.left[index] = self.random.randint(0, 6)
+            self.join(index)
+        elif self.live:
+            self.leave(self.random.choice(sorted(self.live)))
+
+    def join(self, index: int) -> None:
+        self.live.add(index)
+        self.lost.discard(index)
+        self.to_announce.add(index)
+        self.rules.join(index)
+
+    def leave(self, index: int) -> None:
+        states = {"announced": self.announced, "to_push": self.to_push, "pushed": self.pushed, "idle": self.idle}
+        self.seen |= {name for name, members in states.items() if index in members}
+        if index not in self.drained:
+            self.lost.add(index)
+        for members in (self.live, self.drained, self.to_announce, self.to_push, self.idle, self.together):
+            members.discard(index)
+        self.announced.pop(index, None)
+        self.rules.leave(index)
+
+    def follow(self) -> None:
+        """What follows from an event: an update, an abandoned step, one decision for all live trainers, or nothing."""
+        update = self.rules.next_update()
+        assert self.rules.next_update() is None
+        assert (update is not None) == (self.active and not self.to_push and bool(self.pushed))
         if update is not None:
-            self.to_announce = set(range(self.trainers))
+            assert update.trainers == tuple(sorted(self.pushed))
+            assert update.buffers_from == module_buffer_owner(update.trainers, "join" if self.joins else "stop")
+            self.samples += sum(self.pushed.values())
+        if self.active and not self.to_push:
+            self.seen |= set() if update else {"abandoned"}
+            # Those that pushed announce next, and those that waited for the version.
+            self.to_announce |= (self.pushed.keys() & self.together) | self.idle
+            self.active, self.pushed, self.idle = False, {}, set()
+        assert self.rules.in_step == self.active
+        decisions = self.rules.pop_decisions()
+        assert self.rules.pop_decisions() == {}
+        complete = not self.active and bool(self.live) and self.live == self.announced.keys()
+        held = bool(self.lost) and self.live == self.drained and self.joins and self.rules.step < self.max_steps
+        self.seen |= {"held"} if complete and held else set()
+        assert set(decisions) == (self.live if complete and not held else set())
+        if decisions:
+            assert len(set(decisions.values())) == 1
+            self.receive(next(iter(decisions.values())))
+        assert self.rules.participants == self.together
+
+    def receive(self, decision: Decision) -> None:
+        assert (decision.step, decision.samples) == (self.rules.step, self.samples)
+        ready = {i for i, a in self.announced.items() if a.readiness is READY}
+        self.announced = {}
+        if decision.verdict is Verdict.WAIT:
+            self.to_announce = set(self.live)
+            return
+        self.together = set(self.live)
+        if decision.verdict is Verdict.END:
+            self.end = decision
+            return
+        assert decision.active == tuple(sorted(ready))
+        assert ready
+        assert decision.step < self.max_steps
+        self.active, self.to_push, self.idle = True, ready, self.live - ready
 
     def intrude(self) -> None:
         """Pushes of trainers outside of a step are refused, and pushes for another version."""
-        index = self.random.randrange(self.trainers + 1)
+        index = self.random.randrange(len(self.left) + 1)
         wrong = self.rules.step + self.random.choice((-2, -1, 1))
         assert self.rules.rejection_reason(index, wrong) is not None
         if index not in self.to_push:
@@ -288,12 +379,153 @@ class SimulatedRun:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_any_order_of_events_gives_the_same_run(seed):
-    run = SimulatedRun(seed)
-    for _ in range(5000):
-        if run.ended:
-            break
-        run.act()
-    assert run.ended
+    run = SimulatedRun(seed).run()
     assert run.rules.step == run.expected
-    assert run.rules.samples == run.samples
-    assert all(run.rules.rejection_reason(i, run.rules.step) for i in range(run.trainers))
+
+
+@pytest.mark.parametrize("churn", [0.05, 0.1, 0.3])
+def test_whatever_happens_while_trainers_leave_and_join_the_run_ends_as_it_must(churn):
+    seen: set[str] = set()
+    reasons = set()
+    for seed in range(200):
+        run = SimulatedRun(seed, churn).run()
+        seen |= run.seen
+        reasons.add(run.end.reason)
+        if run.end.reason == "all data was served":
+            assert not any(left for i, left in run.left.items() if i not in run.forgotten)
+            assert not run.lost
+        elif "no more data" in run.end.reason:
+            assert not run.joins
+            assert run.drained
+        else:
+            assert run.rules.step == run.max_steps
+    assert seen == {"announced", "to_push", "pushed", "idle", "abandoned", "held", "forgotten"}
+    assert len(reasons) > 5
+
+
+# Trainers that leave and join.
+
+
+@pytest.mark.parametrize("announced", [False, True])
+def test_a_decision_does_not_wait_for_a_trainer_that_left(announced):
+    rules = round_of(3)
+    if announced:
+        assert announce(rules, 1) is None
+    rules.leave(1)
+    assert announce(rules, 0) is None
+    assert announce(rules, 2).active == (0, 2)
+    assert rules.rejection_reason(1, 0) is not None
+
+
+def test_the_last_that_has_not_announced_leaves():
+    rules = round_of(2)
+    announce(rules, 0)
+    rules.leave(1)
+    assert rules.pop_decisions()[0].active == (0,)
+    assert rules.participants == {0}
+
+
+def test_the_mean_is_over_those_that_push_when_one_leaves_before():
+    rules = started(3)
+    pushed(rules, 1, 5)
+    pushed(rules, 2, 7)
+    rules.leave(0)  # which was asked for the module buffers
+    assert rules.next_update() == Update((1, 2), (0, 0), buffers_from=1)
+    assert (rules.step, rules.samples, rules.participants) == (1, 12, {1, 2})
+
+
+def test_the_module_buffers_are_those_of_the_last_that_pushed_where_inputs_are_joined():
+    rules = started(3, uneven_inputs="join")
+    assert rules.wants_buffers_from(2)
+    pushed(rules, 0, 1)
+    rules.leave(2)
+    assert pushed(rules, 1, 1).buffers_from == 1
+
+
+def test_a_push_that_was_counted_is_applied_once_after_its_trainer_left():
+    rules = started(2)
+    pushed(rules, 0, 5)
+    rules.leave(0)
+    rules.join(0)
+    assert rules.next_update() is None
+    assert rules.rejection_reason(0, 0) == "trainer 0 pushed twice in step 0"
+    assert announce(rules, 0) is None  # the replacement takes part in the next step
+    assert pushed(rules, 1, 7) == Update((0, 1), (0, 0), buffers_from=0)
+    assert rules.samples == 12
+    assert rules.participants == {1}
+    assert announce(rules, 1).active == (0, 1)
+
+
+def test_a_step_that_all_leave_before_they_push_is_abandoned_and_taken_again():
+    rules = round_of(2, uneven_inputs="join")
+    announce(rules, 0, Announcement(DRAINED))
+    assert announce(rules, 1).active == (1,)
+    assert rules.in_step
+    rules.leave(1)
+    assert not rules.in_step
+    assert (rules.next_update(), rules.pop_decisions(), rules.step) == (None, {}, 0)
+    rules.join(1)
+    assert announce(rules, 1) is None
+    assert announce(rules, 0, Announcement(DRAINED)).active == (1,)
+    assert pushed(rules, 1, 3) == Update((1,), (0,), buffers_from=1)
+
+
+def test_a_trainer_that_joins_during_a_step_takes_part_in_the_next():
+    rules = started(1)
+    rules.join(7)
+    assert announce(rules, 7) is None
+    assert rules.rejection_reason(7, 0) is not None
+    assert pushed(rules, 0, 1).trainers == (0,)
+    assert rules.pop_decisions() == {}
+    assert announce(rules, 0).active == (0, 7)
+
+
+def test_the_step_of_a_trainer_that_pushed_and_left_ends_before_the_next_decision():
+    rules = started(1)
+    rules.push(0, 0, 4)
+    rules.leave(0)
+    rules.join(1)
+    rules.announce(1, GO)
+    assert rules.pop_decisions() == {}
+    assert rules.next_update() == Update((0,), (0,), buffers_from=0)
+    assert rules.pop_decisions()[1] == Decision(Verdict.GO, (1,), 1, 4, batches=1)
+
+
+@pytest.mark.parametrize("replaced", [True, False])
+def test_the_data_of_a_lost_trainer_is_waited_for_until_it_is_forgotten(replaced):
+    rules = round_of(2, uneven_inputs="join")
+    rules.leave(1)
+    assert announce(rules, 0, Announcement(DRAINED)) is None
+    if replaced:
+        rules.join(1)
+        assert announce(rules, 1).active == (1,)
+    else:
+        rules.forget(1)
+        assert rules.pop_decisions()[0].reason == "all data was served"
+
+
+def test_a_trainer_without_data_waits_while_another_waits_for_samples_and_one_is_lost():
+    rules = round_of(3, uneven_inputs="join")
+    rules.leave(2)
+    announce(rules, 0, Announcement(DRAINED))
+    assert announce(rules, 1, Announcement(WAITING)).verdict is Verdict.WAIT
+
+
+def test_the_end_does_not_wait_for_a_trainer_that_left_after_its_data_had_ended():
+    rules = round_of(2, uneven_inputs="join")
+    announce(rules, 1, Announcement(DRAINED))
+    rules.leave(1)
+    assert announce(rules, 0, Announcement(DRAINED)).reason == "all data was served"
+
+
+def test_data_that_ends_first_ends_the_run_also_while_a_trainer_is_lost():
+    rules = round_of(2)
+    rules.leave(1)
+    assert "trainer 0 has no more data" in announce(rules, 0, Announcement(DRAINED)).reason
+
+
+def test_those_that_wait_for_a_lost_trainer_take_no_step_without_data():
+    drained = dict.fromkeys(range(2), Announcement(DRAINED))
+    assert decide(drained, 0, 0, NONE, "join", some_lost=True) == Decision(Verdict.WAIT, (), 0, 0)
+    assert decide(drained, 0, 0, NONE, "stop", some_lost=True).verdict is Verdict.END
+    assert decide(drained | {2: GO}, 0, 0, NONE, "join", some_lost=True).active == (2,)
