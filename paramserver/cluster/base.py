@@ -28,6 +28,8 @@ class ProcessIdentity:
         store_is_hosted: an agent (torchrun's) serves a TCPStore there already, so no rank may bind the port.
         job: a prefix that all ranks of this attempt share, and no other attempt on the same store.
         source: where the identity comes from: flags, torchrun, environment (variables set by hand) or supervisor.
+        launch: a prefix that all attempts of a launcher share which starts all ranks again after a loss and keeps its
+            store meanwhile; empty without one.
 
     Example::
 
@@ -46,6 +48,7 @@ class ProcessIdentity:
     store_is_hosted: bool
     job: str
     source: str
+    launch: str = ""
 
 
 @dataclass(frozen=True)
@@ -151,6 +154,11 @@ class ClusterEnvironment(ABC):
         """A prefix that differs between attempts on one store. A store that rank 0 serves is new in each attempt."""
         return self.source
 
+    @property
+    def launch(self) -> str:
+        """A prefix that all attempts share on a store that outlives them; empty where none does."""
+        return ""
+
     def identity(self) -> ProcessIdentity:
         """Read all properties.
 
@@ -168,6 +176,7 @@ class ClusterEnvironment(ABC):
             store_is_hosted=self.store_is_hosted,
             job=self.job,
             source=self.source,
+            launch=self.launch,
         )
 
 

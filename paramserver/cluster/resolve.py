@@ -74,4 +74,5 @@ def _with_flags(identity: ProcessIdentity, flags: RankFlags) -> ProcessIdentity:
         master_port=master_port,
         # The agent of torchrun serves a store at its own address only.
         store_is_hosted=identity.store_is_hosted and not moved,
+        launch="" if moved else identity.launch,
     )

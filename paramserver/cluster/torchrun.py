@@ -91,6 +91,10 @@ class TorchrunEnvironment(ClusterEnvironment):
         restarts = read_number({name: "0", **self.environ}, name, "torchrun")
         return f"{read_variable(self.environ, self.variables['run_id'], 'torchrun')}-{restarts}"
 
+    @property
+    def launch(self) -> str:
+        return read_variable(self.environ, self.variables["run_id"], "torchrun") if self.store_is_hosted else ""
+
 
 class EnvVarEnvironment(TorchrunEnvironment):
     """RANK and WORLD_SIZE set by hand or by a job script. Variables that are not set come from the config.

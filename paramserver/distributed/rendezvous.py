@@ -93,6 +93,21 @@ class Rendezvous:
             held: bytes = call_with_timeout(limit_s, what, lambda: self.store.compare_set(key, "", value))
         return held.decode()
 
+    @property
+    def _run_of_launch(self) -> str:
+        return f"paramserver/{self.identity.launch}/run"
+
+    def earlier_run(self) -> str | None:
+        """Return the run of an earlier attempt of the launcher (``ProcessIdentity.launch``); None in the first one."""
+        if self.base is None or not self.identity.launch or not self.base.check([self._run_of_launch]):
+            return None
+        return _get(self.base, self._run_of_launch, self.timeout_s, "the run of the earlier attempt")
+
+    def record_run(self, name: str) -> None:
+        """Record the run of this attempt, for the next attempts of the launcher."""
+        if self.base is not None and self.identity.launch:
+            self.base.set(self._run_of_launch, name)
+
     def holder_of_rank(self, global_rank: int) -> str:
         """Return host and process id of a rank that has joined."""
         return self.get(f"rank/{global_rank}")

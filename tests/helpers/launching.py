@@ -4,7 +4,9 @@ import contextlib
 import io
 import json
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -112,6 +114,15 @@ def launch(folder, *flags, timeout_s=90, env=None, fresh=False, **config):
     options = {"capture_output": True, "text": True, "timeout": timeout_s, "check": False}
     done = subprocess.run(command(*arguments), env=environ, cwd=folder, **options)
     return FinishedRun(done.returncode, done.stdout + done.stderr, run_dir)
+
+
+def free_port():
+    """A port that was free a moment ago, from a range from which the kernel assigns none."""
+    for port in random.SystemRandom().sample(range(20000, 30000), 50):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) != 0:
+                return port
+    raise AssertionError("no free port among 50")
 
 
 def resume(finished, *flags, timeout_s=90):

@@ -15,6 +15,7 @@ from launching import (
     command,
     differing_tensors,
     environment,
+    free_port,
     launch,
     run_in_process,
     train,
@@ -33,18 +34,6 @@ def start(folder, *arguments, **env):
         env=environment(**env),
         cwd=folder,
     )
-
-
-def free_port():
-    """A port that was free a moment ago, from a range from which the kernel assigns none."""
-    import random
-    import socket
-
-    for port in random.SystemRandom().sample(range(20000, 30000), 50):
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) != 0:
-                return port
-    raise AssertionError("no free port among 50")
 
 
 @pytest.fixture(scope="module")

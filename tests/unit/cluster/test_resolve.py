@@ -124,6 +124,7 @@ def test_torchrun_on_several_nodes(global_rank):
         store_is_hosted=True,
         job="job7-1",
         source="torchrun",
+        launch="job7",
     )
 
 
@@ -136,7 +137,9 @@ def test_attempts_of_one_torchrun_do_not_share_a_job():
 @pytest.mark.parametrize(("value", "hosted"), [("True", True), ("False", False), (None, False)])
 def test_the_agent_of_torchrun_may_serve_the_store(value, hosted):
     environ = torchrun(TORCHELASTIC_USE_AGENT_STORE=value)
-    assert resolve_identity(NO_FLAGS, environ, config()).store_is_hosted is hosted
+    identity = resolve_identity(NO_FLAGS, environ, config())
+    assert identity.store_is_hosted is hosted
+    assert identity.launch == ("job7" if hosted else "")  # what is kept for the next attempt needs a store that lasts
 
 
 @pytest.mark.parametrize("name", [*VARIABLES.values()][:-2])
@@ -204,7 +207,7 @@ def test_other_flags_under_torchrun():
     same = resolve_identity(NO_FLAGS, torchrun(), config())
     assert resolve_identity(RankFlags(world_size=4, master_addr="node0.cluster"), torchrun(), config()) == same
     moved = resolve_identity(RankFlags(master_port=2222), torchrun(), config())
-    assert moved == dataclasses.replace(same, master_port=2222, store_is_hosted=False)
+    assert moved == dataclasses.replace(same, master_port=2222, store_is_hosted=False, launch="")
     assert refused(RankFlags(world_size=3), torchrun(), config()) == (
         "--world_size (3) must be the 4 that torchrun started; leave the flag out"
     )
