@@ -226,8 +226,12 @@ class Trainer(ABC):
     def on_last_loss(self, loss: float, samples: int) -> None:
         """Called before the last backward of a step with the mean loss and the samples of all its batches."""
 
-    def idle(self, decision: Decision) -> None:
-        """Wait for a step in which this trainer has no data."""
+    def idle(self, decision: Decision) -> int:
+        """Wait for a step in which this trainer has no data; return the version after it.
+
+        That is the version before it, if all trainers are lost that had data.
+        """
+        return decision.step + 1
 
     def on_epoch_ended(self, epoch: int) -> None:
         """Called once all samples of an epoch are applied; a trainer that owns a schedule steps it."""
@@ -361,8 +365,9 @@ class Trainer(ABC):
                 if self.trainer_index in decision.active:
                     self.step = self._train(decision)
                 else:
-                    self.idle(decision)
-                    self.step = decision.step + 1
+                    self.step = self.idle(decision)
+                    if self.step == decision.step:
+                        continue
                 self._step_offset = 0
             self.clock.end_step()
             self.progress.steps += 1

@@ -236,7 +236,7 @@ class DdpTrainer(Trainer):
         self.updater.optimizer.zero_grad()
         self.clock.lap("apply")
 
-    def idle(self, decision: Decision) -> None:
+    def idle(self, decision: Decision) -> int:
         """Take part in the collectives of ranks that still have data, as ``DistributedDataParallel.join`` does."""
         self._start_agreement(self.with_stop(Announcement(Readiness.DRAINED)))
         with translate_peer_loss():
@@ -245,6 +245,7 @@ class DdpTrainer(Trainer):
                 dist.all_reduce(torch.zeros(1, device=self._ddp().join_device))
                 self._shadow.main_hook()
         self._missed_updates = True
+        return super().idle(decision)
 
     def on_epoch_ended(self, epoch: int) -> None:
         self.updater.on_epoch_end()

@@ -23,7 +23,15 @@ from paramserver.distributed.membership import Member, release_liveness_calls
 from paramserver.distributed.rendezvous import Rendezvous
 from paramserver.distributed.rpc_calls import RemoteError
 from paramserver.distributed.session import rpc_trainer
-from paramserver.errors import PeerLost, PeerRefused, TaskError, UnsupportedConfiguration
+from paramserver.errors import (
+    Evicted,
+    PeerLost,
+    PeerRefused,
+    RunEnded,
+    TaskError,
+    UnsupportedConfiguration,
+    ViewChanged,
+)
 from paramserver.metrics.records import Record, StepReport, StepResult, TrainerTotals, WeightedSums
 from paramserver.optim.distributed_optimizer import SharedOptimizer
 from paramserver.parameters.flat import FlatLayout, module_buffers, trainable_parameters
@@ -281,10 +289,11 @@ class RpcTrainer(Trainer):
         """
         return None if self.lockstep and self.is_due(step) else self.announcement_if_ready()
 
-    def idle(self, decision: Decision) -> None:
+    def idle(self, decision: Decision) -> int:
         """Wait for the version that the others make, which may be validated or saved next."""
-        self.server.wait_version(decision.step + 1)
+        step = self.server.wait_version(decision.step + 1)
         self.clock.lap("wait")
+        return step
 
     def _check_gradients(self) -> None:
         """Refuse, by name, what would be lost."""
@@ -359,7 +368,7 @@ class RpcTrainer(Trainer):
         failure = RemoteError.reported_by(f"trainer {self.trainer_index}", error)
         if not self.joined:
             # Also a server that could not be reached: nothing watches it before it has joined.
-            if not isinstance(error, PeerRefused):
+            if not isinstance(error, (PeerRefused, Evicted, RunEnded, ViewChanged)):
                 self.rendezvous.report_failure(failure)
         elif not isinstance(error, (PeerLost, PeerRefused)):  # these come from the server
             self._sender.abort()

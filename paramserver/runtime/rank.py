@@ -271,9 +271,7 @@ class Session:
         min_view, give_up_at = self.view, self.give_up_at
         if isinstance(loss, ViewChanged):
             min_view, give_up_at = self.view + 1, None
-        elif isinstance(loss, (PeerFailed, RunEnded)) or process.identity.global_rank == 0:
-            raise loss
-        elif config.cluster.max_restarts == 0 or not (self.joined or give_up_at is not None):
+        elif isinstance(loss, (PeerFailed, RunEnded)) or process.identity.global_rank == 0 or config.cluster.max_restarts == 0 or not (self.joined or give_up_at is not None):
             raise loss
         elif isinstance(loss, Evicted):
             give_up_at = None
@@ -506,8 +504,13 @@ def _wait_until_finished(server: ParameterServer, process: ProcessContext, rende
     deadline = time.monotonic() + config.cluster.timeout_s
     while not server.finished.wait(config.server.heartbeat_s):
         server.check_heartbeats()
+        if server.started:
+            server.check_absences()
+            if process.stop.event.is_set():
+                server.request_stop()
+            continue
         missing = server.missing()
-        # Once all have joined, failures and signals reach the server over RPC.
+        # Once all have joined, failures reach the server over RPC.
         if missing and (failure := rendezvous.reported_failure()) is not None:
             server.fail(failure.error())
         elif missing and process.stop.event.is_set():

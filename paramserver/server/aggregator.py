@@ -86,8 +86,6 @@ class Aggregator:
         self._incomplete: dict[int, Push] = {}  # reported, with gradients still on their way
         self._granted: dict[int, int] = {}  # the version that each trainer was granted and has not pushed for
         self._replies: dict[int, Future] = {}  # of the last push of each trainer, for a message that is repeated
-        self._joint: set[int] = set()  # the trainers of the last decision that all took together
-        self._validators: dict[int, set[int]] = {}  # of each retained version: the trainers that validate it
         self.ended = False  # the trainers have been sent the end of the run
         self._exclusive: deque[Callable[[ReleaseFn], None]] = deque()
         self._processing = self._process_again = False
@@ -129,17 +127,28 @@ class Aggregator:
         self._replies.pop(trainer_index, None)
         if (transport := self.transports.pop(trainer_index, None)) is not None:
             transport.unpin()
-        for trainers in (self._joint, *self._validators.values()):
-            trainers.discard(trainer_index)
         if trainer_index in self.rules.trainers:
             self.rules.leave(trainer_index)
         for future in waiting:
             future.set_result(error)
         self._process()
+        if not (self.rules.in_step or self._applying):
+            self._release_version_waits()  # of a step that had no other trainer; the next decision begins it again
 
-    def participants(self, version: int) -> set[int]:
-        """Return the trainers that validate or save ``version`` together; a lost one is not among them."""
-        return self._validators.get(version, self._joint)
+    def forget(self, trainer_index: int) -> None:
+        """Do not wait for another process in the place of a lost trainer."""
+        self.rules.forget(trainer_index)
+        self._process()
+
+    def request_stop(self) -> None:
+        """Let a signal to this process end the run, also if no trainer announces a step."""
+        self.rules.request_stop(*self.stop.state())
+        self._process()
+
+    def validators(self, version: int) -> set[int]:
+        """Return the trainers that validate ``version``, retained or current; a lost one is not among them."""
+        retained = not self.rules.lockstep and version in self.store.retained_versions
+        return self.rules.validators(version) if retained else self.rules.participants
 
     def _enqueue(self, trainer_index: int, announcement: Announcement, future: Future) -> None:
         own, reason = Stop.NO, ""
@@ -180,11 +189,8 @@ class Aggregator:
             self._processing = False
 
     def _carry_out(self, decisions: Mapping[int, Decision]) -> None:
-        verdicts = {decision.verdict for decision in decisions.values()}
-        if decisions and (self.rules.lockstep or verdicts & {Verdict.BARRIER, Verdict.END}):
-            self._joint = set(decisions)
-        self.ended = self.ended or Verdict.END in verdicts
         for trainer_index, decision in decisions.items():
+            self.ended = self.ended or decision.verdict is Verdict.END
             self._grant(trainer_index, decision)
 
     def _release(self) -> None:
@@ -354,15 +360,16 @@ class Aggregator:
         validate_every = self.rules.terms.validate_every
         if validate_every and self.rules.step % validate_every == 0:
             self.store.retain(self.rules.step)
-            if not self.rules.lockstep:
-                self._validators[self.rules.step] = set(self.rules.trainers)
         result = self._result(pushes, apply_s)
         self.monitor.update_applied(result, dict(zip(update.trainers, update.staleness, strict=True)))
         for push in pushes:
             del self._pushes[push.report.trainer_index]
             self._reply(push, replace(result, held_s=max(started - push.arrival_s, 0.0)))
+        self._release_version_waits()
+
+    def _release_version_waits(self) -> None:
         for future in self._version_waits.pop_all()[1].values():
-            future.set_result(None)
+            future.set_result(self.rules.step)
 
     def _reply(self, push: Push, result: StepResult) -> None:
         """Reply now, or with the grant of the next step if the push carried its announcement."""
@@ -384,10 +391,12 @@ class Aggregator:
 
     # Reading.
 
-    def wait_version(self, trainer_index: int, version: int) -> torch.futures.Future[None]:
-        """Reply once ``version`` exists."""
+    def wait_version(self, trainer_index: int, version: int) -> torch.futures.Future[int]:
+        """Reply with the current version once that is ``version``, or nobody is left to make it."""
         applied = self.rules.step - self._applying
-        return completed_future(None) if applied >= version else self._version_waits.add(trainer_index, None)
+        if applied >= version or not (self.rules.in_step or self._applying):
+            return completed_future(applied)
+        return self._version_waits.add(trainer_index, None)
 
     def view_version(self, trainer_index: int, version: int | None) -> VersionView:
         """Return a retained version, or the current one; None for whichever is current."""

@@ -334,9 +334,9 @@ class ServerClient(ServerConnection):
         """Report a push whose gradients are in shared memory; may be called before they are complete."""
         return self.begin_deferred(ParameterServer.push_in_place, report, buffers, announcement)
 
-    def wait_version(self, version: int) -> None:
-        """Return once ``version`` exists."""
-        self.call_deferred(ParameterServer.wait_version, self.index, version)
+    def wait_version(self, version: int) -> int:
+        """Return the current version once that is ``version``, or an earlier one if no trainer is left to make it."""
+        return self.call_deferred(ParameterServer.wait_version, self.index, version)
 
     def optimizer_state(self) -> dict[str, Any]:
         """Return the state of the optimizer in the form of ``torch.optim.Optimizer.state_dict``."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -188,7 +189,9 @@ class ParameterServer(TutorialMethods):
             self.coordinator,
         )
         self._on_trainer_lost = on_trainer_lost
-        self._started = False
+        self.started = False  # all trainers and servers have joined
+        self._absent_since: dict[int, float] = {}
+        self._given_up: set[int] = set()
         # Where the data of each trainer began in this view: what a process that takes its place needs of it.
         self._sources: dict[int, dict[str, Any]] = {}
         # Contexts of distributed autograd that a trainer would leave behind if it died (docs/torch-notes.md).
@@ -245,11 +248,11 @@ class ParameterServer(TutorialMethods):
         # Called by the last trainer or by the last server that is ready, whichever comes later; ``pop_all`` under the
         # lock makes sure that only one of them replies.
         with self._lock:
-            if self.error is not None or not (self._started or len(self._joins.parts) == self.trainers):
+            if self.error is not None or not (self.started or len(self._joins.parts) == self.trainers):
                 return
             if self.coordinator is not None and not self.coordinator.complete:
                 return
-            started, self._started = self._started, True
+            started, self.started = self.started, True
             futures = self._joins.pop_all()[1]
         if not started:
             self.monitor.expect_samples(self.aggregator.epoch_samples)
@@ -351,6 +354,30 @@ class ParameterServer(TutorialMethods):
         for member in self.members.overdue(silence_s):
             self._lose(member, f"no heartbeat for server.lost_after_s ({silence_s:g} s)")
 
+    def check_absences(self) -> None:
+        """Give up each lost trainer whose place no process took within ``cluster.timeout_s``."""
+        now, limit_s = time.monotonic(), self.config.cluster.timeout_s
+        missing = self.members.missing(self.trainers)
+        self._absent_since = {i: self._absent_since.get(i, now) for i in missing}
+        late = {i for i, since in self._absent_since.items() if now - since > limit_s}
+        if late and not self.members.present():
+            self.fail(
+                PeerLost(f"all trainers are lost, and none joined again within cluster.timeout_s ({limit_s:g} s)")
+            )
+        for index in sorted(late - self._given_up):
+            self._given_up.add(index)
+            with self._lock:
+                self.aggregator.forget(index)
+            self.monitor.note(
+                f"no process took the place of trainer {index} within cluster.timeout_s ({limit_s:g} s); what is left "
+                "of its data is not served"
+            )
+
+    def request_stop(self) -> None:
+        """Let a signal to this process end the run also where trainers wait and announce nothing."""
+        with self._lock:
+            self.aggregator.request_stop()
+
     def _on_disconnect(self, member: Member, reason: str | None) -> None:
         """A trainer's process disconnected, on purpose (None) or because it is lost."""
         self.members.mark_disconnected(member)
@@ -372,7 +399,7 @@ class ParameterServer(TutorialMethods):
             self._release_context(index)
             if on_loss == "fail":
                 self.fail(PeerLost(loss))
-            elif self._started and (on_loss == "rollback" or not self._can_continue_without(index)):
+            elif self.started and (on_loss == "rollback" or not self._can_continue_without(index)):
                 self._change_view(loss)
             else:
                 self._forget(index)
@@ -489,8 +516,11 @@ class ParameterServer(TutorialMethods):
             if self.error is None:
                 self.aggregator.gradients_arrived(trainer_index)
 
-    def wait_version(self, trainer_index: int, version: int) -> torch.futures.Future[None]:
-        """Reply once ``version`` exists: for a trainer without data while others take steps."""
+    def wait_version(self, trainer_index: int, version: int) -> torch.futures.Future[int]:
+        """Reply with the current version once that is ``version``: for a trainer without data while others take steps.
+
+        If all of the others are lost, the current version is an earlier one.
+        """
         with self._lock:
             self._check_running()
             return self.aggregator.wait_version(trainer_index, version)
@@ -535,7 +565,7 @@ class ParameterServer(TutorialMethods):
         """Reply to all trainers that take part in a validation, once they have sent their shares."""
         with self._lock:
             table = self._validations.get(version)
-            if table is None or not table.has_all(self.aggregator.participants(version)):
+            if table is None or not table.has_all(self.aggregator.validators(version)):
                 return
             shares, futures, _ = self._validations.pop(version).pop_all()
 
@@ -570,7 +600,7 @@ class ParameterServer(TutorialMethods):
     def _finish_staging(self) -> None:
         with self._lock:
             rules, ledger = self.aggregator.rules, self.aggregator.ledger
-            if not self._stagings.has_all(self.aggregator.participants(rules.step)):
+            if not self._stagings.has_all(rules.participants):
                 return
             _, futures, arrival_s = self._stagings.pop_all()
 
