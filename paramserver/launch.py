@@ -334,7 +334,10 @@ def _run_rank_here(
     # Rank 0 alone owns the folder: it locks, changes and rolls it back, and the console is its own.
     changes = () if run is None or identity.global_rank else describe_resume(run, config)
     sinks = () if identity.global_rank else (Console(config, sys.stderr, changes),)
-    plan = RankPlan(config, identity, folders, sinks, run, run is not None, ends_process=True, command=command)
+    resume = run is not None
+    plan = RankPlan(
+        config, identity, folders, sinks, run, resume, ends_process=True, command=command, report=report_error
+    )
     with nullcontext() if run is None or identity.global_rank else resume_transaction(run):
         summary = run_rank(plan)
     return None if summary is None or plan.run is None else Result(plan.run.path, summary)
@@ -346,6 +349,13 @@ def _run_supervised_rank(arguments: argparse.Namespace) -> int:
 
     # Before everything that can fail, so that the supervisor receives each error, also one of an import.
     pipe = EventPipe(arguments.supervised)
+
+    def report(error: BaseException) -> int:
+        pipe.send_error(error)
+        with suppress(OSError):  # a full disk also refuses the log
+            traceback.print_exception(error)
+        return int(describe_error(error)["exit_code"])
+
     try:
         # Before the seconds of importing torch: a supervisor that dies meanwhile must not leave this rank behind.
         die_with_parent()
@@ -374,15 +384,13 @@ def _run_supervised_rank(arguments: argparse.Namespace) -> int:
             command=command,
             restarted=arguments.again,
             replaces=arguments.again,
+            report=report,
         )
         pipe.start_heartbeat(config.server.heartbeat_s)
         run_rank(plan)
         pipe.send_done()
     except BaseException as error:  # noqa: BLE001 - the supervisor reports it
-        pipe.send_error(error)
-        with suppress(OSError):  # a full disk also refuses the log
-            traceback.print_exc()
-        return int(describe_error(error)["exit_code"])
+        return report(error)
     return 0
 
 

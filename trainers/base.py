@@ -270,10 +270,17 @@ class Trainer(ABC):
     def prepare_data(self) -> None:
         """Create source, buffer and feeder. ``init_connection`` calls it once the model exists."""
         partition = Partition(self.trainer_index, self.process.trainers)
+        # A process that joins again keeps its data sets. An iterable may be used up, so it is made anew.
+        data_sets = self.process.data_sets
+        samples = data_sets["train"] if "train" in data_sets else self.task.train_source(partition)
+        if hasattr(samples, "__len__") and hasattr(samples, "__getitem__"):
+            data_sets["train"] = samples
         self.data = self.enter_context(
-            DataStream(self.task, partition, self.config, self.sampler_kwargs, self.process.receiver_spec)
+            DataStream(self.task, partition, self.config, self.sampler_kwargs, self.process.receiver_spec, samples)
         )
-        self.validation_loader = validation_batches(self.task, partition, self.config)
+        if "validation" not in data_sets:
+            data_sets["validation"] = validation_batches(self.task, partition, self.config)
+        self.validation_loader = data_sets["validation"]
         self._check_data()
         if self.monitor is not None:
             self.monitor.expect_samples(self.data.epoch_samples)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,14 +10,15 @@ import numpy as np
 import numpy.typing as npt
 
 from paramserver.buffers import Buffer, make_buffer
-from paramserver.buffers.positions import AppliedPositions
+from paramserver.buffers.positions import AppliedPositions, Key
 from paramserver.checkpoint import StagingPool, stage_copy
 from paramserver.config import Config
 from paramserver.consistency import Announcement, Readiness
-from paramserver.errors import BufferClosed, BufferExhausted, TaskError, UnsupportedConfiguration
+from paramserver.errors import BufferClosed, BufferExhausted, CheckpointError, TaskError, UnsupportedConfiguration
 from paramserver.online.spec import ReceiverSpec
 from paramserver.sources import Feeder, Partition, ResumePosition, Source, make_source
 from paramserver.sources.factory import check_watermark
+from paramserver.sources.stream import Stream
 from paramserver.task import Task, uses_default_batching
 
 # How long a trainer waits for its data before it announces to the other processes that it is still waiting.
@@ -37,6 +39,7 @@ class DataStream:
         config: of buffer and batches.
         sampler_kwargs: how a map-style data set is partitioned, if not by default; see ``DatasetSource``.
         receiver_spec: where samples of simulations arrive; for a source that receives them.
+        samples: what ``task.train_source`` returned before; None = call it.
 
     Example::
 
@@ -63,13 +66,15 @@ class DataStream:
         config: Config,
         sampler_kwargs: dict[str, Any],
         receiver_spec: ReceiverSpec | None = None,
+        samples: Any = None,
     ) -> None:
         self.task = task
         self.training = config.training
         self.pseudo_epochs = config.buffer.pseudo_epochs
         self.timeout_s = config.cluster.timeout_s
         self.trainer_index = partition.index
-        self.source: Source = make_source(task.train_source(partition), partition, config, sampler_kwargs)
+        samples = task.train_source(partition) if samples is None else samples
+        self.source: Source = make_source(samples, partition, config, sampler_kwargs)
         if receiver_spec is not None:
             self.source.connect(receiver_spec)
         self._config = config
@@ -77,8 +82,9 @@ class DataStream:
         check_watermark(config.buffer.watermark, self.source.expected, partition)
         self.feeder = Feeder(self.source, self.buffer, partition.index)
         self._applied = AppliedPositions()
-        # Positions of the samples that were served since the last ``pop_positions``, per batch.
+        # Positions of the samples that were served since the last ``pop_served``, per batch; of a stream, their keys.
         self._served: list[npt.NDArray[np.int64]] = []
+        self._served_keys: list[Key] = []
         self._default_batching = uses_default_batching(task)
 
     def _make_buffer(self, *entropy: int) -> Buffer:
@@ -157,6 +163,8 @@ class DataStream:
             raise
         if self.source.repeatable:
             self._served.append(batch.positions)
+        elif isinstance(self.source, Stream):
+            self._served_keys += batch.keys
         if self._default_batching and batch.stacked is not None:
             return batch.stacked, batch.size
         samples = [self.task.process_sample(sample) for sample in batch.samples]
@@ -166,13 +174,16 @@ class DataStream:
             batch_idx = self.buffer.info().batches - 1
             raise TaskError(f"trainer {self.trainer_index}, batch {batch_idx}: {error}") from error
 
-    def pop_positions(self) -> npt.NDArray[np.int64]:
-        """Return the positions of the samples served since the last call; call it once a step, for the push.
+    def pop_served(self) -> tuple[npt.NDArray[np.int64], list[Key]]:
+        """Return which samples were served since the last call; call it once a step, for the push.
 
-        Empty if the source cannot repeat a sample: then the order of its samples has no meaning in another process.
+        Returns:
+            Their positions if the source is repeatable; their keys if it is a stream, whose order has no meaning in
+            another process.
         """
         served, self._served = self._served, []
-        return np.concatenate(served) if served else np.empty(0, np.int64)
+        keys, self._served_keys = self._served_keys, []
+        return np.concatenate(served) if served else np.empty(0, np.int64), keys
 
     def _raise_source_error(self) -> None:
         """Raise the error for which the feeder closed the buffer, if it did."""
@@ -242,22 +253,27 @@ class DataStream:
         buffer = {**state["buffer"], "finished": finished, "mark": mark}
         self.buffer.load_state_dict(buffer, self.source.fetch if self.source.refetchable else None)
         self._applied = self.buffer.applied()
+        if isinstance(self.source, Stream):
+            stored = state["buffer"]
+            held = {key for key, times in zip(stored["keys"], stored["served"].tolist(), strict=True) if not times}
+            self._applied = AppliedPositions(count=self._applied.count)
+            self._applied.keys.update(self.source.keys_without(held, stored["counters"]["puts"]))
+        elif not self.source.repeatable:
+            self._applied = AppliedPositions(self.buffer.info().puts)
 
     def positions(self) -> AppliedPositions:
         """Return which samples were applied before ``start``, in the order of ``source.state_dict()``.
 
         With both, and what is applied from then on, ``load_after_loss`` continues in another process.
         """
-        if not self.source.repeatable:
-            return AppliedPositions(self.buffer.info().puts)
-        return AppliedPositions(**vars(self._applied))
+        return copy.deepcopy(self._applied)
 
     def load_after_loss(self, state: Mapping[str, Any] | None, applied: AppliedPositions) -> None:
         """Continue in place of a lost trainer. Call it instead of ``load_state_dict``, before ``start``.
 
         The buffer starts empty, and the samples that were not applied are served: with a fifo or firo each sample is
         applied exactly ``pseudo_epochs`` times, with a reservoir at least once. A stream of simulations cannot repeat a
-        sample; it continues with what arrives from now on.
+        sample; it continues with what arrives from now on, without the samples that were applied.
 
         Args:
             state: has the state of the source under ``source``, as ``state_dict()`` does; None if it was at its start.
@@ -266,6 +282,8 @@ class DataStream:
         if state is not None:
             self._load_source(state)
         self._applied = applied
+        if isinstance(self.source, Stream):
+            applied = AppliedPositions(self.source.continue_after(applied.keys), count=applied.count)
         # Other draws than those of the process that was lost.
         self.buffer = self._make_buffer(applied.count)
         if applied.low:
@@ -276,4 +294,9 @@ class DataStream:
         if (left := state.get("leftovers")) is None:
             self.source.load_state_dict(state["source"], mark)
         else:
+            if not self.source.refetchable and any(one.get("applied") for one in left):
+                raise CheckpointError(
+                    f"a checkpoint that was made while one of its {len(left)} trainers was lost must resume with as "
+                    "many, as its samples cannot be read by key; set cluster.num_trainers or --world_size to it"
+                )
             self.source.reshard([ResumePosition(**one) for one in left], state["buffer"]["keys"])

@@ -36,6 +36,8 @@ from trainers.ddp_control import AgreedStep, PartGather, StepAgreement, StepTota
 _COLLECT_EVERY_S = 1.0
 # A collective may fail before the control channel names the lost rank: by server.lost_after_s, and by this.
 _NAMED_AFTER_S = 1.0
+# After a loss the main thread has this long to end the run; then the process ends without it.
+_UNWIND_S = 1.0
 
 
 class DdpTrainer(Trainer):
@@ -73,6 +75,7 @@ class DdpTrainer(Trainer):
         self._last_collected = time.monotonic()
         self._sockets = rendezvous.sockets
         self._channel: ControlChannel | None = None
+        self._lost_at: float | None = None
 
     def run(self) -> Decision:
         try:
@@ -81,6 +84,16 @@ class DdpTrainer(Trainer):
             if self._channel is None or self._channel.lost in (None, error):
                 raise
             raise self._channel.lost from error  # the channel names the lost rank, a collective does not
+
+    def _on_lost(self) -> None:
+        """Called again and again after a loss, in the thread of the control channel, until the channel is closed."""
+        self._sockets.abort()
+        now = time.monotonic()
+        self._lost_at = self._lost_at or now
+        # A send of gloo that began when its connection had ended is not woken; a task may compute for long.
+        lost = None if self._channel is None or now < self._lost_at + _UNWIND_S else self._channel.lost
+        if lost is not None and self.process.end_now is not None:
+            self.process.end_now(lost)
 
     def report_failure(self, error: BaseException) -> None:
         if isinstance(error, PeerLost) and self._channel is not None:
@@ -95,7 +108,7 @@ class DdpTrainer(Trainer):
         # First, so that from here on a lost rank is named. Collectives, and the start of the group, wait for it until
         # their own timeout; the end of their sockets ends these waits at once.
         channel = self.enter_context(
-            connect_ranks(self.rendezvous, self.config, self._sockets.abort, self.process.stop.event)
+            connect_ranks(self.rendezvous, self.config, self._on_lost, self.process.stop.event)
         )
         self._channel = channel
         with self._sockets.record():

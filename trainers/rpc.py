@@ -260,7 +260,8 @@ class RpcTrainer(Trainer):
             self._finish_pull()
         root = self.transport.backward_root(self._pulled)
         buffers = self._pack_buffers() if self._grant.wants_buffers and self._buffers else []
-        report = self.server.number_push(replace(report, used=used, positions=_compact(self.data.pop_positions())))
+        positions, keys = self.data.pop_served()
+        report = self.server.number_push(replace(report, used=used, positions=_compact(positions), keys=keys))
         self.wire_bytes += self.transport.step_bytes(self._pulled)
         self.wire_bytes += sum(flat.nbytes for flat in (*buffers, *self._grant.buffers))
         push = report, buffers, self.next_announcement(report.version + 1)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,9 @@ class AppliedPositions:
     The n-th sample that a source gives has position n, from 0 on and over all passes. Every position below ``low`` was
     applied as often as it is due, so the size is that of the dictionary, which the buffer's capacity keeps small.
 
+    A stream of simulations gives no order that another process could repeat: its samples are named by their keys,
+    (simulation, step), and ``keys`` has those that were applied at least once, in a bit each.
+
     Args:
         low: all positions below it are complete.
         above: {position: times applied} of positions from ``low`` on.
@@ -22,6 +25,7 @@ class AppliedPositions:
 
     Attributes:
         low, above, count: as above, now.
+        keys: of a stream.
 
     Example::
 
@@ -40,6 +44,7 @@ class AppliedPositions:
         self.low = low
         self.above = dict(above or {})
         self.count = count
+        self.keys = KeySet()
 
     def __repr__(self) -> str:
         return f"AppliedPositions(low={self.low}, above={self.above}, count={self.count})"
@@ -82,6 +87,11 @@ class AppliedPositions:
         """Return how often this position was applied; None if it is below ``low``, so complete."""
         return None if position < self.low else self.above.get(position, 0)
 
+    def add_keys(self, keys: Sequence[Key]) -> None:
+        """Count one more serving of each of these samples of a stream."""
+        self.keys.update(keys)
+        self.count += len(keys)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the account as numbers and lists of numbers, for a message, JSON or a checkpoint."""
         return {
@@ -89,9 +99,63 @@ class AppliedPositions:
             "count": self.count,
             "positions": list(self.above.keys()),
             "times": list(self.above.values()),
+            "keys": self.keys.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore ``state_dict()``."""
         self.low, self.count = state["low"], state["count"]
         self.above = dict(zip(state["positions"], state["times"], strict=True))
+        self.keys = KeySet(state["keys"])
+
+
+Key: TypeAlias = tuple[int, int]
+"""Simulation and step of a sample."""
+
+_BITS = 6
+
+
+class KeySet:
+    """A set of samples of simulations, with one bit for each. Not thread-safe.
+
+    The steps of a simulation are in fixed blocks of 64, so that the set stays small also when they arrive with gaps, as
+    they do when several trainers share them.
+
+    Args:
+        state: what ``state_dict`` returned.
+
+    Example::
+
+        >>> keys = KeySet()
+        >>> keys.update([(3, 0), (3, 70)])
+        >>> (3, 70) in keys, (3, 1) in keys, list(keys)
+        (True, False, [(3, 0), (3, 70)])
+    """
+
+    def __init__(self, state: Iterable[Sequence[int]] = ()) -> None:
+        self._blocks: dict[int, dict[int, int]] = {}  # {simulation: {step // 64: bits}}
+        for simulation, block, bits in state:
+            self._blocks.setdefault(simulation, {})[block] = bits
+
+    def update(self, keys: Iterable[Key]) -> None:
+        for simulation, step in keys:
+            blocks = self._blocks.setdefault(simulation, {})
+            blocks[step >> _BITS] = blocks.get(step >> _BITS, 0) | 1 << (step & 63)
+
+    def __contains__(self, key: Key) -> bool:
+        blocks = self._blocks.get(key[0])
+        return blocks is not None and bool(blocks.get(key[1] >> _BITS, 0) >> (key[1] & 63) & 1)
+
+    def __iter__(self) -> Iterator[Key]:
+        for simulation, blocks in sorted(self._blocks.items()):
+            for block, bits in sorted(blocks.items()):
+                yield from ((simulation, (block << _BITS) + bit) for bit in range(64) if bits >> bit & 1)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, KeySet) and self._blocks == other._blocks
+
+    __hash__ = None  # type: ignore[assignment]  # mutable
+
+    def state_dict(self) -> list[list[int]]:
+        """Return a simulation, a block and its bits for each block, as numbers and lists of numbers."""
+        return [[i, block, bits] for i, blocks in self._blocks.items() for block, bits in blocks.items()]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from paramserver.buffers.positions import AppliedPositions
+from paramserver.buffers.positions import AppliedPositions, Key
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class LedgerRow:
         version: that the last push was computed at.
         pushes: accepted from all incarnations.
         samples: of these pushes.
-        positions: of these samples, in the trainer's order.
+        positions: of these samples, in the trainer's order; of a stream, their keys.
     """
 
     incarnation: int = 0
@@ -136,7 +136,9 @@ class Ledger:
             return PushState.NEW if row.accepted == row.decided else PushState.PENDING
         return PushState.DECIDED if push.sequence == row.decided else PushState.GAP
 
-    def accept(self, push: PushId, version: int, samples: int, positions: Sequence[int]) -> None:
+    def accept(
+        self, push: PushId, version: int, samples: int, positions: Sequence[int], keys: Sequence[Key] = ()
+    ) -> None:
         """Record a new push, which is held until it is decided.
 
         Its samples count from now on: an accepted push is applied or dropped in this view, also if its trainer dies, so
@@ -149,6 +151,7 @@ class Ledger:
         row.pushes += 1
         row.samples += samples
         row.positions.add(positions, self.times_due)
+        row.positions.add_keys(keys)
 
     def decide(self, push: PushId) -> None:
         """Record that a push was applied or dropped; nothing if another process has joined as the trainer since."""

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from paramserver.buffers.positions import Key
+
 Record = dict[str, Any]
 
 PHASES = ("data", "wait", "pull", "forward", "backward", "push", "apply")
@@ -36,6 +38,7 @@ class StepReport:
         seconds: training time of this trainer so far.
         used: for each parameter, whether it has a gradient; None: all have one.
         positions: of its samples in the trainer's order, if it pushes to a server; see ``buffers/positions.py``.
+        keys: of its samples, if they are of a stream, which has no such order.
         view, incarnation, sequence: name the push; see ``consistency/ledger.py``.
     """
 
@@ -46,6 +49,7 @@ class StepReport:
     seconds: float
     used: tuple[bool, ...] | None = None
     positions: Sequence[int] = ()
+    keys: Sequence[Key] = ()
     view: int = 1
     incarnation: int = 1
     sequence: int = 1

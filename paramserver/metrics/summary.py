@@ -128,8 +128,8 @@ Summary = Mapping[str, Any]
 _OWN_PATH = ("data", "pull", "forward", "backward", "push", "apply", "wait")
 _OVERLAPPED = ("hidden",)
 _STARVED = 0.1
-_RECEIVED = ("received", "duplicated", "refused")
-_SIMULATION_COUNTS = ("complete", "running", "waiting", "restarted", "given_up")
+_RECEIVED = ("received", "lost", "duplicated", "refused")
+_SIMULATION_COUNTS = ("complete", "running", "waiting", "restarted", "given_up", "lost")
 
 
 def summary_text(summary: Summary, run_dir: Path | str) -> str:

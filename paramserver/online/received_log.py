@@ -11,15 +11,11 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from paramserver.buffers.positions import Key, KeySet
 from paramserver.errors import CheckpointError
-
-Key: TypeAlias = tuple[int, int]
-"""Simulation and step."""
 
 Keys: TypeAlias = npt.NDArray[np.int64]
 """One row per key."""
-
-_BITS = 6
 
 
 class ReceivedLog:
@@ -30,8 +26,8 @@ class ReceivedLog:
     the log, and the samples that were accepted since and are not in the log yet.
 
     Threads: ``contains`` and ``mark_received`` belong to the receiver thread, ``extend`` to the feeder; each takes O(1)
-    per sample. ``state_dict`` and the counts are safe to call from any thread. ``load_state_dict``, ``truncate`` and
-    ``reshard`` replace the content and must be called before these threads start.
+    per sample. ``state_dict`` and the counts are safe to call from any thread. ``load_state_dict``, ``truncate``,
+    ``restart`` and ``reshard`` replace the content and must be called before these threads start.
 
     Example::
 
@@ -52,9 +48,7 @@ class ReceivedLog:
         self._inherited = inherited
         self._log = array("q", log.tobytes())
         self._num_held = num_held
-        # {simulation: {step // 64: 64 bits, one per step}}. A bit set of fixed blocks stays small also when the steps
-        # of a simulation arrive with gaps, as they do when several trainers share them.
-        self._received: dict[int, dict[int, int]] = {}
+        self._received = KeySet()
         self._lost: dict[int, set[int]] = {}
         for simulation, step in (*inherited.tolist(), *log.tolist()):
             self.mark_received(simulation, step)
@@ -63,13 +57,11 @@ class ReceivedLog:
 
     def contains(self, simulation: int, step: int) -> bool:
         """Whether this sample was received."""
-        blocks = self._received.get(simulation)
-        return blocks is not None and bool(blocks.get(step >> _BITS, 0) >> (step & 63) & 1)
+        return (simulation, step) in self._received
 
     def mark_received(self, simulation: int, step: int) -> None:
         """Add this sample to the set, before it is handed to the feeder."""
-        blocks = self._received.setdefault(simulation, {})
-        blocks[step >> _BITS] = blocks.get(step >> _BITS, 0) | 1 << (step & 63)
+        self._received.update(((simulation, step),))
         if self._lost:
             self._lost.get(simulation, set()).discard(step)
 
@@ -139,6 +131,10 @@ class ReceivedLog:
                 "checkpoint is of another source: resume with the one that it was written with"
             )
         self._replace(self._inherited, self.keys(position), min(self._num_held, position))
+
+    def restart(self, keys: Iterable[Key]) -> None:
+        """Replace the log by these keys; the inherited ones stay."""
+        self._replace(self._inherited, _rows(list(keys)), 0)
 
     def reshard(self, states: Sequence[Mapping[str, Any]], positions: Sequence[int], held: Sequence[Key]) -> None:
         """Continue from the checkpoint of a run with another number of trainers.

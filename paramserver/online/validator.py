@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, get_args
 import numpy as np
 import numpy.typing as npt
 
+from paramserver.buffers.positions import Key
 from paramserver.online.protocol import (
     ArrayDescriptor,
     Frames,
@@ -28,7 +29,7 @@ from paramserver.online.protocol import (
     unpack_integers,
     unpack_parameters,
 )
-from paramserver.online.received_log import Key, ReceivedLog
+from paramserver.online.received_log import ReceivedLog
 from paramserver.online.spec import RESERVED, FieldSpec, IngestSpec
 
 Reason: TypeAlias = Literal[

@@ -112,6 +112,8 @@ class SimulationsState(Stateful, Protocol):
 
     def summary(self) -> dict[str, Any]: ...
 
+    def trainer_lost(self, trainer_index: int) -> None: ...
+
 
 class CheckpointManager:
     """Saves and restores the checkpoints of a run. Lives on rank 0.

@@ -30,17 +30,20 @@ def reshard_parts(
     Raises:
         CheckpointError: the buffers hold more samples than fit.
     """
-    buffers, unserved = reshard_buffers(
-        [part["buffer"] for part in parts], trainers, capacity=capacity, entropy=entropy
-    )
+    # A trainer that was lost when the checkpoint was made has no buffer, but the ledger's account of its samples.
+    present = [part["buffer"] for part in parts if part["buffer"] is not None]
+    buffers, unserved = reshard_buffers(present, trainers, capacity=capacity, entropy=entropy)
+    held = iter(unserved)
     leftovers = [
-        {
+        {"state": part["source"], "position": 0, "applied": part["applied"]}
+        if part["buffer"] is None
+        else {
             "state": part["source"],
             "position": part["buffer"]["counters"]["puts"],
-            "unserved": keys,
+            "unserved": next(held),
             "mark": part["buffer"]["mark"],
         }
-        for part, keys in zip(parts, unserved, strict=True)
+        for part in parts
     ]
     return [
         _trainer_part(parts, i, trainers, entropy) | {"buffer": buffers[i], "leftovers": leftovers}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import shlex
 import socket
 import sys
@@ -86,6 +87,8 @@ class RankPlan:
         command: for environment.json.
         restarted: rank 0 takes part in ``run`` again; without ``resume``, from its beginning.
         replaces: an earlier process of this rank is dead.
+        report: reports the error that ends this process, and returns its exit code; called where the main thread
+            cannot. None if the process outlives the rank.
     """
 
     config: Config
@@ -102,6 +105,7 @@ class RankPlan:
     command: Sequence[str] = ()
     restarted: bool = False
     replaces: bool = False
+    report: Callable[[BaseException], int] | None = None
 
 
 def run_rank(plan: RankPlan) -> dict[str, Any] | None:
@@ -247,6 +251,8 @@ class Session:
 
         totals: list[TrainerTotals] = []
         work: Callable[[], Decision]
+        if self.plan.report is not None:
+            process = replace(process, end_now=partial(_end_now, self.plan.report, checkpoints, totals))
         if role.kind == "trainer":
             trainer = _trainer_class(config, self.plan.folders)(process, task, checkpoints, rendezvous)
             work = partial(_train, trainer, totals, self)
@@ -271,7 +277,12 @@ class Session:
         min_view, give_up_at = self.view, self.give_up_at
         if isinstance(loss, ViewChanged):
             min_view, give_up_at = self.view + 1, None
-        elif isinstance(loss, (PeerFailed, RunEnded)) or process.identity.global_rank == 0 or config.cluster.max_restarts == 0 or not (self.joined or give_up_at is not None):
+        elif (
+            isinstance(loss, (PeerFailed, RunEnded))
+            or process.identity.global_rank == 0
+            or config.cluster.max_restarts == 0
+            or not (self.joined or give_up_at is not None)
+        ):
             raise loss
         elif isinstance(loss, Evicted):
             give_up_at = None
@@ -431,6 +442,26 @@ def _run_and_summarize(
     return summary
 
 
+def _end_now(
+    report: Callable[[BaseException], int],
+    checkpoints: CheckpointManager | None,
+    totals: Sequence[TrainerTotals],
+    error: Exception,
+) -> None:
+    """End this process in another thread than the main one, which does not react. Does not return."""
+    exit_code = TrainingError.exit_code
+    try:
+        log.warning("the main thread of this process waits or computes, so the process ends without it")
+        if checkpoints is not None:
+            checkpoints.close("failed", totals, error=f"{type(error).__name__}: {error}")
+    finally:
+        try:
+            exit_code = report(error)
+            sys.stderr.flush()
+        finally:
+            os._exit(exit_code)
+
+
 def _reason(decision: Decision) -> str:
     """Return why the run ended; raise ``Interrupted`` if that was a signal."""
     if decision.interrupted:
@@ -460,6 +491,13 @@ def _serve(
     if checkpoints is None:
         return serve_shard(process, task, rendezvous, session.mark_joined)
     config = process.config
+
+    def on_trainer_lost(trainer_index: int) -> None:
+        # First: from here on simulations wait for the process that takes this place.
+        if checkpoints.simulations is not None:
+            checkpoints.simulations.trainer_lost(trainer_index)
+        rendezvous.release_rank(config.cluster.num_servers + trainer_index)
+
     with ExitStack() as stack:
         segments = None
         if config.server.shares_memory:
@@ -471,7 +509,7 @@ def _serve(
             checkpoints,
             process.stop,
             segments,
-            lambda i: rendezvous.release_rank(config.cluster.num_servers + i),
+            on_trainer_lost,
         )
         # Registered before the agent starts: its first call may arrive at once.
         register_server(server)

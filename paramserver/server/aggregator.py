@@ -319,7 +319,7 @@ class Aggregator:
         push = replace(push, report=report, buffers=buffers, segment_key=transport.segment_key)
         transport.unpin()
         self._granted.pop(trainer_index, None)
-        self.ledger.accept(_id_of(report), version, report.samples, report.positions)
+        self.ledger.accept(_id_of(report), version, report.samples, report.positions, report.keys)
         self._replies[trainer_index] = push.future
         if self.rules.push(trainer_index, version, report.samples):
             self._pushes[trainer_index] = push

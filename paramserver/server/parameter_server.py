@@ -632,6 +632,7 @@ class ParameterServer(TutorialMethods):
         for index, source in self._sources.items():
             row = self.aggregator.ledger[index]
             counters = {
+                "batch_idx": row.pushes * self.config.training.accumulate_batches,
                 "samples_served": row.samples,
                 "epoch": self.monitor.epoch,
                 "seconds": self.monitor.seconds,

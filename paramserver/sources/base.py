@@ -36,6 +36,8 @@ class ResumePosition:
         unserved: keys of those that its buffer held and had never served, in order; only if the source is
             ``refetchable`` (otherwise the samples themselves are resharded).
         mark: of the last group in its buffer; None if there was none.
+        applied: ``AppliedPositions.state_dict()`` of a trainer that was lost: what was applied of its samples. Position
+            and ``unserved`` follow from it; only if the source is ``refetchable``.
 
     Example::
 
@@ -47,6 +49,7 @@ class ResumePosition:
     position: int
     unserved: Sequence[Any] = ()
     mark: Any = None
+    applied: Mapping[str, Any] | None = None
 
 
 class Source(ABC):

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from paramserver.buffers.positions import AppliedPositions
 from paramserver.errors import CheckpointError, TaskError, UnsupportedConfiguration
 from paramserver.sources.base import Partition, ResumePosition, Source
 
@@ -136,6 +137,18 @@ class PartitionOrder:
                 earlier.append(index)
         return position, earlier
 
+    def unapplied(self, applied: Mapping[str, Any]) -> tuple[int, list[int]]:
+        """Return the position after the last sample that was applied, and the indices before it that were not.
+
+        Args:
+            applied: ``AppliedPositions.state_dict()``.
+        """
+        account = AppliedPositions()
+        account.load_state_dict(applied)
+        position = max(account.above, default=account.low - 1) + 1
+        block = islice(chain.from_iterable(self.blocks(account.low, None)), position - account.low)
+        return position, [index for n, index in enumerate(block, account.low) if n not in account.above]
+
     def reshard(self, leftovers: Sequence[ResumePosition], held: Sequence[int]) -> PartitionOrder:
         """Return this trainer's order for what another number of trainers left.
 
@@ -151,7 +164,10 @@ class PartitionOrder:
         for i, one in enumerate(leftovers):
             partition = Partition(i, len(leftovers))
             order = PartitionOrder(self.length, partition, self.options, one.state["rest"].tolist(), one.state["epoch"])
-            rewound.append((order, *order.rewind(one.position, one.unserved)))
+            position, unserved = one.position, one.unserved
+            if one.applied is not None:
+                position, unserved = order.unapplied(one.applied)
+            rewound.append((order, *order.rewind(position, unserved)))
         epoch = max(order.first_unserved_pass(position) for order, position, _ in rewound)
         left = [[*earlier, *chain.from_iterable(order.blocks(at, epoch))] for order, at, earlier in rewound]
         in_turn = [index for turn in zip_longest(*left) for index in turn if index is not None]

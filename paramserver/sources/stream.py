@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from paramserver.buffers.positions import Key
 from paramserver.config import SimulationsConfig
 from paramserver.errors import UnsupportedConfiguration
 from paramserver.online.received_log import ReceivedLog
@@ -160,6 +161,22 @@ class Stream(Source):
 
     def load_state_dict(self, state: Mapping[str, Any], mark: Any = None) -> None:
         self.received_log.load_state_dict(state)
+
+    def keys_without(self, held: Set[Key], position: int) -> Iterator[Key]:
+        """The keys of the first ``position`` samples that were put into the buffer, without those in ``held``."""
+        keys = ((simulation, step) for simulation, step in self.received_log.keys(position).tolist())
+        return (key for key in keys if key not in held)
+
+    def continue_after(self, applied: Iterable[Key]) -> int:
+        """Continue in place of a trainer that was lost, of whose samples these were applied.
+
+        They count as received. What else it had received is received again from clients that still have it.
+
+        Returns:
+            The position to continue from.
+        """
+        self.received_log.restart(applied)
+        return len(self.received_log)
 
     def reshard(self, leftovers: Sequence[ResumePosition], held: Sequence[Any]) -> None:
         states, positions = [one.state for one in leftovers], [one.position for one in leftovers]

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from paramserver.buffers import Fifo, make_buffer
+from paramserver.buffers.positions import AppliedPositions
 from paramserver.buffers.reshard import reshard_buffers
 from paramserver.errors import CheckpointError
 from paramserver.runs.reshard import reshard_parts
@@ -311,3 +312,31 @@ def test_a_resharded_iterable_has_a_mark_before_anything_is_read():
     assert mark == {"position": 2, "state": {"left": [[7, 8]]}}
     assert list(source.samples(2)) == [(2, 7), (3, 8)]
     assert mark["state"] == {"left": [[7, 8]]}  # a copy: reading on does not change it
+
+
+@pytest.mark.parametrize("new_trainers", [1, 2, 3, 5])
+def test_a_checkpoint_made_while_a_trainer_was_lost_serves_each_sample_once(new_trainers: int) -> None:
+    length, passes, options = 23, 2, {"seed": 7}
+    sources = [DatasetSource(range(length), Partition(i, 3), seed=7, passes=passes) for i in range(3)]
+    applied = Counter[int]()
+    parts = []
+    for index, source in enumerate(sources):
+        order = [key for key, _ in source.samples(0)]
+        if index == 1:  # lost: 4 applied in order, and two further ahead
+            account = AppliedPositions()
+            account.add([0, 1, 2, 3, 6, 8], times_due=1)
+            applied.update(order[i] for i in (0, 1, 2, 3, 6, 8))
+            parts.append({"buffer": None, "applied": account.state_dict(), "source": source.state_dict()})
+        else:
+            buffer = Fifo(capacity=8)
+            buffer.put_many([None] * 8, order[:8])
+            applied.update(buffer.get_batch(5, timeout=5.0).keys)
+            state = buffer.state_dict(samples=False)
+            parts.append({"buffer": state, "source": source.state_dict()})
+        parts[-1] |= {"random": None, "task": {}, "counters": {"batch_idx": 1, "samples_served": 5}}
+    resharded = reshard_parts(parts, new_trainers, capacity=8, entropy=(7, 1))
+    for index, part in enumerate(resharded):
+        source = DatasetSource(range(length), Partition(index, new_trainers), passes=passes, **options)
+        source.reshard([ResumePosition(**one) for one in part["leftovers"]], part["buffer"]["keys"])
+        applied.update(key for key, _ in source.samples(0))
+    assert applied == Counter({index: passes for index in range(length)})
