@@ -191,7 +191,7 @@ def _launch(arguments: argparse.Namespace, began: float) -> Result | None:
 
         for line in () if run is None else describe_resume(run, config):
             print(line, file=sys.stderr)
-        print_output(plan_text(config, folders))
+        print_output(plan_text(config, folders, None if identity is None else identity.source))
         return None
     if identity is None:
         return launch_local(config, run, folders, began=began, command=command)

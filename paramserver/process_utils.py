@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import NoReturn
 
 from paramserver.errors import TrainingError
@@ -72,3 +73,15 @@ def die_with_parent(parent: int | None = None) -> None:
     # It may have died before the call above; then no signal comes.
     if os.getppid() != expected or (parent is None and expected == 1):
         raise TrainingError("the parent died before this process began")
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether a signal stopped the process ``pid``, such as SIGSTOP.
+
+    Example::
+
+        >>> is_stopped(os.getpid())
+        False
+    """
+    stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    return stat.rpartition(")")[2].split()[0] == "T"

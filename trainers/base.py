@@ -38,6 +38,7 @@ from paramserver.runs.monitor import RunMonitor
 from paramserver.sources import Partition
 from paramserver.sources.dataset import DatasetSource
 from paramserver.task import Task
+from paramserver.transport.messages import DataPosition
 from trainers.data import DataStream
 from trainers.validation import evaluate, validation_batches
 
@@ -286,21 +287,19 @@ class Trainer(ABC):
             self.monitor.expect_samples(self.data.epoch_samples)
         self.process.startup_timer.mark("model and data")
 
-    def replace_lost(
-        self, part: bytes | None, source: Mapping[str, Any], applied: Mapping[str, Any], incarnation: int
-    ) -> None:
+    def replace_lost(self, part: bytes | None, position: DataPosition, incarnation: int) -> None:
         """Take the place of a trainer that was lost: continue its data after what was applied of it.
 
         Args:
             part: its part of the newest checkpoint, for the state of the task; None if there is none.
-            source: state of its source, from which the order of its samples follows.
-            applied: positions in that order.
+            position: where its data continues.
             incarnation: of this process, so that its random numbers are not those of the lost one.
         """
         seed_all(self.config.seed, incarnation, 1 + self.trainer_index)
-        positions = AppliedPositions()
-        positions.load_state_dict(applied)
-        self.data.load_after_loss({"source": source, "buffer": None}, positions)
+        applied = AppliedPositions()
+        applied.load_state_dict(position.applied)
+        self.data.load_after_loss({"source": position.source, "buffer": None}, applied)
+        self.progress = TrainerProgress(**position.counters)
         if part is not None and (stored := unpack(part))["task"]:
             self.task.on_resume(stored["task"])
 

@@ -144,7 +144,7 @@ class RpcTrainer(Trainer):
             self.seed_or_restore(reply.stored_part)
             self.server.report_source(DataPosition(self.data.source.state_dict(), self.data.positions().state_dict()))
         else:
-            self.replace_lost(reply.stored_part, position.source, position.applied, reply.incarnation)
+            self.replace_lost(reply.stored_part, position, reply.incarnation)
 
     def receive_model(self, reply: JoinReply) -> None:
         """Load the server's model, and choose the transport that keeps it current."""

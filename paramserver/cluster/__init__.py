@@ -16,9 +16,11 @@ if TYPE_CHECKING:
     )
     from paramserver.cluster.network import (
         DEFAULT_PORT as DEFAULT_PORT,
+        FAULT_ADDRESS as FAULT_ADDRESS,
         bind_interface as bind_interface,
         bind_listener as bind_listener,
         child_environment as child_environment,
+        fault_address as fault_address,
         interface_to as interface_to,
         is_loopback as is_loopback,
         is_supervised as is_supervised,

@@ -16,6 +16,8 @@ DEFAULT_PORT = 29500
 """Port of rank 0 for ranks that were started separately; the default of torch's own launchers."""
 
 _SUPERVISED = "PARAMSERVER_SUPERVISED"
+FAULT_ADDRESS = "PARAMSERVER_FAULTS"
+"""Set by ``paramserver chaos`` for the processes of its run: the socket from which a rank receives faults."""
 _CHOSEN = "PARAMSERVER_CHOSEN"  # names of the variables that the launcher set for the ranks, not the user
 _INTERFACE_VARIABLES = ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
@@ -167,6 +169,17 @@ def is_supervised(environ: Mapping[str, str]) -> bool:
         False
     """
     return _SUPERVISED in environ
+
+
+def fault_address(environ: Mapping[str, str]) -> str | None:
+    """Return where this process receives faults; None outside of ``paramserver chaos``.
+
+    Example::
+
+        >>> fault_address({}) is None
+        True
+    """
+    return environ.get(FAULT_ADDRESS)
 
 
 def quiet_torch_log(environ: MutableMapping[str, str]) -> None:

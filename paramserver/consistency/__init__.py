@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         LedgerRow as LedgerRow,
         PushId as PushId,
         PushState as PushState,
+        TrainerId as TrainerId,
     )
     from paramserver.consistency.lockstep import (
         Sync as Sync,

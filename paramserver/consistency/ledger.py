@@ -11,13 +11,31 @@ from paramserver.buffers.positions import AppliedPositions, Key
 
 
 @dataclass(frozen=True)
-class PushId:
-    """Names a push in a run: the ``sequence``-th, counted from 1, of one incarnation of a trainer.
+class TrainerId:
+    """Names one process that takes part as a trainer, in each of its calls. No other one ever has the same id.
 
     Attributes:
         trainer_index: of the trainer.
-        view: of the servers that the trainer has joined; see ``Ledger``.
+        view: of the servers that it has joined; see ``Ledger``.
         incarnation: how often a process had joined as this trainer when this one did.
+
+    Example::
+
+        >>> TrainerId(trainer_index=1, view=1, incarnation=2) == TrainerId(trainer_index=1, view=2, incarnation=2)
+        False
+    """
+
+    trainer_index: int
+    view: int
+    incarnation: int
+
+
+@dataclass(frozen=True)
+class PushId(TrainerId):
+    """Names a push in a run: the ``sequence``-th, counted from 1, of one incarnation of a trainer.
+
+    Attributes:
+        trainer_index, view, incarnation: as in ``TrainerId``.
         sequence: counts the pushes of this incarnation.
 
     Example::
@@ -26,9 +44,6 @@ class PushId:
         3
     """
 
-    trainer_index: int
-    view: int
-    incarnation: int
     sequence: int
 
 
@@ -122,16 +137,16 @@ class Ledger:
         row.decided = row.accepted = 0
         return row.incarnation
 
-    def is_current(self, push: PushId) -> bool:
-        """Return whether no later process has joined as the trainer of a push."""
-        row = self.rows.get(push.trainer_index)
-        return row is not None and push.view == self.view and push.incarnation == row.incarnation
+    def is_current(self, sender: TrainerId) -> bool:
+        """Return whether a process has joined in this view, and no later one as the same trainer."""
+        row = self.rows.get(sender.trainer_index)
+        return row is not None and sender.view == self.view and sender.incarnation == row.incarnation
 
     def state_of(self, push: PushId) -> PushState:
         """Return what is known about a push; it changes nothing."""
-        row = self.rows.get(push.trainer_index)
-        if row is None or push.view != self.view or push.incarnation != row.incarnation:
+        if not self.is_current(push):
             return PushState.EVICTED
+        row = self.rows[push.trainer_index]
         if push.sequence == row.decided + 1:
             return PushState.NEW if row.accepted == row.decided else PushState.PENDING
         return PushState.DECIDED if push.sequence == row.decided else PushState.GAP

@@ -238,7 +238,8 @@ class ControlChannel:
         """Announce the end of this rank: from now on neither side treats a closed connection as a loss."""
         self._leaving = True
         for connection in self._active:
-            if connection.lost is None:
+            # A peer may have left, and closed its end, while its announcement has not been read here.
+            with suppress(PeerLost):
                 connection.send(_BYE)
 
     def close(self) -> None:

@@ -421,7 +421,7 @@ class PartCollector:
             if self._staged is None or trainer_index not in self._missing():
                 return
             self._parts[trainer_index] = self._substitutes[trainer_index]
-        self._commit_if_complete()
+        self.commit_if_complete()
 
     def add_chunk(self, trainer_index: int, step: int, chunk: Tensor) -> None:
         """Append a chunk, of bytes, to a trainer's file.
@@ -433,18 +433,21 @@ class PartCollector:
             self._expected(trainer_index, step).append(chunk.numpy())
 
     def finish_part(self, trainer_index: int, step: int, pause_s: float) -> None:
-        """Complete a trainer's part. The last one commits the checkpoint.
+        """Complete a trainer's part; ``commit_if_complete`` follows.
 
         Raises:
             TrainingError: no staged checkpoint of that step waits for it.
-            Exception: see ``CheckpointManager.commit``.
         """
         with self._lock:
             self._expected(trainer_index, step)
             self._pauses_s[trainer_index] = pause_s
-        self._commit_if_complete()
 
-    def _commit_if_complete(self) -> None:
+    def commit_if_complete(self) -> None:
+        """Commit the checkpoint if the part was the last one.
+
+        Raises:
+            Exception: see ``CheckpointManager.commit``.
+        """
         with self._lock:
             if self._staged is None or self._missing():
                 return

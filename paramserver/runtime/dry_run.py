@@ -7,18 +7,25 @@ from pathlib import Path
 
 from paramserver.buffers import make_buffer
 from paramserver.cluster import process_environ
-from paramserver.config import Config, Role, dump_yaml, roles, world_size_of
+from paramserver.config import Config, Role, dump_yaml, mode_of, roles, world_size_of
 from paramserver.devices import place_server, place_trainer
 from paramserver.online.process_runner import LaunchCommand
 from paramserver.online.sampler import make_sampler
 from paramserver.online.spec import IngestSpec
+from paramserver.runtime.watchdog import WATCHDOG_SHARE
 from paramserver.sources import Partition, make_source
 from paramserver.sources.factory import check_watermark
 from paramserver.task import Task, make_task
 
 
-def plan_text(config: Config, folders: Sequence[Path]) -> str:
-    """Describe a run of ``config`` with all ranks on this machine. Starts nothing; reads the task's data."""
+def plan_text(config: Config, folders: Sequence[Path], launcher: str | None = None) -> str:
+    """Describe a run of ``config`` with all ranks on this machine. Starts nothing; reads the task's data.
+
+    Args:
+        config: effective.
+        folders: where the task is searched.
+        launcher: what starts the ranks, as in ``ProcessIdentity.source``; None for the local supervisor.
+    """
     task = make_task(config, folders)
     ranks = roles(config, world_size_of(config))
     trainers = sum(role.kind == "trainer" for role in ranks)
@@ -26,6 +33,7 @@ def plan_text(config: Config, folders: Sequence[Path]) -> str:
     lines += [f"  rank {role.global_rank}: {_rank_text(role, config, task, trainers)}" for role in ranks]
     lines += _simulations_lines(config, folders)
     lines += [f"limits: {_limits_text(config)}"]
+    lines += _loss_lines(config, launcher)
     return "\n".join(lines)
 
 
@@ -70,3 +78,40 @@ def _limits_text(config: Config) -> str:
     named = ("max_epochs", "max_steps", "max_samples", "max_seconds", "patience")
     found = [f"{name} {getattr(training, name)}" for name in named if getattr(training, name) is not None]
     return ", ".join(found) or "the end of the data"
+
+
+def _loss_lines(config: Config, launcher: str | None) -> list[str]:
+    """Describe what follows from the loss of a process, and the limits of the waits for one."""
+    mode, server, cluster = mode_of(config), config.server, config.cluster
+    if mode.single_process:
+        return []
+    silent = f"a silent one after server.lost_after_s ({server.lost_after_s:g} s)"
+    limit_s, hung_s = cluster.timeout_s, server.lost_after_s * WATCHDOG_SHARE
+    lines = [
+        f"losses: a dead process is noticed at once, {silent}",
+        f"  heartbeats every {server.heartbeat_s:g} s; calls, and the return of a server, may take cluster.timeout_s "
+        f"({limit_s:g} s)",
+        f"  the log of a process has its stacks after {hung_s:g} s without Python, or {limit_s:g} s without a step",
+    ]
+    restarts = f"up to {cluster.max_restarts} times (cluster.max_restarts)"
+    if launcher == "torchrun":
+        return [
+            *lines,
+            "  torchrun ends all ranks after any loss; those that it starts again resume from the last checkpoint",
+        ]
+    who = "the supervisor starts it again" if launcher is None else "the scheduler must start it again"
+    if not mode.has_servers:
+        again = f"all ranks start again from the last checkpoint, {restarts}" if launcher is None else "the run ends"
+        return [*lines, f"  a lost rank: {again}"]
+    reactions = {
+        "continue": f"the other trainers continue; {who}, {restarts}",
+        "rollback": f"all return to the last checkpoint; {who}, {restarts}",
+        "fail": "the run ends",
+    }
+    lines.append(f"  a lost trainer (server.on_loss: {server.on_loss}): {reactions[server.on_loss]}")
+    lines.append(
+        f"  a lost server: all return to the last checkpoint; {who}, {restarts}"
+        if cluster.max_restarts
+        else "  a lost server: the run ends"
+    )
+    return lines

@@ -51,6 +51,7 @@ from paramserver.runs.rundir import (
     write_text,
 )
 from paramserver.runtime.online import publish_endpoint, start_coordinator
+from paramserver.runtime.watchdog import Watchdog
 from paramserver.task import Task, make_task
 
 if TYPE_CHECKING:
@@ -256,13 +257,24 @@ class Session:
         if role.kind == "trainer":
             trainer = _trainer_class(config, self.plan.folders)(process, task, checkpoints, rendezvous)
             work = partial(_train, trainer, totals, self)
+            self._watch(stack, run, lambda: (trainer.step, trainer.progress.batch_idx))
         else:
             assert rendezvous is not None
+            if checkpoints is not None:
+                monitor = checkpoints.monitor
+                self._watch(stack, run, lambda: monitor.step)
             work = partial(_serve, process, task, checkpoints, rendezvous, totals, self)
         if checkpoints is not None:
             return _run_and_summarize(checkpoints, work, totals)
         _reason(work())
         return None
+
+    def _watch(self, stack: ExitStack, run: RunDir, progress: Callable[[], object]) -> None:
+        """Write the stacks of this process to its log if it hangs; its timer is that of the whole process."""
+        if self.plan.ends_process:
+            config, log_file = self.plan.config, run.log_file(self.process.identity.global_rank)
+            log_file.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(Watchdog(log_file, progress, config.server.lost_after_s, config.cluster.timeout_s))
 
     def mark_joined(self) -> None:
         """Record that the servers have accepted this process."""

@@ -335,12 +335,19 @@ class Supervisor:
 
         An error that it reported would come again.
         """
-        if self._signal is not None or self._is_failing or self._summary is not None:
+        if self._signal is not None or self._is_failing or self._has_concluded:
             return False
         is_trainer, rpc = rank.role.kind == "trainer", mode_of(self.config).has_servers
         if rpc and is_trainer and self.config.server.on_loss == "fail":
             return False
         return self._restarts.allows(rank.global_rank)
+
+    @property
+    def _has_concluded(self) -> bool:
+        """Whether rank 0 ended the run. In ddp it also writes a summary when another rank is lost."""
+        if self._summary is None or mode_of(self.config).has_servers:
+            return self._summary is not None
+        return not (self._summary["error"] or "").startswith("PeerLost: ")
 
     def _continues_without(self, rank: _RankProcess) -> bool:
         """Return whether trainers remain that continue without a lost one, which is not started again."""
@@ -369,7 +376,7 @@ class Supervisor:
     def _restart_all(self) -> None:
         if any(r.exit_code is None for r in self._ranks):
             return
-        self._restarting_all, self._kill_at = False, None
+        self._restarting_all, self._kill_at, self._summary = False, None, None
         self._failed.clear()
 
     def _start_due(self) -> None:

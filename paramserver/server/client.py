@@ -15,7 +15,7 @@ import torch.distributed.rpc as rpc
 from torch import Tensor
 
 from paramserver.config import Config
-from paramserver.consistency import Announcement, Decision
+from paramserver.consistency import Announcement, Decision, TrainerId
 from paramserver.distributed.abort_sockets import abort_connections
 from paramserver.distributed.membership import Heartbeat, Member, watch_peer
 from paramserver.distributed.rpc_calls import (
@@ -236,7 +236,8 @@ class ServerClient(ServerConnection):
     def __init__(self, config: Config, index: int, worker_id: int, addresses: Sequence[str]) -> None:
         super().__init__(config, index, addresses)
         self._worker_id = worker_id
-        self._view = self._incarnation = self._sequence = 0
+        self._id = TrainerId(index, 0, 0)  # until it has joined
+        self._sequence = 0
         self._shard_servers: list[str] = []
         # Steps address the server by name; see distributed/rpc_calls.py.
         self.rref = rpc.remote(SERVER_NAME, get_parameter_server)
@@ -256,21 +257,21 @@ class ServerClient(ServerConnection):
         """Join the run; returns once all trainers and servers have joined."""
         future = send_deferred(SERVER_NAME, ParameterServer.join, member, epoch_samples)
         reply = InFlightCall(self, future, "join", self.timeout_s).wait()
-        self._view, self._incarnation, self._sequence = reply.view, reply.incarnation, 0
+        self._id, self._sequence = TrainerId(self.index, reply.view, reply.incarnation), 0
         return reply
 
     def report_source(self, position: DataPosition) -> None:
         """Report where the data of this trainer starts; another process continues there if this one is lost."""
-        self.call(ParameterServer.report_source, self.index, position)
+        self.call(ParameterServer.report_source, self._id, position)
 
     def number_push(self, report: StepReport) -> StepReport:
         """Return the report of a new push, with the numbers that name it."""
         self._sequence += 1
-        return replace(report, view=self._view, incarnation=self._incarnation, sequence=self._sequence)
+        return replace(report, view=self._id.view, incarnation=self._id.incarnation, sequence=self._sequence)
 
     def share_segments(self) -> int:
         """Ask the server to exchange tensors in shared memory; see ``ParameterServer.share_segments``."""
-        return self.call(ParameterServer.share_segments, self.index)
+        return self.call(ParameterServer.share_segments, self._id)
 
     def use_shards(self, servers: int) -> None:
         """Pull from and push to that many servers from now on."""
@@ -278,29 +279,31 @@ class ServerClient(ServerConnection):
 
     def leave(self, totals: TrainerTotals, decision: Decision) -> None:
         """Leave the run in good order."""
-        self.call(ParameterServer.leave, totals, decision)
+        self.call(ParameterServer.leave, self._id, totals, decision)
 
     def report_failure(self, error: RemoteError) -> None:
         """Report why this trainer fails; the run fails with it."""
-        self.call(ParameterServer.report_failure, self.index, error)
+        self.call(ParameterServer.report_failure, self._id, error)
 
     # A step.
 
     def announce(self, announcement: Announcement) -> StepGrant:
         """Announce the next step; returns once the consistency model lets this trainer continue."""
-        return self.call_deferred(ParameterServer.announce, self.index, announcement)
+        return self.call_deferred(ParameterServer.announce, self._id, announcement)
 
     def pull(self, version: int) -> list[InFlightCall[tuple[Tensor, ...]]]:
         """Pull a version inside this thread's distributed-autograd context: a call for each server, in order."""
-        first = self.begin(SERVER_NAME, ParameterServer.pull, self.index)
+        first = self.begin(SERVER_NAME, ParameterServer.pull, self._id)
         return [first, *(self.begin(name, ShardServer.pull, version) for name in self._shard_servers)]
 
     def send_bucket(self, version: int, bucket: GradientBucket, gradient: Tensor) -> InFlightCall[None]:
         """Send a part of a push while backward continues. Like the push it takes as long as the network needs."""
-        handler = ShardServer.receive_bucket if bucket.server_index else ParameterServer.receive_bucket
-        to = server_name(bucket.server_index)
-        future = send(to, NO_TIMEOUT_S, handler, self.index, version, bucket.flat_index, gradient)
-        return InFlightCall(self, future, handler.__name__)
+        to, part = server_name(bucket.server_index), (version, bucket.flat_index, gradient)
+        if bucket.server_index:
+            future = send(to, NO_TIMEOUT_S, ShardServer.receive_bucket, self.index, *part)
+        else:
+            future = send(to, NO_TIMEOUT_S, ParameterServer.receive_bucket, self._id, *part)
+        return InFlightCall(self, future, "receive_bucket")
 
     def backward(self, context_id: int, root: Tensor) -> None:
         """Push by the distributed backward of ``root``.
@@ -336,7 +339,7 @@ class ServerClient(ServerConnection):
 
     def wait_version(self, version: int) -> int:
         """Return the current version once that is ``version``, or an earlier one if no trainer is left to make it."""
-        return self.call_deferred(ParameterServer.wait_version, self.index, version)
+        return self.call_deferred(ParameterServer.wait_version, self._id, version)
 
     def optimizer_state(self) -> dict[str, Any]:
         """Return the state of the optimizer in the form of ``torch.optim.Optimizer.state_dict``."""
@@ -350,7 +353,7 @@ class ServerClient(ServerConnection):
 
     def compute(self, call: ModelCall) -> ModelReply:
         """Run a forward on the server, through the RRef as in PyTorch's RPC tutorial; it may take long."""
-        future = send_by_rref(self.rref, ParameterServer.compute, self.index, call)
+        future = send_by_rref(self.rref, ParameterServer.compute, self._id, call)
         return InFlightCall(self, future, "compute").wait()
 
     # Validation, checkpoints, records.
@@ -358,29 +361,29 @@ class ServerClient(ServerConnection):
     def view_version(self, version: int | None) -> VersionView:
         """Return a version for validation; None for the current one of each server."""
         on_shards = [self.begin(name, ShardServer.view_version, version) for name in self._shard_servers]
-        view = self.call(ParameterServer.view_version, self.index, version)
+        view = self.call(ParameterServer.view_version, self._id, version)
         others = [flat for call in on_shards for flat in call.wait()]
         return replace(view, parameters=(*view.parameters, *others)) if others else view
 
     def report_validation(self, version: int, sums: WeightedSums) -> tuple[dict[str, float], bool]:
         """Report this trainer's share of a validation; returns the means over all shares and whether they improved."""
-        return self.call_deferred(ParameterServer.report_validation, self.index, version, sums)
+        return self.call_deferred(ParameterServer.report_validation, self._id, version, sums)
 
     def report_validation_share(self, version: int, sums: WeightedSums) -> None:
         """Report this trainer's share of a validation without waiting for the other trainers."""
-        self.call(ParameterServer.report_validation_share, self.index, version, sums)
+        self.call(ParameterServer.report_validation_share, self._id, version, sums)
 
     def stage_checkpoint(self, reason: str) -> InFlightCall[None]:
         """Take part in a checkpoint; the reply comes once model and optimizer are copied."""
-        return self.begin_deferred(ParameterServer.stage_checkpoint, self.index, reason)
+        return self.begin_deferred(ParameterServer.stage_checkpoint, self._id, reason)
 
     def send_part_chunk(self, step: int, chunk: Tensor) -> None:
         """Send the next chunk of this trainer's part of a checkpoint."""
-        self.call(ParameterServer.receive_part_chunk, self.index, step, chunk)
+        self.call(ParameterServer.receive_part_chunk, self._id, step, chunk)
 
     def finish_part(self, step: int, pause_s: float) -> None:
         """Report that the part is complete; returns once the server has accepted it."""
-        self.call_deferred(ParameterServer.finish_part, self.index, step, pause_s)
+        self.call_deferred(ParameterServer.finish_part, self._id, step, pause_s)
 
     def send_records(self, records: Sequence[Record]) -> InFlightCall[None]:
         """Send records to rank 0; the reply need not be awaited."""

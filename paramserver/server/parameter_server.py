@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from paramserver.checkpoint import stage_copy
 from paramserver.config import Config, server_computes
-from paramserver.consistency import Announcement, Decision, Ledger, make_consistency
+from paramserver.consistency import Announcement, Decision, Ledger, TrainerId, make_consistency
 from paramserver.context import StopRequest
 from paramserver.distributed.membership import Member, Members, watch_peer
 from paramserver.distributed.rpc_agent import current_context_id, release_context
@@ -233,9 +233,10 @@ class ParameterServer(TutorialMethods):
         self._start_if_complete()
         return future
 
-    def report_source(self, trainer_index: int, position: DataPosition) -> None:
+    def report_source(self, sender: TrainerId, position: DataPosition) -> None:
         """Record where the data of a trainer starts in this view, before its first announcement."""
         with self._lock:
+            trainer_index = self._index_of(sender)
             self._sources[trainer_index] = position.source
             self.aggregator.ledger[trainer_index].positions.load_state_dict(position.applied)
 
@@ -268,7 +269,7 @@ class ParameterServer(TutorialMethods):
                 self._shared_memory.disable()
             position = None
             if (source := self._sources.get(trainer_index)) is not None:
-                position = DataPosition(source, row.positions.state_dict())
+                position = DataPosition(source, row.positions.state_dict(), self._progress_of(trainer_index))
                 self.monitor.record(
                     make_record("joined", rules.step, trainer=trainer_index, incarnation=row.incarnation)
                 )
@@ -287,16 +288,17 @@ class ParameterServer(TutorialMethods):
             position,
         )
 
-    def share_segments(self, trainer_index: int) -> int:
+    def share_segments(self, sender: TrainerId) -> int:
         """Exchange parameters and gradients with a trainer of this host in shared memory from now on.
 
         Returns:
             The number of snapshots there are for it; 0 if there was too little memory for its gradients.
         """
         with self._lock:
+            trainer_index = self._index_of(sender)
             made = self._shared_memory.make_transport(
                 trainer_index,
-                self.aggregator.ledger[trainer_index].incarnation,
+                sender.incarnation,
                 self.store.parameters.layout,
                 self.store.shard,
                 lambda: self._gradients_arrived(trainer_index),
@@ -318,12 +320,12 @@ class ParameterServer(TutorialMethods):
         if not self.members.record_heartbeat(trainer_index, worker_id):
             raise Evicted(f"trainer {trainer_index} was taken for lost, and the run continues without this process")
 
-    def leave(self, totals: TrainerTotals, decision: Decision) -> None:
+    def leave(self, sender: TrainerId, totals: TrainerTotals, decision: Decision) -> None:
         """A trainer has finished; after the last one the server ends."""
         with self._lock:
-            self._check_running()
-            self.members.leave(totals.trainer_index)
-            self.totals[totals.trainer_index] = totals
+            trainer_index = self._admit(sender)
+            self.members.leave(trainer_index)
+            self.totals[trainer_index] = totals
             self.last_decision = decision
             self._finish_if_all_left()
 
@@ -331,11 +333,12 @@ class ParameterServer(TutorialMethods):
         if self.last_decision is not None and not self.members.present():
             self.finished.set()
 
-    def report_failure(self, trainer_index: int, error: RemoteError) -> None:
+    def report_failure(self, sender: TrainerId, error: RemoteError) -> None:
         """A trainer failed; the run fails with it."""
-        # Marked as left first: the process exits next, which must not count as a loss and hide this error.
-        self.members.leave(trainer_index)
-        self.fail(error.error())
+        with self._lock:
+            # Marked as left first: the process exits next, which must not count as a loss and hide this error.
+            self.members.leave(self._index_of(sender))
+            self.fail(error.error())
 
     def missing(self) -> list[str]:
         """Return the trainers and servers that have not joined yet."""
@@ -456,6 +459,22 @@ class ParameterServer(TutorialMethods):
         if self.error is not None:
             raise as_peer_error(self.error)
 
+    def _admit(self, sender: TrainerId) -> int:
+        """Return the index of a trainer that calls; raise if the run has failed, or takes place without it."""
+        self._check_running()
+        return self._index_of(sender)
+
+    def _index_of(self, sender: TrainerId) -> int:
+        """Return the index of a trainer that takes part.
+
+        Raises:
+            Evicted: it was lost, also if its message was sent before that, or another process has taken its place.
+        """
+        index = sender.trainer_index
+        if not self.aggregator.ledger.is_current(sender) or index not in self.aggregator.transports:
+            raise Evicted(f"trainer {index} was taken for lost, and the run continues without this process")
+        return index
+
     def _complete(self, futures: Mapping[int, Future], make_replies: Callable[[], Mapping[int, Any]]) -> None:
         """Reply to each trainer with its own value; an error ends the run and is the reply to all."""
         # The futures are out of their table already, so ``fail`` does not complete them.
@@ -471,24 +490,22 @@ class ParameterServer(TutorialMethods):
 
     # Steps: see ``Aggregator``.
 
-    def announce(self, trainer_index: int, announcement: Announcement) -> torch.futures.Future[StepGrant]:
+    def announce(self, sender: TrainerId, announcement: Announcement) -> torch.futures.Future[StepGrant]:
         """Reply once the consistency model lets the trainer continue."""
         with self._lock:
-            self._check_running()
-            return self.aggregator.announce(trainer_index, announcement)
+            return self.aggregator.announce(self._admit(sender), announcement)
 
-    def pull(self, trainer_index: int) -> tuple[Tensor, ...]:
+    def pull(self, sender: TrainerId) -> tuple[Tensor, ...]:
         """Return the version that the trainer was granted, recorded in its distributed-autograd context."""
         with self._lock:
-            self._check_running()
+            trainer_index = self._admit(sender)
             self._contexts[trainer_index] = current_context_id()
             return self.aggregator.pull(trainer_index)
 
-    def receive_bucket(self, trainer_index: int, version: int, number: int, gradient: Tensor) -> None:
+    def receive_bucket(self, sender: TrainerId, version: int, number: int, gradient: Tensor) -> None:
         """Accept a part of a push while the trainer's backward continues."""
         with self._lock:
-            self._check_running()
-            self.aggregator.receive_bucket(trainer_index, version, number, gradient)
+            self.aggregator.receive_bucket(self._admit(sender), version, number, gradient)
 
     def push(
         self, context_id: int, report: StepReport, buffers: Sequence[Tensor], announcement: Announcement | None = None
@@ -516,20 +533,19 @@ class ParameterServer(TutorialMethods):
             if self.error is None:
                 self.aggregator.gradients_arrived(trainer_index)
 
-    def wait_version(self, trainer_index: int, version: int) -> torch.futures.Future[int]:
+    def wait_version(self, sender: TrainerId, version: int) -> torch.futures.Future[int]:
         """Reply with the current version once that is ``version``: for a trainer without data while others take steps.
 
         If all of the others are lost, the current version is an earlier one.
         """
         with self._lock:
-            self._check_running()
-            return self.aggregator.wait_version(trainer_index, version)
+            return self.aggregator.wait_version(self._admit(sender), version)
 
-    def view_version(self, trainer_index: int, version: int | None) -> VersionView:
+    def view_version(self, sender: TrainerId, version: int | None) -> VersionView:
         """Return a retained version, or the current one, for validation; None for whichever is current."""
         # Also after a failure: a trainer in the middle of a validation learns of it with its next step.
         with self._lock:
-            return self.aggregator.view_version(trainer_index, version)
+            return self.aggregator.view_version(self._index_of(sender), version)
 
     # The model on the server: see ``ModelService``.
 
@@ -538,24 +554,24 @@ class ParameterServer(TutorialMethods):
         assert self._model_service is not None
         return self._model_service.as_built
 
-    def compute(self, trainer_index: int, call: ModelCall) -> ModelReply:
+    def compute(self, sender: TrainerId, call: ModelCall) -> ModelReply:
         """Run the model for one trainer at the version that it was granted.
 
         Without the lock, as trainers compute concurrently: a granted version is immutable.
         """
-        self._check_running()
-        transport = self.aggregator.transports[trainer_index]
+        with self._lock:
+            transport = self.aggregator.transports[self._admit(sender)]
         assert isinstance(transport, ServedTransport)
         return transport.compute(call)
 
     # Validation, checkpoints, records.
 
     def report_validation(
-        self, trainer_index: int, version: int, sums: WeightedSums
+        self, sender: TrainerId, version: int, sums: WeightedSums
     ) -> torch.futures.Future[tuple[dict[str, float], bool]]:
         """Add a trainer's share of a validation; reply with ``(means, improved)`` over all shares."""
         with self._lock:
-            self._check_running()
+            trainer_index = self._admit(sender)
             table = self._validations.setdefault(version, PendingReplies())
             future = table.add(trainer_index, sums)
         self._finish_validation(version)
@@ -580,18 +596,18 @@ class ParameterServer(TutorialMethods):
 
         self._complete(futures, lambda: dict.fromkeys(futures, validated()))
 
-    def report_validation_share(self, trainer_index: int, version: int, sums: WeightedSums) -> None:
+    def report_validation_share(self, sender: TrainerId, version: int, sums: WeightedSums) -> None:
         """Add a trainer's share of a validation, for a trainer that does not wait for the others."""
-        self.report_validation(trainer_index, version, sums)
+        self.report_validation(sender, version, sums)
 
-    def stage_checkpoint(self, trainer_index: int, reason: str) -> torch.futures.Future[None]:
+    def stage_checkpoint(self, sender: TrainerId, reason: str) -> torch.futures.Future[None]:
         """Take part in a checkpoint of the current version; reply once model and optimizer are copied.
 
         No trainer steps again before that, so model, optimizer and all parts are of one version. The trainers send
         their parts while training continues.
         """
         with self._lock:
-            self._check_running()
+            trainer_index = self._admit(sender)
             self._staging_reason = reason
             future = self._stagings.add(trainer_index, None)
         self._finish_staging()
@@ -630,25 +646,28 @@ class ParameterServer(TutorialMethods):
         """
         parts = {}
         for index, source in self._sources.items():
-            row = self.aggregator.ledger[index]
-            counters = {
-                "batch_idx": row.pushes * self.config.training.accumulate_batches,
-                "samples_served": row.samples,
-                "epoch": self.monitor.epoch,
-                "seconds": self.monitor.seconds,
-                "steps": self.aggregator.rules.step,
-            }
             parts[index] = {
                 "trainer_index": index,
                 "buffer": None,
-                "applied": row.positions.state_dict(),
+                "applied": self.aggregator.ledger[index].positions.state_dict(),
                 "source": source,
                 "random": None,
                 "resumes": self.monitor.resumes + 1,
-                "counters": counters,
+                "counters": self._progress_of(index),
                 "task": {},
             }
         return parts
+
+    def _progress_of(self, trainer_index: int) -> dict[str, Any]:
+        """Return the counters with which another process continues as a lost trainer; see ``TrainerProgress``."""
+        row = self.aggregator.ledger[trainer_index]
+        return {
+            "batch_idx": row.pushes * self.config.training.accumulate_batches,
+            "samples_served": row.samples,
+            "epoch": self.monitor.epoch,
+            "seconds": self.monitor.seconds,
+            "steps": self.aggregator.rules.step,
+        }
 
     def _with_updater_state(self, then: Callable[[Stateful], None]) -> None:
         """Call ``then`` with the state of optimizer and schedule, once the model holds all parameters."""
@@ -667,20 +686,25 @@ class ParameterServer(TutorialMethods):
         with self._lock:
             self.aggregator.run_exclusively(collect)
 
-    def receive_part_chunk(self, trainer_index: int, step: int, chunk: Tensor) -> None:
+    def receive_part_chunk(self, sender: TrainerId, step: int, chunk: Tensor) -> None:
         """Accept a chunk of a trainer's part of the checkpoint of ``step``, also from a run that has failed since."""
-        # Without the server's lock: ``PartCollector`` has its own, so chunks do not delay steps.
-        self._parts.add_chunk(trainer_index, step, chunk)
+        # With the lock: its substitute must not replace the part of a trainer between the two calls.
+        with self._lock:
+            self._parts.add_chunk(self._index_of(sender), step, chunk)
 
-    def finish_part(self, trainer_index: int, step: int, pause_s: float) -> torch.futures.Future[None]:
+    def finish_part(self, sender: TrainerId, step: int, pause_s: float) -> torch.futures.Future[None]:
         """A trainer's part is complete; it stopped for ``pause_s`` seconds. The last part commits the checkpoint."""
         future: torch.futures.Future[None] = torch.futures.Future()
-
-        def finish() -> dict[int, None]:
+        with self._lock:
+            trainer_index = self._index_of(sender)
             self._parts.finish_part(trainer_index, step, pause_s)
+
+        # Without the lock: it may write to the disk.
+        def commit() -> dict[int, None]:
+            self._parts.commit_if_complete()
             return {trainer_index: None}
 
-        self._complete({trainer_index: future}, finish)
+        self._complete({trainer_index: future}, commit)
         return future
 
     def receive_records(self, records: Sequence[Record]) -> None:

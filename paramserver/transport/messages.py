@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -55,10 +55,12 @@ class DataPosition:
     Attributes:
         source: ``state_dict()`` of the source, from which its order follows.
         applied: ``AppliedPositions.state_dict()``: positions in that order.
+        counters: of the trainer's progress, as far as the server knows them; empty if it has not been lost.
     """
 
     source: dict[str, Any]
     applied: dict[str, Any]
+    counters: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

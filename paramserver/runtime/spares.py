@@ -1,0 +1,245 @@
+"""Spare processes: they have imported what a rank needs, and take the role of a rank that has to start again."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+
+from paramserver.importing import torch_import_without_gc
+from paramserver.process_utils import die_with_parent, is_stopped
+from paramserver.runtime.rank_guard import RankGuard
+from paramserver.runtime.restarts import RestartPolicy
+
+log = logging.getLogger("paramserver")
+
+MODULES = (
+    "paramserver.runtime.rank",
+    "paramserver.server.parameter_server",
+    "paramserver.server.model_service",
+    "paramserver.server.shard_process",
+    "paramserver.transport.segments",
+    "trainers.ddp",
+    "trainers.ddp_control",
+    "trainers.local",
+    "trainers.rpc",
+    "trainers.server_forward",
+    "numpy.random",
+    "torch._dynamo",
+    "torch.nn.parallel",
+    "torch.profiler",
+    "encodings.idna",
+)
+"""What a rank imports until its first step. torch imports its compiler when the first optimizer is built."""
+
+# Of a spare's session while it waits: importing torch takes seconds of CPU time, which the ranks need.
+_WAITING_NICE = 10
+_PRIORITY_S = 1.0
+_MAX_MESSAGE_BYTES = 1 << 20
+_MAX_DESCRIPTORS = 4
+
+
+@dataclass
+class _Spare:
+    process: subprocess.Popen[bytes]
+    link: socket.socket
+    started_at: float = field(default_factory=time.monotonic)
+
+    def has_ended(self) -> bool:
+        # Without reaping it: the guard must forget the process while its number is not used again.
+        return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+class Spares:
+    """The spare processes of a supervisor. Its thread calls every method.
+
+    Args:
+        count: how many are kept.
+        max_restarts: how many that die while they wait are replaced.
+        environ: of the spares, the same as that of the ranks.
+        log_file: receives their output until they have a role.
+        guard: ends them if this process dies.
+        note: displays a line.
+
+    Example::
+
+        >>> from contextlib import closing
+        >>> with closing(RankGuard(limit_s=10.0)) as guard:
+        ...     with closing(Spares(0, 3, {}, Path("spares.log"), guard, print)) as spares:
+        ...         spares.fill()
+        ...         spares.take(["--rank", "1"], []) is None  # there is none: start a new process
+        True
+    """
+
+    def __init__(
+        self,
+        count: int,
+        max_restarts: int,
+        environ: Mapping[str, str],
+        log_file: Path,
+        guard: RankGuard,
+        note: Callable[[str], None],
+    ) -> None:
+        self._count = count
+        self._policy = RestartPolicy(max_restarts)
+        self._environ, self._log_file, self._guard, self._note = environ, log_file, guard, note
+        self._waiting: list[_Spare] = []
+        self._start_at = 0.0
+
+    def fill(self) -> None:
+        """Start the spares that are missing. Call it while no rank starts, for which the cores are needed."""
+        while len(self._waiting) < self._count and time.monotonic() >= self._start_at:
+            self._waiting.append(self._start())
+
+    def _start(self) -> _Spare:
+        link, child_link = socket.socketpair()
+        with child_link, self._log_file.open("ab") as output:
+            try:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "paramserver.launch", "--spare", str(child_link.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    pass_fds=[child_link.fileno()],
+                    env=dict(self._environ),
+                    start_new_session=True,
+                )
+            except BaseException:
+                link.close()
+                raise
+        self._guard.add(process.pid)
+        _set_priority(process.pid, _WAITING_NICE)
+        return _Spare(process, link)
+
+    def remove_dead(self) -> None:
+        """Forget spares that have died. The first one is replaced at once, later ones as ranks are."""
+        for spare in [s for s in self._waiting if s.has_ended()]:
+            self._waiting.remove(spare)
+            self._replace_dead(spare)
+
+    def _replace_dead(self, spare: _Spare) -> None:
+        exit_code = self._end(spare)
+        how = f"a spare process is lost ({signal.Signals(-exit_code).name if exit_code < 0 else f'code {exit_code}'})"
+        if self._policy.allows(0):
+            delay_s, number = self._policy.next_delay(0, time.monotonic() - spare.started_at)
+            self._start_at = time.monotonic() + delay_s
+            self._note(f"{how}; another one starts ({number} of {self._policy.max_restarts})")
+        else:
+            self._count = min(self._count, len(self._waiting))
+            self._note(f"{how}; it is not replaced. See {self._log_file}")
+
+    def take(self, arguments: Sequence[str], descriptors: Sequence[int]) -> subprocess.Popen[bytes] | None:
+        """Give a role to the spare that has waited longest.
+
+        A spare that is still importing also serves: it ends sooner than a process that starts now.
+
+        Args:
+            arguments: of ``paramserver.launch``, without those of ``role_arguments``.
+            descriptors: the log, then those of ``role_arguments``. The spare receives copies.
+
+        Returns:
+            The process, which the guard watches already; None if there is no spare.
+        """
+        self.remove_dead()
+        while self._waiting:
+            spare = self._waiting.pop(0)
+            if not is_stopped(spare.process.pid) and _set_priority(spare.process.pid, 0):
+                with suppress(BrokenPipeError):  # it died just now
+                    socket.send_fds(spare.link, [json.dumps(list(arguments)).encode() + b"\n"], list(descriptors))
+                    spare.link.close()
+                    return spare.process
+            self._replace_dead(spare)
+        return None
+
+    def close(self) -> None:
+        """End all spares, and start no other one."""
+        self._count = 0
+        while self._waiting:
+            self._end(self._waiting.pop())
+
+    def _end(self, spare: _Spare) -> int:
+        os.killpg(spare.process.pid, signal.SIGKILL)
+        self._guard.remove(spare.process.pid)
+        spare.link.close()
+        return spare.process.wait()
+
+
+def _set_priority(pid: int, nice: int) -> bool:
+    """Set the niceness of the session that ``pid`` leads; return False if the kernel refused that for too long.
+
+    Unlike that of a process, the niceness of a session (sched(7), autogroup) may be lowered again without a privilege.
+    Where the kernel has none, nothing changes.
+    """
+    deadline = time.monotonic() + _PRIORITY_S
+    while True:
+        try:
+            Path(f"/proc/{pid}/autogroup").write_text(str(nice), encoding="ascii")
+        except BlockingIOError:  # at most once per 0.1 s on a machine
+            if time.monotonic() > deadline:
+                return False
+            select.select([], [], [], 0.02)
+        except OSError:
+            return True
+        else:
+            return True
+
+
+def role_arguments(config: int, pipe: int, listener: int | None = None) -> list[str]:
+    """Return the arguments of ``paramserver.launch`` that name descriptors of the rank's process.
+
+    Args:
+        config: a file with the config.
+        pipe: the writing end of the event pipe.
+        listener: the socket of rank 0's store.
+
+    Example::
+
+        >>> role_arguments(4, 5)
+        ['--config', '/dev/fd/4', '--supervised', '5']
+    """
+    arguments = ["--config", f"/dev/fd/{config}", "--supervised", str(pipe)]
+    return arguments if listener is None else [*arguments, "--listener", str(listener)]
+
+
+def wait_for_role(descriptor: int) -> list[str] | None:
+    """Be a spare process: import what a rank needs, wait, and return the arguments of the rank to be.
+
+    No module of the user's is imported. Standard output and error go to the log of the rank from here on.
+
+    Args:
+        descriptor: the socket to the supervisor.
+
+    Returns:
+        None if the supervisor is gone.
+    """
+    with socket.socket(fileno=descriptor) as link:
+        die_with_parent()
+        with torch_import_without_gc():
+            for name in MODULES:
+                import_module(name)
+        log.info("process %d waits for a role", os.getpid())
+        message, descriptors, _, _ = socket.recv_fds(
+            link, _MAX_MESSAGE_BYTES, _MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+        )
+        while message and not message.endswith(b"\n"):
+            message += (chunk := link.recv(_MAX_MESSAGE_BYTES))
+            if not chunk:
+                return None
+    if not message:
+        return None
+    output, *others = descriptors
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+    return [*json.loads(message), *role_arguments(*others)]
