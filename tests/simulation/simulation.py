@@ -38,7 +38,7 @@ from paramserver.config import (
     ServerConfig,
     TrainingConfig,
 )
-from paramserver.consistency import Announcement, Decision, Readiness, Verdict
+from paramserver.consistency import Announcement, Decision, Readiness, TrainerId, Verdict
 from paramserver.context import StopRequest
 from paramserver.distributed.membership import Member, Members
 from paramserver.distributed.rpc_calls import RemoteError
@@ -443,20 +443,21 @@ class Session:
         epoch_samples = sum(world.scenario.samples) * self.data.times
         reply: JoinReply = yield Call("join", (self.member, epoch_samples))
         world.joined(self, reply)
+        self.id = TrainerId(index, reply.view, reply.incarnation)
         self.view, self.incarnation, self.step = reply.view, reply.incarnation, reply.step
-        yield Call("view_version", (index, None))
+        yield Call("view_version", (self.id, None))
         if reply.data_position is None:
             if reply.stored_part is not None:
                 self.data.load(reply.stored_part)  # type: ignore[arg-type]
                 self.saved = self.step
-            yield Call("report_source", (index, DataPosition({}, self.data.applied())))
+            yield Call("report_source", (self.id, DataPosition({}, self.data.applied())))
         else:
             self.data.load_after_loss(reply.data_position.applied)
         decision = yield from self.fit(reply.lockstep)
         if not decision.interrupted and (yield from self.validate(decision)):
             self.saved = None
         yield from self.save("end")
-        yield Call("leave", (TrainerTotals(index), decision))
+        yield Call("leave", (self.id, TrainerTotals(index), decision))
 
     def fit(self, lockstep: bool) -> Generator[Any, Any, Decision]:
         index, next_grant = self.index, None
@@ -468,7 +469,7 @@ class Session:
                 if announcement.readiness is Readiness.READY and self.world.chance(self.world.scenario.waits):
                     yield 0.5
                     announcement = Announcement(Readiness.WAITING)
-                grant = yield Call("announce", (index, announcement))
+                grant = yield Call("announce", (self.id, announcement))
             decision = grant.decision
             assert decision is not None
             self.world.decided(self, decision)
@@ -488,14 +489,14 @@ class Session:
             if index in decision.active:
                 next_grant = yield from self.train(decision, lockstep)
             else:
-                self.step = yield Call("wait_version", (index, decision.step + 1))
+                self.step = yield Call("wait_version", (self.id, decision.step + 1))
                 if self.step == decision.step:
                     continue
             if lockstep and self.is_due(self.step):
                 yield from self.validate_and_save(decision)
 
     def train(self, decision: Decision, lockstep: bool) -> Steps:
-        pulled = yield Call("pull", (self.index,))
+        pulled = yield Call("pull", (self.id,))
         self.world.check(pulled == decision.step, f"trainer {self.index} was granted {decision.step}, pulled {pulled}")
         positions = self.data.take(decision.batches)
         yield self.process.compute_s * self.world.rng.uniform(0.5, 1.5)
@@ -540,14 +541,14 @@ class Session:
         if self.validated == self.step:
             return False
         self.validated = self.step
-        yield Call("view_version", (self.index, self.step))
+        yield Call("view_version", (self.id, self.step))
         yield 0.05
         sums = WeightedSums()
         sums.add({"loss": float(zlib.crc32(b"%d" % self.step) % 5)}, 1)
         if decision.verdict is Verdict.VALIDATE:
-            yield Call("report_validation_share", (self.index, self.step, sums))
+            yield Call("report_validation_share", (self.id, self.step, sums))
             return False
-        _, improved = yield Call("report_validation", (self.index, self.step, sums))
+        _, improved = yield Call("report_validation", (self.id, self.step, sums))
         return bool(improved)
 
     def save(self, reason: str) -> Steps:
@@ -555,7 +556,7 @@ class Session:
             self.saved = self.step
             yield from self.wait_saved()
             part, step = self.data.part(), self.step
-            yield Call("stage_checkpoint", (self.index, reason))
+            yield Call("stage_checkpoint", (self.id, reason))
             self.sender = Task(self, self.send_part(step, part))
             self.world.resume(self.sender)
         if reason == "end":
@@ -567,9 +568,9 @@ class Session:
 
     def send_part(self, step: int, part: dict[str, Any]) -> Steps:
         content = torch.from_numpy(np.frombuffer(bytearray(pickle.dumps(part)), np.uint8))
-        yield Call("receive_part_chunk", (self.index, step, content[:40]))
-        yield Call("receive_part_chunk", (self.index, step, content[40:]))
-        yield Call("finish_part", (self.index, step, 0.001))
+        yield Call("receive_part_chunk", (self.id, step, content[:40]))
+        yield Call("receive_part_chunk", (self.id, step, content[40:]))
+        yield Call("finish_part", (self.id, step, 0.001))
 
     # The connection.
 
