@@ -38,7 +38,7 @@ simulations: null
 checkpoint: {every: null, keep: 3, best: null, background: true}
 logging: {run_dir: runs, name: null, log_every: 10, tensorboard: true, progress: auto}
 """
-DEPARTURES = {"server.on_loss": "fail", "cluster.max_restarts": 0, "ddp.bucket_cap_mb": None}
+DEPARTURES = {"ddp.bucket_cap_mb": None}
 
 # Values of other types than each kind, which no conversion accepts.
 FOREIGN = {

@@ -29,19 +29,35 @@ def config(timeout_s: float = LONG_S, **sections) -> Config:
     return Config(task="module:Task", cluster=ClusterConfig(timeout_s=timeout_s), **sections)
 
 
-def identity(rank: int, world_size: int, port: int, hosted: bool = False, job: str = "test") -> ProcessIdentity:
-    return ProcessIdentity(rank, world_size, rank, world_size, 0, HOST, port, hosted, job, "flags")
-
-
-def joined(rank, world_size, port, timeout_s=LONG_S, interrupted=None, listener=None, of=None, **about) -> Rendezvous:
+def joined(
+    rank,
+    world_size,
+    port,
+    timeout_s=LONG_S,
+    interrupted=None,
+    listener=None,
+    of=None,
+    hosted=False,
+    job="test",
+    launch="",
+    **session,
+) -> Rendezvous:
     event = threading.Event() if interrupted is None else interrupted
-    return join_rendezvous(of or config(timeout_s), identity(rank, world_size, port, **about), event, listener)
+    identity = ProcessIdentity(rank, world_size, rank, world_size, 0, HOST, port, hosted, job, "flags", launch)
+    return join_rendezvous(of or config(timeout_s), identity, event, listener, **session)
 
 
 @contextmanager
 def threads(count: int):
     with ThreadPoolExecutor(count, thread_name_prefix="rank") as pool:
         yield pool
+
+
+def set_first_view(store: TCPStore, values: dict[str, str]) -> None:
+    """Set what rank 0 would have set, in the first view."""
+    store.set("paramserver/test/view", "1")
+    for name, value in values.items():
+        store.set(f"paramserver/test/1/{name}", value)
 
 
 @contextmanager
@@ -116,8 +132,7 @@ def test_the_store_listens_at_its_address_and_not_on_all_interfaces():
 
 def test_a_rank_that_is_taken_is_refused_with_the_name_of_its_holder():
     with agents_store() as store:
-        store.set("paramserver/test/config", dump_yaml(config()))
-        store.set("paramserver/test/rank/1", "node7, process 42")
+        set_first_view(store, {"config": dump_yaml(config()), "rank/1": "node7, process 42"})
         with pytest.raises(UnsupportedConfiguration, match=r"^rank 1 is taken by node7, process 42; give each process"):
             joined(1, 2, store.port, hosted=True)
 
@@ -136,7 +151,73 @@ def test_a_store_that_an_agent_serves_is_used_by_all():
         other = pool.submit(joined, 1, 2, store.port, hosted=True)
         joined(0, 2, store.port, hosted=True).set("run", "a")
         assert other.result(LONG_S).get("run") == "a"
-        assert store.get("paramserver/test/run") == b"a"
+        assert store.get("paramserver/test/1/run") == b"a"
+
+
+# Views and replacements.
+
+
+def test_a_later_view_sees_nothing_of_an_earlier_one():
+    with agents_store() as store, threads(1) as pool:
+        first = joined(0, 1, store.port, hosted=True)
+        first.set("run", "digits-1")
+        other = pool.submit(joined, 1, 2, store.port, hosted=True, view=2)  # the first view is lost for it
+        again = joined(0, 2, store.port, hosted=True, view=2, store=first.base)
+        assert not again.store.check(["run"])
+        assert (first.view, again.view, other.result(LONG_S).view) == (1, 2, 2)
+        assert first.get("run") == "digits-1"
+
+
+def test_rank_zero_keeps_its_store_in_a_later_view():
+    first = joined(0, 1, 0)
+    again = joined(0, 1, 0, view=2, store=first.base)
+    assert again.base is first.base
+
+
+def test_a_rank_waits_for_the_view_that_it_may_join():
+    with agents_store() as store:
+        set_first_view(store, {"config": dump_yaml(config()), "rank/0": "rank 0"})
+        with pytest.raises(
+            DeadlineExceeded, match=r"^rank 0 did not start again within cluster\.timeout_s \(0\.5 s\)$"
+        ):
+            joined(1, 2, store.port, SHORT_S, hosted=True, view=2)
+        assert not store.check(["paramserver/test/1/rank/1"])
+
+
+def test_an_interrupted_rank_does_not_wait_for_a_later_view():
+    interrupted = threading.Event()
+    with agents_store() as store:
+        set_first_view(store, {})
+        interrupted.set()
+        started = time.monotonic()
+        with pytest.raises(Interrupted, match="interrupted while waiting for rank 0"):
+            joined(1, 2, store.port, interrupted=interrupted, hosted=True, view=2)
+    assert time.monotonic() - started < LONG_S / 2
+
+
+def test_a_replacement_takes_the_rank_of_a_dead_process():
+    with agents_store() as store:
+        set_first_view(store, {"config": dump_yaml(config()), "rank/0": "rank 0", "rank/1": "node7, process 42"})
+        replacement = joined(1, 2, store.port, hosted=True, replaces=True)
+        assert replacement.holder_of_rank(1) == replacement.host_and_pid
+
+
+def test_a_rank_that_is_released_can_be_taken():
+    with agents_store() as store:
+        set_first_view(store, {"config": dump_yaml(config()), "rank/1": "node7, process 42"})
+        zero = joined(0, 2, store.port, hosted=True)
+        zero.release_rank(1)
+        assert joined(1, 2, store.port, hosted=True).holder_of_rank(1) == zero.host_and_pid
+
+
+def test_the_run_of_an_earlier_attempt_is_found_in_the_store_of_the_launcher():
+    with agents_store() as store:
+        earlier = joined(0, 1, store.port, hosted=True, job="job-0", launch="launch")
+        assert earlier.earlier_run() is None
+        earlier.record_run("digits-1")
+        later = joined(0, 1, store.port, hosted=True, job="job-1", launch="launch")
+        assert later.earlier_run() == "digits-1"
+        assert joined(0, 1, store.port, hosted=True, job="job-2").earlier_run() is None
 
 
 # One configuration.
@@ -145,8 +226,7 @@ def test_a_store_that_an_agent_serves_is_used_by_all():
 def with_config_of_rank_zero(mine: Config, theirs: Config, rank: int = 1) -> tuple[TCPStore, Exception | None]:
     """Join after rank 0; return the store and the refusal, if any."""
     with agents_store() as store:
-        store.set("paramserver/test/config", dump_yaml(theirs))
-        store.set("paramserver/test/rank/0", "rank 0")
+        set_first_view(store, {"config": dump_yaml(theirs), "rank/0": "rank 0"})
         try:
             joined(rank, 2, store.port, hosted=True, of=mine)
         except UnsupportedConfiguration as error:
@@ -178,7 +258,7 @@ def test_other_keys_of_the_same_sections_must_agree():
 def test_a_refused_rank_leaves_its_rank_unclaimed():
     store, error = with_config_of_rank_zero(config(seed=3), config())
     assert error is not None
-    assert not store.check(["paramserver/test/rank/1"])
+    assert not store.check(["paramserver/test/1/rank/1"])
 
 
 # Bounded waits.
@@ -186,7 +266,7 @@ def test_a_refused_rank_leaves_its_rank_unclaimed():
 
 def test_a_world_that_never_fills_names_the_missing_ranks():
     with agents_store() as store:
-        store.set("paramserver/test/rank/2", "another process")
+        set_first_view(store, {"rank/2": "another process"})
         with pytest.raises(DeadlineExceeded) as caught:
             joined(0, 4, store.port, SHORT_S, hosted=True)
     assert str(caught.value) == (
@@ -214,9 +294,13 @@ def test_a_connection_to_a_silent_address_is_abandoned():
     assert not abandoned[0].is_alive()
 
 
-def test_a_configuration_that_never_comes_is_abandoned():
-    with agents_store() as store, pytest.raises(DeadlineExceeded, match="rank 0's configuration did not come within"):
-        joined(1, 2, store.port, SHORT_S, hosted=True)
+@pytest.mark.parametrize(("view", "missing"), [(None, "the start of rank 0"), ("1", "rank 0's configuration")])
+def test_a_value_of_rank_zero_that_never_comes_is_abandoned(view, missing):
+    with agents_store() as store:
+        if view is not None:
+            store.set("paramserver/test/view", view)
+        with pytest.raises(DeadlineExceeded, match=f"^{missing} did not come within"):
+            joined(1, 2, store.port, SHORT_S, hosted=True)
 
 
 def test_the_wait_for_a_key_is_bounded():
@@ -280,10 +364,10 @@ class _Proxy:
 
 def test_the_death_of_rank_zero_is_reported_while_others_wait():
     with agents_store() as store, threads(1) as pool:
-        store.set("paramserver/test/config", dump_yaml(config()))
+        set_first_view(store, {"config": dump_yaml(config())})
         proxy = _Proxy(store.port)
         waiting = pool.submit(joined, 1, 2, proxy.port, hosted=True)
-        store.wait(["paramserver/test/rank/1"], timedelta(seconds=LONG_S))  # it has joined, and waits for rank 0
+        store.wait(["paramserver/test/1/rank/1"], timedelta(seconds=LONG_S))  # it has joined, and waits for rank 0
         proxy.abort()
         with pytest.raises(PeerLost, match=r"^rank 0 is gone, and its store with it"):
             waiting.result(LONG_S)

@@ -32,7 +32,7 @@ def trainer():
     ],
 )
 def test_a_failure_is_reported_where_it_is_not_known(trainer, joined, error, where):
-    trainer._joined = joined
+    trainer.joined = joined
     trainer.report_failure(error)
     assert [place for place, _ in trainer.reported] == where
     assert all(str(error) in message for _, message in trainer.reported)
