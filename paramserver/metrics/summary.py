@@ -34,6 +34,17 @@ class RunFigures(Protocol):
 
     dropped_pushes: int
 
+    @property
+    def losses(self) -> Losses | None: ...
+
+
+class Losses(Protocol):
+    """What was lost during the run; see ``runs/losses.py``."""
+
+    faults: list[dict[str, Any]]
+    restarts: int
+    updates_redone: int
+
 
 def summarize(
     account: RunFigures,
@@ -45,7 +56,7 @@ def summarize(
     checkpoint_pauses_s: Sequence[float],
 ) -> dict[str, Any]:
     """Return the fields of summary.json (docs/interface.md, section 5). An unknown value is None."""
-    config = account.config
+    config, losses = account.config, account.losses
     steps = DurationHistogram()
     for one in totals:
         steps.merge(one.steps)
@@ -79,8 +90,9 @@ def summarize(
         else None,
         "buffer": _buffer(totals),
         "trainers": [_trainer(t) for t in totals],
-        "faults": [],
-        "restarts": 0,
+        "faults": [] if losses is None else losses.faults,
+        "restarts": 0 if losses is None else losses.restarts,
+        "updates_redone": 0 if losses is None else losses.updates_redone,
         "peak_rss_mb": {
             "server": round(peak_rss_mb(), 1) if has_servers else None,
             "trainer": round(max((t.peak_rss_mb for t in totals), default=0.0), 1) or None,
@@ -258,7 +270,8 @@ def _simulations(summary: Summary) -> str:
 
 def _faults(summary: Summary) -> str:
     faults, restarts = len(summary.get("faults") or ()), summary.get("restarts") or 0
-    return f"{faults}, {restarts} restarts" if faults or restarts else ""
+    redone = summary.get("updates_redone") or 0
+    return f"{faults}, {restarts} restarts, {redone} updates made again" if faults or restarts else ""
 
 
 def _checkpoint(summary: Summary) -> str:

@@ -16,6 +16,7 @@ from paramserver.limits import Limits, is_due
 from paramserver.metrics import Sink
 from paramserver.metrics.records import Record, RecordWindow, StepResult, TrainerTotals, WeightedSums, make_record
 from paramserver.metrics.summary import summarize
+from paramserver.runs.losses import LossLog
 from paramserver.runs.rundir import write_json
 
 _log = logging.getLogger(__name__)
@@ -31,6 +32,7 @@ class RunMonitor:
         config: the run's.
         sink: receives every record.
         summary_file: where ``close`` writes the summary.
+        losses: of this start of the run; None where no process can be lost.
 
     Attributes:
         step, samples, seconds, epoch, loss: of the newest update.
@@ -50,8 +52,9 @@ class RunMonitor:
         (1, 32, None)
     """
 
-    def __init__(self, config: Config, sink: Sink, summary_file: Path) -> None:
+    def __init__(self, config: Config, sink: Sink, summary_file: Path, losses: LossLog | None = None) -> None:
         self.config = config
+        self.losses = losses
         self.step = self.samples = self.first_samples = self.epoch = self.resumes = self.dropped_pushes = 0
         self.seconds = 0.0
         self.loss: float | None = None
@@ -95,6 +98,20 @@ class RunMonitor:
         passes = self.config.training.max_epochs
         if epoch_samples is not None and passes is not None:
             self.record(make_record("expected", self.step, rank=0, total_samples=passes * epoch_samples))
+
+    def trainer_lost(self, trainer_index: int, text: str) -> None:
+        """Record that a trainer is lost."""
+        with self._lock:
+            self.record(make_record("lost", self.step, trainer=trainer_index, text=text))
+            if self.losses is not None:
+                self.losses.add_fault(self.step, text)
+
+    def trainer_replaced(self, trainer_index: int, incarnation: int) -> None:
+        """Record that a process took the place of a lost trainer."""
+        with self._lock:
+            self.record(make_record("joined", self.step, trainer=trainer_index, incarnation=incarnation))
+            if self.losses is not None:
+                self.losses.add_restart()
 
     # Progress.
 

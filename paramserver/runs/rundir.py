@@ -98,16 +98,8 @@ class RunDir:
         return f"python -m paramserver.launch --resume {shlex.quote(str(self.path))}"
 
     @property
-    def view_file(self) -> Path:
-        return self.path / "view"
-
-    def last_view(self) -> int:
-        """Return the number of the last start of rank 0 in this folder; 0 before the first."""
-        return int(self.view_file.read_text()) if self.view_file.exists() else 0
-
-    def record_view(self, view: int) -> None:
-        """Record a start of rank 0; called under the lock."""
-        atomic_write_text(self.view_file, f"{view}\n")
+    def losses_file(self) -> Path:
+        return self.path / "losses.json"
 
     def log_file(self, global_rank: int) -> Path:
         return self.logs_dir / f"rank-{global_rank}.log"

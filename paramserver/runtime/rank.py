@@ -40,8 +40,9 @@ from paramserver.errors import (
 from paramserver.importing import load_object
 from paramserver.metrics import FanOut, JsonLines, OpenSink, Sink, TensorBoard
 from paramserver.metrics.records import TrainerTotals, make_record
-from paramserver.runs.attempt import reserve_run, start_transaction
+from paramserver.runs.attempt import furthest_step, reserve_run, start_transaction
 from paramserver.runs.checkpoint_manager import CheckpointManager, load_for_resume
+from paramserver.runs.losses import LossLog
 from paramserver.runs.monitor import RunMonitor, kinds_recorded_later
 from paramserver.runs.rundir import (
     RunDir,
@@ -90,6 +91,7 @@ class RankPlan:
         replaces: an earlier process of this rank is dead.
         report: reports the error that ends this process, and returns its exit code; called where the main thread
             cannot. None if the process outlives the rank.
+        on_task: called with the role and the task before the process joins the run.
     """
 
     config: Config
@@ -107,6 +109,7 @@ class RankPlan:
     restarted: bool = False
     replaces: bool = False
     report: Callable[[BaseException], int] | None = None
+    on_task: Callable[[Role, Task], None] = lambda role, task: None
 
 
 def run_rank(plan: RankPlan) -> dict[str, Any] | None:
@@ -131,6 +134,7 @@ def run_rank(plan: RankPlan) -> dict[str, Any] | None:
         ranks = roles(config, identity.world_size)
         role, trainers = ranks[identity.global_rank], sum(r.kind == "trainer" for r in ranks)
         task = make_task(config, plan.folders, plan.task_class)
+        plan.on_task(role, task)
         process = ProcessContext(config, identity, role, trainers, _place(identity, ranks, config), stop, timer)
         timer.mark("task")
         interface = config.cluster.interface or interface_to(identity.master_addr)
@@ -183,7 +187,7 @@ class Session:
         config, identity, timer = plan.config, plan.identity, process.startup_timer
         with ExitStack() as stack:
             rendezvous = None
-            self.view = max(self.min_view, 1 if plan.run is None else plan.run.last_view() + 1)
+            self.view = max(self.min_view, 1 if plan.run is None else LossLog(plan.run.losses_file).view + 1)
             if not mode_of(config).single_process:
                 rendezvous = join_rendezvous(
                     config,
@@ -362,7 +366,12 @@ def _open_run(plan: RankPlan, process: ProcessContext, view: int) -> Iterator[Ch
         # Read everything that a resume or init_from needs before the first file changes.
         resume = load_for_resume(config, run) if plan.resume else None
         weights = _initial_weights(config) if resume is None else None
-        run.record_view(view)
+        first_step = 0 if resume is None else resume.checkpoint.step
+        losses = LossLog(run.losses_file)
+        if plan.restarted:
+            losses.return_to(first_step, furthest_step(run.metrics_file), view)
+        else:
+            losses.begin(view)
         remove_leftovers(run.checkpoints_dir)
         run.summary_file.unlink(missing_ok=True)
         write_text(run.config_file, dump_yaml(config))
@@ -375,9 +384,9 @@ def _open_run(plan: RankPlan, process: ProcessContext, view: int) -> Iterator[Ch
             supersede_metrics(run.metrics_file, 0)
         sinks: list[Sink] = [JsonLines(run.metrics_file)]
         if config.logging.tensorboard:
-            first_step = 0 if resume is None else resume.checkpoint.step + 1
-            sinks.append(TensorBoard(run.tensorboard_dir, first_step if resume or plan.restarted else None))
-        monitor = RunMonitor(config, FanOut([*sinks, *map(OpenSink, plan.sinks)]), run.summary_file)
+            purge_step = first_step + 1 if resume is not None or plan.restarted else None
+            sinks.append(TensorBoard(run.tensorboard_dir, purge_step))
+        monitor = RunMonitor(config, FanOut([*sinks, *map(OpenSink, plan.sinks)]), run.summary_file, losses)
         checkpoints = CheckpointManager(config, run, monitor, resume, weights, view)
         monitor.run_started(
             make_record(

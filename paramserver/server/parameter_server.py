@@ -34,7 +34,7 @@ from paramserver.errors import (
     ViewChanged,
     as_peer_error,
 )
-from paramserver.metrics.records import Record, StepReport, TrainerTotals, WeightedSums, make_record, merge_sums
+from paramserver.metrics.records import Record, StepReport, TrainerTotals, WeightedSums, merge_sums
 from paramserver.parameters.model import untrained_state_dict
 from paramserver.runs.checkpoint_manager import CheckpointManager, PartCollector, Stateful
 from paramserver.server.aggregator import Aggregator
@@ -270,10 +270,9 @@ class ParameterServer(TutorialMethods):
             position = None
             if (source := self._sources.get(trainer_index)) is not None:
                 position = DataPosition(source, row.positions.state_dict(), self._progress_of(trainer_index))
-                self.monitor.record(
-                    make_record("joined", rules.step, trainer=trainer_index, incarnation=row.incarnation)
-                )
-        # Without the lock: it may read a file.
+        # Without the lock: these may read or write a file.
+        if position is not None:
+            self.monitor.trainer_replaced(trainer_index, row.incarnation)
         stored_part = self.checkpoints.trainer_part(trainer_index, newest=position is not None)
         return JoinReply(
             model,
@@ -398,7 +397,6 @@ class ParameterServer(TutorialMethods):
             if self.error is not None or not self.members.lose(member):
                 return
             loss = f"{member} is lost: {reason}"
-            self.monitor.record(make_record("lost", self.monitor.step, trainer=index, text=loss))
             self._release_context(index)
             if on_loss == "fail":
                 self.fail(PeerLost(loss))
@@ -406,6 +404,8 @@ class ParameterServer(TutorialMethods):
                 self._change_view(loss)
             else:
                 self._forget(index)
+        # Without the lock: it writes a file.
+        self.monitor.trainer_lost(index, loss)
         self._on_trainer_lost(index)
 
     def _can_continue_without(self, trainer_index: int) -> bool:

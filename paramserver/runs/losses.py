@@ -1,0 +1,68 @@
+"""What a run lost on its way: the processes, and the updates that were made again. Kept in ``losses.json``."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from paramserver.fileio import atomic_write_text
+
+
+class LossLog:
+    """The losses of one start of a run, which the restarts of rank 0 survive. Written at every change; these are rare.
+
+    Args:
+        file: ``losses.json`` of the run.
+
+    Attributes:
+        view: how often rank 0 has started in this folder; see ``consistency/ledger.py``.
+        faults: one entry for each lost process.
+        restarts: how often a process took the place of a lost one.
+        updates_redone: updates that were made again, after a return to a checkpoint, as far as records show them.
+
+    Example::
+
+        >>> log = LossLog(getfixture("tmp_path") / "losses.json")
+        >>> log.begin(view=1)
+        >>> log.add_fault(step=40, text="trainer 1 (node7, process 42) is lost")
+        >>> log.return_to(30, furthest_step=45, view=2)
+        >>> same = LossLog(log.file)
+        >>> same.view, same.updates_redone, same.restarts, [fault["step"] for fault in same.faults]
+        (2, 15, 1, [40, 45])
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        stored: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+        self.view: int = stored.get("view", 0)
+        self.faults: list[dict[str, Any]] = stored.get("faults", [])
+        self.restarts: int = stored.get("restarts", 0)
+        self.updates_redone: int = stored.get("updates_redone", 0)
+
+    def begin(self, view: int) -> None:
+        """A run starts or is resumed: it has lost nothing yet."""
+        self.view, self.faults, self.restarts, self.updates_redone = view, [], 0, 0
+        self._write()
+
+    def return_to(self, step: int, furthest_step: int, view: int) -> None:
+        """Rank 0 starts again from the checkpoint of ``step``, after ``furthest_step`` updates."""
+        self.view = view
+        self.updates_redone += max(furthest_step - step, 0)
+        self.restarts += 1
+        self.add_fault(furthest_step, f"all processes return to step {step}")
+
+    def add_fault(self, step: int, text: str) -> None:
+        """A process is lost."""
+        self.faults.append({"time": time.time(), "step": step, "text": text})
+        self._write()
+
+    def add_restart(self) -> None:
+        """A process took the place of a lost one."""
+        self.restarts += 1
+        self._write()
+
+    def _write(self) -> None:
+        entries = {"view": self.view, "restarts": self.restarts, "updates_redone": self.updates_redone}
+        atomic_write_text(self.file, json.dumps({**entries, "faults": self.faults}, indent=1) + "\n")
