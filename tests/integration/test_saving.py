@@ -162,19 +162,22 @@ def chunk_of(text):
 
 def test_a_checkpoint_is_complete_with_the_parts_of_all_trainers_of_its_step():
     manager = FakeManager()
-    collector = PartCollector(manager, 2)
-    collector.start(staged_of(3))
+    collector = PartCollector(manager)
+    collector.start(staged_of(3), taking_part={0, 1}, substitutes={})
     for trainer, text in ((1, b"b"), (0, b"a"), (1, b"B")):
         collector.add_chunk(trainer, 3, chunk_of(text))
     collector.finish_part(1, 3, 0.5)
+    collector.commit_if_complete()
     assert manager.written == []
     for wrong in (lambda: collector.add_chunk(0, 4, chunk_of(b"x")), lambda: collector.finish_part(1, 3, 0.1)):
         with pytest.raises(TrainingError, match="must follow the staging of that step"):
             wrong()
     collector.finish_part(0, 3, 0.25)
+    collector.commit_if_complete()
     assert manager.written == [(3, {0: b"a", 1: b"bB"}, 0.5)]
-    collector.start(staged_of(6))
+    collector.start(staged_of(6), taking_part={0, 1}, substitutes={})
     collector.finish_part(0, 6, 0.1)
+    collector.commit_if_complete()
     assert len(manager.written) == 1
 
 
