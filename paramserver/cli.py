@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from paramserver import benchmark, evaluate, launch, reporting
+from paramserver import benchmark, chaos, evaluate, launch, reporting
 from paramserver.errors import ClientError, UnsupportedConfiguration
 from paramserver.launch import normalize_flags, report_error
 from paramserver.process_utils import exit_process, print_output
@@ -82,6 +82,7 @@ def _ping(arguments: argparse.Namespace) -> str:
 
 _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "benchmark": benchmark.main,
+    "chaos": chaos.main,
     "evaluate": evaluate.main,
     "keys": keys_main,
     "launch": launch.main,
@@ -89,7 +90,7 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "report": reporting.main,
 }
 # Commands of a later version, named in docs/interface.md: their message differs from that of an unknown command.
-_LATER = ("chaos", "doctor")
+_LATER = ("doctor",)
 
 _USAGE = f"""usage: paramserver COMMAND [arguments]
 
@@ -97,6 +98,7 @@ commands:
   launch     train a task (paramserver launch --help)
   evaluate   validate the model of a checkpoint (paramserver evaluate --help)
   benchmark  measure and compare ways to train a task (paramserver benchmark --help)
+  chaos      inject faults into a run and check it (paramserver chaos --help)
   report     compare existing runs, as a page with plots (paramserver report --help)
   keys       make keys for the clients of an online run (paramserver keys --help)
   ping       ask whether an online run is alive (paramserver ping --help)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paramserver.cluster import RankFlags, process_environ, quiet_torch_log, resolve_identity
+from paramserver.cluster import RankFlags, fault_address, process_environ, quiet_torch_log, resolve_identity
 from paramserver.cluster.base import ProcessIdentity
 from paramserver.config import (
     MODES,
@@ -32,11 +32,12 @@ from paramserver.config import (
 )
 from paramserver.errors import ParamserverError, PeerLost, UnsupportedConfiguration
 from paramserver.importing import torch_import_without_gc
-from paramserver.metrics import Sink
+from paramserver.metrics import FanOut, Sink
 from paramserver.process_utils import exit_process, print_output
 from paramserver.runs.attempt import recover, reserve_run, resume_transaction, start_transaction
 from paramserver.runs.resume import describe_resume, find_config_file, open_run
 from paramserver.runs.rundir import RunDir, newest_run
+from paramserver.runtime.fault_receiver import receive_faults
 from paramserver.runtime.supervisor import EventPipe, describe_error, first_error
 
 if TYPE_CHECKING:
@@ -252,6 +253,7 @@ def launch_local(
     began: float | None = None,
     command: Sequence[str] = (),
     task_class: type[Task] | None = None,
+    sink: Sink | None = None,
 ) -> Result:
     """Start every rank on this machine, and wait for the end of the run.
 
@@ -262,6 +264,7 @@ def launch_local(
         began: ``time.time()`` of the command; None = now.
         command: for environment.json.
         task_class: the task, for a run of one process; None = loaded by ``config.task``.
+        sink: receives the records that the console receives; closed at the end.
 
     Raises:
         ParamserverError: what ended the run.
@@ -270,7 +273,9 @@ def launch_local(
 
     began = time.time() if began is None else began
     resume = run is not None
-    console = Console(config, sys.stderr, () if run is None else describe_resume(run, config))
+    console: Sink = Console(config, sys.stderr, () if run is None else describe_resume(run, config))
+    if sink is not None:
+        console = FanOut([console, sink])
     with ExitStack() as stack:
         if run is None:
             run = stack.enter_context(reserve_run(config))
@@ -359,6 +364,7 @@ def _run_supervised_rank(arguments: argparse.Namespace) -> int:
     try:
         # Before the seconds of importing torch: a supervisor that dies meanwhile must not leave this rank behind.
         die_with_parent()
+        on_task = receive_faults(fault_address(process_environ()), arguments.rank)
         with torch_import_without_gc():
             from paramserver.runtime.rank import RankPlan, run_rank
 
@@ -385,6 +391,7 @@ def _run_supervised_rank(arguments: argparse.Namespace) -> int:
             restarted=arguments.again,
             replaces=arguments.again,
             report=report,
+            on_task=on_task,
         )
         pipe.start_heartbeat(config.server.heartbeat_s)
         run_rank(plan)

@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 import torch.distributed.rpc as rpc
@@ -186,6 +186,36 @@ def _handle_deferred(owner: str, method: str, *args: Any, **kwargs: Any) -> torc
 # The calling side.
 
 
+class CallInterceptor(Protocol):
+    """Stands between ``send`` or ``send_deferred`` and the call; see ``runtime/fault_receiver.py``."""
+
+    def intercept(
+        self, to: str, handler: str, call: Callable[[], torch.futures.Future[Any]]
+    ) -> torch.futures.Future[Any]: ...
+
+    def repeated(self, handler: str) -> None: ...
+
+
+_interceptor: CallInterceptor | None = None
+
+
+def set_interceptor(interceptor: CallInterceptor | None) -> None:
+    """Let all calls of this process pass through ``interceptor`` from now on."""
+    global _interceptor
+    _interceptor = interceptor
+
+
+def note_repeated(handler: str) -> None:
+    """Record that a call is sent again, as the first one or its reply did not arrive."""
+    if _interceptor is not None:
+        _interceptor.repeated(handler)
+
+
+def _send(to: str, handle: Any, target: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float) -> Any:
+    call = functools.partial(rpc.rpc_async, to, handle, args=target, kwargs=kwargs, timeout=timeout_s)
+    return call() if _interceptor is None else _interceptor.intercept(to, target[1], call)
+
+
 def send(
     to: str, timeout_s: float, handler: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs
 ) -> torch.futures.Future[T]:
@@ -201,7 +231,7 @@ def send(
         A future of the result, or of a ``RemoteError``.
     """
     target = *handler.__qualname__.split("."), *args
-    future: torch.futures.Future[T] = rpc.rpc_async(to, _handle, args=target, kwargs=kwargs, timeout=timeout_s)
+    future: torch.futures.Future[T] = _send(to, _handle, target, kwargs, timeout_s)
     return future
 
 
@@ -210,9 +240,7 @@ def send_deferred(
 ) -> torch.futures.Future[T]:
     """Call a handler that returns a future: it replies once other processes have taken part. There is no limit."""
     target = *handler.__qualname__.split("."), *args
-    future: torch.futures.Future[T] = rpc.rpc_async(
-        to, _handle_deferred, args=target, kwargs=kwargs, timeout=NO_TIMEOUT_S
-    )
+    future: torch.futures.Future[T] = _send(to, _handle_deferred, target, kwargs, NO_TIMEOUT_S)
     return future
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from paramserver.config import Config, Role, mode_of
 from paramserver.errors import UnsupportedConfiguration
@@ -110,7 +110,11 @@ def _parse(part: str) -> Fault:
 
     rest = part
     found: dict[str, float | int] = {}
-    for name, pattern in (("for_s", rf" for {_NUMBER}s$"), ("at_s", rf" @{_NUMBER}s$"), ("at_step", r" @step (\d{1,12})$")):
+    for name, pattern in (
+        ("for_s", rf" for {_NUMBER}s$"),
+        ("at_s", rf" @{_NUMBER}s$"),
+        ("at_step", r" @step (\d{1,12})$"),
+    ):
         if (match := re.search(pattern, rest)) is not None:
             found[name] = int(match[1]) if name == "at_step" else float(match[1])
             rest = rest[: match.start()].rstrip()
@@ -122,11 +126,7 @@ def _parse(part: str) -> Fault:
     if "at_s" in found and "at_step" in found:
         raise refuse("the instant must be a step or a time, not both")
     at_step, for_s = found.get("at_step"), found.get("for_s")
-    when = {
-        "at_step": None if at_step is None else int(at_step),
-        "at_s": found.get("at_s"),
-        "for_s": for_s,
-    }
+    fault = Fault(kind, at_step=None if at_step is None else int(at_step), at_s=found.get("at_s"), for_s=for_s)
     if kind == "kill" and for_s is not None:
         raise refuse("kill must have no duration")
     if kind in ("hold_gil", "partition") and for_s is None:
@@ -135,17 +135,17 @@ def _parse(part: str) -> Fault:
         percent = re.fullmatch(rf"{_NUMBER}%", words[1]) if len(words) == 2 and words[0] in _MESSAGES else None
         if percent is None or not 0 < float(percent[1]) <= 50:
             raise refuse("lose must be followed by replies or requests and a percentage of at most 50")
-        return Fault(kind, "", words[0], amount=float(percent[1]), **when)
+        return replace(fault, messages=words[0], amount=float(percent[1]))
     if not words or _TARGET.fullmatch(words[0]) is None:
         raise refuse(f"{kind} must be followed by a rank, such as trainer:1 or server:0")
     if kind == "slow":
         factor = re.fullmatch(rf"x{_NUMBER}", words[1]) if len(words) == 2 else None
         if factor is None or float(factor[1]) < 1 or not words[0].startswith("trainer"):
             raise refuse("slow must be followed by a trainer and a factor of at least 1, such as x5")
-        return Fault(kind, words[0], amount=float(factor[1]), **when)
+        return replace(fault, target=words[0], amount=float(factor[1]))
     if len(words) > 1:
         raise refuse(f"{' '.join(words[1:])} is not understood after {kind} {words[0]}")
-    return Fault(kind, words[0], **when)
+    return replace(fault, target=words[0])
 
 
 def random_faults(number: int, seed: int, ranks: Sequence[Role], config: Config) -> list[Fault]:
@@ -165,7 +165,8 @@ def random_faults(number: int, seed: int, ranks: Sequence[Role], config: Config)
     kinds = [kind for kind in _KINDS if kind != "lose" and (kind != "partition" or mode_of(config).has_servers)]
     ends = {_name(role): 0 for role in ranks}
     trainers = [name for name in ends if name.startswith("trainer")]
-    faults, at_s = [], rng.uniform(1.0, 4.0)
+    faults: list[Fault] = []
+    at_s = rng.uniform(1.0, 4.0)
     while len(faults) < number:
         kind, target = rng.choice(kinds), rng.choice(list(ends))
         for_s = round(rng.uniform(0.2, 1.6) * lost_after_s, 1)

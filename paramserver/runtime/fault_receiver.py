@@ -105,7 +105,8 @@ class FaultReceiver:
         self._takes_part = self._takes_part or handler in _STEP_CALLS
         if self._is_lost(to, handler, "requests"):
             return self._failed(torch.futures.Future(), handler, "request")
-        future, reply = torch.futures.Future(), call()
+        future: Future[Any] = torch.futures.Future()
+        reply = call()
 
         def replied(done: Future[Any]) -> None:
             if self._is_lost(to, handler, "replies"):

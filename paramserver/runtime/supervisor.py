@@ -362,7 +362,8 @@ class Supervisor:
         delay_s, number = self._restarts.next_delay(rank.global_rank, lived_s)
         self._note(
             f"{rank.title} is lost ({_describe_exit(exit_code)}); it starts again"
-            f"{f' in {delay_s:g} s' if delay_s else ''} ({number} of {self._restarts.max_restarts})"
+            f"{f' in {delay_s:g} s' if delay_s else ''} ({number} of {self._restarts.max_restarts})",
+            lost_rank=rank.global_rank,
         )
         if mode_of(self.config).has_servers:
             self._starts_due.append((time.monotonic() + delay_s, rank.role))
@@ -402,12 +403,13 @@ class Supervisor:
             rank.alive_at += max(paused_s, 0.0) if paused_s > 1.0 else 0.0
             if now - rank.alive_at > lost_after_s and signal.SIGKILL not in rank.sent:
                 self._note(
-                    f"{rank.title} gave no sign of life for server.lost_after_s ({lost_after_s:g} s); it is ended"
+                    f"{rank.title} gave no sign of life for server.lost_after_s ({lost_after_s:g} s); it is ended",
+                    lost_rank=rank.global_rank,
                 )
                 rank.send_signal(signal.SIGKILL)
 
-    def _note(self, text: str) -> None:
-        self.sink.write(make_record("note", None, text=text))
+    def _note(self, text: str, **fields: Any) -> None:
+        self.sink.write(make_record("note", None, text=text, **fields))
 
     def _limit_end(self) -> None:
         """Limit the time of ranks that remain when the run has ended. Until then the ranks watch each other."""

@@ -290,7 +290,7 @@ def test_two_processes_with_one_rank_and_other_configs_are_refused(tmp_path):
     [
         (["--help"], 0, "launch"),
         ([], 2, "usage"),
-        (["chaos"], 2, "not in this version"),
+        (["doctor"], 2, "not in this version"),
         (["lunch"], 2, "there is no such command"),
         (["launch", "--dry-run"], 2, "--config FILE is missing"),
     ],

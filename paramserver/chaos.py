@@ -1,0 +1,545 @@
+"""Injects faults into a run on this machine, and checks what must hold afterwards: ``paramserver chaos``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import secrets
+import selectors
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from paramserver.checkpoint import load_chosen
+from paramserver.checkpoint.format import LATEST
+from paramserver.cluster import FAULT_ADDRESS, process_environ
+from paramserver.config import Config, load_config, mode_of, num_trainers_of, roles, world_size_of
+from paramserver.errors import Interrupted, ParamserverError, UnsupportedConfiguration
+from paramserver.launch import add_overrides, launch_local, normalize_flags, report_error
+from paramserver.metrics import Record, Sink
+from paramserver.process_utils import exit_process, print_output
+from paramserver.runtime.fault_plan import Fault, parse_faults, random_faults
+
+# How often instants are compared with the clock.
+_TICK_S = 0.01
+# The load of the machine may delay a process by this, in addition to what limits a wait.
+_DELAY_S = 5.0
+_FOR_EVER_S = 1e9
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of ``paramserver chaos``."""
+    parser = argparse.ArgumentParser(
+        prog="paramserver chaos",
+        description="Train with all ranks on this machine, inject faults, and check what must hold afterwards.",
+        epilog="Exit codes: 0 all checks passed, 1 one failed, 2 the input is wrong, 3 interrupted.",
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", required=True, help="the YAML file of the run")
+    parser.add_argument(
+        "--faults",
+        default="",
+        metavar="LIST",
+        help="such as: kill trainer:1 @step 50; freeze server:0 @8s for 5s; hold_gil trainer:1 for 20s; "
+        "slow trainer:2 x5; lose replies 2%%; partition trainer:1 @step 80 for 3s",
+    )
+    parser.add_argument("--random", type=int, default=0, metavar="N", help="add N random faults")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the random faults (default: 0)")
+    parser.add_argument("--compare", action="store_true", help="train without faults first, and compare parameters")
+    add_overrides(parser)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    arguments = make_parser().parse_args(normalize_flags(sys.argv[1:] if argv is None else argv))
+    try:
+        return 0 if _chaos(arguments) else 1
+    except KeyboardInterrupt:
+        return 1
+    except Exception as error:  # noqa: BLE001 - printed last; with its traceback, unless the input is wrong
+        return report_error(error)
+
+
+def _chaos(arguments: argparse.Namespace) -> bool:
+    # Every update is recorded, so that instants and figures are exact.
+    config = load_config(arguments.config, overrides=[*arguments.overrides, "logging.log_every=1"])
+    if mode_of(config).single_process:
+        raise UnsupportedConfiguration(f"mode ({config.mode}) must be rpc or ddp, as local is one process; add --set")
+    if arguments.random < 0:
+        raise UnsupportedConfiguration(f"--random ({arguments.random}) must be at least 0; give a number of faults")
+    ranks = roles(config, world_size_of(config))
+    faults = parse_faults(arguments.faults, ranks, config) if arguments.faults or not arguments.random else []
+    drawn = random_faults(arguments.random, arguments.seed, ranks, config)
+    print_output("\n".join(["plan:", *(f"  {fault}" for fault in (*faults, *drawn))]))
+    folders = [Path.cwd(), arguments.config.resolve().parent]
+    reference = None
+    if arguments.compare:
+        name = config.logging.name
+        undisturbed = replace(config.logging, name=None if name is None else f"{name}-undisturbed")
+        reference = launch_local(replace(config, logging=undisturbed), None, folders).run_dir
+    outcome = run_with_faults(config, [*faults, *drawn], folders)
+    report = [*(line for shot in outcome.shots for line in shot.lines(outcome))]
+    checks = check_run(outcome, optional=set(map(id, drawn)), reference=reference)
+    width = max(len(check.name) for check in checks)
+    report += [f"{'pass' if check.ok else 'FAIL'}  {check.name:<{width}}  {check.detail}" for check in checks]
+    print_output("\n".join(["faults:", *report[: -len(checks)], "checks:", *report[-len(checks) :]]))
+    return all(check.ok for check in checks)
+
+
+# Injecting.
+
+
+@dataclass
+class Shot:
+    """A fault of the plan, and what became of it.
+
+    Attributes:
+        fault: as planned.
+        fired_at: ``time.time()`` when it fired; None if it did not.
+        step: of the last update before it.
+    """
+
+    fault: Fault
+    fired_at: float | None = None
+    step: int = 0
+
+    def lines(self, outcome: Outcome) -> list[str]:
+        """Return the lines of the report."""
+        if self.fired_at is None:
+            return [f"  {self.fault}: did not fire, the run ended before"]
+        figures = outcome.figures(self)
+        told = [f"{what} after {seconds:.2f} s" for what, seconds in figures.items() if seconds is not None]
+        return [f"  {self.fault}: fired after step {self.step}" + (f"; {', '.join(told)}" if told else "")]
+
+
+@dataclass
+class _Rank:
+    """A process of a rank that has connected."""
+
+    global_rank: int
+    link: socket.socket
+    pidfd: int
+
+    def signal(self, number: int) -> None:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, number)
+
+    def command(self, **fault: Any) -> None:
+        with suppress(OSError):  # it has died; its replacement receives what lasts
+            self.link.sendall(json.dumps(fault).encode() + b"\n")
+
+    def close(self) -> None:
+        self.link.close()
+        os.close(self.pidfd)
+
+
+class FaultDirector(Sink):
+    """Watches the records of a run, and injects the faults of a plan into its ranks.
+
+    Each rank connects as soon as its process starts; signals go to the process at the other end of that connection.
+
+    Args:
+        faults: the plan.
+        config: of the run.
+
+    Example::
+
+        >>> from paramserver.config import Config
+        >>> with FaultDirector([Fault("kill", "trainer:0", at_step=5)], Config()) as director:
+        ...     director.write({"kind": "train", "step": 3, "time": 0.0})
+        >>> director.shots[0].fired_at is None, director.step
+        (True, 3)
+    """
+
+    def __init__(self, faults: Sequence[Fault], config: Config) -> None:
+        self.shots = [Shot(fault) for fault in faults]
+        self.records: list[dict[str, Any]] = []
+        self.step = 0
+        self.lost: list[str] = []
+        self.repeated: list[str] = []
+        self._role_of = {str(role).replace(" ", ":"): role for role in roles(config, world_size_of(config))}
+        self._first_update: float | None = None
+        self._later: list[tuple[float, Callable[[], None]]] = []
+        self._lasting: list[tuple[float, int | None, dict[str, Any]]] = []
+        self._ranks: dict[int, _Rank] = {}
+        self._unread: dict[int, bytes] = {}
+        self._resources = ExitStack()
+        self._selector = self._resources.enter_context(selectors.DefaultSelector())
+        self._listener = self._resources.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        self.address = f"paramserver-chaos-{secrets.token_hex(8)}"
+        self._listener.bind(f"\0{self.address}")
+        self._listener.listen()
+        self._listener.setblocking(False)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._ended = threading.Event()
+        self.error: BaseException | None = None
+        # Touches what no other thread touches, but ``records``, ``step`` and ``_first_update``, which it only reads.
+        # Ends with close(), which raises its error.
+        self._thread = threading.Thread(target=self._run, name="fault-director", daemon=True)
+        self._thread.start()
+
+    def write(self, record: Record) -> None:
+        self.records.append(dict(record))
+        if record["kind"] == "train":
+            self.step = record["step"]
+            if self._first_update is None:
+                self._first_update = time.monotonic()
+
+    def close(self) -> None:
+        self._ended.set()
+        self._thread.join()
+        for rank in self._ranks.values():
+            rank.close()
+        self._ranks.clear()
+        self._resources.close()
+        if self.error is not None:
+            raise self.error
+
+    def _run(self) -> None:
+        try:
+            while not self._ended.is_set():
+                for key, _ in self._selector.select(_TICK_S):
+                    self._accept() if key.fileobj is self._listener else self._read(key.data)
+                now = time.monotonic()
+                due = [act for at, act in self._later if at <= now]
+                self._later = [(at, act) for at, act in self._later if at > now]
+                for act in due:
+                    act()
+                for shot in self.shots:
+                    if shot.fired_at is None and self._is_due(shot.fault, now):
+                        self._fire(shot, now)
+        except BaseException as error:  # noqa: BLE001 - raised by close()
+            self.error = error
+
+    # Ranks.
+
+    def _accept(self) -> None:
+        link, _ = self._listener.accept()
+        pid, user, _ = struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        if user != os.getuid():
+            link.close()
+            return
+        try:
+            rank = _Rank(-1, link, os.pidfd_open(pid))
+        except ProcessLookupError:
+            link.close()
+            return
+        self._selector.register(link, selectors.EVENT_READ, rank)
+        self._unread[link.fileno()] = b""
+
+    def _read(self, rank: _Rank) -> None:
+        try:
+            received = rank.link.recv(1 << 16)
+        except ConnectionResetError:
+            received = b""
+        if not received:
+            self._selector.unregister(rank.link)
+            del self._unread[rank.link.fileno()]
+            if self._ranks.get(rank.global_rank) is rank:
+                del self._ranks[rank.global_rank]
+            rank.close()
+            return
+        *lines, self._unread[rank.link.fileno()] = (self._unread[rank.link.fileno()] + received).split(b"\n")
+        for message in map(json.loads, lines):
+            self.lost += [message["lost"]] if "lost" in message else []
+            self.repeated += [message["repeated"]] if "repeated" in message else []
+            if "rank" in message:
+                rank.global_rank = message["rank"]
+                self._ranks[rank.global_rank] = rank
+                for until, target, command in self._lasting:
+                    if (left_s := until - time.monotonic()) > 0 and target in (None, rank.global_rank):
+                        rank.command(**command, for_s=left_s)
+
+    # Faults.
+
+    def _is_due(self, fault: Fault, now: float) -> bool:
+        if self._first_update is None:
+            return False
+        if fault.at_step is not None:
+            return self.step >= fault.at_step
+        return now >= self._first_update + (fault.at_s or 0.0)
+
+    def _fire(self, shot: Shot, now: float) -> None:
+        fault = shot.fault
+        role = self._role_of.get(fault.target)
+        rank = None if role is None else self._ranks.get(role.global_rank)
+        if role is not None and rank is None:
+            return  # the process is being replaced; the next one gets the fault
+        shot.fired_at, shot.step = time.time(), self.step
+        until = now + (_FOR_EVER_S if fault.for_s is None else fault.for_s)
+        if fault.kind in ("kill", "freeze"):
+            assert rank is not None
+            rank.signal(signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
+            if fault.kind == "freeze":
+                pidfd = os.dup(rank.pidfd)
+                self._resources.callback(os.close, pidfd)
+                self._later.append((until, lambda: _continue(pidfd)))
+        elif fault.kind == "hold_gil":
+            assert rank is not None
+            rank.command(fault="hold_gil", for_s=fault.for_s)
+        else:
+            command: dict[str, Any] = {"fault": fault.kind}
+            command |= {"factor": fault.amount} if fault.kind == "slow" else {}
+            command |= {"messages": fault.messages, "percent": fault.amount} if fault.kind == "lose" else {}
+            command |= {"target": fault.target} if fault.kind == "partition" else {}
+            # All ranks take part in a partition: each cuts its own calls to the target.
+            target = role.global_rank if role is not None and fault.kind == "slow" else None
+            self._lasting.append((until, target, command))
+            for other in self._ranks.values():
+                if target in (None, other.global_rank):
+                    other.command(**command, for_s=until - now)
+
+
+def _continue(pidfd: int) -> None:
+    with suppress(ProcessLookupError):
+        signal.pidfd_send_signal(pidfd, signal.SIGCONT)
+
+
+@dataclass
+class Outcome:
+    """A run with faults that has ended.
+
+    Attributes:
+        config: of the run.
+        shots: the faults and when they fired.
+        records: that the supervisor received.
+        run_dir: None if the run did not start.
+        error: what ended it; None if it was completed.
+        lost, repeated: calls that were lost, and calls that were sent again.
+        left: what remained after it.
+    """
+
+    config: Config
+    shots: list[Shot]
+    records: list[dict[str, Any]]
+    run_dir: Path | None
+    error: ParamserverError | None
+    lost: list[str]
+    repeated: list[str]
+    left: list[str]
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The content of summary.json; empty if there is none."""
+        file = None if self.run_dir is None else self.run_dir / "summary.json"
+        return json.loads(file.read_text()) if file is not None and file.exists() else {}
+
+    def redone(self) -> int:
+        """Return how many updates were made again after the servers had returned to a checkpoint."""
+        newest, redone = 0, 0
+        for record in self.records:
+            if record["kind"] == "start":
+                redone += max(newest - (record["step"] or 0), 0)
+                newest = record["step"] or 0
+            elif record["kind"] == "train":
+                newest = record["step"]
+        return redone
+
+    def figures(self, shot: Shot) -> dict[str, float | None]:
+        """Return the seconds from a fault until it was noticed, until the next update, and until its rank trains."""
+        assert shot.fired_at is not None
+        fired_at = shot.fired_at
+        if not shot.fault.silences(self.config.server.lost_after_s):
+            return {}
+        ranks = roles(self.config, world_size_of(self.config))
+        role = next(role for role in ranks if str(role).replace(" ", ":") == shot.fault.target)
+        after = [record for record in self.records if record["time"] > fired_at]
+
+        def first(found: Callable[[Mapping[str, Any]], bool], since: float) -> float | None:
+            times = [r["time"] for r in after if r["time"] >= since and found(r)]
+            return min(times) if times else None
+
+        def notices(record: Mapping[str, Any]) -> bool:
+            if record.get("lost_rank") == role.global_rank:  # of the supervisor
+                return True
+            trainer = record.get("trainer")
+            return record["kind"] == "lost" and (trainer == role.trainer_index if trainer is not None else True)
+
+        noticed = first(notices, fired_at)
+        begun = noticed or fired_at
+        updated = first(lambda r: r["kind"] == "train", begun)
+        if role.kind == "trainer":
+            trains = first(lambda r: r["kind"] == "phase" and r.get("rank") == role.global_rank, begun)
+            trains = trains or first(lambda r: r["kind"] == "joined" and r["trainer"] == role.trainer_index, begun)
+        else:
+            started = first(lambda r: r["kind"] == "start", begun)
+            trains = None if started is None else first(lambda r: r["kind"] == "train", started)
+        found = {"noticed": noticed, "next update": updated, "the rank trains again": trains}
+        return {name: None if at is None else at - fired_at for name, at in found.items()}
+
+
+def run_with_faults(config: Config, faults: Sequence[Fault], folders: Sequence[Path]) -> Outcome:
+    """Run a config with all ranks on this machine, and inject faults.
+
+    Args:
+        config: effective; ``logging.log_every`` is 1.
+        faults: the plan.
+        folders: where the task is searched.
+
+    Raises:
+        UnsupportedConfiguration: the run was refused.
+        Interrupted: a signal ended it.
+    """
+    environ = process_environ()
+    error: ParamserverError | None = None
+    descriptors = _num_descriptors()
+    director = FaultDirector(faults, config)
+    with director:
+        environ[FAULT_ADDRESS] = director.address
+        try:
+            launch_local(config, None, folders, command=sys.argv, sink=director)
+        except (UnsupportedConfiguration, Interrupted):
+            raise
+        except ParamserverError as ended:
+            error = ended
+        finally:
+            del environ[FAULT_ADDRESS]
+    starts = [record for record in director.records if record["kind"] == "start"]
+    run_dir = Path(starts[0]["run_dir"]) if starts else None
+    left = _processes_with(f"{FAULT_ADDRESS}={director.address}")
+    if (more := _num_descriptors() - descriptors) > 0:
+        left.append(f"{more} open files of this process")
+    return Outcome(config, director.shots, director.records, run_dir, error, director.lost, director.repeated, left)
+
+
+def _num_descriptors() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def _processes_with(variable: str) -> list[str]:
+    """Return the processes that were started with an environment variable; sockets and memory end with them."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # of another user, or it has just ended
+            if variable.encode() in (folder / "environ").read_bytes().split(b"\0"):
+                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                found.append(f"process {folder.name} ({command.strip()[:80]})")
+    return found
+
+
+# Checking.
+
+
+@dataclass(frozen=True)
+class Check:
+    """Whether one thing that must hold does."""
+
+    name: str
+    ok: bool
+    detail: str = field(default="")
+
+
+def check_run(outcome: Outcome, optional: set[int], reference: Path | None) -> list[Check]:
+    """Return what must hold after a run with faults.
+
+    Args:
+        outcome: of the run.
+        optional: ``id`` of the faults that need not have fired.
+        reference: the folder of a run of the same config without faults, to compare parameters with.
+    """
+    config, summary = outcome.config, outcome.summary
+    missing = [shot for shot in outcome.shots if shot.fired_at is None and id(shot.fault) not in optional]
+    ended = str(outcome.error).splitlines()[0] if outcome.error else str(summary.get("reason"))
+    checks = [
+        Check("every fault fired", not missing, f"{sum(s.fired_at is not None for s in outcome.shots)} fired"),
+        Check("the run is completed", summary.get("status") == "completed" and outcome.error is None, ended),
+        _check_waits(outcome),
+        Check("nothing is left behind", not outcome.left, ", ".join(outcome.left)),
+    ]
+    if any(shot.fault.kind == "lose" and shot.fired_at is not None for shot in outcome.shots):
+        count = f"{len(outcome.lost)} lost, {len(outcome.repeated)} sent again"
+        checks.append(Check("messages were lost", bool(outcome.lost), count))
+    if outcome.run_dir is None or not summary:
+        return checks
+    checks.append(_check_steps(outcome, summary))
+    due = _samples_due(outcome)
+    applied = summary.get("samples")
+    if due is not None:
+        checks.append(Check("each sample is applied as often as due", applied == due, f"{applied} applied, {due} due"))
+    try:
+        checkpoint, (weights, state) = load_chosen(outcome.run_dir, LATEST, "model", "run")
+    except ParamserverError as error:
+        return [*checks, Check("the checkpoint loads", False, str(error))]
+    checks.append(Check("the checkpoint loads", checkpoint.step == summary["steps"], f"step {checkpoint.step}"))
+    if mode_of(config).has_servers:
+        checks.append(_check_ledger(state, summary))
+    if reference is not None:
+        _, (expected,) = load_chosen(reference, LATEST, "model")
+        differing = _differing(expected, weights)
+        checks.append(Check("parameters are those without faults", not differing, ", ".join(differing[:5])))
+    return checks
+
+
+def _check_waits(outcome: Outcome) -> Check:
+    """Check that no fault stopped the run for longer than its limits allow."""
+    config = outcome.config
+    noticed_s = config.server.lost_after_s + _DELAY_S
+    limits = {
+        "noticed": noticed_s,
+        "next update": noticed_s + config.cluster.timeout_s,
+        "the rank trains again": noticed_s + config.cluster.timeout_s,
+    }
+    late = []
+    for shot in outcome.shots:
+        for what, seconds in outcome.figures(shot).items() if shot.fired_at is not None else ():
+            if seconds is not None and seconds > limits[what] + (shot.fault.for_s or 0.0):
+                late.append(f"{shot.fault}: {what} after {seconds:.1f} s")
+    limit = ", ".join(f"{what} within {limit_s:g} s" for what, limit_s in limits.items())
+    return Check("no wait exceeds its limit", not late, "; ".join(late) or limit)
+
+
+def _check_steps(outcome: Outcome, summary: Mapping[str, Any]) -> Check:
+    """Check that metrics.jsonl has each step once, whatever was made again."""
+    assert outcome.run_dir is not None
+    lines = (outcome.run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    steps = [record["step"] for record in map(json.loads, lines) if record["kind"] == "train"]
+    max_steps, reason = outcome.config.training.max_steps, f"{summary['steps']} steps, {outcome.redone()} made again"
+    whole = max_steps is None or summary["steps"] <= max_steps
+    return Check("each step is recorded once", whole and steps == list(range(1, summary["steps"] + 1)), reason)
+
+
+def _samples_due(outcome: Outcome) -> int | None:
+    """Return how many samples the run must have applied; None where its config does not determine that."""
+    config = outcome.config
+    expected = [record["total_samples"] for record in outcome.records if record["kind"] == "expected"]
+    training, limits = config.training, (config.training.max_steps, config.training.max_seconds)
+    together = training.uneven_inputs == "join" or num_trainers_of(config) == 1
+    determined = config.buffer.kind != "reservoir" and together and not config.server.backup_trainers
+    if not expected or not determined or any(limit is not None for limit in limits):
+        return None
+    return int(expected[-1]) if training.max_samples is None else None
+
+
+def _check_ledger(state: Mapping[str, Any], summary: Mapping[str, Any]) -> Check:
+    """Check that each push that the ledger accepted is in one update, or was dropped and counted."""
+    rows = state["ledger"]["rows"].values()
+    accepted, samples = sum(row["pushes"] for row in rows), sum(row["samples"] for row in rows)
+    staleness = summary["staleness"]
+    applied = sum(staleness["histogram"].values())
+    ok = accepted == applied + staleness["dropped"] and (bool(staleness["dropped"]) or samples == summary["samples"])
+    return Check(
+        "each push is applied once",
+        ok,
+        f"{accepted} accepted, {applied} applied, {staleness['dropped']} dropped; {samples} samples",
+    )
+
+
+def _differing(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+    """Return the names of the tensors that differ in any bit."""
+    import torch
+
+    names = sorted(expected.keys() | found.keys())
+    return [n for n in names if n not in expected or n not in found or not torch.equal(expected[n], found[n])]
+
+
+if __name__ == "__main__":
+    exit_process(main())
