@@ -339,8 +339,10 @@ class RpcTrainer(Trainer):
         records = self._flush_records()
         staging = self.server.stage_checkpoint(reason)  # the server copies while this trainer does
         step, part = self.step, self.state_dict()
-        staging.wait()
+        takes_part = staging.wait()
         records.wait()  # records from before the checkpoint are stored before it is
+        if not takes_part:
+            return
         pause_s = time.perf_counter() - since
         self._sender.submit(lambda: self._send_part(step, part, pause_s))
 

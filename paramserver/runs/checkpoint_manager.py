@@ -223,6 +223,11 @@ class CheckpointManager:
     # Saving.
 
     @property
+    def resumes(self) -> bool:
+        """Whether the run resumed from a checkpoint."""
+        return self._resume is not None
+
+    @property
     def last_checkpoint(self) -> str | None:
         """The name of the newest checkpoint that is complete; one that the user removed is none."""
         paths = [written.path for written in self.writer.written] or [c.path for c in (self.checkpoint,) if c]

@@ -373,8 +373,8 @@ class ServerClient(ServerConnection):
         """Report this trainer's share of a validation without waiting for the other trainers."""
         self.call(ParameterServer.report_validation_share, self._id, version, sums)
 
-    def stage_checkpoint(self, reason: str) -> InFlightCall[None]:
-        """Take part in a checkpoint; the reply comes once model and optimizer are copied."""
+    def stage_checkpoint(self, reason: str) -> InFlightCall[bool]:
+        """Take part in a checkpoint; the reply, whether to send a part, comes once model and optimizer are copied."""
         return self.begin_deferred(ParameterServer.stage_checkpoint, self._id, reason)
 
     def send_part_chunk(self, step: int, chunk: Tensor) -> None:

@@ -23,7 +23,7 @@ from paramserver.consistency import Announcement, Decision, Ledger, TrainerId, m
 from paramserver.context import StopRequest
 from paramserver.distributed.membership import Member, Members, watch_peer
 from paramserver.distributed.rpc_agent import current_context_id, release_context
-from paramserver.distributed.rpc_calls import RemoteError
+from paramserver.distributed.rpc_calls import RemoteError, completed_future
 from paramserver.errors import (
     Evicted,
     ParamserverError,
@@ -198,6 +198,9 @@ class ParameterServer(TutorialMethods):
         self._contexts: dict[int, int] = {}
         self._joins = PendingReplies()
         self._validations: dict[int, PendingReplies] = {}
+        # The versions that were validated and saved last. A trainer that joined afterwards does neither again.
+        self._validated: tuple[int, dict[str, float]] = -1, {}
+        self._staged = (monitor.step if checkpoints.resumes else -1, False)
         self._stagings = PendingReplies()
         self._staging_reason = ""
         self._parts = PartCollector(checkpoints)
@@ -409,7 +412,9 @@ class ParameterServer(TutorialMethods):
         self._on_trainer_lost(index)
 
     def _can_continue_without(self, trainer_index: int) -> bool:
-        """Whether no update needs what only the lost trainer could still send."""
+        """Whether no update needs what only the lost trainer could still send, and another process can replace it."""
+        if trainer_index not in self._sources:
+            return False  # where its data starts is not known, and a checkpoint without that could not be resumed
         if self.last_decision is not None or len(self.members.present()) > 0:
             # Its gradients may be on server 0 and not on the others, which would wait for them.
             row, over_rpc = self.aggregator.ledger[trainer_index], self._shared_memory.address is None
@@ -569,9 +574,14 @@ class ParameterServer(TutorialMethods):
     def report_validation(
         self, sender: TrainerId, version: int, sums: WeightedSums
     ) -> torch.futures.Future[tuple[dict[str, float], bool]]:
-        """Add a trainer's share of a validation; reply with ``(means, improved)`` over all shares."""
+        """Add a trainer's share of a validation; reply with ``(means, improved)`` over all shares.
+
+        A trainer that joined after the others had validated this version is not waited for, and its share is ignored.
+        """
         with self._lock:
             trainer_index = self._admit(sender)
+            if version == self._validated[0]:
+                return completed_future((self._validated[1], False))
             table = self._validations.setdefault(version, PendingReplies())
             future = table.add(trainer_index, sums)
         self._finish_validation(version)
@@ -592,6 +602,7 @@ class ParameterServer(TutorialMethods):
                 merged = merge_sums(shares)
                 means, improved = merged.means(), self.monitor.record_validation(version, merged)
                 self.store.updater.on_validation_end(version, means)
+                self._validated = version, means
                 return means, improved
 
         self._complete(futures, lambda: dict.fromkeys(futures, validated()))
@@ -600,18 +611,28 @@ class ParameterServer(TutorialMethods):
         """Add a trainer's share of a validation, for a trainer that does not wait for the others."""
         self.report_validation(sender, version, sums)
 
-    def stage_checkpoint(self, sender: TrainerId, reason: str) -> torch.futures.Future[None]:
+    def stage_checkpoint(self, sender: TrainerId, reason: str) -> torch.futures.Future[bool]:
         """Take part in a checkpoint of the current version; reply once model and optimizer are copied.
 
         No trainer steps again before that, so model, optimizer and all parts are of one version. The trainers send
         their parts while training continues.
+
+        Returns:
+            Whether the trainer is to send its part; not if it joined after the others had saved this version.
         """
         with self._lock:
             trainer_index = self._admit(sender)
+            if self._staged == self._checkpoint_due():
+                return completed_future(False)
             self._staging_reason = reason
             future = self._stagings.add(trainer_index, None)
         self._finish_staging()
         return future
+
+    def _checkpoint_due(self) -> tuple[int, bool]:
+        """Return the current version, and whether it is the best one; see ``CheckpointManager.stage``."""
+        step = self.aggregator.rules.step
+        return step, self.monitor.improved_step == step
 
     def _finish_staging(self) -> None:
         with self._lock:
@@ -621,10 +642,12 @@ class ParameterServer(TutorialMethods):
             _, futures, arrival_s = self._stagings.pop_all()
 
         # Under the lock: no update may be applied between the copies of model, optimizer and rules.
-        def stage(updater: Stateful) -> dict[int, None]:
+        def stage(updater: Stateful) -> dict[int, bool]:
             with self._lock:
+                self._staged = self._checkpoint_due()
                 since = min(arrival_s.values())
-                collect = partial(self._parts.start, taking_part=set(futures), substitutes=self._substitute_parts())
+                present = futures.keys() & self.aggregator.transports.keys()
+                collect = partial(self._parts.start, taking_part=present, substitutes=self._substitute_parts())
                 self.checkpoints.save(
                     rules.step,
                     self.store.model,
@@ -635,7 +658,7 @@ class ParameterServer(TutorialMethods):
                     rules.state_dict(),
                     ledger.state_dict(),
                 )
-                return dict.fromkeys(futures)
+                return dict.fromkeys(futures, True)
 
         self._with_updater_state(lambda updater: self._complete(futures, lambda: stage(updater)))
 

@@ -227,7 +227,7 @@ class Checkpoints(CheckpointManager):
         self.monitor = RunMonitor(config, SimpleNamespace(write=node.record), Path())
         self.writer: Any = SimpleNamespace(raise_error=lambda: None)
         self.resumed: dict[str, Any] | None = None if manifest is None else pickle.loads(manifest)
-        self.newest = self.resumed
+        self.newest = self._resume = self.resumed  # type: ignore[assignment]
         self.writing: list[bytes] = []
         self.first_step = 0
         self.consistency_state: Mapping[str, Any] = {}
@@ -556,7 +556,8 @@ class Session:
             self.saved = self.step
             yield from self.wait_saved()
             part, step = self.data.part(), self.step
-            yield Call("stage_checkpoint", (self.id, reason))
+            if not (yield Call("stage_checkpoint", (self.id, reason))):
+                return
             self.sender = Task(self, self.send_part(step, part))
             self.world.resume(self.sender)
         if reason == "end":
@@ -996,7 +997,7 @@ class World:
         self.check(limit is None or version <= limit, f"version {version} exceeds max_steps ({limit})")
         for push in pushes:
             key, gradient = _key(push.report), push.gradients
-            view, trainer, incarnation, sequence = key
+            view, trainer, _, sequence = key
             self.note("  applies", key, "in version", version, "positions", push.report.positions)
             self.check(gradient == key, f"the gradient of push {gradient} is applied as that of {key}")
             self.check(key not in node.keys, f"push {key} is applied twice")
