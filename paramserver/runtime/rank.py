@@ -197,6 +197,7 @@ class Session:
                     view=self.view if identity.global_rank == 0 else self.min_view,
                     store=self.store,
                     replaces=plan.replaces or self.give_up_at is not None,
+                    resources=self.resources if identity.global_rank == 0 else stack,
                 )
                 self.view, self.store = rendezvous.view, rendezvous.base
                 self.peer = rendezvous.holder_of_rank(0)
@@ -290,14 +291,15 @@ class Session:
         config = plan.config
         if process.stop.event.is_set() or not mode_of(config).has_servers:
             raise loss
-        min_view, give_up_at = self.view, self.give_up_at
+        min_view, give_up_at = max(self.view, self.min_view), self.give_up_at
         if isinstance(loss, ViewChanged):
             min_view, give_up_at = self.view + 1, None
         elif (
             isinstance(loss, (PeerFailed, RunEnded))
             or process.identity.global_rank == 0
             or config.cluster.max_restarts == 0
-            or not (self.joined or give_up_at is not None)
+            # Before the first time, the user learns at once that rank 0 is gone; a supervisor starts it again.
+            or (plan.writes_log and not self.joined and give_up_at is None)
         ):
             raise loss
         elif isinstance(loss, Evicted):
