@@ -3,6 +3,7 @@
 import ctypes
 import os
 import signal
+import time
 from pathlib import Path
 
 from tasks import ReferenceTask
@@ -20,6 +21,18 @@ class MarksItsStart(ReferenceTask):
         return super().build_model()
 
 
+class ComputesForLong(MarksItsStart):
+    """Trainer 1 is killed at batch 5 of trainer 0, which computes for a minute there."""
+
+    def training_step(self, model, batch, batch_idx):
+        (self.folder / f"pid-{self.trainer.trainer_index}").write_text(str(os.getpid()))
+        if (self.trainer.trainer_index, batch_idx) == (0, 5):
+            (self.folder / "killed").touch()
+            os.kill(int((self.folder / "pid-1").read_text()), signal.SIGKILL)
+            time.sleep(60)  # stands for work
+        return super().training_step(model, batch, batch_idx)
+
+
 class FaultAtBatch(ReferenceTask):
     """``fault`` in trainer 1 at batch ``batch``, unless the file ``mark`` exists: it creates that before."""
 
@@ -33,8 +46,11 @@ class FaultAtBatch(ReferenceTask):
             getattr(self, self.fault)()
         return super().training_step(model, batch, batch_idx)
 
-    def kill(self):
+    def sigkill(self):
         os.kill(os.getpid(), signal.SIGKILL)
+
+    def sigstop(self):
+        os.kill(os.getpid(), signal.SIGSTOP)
 
     def hold_interpreter(self):
         """No other thread of this process runs meanwhile: PyDLL keeps the interpreter's lock during the call."""

@@ -25,12 +25,16 @@ from launching import (
     write_config,
 )
 
+from trainers.ddp import _UNWIND_S as UNWIND_S
+
 pytestmark = pytest.mark.processes
 
 FAULTS = TASKS.with_name("ddp_fault_tasks.py")
 LOST_AFTER_S = 1.5
 # In addition to the limits themselves: for starting the end of a process on a busy machine.
 MARGIN_S = 2.0
+# None: the process was ended by another thread than the one that reports its exit code to the test.
+ENDED = (1, None)
 SILENT = f"it gave no sign of life for server.lost_after_s ({LOST_AFTER_S:g} s)"
 
 
@@ -80,7 +84,7 @@ def check_survivors(started, victim, within_s, why):
     began = time.monotonic()
     for rank, run in enumerate(started):
         if rank != victim:
-            assert run.wait(60) == 1
+            assert run.wait(60) in ENDED
             assert time.monotonic() - began < within_s, (rank, run.output.read_text()[-2000:])
             assert last_line(run).startswith(f"error: rank {victim} is lost: {why}"), last_line(run)
 
@@ -95,11 +99,11 @@ def fault_at_a_random_instant(folder, seed, trainers, number):
         time.sleep(delay_s)  # the instant; not a wait for something
         os.kill(started[victim].pid, number)
         if number == signal.SIGKILL:
-            check_survivors(started, victim, MARGIN_S, "its connection was closed")
+            check_survivors(started, victim, UNWIND_S + MARGIN_S, "its connection was closed")
             return
-        check_survivors(started, victim, LOST_AFTER_S + MARGIN_S, SILENT)
+        check_survivors(started, victim, LOST_AFTER_S + UNWIND_S + MARGIN_S, SILENT)
         os.kill(started[victim].pid, signal.SIGCONT)
-        assert started[victim].wait(30) == 1
+        assert started[victim].wait(UNWIND_S + MARGIN_S) in ENDED
         ended = f"error: the other ranks ended the run without this one, rank {victim}: "
         assert last_line(started[victim]).startswith(ended), started[victim].output.read_text()[-2000:]
         assert "Traceback" not in last_line(started[victim])
@@ -120,8 +124,41 @@ def test_a_rank_that_holds_the_interpreter_is_named_and_finds_out(tmp_path):
     with ranks(tmp_path, 3, "FaultAtBatch", mark=str(mark), fault="hold_interpreter") as started:
         await_file(mark)
         check_survivors(started, 1, LOST_AFTER_S + MARGIN_S, SILENT)
-        assert started[1].wait(30) == 1
+        assert started[1].wait(30) in ENDED
         assert last_line(started[1]).startswith("error: the other ranks ended the run without this one, rank 1: ")
+
+
+def test_a_rank_that_computes_for_long_ends_soon_after_a_loss(tmp_path):
+    finished = launch(
+        tmp_path,
+        mode="ddp",
+        task=f"{FAULTS}:ComputesForLong",
+        task_args={"folder": str(tmp_path)},
+        cluster={"num_trainers": 2, "max_restarts": 0},
+        server={"heartbeat_s": 0.3, "lost_after_s": 30.0},  # the supervisor ends what is left after so long
+    )
+    ended_s = time.time() - (tmp_path / "killed").stat().st_mtime
+    assert ended_s < UNWIND_S + MARGIN_S
+    assert finished.code == 1
+    assert "error: rank 1 (trainer 1): killed by SIGKILL" in finished.output
+    assert "the main thread of this process waits or computes" in finished.log(0)
+    assert "PeerLost: rank 1 is lost: its connection was closed" in finished.log(0)
+    assert finished.summary["status"] == "failed"
+    assert finished.summary["error"].startswith("PeerLost: rank 1 is lost: ")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_supervisor_starts_all_ranks_again(tmp_path, number):
+    whole = launch(tmp_path / "whole", task="ReferenceTask", **settings("ddp", "run"))
+    folder = tmp_path / "faulty"
+    options = settings("ddp", "run")
+    options["server"] = {"heartbeat_s": 0.3, "lost_after_s": LOST_AFTER_S}
+    fault = {"mark": str(folder / "mark"), "fault": signal.Signals(number).name.lower(), "batch": 17}
+    finished = launch(folder, task=f"{FAULTS}:FaultAtBatch", task_args=fault, **options)
+    assert (folder / "mark").exists()
+    assert finished.code == 0, finished.output
+    assert [record["step"] for record in everything(finished.run_dir, "start")] == [0, 14]
+    assert_equal_runs(whole, finished, trainers=2)
 
 
 def torchrun(folder, name, mode, mark, batch):
@@ -129,7 +166,7 @@ def torchrun(folder, name, mode, mark, batch):
     config = write_config(
         folder,
         task=f"{FAULTS}:FaultAtBatch",
-        task_args={"mark": str(mark), "fault": "kill", "batch": batch},
+        task_args={"mark": str(mark), "fault": "sigkill", "batch": batch},
         **settings(mode, name),
     )
     done = subprocess.run(

@@ -23,7 +23,7 @@ def faulted(folder, carrier, trainers, background=True):
         folder,
         mode="ddp",
         trainer=f"{CARRIERS}:{carrier}",
-        cluster={"num_trainers": trainers, "timeout_s": TIMEOUT_S},
+        cluster={"num_trainers": trainers, "timeout_s": TIMEOUT_S, "max_restarts": 0},
         server={"heartbeat_s": 0.3, "lost_after_s": LOST_AFTER_S},
         training={"max_steps": 100_000},
         checkpoint={"every": 3, "keep": 9, "background": background},
