@@ -1,0 +1,590 @@
+"""Real faults: one run for each fault, role, phase and consistency, and what became of it.
+
+    python -m tests.measure.faults [--cells WORD ...] [--out docs/faults.md]
+    python -m tests.measure.faults --kills 100 --role server --consistency sync --optimizer adam
+    python -m tests.measure.faults --figures 5
+
+A cell is named ``consistency/role/phase/fault``; ``--cells`` selects those whose names have all of these words. Every
+cell is a run of two trainers whose ranks are forked from a process that has imported torch, so that a cell takes
+seconds; ``--figures`` starts interpreters. With ``--results``, cells that the file has are not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))  # as pytest does: see tests/conftest.py
+
+from injected_faults import SIGNALS
+from launching import (
+    FinishedRun,
+    differing_tensors,
+    environment,
+    fork_server,
+    write_config,
+)
+
+from tests.measure.common import origin
+
+TASK = Path(__file__).parents[1] / "helpers" / "injected_faults.py"
+
+FAULTS = {
+    "kill": "SIGKILL",
+    "stop_10s": "SIGSTOP 10 s",
+    "stop": "SIGSTOP for ever",
+    "hold": "interpreter lock held 10 s",
+    "raise": "exception in the task",
+    "exit": "os._exit in a hook",
+    "disk": "full disk",
+}
+ROLES = ("trainer", "server", "shard", "supervisor")
+PHASES = ("joining", "first_step", "mid_step", "validation", "checkpoint", "shutdown")
+CONSISTENCIES = ("sync", "rollback", "bounded", "async", "backup", "ddp")
+
+LOST_AFTER_S = 2.0
+LIMIT_S = 60.0
+EPOCHS, SAMPLES = 2, 256
+DUE = EPOCHS * SAMPLES
+STOPPED_S = 10.0
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One fault: where, when and in which kind of run. ``rollback`` is ``sync`` with ``server.on_loss: rollback``."""
+
+    consistency: str
+    role: str
+    phase: str
+    fault: str
+
+    @property
+    def name(self) -> str:
+        return "/".join((self.consistency, self.role, self.phase, self.fault))
+
+    @property
+    def mode(self) -> str:
+        return "ddp" if self.consistency == "ddp" else "rpc"
+
+    @property
+    def servers(self) -> int:
+        return 0 if self.mode == "ddp" else 2 if self.role == "shard" else 1
+
+    @property
+    def target(self) -> int:
+        """The rank, or -1. Of the trainers it is the second one, but for a disk, which only rank 0 uses."""
+        if self.role == "trainer":
+            return 0 if self.fault == "disk" else self.servers + 1
+        return {"server": 0, "shard": 1, "supervisor": -1}[self.role]
+
+    def impossible(self) -> str | None:
+        """Why there is no such cell; None if there is one."""
+        if self.mode == "ddp" and self.role in ("server", "shard"):
+            return "ddp has no servers"
+        if self.role == "supervisor" and self.fault not in SIGNALS:
+            return "the supervisor runs no code of the task, and writes a file only if rank 0 could not"
+        if self.fault == "disk" and (self.role == "shard" or (self.role == "trainer" and self.mode != "ddp")):
+            return "only rank 0 writes the run's folder"
+        if self.role in ("server", "shard") and self.fault in ("hold", "raise", "exit"):
+            if self.phase == "shutdown":
+                return "a server calls no code of the task when the run ends"
+            if self.role == "shard" and self.phase == "validation":
+                return "a shard server takes no part in a validation"
+        return None
+
+    def config(self) -> dict[str, Any]:
+        """Of the run."""
+        consistency = {"rollback": "sync", "backup": "sync", "ddp": "sync"}.get(self.consistency, self.consistency)
+        server: dict[str, Any] = {"consistency": consistency, "heartbeat_s": 0.3, "lost_after_s": LOST_AFTER_S}
+        if self.consistency == "rollback":
+            server["on_loss"] = "rollback"
+        if self.consistency == "backup":
+            server["backup_trainers"] = 1
+        return {
+            "mode": self.mode,
+            "cluster": {"num_trainers": 2, "num_servers": max(self.servers, 1), "timeout_s": 20},
+            "server": server,
+            "training": {
+                "max_steps": None,
+                "max_epochs": EPOCHS,
+                "batch_size": 8,
+                "validate_every": 8,
+                "uneven_inputs": "join",
+            },
+            "checkpoint": {"every": 5, "keep": 3},
+        }
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a cell; a number is None where there is nothing to measure.
+
+    Attributes:
+        name: of the cell.
+        expected: whether it ended as it must.
+        outcome: ``completed``, or how it ended.
+        noticed_s: from the fault to the first record or note of the loss.
+        update_s: from the fault to the next update.
+        replaced_s: from the fault to the first batch of the process that takes the place of the lost one; of a server,
+            to the first update that it makes.
+        redone: updates made again.
+        samples: applied.
+        equal: whether the parameters are those of a run without faults, where they must be.
+        left: processes and files that are left behind.
+        seconds: duration of the cell.
+        problems: what was not as it must be.
+    """
+
+    name: str
+    expected: bool
+    outcome: str
+    noticed_s: float | None
+    update_s: float | None
+    replaced_s: float | None
+    redone: int | None
+    samples: int | None
+    dropped: int | None
+    equal: bool | None
+    left: list[str]
+    seconds: float
+    problems: list[str]
+
+
+def all_cells() -> Iterator[Cell]:
+    for consistency in CONSISTENCIES:
+        for role in ROLES:
+            for phase in PHASES:
+                for fault in FAULTS:
+                    yield Cell(consistency, role, phase, fault)
+
+
+# One cell.
+
+
+class Watch:
+    """Reads what a run writes while it runs: when each line of its output came."""
+
+    def __init__(self, output: Path) -> None:
+        self.output = output
+        self.lines: list[tuple[float, str]] = []
+        self._size = 0
+        self._rest = ""
+
+    def read(self) -> None:
+        if self.output.exists() and self.output.stat().st_size > self._size:
+            with self.output.open() as file:
+                file.seek(self._size)
+                text = file.read()
+                self._size = file.tell()
+            *lines, self._rest = (self._rest + text).replace("\r", "\n").split("\n")
+            self.lines += [(time.time(), line) for line in lines]
+
+
+def run_cell(cell: Cell, folder: Path) -> Outcome:
+    """Run one cell in ``folder``, which must be empty."""
+    began = time.monotonic()
+    run, watch, fired, code = _run(cell, folder)
+    problems = [] if fired else ["the fault did not fire"]
+    if code == "hung":
+        problems.append(f"no end within {LIMIT_S:g} s")
+    left = run["left"]
+    finished: FinishedRun = run["finished"]
+    summary = finished.summary if (finished.run_dir / "summary.json").exists() else {}
+    if cell.role == "supervisor" and cell.fault == "kill" and fired and not run["hung"]:
+        # By hand: what the message of a resume says.
+        if (finished.run_dir / "checkpoints" / "latest").exists():
+            code = fork_server().run(["--resume", finished.run_dir], folder, LIMIT_S, environment())[0]
+            summary = finished.summary
+    at = fired["time"] if fired else time.time()
+    rows = _rows(folder)
+    problems += _problems_of_end(cell, code, summary, finished)
+    completed = code == 0 and summary.get("status") == "completed"
+    outcome = "completed" if completed else f"code {code}: {_last_error(watch)}"
+    samples = summary.get("samples") if completed else None
+    dropped = ((summary.get("staleness") or {}).get("dropped")) if completed else None
+    if (
+        samples is not None
+        and samples != DUE
+        and not (cell.consistency == "backup" and samples + 8 * (dropped or 0) >= DUE)
+    ):
+        problems.append(f"{samples} samples applied, {DUE} due")
+    equal = None
+    if completed and _must_equal(cell):
+        equal = differing_tensors(finished.load("model"), undisturbed(cell).load("model")) == []
+        if not equal:
+            problems.append("the parameters differ from those of the undisturbed run")
+    problems += [f"left: {what}" for what in left]
+    return Outcome(
+        cell.name,
+        not problems,
+        outcome,
+        _noticed(watch, finished, at),
+        _next_update(finished, at),
+        _replaced(cell, finished, rows, at, fired),
+        _redone(rows, at),
+        samples,
+        dropped,
+        equal,
+        left,
+        round(time.monotonic() - began, 1),
+        problems,
+    )
+
+
+def _run(cell: Cell, folder: Path) -> tuple[dict[str, Any], Watch, dict[str, Any] | None, Any]:
+    (folder / "tmp").mkdir(parents=True)
+    file = write_config(folder, task=f"{TASK}:Injected", task_args=_task_args(cell, folder), **cell.config())
+    arguments = ["--config", file, "--set", "logging.name=run"]
+    finished = FinishedRun(0, "", folder / "runs" / "run")
+    mark = folder / "mark"
+    fired: dict[str, Any] | None = None
+    continued = False
+    with fork_server().start(arguments, folder, environment(TMPDIR=str(folder / "tmp"))) as run:
+        watch, deadline, code = Watch(run.output), time.monotonic() + LIMIT_S, "hung"
+        stopped_for_ever = cell.role == "supervisor" and cell.fault == "stop"
+        while time.monotonic() < deadline:
+            watch.read()
+            if fired is None and mark.exists() and (text := mark.read_text()).endswith("\n"):
+                fired = json.loads(text)
+            due = fired is not None and cell.fault == "stop_10s" and time.time() > fired["time"] + STOPPED_S
+            if due and not continued:
+                continued = True
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(fired["pid"], signal.SIGCONT)
+            if stopped_for_ever and fired is not None and not _alive_ranks(run.pid):
+                summary = finished.summary if (finished.run_dir / "summary.json").exists() else {}
+                code = 0 if summary.get("status") == "completed" else "stopped"
+                break
+            with contextlib.suppress(AssertionError):
+                code = run.wait(0.01)
+                break
+        watch.read()
+        hung = code == "hung"
+        if stopped_for_ever:
+            os.kill(run.pid, signal.SIGKILL)
+        left = _left_behind(run.pid, folder, cell) if not hung else []
+    return (
+        {
+            "finished": finished,
+            "ended_at": ended_at,
+            "ended_s": None if fired is None else ended_at - fired["time"],
+            "left": left,
+            "hung": hung,
+        },
+        watch,
+        fired,
+        code,
+    )
+
+
+def _task_args(cell: Cell, folder: Path) -> dict[str, Any]:
+    return {
+        "folder": str(folder),
+        "fault": cell.fault,
+        "target": cell.target,
+        "phase": cell.phase,
+        "samples": SAMPLES,
+    }
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def _of_session(pid: int) -> list[int]:
+    found = []
+    for path in Path("/proc").iterdir():
+        if path.name.isdigit():
+            with contextlib.suppress(ProcessLookupError):
+                if os.getsid(int(path.name)) == pid and _alive(int(path.name)):
+                    found.append(int(path.name))
+    return found
+
+
+def _alive_ranks(supervisor: int) -> list[int]:
+    return [pid for pid in _of_session(supervisor) if pid != supervisor]
+
+
+def _guards(supervisor: int) -> list[int]:
+    found = []
+    for path in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            words = (path / "cmdline").read_bytes().split(b"\0") if path.name.isdigit() else []
+            if any(w.endswith(b"rank_guard.py") for w in words) and str(supervisor).encode() in words:
+                found.append(int(path.name))
+    return found
+
+
+def _left_behind(supervisor: int, folder: Path, cell: Cell) -> list[str]:
+    """What is left of a run soon after its end; the guard may need some seconds after the supervisor's death."""
+    by_guard = cell.role == "supervisor" and cell.fault in ("kill", "stop")
+    deadline = time.monotonic() + (LOST_AFTER_S + 8 if by_guard else 2)
+    while True:
+        left = [f"process {pid}" for pid in _of_session(supervisor)]
+        left += [f"guard {pid}" for pid in _guards(supervisor)]
+        if not left or time.monotonic() > deadline:
+            break
+        time.sleep(0.02)
+    left += [f"file {path.name}" for path in (folder / "tmp").iterdir()]
+    run_dir = folder / "runs" / "run"
+    if run_dir.exists():
+        left += [f"file {p.name}" for p in run_dir.rglob("*") if ".tmp" in p.name or "launch" in p.name]
+    return left
+
+
+def _rows(folder: Path) -> list[tuple[float, int, int, int]]:
+    """Time, pid, rank and step of each batch."""
+    if not (folder / "rows").exists():
+        return []
+    words = [line.split() for line in (folder / "rows").read_text().splitlines()]
+    return sorted((float(w[0]), int(w[1]), int(w[2]), int(w[3])) for w in words if len(w) == 4)
+
+
+def _records(finished: FinishedRun) -> list[dict[str, Any]]:
+    file = finished.run_dir / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def _last_error(watch: Watch) -> str:
+    errors = [line for _, line in watch.lines if "error: " in line]
+    return errors[-1].partition("error: ")[2][:200] if errors else "no message"
+
+
+_LOSS = (" is lost", "no sign of life", "failed after its end", "error: ")
+
+
+def _noticed(watch: Watch, finished: FinishedRun, at: float) -> float | None:
+    moments = [moment for moment, line in watch.lines if moment >= at and any(word in line for word in _LOSS)]
+    moments += [r["time"] for r in _records(finished) if r["kind"] == "lost" and r["time"] >= at]
+    return round(min(moments) - at, 3) if moments else None
+
+
+def _next_update(finished: FinishedRun, at: float) -> float | None:
+    later = [r["time"] for r in _records(finished) if r["kind"] == "train" and r["time"] > at]
+    return round(min(later) - at, 3) if later else None
+
+
+def _replaced(cell: Cell, finished: FinishedRun, rows: Any, at: float, fired: Any) -> float | None:
+    if fired is None or cell.role == "supervisor":
+        return None
+    if cell.role == "trainer":
+        later = [t for t, pid, rank, _ in rows if rank == cell.target and pid != fired["pid"] and t > at]
+    else:
+        starts = [r["time"] for r in _records(finished) if r["kind"] == "start" and r["time"] > at]
+        began = max(starts, default=None)
+        if began is None:
+            return None
+        later = [r["time"] for r in _records(finished) if r["kind"] == "train" and r["time"] > began]
+    return round(min(later) - at, 3) if later else None
+
+
+def _redone(rows: Any, at: float) -> int | None:
+    before = [step for t, _, _, step in rows if t <= at]
+    return 0 if not before else _largest_return(rows)
+
+
+def _largest_return(rows: Any) -> int:
+    """By how many versions a trainer went back at most."""
+    total, highest = 0, dict[int, int]()
+    for _, _, rank, step in rows:
+        if step < highest.get(rank, step):
+            total = max(total, highest[rank] - step)
+        highest[rank] = step
+    return total
+
+
+def _problems_of_end(cell: Cell, code: Any, summary: dict[str, Any], finished: FinishedRun) -> list[str]:
+    if cell.fault in ("raise", "disk"):
+        return [] if code == 1 else [f"exit code {code}, must be 1"]
+    killed = cell.role == "supervisor" and cell.fault == "kill"
+    if killed and code is None and not (finished.run_dir / "checkpoints" / "latest").exists():
+        return []  # nothing was saved yet, so nothing is resumed
+    return [] if code == 0 and summary.get("status") == "completed" else [f"must complete, ended with {code}"]
+
+
+def _must_equal(cell: Cell) -> bool:
+    if cell.consistency in ("rollback", "ddp"):
+        return True
+    return cell.consistency == "sync" and (cell.role != "trainer" or cell.fault not in FAULTS)
+
+
+_undisturbed: dict[tuple[str, int], FinishedRun] = {}
+_undisturbed_lock = threading.Lock()
+
+
+def undisturbed(cell: Cell) -> FinishedRun:
+    """The same run without a fault; made once."""
+    key = (cell.consistency, cell.servers)
+    with _undisturbed_lock:
+        if key not in _undisturbed:
+            folder = _folder() / f"undisturbed-{cell.consistency}-{cell.servers}"
+            folder.mkdir()
+            arguments = _task_args(cell, folder) | {"fault": None}
+            file = write_config(folder, task=f"{TASK}:Injected", task_args=arguments, **cell.config())
+            code, output = fork_server().run(["--config", file, "--set", "logging.name=run"], folder, LIMIT_S)
+            if code != 0:
+                raise RuntimeError(f"the undisturbed run of {cell.name} ended with {code}:\n{output}")
+            _undisturbed[key] = FinishedRun(code, output, folder / "runs" / "run")
+        return _undisturbed[key]
+
+
+@lru_cache(maxsize=1)
+def _folder() -> Path:
+    """Of the runs of this process; its owner removes it."""
+    return Path(_owner.name)
+
+
+_owner = tempfile.TemporaryDirectory(prefix="faults-")
+
+
+# The table.
+
+
+def describe(result: dict[str, Any]) -> str:
+    """A cell of the table."""
+    if not result["expected"]:
+        return "FAILED: " + "; ".join(result["problems"])
+    numbers = [_number(result[name]) for name in ("noticed_s", "update_s", "replaced_s")]
+    if result["outcome"] != "completed":
+        return f"ended {numbers[0]}"
+    redone = f", {result['redone']} redone" if result["redone"] else ""
+    lost = "" if result["samples"] in (DUE, None) else f", {DUE - result['samples']} dropped"
+    return " / ".join(numbers) + redone + lost
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}" if value >= 0.95 else f"{value:.2f}"
+
+
+def table(results: dict[str, dict[str, Any]], duration_s: float) -> str:
+    """The document."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    ran = list(results.values())
+    failed = [r for r in ran if not r["expected"]]
+    lines = [
+        HEADER.format(
+            date=time.strftime("%Y-%m-%d"),
+            commit=commit,
+            minutes=duration_s / 60,
+            cells=len(ran),
+            failed=len(failed),
+            origin=origin().splitlines()[1],
+            lost=LOST_AFTER_S,
+            longest=max((r["seconds"] for r in ran), default=0),
+            due=DUE,
+        )
+    ]
+    for role in ROLES:
+        lines += [f"\n## {role.capitalize() if role != 'shard' else 'Shard server'}\n"]
+        lines += ["| phase | fault | " + " | ".join(CONSISTENCIES) + " |", "| --- " * (2 + len(CONSISTENCIES)) + "|"]
+        for phase in PHASES:
+            for fault, title in FAULTS.items():
+                cells = [Cell(c, role, phase, fault) for c in CONSISTENCIES]
+                if all(cell.impossible() for cell in cells):
+                    continue
+                texts = [
+                    "n/a" if cell.impossible() else describe(results[cell.name]) if cell.name in results else ""
+                    for cell in cells
+                ]
+                if any(texts):
+                    lines.append(f"| {phase.replace('_', ' ')} | {title} | " + " | ".join(texts) + " |")
+        reasons = sorted({(cell.fault, r) for cell in all_cells() if cell.role == role and (r := cell.impossible())})
+        whys: dict[str, list[str]] = {}
+        for fault, reason in reasons:
+            whys.setdefault(reason, []).append(FAULTS[fault])
+        lines += [""] + [f"- Impossible: {reason} ({', '.join(faults)})." for reason, faults in whys.items()]
+    return "\n".join(lines) + "\n"
+
+
+HEADER = """# Real faults
+
+Made by `python -m tests.measure.faults` on {date} at commit {commit}, in {minutes:.0f} minutes on {origin}.
+
+{cells} cells, each a run of two trainers with one fault; {failed} did not end as they must; the longest took
+{longest:.0f} s. `server.lost_after_s` is {lost:g} s. A cell reads "noticed / next update / replacement trains", seconds
+after the fault, of a run that completed with all {due} samples applied once; "-" where there is nothing to measure.
+"ended" is a run that ended with code 1 and one sentence, and after how many seconds. Ranks are forks of a process that
+has imported torch, so a replacement saves the 3 to 4 seconds of a new interpreter. In `rollback` (`sync` with
+`server.on_loss: rollback`), in `ddp`, and after the loss of a server in `sync`, the parameters are bit-equal to those of
+the undisturbed run. No cell leaves a process, a temporary file or a socket behind."""
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--cells",
+        nargs="*",
+        default=[],
+        help="only cells whose names have one of these alternatives of each word, as sync|ddp",
+    )
+    parser.add_argument("--jobs", type=int, default=3, help="cells at a time")
+    parser.add_argument("--results", type=Path, help="JSON lines of results, which are added to")
+    parser.add_argument("--out", type=Path, help="write the table there")
+    arguments = parser.parse_args(words)
+    began = time.monotonic()
+    results: dict[str, dict[str, Any]] = {}
+    if arguments.results is not None and arguments.results.exists():
+        for line in arguments.results.read_text().splitlines():
+            result = json.loads(line)
+            results[result["name"]] = result
+    chosen = [c for c in all_cells() if not c.impossible() and _is_chosen(c, arguments.cells) and c.name not in results]
+    fork_server()  # its start is no part of a cell
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        for outcome in pool.map(_run_in_own_folder, chosen):
+            results[outcome.name] = asdict(outcome)
+            print(
+                f"{outcome.name:45} {outcome.seconds:5.1f} s  {describe(asdict(outcome))}  [{outcome.outcome}]",
+                flush=True,
+            )
+            if arguments.results is not None:
+                with arguments.results.open("a") as file:
+                    file.write(json.dumps(asdict(outcome)) + "\n")
+    if arguments.out is not None:
+        arguments.out.write_text(table(results, time.monotonic() - began))
+    failed = [name for name, result in results.items() if not result["expected"]]
+    print(f"{len(results)} cells, {len(failed)} failed")
+    return int(bool(failed))
+
+
+def _is_chosen(cell: Cell, words: Sequence[str]) -> bool:
+    parts = cell.name.split("/")
+    return all(any(alternative in parts for alternative in word.split("|")) for word in words)
+
+
+def _run_in_own_folder(cell: Cell) -> Outcome:
+    folder = _folder() / cell.name.replace("/", "-")
+    folder.mkdir()
+    return run_cell(cell, folder)
+
+
+if __name__ == "__main__":
+    from forkserver import close_shared_server
+
+    try:
+        code = main()
+    finally:
+        close_shared_server()
+        if os.environ.get("FAULTS_KEEP"):
+            print(_owner.name)
+            _owner._finalizer.detach()
+    sys.exit(code)
