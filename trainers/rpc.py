@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from paramserver.consistency import Announcement, Decision, Verdict
 from paramserver.context import ProcessContext
 from paramserver.distributed.membership import Member, release_liveness_calls
 from paramserver.distributed.rendezvous import Rendezvous
-from paramserver.distributed.rpc_calls import RemoteError
+from paramserver.distributed.rpc_calls import RemoteError, note_repeated
 from paramserver.distributed.session import rpc_trainer
 from paramserver.errors import (
     Evicted,
@@ -38,7 +38,7 @@ from paramserver.parameters.flat import FlatLayout, module_buffers, trainable_pa
 from paramserver.parameters.model import build_model, detached_state_dict, load_weights
 from paramserver.parameters.sharding import full_shard
 from paramserver.runs.checkpoint_manager import CheckpointManager
-from paramserver.server.client import InFlightCall, ServerClient
+from paramserver.server.client import CallFailed, InFlightCall, ServerClient
 from paramserver.task import Task
 from paramserver.transport.base import GradientBucket, TrainerTransport
 from paramserver.transport.compression import make_codec
@@ -85,6 +85,7 @@ class RpcTrainer(Trainer):
         assert rendezvous is not None
         self.rendezvous = rendezvous
         self._context_id = 0
+        self._context = ExitStack()
         self._grant = StepGrant()
         self._next_grant: StepGrant | None = None  # came with the reply to the last push
         self._pull: list[InFlightCall[tuple[Tensor, ...]]] = []
@@ -195,8 +196,14 @@ class RpcTrainer(Trainer):
 
     @contextmanager
     def _autograd_context(self) -> Iterator[None]:
-        with dist_autograd.context() as self._context_id:
+        with self._context:
+            self._enter_autograd_context()
             yield
+
+    def _enter_autograd_context(self) -> None:
+        """Enter a new context, in the place of the one that was entered before in this step."""
+        self._context.close()
+        self._context_id = self._context.enter_context(dist_autograd.context())
 
     def step_scope(self) -> AbstractContextManager[Any]:
         return self._autograd_context()
@@ -219,7 +226,17 @@ class RpcTrainer(Trainer):
 
     def _finish_pull(self) -> None:
         self.clock.add_hidden(max(call.in_flight_s() for call in self._pull))
-        self._pulled = tuple(flat for call in self._pull for flat in call.wait())
+        give_up_at = time.monotonic() + self.config.cluster.timeout_s
+        while True:
+            try:
+                self._pulled = tuple(flat for call in self._pull for flat in call.wait_once())
+                return
+            except CallFailed as failure:
+                self.server.wait_before_repeat(failure, give_up_at)
+                note_repeated("pull")
+                # The server may have recorded the pull. Distributed autograd would wait for its gradient too.
+                self._enter_autograd_context()
+                self.begin_pull()
 
     def load_version(self) -> None:
         if self.transport.zero_copy:

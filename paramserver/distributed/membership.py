@@ -197,6 +197,8 @@ class Heartbeat:
         send: calls the server; raises if it does not answer in time, or refuses.
         interval_s: seconds between two heartbeats.
         on_lost: called once, in the thread, with the error of a heartbeat that failed; the thread ends then.
+        lost_after_s: heartbeats that fail sooner after the last one that was answered do not count, unless the server
+            refused them: a message may be lost, and the end of the connection is noticed by the liveness call.
 
     Example::
 
@@ -210,7 +212,14 @@ class Heartbeat:
         >>> heartbeat.close()
     """
 
-    def __init__(self, send: Callable[[], None], interval_s: float, on_lost: Callable[[PeerLost], None]) -> None:
+    def __init__(
+        self,
+        send: Callable[[], None],
+        interval_s: float,
+        on_lost: Callable[[PeerLost], None],
+        lost_after_s: float = 0.0,
+    ) -> None:
+        self._lost_after_s = lost_after_s
         self._send = send
         self._interval_s = interval_s
         self._on_lost = on_lost
@@ -220,10 +229,14 @@ class Heartbeat:
         self._thread.start()
 
     def _run(self) -> None:
+        answered = time.monotonic()
         while not self._closed.wait(self._interval_s):
             try:
                 self._send()
+                answered = time.monotonic()
             except Exception as error:  # noqa: BLE001 - whatever stops a heartbeat: the server is out of reach
+                if not isinstance(error, PeerLost) and time.monotonic() - answered < self._lost_after_s:
+                    continue
                 if not self._closed.is_set():
                     silent = PeerLost(f"it did not answer ({str(error).splitlines()[0]})")
                     self._on_lost(error if isinstance(error, PeerLost) else silent)

@@ -85,7 +85,9 @@ class Aggregator:
         self._pushes: dict[int, Push] = {}  # complete, not applied yet
         self._incomplete: dict[int, Push] = {}  # reported, with gradients still on their way
         self._granted: dict[int, int] = {}  # the version that each trainer was granted and has not pushed for
-        self._replies: dict[int, Future] = {}  # of the last push of each trainer, for a message that is repeated
+        # Of the last push of each trainer, and of its last announcement with its number: for a repeated message.
+        self._replies: dict[int, Future] = {}
+        self._announced: dict[int, tuple[int, Future]] = {}
         self.ended = False  # the trainers have been sent the end of the run
         self._exclusive: deque[Callable[[ReleaseFn], None]] = deque()
         self._processing = self._process_again = False
@@ -94,17 +96,29 @@ class Aggregator:
 
     # Announcements.
 
-    def announce(self, trainer_index: int, announcement: Announcement) -> torch.futures.Future[StepGrant]:
+    def announce(
+        self, trainer_index: int, announcement: Announcement, number: int = 0
+    ) -> torch.futures.Future[StepGrant]:
         """Reply with a ``StepGrant`` once the consistency model lets the trainer continue.
+
+        Args:
+            trainer_index: of the trainer.
+            announcement: of its next step.
+            number: of the announcement, from 1; one that is repeated gets the same reply. 0: it is never repeated.
 
         Raises:
             RunEnded: the other trainers have ended the run.
         """
+        last_number, reply = self._announced.get(trainer_index, (0, None))
+        if reply is not None and number == last_number:
+            return reply
         if self.ended:
             raise RunEnded(f"the run ended before trainer {trainer_index} took part in it")
         if trainer_index not in self.rules.trainers:
             self.rules.join(trainer_index)
         future: torch.futures.Future[StepGrant] = torch.futures.Future()
+        if number:
+            self._announced[trainer_index] = number, future
         self._enqueue(trainer_index, announcement, future)
         self._process()
         return future
@@ -125,6 +139,7 @@ class Aggregator:
         self._granted.pop(trainer_index, None)
         self._results.pop(trainer_index, None)
         self._replies.pop(trainer_index, None)
+        self._announced.pop(trainer_index, None)
         if (transport := self.transports.pop(trainer_index, None)) is not None:
             transport.unpin()
         if trainer_index in self.rules.trainers:

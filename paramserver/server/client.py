@@ -7,6 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import torch
@@ -22,6 +23,7 @@ from paramserver.distributed.rpc_calls import (
     NO_TIMEOUT_S,
     RemoteError,
     get_parameter_server,
+    note_repeated,
     send,
     send_by_rref,
     send_deferred,
@@ -47,27 +49,46 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+# A call that failed is sent again after this time, unless the server turns out to be lost meanwhile.
+_REPEAT_AFTER_S = 0.05
+
+
+class CallFailed(Exception):  # noqa: N818 - as the other errors of calls
+    """A call or its reply did not arrive. The server may live, and may have received the call."""
+
+
 class InFlightCall(Generic[T]):
     """A call whose reply is awaited later, while this process computes.
 
     Args:
         connection: detects that the server is lost.
-        future: of the reply.
+        call: sends it.
         name: of the handler, for messages.
         timeout_s: of ``wait``; None for a reply that waits for other trainers.
+        repeatable: the server replies to the same call again as before, so it is sent again if it fails.
     """
 
     def __init__(
-        self, connection: ServerConnection, future: torch.futures.Future[T], name: str, timeout_s: float | None = None
+        self,
+        connection: ServerConnection,
+        call: Callable[[], torch.futures.Future[T]],
+        name: str,
+        timeout_s: float | None = None,
+        repeatable: bool = False,
     ) -> None:
-        self.future = future
+        self._call = call
         self._connection = connection
         self._name = name
         self._timeout_s = timeout_s
+        self._repeatable = repeatable
         self._sent = time.perf_counter()
         self._replied: float | None = None
+        self._send()
+
+    def _send(self) -> None:
+        self.future = self._call()
         # Runs in a thread of the RPC agent, or here if the reply is there already.
-        future.add_done_callback(self._note_reply)
+        self.future.add_done_callback(self._note_reply)
 
     def _note_reply(self, _: torch.futures.Future[T]) -> None:
         self._replied = time.perf_counter()
@@ -84,6 +105,22 @@ class InFlightCall(Generic[T]):
             PeerLost: the server is lost.
             DeadlineExceeded: there was no reply in time.
             ParamserverError: the handler raised it.
+        """
+        give_up_at = None
+        while True:
+            try:
+                return self.wait_once()
+            except CallFailed as failure:
+                give_up_at = give_up_at or time.monotonic() + self._connection.timeout_s
+                self._connection.wait_before_repeat(failure, give_up_at if self._repeatable else 0.0)
+            note_repeated(self._name)
+            self._send()
+
+    def wait_once(self) -> T:
+        """Return the reply as ``wait`` does, but do not send the call again.
+
+        Raises:
+            CallFailed: the call or its reply did not arrive.
         """
         return self._connection.wait(self.future, self._name, self._timeout_s)
 
@@ -130,10 +167,11 @@ class ServerConnection(ABC):
             # ends it (docs/torch-notes.md).
             abort_connections(self._addresses)
 
-        self._heartbeat = Heartbeat(beat, self.config.server.heartbeat_s, on_lost)
+        server = self.config.server
+        self._heartbeat = Heartbeat(beat, server.heartbeat_s, on_lost, server.lost_after_s)
 
     def wait(self, future: torch.futures.Future[T], name: str, timeout_s: float | None) -> T:
-        """Wait for a reply; see ``InFlightCall.wait``. The future must ``wake`` this object when it is done."""
+        """Wait for a reply; see ``InFlightCall.wait_once``. The future must ``wake`` this object when it is done."""
         # A condition, not ``future.wait``: torch's wait cannot be interrupted when the server is lost.
         with self._changed:
             ended = self._changed.wait_for(lambda: future.done() or self._lost is not None, timeout_s)
@@ -146,23 +184,36 @@ class ServerConnection(ABC):
         try:
             value = future.value()
         except RuntimeError as error:  # of the agent: handlers return their errors
-            raise PeerLost(f"{self._name} is lost: {str(error).splitlines()[0]}") from error
+            raise CallFailed(str(error).splitlines()[0]) from error
         if isinstance(value, RemoteError):
             raise value.error()
         return value
+
+    def wait_before_repeat(self, failure: CallFailed, give_up_at: float) -> None:
+        """Wait a moment after a call failed, in which a server that is dead is noticed.
+
+        Raises:
+            PeerLost: the server is lost, or ``give_up_at`` (``time.monotonic()``) has passed.
+        """
+        if time.monotonic() > give_up_at:
+            raise PeerLost(f"{self._name} is lost: {failure}") from failure
+        with self._changed:
+            self._changed.wait_for(lambda: self._lost is not None, _REPEAT_AFTER_S)
+        self.raise_if_lost()
 
     def begin(
         self, to: str, handler: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> InFlightCall[T]:
         """Call a handler that replies immediately."""
-        future = send(to, self.timeout_s, handler, *args, **kwargs)
-        return InFlightCall(self, future, handler.__name__, self.timeout_s)
+        call = partial(send, to, self.timeout_s, handler, *args, **kwargs)
+        return InFlightCall(self, call, handler.__name__, self.timeout_s, handler in _REPEATABLE)
 
     def begin_deferred(
         self, handler: Callable[Concatenate[Any, P], torch.futures.Future[T]], *args: P.args, **kwargs: P.kwargs
     ) -> InFlightCall[T]:
         """Call a handler of server 0 that replies once other trainers have taken part."""
-        return InFlightCall(self, send_deferred(SERVER_NAME, handler, *args, **kwargs), handler.__name__)
+        call = partial(send_deferred, SERVER_NAME, handler, *args, **kwargs)
+        return InFlightCall(self, call, handler.__name__, repeatable=handler in _REPEATABLE)
 
     def call(self, handler: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a handler of server 0 that replies immediately, and wait."""
@@ -195,6 +246,24 @@ class ServerConnection(ABC):
         """Stop the heartbeat."""
         if self._heartbeat is not None:
             self._heartbeat.close()
+
+
+# Handlers of server 0 that may be called again with the same arguments: those of pushes and announcements know the
+# numbers of the last ones, the others change nothing the second time.
+_REPEATABLE = frozenset(
+    {
+        ParameterServer.announce,
+        ParameterServer.push,
+        ParameterServer.push_in_place,
+        ParameterServer.receive_bucket,
+        ParameterServer.report_source,
+        ParameterServer.leave,
+        ParameterServer.wait_version,
+        ParameterServer.view_version,
+        ParameterServer.optimizer_state,
+        ParameterServer.model_as_built,
+    }
+)
 
 
 class ShardCoordinatorClient(ServerConnection):
@@ -237,7 +306,7 @@ class ServerClient(ServerConnection):
         super().__init__(config, index, addresses)
         self._worker_id = worker_id
         self._id = TrainerId(index, 0, 0)  # until it has joined
-        self._sequence = 0
+        self._sequence = self._announced = 0
         self._shard_servers: list[str] = []
         # Steps address the server by name; see distributed/rpc_calls.py.
         self.rref = rpc.remote(SERVER_NAME, get_parameter_server)
@@ -255,8 +324,8 @@ class ServerClient(ServerConnection):
 
     def join(self, member: Member, epoch_samples: int | None) -> JoinReply:
         """Join the run; returns once all trainers and servers have joined."""
-        future = send_deferred(SERVER_NAME, ParameterServer.join, member, epoch_samples)
-        reply = InFlightCall(self, future, "join", self.timeout_s).wait()
+        call = partial(send_deferred, SERVER_NAME, ParameterServer.join, member, epoch_samples)
+        reply = InFlightCall(self, call, "join", self.timeout_s).wait()
         self._id, self._sequence = TrainerId(self.index, reply.view, reply.incarnation), 0
         return reply
 
@@ -289,7 +358,8 @@ class ServerClient(ServerConnection):
 
     def announce(self, announcement: Announcement) -> StepGrant:
         """Announce the next step; returns once the consistency model lets this trainer continue."""
-        return self.call_deferred(ParameterServer.announce, self._id, announcement)
+        self._announced += 1
+        return self.call_deferred(ParameterServer.announce, self._id, announcement, self._announced)
 
     def pull(self, version: int) -> list[InFlightCall[tuple[Tensor, ...]]]:
         """Pull a version inside this thread's distributed-autograd context: a call for each server, in order."""
@@ -300,10 +370,10 @@ class ServerClient(ServerConnection):
         """Send a part of a push while backward continues. Like the push it takes as long as the network needs."""
         to, part = server_name(bucket.server_index), (version, bucket.flat_index, gradient)
         if bucket.server_index:
-            future = send(to, NO_TIMEOUT_S, ShardServer.receive_bucket, self.index, *part)
+            call = partial(send, to, NO_TIMEOUT_S, ShardServer.receive_bucket, self.index, *part)
         else:
-            future = send(to, NO_TIMEOUT_S, ParameterServer.receive_bucket, self._id, *part)
-        return InFlightCall(self, future, "receive_bucket")
+            call = partial(send, to, NO_TIMEOUT_S, ParameterServer.receive_bucket, self._id, *part)
+        return InFlightCall(self, call, "receive_bucket", repeatable=not bucket.server_index)
 
     def backward(self, context_id: int, root: Tensor) -> None:
         """Push by the distributed backward of ``root``.
@@ -353,8 +423,9 @@ class ServerClient(ServerConnection):
 
     def compute(self, call: ModelCall) -> ModelReply:
         """Run a forward on the server, through the RRef as in PyTorch's RPC tutorial; it may take long."""
-        future = send_by_rref(self.rref, ParameterServer.compute, self._id, call)
-        return InFlightCall(self, future, "compute").wait()
+        return InFlightCall(
+            self, partial(send_by_rref, self.rref, ParameterServer.compute, self._id, call), "compute"
+        ).wait()
 
     # Validation, checkpoints, records.
 

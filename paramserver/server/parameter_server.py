@@ -495,10 +495,12 @@ class ParameterServer(TutorialMethods):
 
     # Steps: see ``Aggregator``.
 
-    def announce(self, sender: TrainerId, announcement: Announcement) -> torch.futures.Future[StepGrant]:
-        """Reply once the consistency model lets the trainer continue."""
+    def announce(
+        self, sender: TrainerId, announcement: Announcement, number: int = 0
+    ) -> torch.futures.Future[StepGrant]:
+        """Reply once the consistency model lets the trainer continue; to the same ``number`` again as before."""
         with self._lock:
-            return self.aggregator.announce(self._admit(sender), announcement)
+            return self.aggregator.announce(self._admit(sender), announcement, number)
 
     def pull(self, sender: TrainerId) -> tuple[Tensor, ...]:
         """Return the version that the trainer was granted, recorded in its distributed-autograd context."""
