@@ -42,7 +42,7 @@ class Injected(ReferenceTask):
 
     def _reach(self, phase):
         """In a process of the run, at a phase: fire the fault if it belongs here and has not fired."""
-        if phase != self.phase or self.fault is None:
+        if phase != self.phase or self.fault is None or (self.folder / "mark").exists():
             return
         if self.rank == self.target:
             self._fire(os.getpid())

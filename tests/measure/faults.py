@@ -102,8 +102,8 @@ class Cell:
         if self.role in ("server", "shard") and self.fault in ("hold", "raise", "exit"):
             if self.phase == "shutdown":
                 return "a server calls no code of the task when the run ends"
-            if self.role == "shard" and self.phase == "validation":
-                return "a shard server takes no part in a validation"
+            if self.role == "shard" and self.phase in ("validation", "checkpoint"):
+                return "a shard server calls no code of the task for a validation or a checkpoint"
         return None
 
     def config(self) -> dict[str, Any]:
@@ -194,21 +194,37 @@ class Watch:
             self.lines += [(time.time(), line) for line in lines]
 
 
+@dataclass(frozen=True)
+class Finished:
+    """A run with a fault that has ended.
+
+    Attributes:
+        run: what it left.
+        watch: its output.
+        fired: the fault's mark: ``time`` and ``pid``; None if it did not fire.
+        code: exit code; None if the supervisor was killed, ``hung`` if the run was still alive at the limit.
+        left: what it left behind.
+    """
+
+    run: FinishedRun
+    watch: Watch
+    fired: dict[str, Any] | None
+    code: int | str | None
+    left: list[str]
+
+
 def run_cell(cell: Cell, folder: Path) -> Outcome:
     """Run one cell in ``folder``, which must be empty."""
     began = time.monotonic()
-    run, watch, fired, code = _run(cell, folder)
+    ended = _run(cell, folder)
+    finished, watch, fired, code, left = ended.run, ended.watch, ended.fired, ended.code, ended.left
     problems = [] if fired else ["the fault did not fire"]
     if code == "hung":
         problems.append(f"no end within {LIMIT_S:g} s")
-    left = run["left"]
-    finished: FinishedRun = run["finished"]
+    by_hand = cell.role == "supervisor" and cell.fault == "kill" and code != "hung"
+    if by_hand and (finished.run_dir / "checkpoints" / "latest").exists():
+        code = fork_server().run(["--resume", finished.run_dir], folder, LIMIT_S, environment())[0]
     summary = finished.summary if (finished.run_dir / "summary.json").exists() else {}
-    if cell.role == "supervisor" and cell.fault == "kill" and fired and not run["hung"]:
-        # By hand: what the message of a resume says.
-        if (finished.run_dir / "checkpoints" / "latest").exists():
-            code = fork_server().run(["--resume", finished.run_dir], folder, LIMIT_S, environment())[0]
-            summary = finished.summary
     at = fired["time"] if fired else time.time()
     rows = _rows(folder)
     problems += _problems_of_end(cell, code, summary, finished)
@@ -216,11 +232,8 @@ def run_cell(cell: Cell, folder: Path) -> Outcome:
     outcome = "completed" if completed else f"code {code}: {_last_error(watch)}"
     samples = summary.get("samples") if completed else None
     dropped = ((summary.get("staleness") or {}).get("dropped")) if completed else None
-    if (
-        samples is not None
-        and samples != DUE
-        and not (cell.consistency == "backup" and samples + 8 * (dropped or 0) >= DUE)
-    ):
+    counted = cell.consistency == "backup" and samples is not None and samples + 8 * (dropped or 0) >= DUE
+    if samples not in (None, DUE) and not counted:
         problems.append(f"{samples} samples applied, {DUE} due")
     equal = None
     if completed and _must_equal(cell):
@@ -245,7 +258,7 @@ def run_cell(cell: Cell, folder: Path) -> Outcome:
     )
 
 
-def _run(cell: Cell, folder: Path) -> tuple[dict[str, Any], Watch, dict[str, Any] | None, Any]:
+def _run(cell: Cell, folder: Path) -> Finished:
     (folder / "tmp").mkdir(parents=True)
     file = write_config(folder, task=f"{TASK}:Injected", task_args=_task_args(cell, folder), **cell.config())
     arguments = ["--config", file, "--set", "logging.name=run"]
@@ -273,22 +286,10 @@ def _run(cell: Cell, folder: Path) -> tuple[dict[str, Any], Watch, dict[str, Any
                 code = run.wait(0.01)
                 break
         watch.read()
-        hung = code == "hung"
         if stopped_for_ever:
             os.kill(run.pid, signal.SIGKILL)
-        left = _left_behind(run.pid, folder, cell) if not hung else []
-    return (
-        {
-            "finished": finished,
-            "ended_at": ended_at,
-            "ended_s": None if fired is None else ended_at - fired["time"],
-            "left": left,
-            "hung": hung,
-        },
-        watch,
-        fired,
-        code,
-    )
+        left = _left_behind(run.pid, folder, cell) if code != "hung" else []
+    return Finished(finished, watch, fired, code, left)
 
 
 def _task_args(cell: Cell, folder: Path) -> dict[str, Any]:
@@ -552,10 +553,8 @@ def main(words: Sequence[str] | None = None) -> int:
     with ThreadPoolExecutor(arguments.jobs) as pool:
         for outcome in pool.map(_run_in_own_folder, chosen):
             results[outcome.name] = asdict(outcome)
-            print(
-                f"{outcome.name:45} {outcome.seconds:5.1f} s  {describe(asdict(outcome))}  [{outcome.outcome}]",
-                flush=True,
-            )
+            line = f"{outcome.name:45} {outcome.seconds:5.1f} s  {describe(asdict(outcome))}  [{outcome.outcome}]"
+            print(line, flush=True)
             if arguments.results is not None:
                 with arguments.results.open("a") as file:
                     file.write(json.dumps(asdict(outcome)) + "\n")
