@@ -143,7 +143,8 @@ class DataStream:
         left = self.buffer.remaining_servings()
         if left is not None:
             batches = min(batches, -(-left // training.batch_size))
-        return Announcement(Readiness.READY, batches)
+        blocks = isinstance(self.source, Stream) and self.buffer.put_waits
+        return Announcement(Readiness.READY, batches, blocks=blocks)
 
     def is_ready(self) -> bool:
         """Return whether ``available`` would return at once; True holds until the next batch is taken."""

@@ -138,6 +138,7 @@ class Buffer(ABC):
         self._can_put = threading.Condition(self._lock)
         self._can_get = threading.Condition(self._lock)
         # The n that the consumer waits for; 0 while it does not wait.
+        self._waiting_puts = 0
         self._awaited = 0
         self._finished = self._closed = False
         self._mark: Any = None
@@ -298,6 +299,11 @@ class Buffer(ABC):
         with self._lock:
             self._closed = True
             self._wake_all()
+
+    @property
+    def put_waits(self) -> bool:
+        """Whether a producer waits for room."""
+        return self._waiting_puts > 0
 
     @property
     def finished(self) -> bool:
@@ -507,7 +513,11 @@ class Buffer(ABC):
                 f"({store.unseen} unseen); get samples faster or raise the timeout"
             )
         # The wait releases the lock: gets and the puts of other producers take place meanwhile.
-        self._can_put.wait(None if deadline is None else deadline - now)
+        self._waiting_puts += 1
+        try:
+            self._can_put.wait(None if deadline is None else deadline - now)
+        finally:
+            self._waiting_puts -= 1
         self._counters.put_wait_s += time.monotonic() - now
 
     def _wait_ready(self, n: int, timeout: float | None) -> bool:

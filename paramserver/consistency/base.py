@@ -77,6 +77,8 @@ class Verdict(Enum):
 class Announcement:
     """What a trainer sends before each step; it has ``batches`` batches ready for it.
 
+    ``blocks``: its buffer is full, and simulations wait for room in it, which may be those that the others wait for.
+
     Example::
 
         >>> Announcement(Readiness.READY, batches=4).stop
@@ -87,6 +89,7 @@ class Announcement:
     batches: int = 1
     stop: Stop = Stop.NO
     reason: str = ""
+    blocks: bool = False
 
 
 @dataclass(frozen=True)

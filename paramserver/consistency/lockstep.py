@@ -21,6 +21,9 @@ def decide(
     The result depends on the arguments only, so ranks that have reduced the same values take the same decision. With
     ``some_lost``, there are trainers with data that cannot announce, so the others wait once theirs has ended.
 
+    All wait for a trainer that waits for samples, unless a full buffer blocks the simulations that it waits for. That
+    happens when trainers have consumed differently many samples of a stream, because one of them was lost for a while.
+
     Example::
 
         >>> ready, drained = Announcement(Readiness.READY), Announcement(Readiness.DRAINED)
@@ -31,12 +34,13 @@ def decide(
         >>> decide({0: ready, 1: ready}, 5, 160, Limits(max_steps=5), "stop").reason
         'training.max_steps (5) reached'
     """
-    active, drained, batches = [], [], []
+    active, drained, batches, blocked = [], [], [], False
     stop, reason = Stop.NO, ""
     for trainer_index, announcement in sorted(announced.items()):
         if announcement.readiness is Readiness.READY:
             active.append(trainer_index)
             batches.append(announcement.batches)
+            blocked = blocked or announcement.blocks
         elif announcement.readiness is Readiness.DRAINED:
             drained.append(trainer_index)
         if announcement.stop > stop or (announcement.stop is stop and not reason):
@@ -52,7 +56,7 @@ def decide(
     if drained and uneven_inputs == "stop":
         reason = f"trainer {drained[0]} has no more data (training.uneven_inputs: stop)"
         return Decision(Verdict.END, (), step, samples, reason)
-    if not active or len(active) + len(drained) < len(announced):
+    if not active or (len(active) + len(drained) < len(announced) and not blocked):
         return Decision(Verdict.WAIT, (), step, samples)
     return Decision(Verdict.GO, tuple(active), step, samples, batches=min(batches))
 

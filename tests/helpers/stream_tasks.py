@@ -25,14 +25,16 @@ class Fed(Task):
         pace_s: what a batch takes longer, by trainer.
         held: validations wait in this folder, where they leave ``validating``, until ``go`` is there.
         stop: trainer 0 sends its process SIGTERM at this batch.
+        kill: (trainer, batch): that trainer kills its process before the push of this batch, once.
     """
 
-    def __init__(self, ledger, outside=False, pace_s=(0.0,), held=None, stop=None):
+    def __init__(self, ledger, outside=False, pace_s=(0.0,), held=None, stop=None, kill=None):
         self.ledger = Path(ledger)
         self.outside = outside
         self.pace_s = pace_s
         self.held = None if held is None else Path(held)
         self.stop = stop
+        self.kill = kill
 
     def build_model(self):
         torch.manual_seed(5)
@@ -42,6 +44,11 @@ class Fed(Task):
         return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
     def train_source(self, partition):
+        # One line for each start: how many samples were served before it, and its process.
+        name = f"trainer-{partition.index}"
+        before = len((self.ledger / name).read_text().splitlines()) if (self.ledger / name).exists() else 0
+        with (self.ledger.parent / f"starts-{name}").open("a") as file:
+            file.write(json.dumps([before, os.getpid()]) + "\n")
         return Stream() if self.outside else Simulations()
 
     def validation_source(self, partition):
@@ -64,6 +71,16 @@ class Fed(Task):
     def on_batch_start(self, batch_idx):
         if self.stop is not None and batch_idx == self.stop and self.trainer.trainer_index == 0:
             os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_batch_end(self, batch_idx):
+        if self.kill == [self.trainer.trainer_index, batch_idx] and len(starts(self.ledger, self.kill[0])) == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def starts(ledger, index):
+    """(samples served before it, pid) of each start of a trainer."""
+    lines = (Path(ledger).parent / f"starts-trainer-{index}").read_text().splitlines()
+    return [tuple(json.loads(line)) for line in lines]
 
 
 def served(ledger):

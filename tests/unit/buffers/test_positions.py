@@ -6,6 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+import torch
 
 from paramserver.buffers import Buffer, make_buffer
 from paramserver.buffers.positions import AppliedPositions
@@ -179,3 +180,23 @@ def test_held_samples_count_as_the_first_positions_of_other_trainers():
             positions.update(zip(batch.keys, batch.positions.tolist(), strict=True))
         assert positions.pop("next") == held
         assert set(positions.values()) == set(range(held))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_keys_are_a_set_that_a_message_and_a_checkpoint_hold(seed, tmp_path):
+    rng = random.Random(seed)
+    applied, model = AppliedPositions(), set()
+    for _ in range(50):
+        batch = [(rng.randrange(3), rng.randrange(200)) for _ in range(8)]
+        applied.add_keys(batch)
+        model.update(batch)
+    assert list(applied.keys) == sorted(model)
+    assert all(((i, step) in applied.keys) == ((i, step) in model) for i in range(4) for step in range(210))
+    torch.save(applied.state_dict(), tmp_path / "state.pt")
+    for state in (
+        json.loads(json.dumps(applied.state_dict())),
+        torch.load(tmp_path / "state.pt", weights_only=True),
+    ):
+        other = AppliedPositions()
+        other.load_state_dict(state)
+        assert other == applied

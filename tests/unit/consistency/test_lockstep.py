@@ -529,3 +529,10 @@ def test_those_that_wait_for_a_lost_trainer_take_no_step_without_data():
     assert decide(drained, 0, 0, NONE, "join", some_lost=True) == Decision(Verdict.WAIT, (), 0, 0)
     assert decide(drained, 0, 0, NONE, "stop", some_lost=True).verdict is Verdict.END
     assert decide(drained | {2: GO}, 0, 0, NONE, "join", some_lost=True).active == (2,)
+
+
+def test_a_trainer_whose_full_buffer_blocks_simulations_does_not_wait_for_another_ones_samples():
+    full, waiting = Announcement(Readiness.READY, blocks=True), Announcement(Readiness.WAITING)
+    decision = decide({0: waiting, 1: full}, 7, 56, Limits(), "join")
+    assert (decision.verdict, decision.active) == (Verdict.GO, (1,))
+    assert decide({0: waiting, 1: Announcement(Readiness.READY)}, 7, 56, Limits(), "join").verdict is Verdict.WAIT

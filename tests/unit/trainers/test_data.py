@@ -76,7 +76,7 @@ def serve(data: DataStream) -> tuple[list, list[int]] | None:
         return None
     assert readiness is Readiness.READY
     values, _ = data.next_batch()
-    positions = data.pop_positions().tolist()
+    positions = data.pop_served()[0].tolist()
     assert len(positions) == len(values)
     return [int(value) for value in values], positions
 
@@ -185,12 +185,12 @@ def test_a_restored_stream_states_what_was_served():
 def test_positions_of_a_step_are_those_of_all_its_batches():
     with stream(lambda: list(range(SAMPLES)), config("fifo")) as data:
         data.start()
-        assert data.pop_positions().tolist() == []
+        assert data.pop_served()[0].tolist() == []
         for _ in range(2):
             assert data.available(WAIT_S).readiness is Readiness.READY
             data.next_batch()
-        assert data.pop_positions().tolist() == list(range(2 * BATCH))
-        assert data.pop_positions().tolist() == []
+        assert data.pop_served()[0].tolist() == list(range(2 * BATCH))
+        assert data.pop_served()[0].tolist() == []
 
 
 def test_a_replacement_does_not_repeat_the_draws():
@@ -241,7 +241,7 @@ def test_samples_that_arrive_once_are_not_waited_for():
         data.start()
         assert data.available(WAIT_S).readiness is Readiness.READY
         assert data.next_batch()[0].tolist() == [10, 11, 12, 13, 14]
-        assert data.pop_positions().tolist() == []  # no process can give these positions again
+        assert data.pop_served()[0].tolist() == []  # no process can give these positions again
 
 
 def test_a_dealt_iterable_refuses_to_go_back_before_its_start():
@@ -275,4 +275,4 @@ def test_a_dealt_iterable_refuses_to_go_back_before_its_start():
 
 def test_positions_are_numbers_of_numpy():
     with stream(lambda: list(range(SAMPLES)), config("reservoir")) as data:
-        assert data.pop_positions().dtype == np.int64
+        assert data.pop_served()[0].dtype == np.int64

@@ -1,0 +1,156 @@
+"""Processes of an online run die: the run completes, and every sample is received or counted as lost."""
+
+import json
+import os
+import signal
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from threading import Event
+
+import numpy as np
+import pytest
+from launching import TASKS, FinishedRun, write_config
+from simulations import SHAPE, field
+from stream_tasks import served, starts
+
+from paramserver.client import Client
+from paramserver.distributed.timeouts import poll_until
+
+pytestmark = pytest.mark.processes
+
+STREAMS = TASKS.with_name("stream_tasks.py")
+SIMULATIONS = STREAMS.with_name("simulations.py")
+COUNT, STEPS, BATCH = 4, 40, 4
+ALL = set(product(range(COUNT), range(STEPS)))
+
+
+class OnlineRun:
+    """A run in rpc mode with two trainers that is started and watched. For ``with``."""
+
+    def __init__(self, fork_server, folder, outside=False, task_args=None, **sections):
+        self.ledger = folder / "ledger"
+        self.ledger.mkdir(parents=True)
+        simulations = {
+            "function": None if outside else f"{SIMULATIONS}:simulate",
+            "count": COUNT,
+            "at_once": 2,
+            "steps": STEPS,
+            "fields": {"u": {"shape": list(SHAPE), "finite": True}},
+            "parameters": {"a": [0.0, 1.0], "b": [2.0, 3.0]},
+            "timeout_s": 20.0,
+            "window": 4,
+            **sections.pop("simulations", {}),
+        }
+        file = write_config(
+            folder,
+            mode="rpc",
+            task=f"{STREAMS}:Fed",
+            task_args={"ledger": str(self.ledger), "outside": outside, "pace_s": [0.05], **(task_args or {})},
+            simulations=simulations,
+            training={"max_steps": None, "batch_size": BATCH, "uneven_inputs": "join"},
+            buffer={"capacity": 8, **sections.pop("buffer", {})},
+            cluster={"num_trainers": 2, "timeout_s": 30},
+            server={"heartbeat_s": 0.3, "lost_after_s": 3.0, **sections.pop("server", {})},
+            **sections,
+        )
+        self.run_dir = folder / "runs" / "run"
+        self._start = lambda: fork_server.start(["--config", file, "--set", "logging.name=run"], folder)
+
+    def __enter__(self):
+        self.process = self._start().__enter__()
+        return self
+
+    def __exit__(self, *exception):
+        self.process.__exit__(*exception)
+
+    def wait_until_served(self, count):
+        wait_for(lambda: len(served(self.ledger)) >= count)
+
+    def finished(self):
+        code = self.process.wait(90)
+        output = self.process.output.read_text()
+        assert code == 0, output
+        return FinishedRun(code, output, self.run_dir)
+
+    @property
+    def address(self):
+        """Where clients reach the run, once it is known."""
+        known = "clients reach this run at "
+
+        def printed():
+            lines = self.process.output.read_text().splitlines() if self.process.output.exists() else []
+            return next((line.partition(known)[2] for line in lines if known in line), None)
+
+        return poll_until(time.monotonic() + 30, printed, Event())
+
+    def kill(self, pid):
+        os.kill(pid, signal.SIGKILL)
+
+    def trained_before_a_death(self):
+        """The samples of batches that may have been served without being applied: the last ones before each start."""
+        found = []
+        for index in range(2):
+            lines = (self.ledger / f"trainer-{index}").read_text().splitlines()
+            for before, _ in starts(self.ledger, index)[1:]:
+                found += [tuple(json.loads(line)) for line in lines[:before][-2 * BATCH :]]
+        return set(found)
+
+
+def wait_for(condition, timeout_s=30):
+    assert poll_until(time.monotonic() + timeout_s, lambda: condition() or None, Event()), "it did not come"
+
+
+def stream(finished, name):
+    return sum(trainer["stream"][name] for trainer in finished.summary["trainers"])
+
+
+def repeated(ledger):
+    return {key for key, times in Counter(served(ledger)).items() if times > 1}
+
+
+def produce(address, simulation, pace_s=0.0, closed=None):
+    """All samples of one simulation from outside; how many were sent."""
+    parameters = [0.1 * simulation, 2.0]
+    with Client(address, timeout_s=30).open(simulation, parameters) as client:
+        for step in range(STEPS):
+            time.sleep(pace_s)  # the time that a solver computes
+            client.send(step, {"u": field(simulation, step, np.array(parameters))})
+        return client.sent
+
+
+def assert_accounts_agree(run, finished):
+    """What was sent was received or lost, and nothing was applied twice."""
+    keys = set(served(run.ledger))
+    assert keys <= ALL
+    assert stream(finished, "received") + finished.summary["simulations"]["lost"] == len(ALL)
+    assert stream(finished, "received") <= len(keys)
+    assert len(ALL - keys) <= finished.summary["simulations"]["lost"]
+    assert finished.summary["samples"] == stream(finished, "received")
+    assert finished.summary["simulations"]["complete"] == COUNT
+
+
+@pytest.mark.parametrize("kind", ["fifo", "firo"])
+def test_a_trainer_of_a_run_with_simulations_is_killed(tmp_path, fork_server, kind):
+    with OnlineRun(fork_server, tmp_path, task_args={"kill": [1, 6]}, buffer={"kind": kind}) as run:
+        finished = run.finished()
+    assert len(starts(run.ledger, 1)) == 2, "it was not killed"
+    assert len(starts(run.ledger, 0)) == 1
+    assert_accounts_agree(run, finished)
+    assert repeated(run.ledger) <= run.trained_before_a_death()
+    assert 0 < finished.summary["simulations"]["lost"] <= 8 + 2 * BATCH, "at most the content of a buffer"
+    assert f"{finished.summary['simulations']['lost']} lost" in finished.output
+
+
+@pytest.mark.parametrize("pace_s", [0.0, 0.03])
+def test_a_trainer_of_a_run_with_clients_from_outside_is_killed(tmp_path, fork_server, pace_s):
+    with OnlineRun(fork_server, tmp_path, outside=True, task_args={"kill": [1, 6]}) as run:
+        address = run.address
+        with ThreadPoolExecutor(COUNT) as pool:
+            sent = list(pool.map(lambda number: produce(address, number, pace_s), range(COUNT)))
+        finished = run.finished()
+    assert sent == [STEPS] * COUNT
+    assert len(starts(run.ledger, 1)) == 2, "it was not killed"
+    assert_accounts_agree(run, finished)
+    assert repeated(run.ledger) <= run.trained_before_a_death()
