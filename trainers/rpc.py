@@ -122,7 +122,10 @@ class RpcTrainer(Trainer):
 
     def join(self) -> JoinReply:
         """Join the run; returns once all trainers have joined."""
-        member = Member(self.trainer_index, self._name, self._worker_id, self.rendezvous.host_and_pid)
+        rendezvous = self.rendezvous
+        member = Member(
+            self.trainer_index, self._name, self._worker_id, rendezvous.host_and_pid, view=rendezvous.view
+        )
         self.server.start_heartbeat()
         reply = self.server.join(member, self.data.epoch_samples)
         self.joined = True
@@ -277,8 +280,7 @@ class RpcTrainer(Trainer):
             self._finish_pull()
         root = self.transport.backward_root(self._pulled)
         buffers = self._pack_buffers() if self._grant.wants_buffers and self._buffers else []
-        positions, keys = self.data.pop_served()
-        report = self.server.number_push(replace(report, used=used, positions=_compact(positions), keys=keys))
+        report = self.number_push(replace(report, used=used))
         self.wire_bytes += self.transport.step_bytes(self._pulled)
         self.wire_bytes += sum(flat.nbytes for flat in (*buffers, *self._grant.buffers))
         push = report, buffers, self.next_announcement(report.version + 1)
@@ -291,6 +293,11 @@ class RpcTrainer(Trainer):
         for bucket in list(self._sent_buckets):
             self._sent_buckets.pop(bucket).wait()
         return self.finish_step(self.optimizer.step(self._context_id, *push))
+
+    def number_push(self, report: StepReport) -> StepReport:
+        """Return the report of a new push, with what names it and the samples that it holds."""
+        positions, keys = self.data.pop_served()
+        return self.server.number_push(replace(report, positions=_compact(positions), keys=keys))
 
     def finish_step(self, grant: StepGrant) -> StepResult:
         """Take the result of the push from the server's reply, and the grant of the next step if it has one."""
@@ -387,8 +394,10 @@ class RpcTrainer(Trainer):
     def report_failure(self, error: BaseException) -> None:
         failure = RemoteError.reported_by(f"trainer {self.trainer_index}", error)
         if not self.joined:
-            # Also a server that could not be reached: nothing watches it before it has joined.
-            if not isinstance(error, (PeerRefused, Evicted, RunEnded, ViewChanged)):
+            # Also a server that could not be reached: nothing watches it before it has joined. A process that joins
+            # again tries to reach it until it gives up.
+            joins_again = bool(self.process.session) and isinstance(error, PeerLost)
+            if not joins_again and not isinstance(error, (PeerRefused, Evicted, RunEnded, ViewChanged)):
                 self.rendezvous.report_failure(failure)
         elif not isinstance(error, (PeerLost, PeerRefused)):  # these come from the server
             self._sender.abort()

@@ -252,9 +252,9 @@ class ServedTrainer(RpcTrainer):
         self.progress.batch_idx += 1
 
     def step_optimizer(self, report: StepReport) -> StepResult:
-        return self.finish_step(
-            self.optimizer.step(self._context_id, report, [], self.next_announcement(report.version + 1))
-        )
+        report = self.number_push(report)
+        announcement = self.next_announcement(report.version + 1)
+        return self.finish_step(self.optimizer.step(self._context_id, report, [], announcement))
 
     # Validation.
 
