@@ -25,7 +25,8 @@ class Member:
 
     Attributes:
         index: of the trainer, or of the shard server.
-        incarnation: as in ``consistency.Ledger``; tells this process from others that had the same index.
+        view: of the servers that it joins; see ``consistency.Ledger``.
+        incarnation: as in ``consistency.Ledger``; distinguishes this process from others with the same index.
         last_heartbeat: on the clock of ``Members``.
         left: it announced its end.
         lost: it died or was silent for too long.
@@ -37,6 +38,7 @@ class Member:
     worker_id: int
     host_and_pid: str
     kind: str = "trainer"
+    view: int = 1
     incarnation: int = 1
     last_heartbeat: float = 0.0
     left: bool = False

@@ -7,9 +7,10 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from paramserver.buffers.positions import Key
+if TYPE_CHECKING:
+    from paramserver.buffers.positions import Key
 
 Record = dict[str, Any]
 

@@ -31,9 +31,11 @@ from paramserver.config import Config, Role, dump_yaml, mode_of, num_trainers_of
 from paramserver.errors import Interrupted, ParamserverError, TrainingError
 from paramserver.metrics import Record, Sink
 from paramserver.metrics.records import make_record
+from paramserver.process_utils import is_stopped
 from paramserver.runs.rundir import LAST_WRITE_S, RunDir, write_json
 from paramserver.runtime.rank_guard import RankGuard
 from paramserver.runtime.restarts import RestartPolicy
+from paramserver.runtime.spares import Spares, role_arguments
 
 # In addition to the time in which ranks detect a lost peer themselves.
 _GRACE_S = 5.0
@@ -63,6 +65,7 @@ class _RankProcess:
         pidfd: readable once the process has ended.
         alive_at: ``time.monotonic()`` of its last sign of life; None before the first.
         done: its part of the run is complete.
+        trains: it takes part in steps.
     """
 
     def __init__(self, role: Role, process: subprocess.Popen[bytes], pipe: int) -> None:
@@ -78,6 +81,7 @@ class _RankProcess:
         self.started_at = time.monotonic()
         self.alive_at: float | None = None
         self.done = False
+        self.trains = False
         self._unread = b""
         os.set_blocking(pipe, False)
 
@@ -101,11 +105,6 @@ class _RankProcess:
             if self.exit_code is None and _has_ended(self.pidfd) is False:
                 self.sent.add(number)
                 signal.pidfd_send_signal(self.pidfd, number)
-
-    def is_stopped(self) -> bool:
-        """Return whether a signal stopped the process, such as SIGSTOP."""
-        stat = Path(f"/proc/{self.process.pid}/stat").read_text(encoding="ascii", errors="replace")
-        return stat.rpartition(")")[2].split()[0] == "T"
 
     def kill_group(self) -> None:
         """Kill the process and all that it started, except what left its process group. Not after ``reap``."""
@@ -186,6 +185,7 @@ class Supervisor:
                 self._handle_events(_POLL_S)
                 self._kill_silent()
                 self._start_due()
+                self._keep_spares()
                 # Here and not in the signal's handler, so that ranks that start after the signal receive it too.
                 if self._signal is not None and not self._signal_forwarded:
                     self._signal_forwarded = True
@@ -217,6 +217,9 @@ class Supervisor:
         # Rank 0 inherits the listener of its store, so no other process can take the port meanwhile; nor when it starts
         # again.
         listener = stack.enter_context(bind_listener(self.config.cluster.master_addr, self.config.cluster.master_port))
+        cluster, log_file = self.config.cluster, self.run.logs_dir / "spares.log"
+        spares = Spares(cluster.spares, cluster.max_restarts, environ, log_file, self._guard, self._note)
+        self._spares = stack.enter_context(closing(spares))
         self._start_rank = partial(self._start_process, config_file.fileno(), listener, environ)
         for role in roles(self.config, world_size_of(self.config)):
             self._start_rank(role)
@@ -224,31 +227,31 @@ class Supervisor:
     def _start_process(
         self, config_file: int, listener: socket.socket, environ: dict[str, str], role: Role, again: bool = False
     ) -> None:
-        command = [sys.executable, "-m", "paramserver.launch", "--config", f"/dev/fd/{config_file}"]
-        command += ["--rank", str(role.global_rank), "--world_size", str(world_size_of(self.config))]
+        began = time.time() if again else self.began
+        command = ["--rank", str(role.global_rank), "--world_size", str(world_size_of(self.config))]
         port = listener.getsockname()[1]
         command += ["--master_addr", self.config.cluster.master_addr, "--master_port", str(port)]
-        command += ["--run_folder", str(self.run.path), "--began", repr(self.began)]
+        command += ["--run_folder", str(self.run.path), "--began", repr(began)]
         command += [part for folder in self.folders for part in ("--folder", str(folder))]
         command += ["--resume"] if (self.run.has_checkpoint() if again else self.resume) else []
         command += ["--again"] if again else []
         command += ["--shown_command", json.dumps(list(self.command))]
-        inherited = [config_file]
-        if role.global_rank == 0:
-            command += ["--listener", str(listener.fileno())]
-            inherited.append(listener.fileno())
         reading, writing = os.pipe()
+        descriptors = [config_file, writing] + ([listener.fileno()] if role.global_rank == 0 else [])
         try:
             with self.run.log_file(role.global_rank).open("ab") as log:
-                process = subprocess.Popen(
-                    [*command, "--supervised", str(writing)],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    pass_fds=[*inherited, writing],
-                    env=environ,
-                    start_new_session=True,
-                )
+                process = self._spares.take(command, [log.fileno(), *descriptors])
+                if process is None:
+                    process = subprocess.Popen(
+                        [sys.executable, "-m", "paramserver.launch", *command, *role_arguments(*descriptors)],
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=log,
+                        pass_fds=descriptors,
+                        env=environ,
+                        start_new_session=True,
+                    )
+                    self._guard.add(process.pid)
         except BaseException:
             os.close(reading)
             raise
@@ -258,7 +261,6 @@ class Supervisor:
         self._ranks = sorted(
             [*(r for r in self._ranks if r.global_rank != rank.global_rank), rank], key=lambda r: r.global_rank
         )
-        self._guard.add(process.pid)
         self._selector.register(rank.pidfd, selectors.EVENT_READ, rank)
         self._selector.register(rank.pipe, selectors.EVENT_READ, rank)
 
@@ -296,6 +298,13 @@ class Supervisor:
             self._has_started = True
         if record["kind"] == "end":
             self._summary = record["summary"]
+        for rank in self._ranks:
+            # A trainer reports the phases of its start after its first step. Server 0 sends all records.
+            is_server = rank.role.kind == "server"
+            if record["kind"] == "phase" and (is_server or rank.global_rank == record["rank"]):
+                rank.trains = True
+            if record["kind"] == "train" and is_server:
+                rank.trains = True
         self.sink.write(record)
 
     def _on_error(self, rank: _RankProcess, failure: dict[str, Any]) -> None:
@@ -331,7 +340,7 @@ class Supervisor:
     # Starting ranks again.
 
     def _may_restart(self, rank: _RankProcess) -> bool:
-        """Return whether the run goes on with another process of a rank that died without reporting an error.
+        """Return whether the run continues with another process of a rank that died without reporting an error.
 
         An error that it reported would come again.
         """
@@ -392,6 +401,17 @@ class Supervisor:
         for role in due:
             self._start_rank(role, again=True)
 
+    def _keep_spares(self) -> None:
+        """Keep the spares complete while all ranks train, and end them with the run."""
+        if self._signal is not None or self._is_failing or self._has_concluded:
+            self._spares.close()
+            return
+        self._spares.remove_dead()
+        long_ago = time.monotonic() - self.config.cluster.timeout_s
+        starting = [r for r in self._ranks if r.exit_code is None and not r.trains and r.started_at > long_ago]
+        if not (starting or self._starts_due or self._restarting_all):
+            self._spares.fill()
+
     def _kill_silent(self) -> None:
         """Kill each rank that has given no sign of life for ``server.lost_after_s``: it is frozen."""
         now, lost_after_s = time.monotonic(), self.config.server.lost_after_s
@@ -420,7 +440,7 @@ class Supervisor:
         elif all(r.exit_code in _GOOD_EXITS and r.done for r in others if r.role.kind == "trainer"):
             # No trainer is left that could notice the loss of rank 0, which may still write the last checkpoint.
             self._limit(LAST_WRITE_S + lost_after_s + _END_S)
-            if rank_0.exit_code is not None or not rank_0.is_stopped():
+            if rank_0.exit_code is not None or not is_stopped(rank_0.process.pid):
                 self._stopped_since = None
             elif self._stopped_since is None:
                 self._stopped_since = now

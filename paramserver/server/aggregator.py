@@ -407,7 +407,7 @@ class Aggregator:
     # Reading.
 
     def wait_version(self, trainer_index: int, version: int) -> torch.futures.Future[int]:
-        """Reply with the current version once that is ``version``, or nobody is left to make it."""
+        """Reply with the current version once that is ``version``, or no trainer is left to make it."""
         applied = self.rules.step - self._applying
         if applied >= version or not (self.rules.in_step or self._applying):
             return completed_future(applied)
