@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from paramserver.cluster import RankFlags, fault_address, process_environ, quiet_torch_log, resolve_identity
 from paramserver.cluster.base import ProcessIdentity
+from paramserver.cluster.job_token import hide_token
 from paramserver.config import (
     MODES,
     Config,
@@ -242,7 +243,10 @@ def _run_to_resume(arguments: argparse.Namespace) -> Path:
 
 def _identity(arguments: argparse.Namespace, config: Config) -> ProcessIdentity | None:
     flags = RankFlags(arguments.rank, arguments.world_size, arguments.master_addr, arguments.master_port)
-    return resolve_identity(flags, process_environ(), config)
+    identity = resolve_identity(flags, process_environ(), config)
+    if identity is not None:
+        hide_token(process_environ())
+    return identity
 
 
 def launch_local(

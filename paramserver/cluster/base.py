@@ -9,6 +9,7 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from paramserver.cluster.job_token import JobToken
 from paramserver.cluster.network import is_loopback
 from paramserver.config import Config
 from paramserver.errors import UnsupportedConfiguration
@@ -30,6 +31,7 @@ class ProcessIdentity:
         source: where the identity comes from: flags, torchrun, environment (variables set by hand) or supervisor.
         launch: a prefix that all attempts of a launcher share which starts all ranks again after a loss and keeps its
             store meanwhile; empty without one.
+        token: the job token; None = the store is open to all that reach it.
 
     Example::
 
@@ -49,6 +51,7 @@ class ProcessIdentity:
     job: str
     source: str
     launch: str = ""
+    token: JobToken | None = None
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import struct
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
+from paramserver.cluster.job_token import TOKEN_VARIABLE
 from paramserver.errors import UnsupportedConfiguration
 
 DEFAULT_PORT = 29500
@@ -142,7 +143,7 @@ def producer_environment(environ: Mapping[str, str], variables: Mapping[str, str
         environ: of a rank; variables that the launcher set for ranks are left out.
         variables: of the program itself.
     """
-    ours = {_SUPERVISED, _CHOSEN, *environ.get(_CHOSEN, "").split(",")}
+    ours = {_SUPERVISED, _CHOSEN, TOKEN_VARIABLE, *environ.get(_CHOSEN, "").split(",")}
     users = {name: value for name, value in environ.items() if name not in ours}
     return {"OMP_NUM_THREADS": "1", **users, "PYTHONUNBUFFERED": "1", **variables}
 

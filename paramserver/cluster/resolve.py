@@ -16,6 +16,7 @@ import dataclasses
 
 from paramserver.cluster.base import ClusterEnvironment, Environ, ProcessIdentity, RankFlags
 from paramserver.cluster.flags import FlagEnvironment
+from paramserver.cluster.job_token import read_token
 from paramserver.cluster.torchrun import EnvVarEnvironment, TorchrunEnvironment
 from paramserver.config import Config, with_world_size
 from paramserver.errors import UnsupportedConfiguration
@@ -48,6 +49,7 @@ def resolve_identity(flags: RankFlags, environ: Environ, config: Config) -> Proc
         >>> resolve_identity(RankFlags(), {}, Config(mode="ddp"))
     """
     flags.check()
+    token = read_token(config.cluster.token_file, environ)
     environment = next((e for e in ENVIRONMENTS if e.detect(environ, flags)), None)
     if environment is None:
         if flags.world_size is not None:  # refused here, before any rank is started
@@ -55,7 +57,12 @@ def resolve_identity(flags: RankFlags, environ: Environ, config: Config) -> Proc
         return None
     identity = _with_flags(environment(environ, config, flags).identity(), flags)
     with_world_size(config, identity.world_size)
-    return identity
+    if token is not None and identity.store_is_hosted:
+        raise UnsupportedConfiguration(
+            f"{token.source} cannot be proved at the store that {identity.source} serves; give --master_port, so that "
+            "rank 0 serves the store itself, or leave the token out"
+        )
+    return dataclasses.replace(identity, token=token)
 
 
 def _with_flags(identity: ProcessIdentity, flags: RankFlags) -> ProcessIdentity:

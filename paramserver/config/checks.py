@@ -12,7 +12,6 @@ from paramserver.errors import UnsupportedConfiguration
 
 NOT_IN_THIS_VERSION: dict[str, tuple[Any, ...]] = {
     "cluster.elastic": (False,),
-    "cluster.token_file": (None,),
     "training.loader_workers": (0,),
     "device.server": ("auto", "cpu"),
 }

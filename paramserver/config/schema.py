@@ -185,8 +185,11 @@ class ClusterConfig:
     backend: str = key("auto", one_of("auto", "gloo", "nccl"), "backend of ddp")
     timeout_s: float = key(60.0, positive_number(), "limit of every wait that no other key limits, in seconds")
     max_restarts: int = key(3, integer(0), "how often a rank that died starts again, if a supervisor started it")
+    spares: int = key(0, integer(0), "processes that wait, torch imported, to take the role of a rank that died")
     elastic: bool = key(False, boolean(), "rpc: trainers beyond the first world may join a running job")
-    token_file: str | None = key(None, string(nullable=True), "file with the job token of joiners")
+    token_file: str | None = key(
+        None, string(nullable=True), "file (mode 600) with the token that ranks prove to rank 0"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -69,6 +69,26 @@ def abort_connections(addresses: Sequence[str]) -> None:
             _shut_down(descriptor, inode)
 
 
+def is_own_connection(accepted: socket.socket) -> bool:
+    """Return whether the other end of a TCP connection, which a listener of this process accepted, is here too.
+
+    Example::
+
+        >>> with socket.create_server(("127.0.0.1", 0)) as listener:
+        ...     with socket.create_connection(listener.getsockname()), listener.accept()[0] as accepted:
+        ...         is_own_connection(accepted)
+        True
+    """
+    ends = (accepted.getpeername()[:2], accepted.getsockname()[:2])
+    for descriptor in _sockets().values():
+        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as copy:  # an error: it is no such connection
+            if copy.family in (socket.AF_INET, socket.AF_INET6):
+                found = (copy.getsockname()[:2], copy.getpeername()[:2])
+                if tuple((address.removeprefix("::ffff:"), port) for address, port in found) == ends:
+                    return True
+    return False
+
+
 def _sockets() -> dict[int, int]:
     """Return the descriptors of this process's sockets, by inode."""
     found = {}

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 
 import yaml
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistNetworkError, DistStoreError
 
-from paramserver.cluster import ProcessIdentity, bind_listener
+from paramserver.cluster import ProcessIdentity, bind_listener, is_loopback
 from paramserver.config import Config, config_from_mapping, differences, dump_yaml
 from paramserver.distributed.abort_sockets import OpenedSockets
 from paramserver.distributed.rpc_calls import RemoteError, host_identity
+from paramserver.distributed.store_relay import CURE, StoreGuard, StoreTunnel, asks_for_token
 from paramserver.distributed.timeouts import call_with_timeout, poll_until
 from paramserver.errors import DeadlineExceeded, Interrupted, PeerLost, UnsupportedConfiguration
+
+log = logging.getLogger("paramserver")
 
 # TCPStore ends its own waits, except where its host is frozen. They are abandoned this much later.
 _FROZEN_S = 2.0
@@ -28,7 +33,7 @@ _FROZEN_S = 2.0
 _FAILED = "failed"
 
 # Keys that may differ between the ranks of a run: where each one finds its own devices and folders.
-_OWN_KEYS = ("device.", "logging.run_dir", "logging.progress", "cluster.master_addr", "cluster.master_port")
+_OWN_KEYS = ("device.", "logging.run_dir", "logging.progress", "cluster.master_", "cluster.token_file")
 
 
 @dataclass(frozen=True)
@@ -137,6 +142,7 @@ def join_rendezvous(
     view: int = 1,
     store: Store | None = None,
     replaces: bool = False,
+    resources: ExitStack | None = None,
 ) -> Rendezvous:
     """Open the store, compare the configuration with rank 0's, claim this rank, and wait for all ranks.
 
@@ -148,19 +154,20 @@ def join_rendezvous(
         view: on rank 0, the view that begins; elsewhere, the first that this rank may join.
         store: on rank 0, that of an earlier view.
         replaces: an earlier process of this rank is dead.
+        resources: receives what has to be closed after the last use of the store. Required with a token.
 
     Raises:
-        UnsupportedConfiguration: the port is taken, the rank is taken, or the configurations differ.
+        UnsupportedConfiguration: the port is taken, the rank is taken, the configurations differ, or rank 0 has another
+            job token.
         DeadlineExceeded: rank 0 cannot be reached, or ranks are missing, within ``cluster.timeout_s``.
         PeerLost: rank 0 ended meanwhile.
     """
     timeout_s = config.cluster.timeout_s
     deadline = time.monotonic() + timeout_s
     sockets = OpenedSockets()
-    with sockets.record():
-        # Rank 0 keeps its store as long as its process lives. The others connect anew: it may be another process.
-        base = store if identity.global_rank == 0 and store is not None else None
-        base = base or _open_store(identity, timeout_s, deadline, interrupted, listener)
+    # Rank 0 keeps its store as long as its process lives. The others connect anew: it may be another process.
+    base = store if identity.global_rank == 0 and store is not None else None
+    base = base or _open_store(identity, timeout_s, deadline, interrupted, listener, sockets, resources)
     root = PrefixStore(f"paramserver/{identity.job}", base)
     with _detect_lost_store():
         if identity.global_rank == 0:
@@ -197,36 +204,64 @@ def _open_store(
     deadline: float,
     interrupted: threading.Event,
     listener: socket.socket | None,
+    sockets: OpenedSockets,
+    resources: ExitStack | None,
 ) -> Store:
-    host, port = identity.master_addr, identity.master_port
+    host, port, token = identity.master_addr, identity.master_port, identity.token
     limit = timedelta(seconds=timeout_s)
     if identity.global_rank == 0 and not identity.store_is_hosted:
         listener = listener or bind_listener(host, port)
-        port = listener.getsockname()[1]
+        if token is None:
+            if not is_loopback(host):
+                log.warning("%s is open to all that reach it, as there is no job token; %s", host, CURE)
+            own = listener
+        else:
+            host, own = "127.0.0.1", bind_listener("127.0.0.1", 0)
+        port = own.getsockname()[1]
         # With a listener of ours TCPStore is reachable at its address only; otherwise it listens on all interfaces.
-        return TCPStore(
-            host, port, is_master=True, wait_for_workers=False, timeout=limit, master_listen_fd=listener.detach()
-        )
-    if poll_until(deadline, lambda: _reachable(host, port), interrupted) is None:
+        with sockets.record():
+            store = TCPStore(
+                host, port, is_master=True, wait_for_workers=False, timeout=limit, master_listen_fd=own.detach()
+            )
+        if token is not None:
+            assert resources is not None
+            resources.enter_context(closing(StoreGuard(listener, port, token)))
+        return store
+
+    reach: Callable[[], bool | None] = partial(_reachable, host, port)
+    if token is not None:
+        assert resources is not None
+        tunnel = resources.enter_context(closing(StoreTunnel(host, port, token, identity.global_rank)))
+        reach = tunnel.prove
+    reached = poll_until(deadline, reach, interrupted)
+    if reached is None:
         if interrupted.is_set():
             raise Interrupted("interrupted while waiting for rank 0")
         raise DeadlineExceeded(
             f"rank {identity.global_rank} found no rank 0 at {host}:{port} within cluster.timeout_s "
             f"({timeout_s:g} s); start rank 0, or correct --master_addr and --master_port"
         )
+    if not reached:
+        raise UnsupportedConfiguration(
+            f"rank {identity.global_rank} has no job token, and rank 0 at {host}:{port} asks for it; {CURE}"
+        )
+    if token is not None:
+        host, port = "127.0.0.1", tunnel.port
     remaining_s = max(deadline - time.monotonic(), 1.0)
     # TCPStore's own timeout does not cover this: docs/torch-notes.md, "TCPStore and a frozen host".
-    return call_with_timeout(
-        remaining_s,
-        f"the connection to rank 0 at {host}:{port}",
-        lambda: TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit),
-    )
+    with sockets.record():
+        return call_with_timeout(
+            remaining_s,
+            f"the connection to rank 0 at {identity.master_addr}:{identity.master_port}",
+            lambda: TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit),
+        )
 
 
 def _reachable(host: str, port: int) -> bool | None:
+    """Return whether a store is there that asks for no token; None if nothing accepts connections."""
     try:
-        with socket.create_connection((host, port), timeout=1.0):
-            return True
+        with socket.create_connection((host, port), timeout=1.0) as connection:
+            return not asks_for_token(connection)
     except OSError:
         return None
 

@@ -36,9 +36,15 @@ class RankGuard:
     """
 
     def __init__(self, limit_s: float) -> None:
+        # Imported here: the guard process runs this file without the package.
+        from paramserver.cluster import process_environ
+        from paramserver.cluster.job_token import hide_token
+
+        environ = dict(process_environ())
+        hide_token(environ)
         command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(limit_s)]
         # In a session of its own: neither Ctrl-C nor a signal to the supervisor's group ends it.
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, bufsize=0)
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environ, start_new_session=True, bufsize=0)
 
     def add(self, pid: int) -> None:
         """Guard the rank ``pid``, which leads a process group."""

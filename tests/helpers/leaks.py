@@ -21,6 +21,7 @@ OUR_THREADS = (
     "checkpoint-sender",
     "control-channel",
     "segment-host",
+    "store-relay",
     "zap-authenticator",
 )
 # Set by pytest for each phase, and by scikit-learn and torch's compiler while they are imported.

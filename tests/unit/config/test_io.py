@@ -159,7 +159,6 @@ REFUSED = {
     "server.on_loss": ("continue", "(continue); use fail"),
     "cluster.max_restarts": (3, "(3); use 0"),
     "cluster.elastic": (True, "(true); use false"),
-    "cluster.token_file": ("token", "(token); use null"),
     "training.loader_workers": (2, "(2); use 0"),
     "device.server": ("cuda", "(cuda); use auto or cpu"),
 }

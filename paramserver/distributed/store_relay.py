@@ -1,0 +1,296 @@
+"""Proof of the job token before a rank reaches rank 0's store.
+
+TCPStore accepts whoever connects. With a token it listens on a loopback port of its own, and a :class:`StoreGuard` on
+``cluster.master_port`` relays connections that have proved the token. At the other end TCPStore takes an address
+only, so it connects to a :class:`StoreTunnel` in its process, which proves the token to rank 0 and relays.
+
+The exchange, each side with a nonce of its own, so that what was recorded earlier proves nothing::
+
+    rank -> rank 0   ping             a ping of TCPStore's protocol. A store that asks for no token answers it
+    rank 0 -> rank   challenge        magic, nonce
+    rank -> rank 0   rank, nonce, HMAC("joins" and all of the above)
+    rank 0 -> rank   HMAC("admits" and the same), or zeros for a proof that is not valid
+
+What is relayed afterwards is neither encrypted nor authenticated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import socket
+import struct
+import threading
+from abc import ABC, abstractmethod
+from concurrent import futures
+from contextlib import closing, suppress
+from functools import partial
+from hmac import compare_digest
+from typing import Any
+
+from paramserver.cluster import bind_listener
+from paramserver.cluster.job_token import TOKEN_VARIABLE, JobToken
+from paramserver.distributed.abort_sockets import is_own_connection
+from paramserver.errors import UnsupportedConfiguration
+
+_log = logging.getLogger("paramserver")
+
+# docs/torch-notes.md, "What a client of TCPStore sends first".
+_PING_START = b"\0" + struct.pack("<I", 0x3C85F7CE) + b"\r"
+_PING_NONCE = b"ping"
+_PING = _PING_START + _PING_NONCE
+_MAGIC = b"paramserver token challenge 1\n"
+_NONCE_BYTES = _HMAC_BYTES = 32
+_ANSWER = struct.Struct(f"!I{_NONCE_BYTES}s")
+_REFUSED = bytes(_HMAC_BYTES)
+
+# A connection that has not proved the token within this time is closed.
+_PROOF_S = 10.0
+# Of more connections that have proved nothing yet, the oldest is closed.
+_MAX_UNPROVED = 256
+_MAX_REFUSALS_LOGGED = 100
+_RETRY_S = 0.1
+_CLOSE_S = 5.0
+_CHUNK_BYTES = 1 << 16
+
+CURE = f"give all ranks the same one, by cluster.token_file or {TOKEN_VARIABLE}"
+
+
+def asks_for_token(connection: socket.socket) -> bool:
+    """Return whether the store at the other end of a new connection is guarded; False if it sends nothing in time."""
+    with suppress(OSError):
+        connection.sendall(_PING)
+        return connection.recv(len(_PING_NONCE)) == _MAGIC[: len(_PING_NONCE)]
+    return False
+
+
+class _Relay(ABC):
+    """Relays each connection to ``listener`` to one that :meth:`_open` returns.
+
+    Owns the listener and the thread ``store-relay``, which takes no lock. Close it.
+    """
+
+    def __init__(self, listener: socket.socket) -> None:
+        listener.setblocking(False)
+        self._listener = listener
+        # Connections that have proved nothing yet, the oldest first. Used by the thread alone.
+        self._unproved: dict[asyncio.Task[None], None] = {}
+        self._refusals = 0
+        self._closing = asyncio.Event()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="store-relay", daemon=True)
+        self._thread.start()
+
+    @abstractmethod
+    async def _open(self, near: socket.socket) -> socket.socket:
+        """Return the connection to relay ``near`` to.
+
+        Raises:
+            OSError, UnsupportedConfiguration: ``near`` is refused, or there is nothing to relay to.
+        """
+
+    def close(self) -> None:
+        """End all connections and the thread."""
+        with suppress(RuntimeError):  # it is closed already
+            self._loop.call_soon_threadsafe(self._closing.set)
+        self._thread.join(_CLOSE_S)
+
+    # The thread.
+
+    def _run(self) -> None:
+        with self._listener, closing(self._loop):
+            self._loop.run_until_complete(self._accept_and_end())
+
+    async def _accept_and_end(self) -> None:
+        try:
+            await self._accept()
+        finally:
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+
+    async def _accept(self) -> None:
+        end = asyncio.create_task(self._closing.wait())
+        while not end.done():
+            accepting = asyncio.create_task(self._loop.sock_accept(self._listener))
+            await asyncio.wait([accepting, end], return_when=asyncio.FIRST_COMPLETED)
+            if not accepting.done():
+                return
+            if (error := accepting.exception()) is None:
+                near, _ = accepting.result()
+                near.setblocking(False)
+                serving = asyncio.create_task(self._serve(near))
+                serving.add_done_callback(partial(_close, near))  # also if it is cancelled before it begins
+                self._unproved[serving] = None
+            else:
+                self._log_refusal(f"a connection to the store cannot be accepted ({error})")
+                await asyncio.wait([end], timeout=_RETRY_S)
+            if len(self._unproved) > _MAX_UNPROVED:
+                oldest = next(iter(self._unproved))
+                del self._unproved[oldest]
+                oldest.cancel()
+
+    async def _serve(self, near: socket.socket) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        try:
+            far = await asyncio.wait_for(self._open(near), _PROOF_S)
+        except asyncio.TimeoutError:
+            self._log_refusal(f"refused a connection to the store: it proved no job token within {_PROOF_S:g} s")
+            return
+        except (OSError, UnsupportedConfiguration) as error:
+            self._log_refusal(f"refused a connection to the store: {error}")
+            return
+        finally:
+            self._unproved.pop(task, None)
+        with far:
+            copies = [asyncio.create_task(self._copy(*ends)) for ends in ((near, far), (far, near))]
+            try:
+                await asyncio.wait(copies, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                # Before the sockets are closed: a socket's number must not be reused while one is waited for.
+                for copy in copies:
+                    copy.cancel()
+                await asyncio.gather(*copies, return_exceptions=True)  # the end of a connection may be a reset
+
+    async def _copy(self, source: socket.socket, target: socket.socket) -> None:
+        while data := await self._loop.sock_recv(source, _CHUNK_BYTES):
+            await self._loop.sock_sendall(target, data)
+
+    async def _receive(self, connection: socket.socket, size: int, start: bytes = b"") -> bytes:
+        """Return the next ``size`` bytes, which begin with ``start``; not a byte more is read."""
+        data = b""
+        while len(data) < size:
+            chunk = await self._loop.sock_recv(connection, size - len(data))
+            data += chunk
+            if data[: len(start)] != start[: len(data)]:
+                raise ConnectionError("it is no rank of a run")
+            if not chunk:
+                raise ConnectionError("it ended before it proved a job token")
+        return data
+
+    def _log_refusal(self, text: str) -> None:
+        self._refusals += 1  # limited, as a stranger can make any number of them
+        if self._refusals <= _MAX_REFUSALS_LOGGED:
+            _log.warning("%s", text)
+
+
+class StoreGuard(_Relay):
+    """On rank 0: relays connections that prove the token to the store.
+
+    Args:
+        listener: where ranks connect; owned from here on.
+        store_port: of the store, on loopback.
+        token: of the run.
+    """
+
+    def __init__(self, listener: socket.socket, store_port: int, token: JobToken) -> None:
+        self._store_port, self._token = store_port, token
+        super().__init__(listener)
+
+    async def _open(self, near: socket.socket) -> socket.socket:
+        peer = near.getpeername()[0]
+        try:
+            await self._receive(near, len(_PING), _PING_START)
+            challenge = _MAGIC + secrets.token_bytes(_NONCE_BYTES)
+            await self._loop.sock_sendall(near, challenge)
+            answer = await self._receive(near, _ANSWER.size)
+            proof = await self._receive(near, _HMAC_BYTES)
+            # In constant time: the time of an answer must not reveal how much of a proof is right.
+            if not compare_digest(proof, self._token.sign("joins", challenge + answer)):
+                await self._loop.sock_sendall(near, _REFUSED)
+                raise ConnectionError(f"rank {_ANSWER.unpack(answer)[0]} has another job token; {CURE}")
+            await self._loop.sock_sendall(near, self._token.sign("admits", challenge + answer))
+        except ConnectionError as error:
+            raise ConnectionError(f"{peer}: {error}") from error
+        return await _connect(self._loop, ("127.0.0.1", self._store_port))
+
+
+class StoreTunnel(_Relay):
+    """On the other ranks: relays connections of this process to rank 0, and proves the token there.
+
+    Args:
+        host, port: of rank 0's guard.
+        token: of the run.
+        rank: of this process.
+    """
+
+    def __init__(self, host: str, port: int, token: JobToken, rank: int) -> None:
+        self._host, self._host_port, self._token, self._rank = host, port, token, rank
+        self._addresses: list[tuple[int, tuple[Any, ...]]] = []
+        listener = bind_listener("127.0.0.1", 0)
+        self.port: int = listener.getsockname()[1]
+        super().__init__(listener)
+
+    def prove(self) -> bool | None:
+        """Prove the token to rank 0, and verify that it knows it; None if it cannot be reached yet.
+
+        Raises:
+            UnsupportedConfiguration: rank 0 has another token, or none.
+        """
+        try:
+            found = socket.getaddrinfo(self._host.strip("[]"), self._host_port, type=socket.SOCK_STREAM)
+            self._addresses = [(one[0], one[4]) for one in found]
+            proved = asyncio.wait_for(self._open_far(), _PROOF_S)
+            asyncio.run_coroutine_threadsafe(proved, self._loop).result(2 * _PROOF_S).close()
+        except (OSError, asyncio.TimeoutError, futures.TimeoutError):
+            return None
+        return True
+
+    async def _open(self, near: socket.socket) -> socket.socket:
+        if not is_own_connection(near):
+            raise ConnectionError("it is from another process of this host")
+        return await self._open_far()
+
+    async def _open_far(self) -> socket.socket:
+        for family, address in self._addresses:
+            try:
+                far = await _connect(self._loop, address, family)
+            except OSError as error:
+                unreachable = error
+                continue
+            try:
+                await self._prove(far)
+            except BaseException:
+                far.close()
+                raise
+            return far
+        raise unreachable
+
+    async def _prove(self, far: socket.socket) -> None:
+        where = f"rank 0 at {self._host}:{self._host_port}"
+        await self._loop.sock_sendall(far, _PING)
+        challenge = await self._receive(far, len(_PING_NONCE))
+        if challenge == _PING_NONCE:
+            raise UnsupportedConfiguration(
+                f"rank {self._rank} has a job token, from {self._token.source}, and {where} asks for none; {CURE}"
+            )
+        challenge += await self._receive(far, len(_MAGIC) + _NONCE_BYTES - len(challenge))
+        if not challenge.startswith(_MAGIC):
+            raise ConnectionError(f"what answers as {where} is no rank of a run")
+        answer = _ANSWER.pack(self._rank, secrets.token_bytes(_NONCE_BYTES))
+        await self._loop.sock_sendall(far, answer + self._token.sign("joins", challenge + answer))
+        proof = await self._receive(far, _HMAC_BYTES)
+        if not compare_digest(proof, self._token.sign("admits", challenge + answer)):
+            raise UnsupportedConfiguration(
+                f"rank {self._rank} has another job token, from {self._token.source}, than {where}; {CURE}"
+            )
+
+
+def _close(connection: socket.socket, _: asyncio.Task[None]) -> None:
+    connection.close()
+
+
+async def _connect(
+    loop: asyncio.AbstractEventLoop, address: tuple[Any, ...], family: int = socket.AF_INET
+) -> socket.socket:
+    connection = socket.socket(family, socket.SOCK_STREAM)
+    connection.setblocking(False)
+    try:
+        await loop.sock_connect(connection, address)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
