@@ -121,13 +121,14 @@ class Shot:
         return [f"  {self.fault}: fired after step {self.step}" + (f"; {', '.join(told)}" if told else "")]
 
 
-@dataclass
+@dataclass(eq=False)
 class _Rank:
-    """A process of a rank that has connected."""
+    """A process that has connected, and has sent its rank if that is not negative."""
 
-    global_rank: int
     link: socket.socket
     pidfd: int
+    global_rank: int = -1
+    unread: bytes = b""
 
     def signal(self, number: int) -> None:
         with suppress(ProcessLookupError):
@@ -170,8 +171,8 @@ class FaultDirector(Sink):
         self._first_update: float | None = None
         self._later: list[tuple[float, Callable[[], None]]] = []
         self._lasting: list[tuple[float, int | None, dict[str, Any]]] = []
-        self._ranks: dict[int, _Rank] = {}
-        self._unread: dict[int, bytes] = {}
+        self._connected: set[_Rank] = set()
+        self._ranks: dict[int, _Rank] = {}  # the newest process of each rank
         self._resources = ExitStack()
         self._selector = self._resources.enter_context(selectors.DefaultSelector())
         self._listener = self._resources.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
@@ -197,9 +198,8 @@ class FaultDirector(Sink):
     def close(self) -> None:
         self._ended.set()
         self._thread.join()
-        for rank in self._ranks.values():
-            rank.close()
-        self._ranks.clear()
+        while self._connected:
+            self._connected.pop().close()
         self._resources.close()
         if self.error is not None:
             raise self.error
@@ -229,12 +229,12 @@ class FaultDirector(Sink):
             link.close()
             return
         try:
-            rank = _Rank(-1, link, os.pidfd_open(pid))
+            rank = _Rank(link, os.pidfd_open(pid))
         except ProcessLookupError:
             link.close()
             return
+        self._connected.add(rank)
         self._selector.register(link, selectors.EVENT_READ, rank)
-        self._unread[link.fileno()] = b""
 
     def _read(self, rank: _Rank) -> None:
         try:
@@ -243,12 +243,12 @@ class FaultDirector(Sink):
             received = b""
         if not received:
             self._selector.unregister(rank.link)
-            del self._unread[rank.link.fileno()]
+            self._connected.remove(rank)
             if self._ranks.get(rank.global_rank) is rank:
                 del self._ranks[rank.global_rank]
             rank.close()
             return
-        *lines, self._unread[rank.link.fileno()] = (self._unread[rank.link.fileno()] + received).split(b"\n")
+        *lines, rank.unread = (rank.unread + received).split(b"\n")
         for message in map(json.loads, lines):
             self.lost += [message["lost"]] if "lost" in message else []
             self.repeated += [message["repeated"]] if "repeated" in message else []
@@ -272,7 +272,7 @@ class FaultDirector(Sink):
         fault = shot.fault
         role = self._role_of.get(fault.target)
         rank = None if role is None else self._ranks.get(role.global_rank)
-        if role is not None and rank is None:
+        if role is not None and rank is None and fault.kind != "partition":
             return  # the process is being replaced; the next one gets the fault
         shot.fired_at, shot.step = time.time(), self.step
         until = now + (_FOR_EVER_S if fault.for_s is None else fault.for_s)
@@ -458,7 +458,7 @@ def check_run(outcome: Outcome, optional: set[int], reference: Path | None) -> l
     if any(shot.fault.kind == "lose" and shot.fired_at is not None for shot in outcome.shots):
         count = f"{len(outcome.lost)} lost, {len(outcome.repeated)} sent again"
         checks.append(Check("messages were lost", bool(outcome.lost), count))
-    if outcome.run_dir is None or not summary:
+    if outcome.run_dir is None or "steps" not in summary:  # rank 0 died before it could write one
         return checks
     checks.append(_check_steps(outcome, summary))
     due = _samples_due(outcome)
