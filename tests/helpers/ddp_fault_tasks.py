@@ -25,7 +25,8 @@ class ComputesForLong(MarksItsStart):
     """Trainer 1 is killed at batch 5 of trainer 0, which computes for a minute there."""
 
     def training_step(self, model, batch, batch_idx):
-        (self.folder / f"pid-{self.trainer.trainer_index}").write_text(str(os.getpid()))
+        if batch_idx == 0:  # all ranks have taken this step when one takes the next
+            (self.folder / f"pid-{self.trainer.trainer_index}").write_text(str(os.getpid()))
         if (self.trainer.trainer_index, batch_idx) == (0, 5):
             (self.folder / "killed").touch()
             os.kill(int((self.folder / "pid-1").read_text()), signal.SIGKILL)

@@ -1,6 +1,7 @@
 """A rank of ddp that dies or freezes while a part of a checkpoint is on its way: who notices, and how soon."""
 
 import json
+import re
 import time
 
 import psutil
@@ -63,10 +64,12 @@ def test_a_rank_that_dies_while_sending_is_noticed_at_once(tmp_path):
 def check_frozen(faulted, lost, survivors):
     finished, died, elapsed_s = faulted
     check(finished, died)
-    message = f"rank {lost} is lost: it gave no sign of life for server.lost_after_s (2 s); look for its own error"
-    assert message in finished.output
+    assert f"rank {lost}" in finished.output.rpartition("error: ")[2]
     for survivor in survivors:
-        assert f"PeerLost: {message}" in finished.log(survivor)
+        # Noticed by its silence, or by its end: the supervisor notices the silence too, and kills the rank.
+        assert re.search(
+            rf"PeerLost: rank {lost} is lost: it(s connection| gave no sign of life)", finished.log(survivor)
+        )
     assert elapsed_s < TIMEOUT_S / 2
 
 
