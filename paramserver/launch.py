@@ -105,6 +105,7 @@ def make_parser() -> argparse.ArgumentParser:
     for name, kind in (
         ("supervised", int),
         ("listener", int),
+        ("spare", int),
         ("began", float),
         ("run_folder", Path),
         ("shown_command", str),
@@ -153,6 +154,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
     # Before the first import of torch, which reads the variable once.
     quiet_torch_log(process_environ())
+    if arguments.spare is not None:
+        from paramserver.runtime.spares import wait_for_role
+
+        role = wait_for_role(arguments.spare)
+        if role is None:
+            return 0
+        sys.argv[1:] = role
+        arguments = parse(role)
     if arguments.supervised is not None:
         return _run_supervised_rank(arguments)
     try:

@@ -74,6 +74,16 @@ def _task(config: Config) -> str | None:
     return None if config.task else "task is missing; give module:Class or path/to/file.py:Class"
 
 
+def _spares(config: Config) -> str | None:
+    cluster = config.cluster
+    if not cluster.spares or cluster.max_restarts:
+        return None
+    return (
+        f"cluster.spares ({cluster.spares}) must be 0 with cluster.max_restarts (0), as no rank starts again; set it "
+        "to 0 or raise cluster.max_restarts"
+    )
+
+
 def _patience_metric(config: Config) -> str | None:
     if config.training.patience is None or config.checkpoint.best:
         return None
@@ -233,6 +243,7 @@ def _simulation_count(config: Config) -> str | None:
 
 RELATIONS: tuple[Relation, ...] = (
     Relation(("task",), _task),
+    Relation(("cluster.spares", "cluster.max_restarts"), _spares),
     Relation(("training.patience", "checkpoint.best"), _patience_metric),
     Relation(("training.patience", "training.validate_every"), _patience_validations),
     Relation(("training.batch_size", "buffer.capacity"), _batch),

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 from paramserver.importing import torch_import_without_gc
@@ -37,14 +38,17 @@ MODULES = (
     "trainers.server_forward",
     "numpy.random",
     "torch._dynamo",
+    "torch.distributed.rpc.rref_proxy",
     "torch.nn.parallel",
     "torch.profiler",
     "encodings.idna",
 )
 """What a rank imports until its first step. torch imports its compiler when the first optimizer is built."""
 
+_COMMAND = (sys.executable, "-m", "paramserver.launch", "--spare")
+
 # Of a spare's session while it waits: importing torch takes seconds of CPU time, which the ranks need.
-_WAITING_NICE = 10
+_WAITING_NICE = 5
 _PRIORITY_S = 1.0
 _MAX_MESSAGE_BYTES = 1 << 20
 _MAX_DESCRIPTORS = 4
@@ -107,7 +111,7 @@ class Spares:
         with child_link, self._log_file.open("ab") as output:
             try:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "paramserver.launch", "--spare", str(child_link.fileno())],
+                    [*_COMMAND, str(child_link.fileno())],
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
@@ -228,6 +232,8 @@ def wait_for_role(descriptor: int) -> list[str] | None:
         with torch_import_without_gc():
             for name in MODULES:
                 import_module(name)
+            if find_spec("tensorboard") is not None:
+                import_module("torch.utils.tensorboard")
         log.info("process %d waits for a role", os.getpid())
         message, descriptors, _, _ = socket.recv_fds(
             link, _MAX_MESSAGE_BYTES, _MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC

@@ -19,27 +19,16 @@ import time
 from importlib import import_module
 from pathlib import Path
 
+from paramserver.runtime.spares import MODULES
+
 READY = b"ready"
-# What ranks import at some time in their life. torch imports its compiler when the first optimizer is built.
 PRELOADED = (
     "paramserver.launch",
     "paramserver.evaluate",
-    "paramserver.runtime.rank",
     "paramserver.runtime.supervisor",
     "paramserver.bench.processes",
-    "paramserver.server.parameter_server",
-    "paramserver.server.model_service",
     "paramserver.metrics.console",
-    "trainers.ddp",
-    "trainers.ddp_control",
-    "trainers.local",
-    "trainers.rpc",
-    "trainers.server_forward",
-    "numpy.random",
-    "torch._dynamo",
-    "torch.nn.parallel",
-    "torch.profiler",
-    "encodings.idna",
+    *MODULES,
 )
 
 

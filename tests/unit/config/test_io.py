@@ -181,6 +181,8 @@ def test_ranges_come_before_versions():
     ("mapping", "message"),
     [
         ({"task": None}, "task is missing; give module:Class or path/to/file.py:Class"),
+        ({"cluster": {"spares": 2, "max_restarts": 0}}, "cluster.spares (2) must be 0 with cluster.max_restarts (0), "
+         "as no rank starts again; set it to 0 or raise cluster.max_restarts"),
         ({"training": {"patience": 3}}, "training.patience (3) must have a metric to watch; set checkpoint.best, for "
          "example to {metric: accuracy, mode: max}"),
         ({"training": {"batch_size": 64}, "buffer": {"capacity": 32}}, "a batch of 64 can never be gathered "
@@ -209,6 +211,7 @@ def test_relations(mapping, message):
         {"training": {"patience": 3}, "checkpoint": {"best": {"metric": "accuracy", "mode": "max"}}},
         {"training": {"batch_size": 32}, "buffer": {"capacity": 32, "watermark": 32}},
         {"buffer": {"kind": "reservoir", "min_new_per_batch": 32}},
+        {"cluster": {"spares": 2, "max_restarts": 1}},
         {"buffer": {"kind": "firo", "pseudo_epochs": 2}},
     ],
 )
@@ -246,6 +249,8 @@ def test_differences_name_each_value_inside_dictionaries_and_distinguish_types()
 # Values that satisfy the relations, for keys that are part of one.
 RELATED = {
     "task": st.just("a:B"),
+    "cluster.spares": st.just(0),
+    "cluster.max_restarts": st.integers(0, 9),
     "training.patience": st.none(),
     "training.batch_size": st.integers(10, 100),
     "training.accumulate_batches": st.integers(1, 10),
