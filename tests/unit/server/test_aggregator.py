@@ -1,15 +1,17 @@
-"""The loop of the aggregator: what is added while it runs is processed before it returns."""
+"""The aggregator: its loop, repeated messages, and what becomes of the calls of a trainer that is lost."""
 
 import pytest
 import torch
 
-from paramserver.consistency import Announcement, Ledger, Readiness, Sync
+from paramserver.consistency import Announcement, Ledger, Readiness, Sync, Verdict
 from paramserver.consistency.base import RunTerms
 from paramserver.context import StopRequest
 from paramserver.distributed.rpc_calls import RemoteError
-from paramserver.errors import RunEnded
+from paramserver.errors import Evicted, RunEnded, TrainingError
 from paramserver.limits import Limits
+from paramserver.metrics.records import StepReport
 from paramserver.server.aggregator import Aggregator
+from paramserver.transport.base import ServerTransport
 
 READY = Announcement(Readiness.DRAINED)
 WAITING = Announcement(Readiness.WAITING)
@@ -90,3 +92,270 @@ def test_an_announcement_of_a_process_that_was_lost_is_not_the_reply_to_its_repl
     aggregator.remove(0)
     assert isinstance(first.value(), RemoteError)
     assert aggregator.announce(0, READY, 1) is not first
+
+
+# Pushes and lost trainers. All of it under Sync, in which the end of a step needs every live trainer.
+
+GO = Announcement(Readiness.READY)
+
+
+class StepMonitor(Monitor):
+    """Records the updates that the loop reports."""
+
+    def __init__(self):
+        self.updates = []
+
+    def update_applied(self, result, staleness):
+        self.updates.append((result.step, tuple(staleness)))
+
+
+class Store:
+    """The parameters, of which only the pushes that were applied are kept."""
+
+    retained_versions = frozenset()
+
+    class updater:  # noqa: N801
+        lr = (0.1,)
+
+    def __init__(self):
+        self.applied = []
+
+    def apply(self, version, update, pushes):
+        self.applied.append([(push.report.trainer_index, push.report.incarnation) for push in pushes])
+
+
+class Transport(ServerTransport):
+    """Gradients are complete as soon as ``arrived`` is set."""
+
+    sends_buffers = False
+
+    def __init__(self, arrived=True):
+        self.arrived, self.pinned = arrived, False
+
+    def pin_version(self):
+        self.pinned = True
+        return 0
+
+    def pull(self):
+        return ()
+
+    def view_version(self):
+        return 0, ()
+
+    def collect_gradients(self, held):
+        return [torch.ones(1)] if self.arrived else None
+
+    def unpin(self):
+        self.pinned = False
+
+
+class Run:
+    """An aggregator and its trainers, each with its first step granted."""
+
+    def __init__(self, trainers=2, arrived=True):
+        self.errors, self.store, self.monitor, self.ledger = [], Store(), StepMonitor(), Ledger()
+        self.aggregator = Aggregator(
+            Sync(RunTerms(trainers, Limits(), "join")),
+            self.ledger,
+            self.store,
+            self.monitor,
+            StopRequest(),
+            self.errors.append,
+        )
+        for trainer in range(trainers):
+            self.admit(trainer, arrived)
+        granted = [self.announce(trainer) for trainer in range(trainers)]
+        assert [verdict(future) for future in granted] == [Verdict.GO] * trainers
+
+    def admit(self, trainer, arrived=True):
+        self.aggregator.transports[trainer] = Transport(arrived)
+        return self.ledger.admit(trainer)
+
+    def announce(self, trainer):
+        return self.aggregator.announce(trainer, GO)
+
+    def push(self, trainer, sequence=1, incarnation=1, version=None, announcement=None, in_place=False, view=1):
+        version = self.aggregator.rules.step if version is None else version
+        positions = [self.ledger[trainer].positions.low]
+        report = StepReport(trainer, version, 1, 0.5, 0.0, None, positions, (), view, incarnation, sequence)
+        if in_place:
+            return self.aggregator.push_in_place(report, [], announcement)
+        return self.aggregator.push({}, report, [], announcement)
+
+
+def verdict(future):
+    return future.value().decision.verdict
+
+
+def eviction(future):
+    error = future.value()
+    assert isinstance(error, RemoteError)
+    assert isinstance(error.error(), Evicted)
+    return str(error.error())
+
+
+def test_a_push_that_is_repeated_gets_the_same_reply_in_every_state_and_counts_once():
+    run = Run(arrived=False)
+    future = run.push(0, in_place=True)
+    assert run.push(0, in_place=True) is future  # while its gradients are on their way
+    assert run.ledger[0].pushes == 0
+    run.aggregator.transports[0].arrived = True
+    run.aggregator.gradients_arrived(0)
+    assert run.push(0, in_place=True) is future  # pending: the other trainer has not pushed
+    assert not future.done()
+    run.aggregator.transports[1].arrived = True
+    other = run.push(1)
+    assert future.done()
+    assert other.done()
+    assert run.push(0, version=0, in_place=True) is future  # applied
+    assert future.value().result.step == 1
+    assert run.store.applied == [[(0, 1), (1, 1)]]
+    assert run.monitor.updates == [(1, (0, 1))]
+    assert [run.ledger[i].pushes for i in (0, 1)] == [1, 1]
+    assert run.errors == []
+
+
+def test_a_push_that_is_repeated_after_it_was_applied_gets_the_grant_that_came_with_its_reply():
+    run = Run()
+    first = run.push(0, announcement=GO)
+    run.push(1)
+    assert run.push(0, version=0, announcement=GO) is first
+    assert not first.done()  # applied; the grant waits for the announcement of trainer 1
+    run.announce(1)
+    assert verdict(first) is Verdict.GO
+    assert first.value().result.step == 1
+    assert run.push(0, version=0, announcement=GO) is first
+    assert len(run.store.applied) == 1
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("pushed", [False, True])
+def test_a_push_of_an_earlier_process_or_view_is_refused_and_changes_nothing(in_place, pushed):
+    run = Run()
+    assert run.admit(0) == 2
+    if pushed:
+        run.push(0, incarnation=2)
+    before = run.ledger.state_dict()
+    for about in ({"incarnation": 1}, {"incarnation": 2, "view": 2}, {"sequence": 2, "incarnation": 1}):
+        with pytest.raises(Evicted, match="trainer 0 takes no part in the run any more, or joined it anew"):
+            run.push(0, in_place=in_place, **about)
+    assert run.ledger.state_dict() == before
+    run.push(1)
+    assert run.store.applied == ([[(0, 2), (1, 1)]] if pushed else [])
+
+
+def test_a_push_after_one_that_is_missing_is_an_error():
+    run = Run()
+    with pytest.raises(TrainingError, match="trainer 0 sent push 3 after push 0"):
+        run.push(0, sequence=3)
+    assert run.ledger[0].pushes == 0
+
+
+# A trainer is lost.
+
+
+def test_a_trainer_that_is_lost_before_its_push_is_not_waited_for():
+    run = Run()
+    transport = run.aggregator.transports[0]
+    assert transport.pinned
+    run.aggregator.remove(0)
+    assert not transport.pinned
+    survivor = run.push(1)
+    assert survivor.value().result.step == 1
+    assert run.store.applied == [[(1, 1)]]
+    with pytest.raises(Evicted):
+        run.push(0, version=0)
+    assert run.errors == []
+
+
+def test_a_push_that_is_not_complete_is_discarded_with_its_trainer():
+    run = Run(arrived=False)
+    future = run.push(0, in_place=True)
+    run.aggregator.transports[1].arrived = True
+    survivor = run.push(1)
+    assert not survivor.done()
+    run.aggregator.remove(0)
+    assert eviction(future) == "trainer 0 takes no part in the run any more"
+    assert survivor.value().result.step == 1
+    assert run.store.applied == [[(1, 1)]]
+    assert (run.ledger[0].pushes, run.ledger[0].positions.low) == (0, 0)
+
+
+def test_a_push_that_is_pending_is_applied_although_its_trainer_is_lost():
+    run = Run()
+    future = run.push(0, announcement=GO)
+    run.aggregator.remove(0)
+    assert not future.done()
+    survivor = run.push(1, announcement=GO)
+    assert run.store.applied == [[(0, 1), (1, 1)]]
+    assert future.value().result.step == 1
+    assert future.value().decision is None  # its announcement does not count
+    assert verdict(survivor) is Verdict.GO
+    assert survivor.value().decision.active == (1,)
+    assert run.ledger[0].positions.low == 1
+
+
+def test_an_announcement_of_a_lost_trainer_ends_and_the_others_continue():
+    run = Run()
+    future = run.push(0, announcement=GO)
+    run.push(1)
+    assert not future.done()  # applied; the next step waits for the announcement of trainer 1
+    run.aggregator.remove(0)
+    assert eviction(future) == "trainer 0 takes no part in the run any more"
+    alone = run.announce(1)
+    assert alone.value().decision.active == (1,)
+
+
+def test_a_wait_for_a_version_ends_with_its_trainer():
+    run = Run()
+    waiting = [run.aggregator.wait_version(trainer, 1) for trainer in (0, 1)]
+    run.aggregator.remove(0)
+    assert eviction(waiting[0]) == "trainer 0 takes no part in the run any more"
+    assert not waiting[1].done()
+    run.push(1)
+    assert waiting[1].value() == 1
+
+
+def test_a_wait_for_a_version_that_no_trainer_is_left_to_make_is_answered():
+    run = Run(trainers=1)
+    run.admit(1)
+    run.aggregator.rules.join(1)
+    waiting = run.aggregator.wait_version(1, 1)
+    assert not waiting.done()
+    run.aggregator.remove(0)
+    assert waiting.value() == 0
+
+
+@pytest.mark.parametrize("pending", [False, True])
+def test_a_replacement_takes_part_from_its_first_announcement_on(pending):
+    """Also while a push of the process before it is pending, which decides nothing about its own."""
+    run = Run()
+    earlier = run.push(0) if pending else None
+    run.aggregator.remove(0)
+    assert run.admit(0) == 2
+    joining = run.announce(0)
+    assert not joining.done()  # the step in progress does not include it
+    survivor = run.push(1, announcement=GO)
+    assert run.store.applied == [[(0, 1), (1, 1)] if pending else [(1, 1)]]
+    assert earlier is None or earlier.value().result.step == 1
+    for future in (joining, survivor):
+        assert future.value().decision.active == (0, 1)
+    with pytest.raises(Evicted):
+        run.push(0, sequence=1 + pending)
+    run.push(0, incarnation=2)
+    run.push(1, sequence=2)
+    assert run.store.applied[1:] == [[(0, 2), (1, 1)]]
+    assert run.ledger[0].decided == 1
+    assert run.errors == []
+
+
+def test_a_trainer_that_is_forgotten_does_not_keep_the_run_from_its_end():
+    run = Run()
+    run.aggregator.remove(0)
+    run.push(1)
+    ending = run.aggregator.announce(1, READY)
+    assert not ending.done()  # the data of trainer 0 has not been served
+    run.aggregator.forget(0)
+    assert verdict(ending) is Verdict.END
+    with pytest.raises(RunEnded, match="the run ended before trainer 0 took part in it"):
+        run.announce(0)
