@@ -110,18 +110,22 @@ class Aggregator:
             RunEnded: the other trainers have ended the run.
         """
         last_number, reply = self._announced.get(trainer_index, (0, None))
-        if reply is not None and number == last_number:
-            return reply
+        if reply is not None and 0 < number <= last_number:
+            return reply  # to an earlier number, nobody waits for it: the message was overtaken
         if self.ended:
             raise RunEnded(f"the run ended before trainer {trainer_index} took part in it")
-        if trainer_index not in self.rules.trainers:
-            self.rules.join(trainer_index)
+        self.add(trainer_index)
         future: torch.futures.Future[StepGrant] = torch.futures.Future()
         if number:
             self._announced[trainer_index] = number, future
         self._enqueue(trainer_index, announcement, future)
         self._process()
         return future
+
+    def add(self, trainer_index: int) -> None:
+        """Let a trainer take part from now on; nothing if it does."""
+        if trainer_index not in self.rules.trainers:
+            self.rules.join(trainer_index)
 
     def remove(self, trainer_index: int) -> None:
         """Forget a lost trainer: the others do not wait for it, and a push that is not complete is discarded.

@@ -215,6 +215,7 @@ class ParameterServer(TutorialMethods):
 
         Raises:
             RunEnded: the other trainers have finished.
+            Evicted: the message was sent to an earlier server, or another process has joined since it was sent.
         """
         index = member.index
         with self._lock:
@@ -222,6 +223,8 @@ class ParameterServer(TutorialMethods):
             if self.last_decision is not None:
                 raise RunEnded(f"the run ended before trainer {index} joined")
             earlier = [present for present in self.members.present() if present.index == index]
+            if member.view != self.view or any(present.worker_id > member.worker_id for present in earlier):
+                raise Evicted(f"trainer {index} asked to join too late; the run continues without this process")
         for present in earlier:
             self._lose(present, "another process joined in its place")
         with self._lock:
@@ -240,8 +243,10 @@ class ParameterServer(TutorialMethods):
         """Record where the data of a trainer starts in this view, before its first announcement."""
         with self._lock:
             trainer_index = self._index_of(sender)
-            self._sources[trainer_index] = position.source
-            self.aggregator.ledger[trainer_index].positions.load_state_dict(position.applied)
+            row = self.aggregator.ledger[trainer_index]
+            if not row.accepted:  # otherwise this message was overtaken by a push
+                self._sources[trainer_index] = position.source
+                row.positions.load_state_dict(position.applied)
 
     def _make_transport(self) -> ServerTransport:
         if self._model_service is not None:
@@ -258,6 +263,8 @@ class ParameterServer(TutorialMethods):
                 return
             started, self.started = self.started, True
             futures = self._joins.pop_all()[1]
+            for index in futures if not started else ():
+                self.aggregator.add(index)  # also if a process was lost before the start: the first step needs it
         if not started:
             self.monitor.expect_samples(self.aggregator.epoch_samples)
         self._complete(futures, lambda: {i: self._join_reply(i) for i in futures})
@@ -403,7 +410,7 @@ class ParameterServer(TutorialMethods):
             self._release_context(index)
             if on_loss == "fail":
                 self.fail(PeerLost(loss))
-            elif self.started and (on_loss == "rollback" or not self._can_continue_without(index)):
+            elif self.started and not self._can_continue_without(index):
                 self._change_view(loss)
             else:
                 self._forget(index)
@@ -413,9 +420,11 @@ class ParameterServer(TutorialMethods):
 
     def _can_continue_without(self, trainer_index: int) -> bool:
         """Whether no update needs what only the lost trainer could still send, and another process can replace it."""
-        if trainer_index not in self._sources:
-            return False  # where its data starts is not known, and a checkpoint without that could not be resumed
-        if self.last_decision is not None or len(self.members.present()) > 0:
+        if self.last_decision is not None:
+            return True  # one has left, so the last version is validated and staged
+        if self.config.server.on_loss == "rollback" or trainer_index not in self._sources:
+            return False  # in the latter case it is not known where its data starts
+        if self.members.present():
             # Its gradients may be on server 0 and not on the others, which would wait for them.
             row, over_rpc = self.aggregator.ledger[trainer_index], self._shared_memory.address is None
             return self.is_whole or not over_rpc or row.accepted == row.decided

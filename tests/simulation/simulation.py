@@ -46,7 +46,7 @@ from paramserver.errors import ParamserverError, PeerFailed, PeerLost, RunEnded,
 from paramserver.metrics.records import StepReport, TrainerTotals, WeightedSums
 from paramserver.runs.checkpoint_manager import CheckpointManager, StagedCheckpoint
 from paramserver.runs.monitor import RunMonitor
-from paramserver.server import parameter_server
+from paramserver.server import client, parameter_server
 from paramserver.server.parameter_server import ParameterServer
 from paramserver.transport.base import ServerTransport
 from paramserver.transport.messages import DataPosition, JoinReply, StepGrant
@@ -55,6 +55,9 @@ HEARTBEAT_S, LOST_AFTER_S, TIMEOUT_S = 0.5, 1.6, 20.0
 # Faults happen in the first events and seconds of a run; after the last one it has so long to end.
 FAULTY_EVENTS, FAULTY_S, GRACE_S = 400, 8.0, 120.0
 _REJOIN_S = 0.2
+
+# What a trainer sends again if it or its reply was lost; a pull in another autograd context.
+_REPEATABLE = {handler.__name__ for handler in client._REPEATABLE} | {"pull"}
 
 PushKey = tuple[int, int, int, int]
 """View, trainer, incarnation and sequence of a push."""
@@ -119,8 +122,8 @@ class Scenario:
             ),
             logging=LoggingConfig(log_every=1_000_000),
         )
-        kinds = ("crash trainer", "crash trainer", "freeze trainer", "partition", "crash server", "pause server")
-        chosen = rng.choice((kinds, kinds, kinds[:2], kinds[4:5]))
+        kinds = ("crash trainer", "freeze trainer", "partition", "crash server", "pause server")
+        chosen = rng.choice((kinds, kinds, kinds[:1], kinds[1:3], kinds[3:4]))
         faults = {rng.randint(1, FAULTY_EVENTS): rng.choice(chosen) for _ in range(rng.choice((0, 1, 2, 3, 6)))}
         return cls(
             config,
@@ -181,7 +184,8 @@ class Store:
         self.held.add(version)
 
     def retained(self, version: int) -> tuple[list[Any], list[Any]]:
-        _current.check(version in self.held, f"version {version} is viewed and not retained")
+        if version not in self.held:
+            raise KeyError(version)
         return [], []
 
     @property
@@ -266,19 +270,19 @@ class Checkpoints(CheckpointManager):
         _current.check_manifest(state)
         written = pickle.dumps(state)
         self.writing.append(written)
-        _current.after(_current.rng.uniform(0.0, 0.3), self._written, written)
+        _current.after(_current.rng.uniform(0.0, 0.3), self._write)
 
-    def _written(self, manifest: bytes) -> None:
-        if not self.node.alive:
+    def _write(self) -> None:
+        if not self.node.alive or not self.writing:
             return
-        self.writing.remove(manifest)
+        manifest = self.writing.pop(0)
         self.newest = pickle.loads(manifest)
         _current.note("written", self.newest["step"])
         _current.manifest = manifest
 
     def finish_writing(self) -> None:
         while self.writing:
-            self._written(self.writing[0])
+            self._write()
 
 
 class Node:
@@ -324,6 +328,10 @@ class Call:
 
     method: str
     args: tuple[Any, ...]
+
+    @property
+    def is_repeatable(self) -> bool:
+        return self.method in _REPEATABLE
 
 
 Steps = Generator[Any, Any, Any]
@@ -428,8 +436,10 @@ class Session:
         self.last_delivery = 0.0
         self.silent_since: float | None = None
         self.worker_id = world.draw()
-        self.member = Member(self.index, f"trainer{self.index}_{self.worker_id}", self.worker_id, f"pid {process.pid}")
-        self.view = self.incarnation = self.sequence = self.step = 0
+        self.member = Member(
+            self.index, f"trainer{self.index}_{self.worker_id}", self.worker_id, f"pid {process.pid}", view=node.view
+        )
+        self.view = self.incarnation = self.sequence = self.announced = self.step = 0
         self.validated: int | None = None
         self.saved: int | None = None
         self.sender: Task | None = None
@@ -469,7 +479,8 @@ class Session:
                 if announcement.readiness is Readiness.READY and self.world.chance(self.world.scenario.waits):
                     yield 0.5
                     announcement = Announcement(Readiness.WAITING)
-                grant = yield Call("announce", (self.id, announcement))
+                self.announced += 1
+                grant = yield Call("announce", (self.id, announcement, self.announced))
             decision = grant.decision
             assert decision is not None
             self.world.decided(self, decision)
@@ -650,6 +661,7 @@ class World:
         self.versions: dict[tuple[int, int], int] = {}
         self.views_seen: Counter[int] = Counter()
         self.incarnations = 0
+        self.late: set[int] = set()  # requests that were held back in the network
 
     @property
     def server(self) -> ParameterServer:
@@ -739,8 +751,12 @@ class World:
         self.after(HEARTBEAT_S, self.tick, node)
         for process in self.processes:  # those that had left are needed again
             if process.left:
-                process.left = False
-                self.after(self.rng.uniform(0.1, 1.0), self.join, process)
+                self._start_again(process)
+
+    def _start_again(self, process: Process) -> None:
+        """A trainer that left in good order is needed again: the servers returned to a checkpoint."""
+        process.left = False
+        self.after(self.rng.uniform(0.1, 1.0), self.join, process)
 
     def tick(self, node: Node) -> None:
         """As ``_wait_until_finished`` in runtime/rank.py."""
@@ -778,7 +794,7 @@ class World:
     def join(self, process: Process) -> None:
         """Begin a session as soon as there is a server of a view that the process accepts."""
         node = self.node
-        if not process.alive or self.complete:
+        if not process.alive or self.complete or self.processes[process.index] is not process:
             return
         if process.frozen_until > self.now:
             self.at(process.frozen_until, self.join, process)
@@ -797,6 +813,8 @@ class World:
         self.disconnect(session, None)
         if error is None:
             process.left = True
+            if self.view > session.node.view:
+                self._start_again(process)
             return
         if isinstance(error, PeerFailed) or not isinstance(error, PeerLost):
             raise Violation(f"trainer {session.index} fails: {error}")
@@ -843,7 +861,11 @@ class World:
         """The server has lost a trainer: the supervisor kills its process, which may be frozen."""
         process = self.processes[trainer_index]
         if self.scenario.supervised:
-            self.after(self.rng.uniform(0.01, 0.2), self.kill, process)
+            delay = self.rng.uniform(0.01, 0.2)
+            if self.chance(0.4):
+                self.after(delay, self.kill, process)
+            else:  # the signal does not reach it: it finds out by itself that it has a successor
+                self.after(delay, self._replace, process)
 
     def inject(self, fault: str) -> None:
         node, rng = self.node, self.rng
@@ -853,7 +875,7 @@ class World:
             self.note("  of trainer", process.index)
             self.kill(process)
         elif fault == "freeze trainer":
-            process.frozen_until = self.now + rng.choice((0.5, 1.0, 3.0, 5.0))
+            process.frozen_until = self.now + rng.choice((0.5, 2.0, 3.0, 5.0))
             self.note("  trainer", process.index, "until", process.frozen_until)
         elif fault == "partition":
             process.cut_until = self.now + rng.choice((0.3, 1.0, 3.0, 5.0))
@@ -908,13 +930,13 @@ class World:
     # The network.
 
     def send(self, task: Task, call: Call, request: int, again: bool = False) -> None:
-        """Send a request to whatever server there is when it arrives. In order, but for a push that is sent again."""
+        """Send a request to whatever server there is when it arrives. In order, but for one that is sent again."""
         rng, session = self.rng, task.session
         arrival = max(self.now, session.process.cut_until) + rng.uniform(0.005, 0.05)
         reply_is_lost = False
         if self.is_faulty:
             loses = self.chance(self.scenario.loss)
-            if loses and call.method == "push":
+            if loses and call.is_repeatable:
                 self.after(rng.uniform(0.2, 0.8), self.send_again, task, call, request)
             elif loses:  # the connection breaks, and both ends notice
                 self.after(rng.uniform(0.05, 0.5), self._closed, session)
@@ -923,7 +945,7 @@ class World:
                 self.note("loses", session.index, call.method)
                 return
             reply_is_lost = loses
-            if call.method == "push" and not again and self.chance(self.scenario.duplicates):
+            if call.is_repeatable and not again and self.chance(self.scenario.duplicates):
                 self.at(arrival + rng.uniform(0.0, 0.6), self.deliver, task, call, request, False)
             if self.chance(0.05):
                 arrival += rng.uniform(0.0, 1.0)
@@ -937,10 +959,16 @@ class World:
 
     def deliver(self, task: Task, call: Call, request: int, reply_is_lost: bool) -> None:
         node, session = self.node, task.session
-        if node is None or not node.alive:
+        if node is None or not node.alive or session.ended or node is not session.node:
+            # What is sent to a server that is gone, or by a process that is, may arrive much later, or never.
             if task.request == request:
                 self.after(0.05, self._closed, session)
-            return
+            if request not in self.late and self.rng.random() < 0.8:
+                self.late.add(request)
+                self.after(self.rng.uniform(0.0, 3.0), self.deliver, task, call, request, True)
+                return
+            if node is None or not node.alive:
+                return
         if node.paused_until > self.now:
             self.at(node.paused_until, self.deliver, task, call, request, reply_is_lost)
             return
@@ -978,11 +1006,11 @@ class World:
     def decided(self, session: Session, decision: Decision) -> None:
         if decision.verdict is Verdict.VALIDATE:
             return
-        before = self.versions.get((session.view, session.index), 0)
+        before = self.versions.get((session.view, session.process.pid), 0)
         self.check(
             decision.step >= before, f"trainer {session.index} goes back from version {before} to {decision.step}"
         )
-        self.versions[session.view, session.index] = decision.step
+        self.versions[session.view, session.process.pid] = decision.step
 
     def acknowledged(self, session: Session, key: PushKey, result: Any) -> None:
         if not result.dropped:
