@@ -488,11 +488,18 @@ def _check_waits(outcome: Outcome) -> Check:
         "next update": noticed_s + config.cluster.timeout_s,
         "the rank trains again": noticed_s + config.cluster.timeout_s,
     }
-    late = []
+    late, ended_at = [], max((record["time"] for record in outcome.records), default=0.0)
     for shot in outcome.shots:
-        for what, seconds in outcome.figures(shot).items() if shot.fired_at is not None else ():
-            if seconds is not None and seconds > limits[what] + (shot.fault.for_s or 0.0):
-                late.append(f"{shot.fault}: {what} after {seconds:.1f} s")
+        if shot.fired_at is None:
+            continue
+        # A silence that is hardly longer than the limit may pass between two heartbeats, and a rank whose restarts are
+        # used up does not train again; all else must happen unless the run ends before.
+        long_enough = shot.fault.for_s is None or shot.fault.for_s > 2 * config.server.lost_after_s
+        for what, seconds in outcome.figures(shot).items():
+            never = seconds is None and long_enough and what != "the rank trains again"
+            waited_s = ended_at - shot.fired_at if never else seconds or 0.0
+            if waited_s > limits[what] + (shot.fault.for_s or 0.0):
+                late.append(f"{shot.fault}: {what} {'not ' if never else ''}after {waited_s:.1f} s")
     limit = ", ".join(f"{what} within {limit_s:g} s" for what, limit_s in limits.items())
     return Check("no wait exceeds its limit", not late, "; ".join(late) or limit)
 

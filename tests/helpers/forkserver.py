@@ -23,6 +23,7 @@ from paramserver.runtime.spares import MODULES
 
 READY = b"ready"
 PRELOADED = (
+    "paramserver.chaos",
     "paramserver.launch",
     "paramserver.evaluate",
     "paramserver.runtime.supervisor",
@@ -56,11 +57,12 @@ class ForkServer:
         self.socket.close()
         self.process.wait(30)
 
-    def start(self, arguments, folder, environ=None):
-        """Start ``python -m paramserver.launch`` with these arguments in ``folder``; any thread may call this."""
+    def start(self, arguments, folder, environ=None, program="launch"):
+        """Start ``python -m paramserver.<program>`` with these arguments in ``folder``; any thread may call this."""
         reading, writing = os.pipe()
         output = folder / f"output-{next(self._numbers)}"
         request = {
+            "program": program,
             "arguments": [str(argument) for argument in arguments],
             "folder": str(folder),
             "output": str(output),
@@ -70,9 +72,9 @@ class ForkServer:
         os.close(writing)
         return ForkedRun(reading, output)
 
-    def run(self, arguments, folder, timeout_s=60, environ=None):
+    def run(self, arguments, folder, timeout_s=60, environ=None, program="launch"):
         """``start`` and wait for the end; return the exit code and the output."""
-        with self.start(arguments, folder, environ) as run:
+        with self.start(arguments, folder, environ, program) as run:
             return run.wait(timeout_s), run.output.read_text()
 
 
@@ -195,7 +197,7 @@ def run_rank(arguments, output, kept, environ):
 
 def run_supervisor(request, status):
     """Be a supervisor until it ends, and write its pid and its exit code to ``status``. Does not return."""
-    from paramserver import launch, process_utils
+    from paramserver import process_utils
     from paramserver.runtime import supervisor
 
     process_utils.die_with_parent()
@@ -204,14 +206,15 @@ def run_supervisor(request, status):
     adopt_environment(request["environ"])
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     supervisor.subprocess = type("Forking", (), {"Popen": ForkedRank, "DEVNULL": subprocess.DEVNULL})
-    sys.argv = ["paramserver.launch", *request["arguments"]]
+    program = import_module(f"paramserver.{request['program']}")
+    sys.argv = [program.__name__, *request["arguments"]]
     output = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.write(status, f"{os.getpid()}\n".encode())
     code = 1
     try:
-        code = launch.main(request["arguments"])
+        code = program.main(request["arguments"])
     except SystemExit as error:  # argparse
         code = error.code
     finally:
