@@ -40,6 +40,7 @@ from paramserver.runs.resume import describe_resume, find_config_file, open_run
 from paramserver.runs.rundir import RunDir, newest_run
 from paramserver.runtime.fault_receiver import receive_faults
 from paramserver.runtime.supervisor import EventPipe, describe_error, first_error
+from paramserver.runtime.watchdog import write_stacks_on_signal
 
 if TYPE_CHECKING:
     from paramserver.task import Task
@@ -406,6 +407,7 @@ def _run_supervised_rank(arguments: argparse.Namespace) -> int:
             report=report,
             on_task=on_task,
         )
+        write_stacks_on_signal()
         pipe.start_heartbeat(config.server.heartbeat_s)
         run_rank(plan)
         pipe.send_done()

@@ -12,7 +12,7 @@ from paramserver.devices import place_server, place_trainer
 from paramserver.online.process_runner import LaunchCommand
 from paramserver.online.sampler import make_sampler
 from paramserver.online.spec import IngestSpec
-from paramserver.runtime.watchdog import WATCHDOG_SHARE
+from paramserver.runtime.watchdog import SILENT_SHARE
 from paramserver.sources import Partition, make_source
 from paramserver.sources.factory import check_watermark
 from paramserver.task import Task, make_task
@@ -86,7 +86,7 @@ def _loss_lines(config: Config, launcher: str | None) -> list[str]:
     if mode.single_process:
         return []
     silent = f"a silent one after server.lost_after_s ({server.lost_after_s:g} s)"
-    limit_s, hung_s = cluster.timeout_s, server.lost_after_s * WATCHDOG_SHARE
+    limit_s, hung_s = cluster.timeout_s, server.lost_after_s * SILENT_SHARE
     lines = [
         f"losses: a dead process is noticed at once, {silent}",
         f"  heartbeats every {server.heartbeat_s:g} s; calls, and the return of a server, may take cluster.timeout_s "

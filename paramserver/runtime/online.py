@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paramserver.cluster import own_address
+from paramserver.config import mode_of
 from paramserver.context import ProcessContext
 from paramserver.distributed.rendezvous import Rendezvous
+from paramserver.errors import PeerLost, ViewChanged
 from paramserver.metrics.records import make_record
+from paramserver.online.journal import CoordinatorJournal
 from paramserver.online.spec import IngestSpec, ReceiverSpec
 from paramserver.runs.checkpoint_manager import CheckpointManager
 
@@ -23,7 +26,7 @@ _KEY = "coordinator"
 
 @contextmanager
 def start_coordinator(
-    process: ProcessContext, checkpoints: CheckpointManager, folders: Sequence[Path]
+    process: ProcessContext, checkpoints: CheckpointManager, folders: Sequence[Path], continues: bool = False
 ) -> Iterator[SimulationCoordinator]:
     """Run the coordinator on rank 0. After a resume it continues from the state in the checkpoint.
 
@@ -31,6 +34,7 @@ def start_coordinator(
         process: of rank 0.
         checkpoints: of the run; they include the state of the coordinator from now on.
         folders: where functions of the user are searched.
+        continues: takes the place of a coordinator that ended without the run.
     """
     from paramserver.online.coordinator import SimulationCoordinator
 
@@ -50,11 +54,18 @@ def start_coordinator(
         state=checkpoints.simulations_state,
         status=lambda: {"run": checkpoints.run.name, "step": monitor.step},
         on_event=record,
+        journal=CoordinatorJournal(checkpoints.run.path / "coordinator.jsonl", continues),
     )
     checkpoints.simulations = coordinator
     with coordinator:
         monitor.note(f"clients reach this run at {coordinator.address}")
-        yield coordinator
+        try:
+            yield coordinator
+        except PeerLost as loss:
+            # In ddp all ranks start again after such a loss, if their launcher does so.
+            if isinstance(loss, ViewChanged) or (type(loss) is PeerLost and not mode_of(config).has_servers):
+                coordinator.suspend()
+            raise
 
 
 def publish_endpoint(

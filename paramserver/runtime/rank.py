@@ -189,6 +189,8 @@ class Session:
             rendezvous = None
             self.view = max(self.min_view, 1 if plan.run is None else LossLog(plan.run.losses_file).view + 1)
             if not mode_of(config).single_process:
+                if identity.global_rank == 0:
+                    self._report_view()  # ranks that have finished must come back before the rendezvous is complete
                 rendezvous = join_rendezvous(
                     config,
                     identity,
@@ -201,6 +203,8 @@ class Session:
                 )
                 self.view, self.store = rendezvous.view, rendezvous.base
                 self.peer = rendezvous.holder_of_rank(0)
+                if identity.global_rank != 0:
+                    self._report_view()
             timer.mark("rendezvous")
 
             # The run folder belongs to rank 0. Its name also informs the other ranks that rank 0 is ready.
@@ -221,9 +225,16 @@ class Session:
             if config.simulations is not None:
                 coordinator = None
                 if checkpoints is not None:
-                    coordinator = stack.enter_context(start_coordinator(process, checkpoints, plan.folders))
+                    coordinator = stack.enter_context(
+                        start_coordinator(process, checkpoints, plan.folders, plan.restarted)
+                    )
                 process = replace(process, receiver_spec=publish_endpoint(process, coordinator, rendezvous))
             return self._work(process, checkpoints, rendezvous, run, stack)
+
+    def _report_view(self) -> None:
+        record = make_record("view", None, rank=self.plan.identity.global_rank, view=self.view)
+        for sink in self.plan.sinks:
+            sink.write(record)
 
     def _with_run(self, rendezvous: Rendezvous | None) -> RankPlan:
         """On rank 0: continue the run of an earlier attempt of the launcher, or reserve the folder of a new one."""
@@ -275,11 +286,11 @@ class Session:
         return None
 
     def _watch(self, stack: ExitStack, run: RunDir, progress: Callable[[], object]) -> None:
-        """Write the stacks of this process to its log if it hangs; its timer is that of the whole process."""
+        """Write the stacks of this process to its log if it makes no step for long."""
         if self.plan.ends_process:
             config, log_file = self.plan.config, run.log_file(self.process.identity.global_rank)
             log_file.parent.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(Watchdog(log_file, progress, config.server.lost_after_s, config.cluster.timeout_s))
+            stack.enter_context(Watchdog(log_file, progress, config.cluster.timeout_s))
 
     def mark_joined(self) -> None:
         """Record that the servers have accepted this process."""

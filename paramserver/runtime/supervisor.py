@@ -36,6 +36,7 @@ from paramserver.runs.rundir import LAST_WRITE_S, RunDir, write_json
 from paramserver.runtime.rank_guard import RankGuard
 from paramserver.runtime.restarts import RestartPolicy
 from paramserver.runtime.spares import Spares, role_arguments
+from paramserver.runtime.watchdog import SILENT_SHARE, STACKS_SIGNAL
 
 # In addition to the time in which ranks detect a lost peer themselves.
 _GRACE_S = 5.0
@@ -65,6 +66,7 @@ class _RankProcess:
         pidfd: readable once the process has ended.
         alive_at: ``time.monotonic()`` of its last sign of life; None before the first.
         done: its part of the run is complete.
+        view: of the servers, in which it takes part or, as rank 0, begins to.
         trains: it takes part in steps.
     """
 
@@ -81,6 +83,7 @@ class _RankProcess:
         self.started_at = time.monotonic()
         self.alive_at: float | None = None
         self.done = False
+        self.view = 0
         self.trains = False
         self._unread = b""
         os.set_blocking(pipe, False)
@@ -155,7 +158,6 @@ class Supervisor:
         self._signal_forwarded = False
         self._is_failing = False
         self._kill_at: float | None = None
-        self._stopped_since: float | None = None
         self._failed: list[_RankProcess] = []
         self._restarts = RestartPolicy(self.config.cluster.max_restarts)
         self._starts_due: list[tuple[float, Role]] = []
@@ -294,6 +296,10 @@ class Supervisor:
             handlers[kind](rank, body)
 
     def _on_record(self, rank: _RankProcess, record: dict[str, Any]) -> None:
+        if record["kind"] == "view":
+            rank.view = record["view"]
+            self._start_finished_again()
+            return
         if record["kind"] == "start":
             self._has_started = True
         if record["kind"] == "end":
@@ -321,6 +327,7 @@ class Supervisor:
         if self._restarting_all:
             self._restart_all()
             return
+        self._start_finished_again()
         lost = rank.failure is None and not rank.done and exit_code != Interrupted.exit_code
         if not mode_of(self.config).has_servers and rank.failure is not None and rank.failure["kind"] == "PeerLost":
             lost = True  # its report may arrive before the end of the rank that it lost
@@ -383,6 +390,17 @@ class Supervisor:
         self._limit(self.config.server.lost_after_s + _GRACE_S)
         self._restart_all()
 
+    def _start_finished_again(self) -> None:
+        """Start the ranks again that had finished when the servers returned to a checkpoint: a later view began."""
+        if not mode_of(self.config).has_servers or self._signal is not None or self._is_failing or self._summary:
+            return
+        view, due = self._ranks[0].view, {role.global_rank for _, role in self._starts_due}
+        for rank in self._ranks:
+            if rank.done and rank.exit_code == 0 and rank.view < view and rank.global_rank not in due:
+                self._note(f"{rank.title} had finished, and takes part again in what is made again")
+                self._starts_due.append((time.monotonic(), rank.role))
+                self._kill_at = None  # of ranks that outlive the trainers
+
     def _restart_all(self) -> None:
         if any(r.exit_code is None for r in self._ranks):
             return
@@ -421,7 +439,12 @@ class Supervisor:
             if rank.alive_at is None or rank.exit_code is not None or rank.done:
                 continue
             rank.alive_at += max(paused_s, 0.0) if paused_s > 1.0 else 0.0
-            if now - rank.alive_at > lost_after_s and signal.SIGKILL not in rank.sent:
+            silent_s = now - rank.alive_at
+            if silent_s < lost_after_s * SILENT_SHARE:
+                rank.sent.discard(STACKS_SIGNAL)
+            elif STACKS_SIGNAL not in rank.sent and not is_stopped(rank.process.pid):
+                rank.send_signal(STACKS_SIGNAL)
+            if silent_s > lost_after_s and signal.SIGKILL not in rank.sent:
                 self._note(
                     f"{rank.title} gave no sign of life for server.lost_after_s ({lost_after_s:g} s); it is ended",
                     lost_rank=rank.global_rank,
@@ -433,19 +456,12 @@ class Supervisor:
 
     def _limit_end(self) -> None:
         """Limit the time of ranks that remain when the run has ended. Until then the ranks watch each other."""
-        now, lost_after_s = time.monotonic(), self.config.server.lost_after_s
-        rank_0, *others = self._ranks
+        lost_after_s = self.config.server.lost_after_s
         if self._summary is not None or (self._has_started and self.run.summary_file.exists()):
             self._limit(lost_after_s + _END_S)
-        elif all(r.exit_code in _GOOD_EXITS and r.done for r in others if r.role.kind == "trainer"):
+        elif all(r.exit_code in _GOOD_EXITS and r.done for r in self._ranks[1:] if r.role.kind == "trainer"):
             # No trainer is left that could notice the loss of rank 0, which may still write the last checkpoint.
             self._limit(LAST_WRITE_S + lost_after_s + _END_S)
-            if rank_0.exit_code is not None or not is_stopped(rank_0.process.pid):
-                self._stopped_since = None
-            elif self._stopped_since is None:
-                self._stopped_since = now
-            elif now > self._stopped_since + lost_after_s:
-                self._limit(0.0)
 
     def _limit(self, limit_s: float) -> None:
         """Kill the ranks that have not ended after ``limit_s``, unless an earlier limit applies."""
@@ -593,7 +609,7 @@ def _to_error(rank: _RankProcess) -> ParamserverError:
 
 
 # What the supervisor's display and the summary need; all other records stay in the run folder.
-_SENT_KINDS = frozenset({"start", "note", "expected", "train", "validation", "phase", "lost", "joined", "end"})
+_SENT_KINDS = frozenset({"view", "start", "note", "expected", "train", "validation", "phase", "lost", "joined", "end"})
 
 
 # Only for the display; left out while the supervisor does not read.

@@ -1,82 +1,87 @@
-"""A watchdog: writes the stacks of all threads of a rank that makes no progress to its log."""
+"""The stacks of a rank that hangs, in its log."""
 
 from __future__ import annotations
 
 import faulthandler
+import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-# A rank that holds the interpreter's lock is ended after ``lost_after_s``; its stacks are written before that.
-WATCHDOG_SHARE = 0.7
-_POLLS = 5
+STACKS_SIGNAL = signal.SIGUSR2
+"""Makes a supervised rank write the stacks of its threads."""
+
+SILENT_SHARE = 0.7
+"""A supervisor sends ``STACKS_SIGNAL`` after this share of ``server.lost_after_s`` without a sign of life."""
+
+_POLLS = 10
+
+
+def write_stacks_on_signal() -> None:
+    """Write the stacks of all threads to standard error at each ``STACKS_SIGNAL``, also while a thread holds the lock.
+
+    Call it in the main thread, before other threads start: the signal is handled in the thread ``stacks``, so that it
+    does not interrupt a system call of another one. For the life of the process.
+    """
+    # Written in C, in the thread that the kernel chooses: one that holds the interpreter's lock changes no stack.
+    faulthandler.register(STACKS_SIGNAL, file=sys.stderr, all_threads=True)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [STACKS_SIGNAL])
+
+    def receive() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [STACKS_SIGNAL])
+        threading.Event().wait()
+
+    # Takes no lock. Ends with the process.
+    threading.Thread(target=receive, name="stacks", daemon=True).start()
 
 
 class Watchdog:
-    """Writes the stacks of a process once it held the interpreter's lock for long, or made no progress for longer.
-
-    A thread of the C runtime writes (``faulthandler.dump_traceback_later``), so that it needs no lock. The thread
-    ``watchdog`` defers it again and again: it cannot while another thread holds the lock, and does not without
-    progress. There is one timer in a process.
+    """Writes the stacks of a process that makes no progress, once each time.
 
     Args:
         log: the file to append to.
-        progress: returns a number that changes with the work of this process.
-        lost_after_s: a process that runs no Python for most of this time is written.
-        stalled_after_s: so is one whose progress does not change for this time.
+        progress: returns a value that changes with the work of this process.
+        stalled_after_s: how long it may stay the same.
 
     Example::
 
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     log = Path(folder) / "rank-0.log"
-        ...     with Watchdog(log, progress=lambda: 0, lost_after_s=0.2, stalled_after_s=0.0) as watchdog:
-        ...         written = watchdog.stalled.wait(20.0) and _wait_for_text(log, "most recent call first", 20.0)
-        >>> written
+        ...     with Watchdog(log, progress=lambda: 0, stalled_after_s=0.01) as watchdog:
+        ...         _ = watchdog.written.wait(20.0)
+        ...     "most recent call first" in log.read_text()
         True
     """
 
-    def __init__(self, log: Path, progress: Callable[[], object], lost_after_s: float, stalled_after_s: float) -> None:
+    def __init__(self, log: Path, progress: Callable[[], object], stalled_after_s: float) -> None:
         self._log = log
         self._progress = progress
-        self._limit_s = lost_after_s * WATCHDOG_SHARE
         self._stalled_after_s = stalled_after_s
-        self.stalled = threading.Event()
+        self.written = threading.Event()
         self._closed = threading.Event()
         # Takes no lock. Ends with ``__exit__``.
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
-        self._file = self._log.open("ab")
         self._thread.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._closed.set()
         self._thread.join()
-        faulthandler.cancel_dump_traceback_later()
-        self._file.close()
 
     def _run(self) -> None:
         last, since = self._progress(), time.monotonic()
-        while not self._closed.wait(self._limit_s / _POLLS):
+        while not self._closed.wait(self._stalled_after_s / _POLLS):
             current, now = self._progress(), time.monotonic()
             if current != last:
                 last, since = current, now
-                self.stalled.clear()
-            if now - since < self._stalled_after_s:
-                faulthandler.dump_traceback_later(self._limit_s, file=self._file)
-            elif not self.stalled.is_set():
-                faulthandler.dump_traceback_later(self._limit_s, file=self._file)  # the last time: it will be written
-                self.stalled.set()
-
-
-def _wait_for_text(file: Path, text: str, limit_s: float) -> bool:
-    """Return whether ``text`` appears in ``file`` within ``limit_s``."""
-    deadline, poll = time.monotonic() + limit_s, threading.Event()
-    while text not in file.read_text(errors="replace"):
-        if time.monotonic() > deadline:
-            return False
-        poll.wait(0.01)
-    return True
+                self.written.clear()
+            elif now - since > self._stalled_after_s and not self.written.is_set():
+                with self._log.open("a") as file:
+                    print(f"no step for {self._stalled_after_s:g} s; the stacks of all threads:", file=file, flush=True)
+                    faulthandler.dump_traceback(file, all_threads=True)
+                self.written.set()
