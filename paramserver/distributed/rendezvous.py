@@ -123,7 +123,10 @@ class Rendezvous:
 
     def report_failure(self, failure: RemoteError) -> None:
         """Report why this rank failed, when it cannot reach the server over RPC."""
-        self.set(_FAILED, f"{failure.kind} {failure.message}")
+        try:
+            self.set(_FAILED, f"{failure.kind} {failure.message}")
+        except DistNetworkError as error:
+            log.warning("rank 0 is gone, and was not informed of a failure (%s)", str(error).splitlines()[0])
 
     def reported_failure(self) -> RemoteError | None:
         """Return a failure that a rank reported, if there is one."""

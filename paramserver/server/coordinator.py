@@ -273,9 +273,11 @@ class ShardCoordinator:
         try:
             value = future.value()
         except RuntimeError as error:
-            member = self._members.get(server_index)
-            self._lose(member, str(error).splitlines()[0])
-            raise PeerLost(f"{member} is lost: {str(error).splitlines()[0]}") from error
+            member, reason = self._members.get(server_index), str(error).splitlines()[0]
+            self._members.lose(member)
+            # Also where another thread has noticed it and is about to report it: the error below is no reason to fail.
+            self._on_lost(member, reason)
+            raise PeerLost(f"{member} is lost: {reason}") from error
         if isinstance(value, RemoteError):
             raise value.error()
         return value
