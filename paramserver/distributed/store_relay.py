@@ -1,6 +1,6 @@
 """Proof of the job token before a rank reaches rank 0's store.
 
-TCPStore accepts whoever connects. With a token it listens on a loopback port of its own, and a :class:`StoreGuard` on
+TCPStore accepts every connection. With a token it listens on a loopback port of its own, and a :class:`StoreGuard` on
 ``cluster.master_port`` relays connections that have proved the token. At the other end TCPStore takes an address
 only, so it connects to a :class:`StoreTunnel` in its process, which proves the token to rank 0 and relays.
 
@@ -120,7 +120,7 @@ class _Relay(ABC):
                 return
             if (error := accepting.exception()) is None:
                 near, _ = accepting.result()
-                near.setblocking(False)
+                near.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 serving = asyncio.create_task(self._serve(near))
                 serving.add_done_callback(partial(_close, near))  # also if it is cancelled before it begins
                 self._unproved[serving] = None
@@ -158,6 +158,17 @@ class _Relay(ABC):
     async def _copy(self, source: socket.socket, target: socket.socket) -> None:
         while data := await self._loop.sock_recv(source, _CHUNK_BYTES):
             await self._loop.sock_sendall(target, data)
+
+    async def _connect(self, address: tuple[Any, ...], family: int = socket.AF_INET) -> socket.socket:
+        far = socket.socket(family, socket.SOCK_STREAM)
+        far.setblocking(False)
+        try:
+            await self._loop.sock_connect(far, address)
+            far.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except BaseException:
+            far.close()
+            raise
+        return far
 
     async def _receive(self, connection: socket.socket, size: int, start: bytes = b"") -> bytes:
         """Return the next ``size`` bytes, which begin with ``start``; not a byte more is read."""
@@ -205,7 +216,7 @@ class StoreGuard(_Relay):
             await self._loop.sock_sendall(near, self._token.sign("admits", challenge + answer))
         except ConnectionError as error:
             raise ConnectionError(f"{peer}: {error}") from error
-        return await _connect(self._loop, ("127.0.0.1", self._store_port))
+        return await self._connect(("127.0.0.1", self._store_port))
 
 
 class StoreTunnel(_Relay):
@@ -219,7 +230,8 @@ class StoreTunnel(_Relay):
 
     def __init__(self, host: str, port: int, token: JobToken, rank: int) -> None:
         self._host, self._host_port, self._token, self._rank = host, port, token, rank
-        self._addresses: list[tuple[int, tuple[Any, ...]]] = []
+        self._family = 0
+        self._address: tuple[Any, ...] = ()
         listener = bind_listener("127.0.0.1", 0)
         self.port: int = listener.getsockname()[1]
         super().__init__(listener)
@@ -232,7 +244,8 @@ class StoreTunnel(_Relay):
         """
         try:
             found = socket.getaddrinfo(self._host.strip("[]"), self._host_port, type=socket.SOCK_STREAM)
-            self._addresses = [(one[0], one[4]) for one in found]
+            # IPv4 first: rank 0 listens there, unless its address is one of IPv6.
+            self._family, _, _, _, self._address = min(found, key=lambda one: one[0] != socket.AF_INET)
             proved = asyncio.wait_for(self._open_far(), _PROOF_S)
             asyncio.run_coroutine_threadsafe(proved, self._loop).result(2 * _PROOF_S).close()
         except (OSError, asyncio.TimeoutError, futures.TimeoutError):
@@ -245,19 +258,13 @@ class StoreTunnel(_Relay):
         return await self._open_far()
 
     async def _open_far(self) -> socket.socket:
-        for family, address in self._addresses:
-            try:
-                far = await _connect(self._loop, address, family)
-            except OSError as error:
-                unreachable = error
-                continue
-            try:
-                await self._prove(far)
-            except BaseException:
-                far.close()
-                raise
-            return far
-        raise unreachable
+        far = await self._connect(self._address, self._family)
+        try:
+            await self._prove(far)
+        except BaseException:
+            far.close()
+            raise
+        return far
 
     async def _prove(self, far: socket.socket) -> None:
         where = f"rank 0 at {self._host}:{self._host_port}"
@@ -281,16 +288,3 @@ class StoreTunnel(_Relay):
 
 def _close(connection: socket.socket, _: asyncio.Task[None]) -> None:
     connection.close()
-
-
-async def _connect(
-    loop: asyncio.AbstractEventLoop, address: tuple[Any, ...], family: int = socket.AF_INET
-) -> socket.socket:
-    connection = socket.socket(family, socket.SOCK_STREAM)
-    connection.setblocking(False)
-    try:
-        await loop.sock_connect(connection, address)
-    except BaseException:
-        connection.close()
-        raise
-    return connection

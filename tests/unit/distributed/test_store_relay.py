@@ -15,6 +15,7 @@ from paramserver.cluster import bind_listener
 from paramserver.cluster.job_token import JobToken
 from paramserver.distributed import store_relay
 from paramserver.distributed.store_relay import StoreGuard, StoreTunnel, asks_for_token
+from paramserver.distributed.timeouts import poll_until
 from paramserver.errors import UnsupportedConfiguration
 
 HOST = "127.0.0.1"
@@ -117,6 +118,8 @@ def test_another_token_is_refused_with_rank_source_and_cure(guarded, caplog):
         f"rank 3 has another job token, from cluster.token_file (elsewhere), than rank 0 at 127.0.0.1:{guarded.port}; "
         "give all ranks the same one, by cluster.token_file or PARAMSERVER_TOKEN"
     )
+    # It is logged after the answer.
+    poll_until(time.monotonic() + LONG_S, lambda: caplog.text or None, threading.Event())
     (text,) = [record.getMessage() for record in caplog.records]
     assert text.startswith("refused a connection to the store: 127.0.0.1: rank 3 has another job token; give all")
 
@@ -153,6 +156,25 @@ def test_a_rank_zero_that_is_missing_or_silent_can_be_tried_again(guarded, monke
         monkeypatch.setattr(store_relay, "_PROOF_S", 0.2)
         assert tunnel.prove() is None
     assert tunnel.prove() is None  # nothing listens there now
+
+
+def test_a_client_of_torch_begins_with_the_ping():
+    """What ``_PING_START`` is copied from; a store that asks for no token answers it (the test above)."""
+    with bind_listener(HOST, 0) as listener:
+        received = []
+
+        def answer():
+            with listener.accept()[0] as near:
+                near.settimeout(LONG_S)
+                received.append(receive(near, len(store_relay._PING)))
+                near.sendall(received[0][-len(store_relay._PING_NONCE) :])
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        client(listener.getsockname()[1])
+        thread.join(LONG_S)
+    assert received[0].startswith(store_relay._PING_START)
+    assert len(received[0]) == len(store_relay._PING)
 
 
 def test_a_store_client_without_a_token_gets_nothing(guarded):
@@ -233,7 +255,7 @@ def test_a_recorded_conversation_proves_nothing(guarded, caplog):
 
 
 def test_a_proof_is_not_valid_for_the_other_side(guarded):
-    """Whoever has no token cannot have rank 0 or a rank compute the proof that it needs."""
+    """A program without the token cannot have rank 0 or a rank compute the proof that it needs."""
     connection = guarded.connect()
     asked = challenge(connection)
     answer = store_relay._ANSWER.pack(1, bytes(32))
@@ -269,7 +291,8 @@ def test_200_silent_connections_keep_no_rank_out(guarded):
     tunnel = guarded.tunnel()
     started = time.monotonic()
     assert tunnel.prove()
-    assert client(tunnel.port).set("a", "b") is None
+    client(tunnel.port).set("a", "b")
+    assert guarded.store.get("a") == b"b"
     assert time.monotonic() - started < store_relay._PROOF_S
     assert len(silent) == 200
 
