@@ -34,9 +34,6 @@ from paramserver.online.protocol import (
 from paramserver.online.sender import COORDINATOR_NAME, CoordinatorConnection, SampleSender
 from paramserver.online.zmq_import import zmq
 
-# How long BYE may take to leave.
-_LINGER_S = 5.0
-
 
 class Client:
     """Sends the samples of one simulation, or of one process of its group, to the trainers of a run.
@@ -51,8 +48,8 @@ class Client:
             required beyond this machine.
         timeout_s: seconds without any message from the run, or from a trainer that is waited for, before this fails;
             None = 60 s for the first answer of the run, then ``simulations.timeout_s`` of the run. A client may start
-            before its run, so without a listener it waits for as long too. A client that the run started, or that was
-            connected before, waits 5 s.
+            before its run, so without a listener it waits for as long too, and so does one that is open: rank 0 may be
+            started again. A client that the run started waits 5 s in ``open``.
         member: index of this process in the simulation's group.
         members: processes in the group, each of which sends its part of every sample.
         attempt: how many times this simulation was started before.
@@ -190,20 +187,18 @@ class Client:
         self._sent_steps.add(number)
 
     def close(self) -> None:
-        """Wait until all samples are acknowledged, then report that this member is done.
+        """Wait until all samples are acknowledged, and the run knows that this member is done.
 
         Calling it again, or on a client that was not opened, has no effect.
 
         Raises:
-            ClientError: a trainer is gone.
-            RunOver: the run needs no more samples.
+            ClientError: a trainer is gone, or the run.
+            RunOver: the run needs no more samples, and not all that were sent are acknowledged.
         """
         if self._sender is not None:
             with self._ended_by_errors():
-                # In this order: BYE states that every sample was acknowledged.
-                self._sender.flush()
-                self._sender.send_bye()
-            self._close_sender(_LINGER_S)
+                self._sender.finish()
+            self._close_sender()
         self._ended = self._ended or "closed"
 
     def __enter__(self) -> Client:
@@ -285,11 +280,11 @@ class Client:
             self._close_sender()
             raise
 
-    def _close_sender(self, linger_s: float = 0.0) -> None:
+    def _close_sender(self) -> None:
         self._read_counters()  # they stay readable afterwards
         sender, self._sender = self._sender, None
         if sender is not None:
-            sender.close(linger_s)
+            sender.close()
 
 
 def _first(*values: int | None) -> Any:

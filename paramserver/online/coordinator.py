@@ -18,6 +18,7 @@ from paramserver.config import SimulationsConfig
 from paramserver.errors import TrainingError, UnsupportedConfiguration
 from paramserver.online.coordinator_protocol import Message, RequestHandler
 from paramserver.online.handoff import WakeupFd
+from paramserver.online.journal import CoordinatorJournal
 from paramserver.online.process_runner import ProcessRunner
 from paramserver.online.protocol import start_secret
 from paramserver.online.sampler import make_sampler
@@ -63,6 +64,9 @@ class SimulationCoordinator:
         state: ``state_dict`` of the run that this one resumes.
         status: what PONG holds in addition; called in the coordinator thread.
         on_event: called for each event of a simulation, in the coordinator thread.
+        journal: of the run. If an earlier coordinator wrote it, this one takes its place: it listens on the same port,
+            and what the other one trained on after ``state`` is needed again. Simulations that are closed do not send
+            it: it is lost.
 
     Attributes:
         token: the secret that trainers show in JOIN.
@@ -92,19 +96,24 @@ class SimulationCoordinator:
         state: Mapping[str, Any] | None = None,
         status: Callable[[], Mapping[str, Any]] = dict,
         on_event: OnEvent = lambda kind, details: None,
+        journal: CoordinatorJournal | None = None,
     ) -> None:
         self.spec = spec
+        self._journal = journal
         self.token = secrets.token_hex(16).encode()
         self._runner = ProcessRunner(spec, logs, folders) if spec.is_managed else None
         self._tracker = _make_tracker(spec, num_trainers, seed, logs, folders, timeout_s)
         if state is not None:
             self._tracker.load_state_dict(state)
         self._handler = RequestHandler(spec, self._tracker, num_trainers, self.token, status)
+        if journal is not None:
+            self._tracker.replay(journal.received)
+            self._handler.record = journal.record
         self._on_event = on_event
         # Reentrant: PING calls a user's status function under the lock, which may call summary().
         self._lock = threading.RLock()
         self._closing = threading.Event()
-        self._finished = False
+        self._suspended = self._finished = False
         self._failure: BaseException | None = None
         self._router: RouterSocket | None = None
         self._thread = threading.Thread(target=self._run, name="coordinator", daemon=True)
@@ -112,8 +121,10 @@ class SimulationCoordinator:
     def __enter__(self) -> SimulationCoordinator:
         # Bound here and not in the thread: an address that cannot be bound must be raised to the caller. The thread
         # start is the memory barrier that ZeroMQ asks for when a socket changes its thread.
-        self._router = RouterSocket(self.spec.config)
+        self._router = RouterSocket(self.spec.config, None if self._journal is None else self._journal.port)
         self._address = self._router.address
+        if self._journal is not None:
+            self._journal.record_port(int(self._address.rpartition(":")[2]))
         self._wakeup = WakeupFd()
         self._thread.start()
         return self
@@ -162,6 +173,10 @@ class SimulationCoordinator:
                     "refused": dict(self._handler.refused),
                 }
             }
+
+    def suspend(self) -> None:
+        """The run continues with another coordinator: at its close this one sends no OVER to clients from outside."""
+        self._suspended = True
 
     def close(self) -> None:
         """Send OVER to all clients and end all simulations, within seconds. Calling it again has no effect.
@@ -254,6 +269,8 @@ class SimulationCoordinator:
 
     def _end_all(self, router: RouterSocket) -> None:
         """Send OVER to all clients, also to those whose HELLO comes meanwhile, and end all processes."""
+        if self._runner is None and self._suspended:
+            return
         with self._lock:
             router.send(self._handler.end_all_clients())
         if self._runner is None:
@@ -299,6 +316,7 @@ class RouterSocket:
 
     Args:
         config: address, port and keys.
+        port: where to listen if the config leaves the port open and this one is free.
 
     Attributes:
         address: where clients and trainers connect: ``tcp://host:port``.
@@ -307,7 +325,7 @@ class RouterSocket:
         UnsupportedConfiguration: the address cannot be bound, the keys cannot be read, or pyzmq is missing.
     """
 
-    def __init__(self, config: SimulationsConfig) -> None:
+    def __init__(self, config: SimulationsConfig, port: int | None = None) -> None:
         host = resolve_listen_address(config.address)
         self._context: zmq.Context[Any] = zmq.Context()
         self._security: ServerSecurity | None = None
@@ -320,14 +338,25 @@ class RouterSocket:
             # A peer that reconnects with its routing id replaces its old connection.
             self._router.router_handover = True
             self._router.ipv6 = ":" in host
-            self._bind(host, config)
+            self._bind(host, config, port)
         except BaseException:
             self.close()
             raise
         endpoint: bytes = self._router.getsockopt(zmq.LAST_ENDPOINT)  # type: ignore[assignment]
         self.address = endpoint.decode().rstrip("\0")
 
-    def _bind(self, host: str, config: SimulationsConfig) -> None:
+    def _bind(self, host: str, config: SimulationsConfig, port: int | None) -> None:
+        if port is not None and not config.port:
+            try:
+                self._router.bind(f"tcp://{host}:{port}")
+                return
+            except zmq.ZMQError as error:
+                _log.warning(
+                    "port %d, where clients reached this run, cannot be opened again (%s); they must be started again "
+                    "with the new address",
+                    port,
+                    error.strerror,
+                )
         try:
             self._router.bind(f"tcp://{host}:{config.port or '*'}")
         except zmq.ZMQError as error:

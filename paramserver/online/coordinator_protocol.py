@@ -74,6 +74,7 @@ class RequestHandler:
     Attributes:
         refused: kind -> messages that were refused.
         over: whether the run needs no more samples.
+        record: called with each HELLO, BYE and FINISH of a client from outside, before it is answered.
 
     Example::
 
@@ -104,6 +105,7 @@ class RequestHandler:
         self.tracker = tracker
         self.refused: Counter[str] = Counter()
         self.over = False
+        self.record: Callable[[Header], None] = lambda header: None
         self._token = token
         self._status = status
         # Everything below is guarded by the coordinator's lock. One entry for each trainer: one that joins again
@@ -189,6 +191,8 @@ class RequestHandler:
             )
         # The first change of state; every refusal is above it.
         self.tracker.on_hello(header, parameters, now)
+        if not self.spec.is_managed:
+            self.record(header)
         self._clients[header.simulation, header.member] = (peer, header)
         return [_to(peer, header.reply(MessageKind.WELCOME), self._directory(header).pack())]
 
@@ -220,7 +224,9 @@ class RequestHandler:
                 "unknown_peer", f"member {header.member} of simulation {header.simulation} is not open"
             )
         self.tracker.on_bye(header, now)
-        return []
+        if not self.spec.is_managed:
+            self.record(header)
+        return [_to(peer, header.reply(MessageKind.READY))]
 
     def _handle_ping(self, peer: bytes, header: Header, body: list[bytes], now: float) -> list[Message]:
         return [_to(peer, header.reply(MessageKind.PONG), pack_json(self.status(now)))]
@@ -228,6 +234,7 @@ class RequestHandler:
     def _handle_finish(self, peer: bytes, header: Header, body: list[bytes], now: float) -> list[Message]:
         if (reason := self.tracker.on_finish(now)) is not None:
             raise RequestRefused("finish", reason)
+        self.record(header)
         return []
 
     def status(self, now: float) -> dict[str, Any]:

@@ -6,10 +6,12 @@ A message is a list of frames. The first is a ``Header``; the kind determines wh
 
     client -> coordinator    HELLO      parameters (float64)        registers one member of a simulation;
                                                                     if the run starts it, ``start_secret`` follows
-                             BYE        -                           everything is acknowledged; ``step`` = samples sent
+                             BYE        -                           everything is acknowledged; ``step`` = samples
+                                                                    sent without those that were refused
                              PING       -                           asks for the state of the run
                              FINISH     -                           no more simulations come from outside
-    coordinator -> client    WELCOME    JSON, ``TrainerDirectory``  where to send the samples; sent again
+    coordinator -> client    READY      -                           acknowledges BYE
+                             WELCOME    JSON, ``TrainerDirectory``  where to send the samples; sent again
                                                                     when a trainer was replaced
                              PONG       JSON                        the state of the run
                              REFUSED    text                        the message or client is rejected, and why

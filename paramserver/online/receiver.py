@@ -69,7 +69,8 @@ class SampleReceiver:
 
     Call ``start``, then ``get`` and ``mark_stored`` from one thread, the feeder's, which may block in between: clients
     may have ``simulations.window`` samples in flight each, and are sent an ACK for what was marked as stored. Call
-    ``close`` at the end.
+    ``stop`` when no more samples are needed, and ``close`` in any case. Without ``stop`` the clients are not told that
+    this is the end: they wait for a receiver that takes this one's place, or for the coordinator's OVER.
 
     Args:
         spec: where to receive, and what.
@@ -136,15 +137,16 @@ class SampleReceiver:
 
     def stop(self) -> None:
         """Begin to close without waiting; wakes ``get``. The thread sends OVER to all clients and the coordinator."""
+        self._loop.sends_over = True  # before the queue is closed, which ends the loop
         self._queue.close()
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Stop, and wait for the thread to end. Calling it again has no effect.
+        """End the thread, and wait for that. Calling it again has no effect.
 
         Raises:
             SourceError: the thread has not ended in time.
         """
-        self.stop()
+        self._queue.close()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
             if self._thread.is_alive():
@@ -165,6 +167,7 @@ class _ReceiverLoop:
 
     Attributes:
         num_clients: clients that sent a message within ``timeout_s``, as of the last report. Read by other threads.
+        sends_over: whether clients and coordinator are informed, at the end, that no more samples are needed.
     """
 
     def __init__(
@@ -185,6 +188,8 @@ class _ReceiverLoop:
         self.validator = MessageValidator(spec.ingest, received_log, spec.token)
         self.report_interval_s = min(_REPORT_INTERVAL_S, spec.timeout_s / 4)
         self.num_clients = 0
+        self.sends_over = False
+        self._refusal: str | None = None
         self._ready = self._draining = self._over = False
         self._reports_unanswered = 0
         self._report_at = self._reported_at = self._checked_at = 0.0
@@ -250,6 +255,7 @@ class _ReceiverLoop:
         poller = zmq.Poller()
         for one in (self._clients, self._coordinator, self.wakeup.fileno()):
             poller.register(one, zmq.POLLIN)
+        self._poller = poller
         self._join()
         while not self.queue.closed:
             due = dict(poller.poll(max(0, int(1000 * (self._report_at - time.monotonic())) + 1)))
@@ -272,6 +278,8 @@ class _ReceiverLoop:
                 self._over = True
                 self._report_at = 0.0  # the final counters, for the summary
                 self.queue.finish()
+        if not self.sends_over:
+            return
         self._send_over()
         # send() on a DEALER without a connection blocks, so ask first.
         if self._coordinator.poll(0, zmq.POLLOUT):
@@ -289,7 +297,6 @@ class _ReceiverLoop:
 
     def _receive_from_coordinator(self) -> None:
         while (frames := _receive(self._coordinator)) is not None:
-            self._reports_unanswered = 0
             try:
                 kind = Header.unpack(frames[0]).kind
             except MalformedMessage as error:
@@ -304,9 +311,19 @@ class _ReceiverLoop:
             if kind is MessageKind.OVER:
                 raise _source_error(f"no more samples come: {reason}")
             if kind is MessageKind.REFUSED:
-                raise _source_error(
-                    f"trainer {self.spec.trainer_index} was refused by the coordinator on rank 0: {reason}"
-                )
+                self._stand_by(reason)
+            else:
+                self._reports_unanswered = 0
+
+    def _stand_by(self, reason: str) -> None:
+        """Receive nothing more: the coordinator counts on another process or session in this one's place.
+
+        This trainer learns the same from the server, and joins again. If it does not, the silence is an error.
+        """
+        if self._refusal is None:
+            _log.warning("trainer %d was refused by the coordinator on rank 0: %s", self.spec.trainer_index, reason)
+            self._poller.unregister(self._clients)
+        self._refusal, self._ready = reason, False
 
     def _report(self) -> None:
         now = time.monotonic()
@@ -328,6 +345,10 @@ class _ReceiverLoop:
         # Counted in unanswered reports and not in seconds: a process that was suspended has waited for no answer.
         self._reports_unanswered += 1
         if self._reports_unanswered * self.report_interval_s > self.spec.timeout_s and not self._over:
+            if self._refusal is not None:
+                raise _source_error(
+                    f"trainer {self.spec.trainer_index} was refused by the coordinator on rank 0: {self._refusal}"
+                )
             raise _source_error(
                 f"trainer {self.spec.trainer_index} received nothing from the coordinator at "
                 f"{self.spec.coordinator_address} for {self.spec.timeout_s:g} s; rank 0 is gone or cannot be reached"

@@ -47,9 +47,10 @@ class SampleSender:
     """Sends the samples of one member, at most a window of them in flight to each trainer. For one thread.
 
     Samples are kept until they are acknowledged. If the connection to a trainer is lost, the sender asks the
-    coordinator for that trainer's address, which is another one if the trainer was replaced, and sends them again.
+    coordinator for that trainer's address, which is another one if the trainer was replaced, and sends them again. So
+    it does if the connection to the coordinator was lost and made again: another one may listen there.
 
-    Call ``flush`` and ``send_bye`` after the last sample, and ``close`` in any case, also after an error.
+    Call ``finish`` after the last sample, and ``close`` in any case, also after an error.
 
     Args:
         address: of the coordinator.
@@ -77,6 +78,7 @@ class SampleSender:
         self._keys, self._header, self._opening = keys, header, opening
         self._trainers: dict[int, TrainerConnection] = {}
         self._logged: set[str] = set()
+        self._registered_on = 0
         self.sent = self.refused = 0
         self.waited_s = self._receive_at = 0.0
         with ExitStack() as stack:
@@ -96,6 +98,7 @@ class SampleSender:
         reply = self._coordinator.request(
             hello, *self._opening, expect=MessageKind.WELCOME, timeout_s=timeout_s, limit_s=limit_s
         )
+        self._registered_on = self._coordinator.num_connections
         return self._unpack_directory(reply)
 
     def _unpack_directory(self, body: list[bytes]) -> TrainerDirectory:
@@ -135,16 +138,44 @@ class SampleSender:
             self.waited_s += time.monotonic() - began
 
     def flush(self) -> None:
-        """Wait until every sample that was sent is acknowledged. Raises as ``send``."""
+        """Wait until every sample that was sent is acknowledged by those trainers that the run has now.
+
+        Raises as ``send``.
+        """
+        for index in list(self._trainers):
+            if self._is_lost(index):
+                self._reconnect(index)
         self._wait(list(self._trainers), 0)
 
-    def send_bye(self) -> None:
-        """Report to the coordinator that this member is done. Call ``flush`` first: BYE means all is acknowledged."""
-        self._coordinator.send(self._header.reply(MessageKind.BYE, self.sent))
+    def finish(self) -> None:
+        """Wait until every sample that was sent is acknowledged, and the coordinator knows that this member is done.
 
-    def close(self, linger_s: float = 0.0) -> None:
-        """Close all connections; messages to the coordinator have ``linger_s`` to leave."""
-        self._coordinator.close(linger_s)
+        Raises:
+            ClientError: as ``send``.
+            RunOver: the run needs no more samples, and not all that were sent are acknowledged.
+        """
+        try:
+            while not self._finish():
+                pass  # another coordinator has taken the place of the one that knew this client
+        except RunOver:
+            if any(trainer.in_flight for trainer in self._trainers.values()):
+                raise
+
+    def _finish(self) -> bool:
+        self.flush()
+        try:
+            # BYE means that all is acknowledged.
+            bye = self._header.reply(MessageKind.BYE, max(self.sent - self.refused, 0))
+            self._coordinator.request(bye, expect=MessageKind.READY, timeout_s=self._timeout_s, limit_s=self._timeout_s)
+        except RunOver:
+            raise
+        except ClientError:
+            if not self._coordinator_returned():
+                raise
+        return not self._coordinator_returned()
+
+    def close(self) -> None:
+        """Close all connections."""
         self._finalizer()
 
     def _connect(self, index: int) -> TrainerConnection:
@@ -166,9 +197,14 @@ class SampleSender:
         )
 
     def _is_lost(self, index: int) -> bool:
-        """Whether the connection has ended, or the trainer was replaced."""
+        """Whether the connection has ended, or the trainer was replaced, or the coordinator may know of a change."""
         trainer = self._trainers[index]
-        return trainer.is_lost() or trainer.address != self.directory.trainers[index]
+        changed = trainer.is_lost() or trainer.address != self.directory.trainers[index]
+        return changed or self._coordinator_returned()
+
+    def _coordinator_returned(self) -> bool:
+        """Whether a coordinator listens that may not be the one that knows this client."""
+        return self._coordinator.num_connections > self._registered_on
 
     def _reconnect(self, index: int) -> TrainerConnection:
         """Connect to a trainer again, or to its replacement, and send again what was not acknowledged.
@@ -338,9 +374,9 @@ class ClientConnection:
                 raise RunOver(decode_text(frames[1:]) or NO_MORE_SAMPLES)
             yield header, frames[1:]
 
-    def close(self, linger_s: float = 0.0) -> None:
-        """Close the socket; what has not left after ``linger_s`` is dropped."""
-        self.socket.close(linger=round(1000 * linger_s))
+    def close(self) -> None:
+        """Close the socket; what has not left is dropped."""
+        self.socket.close(linger=0)
 
 
 def decode_text(frames: list[bytes]) -> str:
@@ -492,10 +528,10 @@ class TrainerConnection(ClientConnection):
             self.send(self._header.reply(MessageKind.HEARTBEAT))
         return min(fails_at, self._heartbeat_at + self._heartbeat_interval_s)
 
-    def close(self, linger_s: float = 0.0) -> None:
+    def close(self) -> None:
         if self._monitor is not None:
             self._monitor.close()
-        super().close(linger_s)
+        super().close()
 
 
 _PING_INTERVAL_S = 1.0
@@ -527,10 +563,17 @@ class CoordinatorConnection(ClientConnection):
         self._monitor = ConnectionMonitor(self.socket)
         super()._connect()
 
-    def close(self, linger_s: float = 0.0) -> None:
+    def close(self) -> None:
         if self._monitor is not None:
             self._monitor.close()
-        super().close(linger_s)
+        super().close()
+
+    @property
+    def num_connections(self) -> int:
+        """How often the connection was made, at least 1."""
+        assert self._monitor is not None
+        self._monitor.disconnected_s()
+        return max(1, self._monitor.num_connections)
 
     def request(
         self, header: Header, *frames: Any, expect: MessageKind, timeout_s: float, limit_s: float | None = None
@@ -541,13 +584,14 @@ class CoordinatorConnection(ClientConnection):
 
         Raises:
             ClientError: the coordinator refused (with its text), is silent for ``timeout_s``, sends no reply within
-                ``limit_s`` (ten times as long, if None), or is gone.
+                ``limit_s`` (ten times as long, if None), or is gone: for 5 s, or for ``limit_s`` if it is given.
             RunOver: the run needs no more samples.
         """
         assert self._monitor is not None
         self.last_seen_s = pinged_at = began_at = time.monotonic()
         self.send(header, *frames)
         ping_unanswered, connections = expect is MessageKind.PONG, max(1, self._monitor.num_connections)
+        gone_s = _GONE_S if limit_s is None else limit_s
         limit_s = _ALIVE_FACTOR * timeout_s if limit_s is None else limit_s
         while True:
             self.socket.poll(
@@ -561,22 +605,27 @@ class CoordinatorConnection(ClientConnection):
                     raise ClientError(f"{self} refused this client: {decode_text(body)}")
                 ping_unanswered = ping_unanswered and received.kind is not MessageKind.PONG
             now = time.monotonic()
-            self._check_timeouts(now - began_at, limit_s, now - self.last_seen_s, timeout_s)
+            self._check_timeouts(now - began_at, limit_s, now - self.last_seen_s, timeout_s, gone_s)
             if now >= pinged_at + _PING_INTERVAL_S:
                 pinged_at = now
                 # After a reconnect another coordinator may listen, which has not received the request.
                 if self._monitor.num_connections > connections:
                     connections = self._monitor.num_connections
                     self.send(header, *frames)
+                    ping_unanswered = expect is MessageKind.PONG
                 # At most one PING in flight: without a listener they would pile up in the socket.
                 if not ping_unanswered:
                     ping_unanswered = True
                     self.send(Header(MessageKind.PING))
 
-    def _check_timeouts(self, waited_s: float, limit_s: float, silent_s: float, timeout_s: float) -> None:
+    def _check_timeouts(
+        self, waited_s: float, limit_s: float, silent_s: float, timeout_s: float, gone_s: float
+    ) -> None:
         assert self._monitor is not None
         disconnected_s = self._monitor.disconnected_s()
-        if disconnected_s >= _GONE_S and (self._run_started or self._monitor.num_connections):
+        # Its return, if there is one, would come too late.
+        gone = disconnected_s >= gone_s or (disconnected_s > 0 and waited_s >= limit_s)
+        if gone and (self._run_started or self._monitor.num_connections):
             raise ClientError(f"{self} is gone, no process has listened there for {disconnected_s:.0f} s; see its log")
         if silent_s >= timeout_s:
             text = f"{self} gave no sign of life for {timeout_s:g} s; see that it runs and that this is its address"

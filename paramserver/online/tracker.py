@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from operator import ge
 from pathlib import Path
 from typing import Any
 
 from paramserver.config import SimulationsConfig
-from paramserver.online.protocol import Header, SimulationReport, TrainerJoined
+from paramserver.online.protocol import Header, MessageKind, SimulationReport, TrainerJoined
 
 
 class SimulationState(str, Enum):
@@ -40,6 +41,7 @@ class Simulation:
         client_parameters: those that its clients sent; None before the first HELLO.
         total: its number of samples, once known.
         lost: samples of it that died with a trainer, as far as no trainer reports them.
+        closed_with: samples that its clients, which are closed, had sent, once all trainers have counted them.
         trainer: index of the trainer that receives all of its samples, with ``deal: simulation``.
         process_alive: whether its process runs; it may run on when all samples are received.
         since_s: when it entered its state, or its attempt began.
@@ -48,7 +50,7 @@ class Simulation:
         reported_silent: whether its silence was reported and lasts.
         kill_reason: why the run ends its process; None = it does not.
         exit_error: how its process ended without being killed by the run, if not with exit code 0.
-        settled_at: for each trainer the number of the report by which all samples are counted.
+        settled_at: for each trainer the number of the report by which all samples are counted; empty = not known.
     """
 
     id: int
@@ -59,6 +61,7 @@ class Simulation:
     client_parameters: list[float] | None = None
     total: int | None = None
     lost: int = 0
+    closed_with: int | None = None
     trainer: int | None = None
     process_alive: bool = False
     since_s: float = 0.0
@@ -83,7 +86,9 @@ class Simulation:
     def start_attempt(self, now: float) -> None:
         self.set_state(SimulationState.RUNNING, now)
         self.kill_reason = self.exit_error = None
-        self.lost = 0  # it sends all of its samples again
+        # Its clients send all of their samples again, or report which ones they cannot send.
+        self.lost, self.closed_with = 0, None
+        self.settled_at = []
         self.byes.clear()
         self.last_seen_s.clear()
 
@@ -155,6 +160,10 @@ class TrackerEvent:
 
 
 Action = StartProcess | KillProcess | TrackerEvent
+
+# When its clients have ended well all samples of a simulation are acknowledged, and the trainers' next reports count
+# them. Reports that were in flight at that moment may not, so two of each trainer are awaited.
+REPORTS_TO_SETTLE = 2
 
 
 def log_file(logs: Path, simulation: int) -> Path:
@@ -277,6 +286,9 @@ class SimulationTracker(ABC):
     def poll(self, now: float) -> list[Action]:
         """What is to be done now. Updates ``done`` and ``failure``."""
 
+    def replay(self, received: Iterable[Header]) -> None:
+        """Take over what clients reported to an earlier coordinator, before ``on_trainers_joined``."""
+
     # State.
 
     def num_received(self, number: int) -> int:
@@ -286,6 +298,8 @@ class SimulationTracker(ABC):
     def num_lost(self, number: int) -> int:
         """Samples of a simulation that were in the buffer of a trainer that died, after its last checkpoint."""
         known = self.simulations.get(number)
+        if known is not None and known.closed_with is not None:
+            return max(known.closed_with - self.num_received(number), 0)
         return (known.lost if known is not None else 0) + sum(one.get(number, 0) for one in self._lost)
 
     def client_parameters(self, number: int) -> list[float] | None:
@@ -388,6 +402,8 @@ class ExternalSimulations(SimulationTracker):
         super().__init__(config, num_trainers)
         self._first_s = first_s
         self._open: dict[int, Simulation] = {}
+        # Whether samples that were acknowledged may be missing: with a trainer, or because of a return to a checkpoint.
+        self._some_lost = False
         self._finish_received = False
         self._hello_received = False
         self._last_sign_s = 0.0
@@ -431,6 +447,33 @@ class ExternalSimulations(SimulationTracker):
     def on_bye(self, header: Header, now: float) -> None:
         self._last_sign_s = now
         super().on_bye(header, now)
+        simulation = self.simulations.get(header.simulation)
+        if simulation is not None and simulation.has_all_byes(header.members):
+            # What is acknowledged is in the next report of each trainer, but not in one that was in flight.
+            simulation.settled_at = [reports + REPORTS_TO_SETTLE for reports in self._num_reports]
+
+    def on_trainer_replaced(self, index: int, joined: TrainerJoined) -> None:
+        self._some_lost = True
+        super().on_trainer_replaced(index, joined)
+
+    def replay(self, received: Iterable[Header]) -> None:
+        for header in received:
+            self._some_lost = True
+            if header.kind is MessageKind.FINISH:
+                self._finish_received = True
+                continue
+            simulation = self._get_or_add(header.simulation)
+            if header.attempt != simulation.attempt:
+                simulation.byes.clear()
+            simulation.attempt = header.attempt
+            if header.kind is MessageKind.HELLO:
+                simulation.byes.pop(header.member, None)
+                simulation.closed_with = None
+                continue
+            simulation.byes[header.member] = header.step
+            if simulation.has_all_byes(header.members):
+                # Settled: the trainers report exact counts when they join.
+                simulation.total = simulation.closed_with = sum(simulation.byes.values()) // header.members
 
     def on_report(self, trainer_index: int, report: SimulationReport, now: float) -> None:
         received = self._received[trainer_index]
@@ -451,6 +494,7 @@ class ExternalSimulations(SimulationTracker):
             return []
         actions: list[Action] = []
         for simulation in list(self._open.values()):
+            self._settle(simulation)
             if self._is_complete(simulation):
                 del self._open[simulation.id]
                 actions.append(self._complete(simulation, now))
@@ -462,6 +506,12 @@ class ExternalSimulations(SimulationTracker):
         if not self.done and now - self._last_sign_s > timeout_s:
             self.failure = self._describe_missing(timeout_s, key)
         return actions
+
+    def _settle(self, simulation: Simulation) -> None:
+        """Count what a simulation had sent before it was closed, and no trainer has, as lost."""
+        settled = simulation.settled_at and all(map(ge, self._num_reports, simulation.settled_at))
+        if self._some_lost and settled and simulation.byes:
+            simulation.closed_with = sum(simulation.byes.values()) // self.config.group_size
 
     def _get_or_add(self, number: int) -> Simulation:
         return self.simulations.setdefault(number, Simulation(number))

@@ -11,6 +11,7 @@ from typing import Any
 from paramserver.config import SimulationsConfig
 from paramserver.online.protocol import Header, SimulationReport, TrainerJoined
 from paramserver.online.tracker import (
+    REPORTS_TO_SETTLE,
     Action,
     KillProcess,
     Simulation,
@@ -26,9 +27,6 @@ MAX_GIVEN_UP_IN_A_ROW = 3
 """This many simulations given up in a row, with none complete in between, fail the run: the cause is not the
 parameters of one of them."""
 
-# When a process has ended well all of its samples are acknowledged, and the trainers' next reports count them. Reports
-# that were in flight at that moment may not, so two of each trainer are awaited.
-_REPORTS_TO_SETTLE = 2
 _SETTLE_S = 1.0
 _MIN_KILL_TIMEOUT_S = 30.0
 
@@ -114,7 +112,7 @@ class ManagedSimulations(SimulationTracker):
         simulation.exit_error = None if exit_code == 0 else describe_exit(exit_code)
         if not simulation.ended and (exit_code == 0 or self._may_have_sent_all(simulation)):
             simulation.set_state(SimulationState.SETTLING, now)
-            simulation.settled_at = [reports + _REPORTS_TO_SETTLE for reports in self._num_reports]
+            simulation.settled_at = [reports + REPORTS_TO_SETTLE for reports in self._num_reports]
 
     def _may_have_sent_all(self, simulation: Simulation) -> bool:
         """Whether a process that failed may have failed after its last sample."""

@@ -74,6 +74,9 @@ class Stream(Source):
 
     def connect(self, receiver_spec: ReceiverSpec) -> None:
         self.check(receiver_spec.ingest.config)
+        # A trainer that joins its run again starts anew, with the source that the task gave before.
+        self.received_log = ReceivedLog()
+        self._receiver, self._closed = None, False
         # Here, not when the feeder thread reads it: the import fails with the cure if pyzmq is missing.
         import paramserver.online.receiver  # noqa: F401
 
@@ -115,7 +118,9 @@ class Stream(Source):
             self._receiver.stop()
 
     def close(self) -> None:
-        self.stop()
+        # Without OVER to the clients, unless ``stop`` was called: another process or session may continue.
+        with self._lock:
+            self._closed = True
         if self._receiver is not None:
             self._receiver.close()
 

@@ -172,6 +172,7 @@ class FakeRun:
             self._send("coordinator", peer, header.reply(MessageKind.WELCOME), self.directory.pack())
         elif header.kind is MessageKind.BYE:
             self.byes.append(header)
+            self._send("coordinator", peer, header.reply(MessageKind.READY))
         elif header.kind is MessageKind.PING:
             self._send("coordinator", peer, header.reply(MessageKind.PONG), pack_json({"alive": True}))
 

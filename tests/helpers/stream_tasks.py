@@ -44,7 +44,7 @@ class Fed(Task):
         return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
     def train_source(self, partition):
-        # One line for each start: how many samples were served before it, and its process.
+        # One line each time that it joins: how many samples were served before it, and its process.
         name = f"trainer-{partition.index}"
         before = len((self.ledger / name).read_text().splitlines()) if (self.ledger / name).exists() else 0
         with (self.ledger.parent / f"starts-{name}").open("a") as file:
@@ -78,9 +78,12 @@ class Fed(Task):
 
 
 def starts(ledger, index):
-    """(samples served before it, pid) of each start of a trainer."""
+    """(samples served before it, pid) of each process of a trainer, which may have joined the run several times."""
     lines = (Path(ledger).parent / f"starts-trainer-{index}").read_text().splitlines()
-    return [tuple(json.loads(line)) for line in lines]
+    first = {}
+    for before, pid in map(json.loads, lines):
+        first.setdefault(pid, before)
+    return [(before, pid) for pid, before in first.items()]
 
 
 def served(ledger):

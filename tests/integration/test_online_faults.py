@@ -154,3 +154,71 @@ def test_a_trainer_of_a_run_with_clients_from_outside_is_killed(tmp_path, fork_s
     assert len(starts(run.ledger, 1)) == 2, "it was not killed"
     assert_accounts_agree(run, finished)
     assert repeated(run.ledger) <= run.trained_before_a_death()
+
+
+def pid_of_rank_0(run):
+    holder = run.run_dir / ".lock.json"
+    wait_for(holder.exists)
+    return json.loads(holder.read_text())["pid"]
+
+
+def views(run):
+    return json.loads((run.run_dir / "losses.json").read_text())["view"]
+
+
+@pytest.mark.parametrize("every", [3, 0])
+def test_rank_0_of_a_run_with_simulations_is_killed(tmp_path, fork_server, every):
+    """It returns from a checkpoint, or from the beginning: its simulations start again and send everything."""
+    with OnlineRun(fork_server, tmp_path, checkpoint={"every": every}) as run:
+        run.wait_until_served(60)
+        assert not every or list((run.run_dir / "checkpoints").glob("step-*/manifest.json"))
+        run.kill(pid_of_rank_0(run))
+        finished = run.finished()
+    assert views(run) == 2, "it was not killed"
+    assert [len(starts(run.ledger, index)) for index in range(2)] == [1, 1], "the trainers' processes stay"
+    assert set(served(run.ledger)) == ALL
+    assert finished.summary["samples"] == stream(finished, "received") == len(ALL)
+    assert (finished.summary["simulations"]["complete"], finished.summary["simulations"]["lost"]) == (COUNT, 0)
+    if every:
+        assert finished.summary["simulations"]["restarted"] == 0, "the fault of rank 0 is none of theirs"
+        assert len(served(run.ledger)) < 60 + len(ALL), "it began anew"
+
+
+def test_rank_0_of_a_run_with_clients_from_outside_is_killed(tmp_path, fork_server):
+    """They find it again at its address; what they had released since the checkpoint is lost and counted."""
+    with OnlineRun(fork_server, tmp_path, outside=True, checkpoint={"every": 3}) as run:
+        address = run.address
+        with ThreadPoolExecutor(COUNT) as pool:
+            # The last one comes after the return, the first may be closed before.
+            sending = [pool.submit(produce, address, number, 0.02 * number) for number in range(COUNT - 1)]
+            run.wait_until_served(60)
+            run.kill(pid_of_rank_0(run))
+            sending.append(pool.submit(produce, address, COUNT - 1))
+            assert [one.result(60) for one in sending] == [STEPS] * COUNT
+        finished = run.finished()
+    assert views(run) == 2, "it was not killed"
+    assert run.process.output.read_text().count(f"clients reach this run at {address}\n") == 2
+    lost = finished.summary["simulations"]["lost"]
+    assert stream(finished, "received") + lost == len(ALL)
+    assert finished.summary["samples"] == stream(finished, "received")
+    assert 0 < lost < 60
+    assert set(served(run.ledger)) <= ALL
+    assert finished.summary["simulations"]["complete"] == COUNT
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_a_trainer_is_killed_and_all_return_to_the_checkpoint(tmp_path, fork_server, outside):
+    """With ``on_loss: rollback`` rank 0 lives on: another coordinator takes the place of the first in its process."""
+    options = {"checkpoint": {"every": 3}, "server": {"on_loss": "rollback"}, "task_args": {"kill": [1, 6]}}
+    with OnlineRun(fork_server, tmp_path, outside=outside, **options) as run:
+        if outside:
+            address = run.address
+            with ThreadPoolExecutor(COUNT) as pool:
+                assert list(pool.map(lambda number: produce(address, number), range(COUNT))) == [STEPS] * COUNT
+        finished = run.finished()
+    assert views(run) == 2, "nothing was killed"
+    assert len(starts(run.ledger, 1)) == 2
+    lost = finished.summary["simulations"]["lost"]
+    assert finished.summary["samples"] == stream(finished, "received") == len(ALL) - lost
+    assert finished.summary["simulations"]["complete"] == COUNT
+    assert outside or (lost, set(served(run.ledger))) == (0, ALL)

@@ -62,7 +62,7 @@ def test_of_twenty_thousand_messages_none_raises_and_no_unknown_peer_passes_for_
         for peer, frames in handler.handle(b"unknown-%d" % (i % 50), message, float(i)):
             assert peer.startswith(b"unknown")
             answer = Header.unpack(frames[0]).kind
-            assert answer in (MessageKind.REFUSED, MessageKind.WELCOME, MessageKind.PONG)
+            assert answer in (MessageKind.REFUSED, MessageKind.WELCOME, MessageKind.PONG, MessageKind.READY)
             kinds.add((answer, Header.unpack(message[0]).kind if answer is not MessageKind.REFUSED else None))
         tracker.poll(float(i))
         assert not tracker.done
@@ -70,6 +70,7 @@ def test_of_twenty_thousand_messages_none_raises_and_no_unknown_peer_passes_for_
         (MessageKind.REFUSED, None),
         (MessageKind.WELCOME, MessageKind.HELLO),
         (MessageKind.PONG, MessageKind.PING),
+        (MessageKind.READY, MessageKind.BYE),
     }
     assert handler.trainers[0].peer == b"trainer"
     assert not any(tracker.num_received(number) for number in range(5))

@@ -311,7 +311,7 @@ def test_after_drain_get_returns_what_waits_and_then_none(clients):
         assert running.receiver.counters()["received"] == 3
 
 
-def test_closing_wakes_get_and_sends_over_to_all_clients(clients):
+def test_stopping_wakes_get_and_sends_over_to_all_clients(clients):
     with RunningReceiver() as running:
         sender = clients(running.coordinator.trainer()).open().sample(0, 0)
         running.put(1)
@@ -319,12 +319,23 @@ def test_closing_wakes_get_and_sends_over_to_all_clients(clients):
         found = []
         thread = threading.Thread(target=lambda: found.append(running.receiver.get(None)))
         thread.start()
-        running.receiver.close()
+        running.receiver.stop()
         thread.join(PATIENCE_S)
         assert found == [None]
         assert sender.receive() == (MessageKind.OVER, "the run wants no more samples")
         running.coordinator.wait(lambda: running.coordinator.left == {0})
+        running.receiver.close()
         running.receiver.close()  # again: nothing
+
+
+def test_clients_are_not_told_that_the_run_is_over_where_another_process_may_continue(clients):
+    with RunningReceiver() as running:
+        sender = clients(running.coordinator.trainer()).open().sample(0, 0)
+        running.put(1)
+        sender.receive_acks(1)
+        running.receiver.close()
+        assert not sender.socket.poll(300)
+        assert running.coordinator.left == set()
 
 
 def test_it_can_be_closed_before_it_began():

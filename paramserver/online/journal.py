@@ -1,0 +1,67 @@
+"""What a coordinator that takes the place of another one must know beyond the last checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from paramserver.online.protocol import Header, MessageKind
+
+
+class CoordinatorJournal:
+    """A file of the run folder to which a coordinator appends while it runs, one JSON object per line.
+
+    It has the port, so that clients from outside find the next coordinator at the address that they know, and which of
+    them have opened and closed a simulation: HELLO, BYE and FINISH. Whoever has sent BYE may be gone, and does not send
+    its samples again; whoever has not is waited for.
+
+    A line is written before the client gets its answer. It survives the end of the process, not that of the host.
+
+    Args:
+        file: of the journal.
+        continues: another coordinator of this run wrote it; otherwise it is started anew.
+
+    Attributes:
+        port: of the last coordinator; None if there was none.
+        received: the HELLO, BYE and FINISH of earlier coordinators.
+
+    Example::
+
+        >>> file = getfixture("tmp_path") / "coordinator.jsonl"
+        >>> journal = CoordinatorJournal(file, continues=False)
+        >>> journal.record_port(5555)
+        >>> journal.record(Header(MessageKind.BYE, simulation=3, step=10))
+        >>> again = CoordinatorJournal(file, continues=True)
+        >>> again.port, again.received[0].simulation, again.received[0].step
+        (5555, 3, 10)
+    """
+
+    def __init__(self, file: Path, continues: bool) -> None:
+        self._file = file
+        self.port: int | None = None
+        self.received: list[Header] = []
+        if not continues:
+            file.unlink(missing_ok=True)
+        elif file.exists():
+            # The last line is incomplete where the process died while it wrote: its client got no answer.
+            for line in file.read_text(encoding="utf-8").split("\n")[:-1]:
+                self._read(json.loads(line))
+
+    def _read(self, entry: dict[str, Any]) -> None:
+        if "port" in entry:
+            self.port = entry["port"]
+        else:
+            self.received.append(Header(**{**entry, "kind": MessageKind[entry["kind"]]}))
+
+    def record_port(self, port: int) -> None:
+        """Record where clients reach this coordinator."""
+        self._append({"port": port})
+
+    def record(self, header: Header) -> None:
+        """Record a HELLO, BYE or FINISH."""
+        self._append({**header._asdict(), "kind": header.kind.name})
+
+    def _append(self, entry: dict[str, Any]) -> None:
+        with self._file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry) + "\n")
