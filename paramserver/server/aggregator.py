@@ -111,7 +111,7 @@ class Aggregator:
         """
         last_number, reply = self._announced.get(trainer_index, (0, None))
         if reply is not None and 0 < number <= last_number:
-            return reply  # to an earlier number, nobody waits for it: the message was overtaken
+            return reply  # no trainer waits for that to an earlier number: the message was overtaken
         if self.ended:
             raise RunEnded(f"the run ended before trainer {trainer_index} took part in it")
         self.add(trainer_index)
