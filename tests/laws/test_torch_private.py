@@ -44,11 +44,16 @@ USED = {
         "torch._C._distributed_c10d.HashStore",
         "torch._C._distributed_c10d.Store",
         "torch._C._distributed_rpc.TensorPipeAgent",
+        "torch.distributed.autograd._current_context",
+        "torch.distributed.autograd._current_context()._context_id",
         "torch.distributed.autograd._init",
+        "torch.distributed.autograd._is_valid_context",
+        "torch.distributed.autograd._release_context",
         "torch.distributed.rpc._init_rpc_backend",
         "torch.distributed.rpc._utils._update_group_membership",
         "torch.distributed.rpc.api._init_rpc_states",
     },
+    "paramserver.runtime.rank": {"torch._C._distributed_c10d.Store"},
     "paramserver.transport.shared_memory": {"torch._foreach_copy_"},
     "paramserver.transport.rpc": {"torch._foreach_copy_"},
     "trainers.server_forward": {
@@ -145,6 +150,30 @@ def test_the_first_agent_publishes_its_address_where_a_star_agent_looks_for_it(o
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["True", "0", "server0", "7"]
+
+
+A_CONTEXT = """
+import torch.distributed.autograd as dist_autograd
+from paramserver.distributed.rpc_agent import autograd_id, current_context_id, init_autograd, release_context
+init_autograd(5)
+init_autograd(6)  # of a later view: the ids of contexts keep the first
+print(autograd_id())
+context_id = dist_autograd._new_context()._context_id()
+print(context_id >> 48, current_context_id() == context_id, dist_autograd._is_valid_context(context_id))
+release_context(context_id)
+release_context(context_id)  # it has ended
+try:
+    dist_autograd._is_valid_context(context_id)
+except RuntimeError:
+    print("ended")
+"""
+
+
+def test_a_context_is_found_and_released():
+    """The server releases what it holds of a context whose trainer is lost."""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", A_CONTEXT], capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["5", "5", "True", "None", "ended"]
 
 
 def test_a_store_takes_a_socket_that_is_bound_already():
