@@ -328,6 +328,8 @@ class Supervisor:
             self._restart_all()
             return
         self._start_finished_again()
+        if self._is_late(rank):
+            return
         lost = rank.failure is None and not rank.done and exit_code != Interrupted.exit_code
         if not mode_of(self.config).has_servers and rank.failure is not None and rank.failure["kind"] == "PeerLost":
             lost = True  # its report may arrive before the end of the rank that it lost
@@ -357,6 +359,10 @@ class Supervisor:
         if rpc and is_trainer and self.config.server.on_loss == "fail":
             return False
         return self._restarts.allows(rank.global_rank)
+
+    def _is_late(self, rank: _RankProcess) -> bool:
+        """Whether the run was completed before a rank joined that started in the place of a lost one."""
+        return self._summary is not None and self._summary["status"] == "completed" and not rank.view
 
     @property
     def _has_concluded(self) -> bool:
@@ -459,6 +465,9 @@ class Supervisor:
         lost_after_s = self.config.server.lost_after_s
         if self._summary is not None or (self._has_started and self.run.summary_file.exists()):
             self._limit(lost_after_s + _END_S)
+            for rank in self._ranks:
+                if self._is_late(rank) and signal.SIGKILL not in rank.sent:
+                    rank.send_signal(signal.SIGKILL)
         elif all(r.exit_code in _GOOD_EXITS and r.done for r in self._ranks[1:] if r.role.kind == "trainer"):
             # No trainer is left that could notice the loss of rank 0, which may still write the last checkpoint.
             self._limit(LAST_WRITE_S + lost_after_s + _END_S)
