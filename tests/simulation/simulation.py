@@ -78,6 +78,7 @@ class Scenario:
         loss: probability that a message is lost, while faults happen; ``duplicates``, that a push arrives twice.
         waits: probability that a trainer has no samples when it announces.
         supervised: processes that the server lost are killed and started again; else they come back by themselves.
+        gives_up: the first trainer that dies is not started again.
     """
 
     config: Config
@@ -87,6 +88,7 @@ class Scenario:
     duplicates: float
     waits: float
     supervised: bool
+    gives_up: bool
 
     @classmethod
     def draw(cls, rng: random.Random) -> Scenario:
@@ -122,8 +124,8 @@ class Scenario:
             ),
             logging=LoggingConfig(log_every=1_000_000),
         )
-        kinds = ("crash trainer", "freeze trainer", "partition", "crash server", "pause server")
-        chosen = rng.choice((kinds, kinds, kinds[:1], kinds[1:3], kinds[3:4]))
+        kinds = ("crash trainer", "freeze trainer", "replace trainer", "partition", "crash server", "pause server")
+        chosen = rng.choice((kinds, kinds, kinds[:1], kinds[1:4], kinds[2:3], kinds[4:5]))
         faults = {rng.randint(1, FAULTY_EVENTS): rng.choice(chosen) for _ in range(rng.choice((0, 1, 2, 3, 6)))}
         return cls(
             config,
@@ -133,6 +135,7 @@ class Scenario:
             duplicates=rng.choice((0.0, 0.05, 0.2)),
             waits=rng.choice((0.0, 0.0, 0.1)),
             supervised=rng.random() < 0.6,
+            gives_up=rng.random() < 0.05,
         )
 
 
@@ -656,6 +659,7 @@ class World:
         self.view = 0
         self.processes: list[Process] = []
         self.complete = False
+        self.given_up: int | None = None  # the trainer that is not started again
         self.redone: set[PushKey] = set()
         self.acks: set[PushKey] = set()
         self.versions: dict[tuple[int, int], int] = {}
@@ -770,7 +774,10 @@ class World:
             node.server.check_absences()
         else:
             missing = node.server.missing()
-            self.check(not missing or self.now < node.started + TIMEOUT_S, f"{missing} did not join in time")
+            if missing and self.now >= node.started + TIMEOUT_S:
+                self.check(f"trainer {self.given_up}" in missing, f"{missing} did not join in time")
+                self.complete = True  # the run fails, and names the trainer
+                return
         self.after(HEARTBEAT_S, self.tick, node)
 
     def _look_at_server(self) -> None:
@@ -850,10 +857,12 @@ class World:
         if process.session is not None:
             process.session.ended = True
             self.disconnect(process.session, "its connection was closed")
+        if self.scenario.gives_up and self.given_up is None and self.processes[process.index] is process:
+            self.given_up = process.index
         self.after(self.rng.uniform(0.1, 1.5), self._replace, process)
 
     def _replace(self, process: Process) -> None:
-        if self.processes[process.index] is process:
+        if self.processes[process.index] is process and self.given_up != process.index:
             successor = self.processes[process.index] = Process(self, process.index)
             self.join(successor)
 
@@ -877,6 +886,12 @@ class World:
         elif fault == "freeze trainer":
             process.frozen_until = self.now + rng.choice((0.5, 2.0, 3.0, 5.0))
             self.note("  trainer", process.index, "until", process.frozen_until)
+        elif fault == "replace trainer":  # it lives, and continues after its successor has joined
+            process.frozen_until = self.now + rng.uniform(0.1, 2.0)
+            self.note("  trainer", process.index, "until", process.frozen_until)
+            if process.session is not None:
+                self._gone(process.session.node, process.session.member.name, "its connection was closed")
+            self.after(rng.uniform(0.0, 0.3), self._replace, process)
         elif fault == "partition":
             process.cut_until = self.now + rng.choice((0.3, 1.0, 3.0, 5.0))
             self.note("  trainer", process.index, "until", process.cut_until)
@@ -972,7 +987,7 @@ class World:
         if node.paused_until > self.now:
             self.at(node.paused_until, self.deliver, task, call, request, reply_is_lost)
             return
-        self.note(session.index, f"pid {session.process.pid}", call.method, *call.args[1:2])
+        self.note(session.index, f"pid {session.process.pid}", call.method, *call.args[1 : 2 * (call.method != "leave")])
         try:
             result = getattr(node.server, call.method)(*call.args)
         except Exception as error:  # noqa: BLE001 - as returns_errors
@@ -1056,14 +1071,13 @@ class World:
             self.check(
                 index in state["parts"], f"the checkpoint of step {state['step']} has no part of trainer {index}"
             )
-            part = state["parts"][index]["applied"]
             row = state["ledger"]["rows"][str(index)]["positions"]
-            same = AppliedPositions(), AppliedPositions()
-            same[0].load_state_dict(part)
-            same[1].load_state_dict(row)
+            served, counted = AppliedPositions(), AppliedPositions()
+            served.load_state_dict(state["parts"][index]["applied"])
+            counted.load_state_dict(row)
             self.check(
-                same[0] == same[1],
-                f"in the checkpoint of step {state['step']}, trainer {index} has served {same[0]}, and {same[1]} is applied",
+                served == counted,
+                f"in the checkpoint of step {state['step']}, trainer {index} served {served}, the ledger has {counted}",
             )
             if not self.scenario.config.server.backup_trainers:
                 self.check(row["count"] == applied[index], f"the ledger counts {row}, applied are {applied[index]}")
@@ -1074,7 +1088,9 @@ class World:
         server = node.server
         rules, ledger = server.aggregator.rules, server.aggregator.ledger
         decision = server.last_decision
-        assert decision is not None
+        if decision is None:
+            self.check(self.given_up is not None, "the run ended without a decision")
+            return
         self.note("end:", decision)
         self.check(rules.step == node.server.store.version == decision.step, "the last decision is of another version")
         self.check(rules.samples == sum(node.times.values()), "the number of samples is not that of those applied")
@@ -1094,7 +1110,7 @@ class World:
             self.check(
                 left >= 0 and counted >= applied, f"trainer {index}: {applied} applied, {counted} of {due} counted"
             )
-            if decision.reason == "all data was served":
+            if decision.reason == "all data was served" and index != self.given_up:
                 self.check(left == 0, f"trainer {index}: {left} samples are left although all data was served")
         if not config.server.backup_trainers:
             self.check(dropped == 0, f"{dropped} samples were counted and not applied")

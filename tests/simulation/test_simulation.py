@@ -1,0 +1,76 @@
+"""The protocol under random faults, and that the simulation notices a protocol with a check switched off."""
+
+import subprocess
+import sys
+
+import pytest
+
+from paramserver.consistency import Ledger, PushState
+from tests.simulation.simulation import environment, simulate
+
+SEEDS = range(1_500)
+
+
+@pytest.fixture(autouse=True)
+def _environment():
+    with environment():
+        yield
+
+
+def failing(seeds):
+    """The first seed that fails, and why; None."""
+    for seed in seeds:
+        outcome = simulate(seed)
+        if outcome.violation is not None:
+            return f"{outcome.violation}; replay it with: python -m tests.simulation --seed {seed} --trace"
+    return None
+
+
+def test_all_invariants_hold_for_all_seeds():
+    outcomes = []
+    for seed in SEEDS:
+        outcome = simulate(seed)
+        assert outcome.violation is None, (
+            f"{outcome.violation}; replay it with: python -m tests.simulation --seed {seed} --trace"
+        )
+        outcomes.append(outcome)
+    # The faults fired: servers and trainers were replaced, and updates were made again.
+    assert sum(outcome.views > 1 for outcome in outcomes) > len(SEEDS) / 10
+    assert sum(outcome.incarnations > 1 for outcome in outcomes) > len(SEEDS) / 10
+    assert sum(outcome.redone for outcome in outcomes) > len(SEEDS)
+    assert sum(outcome.redone == 0 for outcome in outcomes) > len(SEEDS) / 10
+
+
+def test_a_seed_replays_exactly():
+    seed = next(seed for seed in range(100) if simulate(seed).redone)
+    first, again = simulate(seed, tracing=True), simulate(seed)
+    assert len(first.trace) > 100
+    assert first.digest == again.digest
+    assert first.trace == simulate(seed, tracing=True).trace
+    assert simulate(seed + 1).digest != first.digest
+    command = [sys.executable, "-m", "tests.simulation", "--seed", str(seed), "--trace"]
+    printed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
+    assert printed[:-1] == [line for event in first.trace for line in event.splitlines()]
+    assert printed[-1] == f"seed {seed}: all invariants hold (digest {first.digest:08x})"
+
+
+def without_sequence(ledger, push):
+    return PushState.NEW if ledger.is_current(push) else PushState.EVICTED
+
+
+def without_incarnation(ledger, sender):
+    return sender.trainer_index in ledger.rows and sender.view == ledger.view
+
+
+def without_view(ledger, sender):
+    row = ledger.rows.get(sender.trainer_index)
+    return row is not None and sender.incarnation == row.incarnation
+
+
+@pytest.mark.parametrize(
+    ("method", "mutant"),
+    [("state_of", without_sequence), ("is_current", without_incarnation), ("is_current", without_view)],
+)
+def test_a_protocol_without_one_of_its_checks_is_noticed(monkeypatch, method, mutant):
+    monkeypatch.setattr(Ledger, method, mutant)
+    assert failing(range(100)) is not None
