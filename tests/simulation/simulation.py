@@ -987,7 +987,9 @@ class World:
         if node.paused_until > self.now:
             self.at(node.paused_until, self.deliver, task, call, request, reply_is_lost)
             return
-        self.note(session.index, f"pid {session.process.pid}", call.method, *call.args[1 : 2 * (call.method != "leave")])
+        self.note(
+            session.index, f"pid {session.process.pid}", call.method, *call.args[1 : 2 * (call.method != "leave")]
+        )
         try:
             result = getattr(node.server, call.method)(*call.args)
         except Exception as error:  # noqa: BLE001 - as returns_errors

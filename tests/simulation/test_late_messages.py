@@ -1,0 +1,207 @@
+"""What the simulation found, as short cases: messages that are late, and trainers that join when others are done."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from paramserver.buffers.positions import AppliedPositions
+from paramserver.consistency import Announcement, Readiness, TrainerId, Verdict
+from paramserver.distributed.membership import Member
+from paramserver.errors import Evicted, RunEnded, ViewChanged
+from paramserver.metrics.records import StepReport, TrainerTotals, WeightedSums
+from paramserver.transport.messages import DataPosition
+from tests.simulation import simulation
+from tests.simulation.simulation import Process, Scenario, World
+
+READY = Announcement(Readiness.READY)
+AT_START = DataPosition({}, AppliedPositions().state_dict())
+
+
+class Two:
+    """A server for two trainers, and the calls of one trainer in a row."""
+
+    def __init__(self, on_loss="continue", max_steps=1, consistency="sync"):
+        self.world = simulation._current = World(0)
+        config = self.world.scenario.config
+        config = replace(
+            config,
+            cluster=replace(config.cluster, num_trainers=2),
+            server=replace(config.server, consistency=consistency, backup_trainers=0, on_loss=on_loss),
+            training=replace(config.training, max_steps=max_steps, validate_every=0, max_epochs=1),
+            checkpoint=replace(config.checkpoint, every=0, best=None),
+            buffer=replace(config.buffer, pseudo_epochs=1),
+        )
+        self.world.scenario = Scenario(config, (4, 4), {}, 0.0, 0.0, 0.0, supervised=False, gives_up=False)
+        self.world.processes = [Process(self.world, index) for index in range(2)]
+        self.world.start_server()
+        self.server = self.world.server
+        self.workers = 0
+
+    def join(self, index, view=1):
+        self.workers += 1
+        member = Member(index, f"trainer{index}_{self.workers}", self.workers, "here", view=view)
+        return member, self.server.join(member, 8)
+
+    def start(self):
+        members = [self.join(0)[0], self.join(1)[0]]
+        ids = [TrainerId(index, 1, member.incarnation) for index, member in enumerate(members)]
+        for sender in ids:
+            self.server.report_source(sender, AT_START)
+        return members, ids
+
+    def push(self, sender, positions, announcement=None, version=0, sequence=1):
+        report = StepReport(
+            sender.trainer_index,
+            version,
+            len(positions),
+            0.5,
+            0.0,
+            None,
+            positions,
+            (),
+            1,
+            sender.incarnation,
+            sequence,
+        )
+        return self.server.push(simulation._key(report), report, (), announcement)
+
+    def lose(self, member):
+        self.server._on_disconnect(member, "its connection was closed")
+
+    def step(self, ids):
+        granted = [self.server.announce(sender, READY) for sender in ids]
+        assert all(future.value().decision.verdict is Verdict.GO for future in granted)
+        pushed = [self.push(sender, [0]) for sender in ids]
+        assert all(future.value().result.step == 1 for future in pushed)
+
+    def end(self, ids):
+        """Announce the next step, validate and stage as far as it goes; return the replies."""
+        ends = [self.server.announce(sender, READY) for sender in ids]
+        assert all(future.value().decision.verdict is Verdict.END for future in ends)
+        return ends[0].value().decision
+
+
+@pytest.fixture(autouse=True)
+def _environment():
+    with simulation.environment():
+        yield
+
+
+def chunk():
+    return torch.from_numpy(np.zeros(4, np.uint8))
+
+
+def test_calls_of_a_process_that_was_replaced_are_refused():
+    run = Two()
+    (lost, _), _ = run.start()
+    run.lose(lost)
+    late = TrainerId(0, 1, lost.incarnation)
+    calls = {
+        "announce": (READY,),
+        "pull": (),
+        "wait_version": (1,),
+        "view_version": (None,),
+        "report_validation": (0, WeightedSums()),
+        "stage_checkpoint": ("periodic",),
+        "receive_part_chunk": (0, chunk()),
+        "finish_part": (0, 0.1),
+        "leave": (TrainerTotals(0), None),
+        "report_source": (AT_START,),
+    }
+    for joined_again in (False, True):
+        for name, arguments in calls.items():
+            with pytest.raises(Evicted, match="trainer 0 was taken for lost"):
+                getattr(run.server, name)(late, *arguments)
+        if not joined_again:
+            member, reply = run.join(0)
+            assert reply.value().incarnation == 2
+            assert member.incarnation == 2
+    assert run.server.error is None
+    assert run.server.announce(TrainerId(0, 1, 2), READY).done() is False
+
+
+def test_a_request_to_join_that_is_late_does_not_evict_the_process_that_has_joined():
+    run = Two()
+    late = Member(0, "trainer0_0", 0, "here")
+    (member, _), _ = run.start()
+    for stale in (late, Member(0, "trainer0_9", 9, "here", view=7)):
+        with pytest.raises(Evicted, match="too late"):
+            run.server.join(stale, 8)
+    assert run.server.members.get(0) is member
+
+
+def test_a_report_of_the_source_that_arrives_twice_changes_nothing():
+    run = Two(max_steps=None)
+    _, ids = run.start()
+    run.step(ids)
+    run.server.report_source(ids[0], AT_START)
+    assert run.server.aggregator.ledger[0].positions.low == 1
+
+
+def test_an_announcement_that_was_overtaken_is_not_a_new_one():
+    run = Two(max_steps=None)
+    _, ids = run.start()
+    for number in (1, 2):
+        replies = [run.server.announce(sender, READY, number) for sender in ids]
+        [run.push(sender, [number], version=number - 1, sequence=number) for sender in ids]
+    run.server.announce(ids[0], READY, 1)
+    assert replies[0].value().decision.step == 1
+    third = run.server.announce(ids[1], READY, 3)
+    assert not third.done()  # trainer 0 has not announced its third step
+
+
+def test_a_trainer_that_joins_at_the_end_does_not_wait_for_those_that_have_validated_and_saved():
+    run = Two()
+    (_, lost), ids = run.start()
+    run.step(ids)
+    run.end(ids)
+    validated = [run.server.report_validation(sender, 1, WeightedSums()) for sender in ids]
+    assert all(future.value() == ({}, False) for future in validated)
+    staged = [run.server.stage_checkpoint(sender, "end") for sender in ids]
+    assert [future.value() for future in staged] == [True, True]
+    run.lose(lost)
+    joined, _ = run.join(1)
+    sender = TrainerId(1, 1, joined.incarnation)
+    with pytest.raises(RunEnded):
+        run.server.announce(sender, READY)
+    assert run.server.report_validation(sender, 1, WeightedSums()).value() == ({}, False)
+    assert run.server.stage_checkpoint(sender, "end").value() is False
+
+
+def test_the_run_returns_to_its_checkpoint_if_it_is_not_known_where_the_data_of_a_lost_trainer_starts():
+    run = Two()
+    _, (lost, _) = run.join(0), run.join(1)
+    run.lose(lost)
+    assert isinstance(run.server.error, ViewChanged)
+
+
+def test_the_first_step_waits_for_a_trainer_that_was_lost_before_the_start():
+    run = Two()
+    lost, _ = run.join(0)
+    run.lose(lost)
+    _, waiting = run.join(1)
+    assert not waiting.done()
+    member, reply = run.join(0)
+    assert reply.value().incarnation == member.incarnation == 2
+    first = run.server.announce(TrainerId(1, 1, 1), READY)
+    assert not first.done()
+    run.server.announce(TrainerId(0, 1, 2), READY)
+    assert first.value().decision.active == (0, 1)
+
+
+@pytest.mark.parametrize("on_loss", ["continue", "rollback"])
+def test_a_loss_after_the_first_trainer_has_left_makes_nothing_again(on_loss):
+    run = Two(on_loss)
+    (_, lost), ids = run.start()
+    run.step(ids)
+    decision = run.end(ids)
+    for sender in ids:
+        run.server.report_validation(sender, 1, WeightedSums())
+    for sender in ids:
+        run.server.stage_checkpoint(sender, "end")
+    run.server.leave(ids[0], TrainerTotals(0), decision)
+    run.lose(lost)
+    assert run.server.error is None
+    assert run.server.finished.is_set()
