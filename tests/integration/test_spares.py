@@ -22,14 +22,14 @@ def run_with_kills(folder, ranks, **config):
         folder,
         task=f"{TASKS}:KillsRanks",
         task_args={"folder": str(folder), "logs": str(folder / "runs" / "run" / "logs"), "ranks": ranks},
-        training={"max_steps": 20},
-        checkpoint={"every": 2},
+        training={"max_steps": 400},
+        checkpoint={"every": 50},
         env={"SPARE_IMPORTS": str(imports)},
         timeout_s=240,
         **config,
     )
     assert finished.code == 0, finished.output
-    assert finished.summary["steps"] == 20
+    assert finished.summary["steps"] == 400
     spares = waiting(finished.run_dir / "logs")
     imported = imports.read_text().split()
     for rank in ranks:
