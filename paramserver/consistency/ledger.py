@@ -79,6 +79,12 @@ class LedgerRow:
         pushes: accepted from all incarnations.
         samples: of these pushes.
         positions: of these samples, in the trainer's order; of a stream, their keys.
+
+    Example::
+
+        >>> row = LedgerRow()
+        >>> row.incarnation, row.positions.low
+        (0, 0)
     """
 
     incarnation: int = 0

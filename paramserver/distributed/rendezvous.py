@@ -31,6 +31,7 @@ log = logging.getLogger("paramserver")
 _FROZEN_S = 2.0
 
 _FAILED = "failed"
+_STARTED = "started"
 
 # Keys that may differ between the ranks of a run: where each one finds its own devices and folders.
 _OWN_KEYS = ("device.", "logging.run_dir", "logging.progress", "cluster.master_", "cluster.token_file")
@@ -117,9 +118,18 @@ class Rendezvous:
         """Return host and process id of a rank that has joined."""
         return self.get(f"rank/{global_rank}")
 
-    def release_rank(self, global_rank: int) -> None:
-        """Let another process join as this rank, whose process is lost."""
-        self.store.delete_key(f"rank/{global_rank}")
+    def release_rank(self, global_rank: int, holder: str) -> None:
+        """Let another process join as this rank, whose process ``holder`` is lost."""
+        # Only if it still has the rank: another one, or itself, may have joined meanwhile.
+        self.store.compare_set(f"rank/{global_rank}", holder, "")
+
+    def announce_start(self) -> None:
+        """Announce that all ranks have joined; those that join later wait for no other."""
+        self.set(_STARTED, "")
+
+    def claim_again(self) -> None:
+        """Claim this rank again, once the servers have accepted this process."""
+        self.set(f"rank/{self.identity.global_rank}", self.host_and_pid)
 
     def report_failure(self, failure: RemoteError) -> None:
         """Report why this rank failed, when it cannot reach the server over RPC."""
@@ -320,6 +330,8 @@ def _wait_for_world(
     store: Store, identity: ProcessIdentity, timeout_s: float, deadline: float, interrupted: threading.Event
 ) -> None:
     def missing() -> list[int]:
+        if store.check([_STARTED]):
+            return []  # a rank may be lost again by now
         return [r for r in range(identity.world_size) if not store.check([f"rank/{r}"])]
 
     if poll_until(deadline, lambda: None if missing() else True, interrupted) is not None:

@@ -114,20 +114,24 @@ def rpc_trainer(rendezvous: Rendezvous, trainer_index: int, servers: int = 1) ->
         _shutdown_agent()
 
 
-# Ids are 16 bits wide in torch. Each view has a range of its own, until they repeat.
-_IDS_OF_A_VIEW = 64
+# Ids are 16 bits wide in torch. Each view begins higher, so that ids grow over the life of a run, until they repeat.
+_IDS_OF_A_VIEW = 16
 _MAX_ID = 32_000
 
 
 def _draw_worker_id(rendezvous: Rendezvous, servers: int) -> int:
     """Return an id for the agent of this process that no agent of this view has had.
 
-    An agent accepts each id once. The ids of contexts contain the id of a process's first agent, which it keeps also
-    in later views; so a new process must not draw an id that a process from an earlier view still uses.
+    An agent accepts each id once. The ids of contexts contain the id of a process's first agent, to which a server that
+    computes sends gradients. So a process keeps its id in later views, and a new one must not draw the id of a process
+    from an earlier view.
     """
     store, process = rendezvous.store, rendezvous.host_and_pid
     if (own := autograd_id()) is not None:
+        is_first = not store.check([f"contexts/{own}"])
         store.set(f"contexts/{own}", process)
+        if is_first:
+            return own
     while True:
         # Ids below ``servers`` belong to the servers.
         drawn = servers - 1 + store.add("workers", 1)

@@ -58,6 +58,7 @@ from paramserver.task import Task, make_task
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
+    from paramserver.distributed.membership import Member
     from paramserver.server.parameter_server import ParameterServer
     from trainers import Trainer
 
@@ -314,6 +315,8 @@ class Session:
         ):
             raise loss
         elif isinstance(loss, Evicted):
+            if server_computes(config):
+                raise loss  # the living server knows this process's contexts by an id that it has used
             give_up_at = None
         else:
             # A supervisor ends a server that is frozen and starts another one; elsewhere the scheduler must.
@@ -526,11 +529,11 @@ def _serve(
         return serve_shard(process, task, rendezvous, session.mark_joined)
     config = process.config
 
-    def on_trainer_lost(trainer_index: int) -> None:
+    def on_trainer_lost(member: Member) -> None:
         # First: from here on simulations wait for the process that takes this place.
         if checkpoints.simulations is not None:
-            checkpoints.simulations.trainer_lost(trainer_index)
-        rendezvous.release_rank(config.cluster.num_servers + trainer_index)
+            checkpoints.simulations.trainer_lost(member.index)
+        rendezvous.release_rank(config.cluster.num_servers + member.index, member.host_and_pid)
 
     with ExitStack() as stack:
         segments = None
@@ -573,10 +576,13 @@ def _serve(
 def _wait_until_finished(server: ParameterServer, process: ProcessContext, rendezvous: Rendezvous) -> None:
     """Check heartbeats until the server has finished, and fail it if not all processes join in time."""
     config = process.config
-    deadline = time.monotonic() + config.cluster.timeout_s
+    deadline, announced = time.monotonic() + config.cluster.timeout_s, False
     while not server.finished.wait(config.server.heartbeat_s):
         server.check_heartbeats()
         if server.started:
+            if not announced:
+                rendezvous.announce_start()
+                announced = True
             server.check_absences()
             if process.stop.event.is_set():
                 server.request_stop()

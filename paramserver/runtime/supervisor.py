@@ -330,10 +330,14 @@ class Supervisor:
         self._start_finished_again()
         if self._is_late(rank):
             return
-        lost = rank.failure is None and not rank.done and exit_code != Interrupted.exit_code
-        if not mode_of(self.config).has_servers and rank.failure is not None and rank.failure["kind"] == "PeerLost":
-            lost = True  # its report may arrive before the end of the rank that it lost
+        if rank.failure is None:
+            lost = not rank.done and exit_code != Interrupted.exit_code
+        else:
+            # In ddp the report of a loss may arrive before the end of the lost rank.
+            lost = rank.failure["kind"] in ("Evicted", *(() if mode_of(self.config).has_servers else ("PeerLost",)))
         if lost and self._may_restart(rank):
+            if rank in self._failed:
+                self._failed.remove(rank)
             self._restart(rank, exit_code)
             return
         if lost and rank.failure is None:

@@ -41,6 +41,7 @@ from paramserver.server.aggregator import Aggregator
 from paramserver.server.coordinator import CollectedState, ShardCoordinator
 from paramserver.server.model_service import ModelService, ServedTransport
 from paramserver.server.parameter_store import ParameterStore
+from paramserver.server.repeated_calls import LastReplies, executed_once
 from paramserver.task import Task
 from paramserver.transport.autograd import pull
 from paramserver.transport.base import ServerTransport
@@ -111,7 +112,7 @@ class ParameterServer(TutorialMethods):
         checkpoints: saves and restores; its monitor writes records.
         stop: set by a signal to this process.
         segments: allocates memory that processes of this host share; None if all tensors are sent over RPC.
-        on_trainer_lost: called with the index of a trainer whose place another process may take.
+        on_trainer_lost: called with a trainer whose place another process may take.
 
     Example::
 
@@ -128,7 +129,7 @@ class ParameterServer(TutorialMethods):
         checkpoints: CheckpointManager,
         stop: StopRequest,
         segments: SegmentHost | None = None,
-        on_trainer_lost: Callable[[int], None] = lambda trainer_index: None,
+        on_trainer_lost: Callable[[Member], None] = lambda member: None,
     ) -> None:
         super().__init__()
         self.config = config
@@ -144,6 +145,7 @@ class ParameterServer(TutorialMethods):
         # Held by every handler that touches the store or the aggregator. Re-entrant: an error inside a handler calls
         # ``fail``, which takes it again. Futures are completed outside of it where their callbacks could take long.
         self._lock = threading.RLock()
+        self.last_replies = LastReplies()
 
         # The order below matters: the rules decide how memory is shared, the memory where the parameters are allocated;
         # the checkpoint is loaded into the store before the coordinator splits parameters and states into shards.
@@ -297,6 +299,7 @@ class ParameterServer(TutorialMethods):
             position,
         )
 
+    @executed_once
     def share_segments(self, sender: TrainerId) -> int:
         """Exchange parameters and gradients with a trainer of this host in shared memory from now on.
 
@@ -416,7 +419,7 @@ class ParameterServer(TutorialMethods):
                 self._forget(index)
         # Without the lock: it writes a file.
         self.monitor.trainer_lost(index, loss)
-        self._on_trainer_lost(index)
+        self._on_trainer_lost(member)
 
     def _can_continue_without(self, trainer_index: int) -> bool:
         """Whether no update needs what only the lost trainer could still send, and another process can replace it."""
@@ -582,6 +585,7 @@ class ParameterServer(TutorialMethods):
 
     # Validation, checkpoints, records.
 
+    @executed_once
     def report_validation(
         self, sender: TrainerId, version: int, sums: WeightedSums
     ) -> torch.futures.Future[tuple[dict[str, float], bool]]:
@@ -618,10 +622,12 @@ class ParameterServer(TutorialMethods):
 
         self._complete(futures, lambda: dict.fromkeys(futures, validated()))
 
+    @executed_once
     def report_validation_share(self, sender: TrainerId, version: int, sums: WeightedSums) -> None:
         """Add a trainer's share of a validation, for a trainer that does not wait for the others."""
         self.report_validation(sender, version, sums)
 
+    @executed_once
     def stage_checkpoint(self, sender: TrainerId, reason: str) -> torch.futures.Future[bool]:
         """Take part in a checkpoint of the current version; reply once model and optimizer are copied.
 
@@ -720,12 +726,14 @@ class ParameterServer(TutorialMethods):
         with self._lock:
             self.aggregator.run_exclusively(collect)
 
+    @executed_once
     def receive_part_chunk(self, sender: TrainerId, step: int, chunk: Tensor) -> None:
         """Accept a chunk of a trainer's part of the checkpoint of ``step``, also from a run that has failed since."""
         # With the lock: its substitute must not replace the part of a trainer between the two calls.
         with self._lock:
             self._parts.add_chunk(self._index_of(sender), step, chunk)
 
+    @executed_once
     def finish_part(self, sender: TrainerId, step: int, pause_s: float) -> torch.futures.Future[None]:
         """A trainer's part is complete; it stopped for ``pause_s`` seconds. The last part commits the checkpoint."""
         future: torch.futures.Future[None] = torch.futures.Future()

@@ -206,8 +206,22 @@ def test_a_rank_that_is_released_can_be_taken():
     with agents_store() as store:
         set_first_view(store, {"config": dump_yaml(config()), "rank/1": "node7, process 42"})
         zero = joined(0, 2, store.port, hosted=True)
-        zero.release_rank(1)
+        zero.release_rank(1, "node7, process 42")
         assert joined(1, 2, store.port, hosted=True).holder_of_rank(1) == zero.host_and_pid
+
+
+def test_a_rank_that_another_process_has_taken_is_not_released():
+    with agents_store() as store:
+        set_first_view(store, {"config": dump_yaml(config()), "rank/1": "node8, process 43"})
+        zero = joined(0, 2, store.port, hosted=True)
+        zero.release_rank(1, "node7, process 42")
+        assert zero.holder_of_rank(1) == "node8, process 43"
+
+
+def test_a_process_that_joins_a_run_that_has_started_waits_for_no_lost_rank():
+    with agents_store() as store:
+        set_first_view(store, {"config": dump_yaml(config()), "rank/0": "rank 0", "started": ""})
+        assert joined(1, 3, store.port, hosted=True).view == 1
 
 
 def test_the_run_of_an_earlier_attempt_is_found_in_the_store_of_the_launcher():
