@@ -22,6 +22,8 @@ OUR_THREADS = (
     "control-channel",
     "segment-host",
     "store-relay",
+    "watchdog",
+    "fault-director",
     "zap-authenticator",
 )
 # Set by pytest for each phase, and by scikit-learn and torch's compiler while they are imported.
