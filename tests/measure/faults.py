@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -23,13 +24,15 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))  # as pytest does: see tests/conftest.py
 
+import psutil
+from forkserver import close_shared_server
 from injected_faults import SIGNALS
 from launching import (
     FinishedRun,
@@ -38,8 +41,9 @@ from launching import (
     fork_server,
     write_config,
 )
+from supervised_tasks import ranks_of
 
-from tests.measure.common import origin
+from tests.measure.common import origin, spread
 
 TASK = Path(__file__).parents[1] / "helpers" / "injected_faults.py"
 
@@ -213,10 +217,10 @@ class Finished:
     left: list[str]
 
 
-def run_cell(cell: Cell, folder: Path) -> Outcome:
+def run_cell(cell: Cell, folder: Path, references: References, start: Any = None) -> Outcome:
     """Run one cell in ``folder``, which must be empty."""
     began = time.monotonic()
-    ended = _run(cell, folder)
+    ended = _run(cell, folder, start or fork_server().start)
     finished, watch, fired, code, left = ended.run, ended.watch, ended.fired, ended.code, ended.left
     problems = [] if fired else ["the fault did not fire"]
     if code == "hung":
@@ -237,7 +241,10 @@ def run_cell(cell: Cell, folder: Path) -> Outcome:
         problems.append(f"{samples} samples applied, {DUE} due")
     equal = None
     if completed and _must_equal(cell):
-        equal = differing_tensors(finished.load("model"), undisturbed(cell).load("model")) == []
+        equal = (
+            differing_tensors(finished.load("model"), references.of(cell.config(), {"samples": SAMPLES}).load("model"))
+            == []
+        )
         if not equal:
             problems.append("the parameters differ from those of the undisturbed run")
     problems += [f"left: {what}" for what in left]
@@ -258,7 +265,7 @@ def run_cell(cell: Cell, folder: Path) -> Outcome:
     )
 
 
-def _run(cell: Cell, folder: Path) -> Finished:
+def _run(cell: Cell, folder: Path, start: Any) -> Finished:
     (folder / "tmp").mkdir(parents=True)
     file = write_config(folder, task=f"{TASK}:Injected", task_args=_task_args(cell, folder), **cell.config())
     arguments = ["--config", file, "--set", "logging.name=run"]
@@ -266,7 +273,7 @@ def _run(cell: Cell, folder: Path) -> Finished:
     mark = folder / "mark"
     fired: dict[str, Any] | None = None
     continued = False
-    with fork_server().start(arguments, folder, environment(TMPDIR=str(folder / "tmp"))) as run:
+    with start(arguments, folder, environment(TMPDIR=str(folder / "tmp"))) as run:
         watch, deadline, code = Watch(run.output), time.monotonic() + LIMIT_S, "hung"
         stopped_for_ever = cell.role == "supervisor" and cell.fault == "stop"
         while time.monotonic() < deadline:
@@ -427,33 +434,28 @@ def _must_equal(cell: Cell) -> bool:
     return cell.consistency == "sync" and (cell.role != "trainer" or cell.fault not in FAULTS)
 
 
-_undisturbed: dict[tuple[str, int], FinishedRun] = {}
-_undisturbed_lock = threading.Lock()
+class References:
+    """Runs without a fault, each made once, in ``folder``."""
 
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._runs: dict[str, FinishedRun] = {}
+        self._lock = threading.Lock()
 
-def undisturbed(cell: Cell) -> FinishedRun:
-    """The same run without a fault; made once."""
-    key = (cell.consistency, cell.servers)
-    with _undisturbed_lock:
-        if key not in _undisturbed:
-            folder = _folder() / f"undisturbed-{cell.consistency}-{cell.servers}"
-            folder.mkdir()
-            arguments = _task_args(cell, folder) | {"fault": None}
-            file = write_config(folder, task=f"{TASK}:Injected", task_args=arguments, **cell.config())
-            code, output = fork_server().run(["--config", file, "--set", "logging.name=run"], folder, LIMIT_S)
-            if code != 0:
-                raise RuntimeError(f"the undisturbed run of {cell.name} ended with {code}:\n{output}")
-            _undisturbed[key] = FinishedRun(code, output, folder / "runs" / "run")
-        return _undisturbed[key]
-
-
-@lru_cache(maxsize=1)
-def _folder() -> Path:
-    """Of the runs of this process; its owner removes it."""
-    return Path(_owner.name)
-
-
-_owner = tempfile.TemporaryDirectory(prefix="faults-")
+    def of(self, config: dict[str, Any], options: dict[str, Any]) -> FinishedRun:
+        """The run of this configuration with these options of the task."""
+        key = json.dumps([config, options], sort_keys=True)
+        with self._lock:
+            if key not in self._runs:
+                folder = self.folder / str(len(self._runs))
+                file = write_config(
+                    folder, task=f"{TASK}:Injected", task_args={"folder": str(folder), **options}, **config
+                )
+                code, output = fork_server().run(["--config", file, "--set", "logging.name=run"], folder, 10 * LIMIT_S)
+                if code != 0:
+                    raise RuntimeError(f"a run without a fault ended with {code}:\n{output}")
+                self._runs[key] = FinishedRun(code, output, folder / "runs" / "run")
+            return self._runs[key]
 
 
 # The table.
@@ -475,7 +477,7 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f}" if value >= 0.95 else f"{value:.2f}"
 
 
-def table(results: dict[str, dict[str, Any]], duration_s: float) -> str:
+def table(results: dict[str, dict[str, Any]]) -> str:
     """The document."""
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
@@ -486,7 +488,7 @@ def table(results: dict[str, dict[str, Any]], duration_s: float) -> str:
         HEADER.format(
             date=time.strftime("%Y-%m-%d"),
             commit=commit,
-            minutes=duration_s / 60,
+            minutes=sum(r["seconds"] for r in ran) / 60,
             cells=len(ran),
             failed=len(failed),
             origin=origin().splitlines()[1],
@@ -519,47 +521,225 @@ def table(results: dict[str, dict[str, Any]], duration_s: float) -> str:
 
 HEADER = """# Real faults
 
-Made by `python -m tests.measure.faults` on {date} at commit {commit}, in {minutes:.0f} minutes on {origin}.
+Made by `python -m tests.measure.faults` on {date} at commit {commit}, in {minutes:.0f} minutes of runs, two at a time,
+on {origin}.
 
 {cells} cells, each a run of two trainers with one fault; {failed} did not end as they must; the longest took
 {longest:.0f} s. `server.lost_after_s` is {lost:g} s. A cell reads "noticed / next update / replacement trains", seconds
 after the fault, of a run that completed with all {due} samples applied once; "-" where there is nothing to measure.
 "ended" is a run that ended with code 1 and one sentence, and after how many seconds. Ranks are forks of a process that
 has imported torch, so a replacement saves the 3 to 4 seconds of a new interpreter. In `rollback` (`sync` with
-`server.on_loss: rollback`), in `ddp`, and after the loss of a server in `sync`, the parameters are bit-equal to those of
-the undisturbed run. No cell leaves a process, a temporary file or a socket behind."""
+`server.on_loss: rollback`), in `ddp`, and after the loss of a server in `sync`, the parameters are bit-equal to those
+of the undisturbed run. No cell leaves a process or a temporary file behind; shared memory and abstract sockets end with
+their processes."""
+
+
+# Many kills.
+
+
+@dataclass(frozen=True)
+class Kills:
+    """Seeded SIGKILLs of one role at random instants of one run.
+
+    A rank that dies soon after it started again waits before the next start, twice as long each time: the runs are many
+    and the kills of each few.
+    """
+
+    role: str
+    consistency: str
+    optimizer: str
+    seed: int
+    count: int
+
+    def config(self) -> dict[str, Any]:
+        config = Cell(self.consistency, self.role, "mid_step", "kill").config()
+        config["cluster"]["max_restarts"] = self.count
+        config["training"]["max_epochs"] = self.epochs
+        return config
+
+    @property
+    def epochs(self) -> int:
+        return 8 * self.count
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"samples": SAMPLES, "optimizer": self.optimizer, "compute_s": 0.02}
+
+    @property
+    def must_equal(self) -> bool:
+        return self.consistency == "rollback" or (self.consistency == "sync" and self.role == "server")
+
+
+@dataclass(frozen=True)
+class KillsOutcome:
+    """What became of a run: kills that were sent, problems, and per kill what the survivors hold."""
+
+    kills: int
+    problems: list[str]
+    seconds: float
+    resources: dict[int, list[tuple[int, int, int]]]
+
+
+def run_kills(kills: Kills, folder: Path, references: References) -> KillsOutcome:
+    """Make the run, and check that it completes and that its account of samples closes."""
+    began, draw, sent = time.monotonic(), random.Random(kills.seed), 0
+    (folder / "tmp").mkdir(parents=True)
+    arguments = {"folder": str(folder), **kills.options}
+    file = write_config(folder, task=f"{TASK}:Injected", task_args=arguments, **kills.config())
+    finished = FinishedRun(0, "", folder / "runs" / "run")
+    resources: dict[int, list[tuple[int, int, int]]] = {}
+    limit = time.monotonic() + LIMIT_S * (2 + kills.count)
+    with fork_server().start(["--config", file, "--set", "logging.name=run"], folder) as run:
+        while not (folder / "rows").exists() and time.monotonic() < limit and _alive(run.pid):
+            time.sleep(0.02)
+        while sent < kills.count and _alive(run.pid):
+            time.sleep(draw.uniform(0.2, 2.5))
+            rank = 0 if kills.role == "server" else draw.choice([1, 2])
+            with contextlib.suppress(psutil.NoSuchProcess, KeyError):
+                processes = ranks_of(run.pid)
+                processes[rank].kill()
+                sent += 1
+                for other in processes.keys() - {rank}:
+                    held = processes[other]
+                    count = held.memory_info().rss, held.num_threads(), held.num_fds()
+                    resources.setdefault(held.pid, []).append(count)
+        try:
+            code = run.wait(max(limit - time.monotonic(), 1))
+        except AssertionError:
+            code = -1
+        output = run.output.read_text()
+    problems = [] if code == 0 else [f"exit code {code}: {output.rpartition('error: ')[2][:200]}"]
+    summary = finished.summary if (finished.run_dir / "summary.json").exists() else {}
+    if code == 0:
+        if summary["samples"] != kills.epochs * SAMPLES:
+            problems.append(f"{summary['samples']} samples applied, {kills.epochs * SAMPLES} due")
+        if kills.must_equal:
+            reference = references.of(kills.config(), kills.options)
+            if differing_tensors(finished.load("model"), reference.load("model")):
+                problems.append("the parameters differ from those of the run without kills")
+    return KillsOutcome(sent, problems, round(time.monotonic() - began, 1), resources)
+
+
+def report_kills(arguments: argparse.Namespace, folder: Path) -> int:
+    """Make runs until there were so many kills, and print what became of them."""
+    per_run, references = arguments.per_run, References(folder / "references")
+    runs = -(-arguments.kills // per_run)
+    plans = [
+        Kills(arguments.role, arguments.consistency, arguments.optimizer, arguments.seed + i, per_run)
+        for i in range(runs)
+    ]
+    sent, failed = 0, 0
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        outcomes = pool.map(lambda plan: run_kills(plan, folder / f"seed-{plan.seed}", references), plans)
+        for plan, outcome in zip(plans, outcomes, strict=True):
+            sent, failed = sent + outcome.kills, failed + bool(outcome.problems)
+            longest = max(outcome.resources.values(), key=len, default=[])
+            held = f"; a survivor's MB, threads, descriptors: {_held(longest)}" if len(longest) > 1 else ""
+            text = "; ".join(outcome.problems) or "completed, accounts close"
+            equal = ", parameters equal" if plan.must_equal and not outcome.problems else ""
+            print(f"seed {plan.seed}: {outcome.kills} kills, {outcome.seconds:.0f} s: {text}{equal}{held}", flush=True)
+    print(
+        f"{arguments.role} {arguments.consistency} {arguments.optimizer}: {sent} kills, {failed} of {runs} runs failed"
+    )
+    return int(bool(failed))
+
+
+def _held(counts: list[tuple[int, int, int]]) -> str:
+    """First and greatest values of megabytes, threads and descriptors."""
+    first, most = counts[0], [max(column) for column in zip(*counts, strict=True)]
+    pairs = zip((first[0] >> 20, *first[1:]), (most[0] >> 20, *most[1:]), strict=True)
+    return ", ".join(f"{before} -> {after}" for before, after in pairs)
+
+
+# Figures, with new interpreters.
+
+
+class FreshRun:
+    """A run under ``python -m paramserver.launch``, as ``ForkedRun`` shows one."""
+
+    def __init__(self, arguments: Sequence[Any], folder: Path, environ: dict[str, str]) -> None:
+        self.output = folder / "output"
+        command = [sys.executable, "-m", "paramserver.launch", *map(str, arguments)]
+        with self.output.open("w") as file:
+            self._process = subprocess.Popen(
+                command, cwd=folder, env=environ, stdout=file, stderr=file, start_new_session=True
+            )
+        self.pid = self._process.pid
+
+    def wait(self, timeout_s: float) -> int:
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired as error:
+            raise AssertionError from error
+
+    def __enter__(self) -> FreshRun:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._process.kill()  # its guard ends the ranks
+        self._process.wait()
+
+
+def report_figures(repeats: int, folder: Path) -> int:
+    """Print how soon a death is noticed and made good, with ranks that are new interpreters."""
+    references = References(folder / "references")
+    for role in ("trainer", "server"):
+        cell = Cell("sync", role, "mid_step", "kill")
+        outcomes = [run_cell(cell, folder / f"{role}-{i}", references, FreshRun) for i in range(repeats)]
+        bad = [problem for outcome in outcomes for problem in outcome.problems]
+        print(f"SIGKILL of a {role}, sync, {repeats} runs" + (f", FAILED: {bad}" if bad else ""))
+        for title, name in (
+            ("noticed", "noticed_s"),
+            ("next update", "update_s"),
+            ("replacement trains", "replaced_s"),
+        ):
+            values = [value for outcome in outcomes if (value := getattr(outcome, name)) is not None]
+            print(f"  {title:20} {spread(values, '.3f')} s")
+    return 0
 
 
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--cells",
-        nargs="*",
-        default=[],
-        help="only cells whose names have one of these alternatives of each word, as sync|ddp",
-    )
-    parser.add_argument("--jobs", type=int, default=3, help="cells at a time")
+    parser.add_argument("--cells", nargs="*", default=[], help="words of names; a word may be alternatives: sync|ddp")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     parser.add_argument("--results", type=Path, help="JSON lines of results, which are added to")
     parser.add_argument("--out", type=Path, help="write the table there")
+    parser.add_argument("--kills", type=int, help="send so many SIGKILLs instead")
+    parser.add_argument("--per_run", type=int, default=3, help="kills of one run")
+    parser.add_argument("--role", choices=("server", "trainer"), default="server")
+    parser.add_argument("--consistency", choices=("sync", "rollback", "bounded", "async"), default="sync")
+    parser.add_argument("--optimizer", choices=("sgd", "adam"), default="sgd")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--figures", type=int, help="print the figures of so many runs instead")
+    parser.add_argument("--keep", type=Path, help="make the runs in this folder, and keep them")
     arguments = parser.parse_args(words)
-    began = time.monotonic()
+    with ExitStack() as stack:
+        stack.callback(close_shared_server)
+        folder = arguments.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="faults-")))
+        if arguments.figures is not None:
+            return report_figures(arguments.figures, folder)
+        fork_server()  # its start is no part of a run
+        return (report_cells if arguments.kills is None else report_kills)(arguments, folder)
+
+
+def report_cells(arguments: argparse.Namespace, folder: Path) -> int:
+    """Run the cells, and write the table."""
     results: dict[str, dict[str, Any]] = {}
     if arguments.results is not None and arguments.results.exists():
         for line in arguments.results.read_text().splitlines():
             result = json.loads(line)
             results[result["name"]] = result
     chosen = [c for c in all_cells() if not c.impossible() and _is_chosen(c, arguments.cells) and c.name not in results]
-    fork_server()  # its start is no part of a cell
+    references = References(folder / "references")
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        for outcome in pool.map(_run_in_own_folder, chosen):
+        for outcome in pool.map(lambda cell: run_cell(cell, folder / cell.name, references), chosen):
             results[outcome.name] = asdict(outcome)
-            line = f"{outcome.name:45} {outcome.seconds:5.1f} s  {describe(asdict(outcome))}  [{outcome.outcome}]"
-            print(line, flush=True)
+            print(f"{outcome.name:45} {outcome.seconds:5.1f} s  {describe(asdict(outcome))}", flush=True)
             if arguments.results is not None:
                 with arguments.results.open("a") as file:
                     file.write(json.dumps(asdict(outcome)) + "\n")
     if arguments.out is not None:
-        arguments.out.write_text(table(results, time.monotonic() - began))
+        arguments.out.write_text(table(results))
     failed = [name for name, result in results.items() if not result["expected"]]
     print(f"{len(results)} cells, {len(failed)} failed")
     return int(bool(failed))
@@ -570,20 +750,5 @@ def _is_chosen(cell: Cell, words: Sequence[str]) -> bool:
     return all(any(alternative in parts for alternative in word.split("|")) for word in words)
 
 
-def _run_in_own_folder(cell: Cell) -> Outcome:
-    folder = _folder() / cell.name.replace("/", "-")
-    folder.mkdir()
-    return run_cell(cell, folder)
-
-
 if __name__ == "__main__":
-    from forkserver import close_shared_server
-
-    try:
-        code = main()
-    finally:
-        close_shared_server()
-        if os.environ.get("FAULTS_KEEP"):
-            print(_owner.name)
-            _owner._finalizer.detach()
-    sys.exit(code)
+    sys.exit(main())
