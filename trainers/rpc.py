@@ -123,12 +123,13 @@ class RpcTrainer(Trainer):
     def join(self) -> JoinReply:
         """Join the run; returns once all trainers have joined."""
         rendezvous = self.rendezvous
-        member = Member(
-            self.trainer_index, self._name, self._worker_id, rendezvous.host_and_pid, view=rendezvous.view
-        )
+        member = Member(self.trainer_index, self._name, self._worker_id, rendezvous.host_and_pid, view=rendezvous.view)
         self.server.start_heartbeat()
         reply = self.server.join(member, self.data.epoch_samples)
         self.joined = True
+        if self.process.session:
+            # The server may have noticed the loss of the earlier session only now, and let another process have it.
+            self.rendezvous.claim_again()
         return reply
 
     def start_from(self, reply: JoinReply) -> None:

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import torch
@@ -143,6 +144,7 @@ class ServerConnection(ABC):
         self.index = index
         self.timeout_s = config.cluster.timeout_s
         self._name = "the server" if config.cluster.num_servers == 1 else "server 0"
+        self._numbers = count(1)
         self._changed = threading.Condition()
         self._lost: PeerLost | None = None
         self._heartbeat: Heartbeat | None = None
@@ -205,15 +207,19 @@ class ServerConnection(ABC):
         self, to: str, handler: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> InFlightCall[T]:
         """Call a handler that replies immediately."""
-        call = partial(send, to, self.timeout_s, handler, *args, **kwargs)
-        return InFlightCall(self, call, handler.__name__, self.timeout_s, handler in _REPEATABLE)
+        call = self._numbered(partial(send, to, self.timeout_s, handler, *args, **kwargs), handler)
+        return InFlightCall(self, call, handler.__name__, self.timeout_s, _is_repeatable(handler))
 
     def begin_deferred(
         self, handler: Callable[Concatenate[Any, P], torch.futures.Future[T]], *args: P.args, **kwargs: P.kwargs
     ) -> InFlightCall[T]:
         """Call a handler of server 0 that replies once other trainers have taken part."""
-        call = partial(send_deferred, SERVER_NAME, handler, *args, **kwargs)
-        return InFlightCall(self, call, handler.__name__, repeatable=handler in _REPEATABLE)
+        call = self._numbered(partial(send_deferred, SERVER_NAME, handler, *args, **kwargs), handler)
+        return InFlightCall(self, call, handler.__name__, repeatable=_is_repeatable(handler))
+
+    def _numbered(self, call: partial[Any], handler: Callable[..., Any]) -> partial[Any]:
+        """Return a call with its number, if its handler knows calls by their numbers."""
+        return partial(call, number=next(self._numbers)) if handler in _EXECUTED_ONCE else call
 
     def call(self, handler: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a handler of server 0 that replies immediately, and wait."""
@@ -264,6 +270,21 @@ _REPEATABLE = frozenset(
         ParameterServer.model_as_built,
     }
 )
+# Handlers that may be called again with the same number.
+_EXECUTED_ONCE = frozenset(
+    {
+        ParameterServer.share_segments,
+        ParameterServer.report_validation,
+        ParameterServer.report_validation_share,
+        ParameterServer.stage_checkpoint,
+        ParameterServer.receive_part_chunk,
+        ParameterServer.finish_part,
+    }
+)
+
+
+def _is_repeatable(handler: Callable[..., Any]) -> bool:
+    return handler in _REPEATABLE or handler in _EXECUTED_ONCE
 
 
 class ShardCoordinatorClient(ServerConnection):

@@ -17,6 +17,7 @@ def trainer():
 
     trainer = object.__new__(RpcTrainer)
     trainer.trainer_index, trainer.reported = 1, reported
+    trainer.process = SimpleNamespace(session=0)
     trainer.server, trainer.rendezvous, trainer._sender = to("server"), to("rendezvous"), to("sender")
     return trainer
 
@@ -36,3 +37,12 @@ def test_a_failure_is_reported_where_it_is_not_known(trainer, joined, error, whe
     trainer.report_failure(error)
     assert [place for place, _ in trainer.reported] == where
     assert all(str(error) in message for _, message in trainer.reported)
+
+
+def test_a_trainer_that_joins_again_reports_no_server_that_it_cannot_reach(trainer):
+    """It tries again; the report would end the run."""
+    trainer.joined, trainer.process.session = False, 1
+    trainer.report_failure(PeerLost("server 0 did not accept this process"))
+    assert trainer.reported == []
+    trainer.report_failure(TaskError("no such key"))
+    assert [place for place, _ in trainer.reported] == ["rendezvous"]

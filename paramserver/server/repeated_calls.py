@@ -1,0 +1,70 @@
+"""Calls of trainers that are sent again because they or their replies did not arrive: each is executed once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+from paramserver.consistency import TrainerId
+
+Handler = TypeVar("Handler", bound=Callable[..., Any])
+
+
+class LastReplies:
+    """The reply to the last call of each handler by each trainer; every use holds the server's lock.
+
+    A trainer has one call of a handler in flight, so the last one is enough.
+    """
+
+    def __init__(self) -> None:
+        self._replies: dict[tuple[int, str], tuple[TrainerId, int, Any]] = {}
+
+    def find(self, sender: TrainerId, handler: str, number: int) -> tuple[Any] | None:
+        """Return the reply to a call as a tuple of one; None if it was not executed.
+
+        No trainer waits for the reply to an earlier number: such a message was overtaken.
+        """
+        known = self._replies.get((sender.trainer_index, handler))
+        return None if known is None or known[0] != sender or known[1] < number else (known[2],)
+
+    def set(self, sender: TrainerId, handler: str, number: int, reply: Any) -> None:
+        self._replies[sender.trainer_index, handler] = sender, number, reply
+
+
+def executed_once(handler: Handler) -> Handler:
+    """Let a method of the server reply to a call that is repeated as it did before; a future is the same one.
+
+    The class has a ``_lock`` and ``last_replies``. The first argument of the handler is the ``TrainerId`` of the
+    sender. A caller that may repeat its call adds the keyword ``number``, which grows from 1. Calls that raise have no
+    effect, so they are not recorded.
+
+    Example::
+
+        >>> import threading
+        >>> class Server:
+        ...     def __init__(self):
+        ...         self._lock, self.last_replies, self.total = threading.RLock(), LastReplies(), 0
+        ...     @executed_once
+        ...     def add(self, sender, value):
+        ...         self.total += value
+        ...         return self.total
+        >>> server, trainer = Server(), TrainerId(trainer_index=0, view=1, incarnation=1)
+        >>> server.add(trainer, 5, number=1), server.add(trainer, 5, number=1), server.add(trainer, 5, number=2)
+        (5, 5, 10)
+    """
+
+    @functools.wraps(handler)
+    def wrapped(self: Any, sender: TrainerId, *args: Any, number: int = 0) -> Any:
+        if not number:
+            return handler(self, sender, *args)
+        with self._lock:
+            found = self.last_replies.find(sender, handler.__name__, number)
+        if found is None:
+            # Not under the lock: a handler may complete futures, or write files, outside of it.
+            found = (handler(self, sender, *args),)
+            with self._lock:
+                self.last_replies.set(sender, handler.__name__, number, found[0])
+        return found[0]
+
+    return cast("Handler", wrapped)
