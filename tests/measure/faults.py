@@ -278,8 +278,7 @@ def _run(cell: Cell, folder: Path, start: Any) -> Finished:
         stopped_for_ever = cell.role == "supervisor" and cell.fault == "stop"
         while time.monotonic() < deadline:
             watch.read()
-            if fired is None and mark.exists() and (text := mark.read_text()).endswith("\n"):
-                fired = json.loads(text)
+            fired = fired or _mark(mark)
             due = fired is not None and cell.fault == "stop_10s" and time.time() > fired["time"] + STOPPED_S
             if due and not continued:
                 continued = True
@@ -293,10 +292,17 @@ def _run(cell: Cell, folder: Path, start: Any) -> Finished:
                 code = run.wait(0.01)
                 break
         watch.read()
+        fired = fired or _mark(mark)
         if stopped_for_ever:
             os.kill(run.pid, signal.SIGKILL)
         left = _left_behind(run.pid, folder, cell) if code != "hung" else []
     return Finished(finished, watch, fired, code, left)
+
+
+def _mark(file: Path) -> dict[str, Any] | None:
+    text = file.read_text() if file.exists() else ""
+    mark: dict[str, Any] | None = json.loads(text) if text.endswith("\n") else None
+    return mark
 
 
 def _task_args(cell: Cell, folder: Path) -> dict[str, Any]:
