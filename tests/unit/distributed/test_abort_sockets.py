@@ -2,10 +2,12 @@
 
 import os
 import socket
+import subprocess
+import sys
 
 from tcp_pairs import connected_pair
 
-from paramserver.distributed.abort_sockets import OpenedSockets
+from paramserver.distributed.abort_sockets import OpenedSockets, is_own_connection
 
 
 def is_open(connection):
@@ -54,3 +56,24 @@ def test_a_reused_descriptor_is_left_alone():
     assert all(is_open(one) for one in new)
     for one in new:
         one.close()
+
+
+def test_a_connection_of_another_process_is_not_an_own_one():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        code = f"import socket; c = socket.create_connection(('127.0.0.1', {listener.getsockname()[1]})); c.recv(1)"
+        other = subprocess.Popen([sys.executable, "-c", code])
+        try:
+            listener.settimeout(60)
+            with listener.accept()[0] as accepted:
+                assert not is_own_connection(accepted)
+        finally:
+            other.kill()
+            other.wait(60)
+
+
+def test_a_connection_through_a_socket_of_ipv6_is_an_own_one():
+    """As that of a client of TCPStore."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket(socket.AF_INET6) as own:
+        own.connect(("::ffff:127.0.0.1", listener.getsockname()[1]))
+        with listener.accept()[0] as accepted:
+            assert is_own_connection(accepted)

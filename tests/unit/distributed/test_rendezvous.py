@@ -127,6 +127,14 @@ def test_the_store_listens_at_its_address_and_not_on_all_interfaces():
     assert addresses == {f"0100007F:{port:04X}"}
 
 
+@pytest.mark.parametrize("loopback", [True, False])
+def test_a_store_that_is_open_to_other_hosts_is_named_in_a_warning(monkeypatch, caplog, loopback):
+    monkeypatch.setattr(rendezvous_module, "is_loopback", lambda host: loopback)
+    joined(0, 1, 0)
+    warned = ["127.0.0.1 is open to all that reach it, as there is no job token" in text for text in caplog.messages]
+    assert warned == ([] if loopback else [True])
+
+
 # Claims.
 
 
