@@ -295,7 +295,7 @@ def _run(cell: Cell, folder: Path, start: Any) -> Finished:
         fired = fired or _mark(mark)
         if stopped_for_ever:
             os.kill(run.pid, signal.SIGKILL)
-        left = _left_behind(run.pid, folder, cell) if code != "hung" else []
+        left = _left_behind(run.pid, folder) if code != "hung" else []
     return Finished(finished, watch, fired, code, left)
 
 
@@ -346,10 +346,9 @@ def _guards(supervisor: int) -> list[int]:
     return found
 
 
-def _left_behind(supervisor: int, folder: Path, cell: Cell) -> list[str]:
-    """What is left of a run soon after its end; the guard may need some seconds after the supervisor's death."""
-    by_guard = cell.role == "supervisor" and cell.fault in ("kill", "stop")
-    deadline = time.monotonic() + (LOST_AFTER_S + 8 if by_guard else 2)
+def _left_behind(supervisor: int, folder: Path) -> list[str]:
+    """What is left of a run soon after its end: the guard kills ranks that outlive the supervisor for too long."""
+    deadline = time.monotonic() + LOST_AFTER_S + 8
     while True:
         left = [f"process {pid}" for pid in _of_session(supervisor)]
         left += [f"guard {pid}" for pid in _guards(supervisor)]

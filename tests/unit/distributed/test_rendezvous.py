@@ -16,7 +16,7 @@ from paramserver.cluster import ProcessIdentity, bind_listener
 from paramserver.config import ClusterConfig, Config, DeviceConfig, LoggingConfig, TrainingConfig, dump_yaml
 from paramserver.distributed import rendezvous as rendezvous_module
 from paramserver.distributed.rendezvous import Rendezvous, join_rendezvous
-from paramserver.distributed.rpc_calls import host_identity
+from paramserver.distributed.rpc_calls import RemoteError, host_identity
 from paramserver.errors import DeadlineExceeded, Interrupted, PeerLost, UnsupportedConfiguration
 
 HOST = "127.0.0.1"
@@ -393,3 +393,16 @@ def test_the_death_of_rank_zero_is_reported_while_others_wait():
         proxy.abort()
         with pytest.raises(PeerLost, match=r"^rank 0 is gone, and its store with it"):
             waiting.result(LONG_S)
+
+
+def test_a_failure_that_no_rank_can_be_informed_of_is_logged(caplog):
+    """The report would raise an error of its own, which would hide why the rank failed."""
+    with agents_store() as store, threads(1) as pool:
+        set_first_view(store, {"config": dump_yaml(config()), "rank/0": "host, process 1"})
+        proxy = _Proxy(store.port)
+        rendezvous = pool.submit(joined, 1, 2, proxy.port, hosted=True).result(LONG_S)
+        proxy.abort()
+        deadline = time.monotonic() + LONG_S
+        while not caplog.messages and time.monotonic() < deadline:  # the first bytes may still leave the host
+            rendezvous.report_failure(RemoteError("PeerLost", "server 0 is lost"))
+    assert "rank 0 is gone, and was not informed of a failure" in caplog.text

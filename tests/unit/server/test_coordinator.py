@@ -1,0 +1,22 @@
+"""How server 0 finds out that a shard server is lost."""
+
+import pytest
+import torch
+
+from paramserver.distributed.membership import Member, Members
+from paramserver.errors import PeerLost
+from paramserver.server.coordinator import ShardCoordinator
+
+
+def test_a_loss_that_a_reply_shows_is_reported_also_where_another_thread_noticed_it_first():
+    """That thread may not have reported it yet, and the error of the reply would be taken for that of the run."""
+    member = Member(1, "server1", 1, "host, process 7", kind="server")
+    coordinator, reported = object.__new__(ShardCoordinator), []
+    coordinator._members, coordinator._on_lost = Members(), lambda *loss: reported.append(loss)
+    coordinator._members.join(member)
+    coordinator._members.lose(member)
+    future = torch.futures.Future()
+    future.set_exception(RuntimeError("ECONNRESET: connection reset by peer"))
+    with pytest.raises(PeerLost, match="is lost: ECONNRESET"):
+        coordinator._value(1, future)
+    assert reported == [(member, "ECONNRESET: connection reset by peer")]
