@@ -69,8 +69,8 @@ class SampleReceiver:
 
     Call ``start``, then ``get`` and ``mark_stored`` from one thread, the feeder's, which may block in between: clients
     may have ``simulations.window`` samples in flight each, and are sent an ACK for what was marked as stored. Call
-    ``stop`` when no more samples are needed, and ``close`` in any case. Without ``stop`` the clients are not told that
-    this is the end: they wait for a receiver that takes this one's place, or for the coordinator's OVER.
+    ``stop`` when no more samples are needed, and ``close`` in any case. Without ``stop`` the clients get no
+    OVER: they wait for a receiver that takes this one's place, or for the coordinator's OVER.
 
     Args:
         spec: where to receive, and what.

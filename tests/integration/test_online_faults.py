@@ -27,9 +27,9 @@ ALL = set(product(range(COUNT), range(STEPS)))
 
 
 class OnlineRun:
-    """A run in rpc mode with two trainers that is started and watched. For ``with``."""
+    """A run with two trainers that is started and watched. For ``with``."""
 
-    def __init__(self, fork_server, folder, outside=False, task_args=None, **sections):
+    def __init__(self, fork_server, folder, outside=False, task_args=None, mode="rpc", **sections):
         self.ledger = folder / "ledger"
         self.ledger.mkdir(parents=True)
         simulations = {
@@ -45,7 +45,7 @@ class OnlineRun:
         }
         file = write_config(
             folder,
-            mode="rpc",
+            mode=mode,
             task=f"{STREAMS}:Fed",
             task_args={"ledger": str(self.ledger), "outside": outside, "pace_s": [0.05], **(task_args or {})},
             simulations=simulations,
@@ -143,9 +143,10 @@ def test_a_trainer_of_a_run_with_simulations_is_killed(tmp_path, fork_server, ki
     assert f"{finished.summary['simulations']['lost']} lost" in finished.output
 
 
-@pytest.mark.parametrize("pace_s", [0.0, 0.03])
-def test_a_trainer_of_a_run_with_clients_from_outside_is_killed(tmp_path, fork_server, pace_s):
-    with OnlineRun(fork_server, tmp_path, outside=True, task_args={"kill": [1, 6]}) as run:
+@pytest.mark.parametrize(("consistency", "pace_s"), [("sync", 0.0), ("sync", 0.03), ("bounded", 0.0), ("async", 0.0)])
+def test_a_trainer_of_a_run_with_clients_from_outside_is_killed(tmp_path, fork_server, consistency, pace_s):
+    rules = {"consistency": consistency}
+    with OnlineRun(fork_server, tmp_path, outside=True, task_args={"kill": [1, 6]}, server=rules) as run:
         address = run.address
         with ThreadPoolExecutor(COUNT) as pool:
             sent = list(pool.map(lambda number: produce(address, number, pace_s), range(COUNT)))
@@ -218,6 +219,23 @@ def test_a_trainer_is_killed_and_all_return_to_the_checkpoint(tmp_path, fork_ser
         finished = run.finished()
     assert views(run) == 2, "nothing was killed"
     assert len(starts(run.ledger, 1)) == 2
+    lost = finished.summary["simulations"]["lost"]
+    assert finished.summary["samples"] == stream(finished, "received") == len(ALL) - lost
+    assert finished.summary["simulations"]["complete"] == COUNT
+    assert outside or (lost, set(served(run.ledger))) == (0, ALL)
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_a_rank_of_ddp_is_killed_and_all_start_again(tmp_path, fork_server, outside):
+    """Clients from outside find the run at its address, and get no OVER."""
+    options = {"checkpoint": {"every": 3}, "task_args": {"kill": [1, 6]}, "mode": "ddp"}
+    with OnlineRun(fork_server, tmp_path, outside=outside, **options) as run:
+        if outside:
+            address = run.address
+            with ThreadPoolExecutor(COUNT) as pool:
+                assert list(pool.map(lambda number: produce(address, number), range(COUNT))) == [STEPS] * COUNT
+        finished = run.finished()
+    assert [len(starts(run.ledger, index)) for index in range(2)] == [2, 2], "nothing was killed"
     lost = finished.summary["simulations"]["lost"]
     assert finished.summary["samples"] == stream(finished, "received") == len(ALL) - lost
     assert finished.summary["simulations"]["complete"] == COUNT

@@ -328,7 +328,7 @@ def test_stopping_wakes_get_and_sends_over_to_all_clients(clients):
         running.receiver.close()  # again: nothing
 
 
-def test_clients_are_not_told_that_the_run_is_over_where_another_process_may_continue(clients):
+def test_clients_get_no_over_where_another_process_may_continue(clients):
     with RunningReceiver() as running:
         sender = clients(running.coordinator.trainer()).open().sample(0, 0)
         running.put(1)
