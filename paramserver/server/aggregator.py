@@ -415,7 +415,8 @@ class Aggregator:
         applied = self.rules.step - self._applying
         if applied >= version or not (self.rules.in_step or self._applying):
             return completed_future(applied)
-        return self._version_waits.add(trainer_index, None)
+        # A repeated call gets the reply of the first.
+        return self._version_waits.futures.get(trainer_index) or self._version_waits.add(trainer_index, None)
 
     def view_version(self, trainer_index: int, version: int | None) -> VersionView:
         """Return a retained version, or the current one; None for whichever is current."""

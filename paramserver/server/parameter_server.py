@@ -375,7 +375,8 @@ class ParameterServer(TutorialMethods):
         missing = self.members.missing(self.trainers)
         self._absent_since = {i: self._absent_since.get(i, now) for i in missing}
         late = {i for i, since in self._absent_since.items() if now - since > limit_s}
-        if late and not self.members.present():
+        self._given_up &= late  # one may have joined since
+        if late and late == set(missing) and not self.members.present() and not self.finished.is_set():
             self.fail(
                 PeerLost(f"all trainers are lost, and none joined again within cluster.timeout_s ({limit_s:g} s)")
             )

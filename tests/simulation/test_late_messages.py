@@ -9,7 +9,7 @@ import torch
 from paramserver.buffers.positions import AppliedPositions
 from paramserver.consistency import Announcement, Readiness, TrainerId, Verdict
 from paramserver.distributed.membership import Member
-from paramserver.errors import Evicted, RunEnded, ViewChanged
+from paramserver.errors import Evicted, PeerLost, RunEnded, ViewChanged
 from paramserver.metrics.records import StepReport, TrainerTotals, WeightedSums
 from paramserver.transport.messages import DataPosition
 from tests.simulation import simulation
@@ -29,7 +29,9 @@ class Two:
             config,
             cluster=replace(config.cluster, num_trainers=2),
             server=replace(config.server, consistency=consistency, backup_trainers=0, on_loss=on_loss),
-            training=replace(config.training, max_steps=max_steps, validate_every=0, max_epochs=1),
+            training=replace(
+                config.training, max_steps=max_steps, validate_every=0, max_epochs=1, uneven_inputs="join"
+            ),
             checkpoint=replace(config.checkpoint, every=0, best=None),
             buffer=replace(config.buffer, pseudo_epochs=1),
         )
@@ -150,6 +152,57 @@ def test_an_announcement_that_was_overtaken_is_not_a_new_one():
     assert replies[0].value().decision.step == 1
     third = run.server.announce(ids[1], READY, 3)
     assert not third.done()  # trainer 0 has not announced its third step
+
+
+def test_a_wait_for_a_version_that_is_repeated_gets_the_reply_of_the_first():
+    run = Two(max_steps=None)
+    _, ids = run.start()
+    replies = [run.server.announce(ids[0], READY), run.server.announce(ids[1], Announcement(Readiness.DRAINED))]
+    assert all(future.value().decision.active == (0,) for future in replies)
+    waiting, again = run.server.wait_version(ids[1], 1), run.server.wait_version(ids[1], 1)
+    run.push(ids[0], [0])
+    assert (waiting.value(), again.value()) == (1, 1)
+
+
+def absent(run, seconds):
+    run.world.now += seconds
+    for member in run.server.members.present():
+        run.server.heartbeat(member.index, member.worker_id)
+    run.server.check_absences()
+
+
+def test_the_last_trainer_may_be_replaced_after_another_was_given_up():
+    run = Two(max_steps=None)
+    (gone, last), _ = run.start()
+    run.lose(gone)
+    absent(run, 0.0)
+    absent(run, simulation.TIMEOUT_S + 1)
+    assert run.server._given_up == {0}
+    run.lose(last)
+    absent(run, 1.0)
+    assert run.server.error is None
+    member, _ = run.join(0)  # also the one that was given up, which is waited for again
+    absent(run, 1.0)
+    run.lose(member)
+    absent(run, 1.0)
+    assert run.server._given_up == set()
+    absent(run, simulation.TIMEOUT_S + 1)
+    assert isinstance(run.server.error, PeerLost)
+
+
+def test_a_run_whose_trainers_have_left_does_not_fail_for_one_that_was_given_up():
+    run = Two()
+    (gone, _), ids = run.start()
+    run.step(ids)
+    run.lose(gone)
+    absent(run, 0.0)
+    decision = run.end(ids[1:])
+    run.server.report_validation(ids[1], 1, WeightedSums())
+    run.server.stage_checkpoint(ids[1], "end")
+    run.server.leave(ids[1], TrainerTotals(1), decision)
+    absent(run, simulation.TIMEOUT_S + 1)
+    assert run.server.finished.is_set()
+    assert run.server.error is None
 
 
 def test_a_trainer_that_joins_at_the_end_does_not_wait_for_those_that_have_validated_and_saved():
