@@ -15,7 +15,12 @@ from trainers.ddp_control import translate_peer_loss
 
 pytestmark = pytest.mark.processes
 
-QUICK = {"server": {"heartbeat_s": 0.3, "lost_after_s": 2.0}, "checkpoint": {"every": 3, "background": False}}
+# A lost process ends the run.
+QUICK = {
+    "server": {"heartbeat_s": 0.3, "lost_after_s": 2.0, "on_loss": "fail"},
+    "checkpoint": {"every": 3, "background": False},
+}
+CLUSTER = {"num_trainers": 2, "timeout_s": 30, "max_restarts": 0}
 
 
 def faulty(tmp_path, mode, what, trainer=1, **config):
@@ -27,7 +32,7 @@ def faulty(tmp_path, mode, what, trainer=1, **config):
         mode=mode,
         task="FaultyTask",
         task_args={"what": what, "mark": str(mark), "trainer": trainer},
-        cluster={"num_trainers": 2, "timeout_s": 6 if mode == "ddp" else 30},
+        cluster={**CLUSTER, "timeout_s": 6} if mode == "ddp" else CLUSTER,
         training={"max_steps": 2000},
         **QUICK,
         **config,
@@ -55,10 +60,9 @@ def frozen(folder, task, **task_args):
         mode="rpc",
         task=task,
         task_args={"mark": str(mark), **task_args},
-        cluster={"num_trainers": 2, "timeout_s": 30},
+        cluster=CLUSTER,
         training={"max_steps": 2000},
-        server=QUICK["server"],
-        checkpoint={"every": 3, "background": False},  # a server that is stopped writes nothing more
+        **QUICK,  # without background: a server that is stopped writes nothing more
     )
     assert mark.exists()
     assert finished.code == 1, finished.output
@@ -150,7 +154,7 @@ def test_a_server_that_is_killed_ends_its_trainers(tmp_path):
         mode="rpc",
         task="KillsItsServer",
         task_args={"mark": str(tmp_path / "mark")},
-        cluster={"num_trainers": 2, "timeout_s": 30},
+        cluster=CLUSTER,
         training={"max_steps": 2000},
         **QUICK,
     )

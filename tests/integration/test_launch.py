@@ -94,6 +94,7 @@ def test_a_run_leaves_the_folder_of_the_contract(supervised):
         "tensorboard",
         "checkpoints",
         "summary.json",
+        "losses.json",
     }
     assert not [path for path in finished.run_dir.iterdir() if path.name.startswith(".launch")]
     stored = yaml.safe_load((finished.run_dir / "config.yaml").read_text())
@@ -191,7 +192,7 @@ def test_the_python_interface_gives_the_same_run(tmp_path, supervised):
 
 REFUSALS = {
     "unknown key": ({"training": {"batch_sise": 3}}, "training.batch_sise"),
-    "later": ({"mode": "rpc", "server": {"on_loss": "continue"}}, "not in this version: server.on_loss"),
+    "later": ({"mode": "rpc", "cluster": {"elastic": True}}, "not in this version: cluster.elastic"),
     "no task": ({"task": None}, "task"),
     "no module": ({"task": "nowhere.at_all:Task"}, "there is no module nowhere"),
     "no file": ({"task": "nowhere.py:Task"}, "there is no file nowhere.py"),

@@ -47,7 +47,8 @@ def test_killed_and_resumed_it_has_the_records_of_a_run_that_was_not(tmp_path, m
     for kill_at in (6, 10) if mode == "local" else (6,):
         folder = tmp_path / f"killed-{kill_at}"
         config = config_of(folder, trainers, kill_at=kill_at)
-        killed = launch(folder, mode=mode, cluster={"num_trainers": trainers}, **config)
+        ends_at_loss = {"cluster": {"num_trainers": trainers, "max_restarts": 0}, "server": {"on_loss": "fail"}}
+        killed = launch(folder, mode=mode, **ends_at_loss, **config)
         assert killed.code != 0
         assert (folder / "mark").exists()
         run = resume(killed)

@@ -288,7 +288,13 @@ def test_what_is_written_later_is_what_was_staged(tmp_path, monkeypatch):
         part["counters"].pop("seconds")
         part["buffer"]["counters"] = {k: v for k, v in part["buffer"]["counters"].items() if not k.endswith("_s")}
     assert one["counters"] == other["counters"]
-    assert {**one["buffer"], "samples": 0, "served": 0} == {**other["buffer"], "samples": 0, "served": 0}
+    # Tensors are compared above.
+    numbers = [
+        {name: value for name, value in part["buffer"].items() if name != "samples" and not torch.is_tensor(value)}
+        for part in (one, other)
+    ]
+    assert numbers[0] == numbers[1]
+    assert set(numbers[0]) >= {"counters"}
 
 
 # All samples are there before the first is served: what the buffer holds at a step does not depend on timing.
@@ -365,7 +371,8 @@ def test_a_trainer_that_dies_while_its_part_is_sent_leaves_the_previous_checkpoi
         mode=mode,
         task="ReferenceTask",
         trainer=f"{CARRIERS}:{carrier}",
-        cluster={"num_trainers": 2, "timeout_s": 10},
+        cluster={"num_trainers": 2, "timeout_s": 10, "max_restarts": 0},
+        server={"on_loss": "fail"},
         training={"max_steps": 100_000},
         checkpoint={"every": 3, "keep": 9},
     )
