@@ -117,8 +117,8 @@ class Shot:
         if self.fired_at is None:
             return [f"  {self.fault}: did not fire, the run ended before"]
         figures = outcome.figures(self)
-        told = [f"{what} after {seconds:.2f} s" for what, seconds in figures.items() if seconds is not None]
-        return [f"  {self.fault}: fired after step {self.step}" + (f"; {', '.join(told)}" if told else "")]
+        reached = [f"{what} after {seconds:.2f} s" for what, seconds in figures.items() if seconds is not None]
+        return [f"  {self.fault}: fired after step {self.step}" + (f"; {', '.join(reached)}" if reached else "")]
 
 
 @dataclass(eq=False)

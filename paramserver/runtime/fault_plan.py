@@ -159,9 +159,9 @@ def random_faults(number: int, seed: int, ranks: Sequence[Role], config: Config)
         >>> from paramserver.config import Config, roles
         >>> config = Config()
         >>> [str(fault) for fault in random_faults(2, 0, roles(config, 3), config)]
-        ['partition trainer:0 @3.9s for 3.6s', 'freeze server:0 @21s for 6.6s']
+        ['slow trainer:0 x2.9 @2.8s for 1.1s', 'freeze trainer:1 @17s for 2.6s']
     """
-    rng, lost_after_s = random.Random(f"{number}/{seed}"), config.server.lost_after_s
+    rng, lost_after_s = random.Random(f"chaos/{seed}"), config.server.lost_after_s
     kinds = [kind for kind in _KINDS if kind != "lose" and (kind != "partition" or mode_of(config).has_servers)]
     ends = {_name(role): 0 for role in ranks}
     trainers = [name for name in ends if name.startswith("trainer")]
