@@ -235,7 +235,7 @@ def test_a_rank_of_ddp_is_killed_and_all_start_again(tmp_path, fork_server, outs
             with ThreadPoolExecutor(COUNT) as pool:
                 assert list(pool.map(lambda number: produce(address, number), range(COUNT))) == [STEPS] * COUNT
         finished = run.finished()
-    assert [len(starts(run.ledger, index)) for index in range(2)] == [2, 2], "nothing was killed"
+    assert all(len(starts(run.ledger, index)) >= 2 for index in range(2)), "nothing was killed"
     lost = finished.summary["simulations"]["lost"]
     assert finished.summary["samples"] == stream(finished, "received") == len(ALL) - lost
     assert finished.summary["simulations"]["complete"] == COUNT
