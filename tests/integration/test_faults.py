@@ -5,10 +5,21 @@ import os
 import signal
 import subprocess
 import time
+from contextlib import ExitStack, contextmanager
 
 import psutil
 import pytest
-from launching import FinishedRun, command, environment, launch, run_concurrently, run_in_process, write_config
+from launching import (
+    FinishedRun,
+    command,
+    environment,
+    fork_server,
+    free_port,
+    launch,
+    run_concurrently,
+    run_in_process,
+    write_config,
+)
 
 from paramserver.errors import PeerLost
 from trainers.ddp_control import translate_peer_loss
@@ -24,8 +35,8 @@ CLUSTER = {"num_trainers": 2, "timeout_s": 30, "max_restarts": 0}
 
 
 def faulty(tmp_path, mode, what, trainer=1, **config):
+    """The run, and the seconds from its fault to its end."""
     mark = tmp_path / "mark"
-    started = time.monotonic()
     start = run_in_process if mode == "local" else launch
     finished = start(
         tmp_path,
@@ -40,7 +51,7 @@ def faulty(tmp_path, mode, what, trainer=1, **config):
     fired = json.loads(mark.read_text())
     assert fired["what"] == what
     assert mode == "local" or not psutil.pid_exists(fired["pid"])
-    return finished, time.monotonic() - started
+    return finished, time.time() - mark.stat().st_mtime
 
 
 def last_error(finished):
@@ -80,18 +91,59 @@ def test_a_trainer_that_is_killed_ends_the_run_within_seconds(tmp_path, mode):
     assert elapsed_s < 25
 
 
-def test_a_frozen_process_is_detected(tmp_path):
-    """A trainer is detected by its heartbeat. The server, stopped in its schedule, is detected by the trainers."""
+@contextmanager
+def ranks_without_supervisor(folder, task, **task_args):
+    """The server and two trainers, each started by itself."""
+    file = write_config(
+        folder,
+        mode="rpc",
+        task=task,
+        task_args={"mark": str(folder / "mark"), **task_args},
+        cluster=CLUSTER,
+        training={"max_steps": 2000},
+        **QUICK,
+    )
+    about, port = ["--config", file, "--set", "logging.name=run", "--world_size", 3], free_port()
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(
+                fork_server().start([*about, "--rank", rank, "--master_port", port], folder, environment())
+            )
+            for rank in range(3)
+        ]
+
+
+def test_a_frozen_trainer_is_detected_by_its_heartbeats(tmp_path):
+    with ranks_without_supervisor(tmp_path, "FaultyTask", what="freeze", trainer=1) as (server, survivor, _):
+        await_file(tmp_path / "mark")
+        assert [one.wait(60) for one in (server, survivor)] == [1, 1]
+        for output in (server.output.read_text(), survivor.output.read_text()):
+            assert "trainer 1" in output
+            assert "is lost: no heartbeat for server.lost_after_s (2 s)" in output
+    assert FinishedRun(1, "", tmp_path / "runs" / "run").summary["status"] == "failed"
+
+
+def test_a_frozen_server_is_detected_by_the_trainers(tmp_path):
+    """It is stopped in its schedule, which runs in the process of the optimizer."""
+    with ranks_without_supervisor(tmp_path, "KillsItsServer", number=int(signal.SIGSTOP)) as (_, *trainers):
+        await_file(tmp_path / "mark")
+        assert [trainer.wait(60) for trainer in trainers] == [1, 1]
+        for trainer in trainers:
+            assert "the server is lost: it did not answer" in trainer.output.read_text()
+
+
+def test_a_supervisor_ends_a_run_with_a_frozen_process(tmp_path):
+    """The supervisor and the other ranks notice it at about the same time; the first of them names it."""
     trainer, server = run_concurrently(
         lambda: frozen(tmp_path / "trainer", "FaultyTask", what="freeze", trainer=1),
         lambda: frozen(tmp_path / "server", "KillsItsServer", number=int(signal.SIGSTOP)),
     )
     fired = json.loads((tmp_path / "trainer" / "mark").read_text())
     assert not psutil.pid_exists(fired["pid"])
-    assert "trainer 1" in trainer.output
-    assert "no heartbeat for server.lost_after_s (2 s)" in trainer.output
+    for rank, output in (("rank 2 (trainer 1)", trainer.output), ("rank 0 (server 0)", server.output)):
+        silent = f"{rank} gave no sign of life for server.lost_after_s (2 s); it is ended"
+        assert any(text in output for text in (silent, "no heartbeat for server.lost_after_s", "it did not answer"))
     assert trainer.summary["status"] == "failed"
-    assert "the server is lost: it did not answer" in server.output
     for output in (trainer.output, server.output):
         assert "Traceback" not in output
         assert last_error(FinishedRun(1, output, tmp_path)).startswith("rank ")
