@@ -204,13 +204,12 @@ class Heartbeat:
 
     Example::
 
-        >>> lost = threading.Event()
+        >>> lost, errors = threading.Event(), []
         >>> def fail():
         ...     raise RuntimeError("the server is frozen")
-        >>> heartbeat = Heartbeat(fail, 0.001, lambda error: (print(error), lost.set()))
-        >>> lost.wait(20)
-        it did not answer (the server is frozen)
-        True
+        >>> heartbeat = Heartbeat(fail, 0.001, lambda error: (errors.append(error), lost.set()))
+        >>> lost.wait(20), errors
+        (True, [PeerLost('it did not answer (the server is frozen)')])
         >>> heartbeat.close()
     """
 
