@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import random
+import signal
 import socket
 import threading
 import time
@@ -74,6 +75,8 @@ class FaultReceiver:
             self._socket.sendall(json.dumps(message).encode() + b"\n")
 
     def _receive(self) -> None:
+        # A signal, such as that of the watchdog's timer, would end the call that holds the interpreter's lock.
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         for line in self._socket.makefile("rb"):
             command = json.loads(line)
             getattr(self, f"_{command.pop('fault')}")(**command)
