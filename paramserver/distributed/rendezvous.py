@@ -267,6 +267,7 @@ def _open_store(
             remaining_s,
             f"the connection to rank 0 at {identity.master_addr}:{identity.master_port}",
             lambda: TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit),
+            interrupted,
         )
 
 

@@ -7,12 +7,18 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from paramserver.errors import DeadlineExceeded
+from paramserver.errors import DeadlineExceeded, Interrupted
 
 T = TypeVar("T")
 
 
-def call_with_timeout(timeout_s: float, what: str, function: Callable[[], T]) -> T:
+# How soon an interrupted wait ends.
+_POLL_S = 0.1
+
+
+def call_with_timeout(
+    timeout_s: float, what: str, function: Callable[[], T], interrupted: threading.Event | None = None
+) -> T:
     """Return the result of ``function``, which runs in a thread that is abandoned after ``timeout_s``.
 
     For calls into torch that a frozen peer can hold for longer than their own timeout. An exception of the function is
@@ -22,9 +28,11 @@ def call_with_timeout(timeout_s: float, what: str, function: Callable[[], T]) ->
         timeout_s: seconds.
         what: what the call waits for, as in "the shutdown of the RPC agent"; part of the error message.
         function: called without arguments.
+        interrupted: ends the wait, if it is given.
 
     Raises:
         DeadlineExceeded: the function did not return in time.
+        Interrupted: ``interrupted`` was set first.
 
     Example::
 
@@ -47,7 +55,14 @@ def call_with_timeout(timeout_s: float, what: str, function: Callable[[], T]) ->
     # Takes no lock. A daemon, so that an abandoned call does not keep the process alive.
     thread = threading.Thread(target=run, name=f"within-{what}", daemon=True)
     thread.start()
-    thread.join(timeout_s)
+    if interrupted is None:
+        thread.join(timeout_s)
+    else:
+        deadline = time.monotonic() + timeout_s
+        while thread.is_alive() and not interrupted.is_set() and (left_s := deadline - time.monotonic()) > 0:
+            thread.join(min(left_s, _POLL_S))
+        if thread.is_alive() and interrupted.is_set():
+            raise Interrupted(f"interrupted while waiting for {what}")
     if thread.is_alive():
         raise DeadlineExceeded(f"{what} did not finish within {timeout_s:g} s")
     if failure:

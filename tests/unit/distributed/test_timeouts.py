@@ -6,7 +6,7 @@ import time
 import pytest
 
 from paramserver.distributed.timeouts import call_with_timeout, poll_until
-from paramserver.errors import DeadlineExceeded
+from paramserver.errors import DeadlineExceeded, Interrupted
 
 LONG_S = 60.0
 
@@ -83,3 +83,13 @@ def test_a_poll_ends_when_it_is_interrupted():
     assert poll_until(now(LONG_S), ready, interrupted, every_s=0.01) is None
     assert len(calls) == 3
     assert now() - started < LONG_S / 2
+
+
+def test_a_call_that_is_interrupted_is_abandoned():
+    release, interrupted = threading.Event(), threading.Event()
+    threading.Timer(0.2, interrupted.set).start()
+    try:
+        with pytest.raises(Interrupted, match="interrupted while waiting for the store"):
+            call_with_timeout(60.0, "the store", release.wait, interrupted)
+    finally:
+        release.set()
