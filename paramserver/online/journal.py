@@ -13,8 +13,8 @@ class CoordinatorJournal:
     """A file of the run folder to which a coordinator appends while it runs, one JSON object per line.
 
     It has the port, so that clients from outside find the next coordinator at the address that they know, and which of
-    them have opened and closed a simulation: HELLO, BYE and FINISH. A client that has sent BYE may be gone, and does not
-    send its samples again; one that has not is waited for.
+    them have opened and closed a simulation: HELLO, BYE and FINISH. A client that has sent BYE may be gone, and does
+    not send its samples again; one that has not is waited for.
 
     A line is written before the client gets its answer. It survives the end of the process, not that of the host.
 

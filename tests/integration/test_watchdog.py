@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-
 from launching import launch
 
 TASK = Path(__file__).parents[1] / "helpers" / "lock_tasks.py"

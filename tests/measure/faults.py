@@ -546,8 +546,8 @@ their processes."""
 class Kills:
     """Seeded SIGKILLs of one role at random instants of one run.
 
-    A rank that dies soon after it started again waits before the next start, twice as long each time: the runs are many
-    and the kills of each few.
+    A rank that dies within 10 s of its start waits before the next one, twice as long each time: either the kills of a
+    run are few, or ``every_s`` is at least 20.
     """
 
     role: str
@@ -555,6 +555,7 @@ class Kills:
     optimizer: str
     seed: int
     count: int
+    every_s: float = 1.4
 
     def config(self) -> dict[str, Any]:
         config = Cell(self.consistency, self.role, "mid_step", "kill").config()
@@ -564,7 +565,7 @@ class Kills:
 
     @property
     def epochs(self) -> int:
-        return 8 * self.count
+        return int(6 * self.every_s * self.count)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -593,12 +594,12 @@ def run_kills(kills: Kills, folder: Path, references: References) -> KillsOutcom
     file = write_config(folder, task=f"{TASK}:Injected", task_args=arguments, **kills.config())
     finished = FinishedRun(0, "", folder / "runs" / "run")
     resources: dict[int, list[tuple[int, int, int]]] = {}
-    limit = time.monotonic() + LIMIT_S * (2 + kills.count)
+    limit = time.monotonic() + LIMIT_S * (2 + kills.count) + 2 * kills.every_s * kills.count
     with fork_server().start(["--config", file, "--set", "logging.name=run"], folder) as run:
         while not (folder / "rows").exists() and time.monotonic() < limit and _alive(run.pid):
             time.sleep(0.02)
         while sent < kills.count and _alive(run.pid):
-            time.sleep(draw.uniform(0.2, 2.5))
+            time.sleep(draw.uniform(0.5, 1.5) * kills.every_s)
             rank = 0 if kills.role == "server" else draw.choice([1, 2])
             with contextlib.suppress(psutil.NoSuchProcess, KeyError):
                 processes = ranks_of(run.pid)
@@ -630,7 +631,9 @@ def report_kills(arguments: argparse.Namespace, folder: Path) -> int:
     per_run, references = arguments.per_run, References(folder / "references")
     runs = -(-arguments.kills // per_run)
     plans = [
-        Kills(arguments.role, arguments.consistency, arguments.optimizer, arguments.seed + i, per_run)
+        Kills(
+            arguments.role, arguments.consistency, arguments.optimizer, arguments.seed + i, per_run, arguments.every_s
+        )
         for i in range(runs)
     ]
     sent, failed = 0, 0
@@ -711,6 +714,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="write the table there")
     parser.add_argument("--kills", type=int, help="send so many SIGKILLs instead")
     parser.add_argument("--per_run", type=int, default=3, help="kills of one run")
+    parser.add_argument("--every_s", type=float, default=1.4, help="mean seconds between two kills of a run")
     parser.add_argument("--role", choices=("server", "trainer"), default="server")
     parser.add_argument("--consistency", choices=("sync", "rollback", "bounded", "async"), default="sync")
     parser.add_argument("--optimizer", choices=("sgd", "adam"), default="sgd")

@@ -599,7 +599,7 @@ class Session:
         if self.ended or not process.alive or self.lost is not None:
             return
         if process.frozen_until > world.now:
-            world.at(process.frozen_until, self.beat)
+            world.at(process.frozen_until + world.rng.uniform(0.0, HEARTBEAT_S), self.beat)
             return
         world.after(HEARTBEAT_S, self.beat)
         if not self.node.alive:
@@ -887,11 +887,11 @@ class World:
             process.frozen_until = self.now + rng.choice((0.5, 2.0, 3.0, 5.0))
             self.note("  trainer", process.index, "until", process.frozen_until)
         elif fault == "replace trainer":  # it lives, and continues after its successor has joined
-            process.frozen_until = self.now + rng.uniform(0.1, 2.0)
+            process.frozen_until = self.now + rng.choice((0.0, rng.uniform(0.1, 1.0)))
             self.note("  trainer", process.index, "until", process.frozen_until)
             if process.session is not None:
                 self._gone(process.session.node, process.session.member.name, "its connection was closed")
-            self.after(rng.uniform(0.0, 0.3), self._replace, process)
+            self._replace(process)
         elif fault == "partition":
             process.cut_until = self.now + rng.choice((0.3, 1.0, 3.0, 5.0))
             self.note("  trainer", process.index, "until", process.cut_until)
