@@ -25,6 +25,7 @@ FULL = {
     "staleness": {"mean": 1.5, "p95": 3.0, "max": 4, "histogram": {}},
     "faults": [{"message": "trainer 1 lost"}],
     "restarts": 2,
+    "updates_redone": 15,
     "checkpoint": "runs/x/checkpoints/step-00001000",
     "error": None,
 }
@@ -51,7 +52,7 @@ def test_everything_is_told_in_aligned_lines(tmp_path):
         "phases": "data 0.5 ms (5 %), forward 4 ms (40 %), backward 5 ms (50 %), apply 0.25 ms (2 %)",
         "overlapped": "hidden 1 ms (10 %)",
         "staleness": "mean 1.5, p95 3, max 4",
-        "faults": "1, 2 restarts",
+        "faults": "1, 2 restarts, 15 updates made again",
         "checkpoint": "runs/x/checkpoints/step-00001000",
         "tensorboard": f"tensorboard --logdir {tmp_path}/tensorboard",
         "folder": str(tmp_path),
