@@ -231,6 +231,8 @@ class DataStream:
         """Return what a checkpoint needs to continue with the next batch.
 
         Everything in it is a copy, and no second copy is made. Samples that can be fetched again are stored as keys.
+        ``buffer`` is None as long as the lost trainer, whose place this one took, had applied samples that the feeder
+        has not reached: ``load_after_loss`` continues after ``applied`` then.
 
         Args:
             memory: where samples are copied to; None = fresh memory.
@@ -241,7 +243,13 @@ class DataStream:
         except BufferClosed:
             self._raise_source_error()
             raise
-        return {"buffer": buffer, "source": stage_copy(self.source.state_dict(), memory)}
+        state = {"buffer": buffer, "source": stage_copy(self.source.state_dict(), memory)}
+        ahead = {p: times for p, times in self._applied.above.items() if p >= buffer["counters"]["puts"]}
+        if ahead and self.source.repeatable:
+            applied = self.buffer.applied()
+            account = AppliedPositions(applied.low, applied.above | ahead, applied.count + sum(ahead.values()))
+            state |= {"buffer": None, "applied": account.state_dict()}
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore ``state_dict()``, or this trainer's part of a resharded checkpoint. Call it before ``start``."""

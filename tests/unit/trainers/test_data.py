@@ -278,3 +278,26 @@ def test_a_dealt_iterable_refuses_to_go_back_before_its_start():
 def test_positions_are_numbers_of_numpy():
     with stream(lambda: list(range(SAMPLES)), config("reservoir")) as data:
         assert data.pop_served()[0].dtype == np.int64
+
+
+@pytest.mark.parametrize("kind", ["fifo", "firo"])
+def test_a_replacement_that_is_saved_and_resumed_serves_nothing_twice(kind):
+    """Also what the lost process had applied further ahead than the feeder of the new one has read."""
+    numbers, settings = list(range(SAMPLES)), config(kind, passes=1)
+    ahead = {20: 1, 30: 1, 31: 1}
+    with stream(lambda: numbers, settings) as data:
+        source = data.source.state_dict()
+        data.load_after_loss({"source": source}, AppliedPositions(above=ahead, count=3))
+        data.start()
+        served = Counter(serve(data)[1]) + Counter(ahead)
+        saved = data.state_dict()
+    assert saved["buffer"] is None
+    account = AppliedPositions()
+    account.load_state_dict(saved["applied"])
+    with stream(lambda: numbers, settings) as data:
+        data.load_after_loss(saved, account)
+        data.start()
+        while (batch := serve(data)) is not None:
+            served.update(batch[1])
+        assert data.state_dict()["buffer"] is not None
+    assert served == Counter(dict.fromkeys(range(SAMPLES), 1))
