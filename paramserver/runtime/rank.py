@@ -199,7 +199,9 @@ class Session:
                     plan.listener,
                     view=self.view if identity.global_rank == 0 else self.min_view,
                     store=self.store,
-                    replaces=plan.replaces or self.give_up_at is not None,
+                    # Only a process that was started in the place of a dead one takes its rank; one that joins again ends
+                    # if another process has its rank by now.
+                    replaces=plan.replaces and not process.session,
                     resources=self.resources if identity.global_rank == 0 else stack,
                 )
                 self.view, self.store = rendezvous.view, rendezvous.base
