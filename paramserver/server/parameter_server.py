@@ -455,8 +455,11 @@ class ParameterServer(TutorialMethods):
             release_context(context_id)
 
     def _change_view(self, reason: str) -> None:
-        """Return all processes to the last checkpoint: this server's session ends, and starts again."""
-        self.fail(ViewChanged(f"{reason}; the run returns to its last checkpoint"))
+        """Return all processes to the last checkpoint, if lost ones start again: this server's session ends."""
+        if self.config.cluster.max_restarts == 0:
+            self.fail(PeerLost(reason))  # no process starts again, so the next session would wait for it in vain
+        else:
+            self.fail(ViewChanged(f"{reason}; the run returns to its last checkpoint"))
 
     def fail(self, error: ParamserverError) -> None:
         """End the run: every waiting trainer gets the error, and so does every later call."""
