@@ -116,6 +116,18 @@ def launch(folder, *flags, timeout_s=90, env=None, fresh=False, **config):
     return FinishedRun(done.returncode, done.stdout + done.stderr, run_dir)
 
 
+@contextlib.contextmanager
+def ranks_without_supervisor(folder, world_size, **config):
+    """Start each rank by itself, as on several machines; yield them in the order of their ranks."""
+    file = write_config(folder, **config)
+    about = ["--set", "logging.name=run", "--world_size", world_size, "--master_port", free_port(), "--config", file]
+    with contextlib.ExitStack() as stack:
+        yield [
+            stack.enter_context(fork_server().start(["--rank", rank, *about], folder, environment()))
+            for rank in range(world_size)
+        ]
+
+
 def free_port():
     """A port that was free a moment ago, from a range from which the kernel assigns none."""
     for port in random.SystemRandom().sample(range(20000, 30000), 50):

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import time
-from contextlib import ExitStack, contextmanager
 
 import psutil
 import pytest
@@ -13,9 +12,8 @@ from launching import (
     FinishedRun,
     command,
     environment,
-    fork_server,
-    free_port,
     launch,
+    ranks_without_supervisor,
     run_concurrently,
     run_in_process,
     write_config,
@@ -91,11 +89,11 @@ def test_a_trainer_that_is_killed_ends_the_run_within_seconds(tmp_path, mode):
     assert elapsed_s < 25
 
 
-@contextmanager
-def ranks_without_supervisor(folder, task, **task_args):
+def one_by_one(folder, task, **task_args):
     """The server and two trainers, each started by itself."""
-    file = write_config(
+    return ranks_without_supervisor(
         folder,
+        3,
         mode="rpc",
         task=task,
         task_args={"mark": str(folder / "mark"), **task_args},
@@ -103,18 +101,10 @@ def ranks_without_supervisor(folder, task, **task_args):
         training={"max_steps": 2000},
         **QUICK,
     )
-    about, port = ["--config", file, "--set", "logging.name=run", "--world_size", 3], free_port()
-    with ExitStack() as stack:
-        yield [
-            stack.enter_context(
-                fork_server().start([*about, "--rank", rank, "--master_port", port], folder, environment())
-            )
-            for rank in range(3)
-        ]
 
 
 def test_a_frozen_trainer_is_detected_by_its_heartbeats(tmp_path):
-    with ranks_without_supervisor(tmp_path, "FaultyTask", what="freeze", trainer=1) as (server, survivor, _):
+    with one_by_one(tmp_path, "FaultyTask", what="freeze", trainer=1) as (server, survivor, _):
         await_file(tmp_path / "mark")
         assert [one.wait(60) for one in (server, survivor)] == [1, 1]
         for output in (server.output.read_text(), survivor.output.read_text()):
@@ -125,7 +115,7 @@ def test_a_frozen_trainer_is_detected_by_its_heartbeats(tmp_path):
 
 def test_a_frozen_server_is_detected_by_the_trainers(tmp_path):
     """It is stopped in its schedule, which runs in the process of the optimizer."""
-    with ranks_without_supervisor(tmp_path, "KillsItsServer", number=int(signal.SIGSTOP)) as (_, *trainers):
+    with one_by_one(tmp_path, "KillsItsServer", number=int(signal.SIGSTOP)) as (_, *trainers):
         await_file(tmp_path / "mark")
         assert [trainer.wait(60) for trainer in trainers] == [1, 1]
         for trainer in trainers:

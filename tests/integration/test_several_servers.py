@@ -16,6 +16,7 @@ from launching import (
     FinishedRun,
     differing_tensors,
     launch,
+    ranks_without_supervisor,
     relative_difference,
     resume,
     run_concurrently,
@@ -297,18 +298,22 @@ def test_the_shared_optimizer_has_the_state_of_all_servers(tmp_path):
     assert logged == {(i, name): value for i in (0, 1) for name, value in (("moments", 1.0), ("groups", 2.0))}
 
 
+def fatal_config(folder, number, transport):
+    """Server 1 is lost at the fifth step, which ends the run."""
+    return {
+        "mode": "rpc",
+        "task": f"{HERE}:Dies",
+        "task_args": {"mark": str(folder / "mark"), "number": int(number)},
+        "cluster": {"num_trainers": 2, "num_servers": 2, "timeout_s": 30, "max_restarts": 0},
+        "server": {"heartbeat_s": 0.3, "lost_after_s": 2.0, "transport": transport, "on_loss": "fail"},
+        "training": {"max_steps": 2000},
+        "checkpoint": {"every": 3, "background": False},
+    }
+
+
 def fatal(folder, number, transport):
     mark = folder / "mark"
-    run = launch(
-        folder,
-        mode="rpc",
-        task=f"{HERE}:Dies",
-        task_args={"mark": str(mark), "number": int(number)},
-        cluster={"num_trainers": 2, "num_servers": 2, "timeout_s": 30},
-        server={"heartbeat_s": 0.3, "lost_after_s": 2.0, "transport": transport},
-        training={"max_steps": 2000},
-        checkpoint={"every": 3, "background": False},
-    )
+    run = launch(folder, **fatal_config(folder, number, transport))
     ended = time.time()
     fired = json.loads(mark.read_text())
     assert not psutil.pid_exists(fired["pid"])
@@ -330,13 +335,28 @@ def test_a_server_that_freezes_or_fails_ends_the_run(tmp_path):
     (frozen, _), (failed, _) = run_concurrently(
         lambda: fatal(tmp_path / "frozen", signal.SIGSTOP, "auto"), lambda: fatal(tmp_path / "failed", 0, "rpc")
     )
-    named = r"server 1 \(.*\) is lost: no heartbeat for server.lost_after_s \(2 s\)"
-    assert re.fullmatch(f"PeerLost: {named}", frozen.summary["error"])
-    assert re.search(rf"^error: rank 0 \(server 0\): {named}$", frozen.output, re.MULTILINE)
-    assert re.search(named, frozen.output.rstrip().splitlines()[-1])
+    # Server 0 notices it, or the supervisor, which kills it.
+    silent = r"no heartbeat for server\.lost_after_s \(2 s\)"
+    assert re.fullmatch(
+        rf"PeerLost: server 1 \(.*\) is lost: ({silent}|its connection was closed.*)", frozen.summary["error"]
+    )
+    assert re.search(r"server 1\b", frozen.output.rstrip().splitlines()[-1])
     assert "failed elsewhere" not in frozen.output.rpartition("error: ")[2]
     assert "this optimizer fails on purpose" in failed.output
     assert "server 1" in failed.summary["error"]
+
+
+def test_a_frozen_server_is_detected_by_its_heartbeats(tmp_path):
+    """Without a supervisor, which would notice it too."""
+    config = fatal_config(tmp_path, signal.SIGSTOP, "auto")
+    with ranks_without_supervisor(tmp_path, 4, **config) as (server, _, *trainers):
+        assert [one.wait(60) for one in (server, *trainers)] == [1, 1, 1]
+        named = r"server 1 \(.*\) is lost: no heartbeat for server.lost_after_s \(2 s\)"
+        for one in (server, *trainers):
+            assert re.search(named, one.output.read_text().rstrip().splitlines()[-1])
+    assert (tmp_path / "mark").exists()
+    summary = FinishedRun(1, "", tmp_path / "runs" / "run").summary
+    assert re.fullmatch(f"PeerLost: {named}", summary["error"])
 
 
 def test_more_servers_than_the_model_has_parts_for_are_refused(tmp_path):

@@ -22,15 +22,15 @@ LAST_RANK_ENDS_S = LOST_AFTER_S + 10.0  # limit of the supervisor for ranks that
 
 
 def supervised(folder, task, servers=1, **task_args):
-    """A run of a few steps in which a fault fires."""
+    """A run of a few steps in which a fault fires, and whose ranks do not start again."""
     mark = folder / "mark"
     finished = launch(
         folder,
         mode="rpc",
         task=f"{TASKS}:{task}",
         task_args={"mark": str(mark), **task_args},
-        cluster={"num_trainers": 2, "num_servers": servers, "timeout_s": 30},
-        server=SERVER,
+        cluster={"num_trainers": 2, "num_servers": servers, "timeout_s": 30, "max_restarts": 0},
+        server={**SERVER, "on_loss": "fail"},
         training={"max_steps": 20},
         timeout_s=60,
     )
