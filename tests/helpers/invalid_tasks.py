@@ -88,7 +88,7 @@ class Grows(ReferenceTask):
 
     def on_checkpoint(self, state):
         self.saved += 1
-        state["ballast"] = torch.zeros(self.saved * 2**16, dtype=torch.uint8)
+        state["ballast"] = torch.zeros(self.saved * 2**20, dtype=torch.uint8)
 
     def on_resume(self, state):
         self.saved = 0

@@ -264,8 +264,8 @@ def ordinary_user():
 
 
 def test_a_checkpoint_that_is_refused_by_the_disk_keeps_those_before(start, call):
-    """Each checkpoint is 64 KiB larger than the one before; the third one is too large for the disk."""
-    with largest_file(3 * 2**16):
+    """Each checkpoint is 1 MiB larger than the one before; the third one is too large for the disk."""
+    with largest_file(3 * 2**20):
         finished = start(
             task=invalid_task("Grows"), training={"max_steps": 30}, checkpoint={"every": 3, "background": False}
         )
