@@ -74,7 +74,13 @@ class Rendezvous:
         return _host_and_pid()
 
     def set(self, key: str, value: str) -> None:
-        self.store.set(key, value)
+        """Set ``key``.
+
+        Raises:
+            PeerLost: rank 0 is gone.
+        """
+        with detect_lost_store():
+            self.store.set(key, value)
 
     def get(self, key: str) -> str:
         """Return the value of ``key``; waits until a rank sets it.
@@ -83,7 +89,7 @@ class Rendezvous:
             DeadlineExceeded: no rank set it within ``timeout_s``.
             PeerLost: rank 0 is gone.
         """
-        with _detect_lost_store():
+        with detect_lost_store():
             return _get(self.store, key, self.timeout_s, f"the store's answer for {key}")
 
     def set_first(self, key: str, value: str) -> str:
@@ -93,7 +99,7 @@ class Rendezvous:
             DeadlineExceeded: the store did not answer within ``timeout_s``.
             PeerLost: rank 0 is gone.
         """
-        with _detect_lost_store():
+        with detect_lost_store():
             limit_s = self.timeout_s + _FROZEN_S
             what = f"the store's answer for {key}"
             held: bytes = call_with_timeout(limit_s, what, lambda: self.store.compare_set(key, "", value))
@@ -135,8 +141,8 @@ class Rendezvous:
         """Report why this rank failed, when it cannot reach the server over RPC."""
         try:
             self.set(_FAILED, f"{failure.kind} {failure.message}")
-        except DistNetworkError as error:
-            log.warning("rank 0 is gone, and was not informed of a failure (%s)", str(error).splitlines()[0])
+        except PeerLost as loss:
+            log.warning("%s; it was not informed of a failure here", str(loss))
 
     def reported_failure(self) -> RemoteError | None:
         """Return a failure that a rank reported, if there is one."""
@@ -182,7 +188,7 @@ def join_rendezvous(
     base = store if identity.global_rank == 0 and store is not None else None
     base = base or _open_store(identity, timeout_s, deadline, interrupted, listener, sockets, resources)
     root = PrefixStore(f"paramserver/{identity.job}", base)
-    with _detect_lost_store():
+    with detect_lost_store():
         if identity.global_rank == 0:
             root.set("view", str(view))
         else:
@@ -281,7 +287,8 @@ def _reachable(host: str, port: int) -> bool | None:
 
 
 @contextmanager
-def _detect_lost_store() -> Iterator[None]:
+def detect_lost_store() -> Iterator[None]:
+    """Translate the error of a store whose process is gone into ``PeerLost``."""
     try:
         yield
     except DistNetworkError as error:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.distributed.rpc as rpc
 from torch._C._distributed_c10d import PrefixStore
 
-from paramserver.distributed.rendezvous import Rendezvous
+from paramserver.distributed.rendezvous import Rendezvous, detect_lost_store
 from paramserver.distributed.rpc_agent import autograd_id, register_with, start_first_agent, start_star_agent
 from paramserver.distributed.rpc_calls import agent_options
 from paramserver.distributed.timeouts import call_with_timeout
@@ -65,9 +65,9 @@ def rpc_shard_server(rendezvous: Rendezvous, server_index: int) -> Iterator[str]
     options = agent_options(rendezvous.timeout_s, rendezvous.get("server/host") == rendezvous.host)
     # Trainers announce themselves to this server too. Their addresses must be in the store of its agent by then.
     store = PrefixStore(name, rendezvous.store)
-    own_address = start_star_agent(
-        name, server_index, {SERVER_NAME: rendezvous.get(f"addrs/{SERVER_NAME}")}, options, store
-    )
+    hubs = {SERVER_NAME: rendezvous.get(f"addrs/{SERVER_NAME}")}
+    with detect_lost_store():
+        own_address = start_star_agent(name, server_index, hubs, options, store)
     try:
         rendezvous.set(f"addrs/{name}", own_address)
         register_with(SERVER_NAME)
@@ -98,7 +98,8 @@ def rpc_trainer(rendezvous: Rendezvous, trainer_index: int, servers: int = 1) ->
     names = [server_name(i) for i in range(servers)]
     hosts = {rendezvous.get("server/host"), *(rendezvous.get(f"{name}/host") for name in names[1:])}
     addresses = {name: rendezvous.get(f"addrs/{name}") for name in names}
-    worker_id = _draw_worker_id(rendezvous, servers)
+    with detect_lost_store():
+        worker_id = _draw_worker_id(rendezvous, servers)
     name = f"trainer{trainer_index}_{worker_id}"
     options = agent_options(rendezvous.timeout_s, hosts == {rendezvous.host})
     own_address = start_star_agent(name, worker_id, addresses, options)

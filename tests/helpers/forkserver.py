@@ -6,6 +6,7 @@ The fork server is a process that has imported everything a rank needs and has u
 """
 
 import contextlib
+import gc
 import itertools
 import json
 import os
@@ -225,6 +226,8 @@ def run_supervisor(request, status):
 def main():
     for name in PRELOADED:
         import_module(name)
+    # As in a rank that imports torch itself. A collection would also copy every page that this process shares with it.
+    gc.freeze()
     # A fork has only the thread that called it; whatever another thread holds stays locked in the child for ever.
     assert len(list(Path("/proc/self/task").iterdir())) == 1
 

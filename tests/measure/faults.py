@@ -355,7 +355,8 @@ def _left_behind(supervisor: int, folder: Path) -> list[str]:
         if not left or time.monotonic() > deadline:
             break
         time.sleep(0.02)
-    left += [f"file {path.name}" for path in (folder / "tmp").iterdir()]
+    # torch keeps a folder of its compiler.
+    left += [f"file {path.name}" for path in (folder / "tmp").iterdir() if "torchinductor" not in path.name]
     run_dir = folder / "runs" / "run"
     if run_dir.exists():
         left += [f"file {p.name}" for p in run_dir.rglob("*") if ".tmp" in p.name or "launch" in p.name]
@@ -565,7 +566,7 @@ class Kills:
 
     @property
     def epochs(self) -> int:
-        return int(6 * self.every_s * self.count)
+        return int(4 * self.every_s * self.count)
 
     @property
     def options(self) -> dict[str, Any]:

@@ -405,4 +405,7 @@ def test_a_failure_that_no_rank_can_be_informed_of_is_logged(caplog):
         deadline = time.monotonic() + LONG_S
         while not caplog.messages and time.monotonic() < deadline:  # the first bytes may still leave the host
             rendezvous.report_failure(RemoteError("PeerLost", "server 0 is lost"))
-    assert "rank 0 is gone, and was not informed of a failure" in caplog.text
+    assert "rank 0 is gone, and its store with it" in caplog.text
+    assert "it was not informed of a failure here" in caplog.text
+    with pytest.raises(PeerLost, match=r"^rank 0 is gone"):
+        rendezvous.set("run", "other")
