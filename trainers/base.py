@@ -255,7 +255,8 @@ class Trainer(ABC):
         """
         try:
             self.init_connection()
-            if not self.process.session:
+            if "started" not in self.process.data_sets:
+                self.process.data_sets["started"] = True
                 self.task.on_train_start()
             self.data.start()
             decision = self._fit()

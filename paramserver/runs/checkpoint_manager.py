@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -212,8 +213,9 @@ class CheckpointManager:
             trainer_index: of the trainer.
             newest: its part of the newest checkpoint, which this process may have written after the resume.
         """
-        if newest and self.writer.written:
-            return (self.writer.written[-1].path / f"trainer-{trainer_index}.pt").read_bytes()
+        for written in reversed(self.writer.written) if newest else ():
+            with suppress(FileNotFoundError):  # of an older one that retention has removed
+                return (written.path / f"trainer-{trainer_index}.pt").read_bytes()
         if self._resume is None:
             return None
         if self._resume.parts is not None:
@@ -351,8 +353,10 @@ class CheckpointManager:
 
     def suspend(self) -> None:
         """Finish what is being written, and close the records without a summary: the run continues in another view."""
-        self.writer.close(LAST_WRITE_S)
-        self.monitor.suspend()
+        try:
+            self.writer.close(LAST_WRITE_S)
+        finally:
+            self.monitor.suspend()
 
     def close(
         self, status: str, totals: Sequence[TrainerTotals], reason: str = "", error: str | None = None

@@ -199,8 +199,8 @@ class Session:
                     plan.listener,
                     view=self.view if identity.global_rank == 0 else self.min_view,
                     store=self.store,
-                    # Only a process that was started in the place of a dead one takes its rank; one that joins again ends
-                    # if another process has its rank by now.
+                    # Only a process that was started in the place of a dead one takes its rank; one that joins again
+                    # ends if another process has its rank by now.
                     replaces=plan.replaces and not process.session,
                     resources=self.resources if identity.global_rank == 0 else stack,
                 )
@@ -564,7 +564,7 @@ def _serve(
                 _wait_until_finished(server, process, rendezvous)
                 server.wait_for_disconnects(_DISCONNECT_S)
             finally:
-                totals.extend(t for _, t in sorted(server.totals.items()))
+                totals.extend(server.all_totals())
                 if server.coordinator is not None:
                     server.coordinator.shut_down(server.error or server.last_decision, _DISCONNECT_S)
                 # While the agent still runs: without it trainers would take the end for a loss.

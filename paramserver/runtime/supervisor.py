@@ -343,6 +343,9 @@ class Supervisor:
         if lost and rank.failure is None:
             self._on_error(rank, self._failure_from_exit(rank, exit_code))
         if lost and self._continues_without(rank):
+            assert rank.failure is not None
+            self._failed.remove(rank)
+            self._note(f"{rank.title} is lost and not started again: {rank.failure['message']}")
             return
         if rank.failure is not None and exit_code != Interrupted.exit_code and not self._is_failing:
             self._is_failing = True

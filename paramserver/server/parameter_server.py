@@ -341,6 +341,21 @@ class ParameterServer(TutorialMethods):
             self.last_decision = decision
             self._finish_if_all_left()
 
+    def all_totals(self) -> list[TrainerTotals]:
+        """Return the totals that trainers reported, and for those that are lost what the ledger knows."""
+        totals, rows = dict(self.totals), self.aggregator.ledger.rows
+        absent = sorted(rows.keys() - totals.keys()) if self.error is None else []
+        per_pass, passes = self.aggregator.epoch_samples, self.config.training.max_epochs
+        left: int | None = None
+        if per_pass is not None and passes is not None:
+            others_left = sum(t.samples_left or 0 for t in totals.values())
+            left = max(per_pass * passes - sum(row.samples for row in rows.values()) - others_left, 0)
+        for number, index in enumerate(absent):
+            # What is left of all absent trainers is known together.
+            own_left = left if number == 0 or left is None else 0
+            totals[index] = TrainerTotals(index, samples=rows[index].samples, samples_left=own_left)
+        return [totals[index] for index in sorted(totals)]
+
     def _finish_if_all_left(self) -> None:
         if self.last_decision is not None and not self.members.present():
             self.finished.set()
@@ -681,7 +696,11 @@ class ParameterServer(TutorialMethods):
                 )
                 return dict.fromkeys(futures, True)
 
-        self._with_updater_state(lambda updater: self._complete(futures, lambda: stage(updater)))
+        def stage_and_reply(updater: Stateful) -> None:
+            self._complete(futures, lambda: stage(updater))
+            self._parts.commit_if_complete()  # at once if every trainer was lost meanwhile
+
+        self._with_updater_state(stage_and_reply)
 
     def _substitute_parts(self) -> dict[int, dict[str, Any]]:
         """Return, for each trainer, what its part of a checkpoint is replaced with if it is lost before that is sent.

@@ -35,6 +35,8 @@ def serve_shard(
     config, index = process.config, process.role.server_index
     assert index is not None
     with ExitStack() as stack:
+        # Until the agent has ended: calls that arrive in between must find the server, or the end of its connection.
+        stack.callback(unregister_servers)
         name = stack.enter_context(rpc_shard_server(rendezvous, index))
         # Released last: it notifies server 0 that this process ends deliberately.
         stack.callback(release_liveness_calls)
@@ -45,7 +47,6 @@ def serve_shard(
             client.start_heartbeat()
             server = ShardServer(task, config, index, assignment)
             register_server(server)
-            stack.callback(unregister_servers)
             client.report_ready(server.shares_memory)
             return _wait_for_end(server, client, process)
         except Exception as error:
