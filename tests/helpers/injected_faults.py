@@ -47,8 +47,10 @@ class Injected(ReferenceTask):
         if self.rank == self.target:
             self._fire(os.getpid())
         elif self._fires_for_another(phase):
-            target = os.getppid() if self.target == -1 else ranks_of(os.getppid())[self.target].pid
-            self._fire(target)
+            if self.target == -1:
+                self._fire(os.getppid())
+            elif (process := ranks_of(os.getppid()).get(self.target)) is not None:  # a server may fire it just now
+                self._fire(process.pid)
 
     def _fires_for_another(self, phase):
         by_signal = self.fault in SIGNALS or self.fault == "disk"
