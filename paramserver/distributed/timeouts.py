@@ -14,6 +14,7 @@ T = TypeVar("T")
 
 # How soon an interrupted wait ends.
 _POLL_S = 0.1
+_INTERRUPTED_S = 2.0
 
 
 def call_with_timeout(
@@ -61,6 +62,8 @@ def call_with_timeout(
         deadline = time.monotonic() + timeout_s
         while thread.is_alive() and not interrupted.is_set() and (left_s := deadline - time.monotonic()) > 0:
             thread.join(min(left_s, _POLL_S))
+        if interrupted.is_set():
+            thread.join(_INTERRUPTED_S)  # a call that is about to return leaves no thread behind
         if thread.is_alive() and interrupted.is_set():
             raise Interrupted(f"interrupted while waiting for {what}")
     if thread.is_alive():
