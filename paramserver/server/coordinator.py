@@ -273,7 +273,8 @@ class ShardCoordinator:
         try:
             value = future.value()
         except RuntimeError as error:
-            member, reason = self._members.get(server_index), str(error).splitlines()[0]
+            member = self._members.get(server_index)
+            reason = f"its connection was closed ({str(error).splitlines()[0]})"
             self._members.lose(member)
             # Also where another thread has noticed it and is about to report it: the error below is no reason to fail.
             self._on_lost(member, reason)

@@ -23,7 +23,7 @@ def run_with_kills(folder, ranks, **config):
         task=f"{TASKS}:KillsRanks",
         task_args={"folder": str(folder), "logs": str(folder / "runs" / "run" / "logs"), "ranks": ranks},
         training={"max_steps": 400},
-        checkpoint={"every": 50},
+        checkpoint={"every": 5},  # a record of before the second loss is kept if a checkpoint lies between
         env={"SPARE_IMPORTS": str(imports)},
         timeout_s=240,
         **config,
