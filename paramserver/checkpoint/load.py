@@ -185,7 +185,9 @@ def _verify(path: Path) -> Checkpoint:
     manifest = read_manifest(path)
     # A copy may have any name, but not the name of another step: that would resume the counts from a wrong step.
     if step_of(path.name) not in (None, manifest.step):
-        raise CheckpointError(f"{path} holds the checkpoint of step {manifest.step}; give it the name of that step")
+        raise CheckpointError(
+            f"{path / MANIFEST} is of step {manifest.step}; if {path.name} was renamed, give it the name of that step"
+        )
     wrong = check_digests(path, manifest)
     if wrong:
         raise CheckpointError(wrong)

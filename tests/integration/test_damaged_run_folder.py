@@ -129,7 +129,7 @@ MANIFESTS = {
     "nul": (with_file("a\0"), "is not the plain name of a file"),
     "no name": (with_file("\ud800"), "is damaged"),
     "infinite": (sealed(lambda content: content.update(step=float("inf"))), "is damaged"),
-    "another step": (sealed(lambda content: content.update(step=7)), "holds the checkpoint of step 7"),
+    "another step": (sealed(lambda content: content.update(step=7)), r"manifest\.json is of step 7"),
 }
 
 
