@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import threading
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -15,9 +17,14 @@ class LastReplies:
     """The reply to the last call of each handler by each trainer; every use holds the server's lock.
 
     A trainer has one call of a handler in flight, so the last one is enough.
+
+    Attributes:
+        running: held while a handler runs for a trainer, so that the same call, sent again, waits for its reply. Taken
+            before the server's lock.
     """
 
     def __init__(self) -> None:
+        self.running: defaultdict[tuple[int, str], threading.Lock] = defaultdict(threading.Lock)
         self._replies: dict[tuple[int, str], tuple[TrainerId, int, Any]] = {}
 
     def find(self, sender: TrainerId, handler: str, number: int) -> tuple[Any] | None:
@@ -59,12 +66,16 @@ def executed_once(handler: Handler) -> Handler:
         if not number:
             return handler(self, sender, *args)
         with self._lock:
-            found = self.last_replies.find(sender, handler.__name__, number)
-        if found is None:
-            # Not under the lock: a handler may complete futures, or write files, outside of it.
-            found = (handler(self, sender, *args),)
+            running = self.last_replies.running[sender.trainer_index, handler.__name__]
+        # No handler blocks, so a call that is repeated while the first one runs in another thread does not wait long.
+        with running:
             with self._lock:
-                self.last_replies.set(sender, handler.__name__, number, found[0])
+                found = self.last_replies.find(sender, handler.__name__, number)
+            if found is None:
+                # Not under the server's lock: a handler may complete futures, or write files, outside of it.
+                found = (handler(self, sender, *args),)
+                with self._lock:
+                    self.last_replies.set(sender, handler.__name__, number, found[0])
         return found[0]
 
     return cast("Handler", wrapped)

@@ -1,6 +1,7 @@
 """Calls that are sent again: by their number they are executed once."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor, TimeoutError
 
 import pytest
 import torch
@@ -65,3 +66,57 @@ def test_a_call_that_raised_raises_again():
     for _ in range(2):
         with pytest.raises(ValueError, match="ended"):
             server.announce(FIRST, "late", number=1)
+
+
+class Gate(Server):
+    """A handler that waits inside of its first call."""
+
+    def __init__(self, error=None):
+        super().__init__()
+        self.error = error
+        self.entered, self.leave = threading.Event(), threading.Event()
+
+    @executed_once
+    def receive(self, sender, chunk):
+        self.executed.append(chunk)
+        if not self.entered.is_set():
+            self.entered.set()
+            assert self.leave.wait(20)
+            if self.error is not None:
+                raise self.error
+        return len(self.executed)
+
+
+def while_running(server, number):
+    """The replies to a call and to a second one that arrives in another thread while the first one runs."""
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(server.receive, FIRST, "chunk", number=1)
+        assert server.entered.wait(20)
+        second = threads.submit(server.receive, FIRST, "chunk", number=number)
+        try:
+            with pytest.raises(TimeoutError):
+                second.result(0.1)
+        finally:
+            server.leave.set()
+        return first, second
+
+
+def test_a_call_that_is_repeated_while_the_first_one_runs_is_executed_once():
+    server = Gate()
+    first, second = while_running(server, number=1)
+    assert (first.result(20), second.result(20)) == (1, 1)
+    assert server.executed == ["chunk"]
+
+
+def test_the_next_call_is_executed_after_the_one_that_runs():
+    server = Gate()
+    first, second = while_running(server, number=2)
+    assert (first.result(20), second.result(20)) == (1, 2)
+
+
+def test_a_call_whose_first_one_raises_meanwhile_is_executed():
+    server = Gate(ValueError("the run has ended"))
+    first, second = while_running(server, number=1)
+    with pytest.raises(ValueError, match="ended"):
+        first.result(20)
+    assert second.result(20) == 2
