@@ -23,6 +23,8 @@ from pathlib import Path
 from paramserver.runtime.spares import MODULES
 
 READY = b"ready"
+SHORT_LIFE = "TEST_SHORT_LIFE_S"
+"""Ranks that live for less than so many seconds start again with a delay; 0: all ranks start again at once."""
 PRELOADED = (
     "paramserver.chaos",
     "paramserver.launch",
@@ -199,13 +201,14 @@ def run_rank(arguments, output, kept, environ):
 def run_supervisor(request, status):
     """Be a supervisor until it ends, and write its pid and its exit code to ``status``. Does not return."""
     from paramserver import process_utils
-    from paramserver.runtime import supervisor
+    from paramserver.runtime import restarts, supervisor
 
     process_utils.die_with_parent()
     os.setsid()
     os.chdir(request["folder"])
     adopt_environment(request["environ"])
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    restarts._SHORT_LIFE_S = float(os.environ.get(SHORT_LIFE, restarts._SHORT_LIFE_S))
     supervisor.subprocess = type("Forking", (), {"Popen": ForkedRank, "DEVNULL": subprocess.DEVNULL})
     program = import_module(f"paramserver.{request['program']}")
     sys.argv = [program.__name__, *request["arguments"]]

@@ -8,7 +8,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the scripts are modules of the checkout, which is not always importable
 
-from tests.measure.faults import Cell, Kills, References, run_cell, run_kills  # noqa: E402
+from tests.measure.faults import Cell, References, run_cell  # noqa: E402
+from tests.measure.kills import Kills, run_kills  # noqa: E402
 
 pytestmark = pytest.mark.processes
 

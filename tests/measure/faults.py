@@ -1,7 +1,6 @@
 """Real faults: one run for each fault, role, phase and consistency, and what became of it.
 
     python -m tests.measure.faults [--cells WORD ...] [--out docs/faults.md]
-    python -m tests.measure.faults --kills 100 --role server --consistency sync --optimizer adam
     python -m tests.measure.faults --figures 5
 
 A cell is named ``consistency/role/phase/fault``; ``--cells`` selects those whose names have all of these words. Every
@@ -15,7 +14,6 @@ import argparse
 import contextlib
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -31,7 +29,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))  # as pytest does: see tests/conftest.py
 
-import psutil
 from forkserver import close_shared_server
 from injected_faults import SIGNALS
 from launching import (
@@ -41,7 +38,6 @@ from launching import (
     fork_server,
     write_config,
 )
-from supervised_tasks import ranks_of
 
 from tests.measure.common import origin, spread
 
@@ -295,7 +291,7 @@ def _run(cell: Cell, folder: Path, start: Any) -> Finished:
         fired = fired or _mark(mark)
         if stopped_for_ever:
             os.kill(run.pid, signal.SIGKILL)
-        left = _left_behind(run.pid, folder) if code != "hung" else []
+        left = left_behind(run.pid, folder) if code != "hung" else []
     return Finished(finished, watch, fired, code, left)
 
 
@@ -315,7 +311,7 @@ def _task_args(cell: Cell, folder: Path) -> dict[str, Any]:
     }
 
 
-def _alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -327,7 +323,7 @@ def _of_session(pid: int) -> list[int]:
     for path in Path("/proc").iterdir():
         if path.name.isdigit():
             with contextlib.suppress(ProcessLookupError):
-                if os.getsid(int(path.name)) == pid and _alive(int(path.name)):
+                if os.getsid(int(path.name)) == pid and is_alive(int(path.name)):
                     found.append(int(path.name))
     return found
 
@@ -346,7 +342,7 @@ def _guards(supervisor: int) -> list[int]:
     return found
 
 
-def _left_behind(supervisor: int, folder: Path) -> list[str]:
+def left_behind(supervisor: int, folder: Path) -> list[str]:
     """What is left of a run soon after its end: the guard kills ranks that outlive the supervisor for too long."""
     deadline = time.monotonic() + LOST_AFTER_S + 8
     while True:
@@ -540,126 +536,6 @@ of the undisturbed run. No cell leaves a process or a temporary file behind; sha
 their processes."""
 
 
-# Many kills.
-
-
-@dataclass(frozen=True)
-class Kills:
-    """Seeded SIGKILLs of one role at random instants of one run.
-
-    A rank that dies within 10 s of its start waits before the next one, twice as long each time: either the kills of a
-    run are few, or ``every_s`` is at least 20.
-    """
-
-    role: str
-    consistency: str
-    optimizer: str
-    seed: int
-    count: int
-    every_s: float = 1.4
-
-    def config(self) -> dict[str, Any]:
-        config = Cell(self.consistency, self.role, "mid_step", "kill").config()
-        config["cluster"]["max_restarts"] = self.count
-        config["training"]["max_epochs"] = self.epochs
-        return config
-
-    @property
-    def epochs(self) -> int:
-        return int(4 * self.every_s * self.count)
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"samples": SAMPLES, "optimizer": self.optimizer, "compute_s": 0.02}
-
-    @property
-    def must_equal(self) -> bool:
-        return self.consistency == "rollback" or (self.consistency == "sync" and self.role == "server")
-
-
-@dataclass(frozen=True)
-class KillsOutcome:
-    """What became of a run: kills that were sent, problems, and per kill what the survivors hold."""
-
-    kills: int
-    problems: list[str]
-    seconds: float
-    resources: dict[int, list[tuple[int, int, int]]]
-
-
-def run_kills(kills: Kills, folder: Path, references: References) -> KillsOutcome:
-    """Make the run, and check that it completes and that its account of samples closes."""
-    began, draw, sent = time.monotonic(), random.Random(kills.seed), 0
-    (folder / "tmp").mkdir(parents=True)
-    arguments = {"folder": str(folder), **kills.options}
-    file = write_config(folder, task=f"{TASK}:Injected", task_args=arguments, **kills.config())
-    finished = FinishedRun(0, "", folder / "runs" / "run")
-    resources: dict[int, list[tuple[int, int, int]]] = {}
-    limit = time.monotonic() + LIMIT_S * (2 + kills.count) + 2 * kills.every_s * kills.count
-    with fork_server().start(["--config", file, "--set", "logging.name=run"], folder) as run:
-        while not (folder / "rows").exists() and time.monotonic() < limit and _alive(run.pid):
-            time.sleep(0.02)
-        while sent < kills.count and _alive(run.pid):
-            time.sleep(draw.uniform(0.5, 1.5) * kills.every_s)
-            rank = 0 if kills.role == "server" else draw.choice([1, 2])
-            with contextlib.suppress(psutil.NoSuchProcess, KeyError):
-                processes = ranks_of(run.pid)
-                processes[rank].kill()
-                sent += 1
-                for other in processes.keys() - {rank}:
-                    held = processes[other]
-                    count = held.memory_info().rss, held.num_threads(), held.num_fds()
-                    resources.setdefault(held.pid, []).append(count)
-        try:
-            code = run.wait(max(limit - time.monotonic(), 1))
-        except AssertionError:
-            code = -1
-        output = run.output.read_text()
-    problems = [] if code == 0 else [f"exit code {code}: {output.rpartition('error: ')[2][:200]}"]
-    summary = finished.summary if (finished.run_dir / "summary.json").exists() else {}
-    if code == 0:
-        if summary["samples"] != kills.epochs * SAMPLES:
-            problems.append(f"{summary['samples']} samples applied, {kills.epochs * SAMPLES} due")
-        if kills.must_equal:
-            reference = references.of(kills.config(), kills.options)
-            if differing_tensors(finished.load("model"), reference.load("model")):
-                problems.append("the parameters differ from those of the run without kills")
-    return KillsOutcome(sent, problems, round(time.monotonic() - began, 1), resources)
-
-
-def report_kills(arguments: argparse.Namespace, folder: Path) -> int:
-    """Make runs until there were so many kills, and print what became of them."""
-    per_run, references = arguments.per_run, References(folder / "references")
-    runs = -(-arguments.kills // per_run)
-    plans = [
-        Kills(
-            arguments.role, arguments.consistency, arguments.optimizer, arguments.seed + i, per_run, arguments.every_s
-        )
-        for i in range(runs)
-    ]
-    sent, failed = 0, 0
-    with ThreadPoolExecutor(arguments.jobs) as pool:
-        outcomes = pool.map(lambda plan: run_kills(plan, folder / f"seed-{plan.seed}", references), plans)
-        for plan, outcome in zip(plans, outcomes, strict=True):
-            sent, failed = sent + outcome.kills, failed + bool(outcome.problems)
-            longest = max(outcome.resources.values(), key=len, default=[])
-            held = f"; a survivor's MB, threads, descriptors: {_held(longest)}" if len(longest) > 1 else ""
-            text = "; ".join(outcome.problems) or "completed, accounts close"
-            equal = ", parameters equal" if plan.must_equal and not outcome.problems else ""
-            print(f"seed {plan.seed}: {outcome.kills} kills, {outcome.seconds:.0f} s: {text}{equal}{held}", flush=True)
-    print(
-        f"{arguments.role} {arguments.consistency} {arguments.optimizer}: {sent} kills, {failed} of {runs} runs failed"
-    )
-    return int(bool(failed))
-
-
-def _held(counts: list[tuple[int, int, int]]) -> str:
-    """First and greatest values of megabytes, threads and descriptors."""
-    first, most = counts[0], [max(column) for column in zip(*counts, strict=True)]
-    pairs = zip((first[0] >> 20, *first[1:]), (most[0] >> 20, *most[1:]), strict=True)
-    return ", ".join(f"{before} -> {after}" for before, after in pairs)
-
-
 # Figures, with new interpreters.
 
 
@@ -713,13 +589,6 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     parser.add_argument("--results", type=Path, help="JSON lines of results, which are added to")
     parser.add_argument("--out", type=Path, help="write the table there")
-    parser.add_argument("--kills", type=int, help="send so many SIGKILLs instead")
-    parser.add_argument("--per_run", type=int, default=3, help="kills of one run")
-    parser.add_argument("--every_s", type=float, default=1.4, help="mean seconds between two kills of a run")
-    parser.add_argument("--role", choices=("server", "trainer"), default="server")
-    parser.add_argument("--consistency", choices=("sync", "rollback", "bounded", "async"), default="sync")
-    parser.add_argument("--optimizer", choices=("sgd", "adam"), default="sgd")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--figures", type=int, help="print the figures of so many runs instead")
     parser.add_argument("--keep", type=Path, help="make the runs in this folder, and keep them")
     arguments = parser.parse_args(words)
@@ -729,7 +598,7 @@ def main(words: Sequence[str] | None = None) -> int:
         if arguments.figures is not None:
             return report_figures(arguments.figures, folder)
         fork_server()  # its start is no part of a run
-        return (report_cells if arguments.kills is None else report_kills)(arguments, folder)
+        return report_cells(arguments, folder)
 
 
 def report_cells(arguments: argparse.Namespace, folder: Path) -> int:
