@@ -44,6 +44,7 @@ from paramserver.transport.messages import (
     ShardAssignment,
     StepGrant,
     VersionView,
+    push_id,
 )
 
 P = ParamSpec("P")
@@ -254,8 +255,8 @@ class ServerConnection(ABC):
             self._heartbeat.close()
 
 
-# Handlers of server 0 that may be called again with the same arguments: those of pushes and announcements know the
-# numbers of the last ones, the others change nothing the second time.
+# Handlers that may be called again with the same arguments: those of pushes and announcements know the numbers of the
+# last ones, the others change nothing the second time.
 _REPEATABLE = frozenset(
     {
         ParameterServer.announce,
@@ -268,6 +269,9 @@ _REPEATABLE = frozenset(
         ParameterServer.view_version,
         ParameterServer.optimizer_state,
         ParameterServer.model_as_built,
+        ShardServer.push,
+        ShardServer.receive_bucket,
+        ShardServer.view_version,
     }
 )
 # Handlers that may be called again with the same number.
@@ -321,11 +325,20 @@ class ServerClient(ServerConnection):
         index: of this trainer.
         worker_id: of this process's agent.
         addresses: of the servers' agents.
+        blocks: returns whether this trainer's full buffer blocks simulations; called by the heartbeat's thread.
     """
 
-    def __init__(self, config: Config, index: int, worker_id: int, addresses: Sequence[str]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        index: int,
+        worker_id: int,
+        addresses: Sequence[str],
+        blocks: Callable[[], bool] = lambda: False,
+    ) -> None:
         super().__init__(config, index, addresses)
         self._worker_id = worker_id
+        self._blocks = blocks
         self._id = TrainerId(index, 0, 0)  # until it has joined
         self._sequence = self._announced = 0
         self._shard_servers: list[str] = []
@@ -334,7 +347,7 @@ class ServerClient(ServerConnection):
 
     def _send_heartbeat(self) -> torch.futures.Future[None]:
         timeout_s = self.config.server.lost_after_s
-        return send(SERVER_NAME, timeout_s, ParameterServer.heartbeat, self.index, self._worker_id)
+        return send(SERVER_NAME, timeout_s, ParameterServer.heartbeat, self.index, self._worker_id, self._blocks())
 
     def close(self) -> None:
         super().close()
@@ -385,16 +398,16 @@ class ServerClient(ServerConnection):
     def pull(self, version: int) -> list[InFlightCall[tuple[Tensor, ...]]]:
         """Pull a version inside this thread's distributed-autograd context: a call for each server, in order."""
         first = self.begin(SERVER_NAME, ParameterServer.pull, self._id)
-        return [first, *(self.begin(name, ShardServer.pull, version) for name in self._shard_servers)]
+        return [first, *(self.begin(name, ShardServer.pull, self._id, version) for name in self._shard_servers)]
 
     def send_bucket(self, version: int, bucket: GradientBucket, gradient: Tensor) -> InFlightCall[None]:
         """Send a part of a push while backward continues. Like the push it takes as long as the network needs."""
-        to, part = server_name(bucket.server_index), (version, bucket.flat_index, gradient)
+        to, part = server_name(bucket.server_index), (self._id, version, bucket.flat_index, gradient)
         if bucket.server_index:
-            call = partial(send, to, NO_TIMEOUT_S, ShardServer.receive_bucket, self.index, *part)
+            call = partial(send, to, NO_TIMEOUT_S, ShardServer.receive_bucket, *part)
         else:
-            call = partial(send, to, NO_TIMEOUT_S, ParameterServer.receive_bucket, self._id, *part)
-        return InFlightCall(self, call, "receive_bucket", repeatable=not bucket.server_index)
+            call = partial(send, to, NO_TIMEOUT_S, ParameterServer.receive_bucket, *part)
+        return InFlightCall(self, call, "receive_bucket", repeatable=True)
 
     def backward(self, context_id: int, root: Tensor) -> None:
         """Push by the distributed backward of ``root``.
@@ -414,13 +427,14 @@ class ServerClient(ServerConnection):
         self, context_id: int, report: StepReport, buffers: Sequence[Tensor], announcement: Announcement | None
     ) -> StepGrant:
         """Report that the gradients of a context are complete; returns once they are applied or dropped."""
-        on_shards = [
-            self.begin(name, ShardServer.push, context_id, self.index, report.version) for name in self._shard_servers
-        ]
-        grant = self.call_deferred(ParameterServer.push, context_id, report, buffers, announcement)
-        for call in on_shards:  # also of a push that was dropped: the context, which holds the gradients, ends next
+        named = context_id, push_id(report), report.version
+        on_shards = [self.begin(name, ShardServer.push, *named) for name in self._shard_servers]
+        grant = self.begin_deferred(ParameterServer.push, context_id, report, buffers, announcement)
+        # First: server 0 may wait for a push that has to be sent again. Also if server 0 drops the push: the context,
+        # which holds the gradients, ends next.
+        for call in on_shards:
             call.wait()
-        return grant
+        return grant.wait()
 
     def push_in_place(
         self, report: StepReport, buffers: Sequence[Tensor], announcement: Announcement | None
@@ -452,7 +466,7 @@ class ServerClient(ServerConnection):
 
     def view_version(self, version: int | None) -> VersionView:
         """Return a version for validation; None for the current one of each server."""
-        on_shards = [self.begin(name, ShardServer.view_version, version) for name in self._shard_servers]
+        on_shards = [self.begin(name, ShardServer.view_version, self._id, version) for name in self._shard_servers]
         view = self.call(ParameterServer.view_version, self._id, version)
         others = [flat for call in on_shards for flat in call.wait()]
         return replace(view, parameters=(*view.parameters, *others)) if others else view

@@ -20,7 +20,7 @@ from paramserver.parameters.numerics import check_gradient_norm
 from paramserver.parameters.sharding import States, get_hyperparameters, merge_state, plan_shards, split_state
 from paramserver.server.parameter_store import ParameterStore
 from paramserver.server.shard_server import ShardServer
-from paramserver.transport.messages import ApplyRequest, Future, Push, ShardAssignment, merge_used
+from paramserver.transport.messages import ApplyRequest, Future, Push, ShardAssignment, merge_used, push_id
 
 _log = logging.getLogger("paramserver")
 
@@ -191,7 +191,7 @@ class ShardCoordinator:
             on_applied: called when all servers have applied it.
         """
         updater, clip = self._store.shard_updater, self.config.training.clip_grad_norm
-        named = tuple((push.report.trainer_index, push.report.version, push.segment_key) for push in pushes)
+        named = tuple((push_id(push.report), push.segment_key) for push in pushes)
         groups = get_hyperparameters(updater.optimizer) if clip is None else None
         used = merge_used([push.report.used for push in pushes])
         factors = tuple(self._store.gradient_factors(update))

@@ -45,7 +45,7 @@ def serve_shard(
             assignment = client.join(Member(index, name, index, rendezvous.host_and_pid, kind="server"))
             on_joined()
             client.start_heartbeat()
-            server = ShardServer(task, config, index, assignment)
+            server = ShardServer(task, config, index, assignment, rendezvous.view)
             register_server(server)
             client.report_ready(server.shares_memory)
             return _wait_for_end(server, client, process)

@@ -11,10 +11,11 @@ import torch.distributed.autograd as dist_autograd
 from torch import Tensor
 
 from paramserver.config import Config
-from paramserver.consistency import Decision
+from paramserver.consistency import Decision, PushId, TrainerId
 from paramserver.devices import CPU
+from paramserver.distributed.rpc_agent import current_context_id, release_context
 from paramserver.distributed.rpc_calls import RemoteError
-from paramserver.errors import TrainingError, UnsupportedConfiguration
+from paramserver.errors import Evicted, TrainingError, UnsupportedConfiguration
 from paramserver.optim.shard_updater import ShardUpdater
 from paramserver.optim.updater import build_optimizer
 from paramserver.parameters.flat import FlatLayout, trainable_parameters
@@ -31,21 +32,26 @@ class ShardServer:
     """The handlers that server 0 and the trainers call. They never block; errors are returned as values.
 
     Consistency, schedule and module buffers are on server 0. A trainer pushes to every server; an update is applied
-    here once both server 0's request and all pushes that it names have arrived, in either order.
+    here once both server 0's request and all pushes that it names have arrived, in either order. A message of a process
+    in whose place another one has called is refused.
 
     Args:
         task: builds the same model and optimizer as on server 0.
         config: of the run.
         server_index: at least 1.
         assignment: the reply of server 0 to ``join``.
+        view: of server 0.
 
     Raises:
         UnsupportedConfiguration: the memory of server 0 must be shared and cannot be reached.
     """
 
-    def __init__(self, task: Task, config: Config, server_index: int, assignment: ShardAssignment) -> None:
+    def __init__(
+        self, task: Task, config: Config, server_index: int, assignment: ShardAssignment, view: int = 1
+    ) -> None:
         self.config = config
         self.server_index = server_index
+        self.view = view
         self.version = assignment.step
         self.finished = threading.Event()
         self.outcome: Decision | RemoteError | None = None
@@ -55,8 +61,11 @@ class ShardServer:
         self._segments_address = self._check_segments(assignment.segments_address)
         self._segments_key = assignment.segments_key
         self._shared_gradients: dict[int, tuple[str, list[Tensor]]] = {}  # by trainer: key of its segment, tensors
+        # By trainer: its newest incarnation, and the context of distributed autograd that this one would leave behind.
+        self._incarnations: dict[int, int] = {}
+        self._contexts: dict[int, int] = {}
         self._assemblies: dict[int, tuple[int, PushAssembly]] = {}  # by trainer: version, gradients so far
-        self._pushes: dict[int, tuple[int, list[Tensor]]] = {}  # by trainer: version, gradients
+        self._pushes: dict[int, tuple[PushId, list[Tensor]]] = {}  # by trainer: its last one, gradients until applied
         self._retained: dict[int, list[Tensor]] = {}
         self._snapshot: list[Tensor] | None = None
         self._request: ApplyRequest | None = None
@@ -115,35 +124,56 @@ class ShardServer:
 
     # Handlers that trainers call.
 
-    def pull(self, version: int) -> tuple[Tensor, ...]:
+    def pull(self, sender: TrainerId, version: int) -> tuple[Tensor, ...]:
         """Return this shard of a version, recorded in the trainer's distributed-autograd context."""
         with self._lock:
+            self._contexts[self._admit(sender)] = current_context_id()
             flats = self._wire.current() if version == self.version else self._wire.encode(self._find(version))
         return PushAssembly(self.shard_updater.leaves, self._wire.codec).pull(flats)
 
-    def view_version(self, version: int | None) -> tuple[Tensor, ...]:
+    def view_version(self, sender: TrainerId, version: int | None) -> tuple[Tensor, ...]:
         """Return this shard of a version for validation, without gradients; None for the current one."""
         with self._lock:
+            self._admit(sender)
             if version is None or version == self.version:
                 return tuple(self._wire.current())
             return tuple(self._find(version))
 
-    def receive_bucket(self, trainer_index: int, version: int, number: int, gradient: Tensor) -> None:
+    def receive_bucket(self, sender: TrainerId, version: int, number: int, gradient: Tensor) -> None:
         """Accept the gradient of flat tensor ``number``, which arrives before the push."""
         with self._lock:
-            self._assembly_of(trainer_index, version).add_bucket(number, gradient)
+            self._assembly_of(self._admit(sender), version).add_bucket(number, gradient)
 
-    def push(self, context_id: int, trainer_index: int, version: int) -> None:
+    def push(self, context_id: int, push: PushId, version: int) -> None:
         """Accept the gradients that a context holds; they wait for the request that names them."""
-        # Handed over before the trainer's context ends, which would release them.
-        held = dist_autograd.get_gradients(context_id)  # type: ignore[attr-defined]
         with self._lock:
+            trainer_index = self._admit(push)
+            if trainer_index in self._pushes and self._pushes[trainer_index][0] == push:
+                return  # it was sent again
+            # Handed over before the trainer's context ends, which would release them.
+            held = dist_autograd.get_gradients(context_id)  # type: ignore[attr-defined]
             gradients = self._assembly_of(trainer_index, version).complete(held)
             if gradients is None:
                 raise TrainingError(f"trainer {trainer_index} stepped a context without gradients; call backward first")
             del self._assemblies[trainer_index]
-            self._pushes[trainer_index] = version, gradients
+            self._pushes[trainer_index] = push, gradients
             self._process()
+
+    def _admit(self, sender: TrainerId) -> int:
+        """Return the index of a trainer that calls. The first call of a new incarnation replaces the earlier one.
+
+        Raises:
+            Evicted: another process has taken its place, or it joined an earlier server 0.
+        """
+        index, known = sender.trainer_index, self._incarnations.get(sender.trainer_index, 0)
+        if sender.view != self.view or sender.incarnation < known:
+            raise Evicted(f"another process has taken the place of trainer {index}")
+        if sender.incarnation > known:
+            self._incarnations[index] = sender.incarnation
+            self._assemblies.pop(index, None)
+            if (context_id := self._contexts.pop(index, None)) is not None:
+                release_context(context_id)
+        return index
 
     def _assembly_of(self, trainer_index: int, version: int) -> PushAssembly:
         """Return the assembly of a push; one for an earlier version of the trainer is discarded."""
@@ -197,7 +227,8 @@ class ShardServer:
         request, future = self._request, self._reply
         if request is None or future is None:
             return
-        if any(key is None and self._pushes.get(i, (None,))[0] != v for i, v, key in request.pushes):
+        arrived = {push for push, _ in self._pushes.values()}
+        if any(key is None and push not in arrived for push, key in request.pushes):
             return
         # Cleared first: completing the future may let server 0 send the next request before this returns.
         self._request = self._reply = None
@@ -212,16 +243,19 @@ class ShardServer:
         # Before the optimizer writes: trainers that were granted the current version may still pull it.
         current = {self.version: self._current()} if self.version in in_use else {}
         self._retained = {v: flats for v, flats in self._retained.items() if v in in_use} | current
-        gradients = [self._gradients(trainer_index, key) for trainer_index, _, key in request.pushes]
+        gradients = [self._gradients(push, key) for push, key in request.pushes]
         self.shard_updater.assign_gradients(self.shard_updater.average(gradients, request.factors), request.used)
         if request.groups is None:
             return self.shard_updater.norm()
         self._step(request.groups)
         return None
 
-    def _gradients(self, trainer_index: int, segment_key: str | None) -> list[Tensor]:
+    def _gradients(self, push: PushId, segment_key: str | None) -> list[Tensor]:
+        trainer_index = push.trainer_index
         if segment_key is None:
-            return self._pushes.pop(trainer_index)[1]
+            gradients = self._pushes[trainer_index][1]
+            self._pushes[trainer_index] = push, []
+            return gradients
         # Attached at the first push: a segment exists only once its trainer shares memory. A process that takes the
         # place of a trainer has a segment of its own.
         known = self._shared_gradients.get(trainer_index)

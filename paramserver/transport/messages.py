@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from paramserver.consistency import Announcement, Decision
+from paramserver.consistency import Announcement, Decision, PushId
 from paramserver.metrics.records import StepReport, StepResult
 from paramserver.parameters.flat import FlatLayout
 from paramserver.parameters.sharding import Shard, States
@@ -92,8 +92,8 @@ class ApplyRequest:
 
     Attributes:
         version: to make.
-        pushes: of each trainer in order: its index, the version of its gradient, and the key of the segment where that
-            is; None if it was sent over RPC.
+        pushes: in the order of trainers; of each, the key of the segment where its gradient is, or None if it was sent
+            over RPC.
         factors: by which each gradient is multiplied.
         used: as in ``StepReport``.
         groups: the optimizer's hyper-parameters; None if the norm of all gradients must be known first.
@@ -101,7 +101,7 @@ class ApplyRequest:
     """
 
     version: int
-    pushes: tuple[tuple[int, int, str | None], ...]
+    pushes: tuple[tuple[PushId, str | None], ...]
     factors: tuple[float, ...]
     used: tuple[bool, ...] | None
     groups: list[dict[str, Any]] | None
@@ -183,6 +183,11 @@ class Push:
     future: Future
     arrival_s: float
     segment_key: str | None = None
+
+
+def push_id(report: StepReport) -> PushId:
+    """Return what names a push."""
+    return PushId(report.trainer_index, report.view, report.incarnation, report.sequence)
 
 
 class PendingReplies:

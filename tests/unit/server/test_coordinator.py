@@ -17,6 +17,6 @@ def test_a_loss_that_a_reply_shows_is_reported_also_where_another_thread_noticed
     coordinator._members.lose(member)
     future = torch.futures.Future()
     future.set_exception(RuntimeError("ECONNRESET: connection reset by peer"))
-    with pytest.raises(PeerLost, match="is lost: ECONNRESET"):
+    with pytest.raises(PeerLost, match="is lost: its connection was closed"):
         coordinator._value(1, future)
-    assert reported == [(member, "ECONNRESET: connection reset by peer")]
+    assert reported == [(member, "its connection was closed (ECONNRESET: connection reset by peer)")]
