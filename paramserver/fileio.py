@@ -11,6 +11,8 @@ from typing import Any
 
 # Errors of file systems that do not support fsync of a folder, such as some network file systems. Nothing else helps.
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP)
+TEMPORARY = ".tmp"
+"""The end of the name of a file that is being written; the name begins with a dot."""
 
 
 class HashingFile:
@@ -96,7 +98,7 @@ def atomic_write_text(path: Path, text: str) -> None:
     Raises:
         OSError: the write failed; ``path`` is unchanged.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY}")
     temporary.unlink(missing_ok=True)
     try:
         file = HashingFile(temporary)

@@ -22,7 +22,7 @@ from filelock import FileLock, Timeout
 
 from paramserver.checkpoint.save import explain_disk_errors
 from paramserver.errors import CheckpointError, UnsupportedConfiguration
-from paramserver.fileio import atomic_write_text, json_text
+from paramserver.fileio import TEMPORARY, atomic_write_text, json_text
 from paramserver.version import __version__
 
 _GIT_TIMEOUT_S = 5.0
@@ -83,6 +83,11 @@ class RunDir:
     def has_checkpoint(self) -> bool:
         """Return whether there is a checkpoint that was written completely."""
         return any(self.checkpoints_dir.glob("step-*/manifest.json"))
+
+    def remove_half_written(self) -> None:
+        """Remove the files that a process was writing when it was killed. The caller holds the lock."""
+        for path in self.path.glob(f".*{TEMPORARY}"):
+            path.unlink()
 
     @property
     def logs_dir(self) -> Path:

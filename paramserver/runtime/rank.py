@@ -391,6 +391,7 @@ def _open_run(plan: RankPlan, process: ProcessContext, view: int) -> Iterator[Ch
         else:
             losses.begin(view)
         remove_leftovers(run.checkpoints_dir)
+        run.remove_half_written()
         run.summary_file.unlink(missing_ok=True)
         write_text(run.config_file, dump_yaml(config))
         about = environment_record(list(plan.command))

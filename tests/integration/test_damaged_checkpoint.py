@@ -124,6 +124,15 @@ def test_a_run_resumes_from_the_chosen_checkpoint(call, trained):
     assert finished.checkpoints == trained.checkpoints
 
 
+def test_what_a_killed_process_was_writing_is_removed(call, trained):
+    half = [trained.run_dir / f".{name}.jsonl.1.tmp" for name in ("metrics", "metrics.superseded")]
+    half.append(trained.run_dir / "checkpoints" / ".latest.99999999.tmp")
+    for path in half:
+        path.write_text("{")
+    assert call(trained.run_dir, "--resume", trained.run_dir, "--set", "training.max_steps=10").code == 0
+    assert [path for path in half if path.exists()] == []
+
+
 def test_no_checkpoint_at_all(call, trained):
     shutil.rmtree(trained.run_dir / "checkpoints")
     before = file_contents(trained.run_dir)
