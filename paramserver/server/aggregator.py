@@ -16,7 +16,6 @@ from paramserver.consistency import (
     Consistency,
     Decision,
     Ledger,
-    PushId,
     PushState,
     Stop,
     Update,
@@ -30,7 +29,7 @@ from paramserver.runs.monitor import RunMonitor
 from paramserver.server.coordinator import ShardCoordinator
 from paramserver.server.parameter_store import ParameterStore
 from paramserver.transport.base import ServerTransport
-from paramserver.transport.messages import Future, PendingReplies, Push, StepGrant, VersionView
+from paramserver.transport.messages import Future, PendingReplies, Push, StepGrant, VersionView, push_id
 
 ReleaseFn = Callable[[], None]
 
@@ -158,6 +157,16 @@ class Aggregator:
         """Do not wait for another process in the place of a lost trainer."""
         self.rules.forget(trainer_index)
         self._process()
+
+    @property
+    def version(self) -> int:
+        """The newest version that is complete; while an update is applied, the one before it."""
+        return self.rules.step - self._applying
+
+    @property
+    def segments_in_use(self) -> set[str | None]:
+        """Keys of the segments with gradients that are accepted and not applied yet."""
+        return {push.segment_key for push in self._pushes.values()}
 
     def request_stop(self) -> None:
         """Let a signal to this process end the run, also if no trainer announces a step."""
@@ -317,9 +326,9 @@ class Aggregator:
         """
         trainer_index = report.trainer_index
         incomplete = self._incomplete.get(trainer_index)
-        if incomplete is not None and _id_of(incomplete.report) == _id_of(report):
+        if incomplete is not None and push_id(incomplete.report) == push_id(report):
             return incomplete.future
-        state = self.ledger.state_of(_id_of(report))
+        state = self.ledger.state_of(push_id(report))
         if state is PushState.EVICTED or trainer_index not in self.transports:
             raise Evicted(f"trainer {trainer_index} takes no part in the run any more, or joined it anew")
         if state is PushState.GAP:
@@ -338,7 +347,7 @@ class Aggregator:
         push = replace(push, report=report, buffers=buffers, segment_key=transport.segment_key)
         transport.unpin()
         self._granted.pop(trainer_index, None)
-        self.ledger.accept(_id_of(report), version, report.samples, report.positions, report.keys)
+        self.ledger.accept(push_id(report), version, report.samples, report.positions, report.keys)
         self._replies[trainer_index] = push.future
         if self.rules.push(trainer_index, version, report.samples):
             self._pushes[trainer_index] = push
@@ -392,10 +401,10 @@ class Aggregator:
 
     def _reply(self, push: Push, result: StepResult) -> None:
         """Reply now, or with the grant of the next step if the push carried its announcement."""
-        push_id = _id_of(push.report)
-        self.ledger.decide(push_id)
+        decided = push_id(push.report)
+        self.ledger.decide(decided)
         # The announcement of a trainer that was lost meanwhile does not count.
-        lives = push.report.trainer_index in self.rules.trainers and self.ledger.is_current(push_id)
+        lives = push.report.trainer_index in self.rules.trainers and self.ledger.is_current(decided)
         if push.announcement is None or not lives:
             push.future.set_result(StepGrant(result=result))
             return
@@ -412,9 +421,8 @@ class Aggregator:
 
     def wait_version(self, trainer_index: int, version: int) -> torch.futures.Future[int]:
         """Reply with the current version once that is ``version``, or no trainer is left to make it."""
-        applied = self.rules.step - self._applying
-        if applied >= version or not (self.rules.in_step or self._applying):
-            return completed_future(applied)
+        if self.version >= version or not (self.rules.in_step or self._applying):
+            return completed_future(self.version)
         # A repeated call gets the reply of the first.
         return self._version_waits.futures.get(trainer_index) or self._version_waits.add(trainer_index, None)
 
@@ -434,7 +442,3 @@ class Aggregator:
         self._pushes.clear()
         self._incomplete.clear()
         return waiting
-
-
-def _id_of(report: StepReport) -> PushId:
-    return PushId(report.trainer_index, report.view, report.incarnation, report.sequence)

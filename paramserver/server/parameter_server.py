@@ -145,6 +145,9 @@ class ParameterServer(TutorialMethods):
         # Held by every handler that touches the store or the aggregator. Re-entrant: an error inside a handler calls
         # ``fail``, which takes it again. Futures are completed outside of it where their callbacks could take long.
         self._lock = threading.RLock()
+        # Held while the loss of a trainer is handled and reported, so that another process takes its place after that.
+        # Taken before ``_lock``.
+        self._loss_lock = threading.Lock()
         self.last_replies = LastReplies()
 
         # The order below matters: the rules decide how memory is shared, the memory where the parameters are allocated;
@@ -162,7 +165,10 @@ class ParameterServer(TutorialMethods):
         self.store = store = ParameterStore(task, config, self._shared_memory.allocate_parameters if in_place else None)
         self._model_service = ModelService(task, config, store) if server_computes(config) else None
         parameters = store.parameters
-        self._shared_memory.open_snapshots(parameters.layout, trainers, lambda: (rules.step, parameters.flats))
+        # A trainer that joins may read while servers write. That is never the snapshot of the version that they make.
+        self._shared_memory.open_snapshots(
+            parameters.layout, trainers, lambda: (self.aggregator.version, parameters.flats)
+        )
         checkpoints.restore_model(store.model)
         checkpoints.restore_optimizer(store.updater)
 
@@ -229,7 +235,7 @@ class ParameterServer(TutorialMethods):
                 raise Evicted(f"trainer {index} asked to join too late; the run continues without this process")
         for present in earlier:
             self._lose(present, "another process joined in its place")
-        with self._lock:
+        with self._loss_lock, self._lock:
             self._check_running()
             member.incarnation = self.aggregator.ledger.admit(index)
             self.members.join(member)
@@ -314,6 +320,7 @@ class ParameterServer(TutorialMethods):
                 self.store.parameters.layout,
                 self.store.shard,
                 lambda: self._gradients_arrived(trainer_index),
+                self.aggregator.segments_in_use,
             )
             if made is None:
                 return 0
@@ -422,20 +429,21 @@ class ParameterServer(TutorialMethods):
     def _lose(self, member: Member, reason: str) -> None:
         """Continue without a trainer, or as ``server.on_loss`` requires; nothing if that was done before."""
         index, on_loss = member.index, self.config.server.on_loss
-        with self._lock:
-            if self.error is not None or not self.members.lose(member):
-                return
-            loss = f"{member} is lost: {reason}"
-            self._release_context(index)
-            if on_loss == "fail":
-                self.fail(PeerLost(loss))
-            elif self.started and not self._can_continue_without(index):
-                self._change_view(loss)
-            else:
-                self._forget(index)
-        # Without the lock: it writes a file.
-        self.monitor.trainer_lost(index, loss)
-        self._on_trainer_lost(member)
+        with self._loss_lock:
+            with self._lock:
+                if self.error is not None or not self.members.lose(member):
+                    return
+                loss = f"{member} is lost: {reason}"
+                self._release_context(index)
+                if on_loss == "fail":
+                    self.fail(PeerLost(loss))
+                elif self.started and not self._can_continue_without(index):
+                    self._change_view(loss)
+                else:
+                    self._forget(index)
+            # Without the lock: it writes a file.
+            self.monitor.trainer_lost(index, loss)
+            self._on_trainer_lost(member)
 
     def _can_continue_without(self, trainer_index: int) -> bool:
         """Whether no update needs what only the lost trainer could still send, and another process can replace it."""
@@ -445,8 +453,8 @@ class ParameterServer(TutorialMethods):
             return False  # in the latter case it is not known where its data starts
         if self.members.present():
             # Its gradients may be on server 0 and not on the others, which would wait for them.
-            row, over_rpc = self.aggregator.ledger[trainer_index], self._shared_memory.address is None
-            return self.is_whole or not over_rpc or row.accepted == row.decided
+            row, transport = self.aggregator.ledger[trainer_index], self.aggregator.transports[trainer_index]
+            return self.is_whole or transport.zero_copy or row.accepted == row.decided
         # The last one, while the run ends: nothing is left that could validate and save.
         return not self.aggregator.ended
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import TypeVar
 
 import torch
@@ -281,7 +281,7 @@ class ServerSharedMemory:
         self._on_note = on_note
         self._num_over_rpc = 0
         self._snapshots: SnapshotSource | None = None
-        self._gradient_keys: dict[int, str] = {}  # by trainer, of its newest incarnation
+        self._gradient_keys: dict[int, list[str]] = {}  # by trainer, that of its newest incarnation last
         # In lockstep slot 0 is the parameters themselves, under the key that trainers attach for a snapshot.
         self.parameters_key = parameters_key(0) if lockstep else LIVE_KEY
 
@@ -313,16 +313,26 @@ class ServerSharedMemory:
             self._snapshots = self._allocate(lambda host: RingSnapshots(host, layout, num_trainers, current))
 
     def make_transport(
-        self, trainer_index: int, incarnation: int, layout: FlatLayout, shard: Shard, on_push: Callable[[], None]
+        self,
+        trainer_index: int,
+        incarnation: int,
+        layout: FlatLayout,
+        shard: Shard,
+        on_push: Callable[[], None],
+        in_use: Set[str | None] = frozenset(),
     ) -> tuple[SharedMemoryServerTransport, int] | None:
-        """Return the transport of a trainer on this host and its number of slots; None if nothing can be shared."""
+        """Return the transport of a trainer on this host and its number of slots; None if nothing can be shared.
+
+        The segments of its earlier incarnations are released, except ``in_use``: other servers may attach these yet.
+        """
         key = gradients_key(trainer_index, incarnation)
         gradients = self._allocate(lambda host: host.allocate(key, layout))
         if gradients is None or self._snapshots is None or self._host is None:
             return None
-        if (earlier := self._gradient_keys.get(trainer_index)) is not None:
-            self._host.release(earlier)
-        self._gradient_keys[trainer_index] = key
+        earlier = self._gradient_keys.get(trainer_index, [])
+        for unused in set(earlier) - in_use:
+            self._host.release(unused)
+        self._gradient_keys[trainer_index] = [*(one for one in earlier if one in in_use), key]
         # Counted to the last one: a note about rounding would be wrong while any trainer is still served over RPC.
         self._num_over_rpc -= 1
         if not self._num_over_rpc and make_codec(self._config).wire_layout(layout) != layout:

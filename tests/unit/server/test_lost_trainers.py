@@ -1,0 +1,217 @@
+"""What servers do when trainers are lost: the real server 0 and one shard server, with calls in this process."""
+
+import threading
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from paramserver import Task
+from paramserver.buffers.positions import AppliedPositions
+from paramserver.config import ClusterConfig, Config, ServerConfig, TrainingConfig
+from paramserver.consistency import Announcement, Readiness, TrainerId
+from paramserver.context import StopRequest
+from paramserver.distributed.membership import Member
+from paramserver.distributed.rpc_calls import returns_errors_async
+from paramserver.errors import ViewChanged
+from paramserver.metrics.records import StepReport
+from paramserver.runs.monitor import RunMonitor
+from paramserver.server import coordinator, parameter_server
+from paramserver.server.parameter_server import ParameterServer
+from paramserver.server.shard_server import ShardServer
+from paramserver.transport.messages import DataPosition
+from paramserver.transport.segments import SegmentHost, attach
+from paramserver.transport.shared_memory import gradients_key, parameters_key
+
+READY = Announcement(Readiness.READY)
+TIMEOUT_S = 20.0
+
+
+class TwoLayers(Task):
+    def build_model(self):
+        return nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+
+    def build_optimizer(self, model):
+        return torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def train_source(self, partition):
+        return None
+
+    def training_step(self, model, batch, batch_idx):
+        return model(batch).sum()
+
+
+class TwoServers:
+    """Server 0 and server 1 for two trainers. Calls of server 0 to the other one are made by ``deliver``."""
+
+    def __init__(self, monkeypatch, segments, consistency="sync", transport="shared_memory"):
+        self.lost, self.calls, self.records = [], [], []
+        self.on_lost = self.lost.append
+        config = Config(
+            mode="rpc",
+            cluster=ClusterConfig(num_trainers=2, num_servers=2, timeout_s=TIMEOUT_S),
+            server=ServerConfig(consistency=consistency, transport=transport, heartbeat_s=1.0, lost_after_s=5.0),
+            training=TrainingConfig(max_steps=10),
+        )
+        monitor = RunMonitor(config, SimpleNamespace(write=self.records.append), Path())
+        checkpoints = SimpleNamespace(
+            monitor=monitor,
+            view=1,
+            resumes=False,
+            consistency_state={},
+            ledger_state={"rows": {}},
+            restore_model=lambda model: None,
+            restore_optimizer=lambda updater: None,
+            trainer_part=lambda index, newest: None,
+        )
+        for module in (parameter_server, coordinator):
+            monkeypatch.setattr(module, "watch_peer", lambda name, on_gone: None)
+        monkeypatch.setattr(coordinator, "send_deferred", self._send)
+        task = TwoLayers()
+        self.server = ParameterServer(
+            task, config, 2, checkpoints, StopRequest(), segments, lambda member: self.on_lost(member)
+        )
+        assignment = self.server.coordinator.join(Member(1, "server1", 1, "here", kind="server"))
+        self.shard = ShardServer(task, config, 1, assignment)
+        self.server.coordinator.shard_ready(1, self.shard.shares_memory)
+        self.workers = 0
+
+    def _send(self, name, handler, *arguments):
+        future = torch.futures.Future()
+        self.calls.append((future, partial(returns_errors_async(handler), self.shard, *arguments)))
+        return future
+
+    def deliver(self):
+        """Make the calls of server 0 to server 1."""
+        calls, self.calls = self.calls, []
+        for future, call in calls:
+            future.set_result(call().value())
+
+    def join(self, index):
+        self.workers += 1
+        member = Member(index, f"trainer{index}_{self.workers}", self.workers, f"here, process {self.workers}")
+        self.server.join(member, 8)
+        return member
+
+    def start(self, shares=(True, True)):
+        """Let both trainers join; return them and their ids."""
+        members = [self.join(index) for index in (0, 1)]
+        return members, [self.connect(*one) for one in zip(members, shares, strict=True)]
+
+    def connect(self, member, shares=True):
+        """Do what a trainer does between joining and its first announcement."""
+        sender = TrainerId(member.index, 1, member.incarnation)
+        if shares:
+            assert self.server.share_segments(sender)
+        self.server.report_source(sender, DataPosition({}, AppliedPositions().state_dict()))
+        return sender
+
+    def lose(self, member):
+        self.server._on_disconnect(member, "its connection was closed")
+
+    def push(self, sender, gradient, version=0, sequence=1):
+        """Push in shared memory; the token has returned."""
+        address, layout = self.server._shared_memory.address, self.server.store.parameters.layout
+        key = gradients_key(sender.trainer_index, sender.incarnation)
+        for flat in attach(address, key, layout, TIMEOUT_S):
+            flat.fill_(gradient)
+        report = StepReport(sender.trainer_index, version, 1, 0.5, 0.0, None, [0], (), 1, sender.incarnation, sequence)
+        self.server.aggregator.transports[sender.trainer_index]._has_token = True
+        return self.server.push_in_place(report, ())
+
+
+@pytest.fixture
+def segments():
+    with SegmentHost("test", TIMEOUT_S) as host:
+        yield host
+
+
+def test_a_shard_server_can_attach_the_gradients_of_a_trainer_that_was_replaced_since(monkeypatch, segments):
+    """Its push is complete, but the update waits for the other trainer; until then nothing had to be attached."""
+    run = TwoServers(monkeypatch, segments)
+    members, senders = run.start()
+    before = [flat.clone() for flat in run.server.store.parameters.flats]
+    for sender in senders:
+        run.server.announce(sender, READY)
+    run.push(senders[1], gradient=4.0)
+    run.lose(members[1])
+    replacement = run.join(1)
+    run.connect(replacement)
+    run.push(senders[0], gradient=2.0)
+    run.deliver()
+    assert run.server.error is None
+    assert run.server.monitor.step == 1
+    for flat, old in zip(run.server.store.parameters.flats, before, strict=True):
+        assert torch.allclose(flat, old - 3.0)
+    # The segment is released when a later process joins, so that there are at most two of a trainer.
+    run.lose(replacement)
+    run.connect(run.join(1))
+    assert sorted(key for key in segments._segments if key.startswith("gradients/1")) == [gradients_key(1, 3)]
+
+
+def test_a_snapshot_for_a_trainer_that_joins_during_an_update_is_not_that_of_the_next_version(monkeypatch, segments):
+    """Server 0 has applied its shard and the other one has not."""
+    run = TwoServers(monkeypatch, segments, consistency="async")
+    (_, member), (first, _) = run.start()
+    run.server.announce(first, READY)
+    run.push(first, gradient=1.0)
+    run.lose(member)
+    joining = run.connect(run.join(1))
+    assert run.calls, "the update is in progress"
+    run.server.view_version(joining, None)
+    run.deliver()
+    assert run.server.monitor.step == 1
+    slot = run.server.announce(joining, READY).value().slot
+    address, layout = run.server._shared_memory.address, run.server.store.parameters.layout
+    for snapshot, flat in zip(
+        attach(address, parameters_key(slot), layout, TIMEOUT_S), run.server.store.parameters.flats, strict=True
+    ):
+        assert torch.equal(snapshot, flat)
+
+
+def test_a_trainer_whose_gradients_were_sent_is_not_continued_without_while_others_share_memory(monkeypatch, segments):
+    """They may have reached server 0 alone; the update would wait for them on the other one."""
+    run = TwoServers(monkeypatch, segments, transport="auto")
+    (_, member), senders = run.start(shares=(True, False))
+    for sender in senders:
+        run.server.announce(sender, READY)
+    leaves = run.server.store.leaves
+    monkeypatch.setattr(
+        parameter_server.dist_autograd, "get_gradients", lambda _: {leaf: torch.ones_like(leaf) for leaf in leaves}
+    )
+    report = StepReport(1, 0, 1, 0.5, 0.0, None, [0], (), 1, member.incarnation, 1)
+    run.server.push(7, report, ())
+    assert run.server.aggregator.ledger[1].accepted == 1
+    run.lose(member)
+    assert isinstance(run.server.error, ViewChanged)
+
+
+def test_a_process_takes_the_place_of_a_lost_trainer_after_the_loss_was_reported(monkeypatch, segments):
+    """Otherwise its claim of the rank, and what it told the simulations, would be undone."""
+    run = TwoServers(monkeypatch, segments)
+    (_, member), _ = run.start()
+    reporting, finish = threading.Event(), threading.Event()
+
+    def report(lost):
+        reporting.set()
+        assert finish.wait(TIMEOUT_S)
+        run.lost.append(lost)
+
+    run.on_lost = report
+    losing = threading.Thread(target=run.lose, args=(member,))
+    joined = []
+    joining = threading.Thread(target=lambda: joined.append((run.join(1), list(run.lost))))
+    losing.start()
+    assert reporting.wait(TIMEOUT_S)
+    joining.start()
+    joining.join(0.2)
+    assert joining.is_alive()
+    finish.set()
+    for thread in (losing, joining):
+        thread.join(TIMEOUT_S)
+    assert [lost for _, lost in joined] == [[member]]
+    kinds = [record["kind"] for record in run.records if record["kind"] in ("lost", "joined")]
+    assert kinds == ["lost", "joined"]
