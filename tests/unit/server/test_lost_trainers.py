@@ -1,5 +1,6 @@
 """What servers do when trainers are lost: the real server 0 and one shard server, with calls in this process."""
 
+import gc
 import threading
 from functools import partial
 from pathlib import Path
@@ -121,6 +122,13 @@ class TwoServers:
         report = StepReport(sender.trainer_index, version, 1, 0.5, 0.0, None, [0], (), 1, sender.incarnation, sequence)
         self.server.aggregator.transports[sender.trainer_index]._has_token = True
         return self.server.push_in_place(report, ())
+
+
+@pytest.fixture(autouse=True)
+def _no_memory_left():
+    """The memory of a server ends with its cycles of references, and other tests count what is mapped."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture
