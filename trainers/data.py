@@ -143,8 +143,12 @@ class DataStream:
         left = self.buffer.remaining_servings()
         if left is not None:
             batches = min(batches, -(-left // training.batch_size))
-        blocks = isinstance(self.source, Stream) and self.buffer.put_waits
-        return Announcement(Readiness.READY, batches, blocks=blocks)
+        return Announcement(Readiness.READY, batches)
+
+    @property
+    def blocks(self) -> bool:
+        """Whether simulations wait for room in the buffer."""
+        return isinstance(self.source, Stream) and self.buffer.put_waits
 
     def is_ready(self) -> bool:
         """Return whether ``available`` would return at once; True holds until the next batch is taken."""

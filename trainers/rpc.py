@@ -116,7 +116,15 @@ class RpcTrainer(Trainer):
         # Exited after the client is closed: notifies the servers that this process leaves deliberately.
         self._resources.callback(release_liveness_calls)
         self.server = self.enter_context(
-            closing(ServerClient(self.config, self.trainer_index, agent.worker_id, agent.server_addresses))
+            closing(
+                ServerClient(
+                    self.config,
+                    self.trainer_index,
+                    agent.worker_id,
+                    agent.server_addresses,
+                    blocks=lambda: self.data.blocks,
+                )
+            )
         )
         self._sender = self.enter_context(BackgroundSender(self.config.checkpoint.background, "a part of a checkpoint"))
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paramserver.config import ServerConfig
-from paramserver.consistency.base import RunTerms, Update
+from paramserver.consistency.base import Decision, Readiness, RunTerms, Update
 from paramserver.consistency.free_running import FreeRunning
 
 
@@ -91,6 +91,10 @@ class Bounded(Async):
     (T - 1)(2 ``bound`` + 1) versions stale: while a trainer computes, each of the others starts no clock more than
     ``bound`` ahead of it, and may have been ``bound`` behind it. A trainer whose data has ended does not count.
 
+    A trainer whose full buffer blocks simulations does not wait for those that wait for samples. Their clocks are
+    raised to its own less ``bound``, as if they had made those steps with gradients of zero. So the condition still
+    holds, and what follows from it.
+
     Args:
         terms, step, samples: see ``Consistency``.
         bound: clocks that a trainer may start ahead of the slowest, at least 0.
@@ -120,3 +124,12 @@ class Bounded(Async):
 
     def may_start(self, trainer_index: int) -> bool:
         return super().may_start(trainer_index) and self.clocks[trainer_index] - self.slowest_clock <= self.bound
+
+    def pop_decisions(self) -> dict[int, Decision]:
+        for index in self._blocks & self._announced.keys():
+            least = self.clocks[index] - self.bound
+            behind = {i for i, clock in self.clocks.items() if clock < least and i not in self._drained}
+            # Only if that lets it start: a clock must not move ahead of what another one waits for.
+            if self._announced[index].readiness is Readiness.READY and behind <= self._waiting:
+                self.clocks |= dict.fromkeys(behind, least)
+        return super().pop_decisions()

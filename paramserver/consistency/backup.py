@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paramserver.config import ServerConfig
-from paramserver.consistency.base import Readiness, RunTerms, Update
+from paramserver.consistency.base import RunTerms, Update
 from paramserver.consistency.free_running import FreeRunning
 
 
@@ -12,8 +12,9 @@ class BackupSync(FreeRunning):
 
     Chen et al., "Revisiting distributed synchronous SGD", ICLR workshop 2016 (arXiv:1604.00981), section 3. A trainer
     whose gradient was dropped continues with the newest version. T counts the trainers that have pushed for this
-    version and the live ones whose data has not ended; once the run is to end, of these not those that wait for
-    samples, so that a partial update delays no stop. An update has at least one gradient, however many trainers leave.
+    version and the live ones whose data has not ended; of these not those that wait for samples, once the run is to
+    end, so that a partial update delays no stop, and while a trainer that has pushed blocks simulations with its full
+    buffer. An update has at least one gradient, however many trainers leave.
 
     Args:
         terms, step, samples: see ``Consistency``.
@@ -63,9 +64,10 @@ class BackupSync(FreeRunning):
         return True
 
     def next_update(self) -> Update | None:
-        # No gradient of this version can come from trainers without data, nor, before the end, from those that wait.
-        waiting = {i for i, a in self._announced.items() if a.readiness is Readiness.WAITING}
-        absent = self._drained | (waiting if self._end is not None else set())
+        # No gradient of this version can come from trainers without data, nor, before the end, from those that wait;
+        # nor from those whose samples wait behind a full buffer, of which the next batch is taken after this version.
+        only_ready = self._end is not None or not self._blocks.isdisjoint(self._held)
+        absent = self._drained | (self._waiting if only_ready else set())
         if not self._held or len(self._held) < len((self.trainers - absent) | self._held.keys()) - self.backups:
             return None
         trainers = tuple(sorted(self._held))

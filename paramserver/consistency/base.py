@@ -77,8 +77,6 @@ class Verdict(Enum):
 class Announcement:
     """What a trainer sends before each step; it has ``batches`` batches ready for it.
 
-    ``blocks``: its buffer is full, and simulations wait for room in it, which may be those that the others wait for.
-
     Example::
 
         >>> Announcement(Readiness.READY, batches=4).stop
@@ -89,7 +87,6 @@ class Announcement:
     batches: int = 1
     stop: Stop = Stop.NO
     reason: str = ""
-    blocks: bool = False
 
 
 @dataclass(frozen=True)
@@ -170,9 +167,9 @@ class Update:
 class Consistency(ABC):
     """Decides which trainer continues and which gradients make an update; the caller carries the decisions out.
 
-    After each ``announce``, ``push``, ``join``, ``leave``, ``forget`` and ``request_stop``, call ``next_update`` until
-    it returns None and apply each update, then send what ``pop_decisions`` returns. Not thread-safe: one lock of the
-    caller covers these calls.
+    After each ``announce``, ``push``, ``join``, ``leave``, ``forget``, ``set_blocks`` and ``request_stop``, call
+    ``next_update`` until it returns None and apply each update, then send what ``pop_decisions`` returns. Not
+    thread-safe: one lock of the caller covers these calls.
 
     A trainer whose process is lost leaves, and its replacement joins under the same index. In between the others
     continue. If their data ends first they wait, because that of the lost trainer has not been served, until a
@@ -211,6 +208,8 @@ class Consistency(ABC):
         self.dropped = dict.fromkeys(range(terms.num_trainers), 0)
         self._announced: dict[int, Announcement] = {}
         self._drained: set[int] = set()  # live trainers whose data has ended
+        self._waiting: set[int] = set()  # live trainers that waited for samples when they announced last
+        self._blocks: set[int] = set()  # see ``set_blocks``
         self._lost: set[int] = set()  # trainers that left before their data had ended
 
     @classmethod
@@ -239,6 +238,8 @@ class Consistency(ABC):
         self.trainers.remove(trainer_index)
         self.participants.discard(trainer_index)
         self._announced.pop(trainer_index, None)
+        self._waiting.discard(trainer_index)
+        self._blocks.discard(trainer_index)
         if trainer_index not in self._drained:
             self._lost.add(trainer_index)
         self._drained.discard(trainer_index)
@@ -272,6 +273,25 @@ class Consistency(ABC):
         self._announced[trainer_index] = announcement
         if announcement.readiness is Readiness.DRAINED:
             self._drained.add(trainer_index)
+        if announcement.readiness is Readiness.WAITING:
+            self._waiting.add(trainer_index)
+        else:
+            self._waiting.discard(trainer_index)
+
+    def set_blocks(self, trainer_index: int, blocks: bool) -> None:
+        """Record whether the buffer of a live trainer is full, and simulations wait for room in it.
+
+        They may be those whose samples other trainers wait for, once trainers have consumed differently many samples of
+        a stream, as after the loss of one of them. Then it does not wait for these.
+        """
+        if blocks:
+            self._blocks.add(trainer_index)
+        else:
+            self._blocks.discard(trainer_index)
+
+    def blocks(self, trainer_index: int) -> bool:
+        """Return what ``set_blocks`` recorded."""
+        return trainer_index in self._blocks
 
     def request_stop(self, stop: Stop, reason: str) -> None:
         """Request the end on behalf of the trainers that wait for a decision; they may not announce again for long."""

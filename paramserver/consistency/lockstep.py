@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
-from paramserver.consistency.base import Announcement, Consistency, Decision, Readiness, RunTerms, Stop, Update, Verdict
+from paramserver.consistency.base import (
+    Announcement,
+    Consistency,
+    Decision,
+    Readiness,
+    RunTerms,
+    Stop,
+    Update,
+    Verdict,
+    end,
+)
 from paramserver.limits import Limits
 
 
@@ -15,14 +25,15 @@ def decide(
     limits: Limits,
     uneven_inputs: str,
     some_lost: bool = False,
+    blocking: Set[int] = frozenset(),
 ) -> Decision:
     """Return what all trainers do next, from the announcements of all of them and what was applied so far.
 
     The result depends on the arguments only, so ranks that have reduced the same values take the same decision. With
     ``some_lost``, there are trainers with data that cannot announce, so the others wait once theirs has ended.
 
-    All wait for a trainer that waits for samples, unless a full buffer blocks the simulations that it waits for. That
-    happens when trainers have consumed differently many samples of a stream, because one of them was lost for a while.
+    All wait for a trainer that waits for samples, unless one of ``blocking`` is ready, whose full buffer may block the
+    simulations that the other waits for; see ``Consistency.set_blocks``.
 
     Example::
 
@@ -40,7 +51,7 @@ def decide(
         if announcement.readiness is Readiness.READY:
             active.append(trainer_index)
             batches.append(announcement.batches)
-            blocked = blocked or announcement.blocks
+            blocked = blocked or trainer_index in blocking
         elif announcement.readiness is Readiness.DRAINED:
             drained.append(trainer_index)
         if announcement.stop > stop or (announcement.stop is stop and not reason):
@@ -111,7 +122,9 @@ class Sync(Consistency):
         if self.in_step or not self._announced or len(self._announced) < len(self.trainers):
             return {}
         terms, some_lost = self.terms, bool(self._lost)
-        decision = decide(self._announced, self.step, self.samples, terms.limits, terms.uneven_inputs, some_lost)
+        decision = decide(
+            self._announced, self.step, self.samples, terms.limits, terms.uneven_inputs, some_lost, self._blocks
+        )
         if decision.verdict is Verdict.WAIT and self._drained == self.trainers:
             return {}  # until a lost trainer is replaced or forgotten
         if decision.verdict is Verdict.GO:

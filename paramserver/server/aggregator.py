@@ -168,6 +168,12 @@ class Aggregator:
         """Keys of the segments with gradients that are accepted and not applied yet."""
         return {push.segment_key for push in self._pushes.values()}
 
+    def set_blocks(self, trainer_index: int, blocks: bool) -> None:
+        """Record whether a trainer that takes part has a full buffer, which blocks simulations."""
+        if trainer_index in self.rules.trainers and self.rules.blocks(trainer_index) is not blocks:
+            self.rules.set_blocks(trainer_index, blocks)
+            self._process()
+
     def request_stop(self) -> None:
         """Let a signal to this process end the run, also if no trainer announces a step."""
         self.rules.request_stop(*self.stop.state())

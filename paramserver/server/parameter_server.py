@@ -328,8 +328,8 @@ class ParameterServer(TutorialMethods):
             self.aggregator.transports[trainer_index], snapshots = made
             return snapshots
 
-    def heartbeat(self, trainer_index: int, worker_id: int) -> None:
-        """Record a sign of life.
+    def heartbeat(self, trainer_index: int, worker_id: int, blocks: bool = False) -> None:
+        """Record a sign of life, and whether the trainer's full buffer blocks simulations.
 
         Raises:
             Evicted: the process takes no part any more.
@@ -338,6 +338,10 @@ class ParameterServer(TutorialMethods):
         self._check_running()
         if not self.members.record_heartbeat(trainer_index, worker_id):
             raise Evicted(f"trainer {trainer_index} was taken for lost, and the run continues without this process")
+        # Only a change takes the lock, which is held during an update.
+        if blocks is not self.aggregator.rules.blocks(trainer_index):
+            with self._lock:
+                self.aggregator.set_blocks(trainer_index, blocks)
 
     def leave(self, sender: TrainerId, totals: TrainerTotals, decision: Decision) -> None:
         """A trainer has finished; after the last one the server ends."""

@@ -46,6 +46,12 @@ class Trainer:
     validated: list[int] = field(default_factory=list)
     validating: bool = False  # the last of them, until it announces again
 
+    @property
+    def waits(self) -> bool:
+        """Whether it had no samples when it announced last."""
+        may = self.state in ("boundary", "announced") and self.announcement is not None
+        return may and self.announcement.readiness is Readiness.WAITING
+
 
 class SimulatedRun:
     """A run of one kind in a random order of events; each event is checked against counts kept here.
@@ -116,6 +122,8 @@ class SimulatedRun:
         self.awaited: set[int] = set()  # those that left with data, and may come back
         self.forgotten: set[int] = set()
         self.left: Counter[str] = Counter()  # how often a trainer left in each state
+        self.blocking: set[int] = set()  # those whose full buffers block simulations
+        self.passed = 0  # how often one of these did not wait for one without samples
 
     def resume(self) -> None:
         """Continue where a signal ended the run, from what a checkpoint contains; no other signal follows."""
@@ -128,7 +136,7 @@ class SimulatedRun:
         for trainer in self.trainers:
             trainer.clock = slowest if trainer.state == "gone" else trainer.clock
             trainer.state, trainer.drained, trainer.validated, trainer.validating = "boundary", False, [], False
-            trainer.joined = self.step
+            trainer.joined, trainer.announcement = self.step, None
         self._begin()
 
     # Events.
@@ -143,6 +151,8 @@ class SimulatedRun:
     def _act(self) -> None:
         able = [i for i, t in enumerate(self.trainers) if t.state in ("boundary", "busy")]
         self.events += 1
+        if self.random.random() < self.waits / 4:
+            self._change_blocking(self.random.randrange(len(self.trainers)))
         if not able or (self.churn and self.random.random() < self.churn):
             self._change(must_help=not able)
         else:
@@ -154,6 +164,7 @@ class SimulatedRun:
         self._note_ending()
         while (update := self.rules.next_update()) is not None:
             self._apply(update)
+        self._pass_waiting()
         decisions = self.rules.pop_decisions()
         self._check_together(decisions)
         for i, decision in decisions.items():
@@ -163,6 +174,12 @@ class SimulatedRun:
         assert self.retained <= MAX_RETAINED_VERSIONS or self.kind == "backup"
         self._check_validators()
         self._check_waiting()
+
+    def _change_blocking(self, index: int) -> None:
+        if index in self.live:
+            self.blocking ^= {index}
+            self.rules.set_blocks(index, index in self.blocking)
+            assert self.rules.blocks(index) is (index in self.blocking)
 
     def _change(self, must_help: bool) -> None:
         """A trainer leaves, joins or is given up; with ``must_help`` all wait for that."""
@@ -197,13 +214,14 @@ class SimulatedRun:
         # What it did not push is not lost: its replacement serves it.
         trainer.state, trainer.drained, trainer.validating = "gone", False, False
         self.at_barrier.discard(index)
+        self.blocking.discard(index)
         self.rules.leave(index)
         assert self.rules.rejection_reason(index, trainer.version) is not None
 
     def _join(self, index: int) -> None:
         trainer, running = self.trainers[index], [t.clock for t in self.live.values() if not t.drained]
         trainer.clock = min(running or [t.clock for t in self.live.values()], default=0)
-        trainer.state, trainer.joined, trainer.validated = "boundary", self.step, []
+        trainer.state, trainer.joined, trainer.validated, trainer.announcement = "boundary", self.step, [], None
         self.awaited.discard(index)
         self.rules.join(index)
         assert self.rules.rejection_reason(index, self.step) is not None
@@ -265,7 +283,8 @@ class SimulatedRun:
         assert not self.is_barrier_due, "a step where a barrier is due"
         assert not self.at_barrier, "a step while others are at a barrier"
         if self.kind == "backup":
-            assert len(self.arrived) == self.needed  # neither earlier nor later: the first that arrived, and no more
+            assert len(self.arrived) >= self.needed  # and fewer after each event: see ``_check_waiting``
+            self.passed += not self.ending and any(t.waits for t in self.live.values()) and self._holds_blocking
             taken, self.arrived = sorted(self.arrived), []
         else:
             taken = [self.arrived.pop(0)]
@@ -330,12 +349,25 @@ class SimulatedRun:
         return max(1, len(able | {index for index, _, _ in self.arrived}) - self.backups)
 
     def _pushes_none(self, trainer: Trainer) -> bool:
-        waits = self.ending and trainer.state == "announced" and trainer.announcement.readiness is Readiness.WAITING
-        return trainer.drained or waits
+        return trainer.drained or (trainer.waits and (self.ending or self._holds_blocking))
+
+    @property
+    def _holds_blocking(self) -> bool:
+        return any(index in self.blocking for index, _, _ in self.arrived)
 
     def distance_of(self, index: int) -> int:
         clocks = [t.clock for t in self.live.values() if not t.drained]
         return self.trainers[index].clock - min(clocks)
+
+    def _pass_waiting(self) -> None:
+        """A trainer whose full buffer blocks simulations does not wait for those that have no samples."""
+        for trainer in (self.trainers[i] for i in self.blocking):
+            ready = trainer.state == "announced" and trainer.announcement.readiness is Readiness.READY
+            behind = [t for t in self.live.values() if not t.drained and t.clock < trainer.clock - self.bound]
+            if self.kind == "bounded" and ready and all(t.waits for t in behind):
+                for passed in behind:
+                    passed.clock = trainer.clock - self.bound
+                    self.passed += 1
 
     def _check_start(self, index: int, decision: Decision) -> None:
         announcement = self.trainers[index].announcement

@@ -110,11 +110,11 @@ def repeated(ledger):
     return {key for key, times in Counter(served(ledger)).items() if times > 1}
 
 
-def produce(address, simulation, pace_s=0.0, closed=None):
+def produce(address, simulation, pace_s=0.0, steps=range(STEPS)):
     """All samples of one simulation from outside; how many were sent."""
     parameters = [0.1 * simulation, 2.0]
     with Client(address, timeout_s=30).open(simulation, parameters) as client:
-        for step in range(STEPS):
+        for step in steps:
             time.sleep(pace_s)  # the time that a solver computes
             client.send(step, {"u": field(simulation, step, np.array(parameters))})
         return client.sent
@@ -155,6 +155,20 @@ def test_a_trainer_of_a_run_with_clients_from_outside_is_killed(tmp_path, fork_s
     assert len(starts(run.ledger, 1)) == 2, "it was not killed"
     assert_accounts_agree(run, finished)
     assert repeated(run.ledger) <= run.trained_before_a_death()
+
+
+@pytest.mark.parametrize("consistency", ["sync", "bounded"])
+def test_a_full_buffer_does_not_block_the_samples_that_another_trainer_waits_for(tmp_path, fork_server, consistency):
+    rules = {"consistency": consistency, "staleness_bound": 0}
+    with OnlineRun(fork_server, tmp_path, outside=True, task_args={"pace_s": [0.0]}, server=rules) as run:
+        address = run.address
+        for simulation in range(COUNT):
+            # More samples for trainer 0 than its buffer and the window hold, before the first for trainer 1.
+            steps = sorted(range(STEPS), key=lambda step, i=simulation: (i + step) % 2)
+            assert produce(address, simulation, steps=steps) == STEPS
+        finished = run.finished()
+    assert sorted(served(run.ledger)) == sorted(ALL)
+    assert finished.summary["samples"] == stream(finished, "received") == len(ALL)
 
 
 def pid_of_rank_0(run):
