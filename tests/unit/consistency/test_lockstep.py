@@ -532,7 +532,8 @@ def test_those_that_wait_for_a_lost_trainer_take_no_step_without_data():
 
 
 def test_a_trainer_whose_full_buffer_blocks_simulations_does_not_wait_for_another_ones_samples():
-    full, waiting = Announcement(Readiness.READY, blocks=True), Announcement(Readiness.WAITING)
-    decision = decide({0: waiting, 1: full}, 7, 56, Limits(), "join")
+    ready, waiting = Announcement(Readiness.READY), Announcement(Readiness.WAITING)
+    decision = decide({0: waiting, 1: ready}, 7, 56, Limits(), "join", blocking={1})
     assert (decision.verdict, decision.active) == (Verdict.GO, (1,))
-    assert decide({0: waiting, 1: Announcement(Readiness.READY)}, 7, 56, Limits(), "join").verdict is Verdict.WAIT
+    for blocking in ({0}, set()):
+        assert decide({0: waiting, 1: ready}, 7, 56, Limits(), "join", blocking=blocking).verdict is Verdict.WAIT
