@@ -4,17 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 
-from paramserver.consistency.base import (
-    Announcement,
-    Consistency,
-    Decision,
-    Readiness,
-    RunTerms,
-    Stop,
-    Update,
-    Verdict,
-    end,
-)
+from paramserver.consistency.base import Announcement, Consistency, Decision, Readiness, RunTerms, Stop, Update, Verdict
 from paramserver.limits import Limits
 
 
