@@ -161,12 +161,20 @@ class ShardCoordinator:
         report = outcome if isinstance(outcome, Decision) else RemoteError.of(error)
         for member in self._members.present():
             self._members.leave(member.index)
-            try:
-                send(member.name, timeout_s, ShardServer.finish, report)
-            except RuntimeError as unreachable:  # it ended before
-                _log.warning("%s did not receive the end of the run: %s", member, unreachable)
+            self._notify(member, timeout_s, ShardServer.finish, report)
         self._ended = True
         self._members.wait_for_disconnects(timeout_s)
+
+    def release_context(self, context_id: int) -> None:
+        """Let all servers release a context of distributed autograd whose process is dead."""
+        for member in self._members.present():
+            self._notify(member, self.config.cluster.timeout_s, ShardServer.release_context, context_id)
+
+    def _notify(self, member: Member, timeout_s: float, handler: Callable[..., None], argument: Any) -> None:
+        try:
+            send(member.name, timeout_s, handler, argument)
+        except RuntimeError as unreachable:  # it ended before
+            _log.warning("%s did not receive %s: %s", member, handler.__name__, unreachable)
 
     def abort(self) -> None:
         """Ignore replies that are still on their way: the run has failed."""

@@ -202,8 +202,8 @@ class ParameterServer(TutorialMethods):
         self._given_up: set[int] = set()
         # Where the data of each trainer began in this view: what a process that takes its place needs of it.
         self._sources: dict[int, dict[str, Any]] = {}
-        # Contexts of distributed autograd that a trainer would leave behind if it died (docs/torch-notes.md).
-        self._contexts: dict[int, int] = {}
+        # Contexts of distributed autograd that a process would leave behind if it died (docs/torch-notes.md).
+        self._contexts: dict[TrainerId, int] = {}
         self._joins = PendingReplies()
         self._validations: dict[int, PendingReplies] = {}
         # The versions that were validated and saved last. A trainer that joined afterwards does neither again.
@@ -423,10 +423,17 @@ class ParameterServer(TutorialMethods):
     def _on_disconnect(self, member: Member, reason: str | None) -> None:
         """A trainer's process disconnected, on purpose (None) or because it is lost."""
         self.members.mark_disconnected(member)
+        with self._lock:
+            context_id = self._contexts.pop(TrainerId(member.index, self.view, member.incarnation), None)
         if reason is None:
             return
         try:
             self._lose(member, reason)
+            # Not as soon as it is silent: a process that lives would lose the context of its step too.
+            if context_id is not None:
+                release_context(context_id)
+                if self.coordinator is not None:
+                    self.coordinator.release_context(context_id)
         except Exception as error:  # noqa: BLE001 - torch only prints what a callback raises
             self.fail(RemoteError.of(error).error())
 
@@ -438,7 +445,6 @@ class ParameterServer(TutorialMethods):
                 if self.error is not None or not self.members.lose(member):
                     return
                 loss = f"{member} is lost: {reason}"
-                self._release_context(index)
                 if on_loss == "fail":
                     self.fail(PeerLost(loss))
                 elif self.started and not self._can_continue_without(index):
@@ -474,12 +480,6 @@ class ParameterServer(TutorialMethods):
             self._finish_validation(version)
         self._finish_staging()
         self._finish_if_all_left()
-
-    def _release_context(self, trainer_index: int) -> None:
-        """Release the gradients that a lost trainer left in its distributed-autograd context."""
-        context_id = self._contexts.pop(trainer_index, None)
-        if context_id is not None:
-            release_context(context_id)
 
     def _change_view(self, reason: str) -> None:
         """Return all processes to the last checkpoint, if lost ones start again: this server's session ends."""
@@ -549,7 +549,7 @@ class ParameterServer(TutorialMethods):
         """Return the version that the trainer was granted, recorded in its distributed-autograd context."""
         with self._lock:
             trainer_index = self._admit(sender)
-            self._contexts[trainer_index] = current_context_id()
+            self._contexts[sender] = current_context_id()
             return self.aggregator.pull(trainer_index)
 
     def receive_bucket(self, sender: TrainerId, version: int, number: int, gradient: Tensor) -> None:

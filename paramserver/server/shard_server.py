@@ -13,7 +13,7 @@ from torch import Tensor
 from paramserver.config import Config
 from paramserver.consistency import Decision, PushId, TrainerId
 from paramserver.devices import CPU
-from paramserver.distributed.rpc_agent import current_context_id, release_context
+from paramserver.distributed.rpc_agent import release_context
 from paramserver.distributed.rpc_calls import RemoteError
 from paramserver.errors import Evicted, TrainingError, UnsupportedConfiguration
 from paramserver.optim.shard_updater import ShardUpdater
@@ -61,9 +61,7 @@ class ShardServer:
         self._segments_address = self._check_segments(assignment.segments_address)
         self._segments_key = assignment.segments_key
         self._shared_gradients: dict[int, tuple[str, list[Tensor]]] = {}  # by trainer: key of its segment, tensors
-        # By trainer: its newest incarnation, and the context of distributed autograd that this one would leave behind.
-        self._incarnations: dict[int, int] = {}
-        self._contexts: dict[int, int] = {}
+        self._incarnations: dict[int, int] = {}  # by trainer: the newest that has called
         self._assemblies: dict[int, tuple[int, PushAssembly]] = {}  # by trainer: version, gradients so far
         self._pushes: dict[int, tuple[PushId, list[Tensor]]] = {}  # by trainer: its last one, gradients until applied
         self._retained: dict[int, list[Tensor]] = {}
@@ -127,7 +125,7 @@ class ShardServer:
     def pull(self, sender: TrainerId, version: int) -> tuple[Tensor, ...]:
         """Return this shard of a version, recorded in the trainer's distributed-autograd context."""
         with self._lock:
-            self._contexts[self._admit(sender)] = current_context_id()
+            self._admit(sender)
             flats = self._wire.current() if version == self.version else self._wire.encode(self._find(version))
         return PushAssembly(self.shard_updater.leaves, self._wire.codec).pull(flats)
 
@@ -171,8 +169,6 @@ class ShardServer:
         if sender.incarnation > known:
             self._incarnations[index] = sender.incarnation
             self._assemblies.pop(index, None)
-            if (context_id := self._contexts.pop(index, None)) is not None:
-                release_context(context_id)
         return index
 
     def _assembly_of(self, trainer_index: int, version: int) -> PushAssembly:
@@ -216,6 +212,10 @@ class ShardServer:
         """Return what a checkpoint stores of this shard. Server 0 requests no update meanwhile."""
         with self._lock:
             return self._current() if weights else None, self.shard_updater.owned_states
+
+    def release_context(self, context_id: int) -> None:
+        """Release a context of distributed autograd whose process is dead."""
+        release_context(context_id)
 
     def finish(self, outcome: Decision | RemoteError) -> None:
         """The run has ended."""

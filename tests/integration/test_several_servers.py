@@ -27,7 +27,9 @@ from step_oracle import Ledger, PacedTask, Replay
 from supervised_tasks import ranks_of
 from tasks import OPTIMIZERS, ReferenceTask
 
+from paramserver.distributed.rpc_calls import completed_future
 from paramserver.server import shard_server
+from paramserver.server.client import ServerClient
 from trainers import RpcTrainer
 
 pytestmark = pytest.mark.processes
@@ -101,6 +103,30 @@ class Dies(ReferenceTask):
             if self.number == 0:
                 raise RuntimeError("this optimizer fails on purpose")
             os.kill(os.getpid(), self.number)
+
+
+class Silent(ReferenceTask):
+    """Trainer 1 sends no heartbeat in its third step, which lasts until it is taken for lost.
+
+    Args:
+        runs: the folder of the run's folder.
+    """
+
+    def __init__(self, runs, **options):
+        super().__init__(**options)
+        self.runs, self.was_silent = Path(runs), False
+
+    def training_step(self, model, batch, batch_idx):
+        if (self.trainer.trainer_index, batch_idx) == (1, 2) and not self.was_silent:
+            self.was_silent = True
+            send, ServerClient._send_heartbeat = ServerClient._send_heartbeat, lambda client: completed_future(None)
+            (losses,) = self.runs.glob("*/losses.json")
+            deadline = time.monotonic() + 60
+            while "trainer 1" not in losses.read_text():
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            ServerClient._send_heartbeat = send
+        return super().training_step(model, batch, batch_idx)
 
 
 def of(servers, folder, trainers=2, transport="auto", **config):
@@ -371,3 +397,22 @@ def test_more_servers_than_the_model_has_parts_for_are_refused(tmp_path):
     assert run.code == 2, run.output
     assert "cluster.num_servers (2) must be at most 1" in run.output
     assert "Traceback" not in run.output
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("transport", ["shared_memory", "rpc"])
+def test_a_trainer_that_was_taken_for_lost_during_a_step_joins_again(tmp_path, servers, transport):
+    """It lives, so the servers must not end the context of its step; its push is refused."""
+    finished = train(
+        tmp_path,
+        "rpc",
+        2,
+        task=f"{HERE}:Silent",
+        task_args={"runs": str(tmp_path / "rpc-2" / "runs"), "batch_norm": False},
+        server={"transport": transport, "heartbeat_s": 0.2, "lost_after_s": 2.0, "bucket_mb": 0.0005},
+        cluster={"num_servers": servers},
+        training={"max_steps": None, "max_epochs": 1, "uneven_inputs": "join"},
+    )
+    assert finished.summary["samples"] == 256
+    assert [(record["trainer"], record["incarnation"]) for record in finished.of_kind("joined")] == [(1, 2)]
+    assert "starts again" not in finished.output

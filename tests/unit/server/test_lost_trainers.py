@@ -223,3 +223,23 @@ def test_a_process_takes_the_place_of_a_lost_trainer_after_the_loss_was_reported
     assert [lost for _, lost in joined] == [[member]]
     kinds = [record["kind"] for record in run.records if record["kind"] in ("lost", "joined")]
     assert kinds == ["lost", "joined"]
+
+
+def test_the_context_of_a_process_is_released_on_all_servers_when_it_is_dead_and_not_when_it_is_silent(
+    monkeypatch, segments
+):
+    run, released = TwoServers(monkeypatch, segments), []
+    monkeypatch.setattr(parameter_server, "current_context_id", lambda: 7)
+    monkeypatch.setattr(
+        parameter_server, "release_context", lambda context_id: released.append(("server 0", context_id))
+    )
+    monkeypatch.setattr(coordinator, "send", lambda name, timeout_s, handler, *a: released.append((name, *a)))
+    (_, member), senders = run.start()
+    for sender in senders:
+        run.server.announce(sender, READY)
+    run.server.pull(senders[1])
+    run.server._lose(member, "no heartbeat")
+    run.connect(run.join(1))
+    assert released == []
+    run.lose(member)
+    assert released == [("server 0", 7), ("server1", 7)]

@@ -35,19 +35,13 @@ class Served:
     """A shard server with all parameters, which are zero, and the contexts of distributed autograd that it knows."""
 
     def __init__(self, monkeypatch):
-        self.contexts, self.released, self.entered = {}, [], 0
+        self.contexts = {}
         layout = FlatLayout.of(trainable_parameters(Line().build_model()).items())
         shard = full_shard(layout)
         weights = [torch.zeros(size) for size in layout.sizes]
         assignment = ShardAssignment(shard, layout, weights, {}, 0, None, "")
         self.server = ShardServer(Line(), Config(), 1, assignment, VIEW)
         monkeypatch.setattr(shard_server.dist_autograd, "get_gradients", lambda context_id: self.contexts[context_id])
-        monkeypatch.setattr(shard_server, "current_context_id", lambda: self.entered)
-        monkeypatch.setattr(shard_server, "release_context", self.released.append)
-
-    def pull(self, sender, context_id, version=0):
-        self.entered = context_id
-        return self.server.pull(sender, version)
 
     def push(self, incarnation, gradient, sequence=1, version=0, trainer=0, view=VIEW):
         push = PushId(trainer, view, incarnation, sequence)
@@ -86,11 +80,10 @@ def test_a_push_of_a_process_that_was_lost_is_not_taken_for_that_of_the_one_in_i
 
 def test_messages_of_a_process_that_was_replaced_are_refused(served):
     late, gradient = TrainerId(0, VIEW, 1), torch.ones(2)
-    served.pull(late, context_id=7)
+    served.server.view_version(late, None)
     pushed = served.push(incarnation=2, gradient=3.0)
-    assert served.released == [7]
     calls = {
-        "pull": lambda: served.pull(late, 7),
+        "pull": lambda: served.server.pull(late, 0),
         "view_version": lambda: served.server.view_version(late, None),
         "receive_bucket": lambda: served.server.receive_bucket(late, 0, 1, gradient),
         "push": lambda: served.push(incarnation=1, gradient=100.0),
