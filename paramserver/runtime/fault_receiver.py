@@ -129,7 +129,7 @@ class FaultReceiver:
             return False
         if any(now < until and name in ("", to) for name, until in self._cut_off.items()):
             return True
-        lossy = self._role.kind == "trainer" and to == "server0" and handler not in _NOT_AWAITED
+        lossy = self._role.kind == "trainer" and handler not in _NOT_AWAITED
         chance = self._lost_percent[messages] if now < self._lose_until[messages] else 0.0
         return lossy and self._random.random() * 100 < chance
 
