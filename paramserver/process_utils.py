@@ -83,5 +83,22 @@ def is_stopped(pid: int) -> bool:
         >>> is_stopped(os.getpid())
         False
     """
+    return _stat(pid)[0] == "T"
+
+
+def cpu_ticks(pid: int) -> int:
+    """Return the CPU time that all threads of the process ``pid`` have taken, in clock ticks (proc(5)).
+
+    Example::
+
+        >>> cpu_ticks(os.getpid()) >= 0
+        True
+    """
+    user, system = _stat(pid)[11:13]
+    return int(user) + int(system)
+
+
+def _stat(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat after the name of the program."""
     stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
-    return stat.rpartition(")")[2].split()[0] == "T"
+    return stat.rpartition(")")[2].split()

@@ -12,7 +12,7 @@ from paramserver.devices import place_server, place_trainer
 from paramserver.online.process_runner import LaunchCommand
 from paramserver.online.sampler import make_sampler
 from paramserver.online.spec import IngestSpec
-from paramserver.runtime.watchdog import SILENT_SHARE
+from paramserver.runtime.watchdog import SILENT_SHARE, START_GRACE_S
 from paramserver.sources import Partition, make_source
 from paramserver.sources.factory import check_watermark
 from paramserver.task import Task, make_task
@@ -94,6 +94,10 @@ def _loss_lines(config: Config, launcher: str | None) -> list[str]:
         f"  the log of a process has its stacks after {hung_s:g} s without Python, or {limit_s:g} s without a step",
     ]
     restarts = f"up to {cluster.max_restarts} times (cluster.max_restarts)"
+    if launcher is None:
+        lines.append(
+            f"  a process that does nothing while it starts is ended after {server.lost_after_s + START_GRACE_S:g} s"
+        )
     if launcher == "torchrun":
         return [
             *lines,

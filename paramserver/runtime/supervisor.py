@@ -31,12 +31,12 @@ from paramserver.config import Config, Role, dump_yaml, mode_of, num_trainers_of
 from paramserver.errors import Interrupted, ParamserverError, TrainingError
 from paramserver.metrics import Record, Sink
 from paramserver.metrics.records import make_record
-from paramserver.process_utils import is_stopped
+from paramserver.process_utils import cpu_ticks, is_stopped
 from paramserver.runs.rundir import LAST_WRITE_S, RunDir, write_json
 from paramserver.runtime.rank_guard import RankGuard
 from paramserver.runtime.restarts import RestartPolicy
 from paramserver.runtime.spares import Spares, role_arguments
-from paramserver.runtime.watchdog import SILENT_SHARE, STACKS_SIGNAL
+from paramserver.runtime.watchdog import SILENT_SHARE, STACKS_SIGNAL, START_GRACE_S
 
 # In addition to the time in which ranks detect a lost peer themselves.
 _GRACE_S = 5.0
@@ -64,7 +64,8 @@ class _RankProcess:
         exit_code: None until the end was handled.
         sent: signals that the supervisor sent to it.
         pidfd: readable once the process has ended.
-        alive_at: ``time.monotonic()`` of its last sign of life; None before the first.
+        alive_at: ``time.monotonic()`` of its last sign of life.
+        reports: it reports signs of life; until then the CPU time that it takes is one.
         done: its part of the run is complete.
         view: of the servers, in which it takes part or, as rank 0, begins to.
         trains: it takes part in steps.
@@ -81,7 +82,9 @@ class _RankProcess:
         self.exit_code: int | None = None
         self.sent: set[int] = set()
         self.started_at = time.monotonic()
-        self.alive_at: float | None = None
+        self.alive_at = self.started_at
+        self.reports = False
+        self._ticks = 0
         self.done = False
         self.view = 0
         self.trains = False
@@ -100,6 +103,12 @@ class _RankProcess:
             except ValueError:
                 continue  # incomplete, because the process died; the exit code shows that
             yield event["event"], event["body"]
+
+    def note_cpu_time(self) -> None:
+        """Record a sign of life if the process has taken CPU time since the last call. Not after ``reap``."""
+        before, self._ticks = self._ticks, cpu_ticks(self.process.pid)
+        if self._ticks != before:
+            self.alive_at = time.monotonic()
 
     def send_signal(self, number: int) -> None:
         """Send a signal, unless the process has ended. Signal handlers may call this."""
@@ -318,7 +327,7 @@ class Supervisor:
         self._failed.append(rank)
 
     def _on_alive(self, rank: _RankProcess, _: None) -> None:
-        rank.alive_at = time.monotonic()
+        rank.alive_at, rank.reports = time.monotonic(), True
 
     def _on_done(self, rank: _RankProcess, _: None) -> None:
         rank.done = True
@@ -449,20 +458,27 @@ class Supervisor:
         # This process may have been stopped itself, perhaps together with all ranks.
         paused_s, self._looked_at = now - self._looked_at - _POLL_S, now
         for rank in self._ranks:
-            if rank.alive_at is None or rank.exit_code is not None or rank.done:
+            if rank.exit_code is not None or rank.done:
                 continue
             rank.alive_at += max(paused_s, 0.0) if paused_s > 1.0 else 0.0
+            if not rank.reports:
+                rank.note_cpu_time()
             silent_s = now - rank.alive_at
             if silent_s < lost_after_s * SILENT_SHARE:
                 rank.sent.discard(STACKS_SIGNAL)
-            elif STACKS_SIGNAL not in rank.sent and not is_stopped(rank.process.pid):
+            # Before it reports signs of life the signal would kill it.
+            elif rank.reports and STACKS_SIGNAL not in rank.sent and not is_stopped(rank.process.pid):
                 rank.send_signal(STACKS_SIGNAL)
-            if silent_s > lost_after_s and signal.SIGKILL not in rank.sent:
-                self._note(
-                    f"{rank.title} gave no sign of life for server.lost_after_s ({lost_after_s:g} s); it is ended",
-                    lost_rank=rank.global_rank,
-                )
-                rank.send_signal(signal.SIGKILL)
+            if signal.SIGKILL in rank.sent:
+                continue
+            if rank.reports and silent_s > lost_after_s:
+                silence = f"gave no sign of life for server.lost_after_s ({lost_after_s:g} s)"
+            elif not rank.reports and silent_s > lost_after_s + START_GRACE_S:
+                silence = f"did nothing for {lost_after_s + START_GRACE_S:g} s while it started"
+            else:
+                continue
+            self._note(f"{rank.title} {silence}; it is ended", lost_rank=rank.global_rank)
+            rank.send_signal(signal.SIGKILL)
 
     def _note(self, text: str, **fields: Any) -> None:
         self.sink.write(make_record("note", None, text=text, **fields))

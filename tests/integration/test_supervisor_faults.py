@@ -4,6 +4,8 @@ import json
 import os
 import select
 import signal
+import subprocess
+import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,6 +14,8 @@ import psutil
 import pytest
 from launching import FinishedRun, launch, run_concurrently, write_config
 from supervised_tasks import ranks_of
+
+from paramserver.runtime.watchdog import START_GRACE_S
 
 pytestmark = pytest.mark.processes
 
@@ -167,3 +171,30 @@ def records(finished):
     file = finished.run_dir / "metrics.jsonl"
     lines = file.read_text().splitlines(keepends=True) if file.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def test_a_rank_that_freezes_while_its_process_starts_is_ended_and_started_again(tmp_path):
+    file = write_config(
+        tmp_path,
+        mode="rpc",
+        task=f"{TASKS}:ReferenceTask",
+        cluster={"num_trainers": 2, "timeout_s": 60},
+        server=SERVER,
+        training={"max_steps": 20},
+    )
+    command = [sys.executable, "-m", "paramserver.launch", "--config", str(file), "--set", "logging.name=run"]
+    output = tmp_path / "output"
+    with output.open("wb") as log, subprocess.Popen(command, cwd=tmp_path, stdout=log, stderr=log) as run:
+        try:
+            wait_until(lambda: 1 in ranks_of(run.pid), "rank 1 was not started")
+            rank = ranks_of(run.pid)[1]
+            rank.suspend()
+            frozen_at = time.monotonic()
+            assert "libtorch" not in Path(f"/proc/{rank.pid}/maps").read_text(), "it is stopped before its imports"
+            wait_until(lambda: "it is ended" in output.read_text(), "the frozen rank was not ended")
+            assert time.monotonic() - frozen_at < LOST_AFTER_S + START_GRACE_S + 3.0
+            assert run.wait(60) == 0, output.read_text()
+        finally:
+            run.kill()
+    assert "rank 1 (trainer 0) did nothing for 6 s while it started; it is ended" in output.read_text()
+    assert "rank 1 (trainer 0) is lost (killed by SIGKILL); it starts again (1 of 3)" in output.read_text()
