@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from paramserver import benchmark, chaos, evaluate, launch, reporting
+from paramserver import benchmark, chaos, elastic, evaluate, launch, reporting
 from paramserver.errors import ClientError, UnsupportedConfiguration
 from paramserver.launch import normalize_flags, report_error
 from paramserver.process_utils import exit_process, print_output
@@ -84,8 +84,10 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "benchmark": benchmark.main,
     "chaos": chaos.main,
     "evaluate": evaluate.main,
+    "join": elastic.join_main,
     "keys": keys_main,
     "launch": launch.main,
+    "leave": elastic.leave_main,
     "ping": ping_main,
     "report": reporting.main,
 }
@@ -98,6 +100,8 @@ commands:
   launch     train a task (paramserver launch --help)
   evaluate   validate the model of a checkpoint (paramserver evaluate --help)
   benchmark  measure and compare ways to train a task (paramserver benchmark --help)
+  join       be one more trainer of a running job (paramserver join --help)
+  leave      let a trainer leave a running job (paramserver leave --help)
   chaos      inject faults into a run and check it (paramserver chaos --help)
   report     compare existing runs, as a page with plots (paramserver report --help)
   keys       make keys for the clients of an online run (paramserver keys --help)

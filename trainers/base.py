@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 _BETWEEN_STEPS = (Verdict.BARRIER, Verdict.VALIDATE)
 # Reasons of a checkpoint after which there is none.
-_LAST = ("end", "interrupted")
+_LAST = ("end", "interrupted", "resize")
 
 
 @dataclass
@@ -274,6 +274,9 @@ class Trainer(ABC):
         partition = Partition(self.trainer_index, self.process.trainers)
         # A process that joins again keeps its data sets. An iterable may be used up, so it is made anew.
         data_sets = self.process.data_sets
+        if data_sets.setdefault("partition", partition) != partition:  # the trainers are others now
+            data_sets["partition"] = partition
+            data_sets.pop("validation", None)
         samples = data_sets["train"] if "train" in data_sets else self.task.train_source(partition)
         if hasattr(samples, "__len__") and hasattr(samples, "__getitem__"):
             data_sets["train"] = samples
@@ -427,11 +430,13 @@ class Trainer(ABC):
             self._validate_and_save()
 
     def _finish(self, decision: Decision) -> None:
-        """Validate and save for the last time; after a signal only save."""
-        if not decision.interrupted and self.validate():
+        """Validate and save for the last time; only save after a signal, and before other trainers continue."""
+        completes = not (decision.interrupted or decision.resizes)
+        if completes and self.validate():
             self._saved_step = None  # a checkpoint of this step was saved before it turned out to be the best
-        self.save("interrupted" if decision.interrupted else "end")
-        self.task.on_train_end()
+        self.save("end" if completes else "resize" if decision.resizes else "interrupted")
+        if not decision.resizes:
+            self.task.on_train_end()
         if not self._is_record_due():
             self.record("buffer", **self.data.record(), end=True)
         self.leave(self._totals(), decision)

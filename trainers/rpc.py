@@ -90,6 +90,7 @@ class RpcTrainer(Trainer):
         self._next_grant: StepGrant | None = None  # came with the reply to the last push
         self._pull: list[InFlightCall[tuple[Tensor, ...]]] = []
         self._pulled: tuple[Tensor, ...] = ()
+        self._asked_to_leave = False
         self._sent_buckets: dict[GradientBucket, InFlightCall[None]] = {}
         self._records_sent = time.monotonic()
         # A change through ``grad.data`` after backward cannot be noticed, so nothing is sent before these hooks ran.
@@ -155,7 +156,12 @@ class RpcTrainer(Trainer):
         position = reply.data_position
         if position is None:
             self.seed_or_restore(reply.stored_part)
-            self.server.report_source(DataPosition(self.data.source.state_dict(), self.data.positions().state_dict()))
+            source, applied = self.data.source, self.data.positions().state_dict()
+            self.server.report_source(
+                DataPosition(
+                    source.state_dict(), applied, can_reshard=source.can_reshard, refetchable=source.refetchable
+                )
+            )
         else:
             self.replace_lost(reply.stored_part, position, reply.incarnation)
 
@@ -315,6 +321,15 @@ class RpcTrainer(Trainer):
         self._next_grant = grant if has_grant else None
         self.clock.lap_shared("push", wait=grant.result.held_s + grant.held_s, apply=grant.result.apply_s)
         return grant.result
+
+    def with_stop(self, announcement: Announcement) -> Announcement:
+        if not self.config.cluster.elastic:
+            return super().with_stop(announcement)
+        # A signal to this process does not end the run: rank 0 lets the others continue, unless it has one too.
+        if self.process.stop.event.is_set() and not self._asked_to_leave:
+            self._asked_to_leave = True
+            self.rendezvous.request_leave()
+        return announcement
 
     def next_announcement(self, step: int) -> Announcement | None:
         """Return the announcement to piggyback on the push before ``step``; None if it must be made separately.

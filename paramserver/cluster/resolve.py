@@ -57,6 +57,11 @@ def resolve_identity(flags: RankFlags, environ: Environ, config: Config) -> Proc
         return None
     identity = _with_flags(environment(environ, config, flags).identity(), flags)
     with_world_size(config, identity.world_size)
+    if config.cluster.elastic and identity.launch:
+        raise UnsupportedConfiguration(
+            f"cluster.elastic (True) must be false under {identity.source}, which fixes the number of processes; set "
+            "it to false, or start the ranks in another way"
+        )
     if token is not None and identity.store_is_hosted:
         raise UnsupportedConfiguration(
             f"{token.source} cannot be proved at the store that {identity.source} serves; give --master_port, so that "

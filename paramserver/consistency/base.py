@@ -40,17 +40,20 @@ class Readiness(IntEnum):
 
 
 class Stop(IntEnum):
-    """Why a trainer requests the end of the run; the larger reason wins.
+    """Why the end of the run, or of its view, is requested; the larger reason wins.
+
+    ``RESIZE``: the run continues from here with other trainers.
 
     Example::
 
         >>> max(Stop.NO, Stop.SIGNAL, Stop.LIMIT)
-        <Stop.SIGNAL: 2>
+        <Stop.SIGNAL: 3>
     """
 
     NO = 0
-    LIMIT = 1
-    SIGNAL = 2
+    RESIZE = 1
+    LIMIT = 2
+    SIGNAL = 3
 
 
 class Verdict(Enum):
@@ -100,6 +103,7 @@ class Decision:
         samples: samples applied before it.
         reason: why the run ends.
         interrupted: a signal ends the run, which is therefore not complete.
+        resizes: only this view ends; the run continues with other trainers.
         batches: of each active trainer; fewer than ``training.accumulate_batches`` only at the end of the data.
 
     Example::
@@ -115,6 +119,19 @@ class Decision:
     reason: str = ""
     interrupted: bool = False
     batches: int = 0
+    resizes: bool = False
+
+
+def end(stop: Stop, reason: str, step: int, samples: int) -> Decision:
+    """Return the decision that ends the run, or this view of it, because of ``stop``.
+
+    Example::
+
+        >>> end(Stop.SIGNAL, "signal SIGTERM", step=10, samples=640).interrupted
+        True
+    """
+    interrupted, resizes = stop is Stop.SIGNAL, stop is Stop.RESIZE
+    return Decision(Verdict.END, (), step, samples, reason, interrupted=interrupted, resizes=resizes)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections import deque
 from dataclasses import dataclass
 
-from paramserver.consistency.base import Announcement, Consistency, Decision, Readiness, RunTerms, Stop, Verdict
+from paramserver.consistency.base import Announcement, Consistency, Decision, Readiness, RunTerms, Stop, Verdict, end
 from paramserver.limits import is_due
 
 MAX_RETAINED_VERSIONS = 2
@@ -117,6 +117,10 @@ class FreeRunning(Consistency):
         if self._drained == self.trainers and not self._lost:
             self._request_end(Stop.LIMIT, "all data was served")
 
+    def request_stop(self, stop: Stop, reason: str) -> None:
+        super().request_stop(stop, reason)
+        self._request_end(stop, reason)
+
     def _request_end(self, stop: Stop, reason: str) -> None:
         if self._end is None or stop > self._end[0]:  # the first reason counts, but a signal outweighs a limit
             self._end = stop, reason
@@ -162,9 +166,7 @@ class FreeRunning(Consistency):
             self._last_barrier, self._at_barrier = self.step, True
             return dict.fromkeys(trainers, Decision(Verdict.BARRIER, (), self.step, self.samples))
         assert self._end is not None
-        stop, reason = self._end
-        end = Decision(Verdict.END, (), self.step, self.samples, reason, interrupted=stop is Stop.SIGNAL)
-        return dict.fromkeys(trainers, end)
+        return dict.fromkeys(trainers, end(*self._end, self.step, self.samples))
 
     def _decide_one(self, trainer_index: int, announcement: Announcement) -> Decision | None:
         if announcement.readiness is Readiness.WAITING:

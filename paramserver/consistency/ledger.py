@@ -185,6 +185,17 @@ class Ledger:
         rows = {str(i): {**vars(row), "positions": row.positions.state_dict()} for i, row in sorted(self.rows.items())}
         return {"rows": rows}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore ``state_dict()``. Positions are those of the parts that trainers load, which report them anew."""
-        self.rows = {int(i): LedgerRow(**{**row, "positions": AppliedPositions()}) for i, row in state["rows"].items()}
+    def load_state_dict(self, state: Mapping[str, Any], num_trainers: int | None = None) -> None:
+        """Restore ``state_dict()``. Positions are those of the parts that trainers load, which report them anew.
+
+        Args:
+            state: of a checkpoint.
+            num_trainers: of the run that continues, if there may be fewer than before: the samples of trainer i are
+                counted for trainer i modulo ``num_trainers`` then, as ``reshard_parts`` does.
+        """
+        rows = {int(i): LedgerRow(**{**row, "positions": AppliedPositions()}) for i, row in state["rows"].items()}
+        self.rows = {}
+        for index, row in sorted(rows.items()):
+            own = self.rows.setdefault(index % (num_trainers or index + 1), row)
+            if own is not row:
+                own.samples += row.samples

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 
-from paramserver.consistency.base import Announcement, Consistency, Decision, Readiness, RunTerms, Stop, Update, Verdict
+from paramserver.consistency.base import (
+    Announcement,
+    Consistency,
+    Decision,
+    Readiness,
+    RunTerms,
+    Stop,
+    Update,
+    Verdict,
+    end,
+)
 from paramserver.limits import Limits
 
 
@@ -51,7 +61,7 @@ def decide(
     if (limit := limits.reached(step, samples)) is not None:
         return Decision(Verdict.END, (), step, samples, limit)
     if stop is not Stop.NO:
-        return Decision(Verdict.END, (), step, samples, reason, interrupted=stop is Stop.SIGNAL)
+        return end(stop, reason, step, samples)
     if len(drained) == len(announced) and not some_lost:
         return Decision(Verdict.END, (), step, samples, "all data was served")
     if drained and uneven_inputs == "stop":

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -18,23 +19,31 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistNetworkError, DistStoreError
 
 from paramserver.cluster import ProcessIdentity, bind_listener, is_loopback
-from paramserver.config import Config, config_from_mapping, differences, dump_yaml
+from paramserver.config import Config, config_from_mapping, differences, dump_yaml, num_servers_of
 from paramserver.distributed.abort_sockets import OpenedSockets
+from paramserver.distributed.resize import ResizeRequest, has_left, refusal, send_request
 from paramserver.distributed.rpc_calls import RemoteError, host_identity
 from paramserver.distributed.store_relay import CURE, StoreGuard, StoreTunnel, asks_for_token
 from paramserver.distributed.timeouts import call_with_timeout, poll_until
-from paramserver.errors import DeadlineExceeded, Interrupted, PeerLost, UnsupportedConfiguration
+from paramserver.errors import DeadlineExceeded, Evicted, Interrupted, PeerLost, UnsupportedConfiguration
 
 log = logging.getLogger("paramserver")
 
 # TCPStore ends its own waits, except where its host is frozen. They are abandoned this much later.
 _FROZEN_S = 2.0
 
+# How often rank 0 looks for the others.
+_POLL_S = 0.02
+
 _FAILED = "failed"
 _STARTED = "started"
 
 # Keys that may differ between the ranks of a run: where each one finds its own devices and folders.
 _OWN_KEYS = ("device.", "logging.run_dir", "logging.progress", "cluster.master_", "cluster.token_file")
+
+
+class LeftRun(Exception):  # noqa: N818 - not a failure
+    """This process left the run at its own request."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +57,7 @@ class Rendezvous:
         host: ``host_identity()`` of this rank.
         view: of the servers; see ``consistency/ledger.py``.
         base: the store without the prefix.
+        trainer_ranks: global ranks of the trainers of this view, in the order of their indices.
         sockets: of this rank's connection to the store; their end ends a wait for a key.
 
     Example::
@@ -66,12 +76,19 @@ class Rendezvous:
     host: str
     view: int = 1
     base: Store | None = None
+    trainer_ranks: tuple[int, ...] = ()
     sockets: OpenedSockets = field(default_factory=OpenedSockets)
 
     @property
     def host_and_pid(self) -> str:
         """Host and process id of this rank, for messages."""
         return _host_and_pid()
+
+    @property
+    def root(self) -> Store:
+        """The store of the job, which keeps its keys from one view to the next."""
+        assert self.base is not None
+        return _root(self.base, self.identity)
 
     def set(self, key: str, value: str) -> None:
         """Set ``key``.
@@ -129,6 +146,11 @@ class Rendezvous:
         # Only if it still has the rank: another one, or itself, may have joined meanwhile.
         self.store.compare_set(f"rank/{global_rank}", holder, "")
 
+    def request_leave(self) -> None:
+        """Ask rank 0 to let the run continue without this trainer."""
+        with detect_lost_store():
+            send_request(self.root, ResizeRequest("leave", self.identity.global_rank))
+
     def announce_start(self) -> None:
         """Announce that all ranks have joined; those that join later wait for no other."""
         self.set(_STARTED, "")
@@ -162,8 +184,13 @@ def join_rendezvous(
     store: Store | None = None,
     replaces: bool = False,
     resources: ExitStack | None = None,
+    trainer_ranks: Sequence[int] | None = None,
+    newcomers: Collection[int] = (),
+    joins: bool = False,
 ) -> Rendezvous:
     """Open the store, compare the configuration with rank 0's, claim this rank, and wait for all ranks.
+
+    In a later view than the first the run continues without trainers that do not come back in time.
 
     Args:
         config: this rank's; keys that may differ between hosts are not compared.
@@ -174,8 +201,13 @@ def join_rendezvous(
         store: on rank 0, that of an earlier view.
         replaces: an earlier process of this rank is dead.
         resources: receives what has to be closed after the last use of the store. Required with a token.
+        trainer_ranks: on rank 0, the trainers of the view that begins, if it is a later one than the first.
+        newcomers: on rank 0, those of them that have asked to join. They are waited for ``server.lost_after_s`` only.
+        joins: a trainer of a running job, which asks to join it if it takes no part.
 
     Raises:
+        LeftRun: the view has begun that this process asked to leave before.
+        Evicted: the run continues without this rank.
         UnsupportedConfiguration: the port is taken, the rank is taken, the configurations differ, or rank 0 has another
             job token.
         DeadlineExceeded: rank 0 cannot be reached, or ranks are missing, within ``cluster.timeout_s``.
@@ -187,29 +219,129 @@ def join_rendezvous(
     # Rank 0 keeps its store as long as its process lives. The others connect anew: it may be another process.
     base = store if identity.global_rank == 0 and store is not None else None
     base = base or _open_store(identity, timeout_s, deadline, interrupted, listener, sockets, resources)
-    root = PrefixStore(f"paramserver/{identity.job}", base)
     with detect_lost_store():
         if identity.global_rank == 0:
-            root.set("view", str(view))
+            view, ranks = _begin_view(base, view, config, identity, interrupted, trainer_ranks, newcomers)
         else:
-            view = _wait_for_view(root, view, timeout_s, deadline, interrupted)
-        # Nothing of an earlier view can be taken for something of this one.
-        prefixed = PrefixStore(f"paramserver/{identity.job}/{view}", base)
+            view, ranks = _join_view(base, view, config, identity, interrupted, replaces, joins)
+    prefixed = _in_view(base, identity, view)
+    return Rendezvous(prefixed, identity, timeout_s, host_identity(), view, base, ranks, sockets)
+
+
+def _root(base: Store, identity: ProcessIdentity) -> Store:
+    return PrefixStore(f"paramserver/{identity.job}", base)
+
+
+def _in_view(base: Store, identity: ProcessIdentity, view: int) -> Store:
+    """Return the store of a view. Nothing of an earlier view can be taken for something of this one."""
+    return PrefixStore(f"paramserver/{identity.job}/{view}", base)
+
+
+def _begin_view(
+    base: Store,
+    view: int,
+    config: Config,
+    identity: ProcessIdentity,
+    interrupted: threading.Event,
+    trainer_ranks: Sequence[int] | None,
+    newcomers: Collection[int],
+) -> tuple[int, tuple[int, ...]]:
+    """On rank 0: begin a view, and wait for all ranks; return the view, and the trainers that take part in it."""
+    servers, timeout_s = num_servers_of(config), config.cluster.timeout_s
+    ranks = tuple(range(servers, identity.world_size) if trainer_ranks is None else trainer_ranks)
+    continues = trainer_ranks is not None and config.server.on_loss != "fail"
+    while True:
+        store = _in_view(base, identity, view)
+        store.set("trainers", json.dumps(ranks))
+        store.set("config", dump_yaml(config))
+        _claim_rank(store, identity, replaces=False)
+        _root(base, identity).set("view", str(view))
+        deadline, newcomers_until = (time.monotonic() + limit for limit in (timeout_s, config.server.lost_after_s))
+        missing = [*range(1, servers), *ranks]
+        while missing:
+            missing = [r for r in missing if not store.check([f"rank/{r}"])]
+            late = missing if time.monotonic() >= deadline else []
+            if time.monotonic() >= newcomers_until:
+                late = late or [r for r in missing if r in newcomers]
+            if late or interrupted.wait(_POLL_S if missing else 0.0):
+                break
+        if not missing:
+            return view, ranks
+        if interrupted.is_set():
+            raise Interrupted("interrupted while waiting for the other ranks")
+        remaining = tuple(r for r in ranks if r not in late)
+        if not (continues and remaining) or min(late) < servers:
+            raise _missing_ranks(identity, timeout_s, late)
+        log.warning("the run continues without rank %s, which did not join in time", ", ".join(map(str, late)))
+        view, ranks = view + 1, remaining
+
+
+def _join_view(
+    base: Store,
+    view: int,
+    config: Config,
+    identity: ProcessIdentity,
+    interrupted: threading.Event,
+    replaces: bool,
+    joins: bool,
+) -> tuple[int, tuple[int, ...]]:
+    """Join the first view from ``view`` on, or ask to join a later one; return it, and the trainers that take part."""
+    rank, servers, timeout_s = identity.global_rank, num_servers_of(config), config.cluster.timeout_s
+    root, request = _root(base, identity), None
+    while True:
+        view = _wait_for_view(root, view, request, timeout_s, interrupted)
+        store = _in_view(base, identity, view)
         # Compare before claiming: a rank that is refused can be started again with the right configuration.
-        _compare_config(prefixed, config, identity, timeout_s)
-        _claim_rank(prefixed, identity, replaces)
-        _wait_for_world(prefixed, identity, timeout_s, deadline, interrupted)
-    return Rendezvous(prefixed, identity, timeout_s, host_identity(), view, base, sockets)
+        _compare_config(store, config, identity, timeout_s, same_world=view == 1 and not joins)
+        ranks = tuple(json.loads(_get(store, "trainers", timeout_s, "the list of trainers")))
+        if rank < servers or rank in ranks:
+            _claim_rank(store, identity, replaces)
+            everyone = [*range(servers), *ranks]
+            if _wait_for_world(store, root, view, everyone, identity, timeout_s, interrupted):
+                return view, ranks
+        elif has_left(root, rank):
+            raise LeftRun
+        elif not joins:
+            raise Evicted(f"rank {rank} takes no part in the run any more, which continues without it")
+        else:
+            request = send_request(root, ResizeRequest("join", rank))
+        view += 1
 
 
-def _wait_for_view(store: Store, first: int, timeout_s: float, deadline: float, interrupted: threading.Event) -> int:
-    """Return the view of the servers once it is at least ``first``."""
+@contextmanager
+def connect_to_job(config: Config, identity: ProcessIdentity, limit_s: float) -> Iterator[tuple[Store, list[int]]]:
+    """Connect to the store of a running job; yield it, and the global ranks of the job's trainers.
+
+    Args:
+        config: of the job.
+        identity: with the address of rank 0; its rank is not used.
+        limit_s: for rank 0 to answer.
+
+    Raises:
+        DeadlineExceeded: rank 0 cannot be reached.
+        UnsupportedConfiguration: rank 0 has another job token.
+    """
+    deadline = time.monotonic() + limit_s
+    with ExitStack() as resources, detect_lost_store():
+        base = _open_store(identity, limit_s, deadline, threading.Event(), None, OpenedSockets(), resources)
+        root = _root(base, identity)
+        view = int(_get(root, "view", limit_s, "the start of rank 0"))
+        ranks = _get(_in_view(base, identity, view), "trainers", limit_s, "the list of trainers")
+        yield root, json.loads(ranks)
+
+
+def _wait_for_view(
+    store: Store, first: int, request: str | None, timeout_s: float, interrupted: threading.Event
+) -> int:
+    """Return the view of the servers once it is at least ``first``, unless they refuse the ``request`` of that key."""
 
     def current() -> int | None:
+        if request is not None and (reason := refusal(store, request)):
+            raise UnsupportedConfiguration(reason)
         view = int(_get(store, "view", timeout_s, "the start of rank 0"))
         return view if view >= first else None
 
-    view = poll_until(deadline, current, interrupted)
+    view = poll_until(time.monotonic() + timeout_s, current, interrupted)
     if view is not None:
         return view
     if interrupted.is_set():
@@ -305,12 +437,13 @@ def _get(store: Store, key: str, timeout_s: float, what: str) -> str:
     return value.decode()
 
 
-def _compare_config(store: Store, config: Config, identity: ProcessIdentity, timeout_s: float) -> None:
-    if identity.global_rank == 0:
-        store.set("config", dump_yaml(config))
-        return
+def _compare_config(
+    store: Store, config: Config, identity: ProcessIdentity, timeout_s: float, same_world: bool
+) -> None:
     config_of_zero = config_from_mapping(yaml.safe_load(_get(store, "config", timeout_s, "rank 0's configuration")))
-    lines = [line for line in differences(config_of_zero, config) if not line.startswith(_OWN_KEYS)]
+    # The trainers of a later view are those that rank 0 names.
+    own_keys = _OWN_KEYS if same_world else (*_OWN_KEYS, "cluster.num_trainers")
+    lines = [line for line in differences(config_of_zero, config) if not line.startswith(own_keys)]
     if lines:
         raise UnsupportedConfiguration(
             f"rank {identity.global_rank} has another configuration than rank 0 ({'; '.join(lines)}); "
@@ -335,19 +468,38 @@ def _host_and_pid() -> str:
 
 
 def _wait_for_world(
-    store: Store, identity: ProcessIdentity, timeout_s: float, deadline: float, interrupted: threading.Event
-) -> None:
+    store: Store,
+    root: Store,
+    view: int,
+    ranks: Sequence[int],
+    identity: ProcessIdentity,
+    timeout_s: float,
+    interrupted: threading.Event,
+) -> bool:
+    """Wait until all ``ranks`` have joined; return False if a later view begins meanwhile."""
+
     def missing() -> list[int]:
         if store.check([_STARTED]):
             return []  # a rank may be lost again by now
-        return [r for r in range(identity.world_size) if not store.check([f"rank/{r}"])]
+        return [r for r in ranks if not store.check([f"rank/{r}"])]
 
-    if poll_until(deadline, lambda: None if missing() else True, interrupted) is not None:
-        return
+    def joined() -> bool | None:
+        if int(root.get("view")) > view:
+            return False
+        return None if missing() else True
+
+    # Rank 0, which may go on without some, waits for ``timeout_s``.
+    all_joined = poll_until(time.monotonic() + timeout_s + _FROZEN_S, joined, interrupted)
+    if all_joined is not None:
+        return all_joined
     if interrupted.is_set():
         raise Interrupted("interrupted while waiting for the other ranks")
-    names = ", ".join(str(r) for r in missing())
-    raise DeadlineExceeded(
+    raise _missing_ranks(identity, timeout_s, missing())
+
+
+def _missing_ranks(identity: ProcessIdentity, timeout_s: float, missing: Sequence[int]) -> DeadlineExceeded:
+    names = ", ".join(map(str, missing))
+    return DeadlineExceeded(
         f"rank {identity.global_rank} waited cluster.timeout_s ({timeout_s:g} s) for a world of {identity.world_size}; "
         f"missing: rank {names}. Start them, or lower --world_size"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ class LossLog:
 
     Attributes:
         view: how often rank 0 has started in this folder; see ``consistency/ledger.py``.
+        trainer_ranks: global ranks of the trainers of that view, in the order of their indices; empty before the first.
         faults: one entry for each lost process.
         restarts: how often a process took the place of a lost one.
         updates_redone: updates that were made again, after a return to a checkpoint, as far as records show them.
@@ -25,9 +27,9 @@ class LossLog:
     Example::
 
         >>> log = LossLog(getfixture("tmp_path") / "losses.json")
-        >>> log.begin(view=1)
+        >>> log.begin(view=1, trainer_ranks=[1, 2])
         >>> log.add_fault(step=40, text="trainer 1 (node7, process 42) is lost")
-        >>> log.return_to(30, furthest_step=45, view=2)
+        >>> log.return_to(30, furthest_step=45, view=2, trainer_ranks=[1, 2])
         >>> same = LossLog(log.file)
         >>> same.view, same.updates_redone, same.restarts, [fault["step"] for fault in same.faults]
         (2, 15, 1, [40, 45])
@@ -37,18 +39,24 @@ class LossLog:
         self.file = file
         stored: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
         self.view: int = stored.get("view", 0)
+        self.trainer_ranks: list[int] = stored.get("trainer_ranks", [])
         self.faults: list[dict[str, Any]] = stored.get("faults", [])
         self.restarts: int = stored.get("restarts", 0)
         self.updates_redone: int = stored.get("updates_redone", 0)
 
-    def begin(self, view: int) -> None:
+    def begin(self, view: int, trainer_ranks: Sequence[int]) -> None:
         """A run starts or is resumed: it has lost nothing yet."""
-        self.view, self.faults, self.restarts, self.updates_redone = view, [], 0, 0
+        self.faults, self.restarts, self.updates_redone = [], 0, 0
+        self.resize(view, trainer_ranks)
+
+    def resize(self, view: int, trainer_ranks: Sequence[int]) -> None:
+        """The run continues with other trainers, in a later view; nothing was lost."""
+        self.view, self.trainer_ranks = view, list(trainer_ranks)
         self._write()
 
-    def return_to(self, step: int, furthest_step: int, view: int) -> None:
+    def return_to(self, step: int, furthest_step: int, view: int, trainer_ranks: Sequence[int]) -> None:
         """Rank 0 starts again from the checkpoint of ``step``, after ``furthest_step`` updates."""
-        self.view = view
+        self.view, self.trainer_ranks = view, list(trainer_ranks)
         self.updates_redone += max(furthest_step - step, 0)
         self.restarts += 1
         self.add_fault(furthest_step, f"all processes return to step {step}")
@@ -64,5 +72,6 @@ class LossLog:
         self._write()
 
     def _write(self) -> None:
-        entries = {"view": self.view, "restarts": self.restarts, "updates_redone": self.updates_redone}
+        entries: dict[str, Any] = {"view": self.view, "trainer_ranks": self.trainer_ranks}
+        entries |= {"restarts": self.restarts, "updates_redone": self.updates_redone}
         atomic_write_text(self.file, json.dumps({**entries, "faults": self.faults}, indent=1) + "\n")

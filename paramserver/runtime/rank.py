@@ -8,8 +8,9 @@ import os
 import shlex
 import socket
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,11 +20,23 @@ from typing import TYPE_CHECKING, Any
 from paramserver.checkpoint import load_chosen, remove_leftovers
 from paramserver.checkpoint.format import LATEST
 from paramserver.cluster import ProcessIdentity, bind_interface, interface_to, num_usable_cores, process_environ
-from paramserver.config import Config, Role, dump_yaml, mode_of, roles, server_computes, trainer_of
+from paramserver.config import (
+    Config,
+    Role,
+    dump_yaml,
+    mode_of,
+    num_servers_of,
+    roles,
+    server_computes,
+    trainer_of,
+    with_world_size,
+    world_size_of,
+)
 from paramserver.consistency import Decision
 from paramserver.context import ProcessContext, StartupTimer, StopRequest, set_trainer_index
 from paramserver.devices import Placement, place_server, place_trainer
-from paramserver.distributed.rendezvous import Rendezvous, join_rendezvous
+from paramserver.distributed.rendezvous import LeftRun, Rendezvous, join_rendezvous
+from paramserver.distributed.resize import ResizeRequest, mark_carried_out, pending_requests, refuse, resized
 from paramserver.distributed.session import rpc_server
 from paramserver.errors import (
     CheckpointError,
@@ -90,6 +103,7 @@ class RankPlan:
         command: for environment.json.
         restarted: rank 0 takes part in ``run`` again; without ``resume``, from its beginning.
         replaces: an earlier process of this rank is dead.
+        joins: a trainer that joins the run while it takes place.
         report: reports the error that ends this process, and returns its exit code; called where the main thread
             cannot. None if the process outlives the rank.
         on_task: called with the role and the task before the process joins the run.
@@ -109,6 +123,7 @@ class RankPlan:
     command: Sequence[str] = ()
     restarted: bool = False
     replaces: bool = False
+    joins: bool = False
     report: Callable[[BaseException], int] | None = None
     on_task: Callable[[Role, Task], None] = lambda role, task: None
 
@@ -152,6 +167,26 @@ def run_rank(plan: RankPlan) -> dict[str, Any] | None:
             gc.collect()
 
 
+@dataclass(frozen=True)
+class Resize:
+    """The trainers with which a run continues from a checkpoint.
+
+    Args:
+        trainer_ranks: global ranks of the trainers, in the order of their indices.
+        reason: for the records.
+        requests: those that are carried out, by their keys in the store.
+    """
+
+    trainer_ranks: tuple[int, ...]
+    reason: str
+    requests: Mapping[str, ResizeRequest]
+
+    @property
+    def newcomers(self) -> set[int]:
+        """Ranks of the trainers that join."""
+        return {request.global_rank for request in self.requests.values() if request.kind == "join"}
+
+
 class Session:
     """One time of joining the run and taking part in it. A process has several if servers return to a checkpoint.
 
@@ -161,6 +196,8 @@ class Session:
         min_view: the first view of the servers that this session may join.
         give_up_at: ``time.monotonic()`` at which the servers must have returned; None before a loss.
         store: on rank 0, that of an earlier session.
+        trainer_ranks: on rank 0, the trainers of an earlier session.
+        resize: on rank 0, the reason why this session begins, if that is a request.
     """
 
     def __init__(
@@ -172,12 +209,17 @@ class Session:
         min_view: int = 1,
         give_up_at: float | None = None,
         store: Store | None = None,
+        trainer_ranks: tuple[int, ...] | None = None,
+        resize: Resize | None = None,
     ) -> None:
         self.plan, self.process, self.task = plan, process, task
         self.resources = resources
         self.min_view = min_view
         self.give_up_at = give_up_at
         self.store = store
+        self.trainer_ranks = trainer_ranks
+        self.resize = resize
+        self.next_resize: Resize | None = None
         self.view = 0
         self.joined = False
         self.peer = ""
@@ -188,26 +230,36 @@ class Session:
         config, identity, timer = plan.config, plan.identity, process.startup_timer
         with ExitStack() as stack:
             rendezvous = None
-            self.view = max(self.min_view, 1 if plan.run is None else LossLog(plan.run.losses_file).view + 1)
+            self._continue_views()
             if not mode_of(config).single_process:
                 if identity.global_rank == 0:
-                    self._report_view()  # ranks that have finished must come back before the rendezvous is complete
-                rendezvous = join_rendezvous(
-                    config,
-                    identity,
-                    process.stop.event,
-                    plan.listener,
-                    view=self.view if identity.global_rank == 0 else self.min_view,
-                    store=self.store,
-                    # Only a process that was started in the place of a dead one takes its rank; one that joins again
-                    # ends if another process has its rank by now.
-                    replaces=plan.replaces and not process.session,
-                    resources=self.resources if identity.global_rank == 0 else stack,
-                )
+                    self._report("view")  # ranks that have finished must come back before the rendezvous is complete
+                try:
+                    rendezvous = join_rendezvous(
+                        config,
+                        identity,
+                        threading.Event() if self._is_leaving else process.stop.event,
+                        plan.listener,
+                        view=self.view if identity.global_rank == 0 else self.min_view,
+                        store=self.store,
+                        # Only a process that was started in the place of a dead one takes its rank; one that joins
+                        # again ends if another process has its rank by now.
+                        replaces=plan.replaces and not process.session,
+                        resources=self.resources if identity.global_rank == 0 else stack,
+                        trainer_ranks=self.trainer_ranks,
+                        newcomers=() if self.resize is None else self.resize.newcomers,
+                        joins=plan.joins,
+                    )
+                except LeftRun:
+                    self._report("left")
+                    log.info("rank %d has left the run, which continues without it", identity.global_rank)
+                    return None
                 self.view, self.store = rendezvous.view, rendezvous.base
+                self.trainer_ranks = rendezvous.trainer_ranks
+                process = _in_view(process, rendezvous)
                 self.peer = rendezvous.holder_of_rank(0)
                 if identity.global_rank != 0:
-                    self._report_view()
+                    self._report("view")
             timer.mark("rendezvous")
 
             # The run folder belongs to rank 0. Its name also informs the other ranks that rank 0 is ready.
@@ -215,9 +267,11 @@ class Session:
             if identity.global_rank == 0:
                 if plan.run is None:
                     self.plan = plan = self._with_run(rendezvous)
-                checkpoints = stack.enter_context(_open_run(plan, process, self.view))
+                checkpoints = stack.enter_context(_open_run(plan, process, self))
                 run = checkpoints.run
                 if rendezvous is not None:
+                    if self.resize is not None:
+                        mark_carried_out(rendezvous.root, self.resize.requests)
                     rendezvous.record_run(run.name)
                     rendezvous.set("run", run.name)
             else:
@@ -234,8 +288,28 @@ class Session:
                 process = replace(process, receiver_spec=publish_endpoint(process, coordinator, rendezvous))
             return self._work(process, checkpoints, rendezvous, run, stack)
 
-    def _report_view(self) -> None:
-        record = make_record("view", None, rank=self.plan.identity.global_rank, view=self.view)
+    def _continue_views(self) -> None:
+        """On rank 0, continue the count of views, and with the trainers of the last one, also after a restart."""
+        if self.plan.run is None:
+            self.view = self.min_view
+            return
+        stored = LossLog(self.plan.run.losses_file)
+        self.view = max(self.min_view, stored.view + 1)
+        if self.resize is not None:
+            self.trainer_ranks = self.resize.trainer_ranks
+        elif mode_of(self.plan.config).has_servers and self.plan.restarted and stored.trainer_ranks:
+            self.trainer_ranks = tuple(stored.trainer_ranks)
+
+    @property
+    def _is_leaving(self) -> bool:
+        """Whether a signal to this process asks it to leave the run, which continues without it."""
+        process = self.process
+        elastic = process.config.cluster.elastic and process.role.kind == "trainer"
+        return elastic and process.stop.event.is_set() and process.session > 0
+
+    def _report(self, kind: str) -> None:
+        """Report that this process begins a view, or has left the run."""
+        record = make_record(kind, None, rank=self.plan.identity.global_rank, view=self.view)
         for sink in self.plan.sinks:
             sink.write(record)
 
@@ -303,7 +377,12 @@ class Session:
         """Return the session that follows a loss; raise ``loss`` if the run cannot continue here."""
         plan, process = self.plan, self.process
         config = plan.config
-        if process.stop.event.is_set() or not mode_of(config).has_servers:
+        resizes = isinstance(loss, ViewChanged) and config.cluster.elastic and process.role.kind == "trainer"
+        if process.stop.event.is_set() and not resizes:
+            if isinstance(loss, ViewChanged):
+                raise Interrupted(f"interrupted ({process.stop.state()[1]}) between two views of the run") from loss
+            raise loss
+        if not mode_of(config).has_servers:
             raise loss
         min_view, give_up_at = max(self.view, self.min_view), self.give_up_at
         if isinstance(loss, ViewChanged):
@@ -339,8 +418,26 @@ class Session:
             assert plan.run is not None
             plan, store = replace(plan, resume=plan.run.has_checkpoint(), restarted=True), self.store
         return Session(
-            plan, replace(process, session=process.session + 1), self.task, self.resources, min_view, give_up_at, store
+            plan,
+            replace(process, session=process.session + 1),
+            self.task,
+            self.resources,
+            min_view,
+            give_up_at,
+            store,
+            self.trainer_ranks,
+            self.next_resize,
         )
+
+
+def _in_view(process: ProcessContext, rendezvous: Rendezvous) -> ProcessContext:
+    """Return the context of a process in a view, which may have other trainers than the run began with."""
+    ranks, role, rank = rendezvous.trainer_ranks, process.role, process.identity.global_rank
+    config = with_world_size(process.config, num_servers_of(process.config) + len(ranks))
+    if role.kind == "trainer":
+        role = replace(role, trainer_index=ranks.index(rank))
+    identity = replace(process.identity, world_size=world_size_of(config))
+    return replace(process, config=config, identity=identity, role=role, trainers=len(ranks))
 
 
 def _place(identity: ProcessIdentity, ranks: Sequence[Role], config: Config) -> Placement:
@@ -375,7 +472,7 @@ def _log_file(run: RunDir, global_rank: int) -> Iterator[None]:
 
 
 @contextmanager
-def _open_run(plan: RankPlan, process: ProcessContext, view: int) -> Iterator[CheckpointManager]:
+def _open_run(plan: RankPlan, process: ProcessContext, session: Session) -> Iterator[CheckpointManager]:
     """Create or lock the run folder, write its files, and yield the manager of its checkpoints."""
     config, run = process.config, plan.run
     assert run is not None
@@ -385,16 +482,22 @@ def _open_run(plan: RankPlan, process: ProcessContext, view: int) -> Iterator[Ch
         resume = load_for_resume(config, run) if plan.resume else None
         weights = _initial_weights(config) if resume is None else None
         first_step = 0 if resume is None else resume.checkpoint.step
-        losses = LossLog(run.losses_file)
-        if plan.restarted:
-            losses.return_to(first_step, furthest_step(run.metrics_file), view)
+        losses, view, ranks = LossLog(run.losses_file), session.view, session.trainer_ranks or ()
+        if session.resize is not None:
+            losses.resize(view, ranks)
+        elif plan.restarted:
+            losses.return_to(first_step, furthest_step(run.metrics_file), view, ranks)
         else:
-            losses.begin(view)
+            losses.begin(view, ranks)
         remove_leftovers(run.checkpoints_dir)
         run.remove_half_written()
         run.summary_file.unlink(missing_ok=True)
         write_text(run.config_file, dump_yaml(config))
         about = environment_record(list(plan.command))
+        if not mode_of(config).single_process:
+            identity = process.identity
+            address = {"master_addr": identity.master_addr, "master_port": identity.master_port}
+            about["store"] = {**address, "job": identity.job}
         folders = [str(folder.resolve()) for folder in plan.folders]
         write_json(run.environment_file, {**about, "device": str(process.placement.device), "folders": folders})
         if resume is not None:
@@ -503,7 +606,9 @@ def _end_now(
 
 
 def _reason(decision: Decision) -> str:
-    """Return why the run ended; raise ``Interrupted`` if that was a signal."""
+    """Return why the run ended; raise ``Interrupted`` if that was a signal, ``ViewChanged`` if it continues."""
+    if decision.resizes:
+        raise ViewChanged(decision.reason)
     if decision.interrupted:
         raise Interrupted(decision.reason)
     return decision.reason
@@ -536,7 +641,7 @@ def _serve(
         # First: from here on simulations wait for the process that takes this place.
         if checkpoints.simulations is not None:
             checkpoints.simulations.trainer_lost(member.index)
-        rendezvous.release_rank(config.cluster.num_servers + member.index, member.host_and_pid)
+        rendezvous.release_rank(rendezvous.trainer_ranks[member.index], member.host_and_pid)
 
     with ExitStack() as stack:
         segments = None
@@ -562,7 +667,7 @@ def _serve(
             server.store.use_threads(stack.enter_context(closing(ThreadTeam(helpers))))
         with rpc_server(rendezvous, process.trainers * server_computes(config)):
             try:
-                _wait_until_finished(server, process, rendezvous)
+                _wait_until_finished(server, process, rendezvous, session)
                 server.wait_for_disconnects(_DISCONNECT_S)
             finally:
                 totals.extend(server.all_totals())
@@ -571,13 +676,16 @@ def _serve(
                 # While the agent still runs: without it trainers would take the end for a loss.
                 release_liveness_calls()
     if server.error is not None:
+        session.next_resize = None  # its requests are read again in the next view
         raise server.error
     assert server.last_decision is not None
     return server.last_decision
 
 
-def _wait_until_finished(server: ParameterServer, process: ProcessContext, rendezvous: Rendezvous) -> None:
-    """Check heartbeats until the server has finished, and fail it if not all processes join in time."""
+def _wait_until_finished(
+    server: ParameterServer, process: ProcessContext, rendezvous: Rendezvous, session: Session
+) -> None:
+    """Check heartbeats and requests until the server has finished; fail it if not all processes join in time."""
     config = process.config
     deadline, announced = time.monotonic() + config.cluster.timeout_s, False
     while not server.finished.wait(config.server.heartbeat_s):
@@ -586,7 +694,7 @@ def _wait_until_finished(server: ParameterServer, process: ProcessContext, rende
             if not announced:
                 rendezvous.announce_start()
                 announced = True
-            server.check_absences()
+            _resize(server, process, rendezvous, session, server.check_absences())
             if process.stop.event.is_set():
                 server.request_stop()
             continue
@@ -597,8 +705,52 @@ def _wait_until_finished(server: ParameterServer, process: ProcessContext, rende
         elif missing and process.stop.event.is_set():
             server.fail(Interrupted(f"{process.stop.state()[1]} before {', '.join(missing)} had arrived"))
         elif missing and time.monotonic() > deadline:
+            late = {rendezvous.trainer_ranks[i] for i in server.missing_trainers()}
+            remaining = tuple(r for r in rendezvous.trainer_ranks if r not in late)
+            if rendezvous.view > 1 and remaining and len(late) == len(missing) and config.server.on_loss != "fail":
+                session.trainer_ranks = remaining
+                server.fail(ViewChanged(f"{', '.join(missing)} did not come back in time; the run continues without"))
+                continue
             names, limit_s = ", ".join(missing), config.cluster.timeout_s
             server.fail(DeadlineExceeded(f"{names} did not arrive within cluster.timeout_s ({limit_s:g} s)"))
+
+
+def _resize(
+    server: ParameterServer, process: ProcessContext, rendezvous: Rendezvous, session: Session, given_up: set[int]
+) -> None:
+    """Carry out the requests of trainers, and continue without those that are given up, in another view."""
+    config, ranks = process.config, rendezvous.trainer_ranks
+    requests = pending_requests(rendezvous.root)
+    if not config.cluster.elastic:
+        refuse(rendezvous.root, requests, "cluster.elastic (False) must be true for trainers to join or leave; set it")
+        requests = {}
+    elif not server.knows_data:
+        requests = {}  # later
+    elif requests and not server.can_divide_data():
+        refuse(
+            rendezvous.root,
+            requests,
+            "the data of this run cannot be divided among other trainers; give a map-style data set, or an iterable "
+            "with state_dict, load_state_dict and reshard",
+        )
+        requests = {}
+    lost = [ResizeRequest("leave", ranks[index]) for index in sorted(given_up)]
+    wanted = resized(ranks, [*requests.values(), *lost])
+    if not wanted:
+        process.stop.request("all trainers leave")
+        return
+    if wanted == ranks:
+        mark_carried_out(rendezvous.root, requests)
+        return
+    if session.next_resize is None or session.next_resize.trainer_ranks != wanted:
+        limit_s = config.cluster.timeout_s
+        reasons = [str(request) for request in requests.values()]
+        reasons += [f"no process took the place of rank {one.global_rank} within {limit_s:g} s" for one in lost]
+        reason = ", ".join(reasons)
+        session.next_resize = Resize(wanted, reason, requests)
+        trainers = "1 trainer" if len(wanted) == 1 else f"{len(wanted)} trainers"
+        server.monitor.note(f"{reason}: the run continues with {trainers}")
+        server.request_resize(reason)
 
 
 def _trainer_class(config: Config, folders: Sequence[Path]) -> Any:

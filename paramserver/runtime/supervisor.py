@@ -69,6 +69,7 @@ class _RankProcess:
         done: its part of the run is complete.
         view: of the servers, in which it takes part or, as rank 0, begins to.
         trains: it takes part in steps.
+        left: the run continues without it, at its own request.
     """
 
     def __init__(self, role: Role, process: subprocess.Popen[bytes], pipe: int) -> None:
@@ -88,6 +89,7 @@ class _RankProcess:
         self.done = False
         self.view = 0
         self.trains = False
+        self.left = False
         self._unread = b""
         os.set_blocking(pipe, False)
 
@@ -309,6 +311,10 @@ class Supervisor:
             rank.view = record["view"]
             self._start_finished_again()
             return
+        if record["kind"] == "left":
+            rank.left = True
+            self._note(f"{rank.title} has left the run, which continues without it")
+            return
         if record["kind"] == "start":
             self._has_started = True
         if record["kind"] == "end":
@@ -418,7 +424,8 @@ class Supervisor:
             return
         view, due = self._ranks[0].view, {role.global_rank for _, role in self._starts_due}
         for rank in self._ranks:
-            if rank.done and rank.exit_code == 0 and rank.view < view and rank.global_rank not in due:
+            finished = rank.done and rank.exit_code == 0 and not rank.left
+            if finished and rank.view < view and rank.global_rank not in due:
                 self._note(f"{rank.title} had finished, and takes part again in what is made again")
                 self._starts_due.append((time.monotonic(), rank.role))
                 self._kill_at = None  # of ranks that outlive the trainers
@@ -453,7 +460,7 @@ class Supervisor:
             self._spares.fill()
 
     def _kill_silent(self) -> None:
-        """Kill each rank that has given no sign of life for ``server.lost_after_s``: it is frozen."""
+        """Kill each rank that has given no sign of life for ``server.lost_after_s``, or longer at its start."""
         now, lost_after_s = time.monotonic(), self.config.server.lost_after_s
         # This process may have been stopped itself, perhaps together with all ranks.
         paused_s, self._looked_at = now - self._looked_at - _POLL_S, now
@@ -491,8 +498,10 @@ class Supervisor:
             for rank in self._ranks:
                 if self._is_late(rank) and signal.SIGKILL not in rank.sent:
                     rank.send_signal(signal.SIGKILL)
-        elif all(r.exit_code in _GOOD_EXITS and r.done for r in self._ranks[1:] if r.role.kind == "trainer"):
-            # No trainer is left that could notice the loss of rank 0, which may still write the last checkpoint.
+            return
+        trainers = [r for r in self._ranks[1:] if r.role.kind == "trainer" and not r.left]
+        if trainers and all(r.exit_code in _GOOD_EXITS and r.done for r in trainers):
+            # No trainer remains that could notice the loss of rank 0, which may still write the last checkpoint.
             self._limit(LAST_WRITE_S + lost_after_s + _END_S)
 
     def _limit(self, limit_s: float) -> None:
@@ -641,7 +650,9 @@ def _to_error(rank: _RankProcess) -> ParamserverError:
 
 
 # What the supervisor's display and the summary need; all other records stay in the run folder.
-_SENT_KINDS = frozenset({"view", "start", "note", "expected", "train", "validation", "phase", "lost", "joined", "end"})
+_SENT_KINDS = frozenset(
+    {"view", "left", "start", "note", "expected", "train", "validation", "phase", "lost", "joined", "end"}
+)
 
 
 # Only for the display; left out while the supervisor does not read.

@@ -23,7 +23,7 @@ from paramserver.consistency import (
 )
 from paramserver.context import StopRequest
 from paramserver.distributed.rpc_calls import RemoteError, completed_future
-from paramserver.errors import Evicted, RunEnded, TrainingError
+from paramserver.errors import Evicted, RunEnded, TrainingError, ViewChanged
 from paramserver.metrics.records import StepReport, StepResult
 from paramserver.runs.monitor import RunMonitor
 from paramserver.server.coordinator import ShardCoordinator
@@ -87,7 +87,8 @@ class Aggregator:
         # Of the last push of each trainer, and of its last announcement with its number: for a repeated message.
         self._replies: dict[int, Future] = {}
         self._announced: dict[int, tuple[int, Future]] = {}
-        self.ended = False  # the trainers have been sent the end of the run
+        self.ended = False  # the trainers have been sent the end of the run, or of the view
+        self._resize = ""  # why this view of the run ends
         self._exclusive: deque[Callable[[ReleaseFn], None]] = deque()
         self._processing = self._process_again = False
         self._busy = False  # other servers are at work; nothing else may start
@@ -107,11 +108,14 @@ class Aggregator:
 
         Raises:
             RunEnded: the other trainers have ended the run.
+            ViewChanged: they have ended the view; the run continues in another one.
         """
         last_number, reply = self._announced.get(trainer_index, (0, None))
         if reply is not None and 0 < number <= last_number:
             return reply  # no trainer waits for that to an earlier number: the message was overtaken
         if self.ended:
+            if self._resize:
+                raise ViewChanged(self._resize)
             raise RunEnded(f"the run ended before trainer {trainer_index} took part in it")
         self.add(trainer_index)
         future: torch.futures.Future[StepGrant] = torch.futures.Future()
@@ -179,6 +183,12 @@ class Aggregator:
         self.rules.request_stop(*self.stop.state())
         self._process()
 
+    def request_resize(self, reason: str) -> None:
+        """End this view of the run, at a checkpoint, so that it continues with other trainers."""
+        self._resize = reason
+        self.rules.request_stop(Stop.RESIZE, reason)
+        self._process()
+
     def validators(self, version: int) -> set[int]:
         """Return the trainers that validate ``version``, retained or current; a lost one is not among them."""
         retained = not self.rules.lockstep and version in self.store.retained_versions
@@ -190,6 +200,8 @@ class Aggregator:
             own, reason = self.stop.state()
         elif (limit := self.monitor.stop_reason()) is not None:
             own, reason = Stop.LIMIT, limit
+        elif self._resize:
+            own, reason = Stop.RESIZE, self._resize
         if own > announcement.stop:  # the stronger request to stop counts
             announcement = replace(announcement, stop=own, reason=reason)
         self.rules.announce(trainer_index, announcement)
@@ -224,7 +236,9 @@ class Aggregator:
 
     def _carry_out(self, decisions: Mapping[int, Decision]) -> None:
         for trainer_index, decision in decisions.items():
-            self.ended = self.ended or decision.verdict is Verdict.END
+            if decision.verdict is Verdict.END:
+                self.ended = True
+                self._resize = decision.reason if decision.resizes else ""
             self._grant(trainer_index, decision)
 
     def _release(self) -> None:

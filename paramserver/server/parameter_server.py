@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -156,7 +156,7 @@ class ParameterServer(TutorialMethods):
         rules.load_state_dict(checkpoints.consistency_state)
         times_due = None if config.buffer.kind == "reservoir" else config.buffer.pseudo_epochs
         ledger = Ledger(times_due, self.view)
-        ledger.load_state_dict(checkpoints.ledger_state)
+        ledger.load_state_dict(checkpoints.ledger_state, trainers)
         several = config.cluster.num_servers > 1
         self._shared_memory = ServerSharedMemory(segments, config.server, rules.lockstep, monitor.note)
         # Other processes access the parameters themselves in lockstep, and whenever servers own them together; trainers
@@ -202,6 +202,8 @@ class ParameterServer(TutorialMethods):
         self._given_up: set[int] = set()
         # Where the data of each trainer began in this view: what a process that takes its place needs of it.
         self._sources: dict[int, dict[str, Any]] = {}
+        # Whether other trainers can continue it, and whether they can fetch samples again that were not applied.
+        self._divisible: dict[int, tuple[bool, bool]] = {}
         # Contexts of distributed autograd that a process would leave behind if it died (docs/torch-notes.md).
         self._contexts: dict[TrainerId, int] = {}
         self._joins = PendingReplies()
@@ -223,12 +225,15 @@ class ParameterServer(TutorialMethods):
 
         Raises:
             RunEnded: the other trainers have finished.
+            ViewChanged: they have finished this view of the run.
             Evicted: the message was sent to an earlier server, or another process has joined since it was sent.
         """
         index = member.index
         with self._lock:
             self._check_running()
-            if self.last_decision is not None:
+            if (last := self.last_decision) is not None:
+                if last.resizes:
+                    raise ViewChanged(last.reason)
                 raise RunEnded(f"the run ended before trainer {index} joined")
             earlier = [present for present in self.members.present() if present.index == index]
             if member.view != self.view or any(present.worker_id > member.worker_id for present in earlier):
@@ -254,6 +259,7 @@ class ParameterServer(TutorialMethods):
             row = self.aggregator.ledger[trainer_index]
             if not row.accepted:  # otherwise this message was overtaken by a push
                 self._sources[trainer_index] = position.source
+                self._divisible[trainer_index] = position.can_reshard, position.refetchable
                 row.positions.load_state_dict(position.applied)
 
     def _make_transport(self) -> ServerTransport:
@@ -381,7 +387,11 @@ class ParameterServer(TutorialMethods):
     def missing(self) -> list[str]:
         """Return the trainers and servers that have not joined yet."""
         servers = [] if self.coordinator is None else self.coordinator.missing()
-        return [f"trainer {i}" for i in self.members.missing(self.trainers)] + [f"server {i}" for i in servers]
+        return [f"trainer {i}" for i in self.missing_trainers()] + [f"server {i}" for i in servers]
+
+    def missing_trainers(self) -> list[int]:
+        """Return the indices of the trainers that have not joined yet."""
+        return self.members.missing(self.trainers)
 
     def wait_for_disconnects(self, timeout_s: float) -> None:
         """Wait until every live trainer has released this server, which it does when it no longer needs it."""
@@ -395,8 +405,12 @@ class ParameterServer(TutorialMethods):
         for member in self.members.overdue(silence_s):
             self._lose(member, f"no heartbeat for server.lost_after_s ({silence_s:g} s)")
 
-    def check_absences(self) -> None:
-        """Give up each lost trainer whose place no process took within ``cluster.timeout_s``."""
+    def check_absences(self) -> set[int]:
+        """Give up each lost trainer whose place no process took within ``cluster.timeout_s``.
+
+        Returns:
+            Those whose data the others can serve, once they have it: the run has to continue without them.
+        """
         now, limit_s = time.monotonic(), self.config.cluster.timeout_s
         missing = self.members.missing(self.trainers)
         self._absent_since = {i: self._absent_since.get(i, now) for i in missing}
@@ -406,7 +420,8 @@ class ParameterServer(TutorialMethods):
             self.fail(
                 PeerLost(f"all trainers are lost, and none joined again within cluster.timeout_s ({limit_s:g} s)")
             )
-        for index in sorted(late - self._given_up):
+        divided = late if self.members.present() and self.can_divide_data(late) else set()
+        for index in sorted(late - self._given_up - divided):
             self._given_up.add(index)
             with self._lock:
                 self.aggregator.forget(index)
@@ -414,6 +429,25 @@ class ParameterServer(TutorialMethods):
                 f"no process took the place of trainer {index} within cluster.timeout_s ({limit_s:g} s); what is left "
                 "of its data is not served"
             )
+        return divided
+
+    @property
+    def knows_data(self) -> bool:
+        """Whether the run has begun and every trainer has reported its data."""
+        return self.started and self._divisible.keys() == set(range(self.trainers))
+
+    def can_divide_data(self, lost: Collection[int] = ()) -> bool:
+        """Whether other trainers than today's, and without those that are lost, can serve the rest of the data."""
+        return (
+            self.knows_data
+            and all(can_reshard for can_reshard, _ in self._divisible.values())
+            and all(self._divisible[index][1] for index in lost)
+        )
+
+    def request_resize(self, reason: str) -> None:
+        """End this view of the run at a checkpoint; it continues with other trainers."""
+        with self._lock:
+            self.aggregator.request_resize(reason)
 
     def request_stop(self) -> None:
         """Let a signal to this process end the run also where trainers wait and announce nothing."""

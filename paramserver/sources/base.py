@@ -151,6 +151,11 @@ class Source(ABC):
     def load_state_dict(self, state: dict[str, Any], mark: Any = None) -> None:
         """Restore ``state_dict()``, and the mark of the last group in the buffer."""
 
+    @property
+    def can_reshard(self) -> bool:
+        """Whether another number of trainers can continue what this one leaves."""
+        return type(self).reshard is not Source.reshard
+
     def reshard(self, leftovers: Sequence[ResumePosition], held: Sequence[Any]) -> None:
         """Continue with this trainer's share of what another number of trainers left.
 

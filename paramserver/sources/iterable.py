@@ -73,6 +73,10 @@ class IterableSource(Source):
             self.iterable.load_state_dict(mark["state"])  # type: ignore[attr-defined]
             self._start = self._position = mark["position"]
 
+    @property
+    def can_reshard(self) -> bool:
+        return self.stateful
+
     def reshard(self, leftovers: Sequence[ResumePosition], held: Sequence[Any]) -> None:
         if not self.stateful:
             super().reshard(leftovers, held)

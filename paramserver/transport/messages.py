@@ -56,11 +56,14 @@ class DataPosition:
         source: ``state_dict()`` of the source, from which its order follows.
         applied: ``AppliedPositions.state_dict()``: positions in that order.
         counters: of the trainer's progress, as far as the server knows them; empty if it has not been lost.
+        can_reshard, refetchable: of the source; see ``Source``.
     """
 
     source: dict[str, Any]
     applied: dict[str, Any]
     counters: dict[str, Any] = field(default_factory=dict)
+    can_reshard: bool = False
+    refetchable: bool = False
 
 
 @dataclass(frozen=True)

@@ -156,9 +156,6 @@ def test_from_python_the_origin_is_optional():
 
 
 REFUSED = {
-    "server.on_loss": ("continue", "(continue); use fail"),
-    "cluster.max_restarts": (3, "(3); use 0"),
-    "cluster.elastic": (True, "(true); use false"),
     "training.loader_workers": (2, "(2); use 0"),
     "device.server": ("cuda", "(cuda); use auto or cpu"),
 }

@@ -44,7 +44,7 @@ def all_decisions(many, limits=NONE, uneven_inputs="join"):
 
 
 def test_the_enumeration_is_complete():
-    assert len(ALL) == 12**3
+    assert len(ALL) == 16**3
     assert len(STOPLESS) == 4**3
 
 
@@ -62,12 +62,13 @@ def test_a_limit_that_is_not_reached_changes_nothing():
 
 
 @pytest.mark.parametrize("uneven_inputs", ["stop", "join"])
-def test_a_stop_dominates_and_a_signal_dominates_a_limit(uneven_inputs):
+def test_a_stop_dominates_and_the_largest_counts(uneven_inputs):
     for announced, decision in all_decisions(ALL, uneven_inputs=uneven_inputs):
         stops = {a.stop for a in announced.values()}
         if stops != {Stop.NO}:
             assert decision.verdict is Verdict.END
             assert decision.interrupted == (Stop.SIGNAL in stops)
+            assert decision.resizes == (max(stops) is Stop.RESIZE)
             assert decision.reason == f"{max(stops).name} requested"
 
 

@@ -56,7 +56,7 @@ def threads(count: int):
 def set_first_view(store: TCPStore, values: dict[str, str]) -> None:
     """Set what rank 0 would have set, in the first view."""
     store.set("paramserver/test/view", "1")
-    for name, value in values.items():
+    for name, value in {"trainers": "[1]", **values}.items():
         store.set(f"paramserver/test/1/{name}", value)
 
 

@@ -1,0 +1,185 @@
+"""Trainers that join a running job, and leave it: ``paramserver join`` and ``paramserver leave``."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paramserver.cluster import ProcessIdentity, process_environ, quiet_torch_log
+from paramserver.cluster.base import infer_placement
+from paramserver.cluster.job_token import hide_token, read_token
+from paramserver.config import Config, load_config, mode_of, with_world_size
+from paramserver.errors import DeadlineExceeded, TrainingError, UnsupportedConfiguration
+from paramserver.importing import torch_import_without_gc
+from paramserver.launch import normalize_flags, report_error
+from paramserver.runs.resume import find_config_file, open_run
+from paramserver.runs.rundir import RunDir, read_mapping
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+# A run that takes place answers at once.
+_ANSWER_S = 5.0
+
+
+def make_join_parser() -> argparse.ArgumentParser:
+    """Return the parser of ``paramserver join``."""
+    parser = argparse.ArgumentParser(
+        prog="paramserver join",
+        description="Be one more trainer of a running job (mode rpc, cluster.elastic: true). The others save a "
+        "checkpoint and continue from it together with this process, each with its share of the data that is left. "
+        "Ctrl-C or SIGTERM lets this trainer leave again.",
+        epilog="Exit codes: 0 the run is over or this trainer has left, 1 it failed, 2 the input is wrong.",
+    )
+    _add_run(parser)
+    return parser
+
+
+def make_leave_parser() -> argparse.ArgumentParser:
+    """Return the parser of ``paramserver leave``."""
+    parser = argparse.ArgumentParser(
+        prog="paramserver leave",
+        description="Let one trainer of a running job leave it (mode rpc, cluster.elastic: true). The others save a "
+        "checkpoint and continue from it, also with what is left of its data. SIGTERM to the trainer does the same.",
+        epilog="Exit codes: 0 it leaves, 1 the run does not answer, 2 the input is wrong.",
+    )
+    _add_run(parser)
+    parser.add_argument("--rank", type=int, required=True, metavar="N", help="of the trainer, as its log is named")
+    return parser
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN_DIR", help="the folder of the run")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="of the run, where RUN_DIR cannot be read")
+    parser.add_argument("--master_addr", metavar="HOST", help="host of rank 0 (default: as RUN_DIR states)")
+    parser.add_argument("--master_port", type=int, metavar="PORT", help="port of rank 0 (default: as RUN_DIR states)")
+
+
+def join_main(argv: Sequence[str]) -> int:
+    """Run ``paramserver join`` and return the exit code."""
+    return _main(make_join_parser(), argv, _join)
+
+
+def leave_main(argv: Sequence[str]) -> int:
+    """Run ``paramserver leave`` and return the exit code."""
+    return _main(make_leave_parser(), argv, _leave)
+
+
+def _main(parser: argparse.ArgumentParser, argv: Sequence[str], command: Any) -> int:
+    arguments = parser.parse_args(normalize_flags(argv))
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
+    quiet_torch_log(process_environ())
+    try:
+        command(arguments, *_find_run(arguments))
+    except KeyboardInterrupt:
+        return 1
+    except Exception as error:  # noqa: BLE001 - the last thing printed; with its traceback, unless the input is wrong
+        return report_error(error)
+    return 0
+
+
+def _find_run(arguments: argparse.Namespace) -> tuple[Config, ProcessIdentity, list[Path]]:
+    """Return the config of a running job, an identity with the address of its rank 0, and the folders of its task."""
+    folders, stored = [Path.cwd()], {}
+    if arguments.config is None:
+        run: RunDir = open_run(arguments.run)
+        config = load_config(find_config_file(run))
+        stored = read_mapping(run.environment_file, json.loads).get("store", {})
+        folders = list(dict.fromkeys([*folders, *run.task_folders()]))
+    else:
+        config = load_config(arguments.config)
+        folders.append(arguments.config.resolve().parent)
+    if not mode_of(config).has_servers:
+        raise UnsupportedConfiguration(f"mode ({config.mode}) must be rpc for trainers to join or leave a running job")
+    if not config.cluster.elastic:
+        raise UnsupportedConfiguration(
+            "cluster.elastic (False) must be true for trainers to join or leave a running job; set it at the start"
+        )
+    address = arguments.master_addr or stored.get("master_addr")
+    port = arguments.master_port or stored.get("master_port")
+    if not address or not port:
+        raise UnsupportedConfiguration(
+            f"the address of rank 0 is missing in {arguments.run}; give --master_addr and --master_port"
+        )
+    token = read_token(config.cluster.token_file, process_environ())
+    hide_token(process_environ())
+    identity = ProcessIdentity(
+        global_rank=1,
+        world_size=2,
+        local_rank=0,
+        local_world_size=1,
+        node_rank=0,
+        master_addr=address,
+        master_port=port,
+        store_is_hosted=False,
+        job=stored.get("job", "flags"),
+        source="join",
+        token=token,
+    )
+    return config, identity, folders
+
+
+def _join(arguments: argparse.Namespace, config: Config, identity: ProcessIdentity, folders: list[Path]) -> None:
+    with torch_import_without_gc():
+        from paramserver.distributed.resize import draw_rank
+        from paramserver.runtime.rank import RankPlan, run_rank
+
+    with _connect(config, identity) as (store, trainer_ranks):
+        rank = draw_rank(store, [config.cluster.num_servers - 1, *trainer_ranks])
+    local_rank, local_world_size, node_rank = infer_placement(rank, rank + 1, identity.master_addr)
+    identity = dataclasses.replace(
+        identity,
+        global_rank=rank,
+        world_size=rank + 1,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        node_rank=node_rank,
+    )
+    config = with_world_size(config, rank + 1)
+    print(f"rank {rank} asks to join {arguments.run}", file=sys.stderr, flush=True)
+    run_rank(RankPlan(config, identity, folders, ends_process=True, joins=True, report=report_error))
+
+
+def _leave(arguments: argparse.Namespace, config: Config, identity: ProcessIdentity, folders: list[Path]) -> None:
+    from paramserver.distributed.resize import ResizeRequest, refusal, send_request
+    from paramserver.distributed.timeouts import poll_until
+
+    rank, limit_s = arguments.rank, config.cluster.timeout_s
+    with _connect(config, identity) as (store, trainer_ranks):
+        if rank not in trainer_ranks:
+            raise UnsupportedConfiguration(
+                f"--rank ({rank}) must be that of a trainer of the run: {', '.join(map(str, trainer_ranks))}"
+            )
+        key = send_request(store, ResizeRequest("leave", rank))
+        answer = poll_until(time.monotonic() + limit_s, lambda: refusal(store, key), threading.Event())
+    if answer is None:
+        raise DeadlineExceeded(f"the run did not answer within cluster.timeout_s ({limit_s:g} s)")
+    if answer:
+        raise UnsupportedConfiguration(answer)
+    print(f"rank {rank} has left {arguments.run}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _connect(config: Config, identity: ProcessIdentity) -> Iterator[tuple[Store, list[int]]]:
+    from paramserver.distributed.rendezvous import connect_to_job
+
+    connected = False
+    try:
+        with connect_to_job(config, identity, _ANSWER_S) as job:
+            connected = True
+            yield job
+    except DeadlineExceeded as error:
+        if connected:
+            raise
+        raise TrainingError(
+            f"no run answers at {identity.master_addr}:{identity.master_port}; only a running job can be joined or left"
+        ) from error
