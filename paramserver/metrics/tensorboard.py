@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paramserver.errors import StorageError
 from paramserver.metrics.sinks import Record, Sink
 
 if TYPE_CHECKING:
@@ -109,6 +110,9 @@ class TensorBoard(Sink):
         folder: the ``tensorboard`` folder of the run.
         purge_step: for a resumed run, the first step whose earlier events are invalid (the resumed step plus one).
 
+    Raises:
+        StorageError: the folder was removed or moved; noticed by the next ``write``.
+
     Example::
 
         >>> import tempfile
@@ -132,6 +136,12 @@ class TensorBoard(Sink):
         if not points:
             return
         writer = self._get_writer()
+        # Here, because the writer's own thread would print a traceback.
+        if not self.folder.is_dir():
+            raise StorageError(
+                f"TensorBoard folder {self.folder} must stay in place while the run writes it, and was removed or "
+                "moved; its events are lost, their records are in metrics.jsonl"
+            )
         for tag, value in points:
             # The time of the record: records of trainers are written later than they were made.
             writer.add_scalar(tag, value, record.get("step"), walltime=record["time"])

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -366,8 +367,12 @@ class CheckpointManager:
         Raises:
             StorageError: as ``RunMonitor.close``.
         """
-        if self.run.path.is_dir() and not self.run.logs_dir.is_dir():
-            self.monitor.note(f"{self.run.logs_dir} was removed while the run wrote it; what it logged there is lost")
+        folders = [self.run.logs_dir]
+        if self.config.logging.tensorboard and find_spec("tensorboard") is not None:
+            folders.append(self.run.tensorboard_dir)
+        for folder in folders if self.run.path.is_dir() else ():
+            if not folder.is_dir():
+                self.monitor.note(f"{folder} was removed while the run wrote it; what it logged there is lost")
         refused: StorageError | None = None
         try:
             self.writer.close(LAST_WRITE_S)

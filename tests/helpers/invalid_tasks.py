@@ -166,6 +166,9 @@ class ChangesRunFolder(ReferenceTask):
     def remove_logs(self):
         shutil.rmtree(self.run_dir / "logs")
 
+    def remove_tensorboard(self):
+        shutil.rmtree(self.run_dir / "tensorboard")
+
 
 class DiffersBetweenTrainers(ReferenceTask):
     """Trainer 1 has another model, data set or validation set than trainer 0."""

@@ -61,11 +61,12 @@ def test_a_checkpoint_that_is_removed_is_not_named_in_the_summary(tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["local", pytest.param("rpc", marks=pytest.mark.processes)])
-def test_logs_that_are_removed_are_noted(tmp_path, mode):
-    finished = changed(tmp_path, mode, "remove_logs")
+@pytest.mark.parametrize("folder", ["logs", "tensorboard"])
+def test_logs_that_are_removed_are_noted(tmp_path, mode, folder):
+    finished = changed(tmp_path, mode, f"remove_{folder}", logging={"tensorboard": True})
     assert finished.code == 0, finished.output
     (note,) = [record["text"] for record in finished.of_kind("note")]
-    assert re.search(r"/runs/run/logs was removed while the run wrote it", note)
+    assert re.search(rf"/runs/run/{folder} was removed while the run wrote it", note)
     assert note in finished.output
 
 
