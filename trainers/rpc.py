@@ -93,6 +93,7 @@ class RpcTrainer(Trainer):
         self._asked_to_leave = False
         self._sent_buckets: dict[GradientBucket, InFlightCall[None]] = {}
         self._records_sent = time.monotonic()
+        self._sending_records: InFlightCall[None] | None = None
         # A change through ``grad.data`` after backward cannot be noticed, so nothing is sent before these hooks ran.
         self._overlaps_backward = not overrides(task, Task.on_batch_end) and not overrides(
             self, Trainer.on_after_backward
@@ -407,9 +408,12 @@ class RpcTrainer(Trainer):
             self._flush_records()
 
     def _flush_records(self) -> InFlightCall[None]:
+        if self._sending_records is not None:
+            self._sending_records.wait()  # it is sent again if it is lost, and has long been received otherwise
         self._records_sent = time.monotonic()
         records, self.records = self.records, []
-        return self.server.send_records(records)
+        self._sending_records = self.server.send_records(records)
+        return self._sending_records
 
     def leave(self, totals: TrainerTotals, decision: Decision) -> None:
         self._flush_records().wait()

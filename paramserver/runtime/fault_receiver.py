@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 # A call is lost only once this process takes part in steps: a process that cannot reach the servers at its start ends.
 _STEP_CALLS = ("push", "push_in_place")
-# The reply need not be awaited, so no process would notice that it is lost.
-_NOT_AWAITED = ("receive_records",)
 
 
 class FaultReceiver:
@@ -129,9 +127,8 @@ class FaultReceiver:
             return False
         if any(now < until and name in ("", to) for name, until in self._cut_off.items()):
             return True
-        lossy = self._role.kind == "trainer" and handler not in _NOT_AWAITED
         chance = self._lost_percent[messages] if now < self._lose_until[messages] else 0.0
-        return lossy and self._random.random() * 100 < chance
+        return self._role.kind == "trainer" and self._random.random() * 100 < chance
 
     def _failed(self, future: Future[Any], handler: str, what: str) -> Future[Any]:
         self._send({"lost": f"{what} of {handler}"})

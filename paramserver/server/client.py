@@ -283,6 +283,7 @@ _EXECUTED_ONCE = frozenset(
         ParameterServer.stage_checkpoint,
         ParameterServer.receive_part_chunk,
         ParameterServer.finish_part,
+        ParameterServer.receive_records,
     }
 )
 
@@ -492,5 +493,5 @@ class ServerClient(ServerConnection):
         self.call_deferred(ParameterServer.finish_part, self._id, step, pause_s)
 
     def send_records(self, records: Sequence[Record]) -> InFlightCall[None]:
-        """Send records to rank 0; the reply need not be awaited."""
-        return self.begin(SERVER_NAME, ParameterServer.receive_records, records)
+        """Send records to rank 0; wait for the reply before the next ones are sent."""
+        return self.begin(SERVER_NAME, ParameterServer.receive_records, self._id, records)

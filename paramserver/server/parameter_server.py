@@ -818,7 +818,8 @@ class ParameterServer(TutorialMethods):
         self._complete({trainer_index: future}, commit)
         return future
 
-    def receive_records(self, records: Sequence[Record]) -> None:
+    @executed_once
+    def receive_records(self, sender: TrainerId, records: Sequence[Record]) -> None:
         """Write a trainer's records."""
         try:
             for record in records:

@@ -24,7 +24,7 @@ class Paced(ReferenceTask):
 SERVER = {"heartbeat_s": 0.3, "lost_after_s": 4.0}
 
 
-def config_file(folder, *, trainers=2, mode="rpc", server=None):
+def config_file(folder, *, trainers=2, servers=1, mode="rpc", server=None):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "paced.py").write_text(TASK)
     return write_config(
@@ -32,7 +32,7 @@ def config_file(folder, *, trainers=2, mode="rpc", server=None):
         task=f"{folder}/paced.py:Paced",
         mode=mode,
         task_args={"batch_norm": False, "validation": 0, "optimizer": "adam", "samples": 240 * trainers},
-        cluster={"num_trainers": trainers, "timeout_s": 60},
+        cluster={"num_trainers": trainers, "num_servers": servers, "timeout_s": 60},
         **({"server": {**SERVER, **(server or {})}} if mode == "rpc" else {}),
         training={"max_steps": None, "max_epochs": 2, "uneven_inputs": "join"},
         checkpoint={"every": 15},
@@ -62,10 +62,12 @@ def assert_passed(finished):
     assert "did not fire" not in finished.output
 
 
-@pytest.mark.parametrize("trainers", [1, 2])
-def test_lost_messages_are_sent_again_and_change_no_bit(tmp_path, trainers):
-    faults = "lose replies 4%; lose requests 4%"
-    finished = chaos(tmp_path, "--compare", "--faults", faults, trainers=trainers)
+@pytest.mark.parametrize(("trainers", "servers"), [(1, 1), (2, 1), (2, 2)])
+def test_lost_messages_are_sent_again_and_change_no_bit(tmp_path, trainers, servers):
+    """Also those of a short partition, during which all messages of a trainer are lost."""
+    faults = "lose replies 4%; lose requests 4%; partition trainer:0 @step 20 for 1s"
+    server = {"transport": "rpc", "bucket_mb": 0.0005} if servers > 1 else {}
+    finished = chaos(tmp_path, "--compare", "--faults", faults, trainers=trainers, servers=servers, server=server)
     assert_passed(finished)
     assert checks(finished)["parameters are those without faults"]
     lost, repeated = map(int, re.search(r"(\d+) lost, (\d+) sent again", finished.output).groups())
@@ -91,6 +93,15 @@ def test_with_rollback_no_fault_changes_a_bit(tmp_path):
     assert_passed(finished)
     assert checks(finished)["parameters are those without faults"]
     assert re.search(r"[1-9]\d* made again", finished.output)
+
+
+def test_a_trainer_that_is_cut_off_for_long_joins_again_and_the_others_continue(tmp_path):
+    """What the server held for its step is released, while its process lives and is still in that step."""
+    faults = "partition trainer:1 @step 20 for 3s; partition trainer:0 @step 60 for 3s"
+    finished = chaos(tmp_path, "--faults", faults, server={"lost_after_s": 1.5})
+    assert_passed(finished)
+    assert [record["trainer"] for record in finished.of_kind("lost")] == [1, 0]
+    assert [record["trainer"] for record in finished.of_kind("joined")] == [1, 0]
 
 
 def test_a_rank_that_holds_the_interpreter_is_replaced(tmp_path):

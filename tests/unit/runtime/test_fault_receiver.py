@@ -96,14 +96,13 @@ def test_requests_and_replies_are_lost_at_their_rates_and_counted(injected):
     wait_until(lambda: director.repeated == ["push"])
 
 
-def test_nothing_is_lost_before_the_first_push_nor_of_records_nor_to_shard_servers(injected):
+def test_nothing_is_lost_before_the_first_push(injected):
     _, receiver = injected(Fault("lose", "", "requests", amount=50.0))
     wait_until(lambda: receiver._lost_percent["requests"] > 0)
     assert set(outcomes(receiver, 50, handler="join")) == {1}
     outcomes(receiver, 1)
     assert len(set(outcomes(receiver, 50, handler="join"))) == 2
-    assert set(outcomes(receiver, 50, handler="receive_records")) == {1}
-    assert set(outcomes(receiver, 50, to="server1")) == {1}
+    assert len(set(outcomes(receiver, 50, to="server1"))) == 2
 
 
 def test_a_partition_fails_all_calls_until_it_ends(injected):
