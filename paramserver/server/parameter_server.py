@@ -821,6 +821,8 @@ class ParameterServer(TutorialMethods):
     @executed_once
     def receive_records(self, sender: TrainerId, records: Sequence[Record]) -> None:
         """Write a trainer's records."""
+        with self._lock:
+            self._index_of(sender)
         try:
             for record in records:
                 self.monitor.record(record)
