@@ -348,14 +348,25 @@ def _run_rank_here(
     from paramserver.metrics.console import Console
 
     with torch_import_without_gc():
-        from paramserver.runtime.rank import RankPlan, run_rank
+        from paramserver.runtime.rank import RankPlan, continue_launch, run_rank
 
+    earlier = None if run is None or identity.global_rank else continue_launch(run, identity)
+    run = earlier or run
     # Rank 0 alone owns the folder: it locks, changes and rolls it back, and the console is its own.
     changes = () if run is None or identity.global_rank else describe_resume(run, config)
     sinks = () if identity.global_rank else (Console(config, sys.stderr, changes),)
     resume = run is not None
     plan = RankPlan(
-        config, identity, folders, sinks, run, resume, ends_process=True, command=command, report=report_error
+        config,
+        identity,
+        folders,
+        sinks,
+        run,
+        resume,
+        ends_process=True,
+        command=command,
+        restarted=earlier is not None,
+        report=report_error,
     )
     with nullcontext() if run is None or identity.global_rank else resume_transaction(run):
         summary = run_rank(plan)

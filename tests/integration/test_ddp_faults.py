@@ -161,7 +161,7 @@ def test_the_supervisor_starts_all_ranks_again(tmp_path, number):
     assert_equal_runs(whole, finished, trainers=2)
 
 
-def torchrun(folder, name, mode, mark, batch):
+def torchrun(folder, name, mode, mark, batch, *flags):
     """A run of two trainers under torchrun, with a server in rpc, in which trainer 1 is killed once."""
     config = write_config(
         folder,
@@ -173,7 +173,7 @@ def torchrun(folder, name, mode, mark, batch):
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "2"),
             *("--nproc-per-node", "2" if mode == "ddp" else "3"),
-            *("-m", "paramserver.launch", "--config", str(config)),
+            *("-m", "paramserver.launch", "--config", str(config), *flags),
         ],
         capture_output=True,
         text=True,
@@ -209,6 +209,22 @@ def test_torchrun_restarts_the_ranks_and_they_continue_the_run(tmp_path, mode, b
     starts = [(record["step"], record["resumed"]) for record in everything(finished.run_dir, "start")]
     assert starts == [(0, False), (begins_at, begins_at > 0)], finished.output
     assert_equal_runs(whole, finished, trainers=2)
+
+
+def test_torchrun_that_resumes_a_checkpoint_continues_from_the_newest_after_a_loss(tmp_path):
+    mark = tmp_path / "mark"
+    mark.touch()  # no fault yet
+    first = torchrun(tmp_path, "run", "rpc", mark, 24, "--set", "training.max_steps=14")
+    assert first.code == 0, first.output
+    mark.unlink()
+    chosen = first.run_dir / "checkpoints" / "step-00000007"
+    flags = ("--resume", str(chosen), "--set", "training.max_steps=30")
+    finished = torchrun(tmp_path, "run", "rpc", mark, 24, *flags)
+    assert mark.exists()
+    assert finished.code == 0, finished.output
+    starts = [(record["step"], record["resumed"]) for record in everything(finished.run_dir, "start")]
+    assert starts == [(0, False), (7, True), (21, True)], finished.output
+    assert finished.summary["updates_redone"] == 3
 
 
 def everything(run_dir, kind):
