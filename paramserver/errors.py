@@ -14,6 +14,7 @@
     │   ├── NotFinite                 a loss, a gradient or a parameter is NaN, infinite or too large for the wire
     │   ├── PeerLost                  another process of the run died or stopped responding
     │   │   ├── PeerFailed            it failed and reported its error
+    │   │   ├── Unreachable           a server that lives accepts no new connection
     │   │   ├── Evicted               this process was taken for lost, and another may have its place
     │   │   ├── ViewChanged           the servers return to a checkpoint, and all processes join again
     │   │   └── RunEnded              the run had ended before this process joined
@@ -124,6 +125,10 @@ class Evicted(PeerLost):
 
 
 class ViewChanged(PeerLost):
+    pass
+
+
+class Unreachable(PeerLost):
     pass
 
 

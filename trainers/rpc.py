@@ -29,6 +29,7 @@ from paramserver.errors import (
     PeerRefused,
     RunEnded,
     TaskError,
+    Unreachable,
     UnsupportedConfiguration,
     ViewChanged,
 )
@@ -424,7 +425,7 @@ class RpcTrainer(Trainer):
         if not self.joined:
             # Also a server that could not be reached: nothing watches it before it has joined. A process that joins
             # again tries to reach it until it gives up.
-            joins_again = bool(self.process.session) and isinstance(error, PeerLost)
+            joins_again = isinstance(error, PeerLost if self.process.session else Unreachable)
             if not joins_again and not isinstance(error, (PeerRefused, Evicted, RunEnded, ViewChanged)):
                 self.rendezvous.report_failure(failure)
         elif not isinstance(error, (PeerLost, PeerRefused)):  # these come from the server

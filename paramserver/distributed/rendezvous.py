@@ -25,7 +25,7 @@ from paramserver.distributed.resize import ResizeRequest, has_left, refusal, sen
 from paramserver.distributed.rpc_calls import RemoteError, host_identity
 from paramserver.distributed.store_relay import CURE, StoreGuard, StoreTunnel, asks_for_token
 from paramserver.distributed.timeouts import call_with_timeout, poll_until
-from paramserver.errors import DeadlineExceeded, Evicted, Interrupted, PeerLost, UnsupportedConfiguration
+from paramserver.errors import DeadlineExceeded, Evicted, Interrupted, PeerLost, Unreachable, UnsupportedConfiguration
 
 log = logging.getLogger("paramserver")
 
@@ -36,6 +36,7 @@ _FROZEN_S = 2.0
 _POLL_S = 0.02
 
 _FAILED = "failed"
+_UNREACHABLE = "unreachable"
 _STARTED = "started"
 
 # Keys that may differ between the ranks of a run: where each one finds its own devices and folders.
@@ -165,6 +166,18 @@ class Rendezvous:
             self.set(_FAILED, f"{failure.kind} {failure.message}")
         except PeerLost as loss:
             log.warning("%s; it was not informed of a failure here", str(loss))
+
+    def report_unreachable(self, error: Unreachable) -> None:
+        """Report that a server accepts no connection of this rank, so that all make new ones.
+
+        Raises:
+            PeerLost: rank 0 is gone.
+        """
+        self.set(_UNREACHABLE, str(error))
+
+    def unreachable(self) -> str | None:
+        """Return why a rank could not connect in this view, if one reported that."""
+        return self.get(_UNREACHABLE) if self.store.check([_UNREACHABLE]) else None
 
     def reported_failure(self) -> RemoteError | None:
         """Return a failure that a rank reported, if there is one."""

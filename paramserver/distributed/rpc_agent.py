@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import HashStore, Store
 from torch._C._distributed_rpc import TensorPipeAgent
 from torch.distributed.rpc._utils import _update_group_membership
 
-from paramserver.errors import PeerLost
+from paramserver.errors import Unreachable
 
 _autograd_id: int | None = None
 
@@ -83,14 +83,15 @@ def register_with(hub: str) -> None:
     This is never undone (docs/torch-notes.md, "Members are never removed").
 
     Raises:
-        PeerLost: ``hub`` has ended since it published its address, or does not reply.
+        Unreachable: ``hub`` does not reply: it has ended since it published its address, or accepts no connection any
+            more (docs/torch-notes.md, "A connection that ends early ends the listener").
     """
     own = rpc.get_worker_info()
     try:
         rpc.rpc_sync(hub, _update_group_membership, args=(own, [], {}, True))
     except RuntimeError as error:
         who = f"server {hub.removeprefix('server')}"
-        raise PeerLost(f"{who} did not accept this process: {str(error).splitlines()[0]}") from error
+        raise Unreachable(f"{who} did not accept this process: {str(error).splitlines()[0]}") from error
 
 
 def current_context_id() -> int:

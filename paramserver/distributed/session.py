@@ -7,7 +7,7 @@ the death of one disturbs no other (see ``rpc_agent.start_star_agent``).
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,7 +21,7 @@ from paramserver.distributed.rendezvous import Rendezvous, detect_lost_store
 from paramserver.distributed.rpc_agent import autograd_id, register_with, start_first_agent, start_star_agent
 from paramserver.distributed.rpc_calls import agent_options
 from paramserver.distributed.timeouts import call_with_timeout
-from paramserver.errors import DeadlineExceeded
+from paramserver.errors import DeadlineExceeded, Unreachable
 
 log = logging.getLogger("paramserver")
 
@@ -70,7 +70,7 @@ def rpc_shard_server(rendezvous: Rendezvous, server_index: int) -> Iterator[str]
         own_address = start_star_agent(name, server_index, hubs, options, store)
     try:
         rendezvous.set(f"addrs/{name}", own_address)
-        register_with(SERVER_NAME)
+        _register(rendezvous, [SERVER_NAME])
         rendezvous.set(f"{name}/host", rendezvous.host)
         yield name
     finally:
@@ -108,11 +108,19 @@ def rpc_trainer(rendezvous: Rendezvous, trainer_index: int, servers: int = 1) ->
         rendezvous.set(f"addrs/{name}", own_address)
         for server in names[1:]:
             rendezvous.set(f"{server}/addrs/{name}", own_address)
-        for server in names:
-            register_with(server)
+        _register(rendezvous, names)
         yield TrainerAgent(name, worker_id, tuple(addresses.values()))
     finally:
         _shutdown_agent()
+
+
+def _register(rendezvous: Rendezvous, servers: Sequence[str]) -> None:
+    try:
+        for server in servers:
+            register_with(server)
+    except Unreachable as error:
+        rendezvous.report_unreachable(error)
+        raise
 
 
 # Ids are 16 bits wide in torch. Each view begins higher, so that ids grow over the life of a run, until they repeat.

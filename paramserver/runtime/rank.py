@@ -48,6 +48,7 @@ from paramserver.errors import (
     PeerLost,
     RunEnded,
     TrainingError,
+    Unreachable,
     UnsupportedConfiguration,
     ViewChanged,
 )
@@ -394,9 +395,11 @@ class Session:
             or process.identity.global_rank == 0
             or config.cluster.max_restarts == 0
             # Before the first time, the user learns at once that rank 0 is gone; a supervisor starts it again.
-            or (plan.writes_log and not self.joined and give_up_at is None)
+            or (plan.writes_log and not (self.joined or isinstance(loss, Unreachable)) and give_up_at is None)
         ):
             raise loss
+        elif isinstance(loss, Unreachable):
+            min_view = self.view + 1  # rank 0 begins it, as this was reported
         elif isinstance(loss, Evicted):
             if server_computes(config):
                 raise loss  # the living server knows this process's contexts by an id that it has used
@@ -708,6 +711,9 @@ def _wait_until_finished(
     deadline, announced = time.monotonic() + config.cluster.timeout_s, False
     while not server.finished.wait(config.server.heartbeat_s):
         server.check_heartbeats()
+        if (unreachable := rendezvous.unreachable()) is not None:
+            server.reconnect(unreachable)
+            continue
         if server.started:
             if not announced:
                 rendezvous.announce_start()

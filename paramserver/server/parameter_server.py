@@ -515,6 +515,12 @@ class ParameterServer(TutorialMethods):
         self._finish_staging()
         self._finish_if_all_left()
 
+    def reconnect(self, reason: str) -> None:
+        """Return all processes to the last checkpoint, with new connections: another one could not connect."""
+        with self._lock:
+            if self.error is None and self.last_decision is None:
+                self._change_view(reason)
+
     def _change_view(self, reason: str) -> None:
         """Return all processes to the last checkpoint, if lost ones start again: this server's session ends."""
         if self.config.cluster.max_restarts == 0:

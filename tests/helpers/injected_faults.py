@@ -21,6 +21,8 @@ HOLD_S = 10
 class Injected(ReferenceTask):
     """Writes ``<folder>/rows``: time, pid, rank and step of each batch that begins; and ``<folder>/mark``: the fault.
 
+    An empty file ``<folder>/joined-<rank>-<pid>`` shows that a process has joined.
+
     A fault of a server is that of its optimizer or schedule, or a signal that trainer 0 sends at that moment.
 
     Args:
@@ -85,6 +87,7 @@ class Injected(ReferenceTask):
     # The hooks of each phase.
 
     def build_model(self):
+        (self.folder / f"joined-{self.rank}-{os.getpid()}").touch()
         self._reach("joining")
         return super().build_model()
 

@@ -2,10 +2,15 @@
 
 import ipaddress
 import json
+import socket
+import threading
+import time
 
+import psutil
 import pytest
-from launching import TASKS, launch
+from launching import TASKS, FinishedRun, environment, fork_server, launch, write_config
 from simulations import SHAPE
+from supervised_tasks import ranks_of
 
 pytestmark = pytest.mark.processes
 
@@ -53,3 +58,42 @@ def test_a_local_run_listens_on_loopback_only(tmp_path, mode, servers, simulatio
     found = json.loads(listeners.read_text())
     assert len(found) >= fewest, found
     assert {address for _, address in found if not ipaddress.ip_address(address).is_loopback} == set(), found
+
+
+def test_a_listener_that_was_closed_is_made_anew(tmp_path):
+    """A connection that ends before its first message closes the listeners of TensorPipe; the run outlives it."""
+    file = write_config(
+        tmp_path,
+        task=f"{HELPERS / 'injected_faults.py'}:Injected",
+        task_args={"folder": str(tmp_path)},
+        mode="rpc",
+        cluster={"num_trainers": 2},
+        training={"max_steps": None, "max_epochs": 8, "uneven_inputs": "join"},
+        checkpoint={"every": 5},
+    )
+    run_dir = tmp_path / "runs" / "run"
+    with fork_server().start(["--config", file, "--set", "logging.name=run"], tmp_path, environment()) as run:
+        deadline = time.monotonic() + 30
+        while not (run_dir / "checkpoints" / "latest").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        ranks = ranks_of(run.pid)
+        ports = [c.laddr.port for c in ranks[0].net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+        # One ends all: that of the agent, or one of a channel. The store goes on.
+        refused = [port for port in ports for _ in range(2) if is_refused(port)]
+        assert len(set(refused)) == len(ports) - 1, (refused, ports)
+        ranks[2].kill()
+        assert run.wait(60) == 0, run.output.read_text()
+        finished = FinishedRun(0, run.output.read_text(), run_dir)
+    assert "ECONNREFUSED" in finished.log(0)
+    assert "returns to its last checkpoint" in finished.log(0)
+    assert finished.summary["samples"] == 8 * 256
+
+
+def is_refused(port):
+    try:
+        socket.create_connection(("127.0.0.1", port)).close()
+    except ConnectionRefusedError:
+        return True
+    threading.Event().wait(0.1)  # the other process closes its listeners soon
+    return False

@@ -244,7 +244,7 @@ def run_kills(kills: Kills, folder: Path, references: References) -> Outcome:
     if code != 0:
         outcome.problems.append(f"exit code {code}: {output.rpartition('error: ')[2][:300]}")
     else:
-        outcome.problems += _problems_of_accounts(finished, kills.epochs * SAMPLES)
+        outcome.problems += problems_of_accounts(finished, kills.epochs * SAMPLES)
         if kills.must_equal:
             reference = references.of(kills.config(), kills.options)
             if differing_tensors(finished.load("model"), reference.load("model")):
@@ -252,7 +252,7 @@ def run_kills(kills: Kills, folder: Path, references: References) -> Outcome:
     return outcome
 
 
-def _problems_of_accounts(finished: FinishedRun, due: int) -> list[str]:
+def problems_of_accounts(finished: FinishedRun, due: int) -> list[str]:
     summary, problems = finished.summary, []
     if summary["status"] != "completed" or summary["samples"] != due:
         problems.append(f"{summary['status']}, {summary['samples']} samples applied, {due} due")
