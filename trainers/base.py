@@ -590,11 +590,12 @@ class Trainer(ABC):
             self.data.load_state_dict(part)
         self.progress = TrainerProgress(**part["counters"])
         self._saved_step = self.step
-        if part["random"] is None:  # the checkpoint is of fewer trainers
+        if part["random"] is not None:
+            restore_random_states(part["random"])
+        else:  # the checkpoint is of fewer trainers, or this one was lost when it was made
             seed_all(self.config.seed, part["resumes"], 1 + self.trainer_index)
-            return
-        restore_random_states(part["random"])
-        self.task.on_resume(part["task"])
+        if part["random"] is not None or part["task"]:
+            self.task.on_resume(part["task"])
 
     # Records.
 

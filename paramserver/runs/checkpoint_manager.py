@@ -23,6 +23,7 @@ from paramserver.checkpoint import (
     pack,
     read_checkpoint,
     stage_copy,
+    unpack,
 )
 from paramserver.checkpoint.save import restore_best_pointer
 from paramserver.config import Config, num_trainers_of, world_size_of
@@ -311,13 +312,18 @@ class CheckpointManager:
 
         Args:
             staged: made by ``stage``.
-            parts: of each trainer, by its index: private objects, or the file that ``torch.save`` made of them.
+            parts: of each trainer, by its index: private objects, or the file that ``torch.save`` made of them. That of
+                a lost trainer, without ``task``, gets the state of its task in the newest checkpoint that was written.
             pause_s: how long training stopped for the copies, on the trainer where that took longest.
 
         Raises:
             Exception: the failure of an earlier write, or of this one without ``checkpoint.background``.
         """
         config = self.config
+        parts = {
+            i: part if isinstance(part, ChunkedFile) or "task" in part else {**part, "task": self._task_state(i)}
+            for i, part in parts.items()
+        }
         files = {
             f"trainer-{i}.pt" if isinstance(p, ChunkedFile) else f"trainer-{i}": p for i, p in sorted(parts.items())
         }
@@ -335,6 +341,10 @@ class CheckpointManager:
         self.pauses_s.append(pause_s)
         reason = staged.reason  # the callback must not keep ``staged``, and with it the copies, alive
         future.add_done_callback(lambda done: self._record_written(done, pause_s, reason))
+
+    def _task_state(self, trainer_index: int) -> Any:
+        part = self.trainer_part(trainer_index, newest=True)
+        return {} if part is None else unpack(part)["task"]
 
     def _record_written(self, done: Future[WrittenCheckpoint], pause_s: float, reason: str) -> None:
         if done.cancelled() or done.exception() is not None:

@@ -757,7 +757,8 @@ class ParameterServer(TutorialMethods):
     def _substitute_parts(self) -> dict[int, dict[str, Any]]:
         """Return, for each trainer, what its part of a checkpoint is replaced with if it is lost before that is sent.
 
-        Such a part has no buffer: the trainer's data continues after what has been applied.
+        Such a part has no buffer: the trainer's data continues after what has been applied. ``CheckpointManager.commit``
+        adds the state of its task.
         """
         parts = {}
         for index, source in self._sources.items():
@@ -769,7 +770,6 @@ class ParameterServer(TutorialMethods):
                 "random": None,
                 "resumes": self.monitor.resumes + 1,
                 "counters": self._progress_of(index),
-                "task": {},
             }
         return parts
 

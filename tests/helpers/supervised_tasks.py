@@ -6,11 +6,13 @@ import json
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 
 import psutil
 from tasks import ReferenceTask
 
+from paramserver.distributed.timeouts import poll_until
 from paramserver.runs.checkpoint_manager import CheckpointManager
 from paramserver.runs.monitor import RunMonitor
 
@@ -129,3 +131,36 @@ class Blocks(ReferenceTask):
 
     def on_train_end(self):
         self._block_in("on_train_end")
+
+
+class KilledWhileSaving(ReferenceTask):
+    """Its state is the number of the checkpoint; trainer 1 kills its process in the second one, once.
+
+    Trainer 0 waits at batch 32 until another process has resumed in its place.
+
+    Args:
+        mark: a file that is written just before.
+        resumed: a file to which each trainer appends what ``on_resume`` gets.
+    """
+
+    def __init__(self, mark, resumed, **options):
+        super().__init__(**options)
+        self.mark, self.resumed, self.saves = Path(mark), Path(resumed), 0
+
+    def training_step(self, model, batch, batch_idx):
+        if (self.trainer.trainer_index, batch_idx) == (0, 32):
+            replaced = poll_until(time.monotonic() + 60, lambda: self.resumed.exists() or None, threading.Event())
+            assert replaced, "trainer 1 was not replaced"
+        return super().training_step(model, batch, batch_idx)
+
+    def on_checkpoint(self, state):
+        self.saves += 1
+        if (self.trainer.trainer_index, self.saves) == (1, 2) and not self.mark.exists():
+            self.mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        state["saves"] = self.saves
+
+    def on_resume(self, state):
+        self.saves = state["saves"]
+        with self.resumed.open("a") as file:
+            file.write(f"trainer {self.trainer.trainer_index} resumes after save {self.saves}\n")

@@ -1,4 +1,4 @@
-"""A rank of ddp that dies or freezes while a part of a checkpoint is on its way: who notices, and how soon."""
+"""A rank that dies or freezes while a checkpoint is made: who notices and how soon, and what the checkpoint holds."""
 
 import json
 import re
@@ -85,3 +85,27 @@ def test_a_rank_zero_that_freezes_and_a_rank_that_freezes_a_waiting_loop_are_not
     )
     check_frozen(zero, 0, survivors=(1,))
     check_frozen(waiting, 1, survivors=(0,))
+
+
+def test_the_part_of_a_lost_trainer_has_the_newest_known_state_of_its_task(tmp_path):
+    """So the process that takes its place gets it."""
+    mark, resumed = tmp_path / "mark", tmp_path / "resumed"
+    finished = launch(
+        tmp_path,
+        mode="rpc",
+        task=f"{TASKS.with_name('supervised_tasks.py')}:KilledWhileSaving",
+        task_args={"mark": str(mark), "resumed": str(resumed)},
+        cluster={"num_trainers": 2, "timeout_s": 60},
+        server={"heartbeat_s": 0.3, "lost_after_s": 5.0},
+        training={"max_steps": 50},
+        checkpoint={"every": 10, "keep": 9},
+        timeout_s=90,
+    )
+    assert finished.code == 0, finished.output
+    assert mark.exists(), "no trainer was killed"
+    saved = [read_checkpoint(path) for path in sorted((finished.run_dir / "checkpoints").glob("step-*"))]
+    parts = [checkpoint.load("trainer-1") for checkpoint in saved]
+    substituted = [part["random"] is None for part in parts]
+    assert substituted[:3] == [False, True, True], "trainer 0 waits at batch 32 for the replacement"
+    assert [part["task"]["saves"] for part in parts[:3]] == [1, 1, 1]
+    assert resumed.read_text() == "trainer 1 resumes after save 1\n"
