@@ -87,9 +87,9 @@ class Rendezvous:
 
     @property
     def root(self) -> Store:
-        """The store of the job, which keeps its keys from one view to the next."""
+        """The store of the job; see ``job_store``."""
         assert self.base is not None
-        return _root(self.base, self.identity)
+        return job_store(self.base, self.identity)
 
     def set(self, key: str, value: str) -> None:
         """Set ``key``.
@@ -241,7 +241,8 @@ def join_rendezvous(
     return Rendezvous(prefixed, identity, timeout_s, host_identity(), view, base, ranks, sockets)
 
 
-def _root(base: Store, identity: ProcessIdentity) -> Store:
+def job_store(base: Store, identity: ProcessIdentity) -> Store:
+    """Return the store of the job, which keeps its keys from one view to the next."""
     return PrefixStore(f"paramserver/{identity.job}", base)
 
 
@@ -268,7 +269,7 @@ def _begin_view(
         store.set("trainers", json.dumps(ranks))
         store.set("config", dump_yaml(config))
         _claim_rank(store, identity, replaces=False)
-        _root(base, identity).set("view", str(view))
+        job_store(base, identity).set("view", str(view))
         deadline, newcomers_until = (time.monotonic() + limit for limit in (timeout_s, config.server.lost_after_s))
         missing = [*range(1, servers), *ranks]
         while missing:
@@ -300,7 +301,7 @@ def _join_view(
 ) -> tuple[int, tuple[int, ...]]:
     """Join the first view from ``view`` on, or ask to join a later one; return it, and the trainers that take part."""
     rank, servers, timeout_s = identity.global_rank, num_servers_of(config), config.cluster.timeout_s
-    root, request = _root(base, identity), None
+    root, request = job_store(base, identity), None
     while True:
         view = _wait_for_view(root, view, request, timeout_s, interrupted)
         store = _in_view(base, identity, view)
@@ -337,7 +338,7 @@ def connect_to_job(config: Config, identity: ProcessIdentity, limit_s: float) ->
     deadline = time.monotonic() + limit_s
     with ExitStack() as resources, detect_lost_store():
         base = _open_store(identity, limit_s, deadline, threading.Event(), None, OpenedSockets(), resources)
-        root = _root(base, identity)
+        root = job_store(base, identity)
         view = int(_get(root, "view", limit_s, "the start of rank 0"))
         ranks = _get(_in_view(base, identity, view), "trainers", limit_s, "the list of trainers")
         yield root, json.loads(ranks)

@@ -36,7 +36,7 @@ from paramserver.config import (
 from paramserver.consistency import Decision
 from paramserver.context import ProcessContext, StartupTimer, StopRequest, set_trainer_index
 from paramserver.devices import Placement, place_server, place_trainer
-from paramserver.distributed.rendezvous import LeftRun, Rendezvous, join_rendezvous
+from paramserver.distributed.rendezvous import LeftRun, Rendezvous, job_store, join_rendezvous
 from paramserver.distributed.resize import ResizeRequest, mark_carried_out, pending_requests, refuse, resized
 from paramserver.distributed.session import rpc_server
 from paramserver.errors import (
@@ -237,6 +237,9 @@ class Session:
             if not mode_of(config).single_process:
                 if identity.global_rank == 0:
                     self._report("view")  # ranks that have finished must come back before the rendezvous is complete
+                    if self.resize is not None and self.store is not None:
+                        # Before the view begins: a trainer that finds itself left out must know why.
+                        mark_carried_out(job_store(self.store, identity), self.resize.requests)
                 try:
                     rendezvous = join_rendezvous(
                         config,
@@ -273,8 +276,6 @@ class Session:
                 checkpoints = stack.enter_context(_open_run(plan, process, self))
                 run = checkpoints.run
                 if rendezvous is not None:
-                    if self.resize is not None:
-                        mark_carried_out(rendezvous.root, self.resize.requests)
                     rendezvous.record_run(run.name)
                     rendezvous.set("run", run.name)
             else:

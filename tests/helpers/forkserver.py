@@ -60,12 +60,13 @@ class ForkServer:
         self.socket.close()
         self.process.wait(30)
 
-    def start(self, arguments, folder, environ=None, program="launch"):
-        """Start ``python -m paramserver.<program>`` with these arguments in ``folder``; any thread may call this."""
+    def start(self, arguments, folder, environ=None, program="launch", function="main"):
+        """Start ``paramserver.<program>.<function>`` with these arguments in ``folder``; any thread may call this."""
         reading, writing = os.pipe()
         output = folder / f"output-{next(self._numbers)}"
         request = {
             "program": program,
+            "function": function,
             "arguments": [str(argument) for argument in arguments],
             "folder": str(folder),
             "output": str(output),
@@ -218,7 +219,7 @@ def run_supervisor(request, status):
     os.write(status, f"{os.getpid()}\n".encode())
     code = 1
     try:
-        code = program.main(request["arguments"])
+        code = getattr(program, request["function"])(request["arguments"])
     except SystemExit as error:  # argparse
         code = error.code
     finally:

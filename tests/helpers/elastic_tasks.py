@@ -1,0 +1,59 @@
+"""Tasks of runs whose trainers join and leave: what was applied can be counted."""
+
+import os
+import select
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from paramserver import Task
+
+SAMPLES = 600
+
+
+class Weights(nn.Module):
+    """One weight for each sample; its gradient for a batch is -1 at the samples of the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.Parameter(torch.zeros(SAMPLES))
+
+    def forward(self, indices):
+        return self.weights[indices]
+
+
+class CountsSamples(Task):
+    """With SGD, where each push is one update, a weight is the number of times that its sample was applied.
+
+    Each process also writes the indices of its batches to a file of its own.
+
+    Args:
+        folder: for these files. Steps are slow until it has a file ``fast``.
+    """
+
+    def __init__(self, folder):
+        self.folder = Path(folder)
+
+    def build_model(self):
+        return Weights()
+
+    def build_optimizer(self, model):
+        return torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def train_source(self, partition):
+        return torch.utils.data.TensorDataset(torch.arange(SAMPLES))
+
+    def training_step(self, model, batch, batch_idx):
+        if not (self.folder / "fast").exists():
+            select.select([], [], [], 0.05)
+        with (self.folder / f"indices-{os.getpid()}").open("a") as file:
+            file.write("".join(f"{index}\n" for index in batch[0].tolist()))
+        return -model(batch[0]).sum()
+
+
+class Opaque(CountsSamples):
+    """Its samples come from an iterable that cannot be divided."""
+
+    def train_source(self, partition):
+        return iter([(torch.tensor(index),) for index in range(SAMPLES)])

@@ -1,0 +1,253 @@
+"""Runs with ``cluster.elastic``: trainers join and leave, and each sample is applied exactly once in each pass."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from elastic_tasks import SAMPLES
+from launching import FinishedRun, environment, fork_server, resume, write_config
+
+pytestmark = pytest.mark.processes
+
+EPOCHS = 6
+LIMIT_S = 60
+
+
+class Job:
+    """A running job of two trainers, and the commands that concern it."""
+
+    def __init__(self, folder, stack, task="CountsSamples", **config):
+        self.folder, self.stack = folder, stack
+        self.run_dir = folder / "runs" / "run"
+        passes = {"max_steps": None, "max_epochs": EPOCHS}
+        training = {**config.pop("training", passes), "batch_size": 4, "uneven_inputs": "join"}
+        cluster = {"num_trainers": 2, "elastic": True, "timeout_s": 20, **config.pop("cluster", {})}
+        server = {"heartbeat_s": 0.2, "lost_after_s": 5.0, **config.pop("server", {})}
+        self.file = write_config(
+            folder,
+            task=f"elastic_tasks:{task}",
+            task_args={"folder": str(folder)},
+            mode=config.pop("mode", "rpc"),
+            training=training,
+            cluster=cluster,
+            server=server,
+            checkpoint={"every": 50},
+            logging={"name": "run"},
+            **config,
+        )
+        self.run = self._start(["--config", self.file])
+
+    def _start(self, arguments, **program):
+        return self.stack.enter_context(fork_server().start(arguments, self.folder, environment(), **program))
+
+    def join(self, *arguments):
+        return self._start([self.run_dir, *arguments], program="elastic", function="join_main")
+
+    def leave(self, rank):
+        run = self._start([self.run_dir, "--rank", rank], program="elastic", function="leave_main")
+        return run.wait(LIMIT_S), run.output.read_text()
+
+    def wait_for(self, what, condition, limit_s=LIMIT_S):
+        deadline = time.monotonic() + limit_s
+        while not (found := condition()):
+            assert time.monotonic() < deadline, f"no {what}: {self.run.output.read_text()}"
+            time.sleep(0.05)
+        return found
+
+    def records(self, kind):
+        file = self.run_dir / "metrics.jsonl"
+        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+        records = [json.loads(line) for line in lines if line.endswith("\n")]
+        return [record for record in records if record["kind"] == kind]
+
+    def wait_for_steps(self, more=5):
+        before = len(self.records("train"))
+        self.wait_for("step", lambda: len(self.records("train")) >= before + more)
+
+    def trainers(self):
+        return json.loads((self.run_dir / "losses.json").read_text())["trainer_ranks"]
+
+    def wait_for_trainers(self, ranks):
+        """Wait until a view with these trainers has made steps."""
+        self.wait_for(f"view of {ranks}", lambda: self.trainers() == ranks)
+        started = len(self.records("start"))
+        self.wait_for("start", lambda: len(self.records("start")) >= started)
+        self.wait_for_steps()
+
+    def finish(self, code=0):
+        (self.folder / "fast").touch()
+        assert self.run.wait(LIMIT_S) == code, self.run.output.read_text()
+        return FinishedRun(code, self.run.output.read_text(), self.run_dir)
+
+    def rank(self, global_rank):
+        """The process of a rank of the supervisor."""
+        for child in psutil.Process(self.run.pid).children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if Path(f"/proc/{child.pid}/fd/1").readlink().name == f"rank-{global_rank}.log":
+                    return child
+        raise AssertionError(f"no rank {global_rank}")
+
+    def indices(self):
+        return Counter(int(line) for file in self.folder.glob("indices-*") for line in file.read_text().split())
+
+
+@pytest.fixture
+def start(tmp_path):
+    with contextlib.ExitStack() as stack:
+        yield lambda **config: Job(tmp_path, stack, **config)
+
+
+def assert_applied_once(finished):
+    """Each sample was applied once in each pass, in runs in which each push is an update."""
+    assert torch.equal(finished.load("model")["weights"], torch.full((SAMPLES,), float(EPOCHS)))
+    assert finished.summary["samples"] == EPOCHS * SAMPLES
+
+
+@pytest.mark.parametrize(
+    ("consistency", "servers", "transport"),
+    [("sync", 1, "auto"), ("bounded", 1, "rpc"), ("async", 2, "auto")],
+)
+def test_trainers_join_and_leave(start, consistency, servers, transport):
+    config = {"consistency": consistency, "transport": transport}
+    job = start(cluster={"num_servers": servers}, server=config)
+    first = servers  # rank of trainer 0
+    job.wait_for("run", lambda: job.records("train"))
+    joined = [job.join(), job.join()]
+    ranks = [first, first + 1, first + 2, first + 3]
+    job.wait_for_trainers(ranks)
+    assert job.leave(first)[0] == 0
+    job.wait_for_trainers(ranks[1:])
+    os.kill(joined[0].pid, signal.SIGTERM)
+    assert joined[0].wait(LIMIT_S) == 0, joined[0].output.read_text()
+    job.wait_for("two trainers", lambda: len(job.trainers()) == 2)
+    job.wait_for_steps()
+    finished = job.finish()
+    assert joined[1].wait(LIMIT_S) == 0, joined[1].output.read_text()
+    assert set(job.indices().values()) == {EPOCHS}
+    assert len(job.indices()) == SAMPLES
+    assert f"rank {first} (trainer 0) has left the run" in finished.output
+    assert finished.summary["faults"] == []
+    assert finished.summary["num_trainers"] == 2
+    if consistency != "sync":
+        assert_applied_once(finished)
+
+
+def test_a_run_that_a_trainer_joined_equals_one_that_was_resumed_with_it(start, tmp_path):
+    job = start()
+    job.wait_for("run", lambda: job.records("train"))
+    joined = job.join()
+    job.wait_for("trainer", lambda: len(job.trainers()) == 3)
+    copy = tmp_path / "copy" / "run"
+    shutil.copytree(job.run_dir, copy)
+    finished = job.finish()
+    assert joined.wait(LIMIT_S) == 0
+    resumed = resume(
+        FinishedRun(0, "", copy), "--set", "cluster.num_trainers=3", "--set", "cluster.elastic=false", timeout_s=LIMIT_S
+    )
+    assert resumed.code == 0, resumed.output
+    assert resumed.summary["steps"] == finished.summary["steps"]
+    assert torch.equal(resumed.load("model")["weights"], finished.load("model")["weights"])
+
+
+def test_the_server_comes_back_to_trainers_that_have_joined(start):
+    job = start(server={"consistency": "async"})
+    job.wait_for("run", lambda: job.records("train"))
+    joined = job.join()
+    job.wait_for_trainers([1, 2, 3])
+    job.rank(0).kill()
+    job.wait_for("return", lambda: "all processes return" in (job.run_dir / "losses.json").read_text())
+    job.wait_for_steps()
+    finished = job.finish()
+    assert joined.wait(LIMIT_S) == 0, joined.output.read_text()
+    assert finished.summary["num_trainers"] == 3
+    assert_applied_once(finished)
+
+
+def test_the_others_serve_the_data_of_a_trainer_that_nobody_replaces(start):
+    job = start(
+        cluster={"elastic": False, "num_trainers": 3, "max_restarts": 1, "timeout_s": 6},
+        server={"consistency": "async"},
+    )
+    job.wait_for("run", lambda: job.records("train"))
+    job.wait_for_steps()
+    job.rank(3).kill()
+    job.wait_for("replacement", lambda: job.records("joined"))
+    job.wait_for_steps()
+    job.rank(3).kill()
+    job.wait_for("two trainers", lambda: job.trainers() == [1, 2])
+    finished = job.finish()
+    assert "no process took the place of rank 3" in finished.output
+    assert finished.summary["samples_left"] == 0
+    assert_applied_once(finished)
+
+
+def test_a_trainer_that_joined_and_died_is_given_up(start):
+    job = start(cluster={"timeout_s": 6}, server={"consistency": "async"})
+    job.wait_for("run", lambda: job.records("train"))
+    joined = job.join()
+    job.wait_for_trainers([1, 2, 3])
+    os.kill(joined.pid, signal.SIGKILL)
+    job.wait_for("loss", lambda: job.records("lost"))
+    job.wait_for_trainers([1, 2])
+    assert_applied_once(job.finish())
+
+
+def test_the_last_trainer_that_leaves_interrupts_the_run(start):
+    job = start(cluster={"num_trainers": 1})
+    job.wait_for("run", lambda: job.records("train"))
+    job.rank(1).terminate()
+    assert job.run.wait(LIMIT_S) == 3, job.run.output.read_text()
+    finished = FinishedRun(3, job.run.output.read_text(), job.run_dir)
+    assert finished.summary["status"] == "interrupted"
+    (job.folder / "fast").touch()
+    resumed = resume(finished, timeout_s=LIMIT_S)
+    assert resumed.code == 0, resumed.output
+    assert set(job.indices().values()) == {EPOCHS}
+
+
+def test_a_signal_to_an_elastic_run_interrupts_it(start):
+    job = start()
+    job.wait_for("run", lambda: job.records("train"))
+    os.kill(job.run.pid, signal.SIGTERM)
+    assert job.run.wait(LIMIT_S) == 3, job.run.output.read_text()
+
+
+def test_what_cannot_join_or_leave_is_refused(start, tmp_path):
+    job = start()
+    job.wait_for("run", lambda: job.records("train"))
+    assert job.leave(7) == (2, "error: --rank (7) must be that of a trainer of the run: 1, 2\n")
+    other = tmp_path / "other.yaml"
+    other.write_text(job.file.read_text() + "seed: 5\n")
+    port = json.loads((job.run_dir / "environment.json").read_text())["store"]["master_port"]
+    joined = job.join("--config", other, "--master_addr", "127.0.0.1", "--master_port", port)
+    assert joined.wait(LIMIT_S) == 2
+    assert "rank 3 has another configuration than rank 0 (seed: 0 -> 5)" in joined.output.read_text()
+    job.finish()
+    late = job.join()
+    assert late.wait(LIMIT_S) == 1
+    assert "only a running job can be joined or left" in late.output.read_text()
+
+
+@pytest.mark.parametrize(
+    ("config", "code", "message"),
+    [
+        ({"task": "Opaque", "training": {"max_steps": 100}}, 2, "the data of this run cannot be divided among other trainers"),
+        ({"cluster": {"elastic": False}}, 2, "cluster.elastic (False) must be true"),
+        ({"mode": "ddp"}, 2, "mode (ddp) must be rpc"),
+    ],
+)
+def test_runs_that_no_trainer_can_join(start, config, code, message):
+    job = start(**config)
+    job.wait_for("run", lambda: job.records("train"))
+    joined = job.join()
+    assert joined.wait(LIMIT_S) == code, joined.output.read_text()
+    assert message in joined.output.read_text()
+    job.finish()
