@@ -87,7 +87,9 @@ class Injected(ReferenceTask):
     # The hooks of each phase.
 
     def build_model(self):
-        (self.folder / f"joined-{self.rank}-{os.getpid()}").touch()
+        joined = self.folder / f"joined-{self.rank}-{os.getpid()}"
+        if not joined.exists():  # otherwise in another view
+            joined.touch()
         self._reach("joining")
         return super().build_model()
 
