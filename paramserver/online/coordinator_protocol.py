@@ -169,13 +169,12 @@ class RequestHandler:
             return [_to(peer, header.reply(MessageKind.OVER), NO_MORE_SAMPLES.encode())]
         if self.spec.is_managed and (reason := check_secret(self._token, header, body)) is not None:
             raise RequestRefused("secret", reason)
-        body = body[:1] if self.spec.is_managed else body
         if not self.all_joined:
-            # Kept as frames and handled later as if it had just arrived: the state may have changed by then. By peer,
-            # so that a repeated HELLO waits once.
+            # Kept as frames, with the secret, and handled later as if it had just arrived: the state may have changed
+            # by then. By peer, so that a repeated HELLO waits once.
             self._waiting_hellos[peer] = [header.pack(), *body]
             return []
-        parameters = self._read_parameters(body)
+        parameters = self._read_parameters(body[:1] if self.spec.is_managed else body)
         if (reason := self.tracker.check_hello(header)) is not None:
             raise RequestRefused("simulation", reason)
         # All members and attempts of a simulation must have the same parameters: its samples carry them. Without a

@@ -1,12 +1,22 @@
 """Every message to the coordinator gets the right reply, whatever it holds."""
 
 import random
+from pathlib import Path
 
 from paramserver.config import SimulationsConfig
 from paramserver.online.coordinator_protocol import RequestHandler
-from paramserver.online.protocol import Header, MessageKind, SimulationReport, TrainerJoined, pack_parameters
+from paramserver.online.protocol import (
+    Header,
+    MessageKind,
+    SimulationReport,
+    TrainerJoined,
+    pack_opening,
+    pack_parameters,
+    start_secret,
+)
 from paramserver.online.spec import IngestSpec
 from paramserver.online.tracker import ExternalSimulations
+from paramserver.online.tracker_managed import ManagedSimulations
 
 TOKEN = b"0123456789abcdef"
 
@@ -78,3 +88,24 @@ def test_of_twenty_thousand_messages_none_raises_and_no_unknown_peer_passes_for_
     assert handler.refused["unknown_peer"] > 1000
     assert handler.refused["malformed"] > 1000
     assert handler.refused["simulation"] > 10
+
+
+def test_a_hello_of_a_simulation_that_the_run_started_waits_with_its_secret_for_a_replacement():
+    config = SimulationsConfig(function="simulate.py:simulate", fields={"t": [2]}, count=1, at_once=1, steps=4)
+    tracker = ManagedSimulations(config, 1, lambda index: [0.5], Path("logs"))
+    handler = RequestHandler(IngestSpec.from_config(config), tracker, 1, TOKEN, dict)
+
+    def join(address):
+        return handler.handle(
+            b"trainer", [Header(MessageKind.JOIN, 0).pack(), TOKEN, TrainerJoined(address, {}, {}).pack()], 1.0
+        )
+
+    join("tcp://1")
+    (started,) = tracker.poll(2.0)
+    secret = start_secret(TOKEN, started.simulation, started.attempt)
+    hello = [Header(MessageKind.HELLO, 0).pack(), *pack_opening(started.parameters, secret)]
+    handler.trainer_lost(0)
+    assert handler.handle(b"client", hello, 3.0) == []
+    replies = {peer: Header.unpack(frames[0]).kind for peer, frames in join("tcp://2")}
+    assert replies == {b"trainer": MessageKind.READY, b"client": MessageKind.WELCOME}
+    assert not handler.refused
