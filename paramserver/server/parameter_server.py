@@ -495,12 +495,12 @@ class ParameterServer(TutorialMethods):
             return True  # one has left, so the last version is validated and staged
         if self.config.server.on_loss == "rollback" or trainer_index not in self._sources:
             return False  # in the latter case it is not known where its data starts
-        if self.members.present():
-            # Its gradients may be on server 0 and not on the others, which would wait for them.
-            row, transport = self.aggregator.ledger[trainer_index], self.aggregator.transports[trainer_index]
-            return self.is_whole or transport.zero_copy or row.accepted == row.decided
-        # The last one, while the run ends: nothing is left that could validate and save.
-        return not self.aggregator.ended
+        if self.aggregator.ended:
+            # Another one has to validate and save; one that has joined since takes no part in that.
+            return bool(self.aggregator.rules.participants - {trainer_index})
+        # Its gradients may be on server 0 and not on the others, which would wait for them.
+        row, transport = self.aggregator.ledger[trainer_index], self.aggregator.transports[trainer_index]
+        return not self.members.present() or self.is_whole or transport.zero_copy or row.accepted == row.decided
 
     def _forget(self, trainer_index: int) -> None:
         if trainer_index in self._joins.parts:

@@ -2,7 +2,7 @@
 
     python -m tests.measure.kills [--count 100] [--roles server trainer] [--optimizers sgd adam]
     python -m tests.measure.kills --roles server --consistencies sync --optimizers adam --seed 7 --count 1 --keep /tmp/7
-    python -m tests.measure.kills --sample 10 --count 300 --per_run 300 --consistencies async --optimizers sgd
+    python -m tests.measure.kills --sample 10 --count 300 --per_run 300 --consistencies async --optimizers adam
 
 For each role, consistency and optimizer, runs of one server and two trainers until so many SIGKILLs were sent: to
 server 0, or to one of the trainers. Three of four kills come while the run trains, at a random instant of the next

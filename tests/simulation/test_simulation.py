@@ -41,6 +41,15 @@ def test_all_invariants_hold_for_all_seeds():
     assert sum(outcome.redone == 0 for outcome in outcomes) > len(SEEDS) / 10
 
 
+# Runs that did not end: the last trainers that knew of the end were lost, while replacements were joining.
+FOUND = (155553, 194194, 201328)
+
+
+@pytest.mark.parametrize("seed", FOUND)
+def test_seeds_that_once_failed(seed):
+    assert failing([seed]) is None
+
+
 def test_a_seed_replays_exactly():
     seed = next(seed for seed in range(100) if simulate(seed).redone)
     first, again = simulate(seed, tracing=True), simulate(seed)
