@@ -64,7 +64,7 @@ class StopRequest:
         >>> with StopRequest() as stop:
         ...     signal.raise_signal(signal.SIGUSR1)
         >>> stop.state()
-        (<Stop.SIGNAL: 2>, 'signal SIGUSR1')
+        (<Stop.SIGNAL: 3>, 'signal SIGUSR1')
     """
 
     def __init__(self, restore: bool = True) -> None:

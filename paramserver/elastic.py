@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paramserver.cluster import ProcessIdentity, process_environ, quiet_torch_log
 from paramserver.cluster.base import infer_placement
@@ -23,9 +23,6 @@ from paramserver.importing import torch_import_without_gc
 from paramserver.launch import normalize_flags, report_error
 from paramserver.runs.resume import find_config_file, open_run
 from paramserver.runs.rundir import RunDir, read_mapping
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
 
 # A run that takes place answers at once.
 _ANSWER_S = 5.0
@@ -169,7 +166,8 @@ def _leave(arguments: argparse.Namespace, config: Config, identity: ProcessIdent
 
 
 @contextmanager
-def _connect(config: Config, identity: ProcessIdentity) -> Iterator[tuple[Store, list[int]]]:
+def _connect(config: Config, identity: ProcessIdentity) -> Iterator[tuple[Any, list[int]]]:
+    """Yield the store of a running job, and the ranks of its trainers."""
     from paramserver.distributed.rendezvous import connect_to_job
 
     connected = False

@@ -22,7 +22,7 @@ class BackupSync(FreeRunning):
 
     Example::
 
-        >>> from paramserver.consistency import Announcement
+        >>> from paramserver.consistency import Announcement, Readiness
         >>> from paramserver.limits import Limits
         >>> rules = BackupSync(RunTerms(num_trainers=2, limits=Limits()), backups=1)
         >>> for trainer_index in (0, 1):

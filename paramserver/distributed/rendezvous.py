@@ -502,7 +502,7 @@ def _wait_for_world(
             return False
         return None if missing() else True
 
-    # Rank 0, which may go on without some, waits for ``timeout_s``.
+    # Rank 0, which may continue without some, waits for ``timeout_s``.
     all_joined = poll_until(time.monotonic() + timeout_s + _FROZEN_S, joined, interrupted)
     if all_joined is not None:
         return all_joined

@@ -16,7 +16,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from paramserver import benchmark, chaos, cli, evaluate, reporting
+from paramserver import benchmark, chaos, cli, elastic, evaluate, reporting
 from paramserver.config import KEYS, NOT_IN_THIS_VERSION, SECTIONS, config_from_mapping, describe_keys, load_config
 from paramserver.launch import make_parser
 from paramserver.online.spec import IngestSpec
@@ -121,6 +121,7 @@ def test_python_blocks_are_python():
 
 def all_help():
     parsers = [make_parser, evaluate.make_parser, cli.make_keys_parser, cli.make_ping_parser]
+    parsers += [elastic.make_join_parser, elastic.make_leave_parser]
     parsers += [reporting.make_parser, chaos.make_parser, benchmark.make_parser, benchmark.make_compare_parser]
     return "".join(make().format_help() for make in parsers)
 
