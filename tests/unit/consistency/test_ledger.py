@@ -140,6 +140,17 @@ def test_a_state_that_is_restored_continues_except_for_positions_which_trainers_
     assert restored.state_of(push(1, incarnation + 1, view=2)) is PushState.NEW
 
 
+def test_the_samples_of_trainers_that_no_longer_exist_are_counted_once():
+    ledger = Ledger()
+    for index in range(5):
+        accepted = PushId(index, 1, ledger.admit(index), 1)
+        ledger.accept(accepted, version=0, samples=10**index, positions=[0])
+    for num_trainers, samples in ((2, [10101, 1010]), (5, [1, 10, 100, 1000, 10000]), (7, [1, 10, 100, 1000, 10000])):
+        fewer = Ledger(view=2)
+        fewer.load_state_dict(ledger.state_dict(), num_trainers)
+        assert [row.samples for _, row in sorted(fewer.rows.items())] == samples
+
+
 def test_a_state_is_numbers_lists_and_dictionaries_with_text_as_keys():
     def check(value):
         if isinstance(value, dict):

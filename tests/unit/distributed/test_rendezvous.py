@@ -13,11 +13,20 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from paramserver.cluster import ProcessIdentity, bind_listener
-from paramserver.config import ClusterConfig, Config, DeviceConfig, LoggingConfig, TrainingConfig, dump_yaml
+from paramserver.config import (
+    ClusterConfig,
+    Config,
+    DeviceConfig,
+    LoggingConfig,
+    ServerConfig,
+    TrainingConfig,
+    dump_yaml,
+)
 from paramserver.distributed import rendezvous as rendezvous_module
-from paramserver.distributed.rendezvous import Rendezvous, join_rendezvous
+from paramserver.distributed.rendezvous import LeftRun, Rendezvous, join_rendezvous
+from paramserver.distributed.resize import ResizeRequest, mark_carried_out, pending_requests, refuse
 from paramserver.distributed.rpc_calls import RemoteError, host_identity
-from paramserver.errors import DeadlineExceeded, Interrupted, PeerLost, UnsupportedConfiguration
+from paramserver.errors import DeadlineExceeded, Evicted, Interrupted, PeerLost, UnsupportedConfiguration
 
 HOST = "127.0.0.1"
 # Far more than a loaded machine needs; no test waits this long.
@@ -230,6 +239,60 @@ def test_a_process_that_joins_a_run_that_has_started_waits_for_no_lost_rank():
     with agents_store() as store:
         set_first_view(store, {"config": dump_yaml(config()), "rank/0": "rank 0", "started": ""})
         assert joined(1, 3, store.port, hosted=True).view == 1
+
+
+# Other trainers in a later view.
+
+
+def test_a_later_view_begins_without_a_trainer_that_does_not_come_back():
+    with agents_store() as store, threads(1) as pool:
+        zero = pool.submit(joined, 0, 3, store.port, SHORT_S, hosted=True, view=2, trainer_ranks=(1, 2))
+        other = joined(2, 3, store.port, SHORT_S, hosted=True, view=2)
+        assert (zero.result(LONG_S).view, zero.result(LONG_S).trainer_ranks) == (3, (2,))
+        assert (other.view, other.trainer_ranks) == (3, (2,))
+
+
+def test_a_newcomer_that_does_not_come_is_waited_for_a_short_time():
+    short = dataclasses.replace(config(), server=ServerConfig(lost_after_s=SHORT_S, heartbeat_s=SHORT_S / 2))
+    with agents_store() as store, threads(1) as pool:
+        session = {"view": 2, "trainer_ranks": (1, 7), "newcomers": {7}}
+        zero = pool.submit(joined, 0, 3, store.port, hosted=True, of=short, **session)
+        assert joined(1, 3, store.port, hosted=True, of=short, view=2).trainer_ranks == (1,)
+        assert zero.result(LONG_S).view == 3
+
+
+@pytest.mark.parametrize(("left", "error"), [("1", LeftRun), ("", Evicted)])
+def test_a_trainer_that_takes_no_part_any_more_learns_why(left, error):
+    with agents_store() as store:
+        set_first_view(store, {"config": dump_yaml(config()), "trainers": "[2]"})
+        store.set("paramserver/test/left/1", left)
+        with pytest.raises(error):
+            joined(1, 3, store.port, hosted=True)
+
+
+def test_a_trainer_asks_to_join_until_a_view_includes_it():
+    with agents_store() as store, threads(1) as pool:
+        zero = joined(0, 1, store.port, hosted=True, trainer_ranks=())
+        asking = pool.submit(joined, 5, 6, store.port, hosted=True, joins=True)
+        deadline = time.monotonic() + LONG_S
+        while not (requests := pending_requests(zero.root)):
+            assert time.monotonic() < deadline
+        assert list(requests.values()) == [ResizeRequest("join", 5)]
+        mark_carried_out(zero.root, requests)
+        later = joined(0, 1, store.port, hosted=True, view=2, store=zero.base, trainer_ranks=(5,))
+        assert asking.result(LONG_S).trainer_ranks == later.trainer_ranks == (5,)
+
+
+def test_a_trainer_that_is_refused_says_why():
+    with agents_store() as store, threads(1) as pool:
+        zero = joined(0, 1, store.port, hosted=True, trainer_ranks=())
+        asking = pool.submit(joined, 5, 6, store.port, hosted=True, joins=True)
+        deadline = time.monotonic() + LONG_S
+        while not (requests := pending_requests(zero.root)):
+            assert time.monotonic() < deadline
+        refuse(zero.root, requests, "the reason")
+        with pytest.raises(UnsupportedConfiguration, match=r"^the reason$"):
+            asking.result(LONG_S)
 
 
 def test_the_run_of_an_earlier_attempt_is_found_in_the_store_of_the_launcher():
