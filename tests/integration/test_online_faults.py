@@ -141,6 +141,7 @@ def test_a_trainer_of_a_run_with_simulations_is_killed(tmp_path, fork_server, ki
     assert repeated(run.ledger) <= run.trained_before_a_death()
     assert 0 < finished.summary["simulations"]["lost"] <= 8 + 2 * BATCH, "at most the content of a buffer"
     assert f"{finished.summary['simulations']['lost']} lost" in finished.output
+    assert finished.summary["simulations"]["restarted"] == 0, "the fault of a trainer is none of theirs"
 
 
 @pytest.mark.parametrize(("consistency", "pace_s"), [("sync", 0.0), ("sync", 0.03), ("bounded", 0.0), ("async", 0.0)])
