@@ -83,6 +83,15 @@ def _spares(config: Config) -> str | None:
     )
 
 
+def _elastic(config: Config) -> str | None:
+    if not config.cluster.elastic or config.simulations is None:
+        return None
+    return (
+        "cluster.elastic (True) must be false with simulations, which send to a fixed number of trainers; set it to "
+        "false"
+    )
+
+
 def _patience_metric(config: Config) -> str | None:
     if config.training.patience is None or config.checkpoint.best:
         return None
@@ -243,6 +252,7 @@ def _simulation_count(config: Config) -> str | None:
 RELATIONS: tuple[Relation, ...] = (
     Relation(("task",), _task),
     Relation(("cluster.spares", "cluster.max_restarts"), _spares),
+    Relation(("cluster.elastic", "simulations"), _elastic),
     Relation(("training.patience", "checkpoint.best"), _patience_metric),
     Relation(("training.patience", "training.validate_every"), _patience_validations),
     Relation(("training.batch_size", "buffer.capacity"), _batch),

@@ -263,7 +263,7 @@ def _begin_view(
     """On rank 0: begin a view, and wait for all ranks; return the view, and the trainers that take part in it."""
     servers, timeout_s = num_servers_of(config), config.cluster.timeout_s
     ranks = tuple(range(servers, identity.world_size) if trainer_ranks is None else trainer_ranks)
-    continues = trainer_ranks is not None and config.server.on_loss != "fail"
+    continues = trainer_ranks is not None and config.server.on_loss != "fail" and config.simulations is None
     while True:
         store = _in_view(base, identity, view)
         store.set("trainers", json.dumps(ranks))

@@ -732,7 +732,8 @@ def _wait_until_finished(
         elif missing and time.monotonic() > deadline:
             late = {rendezvous.trainer_ranks[i] for i in server.missing_trainers()}
             remaining = tuple(r for r in rendezvous.trainer_ranks if r not in late)
-            if rendezvous.view > 1 and remaining and len(late) == len(missing) and config.server.on_loss != "fail":
+            continues = config.server.on_loss != "fail" and config.simulations is None
+            if rendezvous.view > 1 and remaining and len(late) == len(missing) and continues:
                 session.trainer_ranks = remaining
                 server.fail(ViewChanged(f"{', '.join(missing)} did not come back in time; the run continues without"))
                 continue

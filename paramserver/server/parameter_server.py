@@ -757,8 +757,8 @@ class ParameterServer(TutorialMethods):
     def _substitute_parts(self) -> dict[int, dict[str, Any]]:
         """Return, for each trainer, what its part of a checkpoint is replaced with if it is lost before that is sent.
 
-        Such a part has no buffer: the trainer's data continues after what has been applied. ``CheckpointManager.commit``
-        adds the state of its task.
+        Such a part has no buffer: the trainer's data continues after what has been applied. Its task's state is added
+        by ``CheckpointManager.commit``.
         """
         parts = {}
         for index, source in self._sources.items():

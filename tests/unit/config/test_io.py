@@ -178,6 +178,9 @@ def test_ranges_come_before_versions():
     ("mapping", "message"),
     [
         ({"task": None}, "task is missing; give module:Class or path/to/file.py:Class"),
+        ({"cluster": {"elastic": True}, "simulations": {"function": "a:b", "count": 1, "fields": {"u": {"shape": [1]}}}},
+         "cluster.elastic (True) must be false with simulations, which send to a fixed number of trainers; set it to "
+         "false"),
         ({"cluster": {"spares": 2, "max_restarts": 0}}, "cluster.spares (2) must be 0 with cluster.max_restarts (0), "
          "as no rank starts again; set it to 0 or raise cluster.max_restarts"),
         ({"training": {"patience": 3}}, "training.patience (3) must have a metric to watch; set checkpoint.best, for "
@@ -246,6 +249,7 @@ def test_differences_name_each_value_inside_dictionaries_and_distinguish_types()
 # Values that satisfy the relations, for keys that are part of one.
 RELATED = {
     "task": st.just("a:B"),
+    "cluster.elastic": st.just(False),
     "cluster.spares": st.just(0),
     "cluster.max_restarts": st.integers(0, 9),
     "training.patience": st.none(),
