@@ -174,13 +174,15 @@ def test_ranges_come_before_versions():
     assert UnsupportedConfiguration.exit_code == 2
 
 
+ONLINE = {"function": "a:b", "count": 1, "fields": {"u": {"shape": [1]}}}
+
+
 @pytest.mark.parametrize(
     ("mapping", "message"),
     [
         ({"task": None}, "task is missing; give module:Class or path/to/file.py:Class"),
-        ({"cluster": {"elastic": True}, "simulations": {"count": 1, "function": "a:b", "fields": {"u": {"shape": [1]}}},
-          }, "cluster.elastic (True) must be false with simulations, which send to a fixed number of trainers; set it to "
-         "false"),
+        ({"cluster": {"elastic": True}, "simulations": ONLINE}, "cluster.elastic (True) must be false with "
+         "simulations, which send to a fixed number of trainers; set it to false"),
         ({"cluster": {"spares": 2, "max_restarts": 0}}, "cluster.spares (2) must be 0 with cluster.max_restarts (0), "
          "as no rank starts again; set it to 0 or raise cluster.max_restarts"),
         ({"training": {"patience": 3}}, "training.patience (3) must have a metric to watch; set checkpoint.best, for "
