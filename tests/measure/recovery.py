@@ -137,14 +137,20 @@ class Watch:
         return end if length_s > LEAST_PAUSE_S else None
 
 
-@contextlib.contextmanager
-def started(folder: Path, spares: int, model: str, consistency: str) -> Iterator[Watch]:
+def started(folder: Path, spares: int, model: str, consistency: str) -> contextlib.AbstractContextManager[Watch]:
     (folder / "stamps").mkdir()
     config = measured_config("rpc", folder, 10**9, 2, {"stamps": str(folder / "stamps"), "model": model})
     config["task"] = f"{Path(__file__).resolve()}:RecordsSteps"
     config["cluster"].update(spares=spares, timeout_s=60, max_restarts=9)
     config["server"] = {"consistency": consistency}
     config["checkpoint"] = {"every": CHECKPOINT_EVERY}
+    return start_run(folder, config, spares)
+
+
+@contextlib.contextmanager
+def start_run(folder: Path, config: dict[str, Any], spares: int) -> Iterator[Watch]:
+    """Start a run in ``folder / "run"``, and end it at the end."""
+    config["logging"] = {"run_dir": str(folder), "name": "run", "log_every": 1, "tensorboard": False}
     (folder / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     command = [sys.executable, "-m", "paramserver.launch", "--config", str(folder / "config.yaml")]
     with (folder / "output").open("wb") as output:

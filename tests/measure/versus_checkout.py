@@ -4,8 +4,9 @@
     python -m tests.measure.versus_checkout --other /tmp/other --repeats 7
 
 Each case is a run of random images through a small CNN or an MLP, once with each checkout, in alternating order. The
-first figure is the median step of the slower trainer, the second the time from the command to the first step. Both are
-ratios of this checkout to the other one in the same repeat: above 1 this one is slower. A checkout is found through
+first figure is the median step of the slower trainer, the second the time from the command to the first step, the third
+the CPU time of all processes of the run, which depends least on what else the machine does. All are ratios of this
+checkout to the other one in the same repeat: above 1 this one is slower. A checkout is found through
 ``PYTHONPATH``; both use this interpreter.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import subprocess
 import sys
 import tempfile
@@ -61,8 +63,8 @@ CASES = {
 DEFAULT_CASES = [case for case in CASES if not case.endswith("adam")]
 
 
-def run(checkout: Path, folder: Path, case: str, steps: int) -> tuple[float, float]:
-    """Return milliseconds of the median step, and seconds from the command to the first step."""
+def run(checkout: Path, folder: Path, case: str, steps: int) -> tuple[float, float, float]:
+    """Return milliseconds of the median step, seconds from the command to the first step, and CPU seconds of all."""
     (folder / "task.py").write_text(TASK)
     config = {
         "task": "task.py:Images",
@@ -75,12 +77,14 @@ def run(checkout: Path, folder: Path, case: str, steps: int) -> tuple[float, flo
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     environ = {**measuring_environment(), "PYTHONPATH": str(checkout)}
     command = [sys.executable, "-m", "paramserver.launch", "--config", str(folder / "config.yaml")]
+    before = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
     subprocess.run(command, cwd=folder, env=environ, check=True, capture_output=True, timeout=300)
+    cpu_s = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]) - before
     run_dir = folder / "runs" / "run"
     summary = json.loads((run_dir / "summary.json").read_text())
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     starts = [sum(record["phases"].values()) for record in records if record["kind"] == "phase"]
-    return summary["step_ms"]["p50"], max(starts)
+    return summary["step_ms"]["p50"], max(starts), cpu_s
 
 
 def main() -> None:
@@ -92,7 +96,7 @@ def main() -> None:
         "--cases", nargs="+", choices=CASES, default=DEFAULT_CASES, metavar="CASE", help=", ".join(CASES)
     )
     arguments = parser.parse_args()
-    figures: dict[tuple[str, Path], list[tuple[float, float]]] = {}
+    figures: dict[tuple[str, Path], list[tuple[float, float, float]]] = {}
     for repeat in range(arguments.repeats):
         order = (ROOT, arguments.other) if repeat % 2 else (arguments.other, ROOT)
         for case in arguments.cases:
@@ -103,9 +107,12 @@ def main() -> None:
     print(origin())
     for case in arguments.cases:
         pairs = list(zip(figures[case, ROOT], figures[case, arguments.other], strict=True))
-        steps, starts = ([this[i] / other[i] for this, other in pairs] for i in (0, 1))
+        steps, starts, cpu = ([this[i] / other[i] for this, other in pairs] for i in (0, 1, 2))
         milliseconds = spread([this[0] for this, _ in pairs])
-        print(f"{case:<10} step {spread(steps)} of the other ({milliseconds} ms), first step {spread(starts)}")
+        print(
+            f"{case:<10} step {spread(steps)} of the other ({milliseconds} ms), first step {spread(starts)}, ", end=""
+        )
+        print(f"CPU {spread(cpu, '.3f')}")
 
 
 if __name__ == "__main__":
