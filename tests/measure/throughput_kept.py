@@ -4,8 +4,8 @@
 
 One run of one server and several trainers in ``sync``. Windows without faults, ``CALM_S`` long, stand between windows in
 which a random trainer is killed (SIGKILL) every ``--every`` seconds, ``FAULTS_OF_A_WINDOW`` times. Printed are the
-applied samples per second of both, their ratio window by window, and beside it the prediction 1 - (r/n + p)/F: every F
-seconds one of n trainers is missing for r seconds, and all others stop for p seconds.
+applied samples per second without faults, the ratio of both window by window, and beside it the prediction
+1 - (r/n + p)/F: every F seconds one of n trainers is missing for r seconds, and all others stop for p seconds.
 
 The task sleeps for its compute, so that two cores carry the processes: the figure is about the protocol, not the cores.
 """
@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -81,9 +82,9 @@ class Applied:
     def longest_pause(self, since: float, until: float) -> float:
         """The longest time between two updates, beyond that of a usual step."""
         times = [at for at, _ in self.updates]
-        usual = statistics.median(b - a for a, b in zip(times, times[1:], strict=False))
+        usual = statistics.median(b - a for a, b in pairwise(times))
         inside = [since, *(at for at in times if since < at < until)]
-        return max(b - a for a, b in zip(inside, inside[1:], strict=False)) - usual
+        return max(b - a for a, b in pairwise(inside)) - usual
 
     def missing(self, at: float, rank: int) -> float:
         """How long a trainer that was killed ``at`` was missing: until the first step of its replacement."""
