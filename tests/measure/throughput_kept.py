@@ -2,7 +2,7 @@
 
     python -m tests.measure.throughput_kept [--minutes 30] [--every 29] [--trainers 8] [--spares 1] [--seed 0]
 
-One run of one server and several trainers in ``sync``. Windows without faults, ``CALM_S`` long, stand between windows in
+One run of one server and several trainers in ``sync``. Windows without faults, of ``CALM_S``, stand between windows in
 which a random trainer is killed (SIGKILL) every ``--every`` seconds, ``FAULTS_OF_A_WINDOW`` times. Printed are the
 applied samples per second without faults, the ratio of both window by window, and beside it the prediction
 1 - (r/n + p)/F: every F seconds one of n trainers is missing for r seconds, and all others stop for p seconds.
