@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -19,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from paramserver.importing import torch_import_without_gc
-from paramserver.process_utils import die_with_parent, is_stopped
+from paramserver.process_utils import OWN_GROUP, die_with_parent, is_stopped
 from paramserver.runtime.rank_guard import RankGuard
 from paramserver.runtime.restarts import RestartPolicy
 
@@ -47,9 +46,6 @@ MODULES = (
 
 _COMMAND = (sys.executable, "-m", "paramserver.launch", "--spare")
 
-# Of a spare's session while it waits: importing torch takes seconds of CPU time, which the ranks need.
-_WAITING_NICE = 5
-_PRIORITY_S = 1.0
 _MAX_MESSAGE_BYTES = 1 << 20
 _MAX_DESCRIPTORS = 4
 
@@ -117,13 +113,12 @@ class Spares:
                     stderr=output,
                     pass_fds=[child_link.fileno()],
                     env=dict(self._environ),
-                    start_new_session=True,
+                    **OWN_GROUP,
                 )
             except BaseException:
                 link.close()
                 raise
         self._guard.add(process.pid)
-        _set_priority(process.pid, _WAITING_NICE)
         return _Spare(process, link)
 
     def remove_dead(self) -> None:
@@ -158,7 +153,7 @@ class Spares:
         self.remove_dead()
         while self._waiting:
             spare = self._waiting.pop(0)
-            if not is_stopped(spare.process.pid) and _set_priority(spare.process.pid, 0):
+            if not is_stopped(spare.process.pid):
                 with suppress(BrokenPipeError):  # it died just now
                     socket.send_fds(spare.link, [json.dumps(list(arguments)).encode() + b"\n"], list(descriptors))
                     spare.link.close()
@@ -177,26 +172,6 @@ class Spares:
         self._guard.remove(spare.process.pid)
         spare.link.close()
         return spare.process.wait()
-
-
-def _set_priority(pid: int, nice: int) -> bool:
-    """Set the niceness of the session that ``pid`` leads; return False if the kernel refused that for too long.
-
-    Unlike that of a process, the niceness of a session (sched(7), autogroup) may be lowered again without a privilege.
-    Where the kernel has none, nothing changes.
-    """
-    deadline = time.monotonic() + _PRIORITY_S
-    while True:
-        try:
-            Path(f"/proc/{pid}/autogroup").write_text(str(nice), encoding="ascii")
-        except BlockingIOError:  # at most once per 0.1 s on a machine
-            if time.monotonic() > deadline:
-                return False
-            select.select([], [], [], 0.02)
-        except OSError:
-            return True
-        else:
-            return True
 
 
 def role_arguments(config: int, pipe: int, listener: int | None = None) -> list[str]:

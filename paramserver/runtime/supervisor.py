@@ -31,7 +31,7 @@ from paramserver.config import Config, Role, dump_yaml, mode_of, num_trainers_of
 from paramserver.errors import Interrupted, ParamserverError, TrainingError
 from paramserver.metrics import Record, Sink
 from paramserver.metrics.records import make_record
-from paramserver.process_utils import cpu_ticks, is_stopped
+from paramserver.process_utils import OWN_GROUP, cpu_ticks, is_stopped
 from paramserver.runs.rundir import LAST_WRITE_S, RunDir, write_json
 from paramserver.runtime.rank_guard import RankGuard
 from paramserver.runtime.restarts import RestartPolicy
@@ -50,7 +50,7 @@ _POLL_S = 0.1
 
 
 class _RankProcess:
-    """One process of a rank, which leads a session and process group of its own.
+    """One process of a rank, which leads a process group of its own.
 
     Its end is that of the process, by its pidfd: a fork of the rank may hold the pipe open for longer.
 
@@ -262,7 +262,7 @@ class Supervisor:
                         stderr=log,
                         pass_fds=descriptors,
                         env=environ,
-                        start_new_session=True,
+                        **OWN_GROUP,
                     )
                     self._guard.add(process.pid)
         except BaseException:

@@ -161,7 +161,7 @@ base_path = [folder for folder in sys.path if folder not in _foreign]
 class ForkedRank:
     """What the supervisor needs of ``subprocess.Popen``, for a rank that is a fork of it."""
 
-    def __init__(self, command, *, stdin, stdout, stderr, pass_fds, env, start_new_session):
+    def __init__(self, command, *, stdin, stdout, stderr, pass_fds, env, **own_group):
         assert command[1:3] == ["-m", "paramserver.launch"]
         self.pid = os.fork()
         if self.pid == 0:

@@ -27,7 +27,7 @@ spares.MODULES, spares.find_spec = (), lambda name: None
 role = spares.wait_for_role(int(sys.argv[1]))
 if role is not None:
     config = open(role[role.index("--config") + 1]).read()
-    words = [os.getpid(), role[0], config, os.environ["MARK"], "torch" in sys.modules, os.getsid(0) == os.getpid()]
+    words = [os.getpid(), role[0], config, os.environ["MARK"], "torch" in sys.modules, os.getpgrp() == os.getpid()]
     os.write(int(role[role.index("--supervised") + 1]), " ".join(map(str, words)).encode())
     print("to the log")
 """
@@ -175,29 +175,6 @@ def test_a_spare_whose_supervisor_is_gone_ends(tmp_path):
     with child_link, link:
         process = subprocess.Popen(command, pass_fds=[child_link.fileno()], start_new_session=True)
     assert process.wait(LIMIT_S) == 0
-
-
-def test_a_spare_has_the_priority_of_a_rank_once_it_has_a_role(make, tmp_path, monkeypatch):
-    set_to = []
-    original = spares_module._set_priority
-    monkeypatch.setattr(spares_module, "_set_priority", lambda pid, nice: set_to.append(nice) or original(pid, nice))
-    spares = make(1)
-    give_role(spares, tmp_path)
-    assert set_to == [spares_module._WAITING_NICE, 0]
-
-
-def test_the_priority_of_a_session_is_lowered_and_restored():
-    process = subprocess.Popen(["sleep", "100"], start_new_session=True)
-    try:
-        for nice in (5, 0):
-            assert spares_module._set_priority(process.pid, nice)
-            file = f"/proc/{process.pid}/autogroup"
-            if os.path.exists(file):  # noqa: PTH110 - a kernel file, which only some kernels have
-                with open(file) as text:  # noqa: PTH123
-                    assert text.read().split()[-1] == str(nice)
-    finally:
-        process.kill()
-        process.wait()
 
 
 def test_rank_0_receives_its_listener():
