@@ -190,7 +190,7 @@ def _elsewhere(what: str) -> ModelIsElsewhere:
 
 
 class ServedTrainer(RpcTrainer):
-    """PyTorch's RPC tutorial: forward through an RRef, ``dist_autograd.backward`` of the loss, step of the optimizer.
+    """PyTorch's RPC tutorial: forward on the server, ``dist_autograd.backward`` of the loss, step of the optimizer.
 
     Only inputs, outputs and their gradients are sent. The model, its module buffers and its gradients stay on the
     server.

@@ -5,8 +5,8 @@ process ``name`` has registered. Type checkers match the arguments against the h
 On the wire the handler is its class and its name; ``_handle*`` are the only places that turn these into a method.
 
 Calls address the process by its RPC name and not by an RRef to the server. Both reach the same object, but an RRef in
-each message costs about a tenth of a round trip (tests/measure/rref_calls.py), and an RRef to a server that restarted
-may resolve to another object (docs/torch-notes.md, "A broken connection is not reopened").
+each message costs about a tenth of a round trip (tests/measure/rref_calls.py), and RRefs belong to the first agent of a
+process: in a later view their messages do not arrive (docs/torch-notes.md, "RRefs in messages").
 """
 
 from __future__ import annotations
@@ -171,11 +171,6 @@ def _handle(owner: str, method: str, *args: Any, **kwargs: Any) -> Any:
     return getattr(_find(owner), method)(*args, **kwargs)
 
 
-@returns_errors
-def _handle_by_rref(server_rref: Any, method: str, *args: Any, **kwargs: Any) -> Any:
-    return getattr(server_rref.local_value(), method)(*args, **kwargs)
-
-
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
 @returns_errors_async
 def _handle_deferred(owner: str, method: str, *args: Any, **kwargs: Any) -> torch.futures.Future[Any]:
@@ -241,15 +236,4 @@ def send_deferred(
     """Call a handler that returns a future: it replies once other processes have taken part. There is no limit."""
     target = *handler.__qualname__.split("."), *args
     future: torch.futures.Future[T] = _send(to, _handle_deferred, target, kwargs, NO_TIMEOUT_S)
-    return future
-
-
-def send_by_rref(
-    server_rref: Any, handler: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs
-) -> torch.futures.Future[T]:
-    """Call a handler through an RRef, as the RPC tutorial does, without a limit."""
-    target = server_rref, handler.__name__, *args
-    future: torch.futures.Future[T] = rpc.rpc_async(
-        server_rref.owner(), _handle_by_rref, args=target, kwargs=kwargs, timeout=NO_TIMEOUT_S
-    )
     return future

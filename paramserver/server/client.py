@@ -26,7 +26,6 @@ from paramserver.distributed.rpc_calls import (
     get_parameter_server,
     note_repeated,
     send,
-    send_by_rref,
     send_deferred,
 )
 from paramserver.distributed.session import SERVER_NAME, server_name
@@ -343,7 +342,7 @@ class ServerClient(ServerConnection):
         self._id = TrainerId(index, 0, 0)  # until it has joined
         self._sequence = self._announced = 0
         self._shard_servers: list[str] = []
-        # Steps address the server by name; see distributed/rpc_calls.py.
+        # For the task and custom trainers. Steps address the server by name; see distributed/rpc_calls.py.
         self.rref = rpc.remote(SERVER_NAME, get_parameter_server)
 
     def _send_heartbeat(self) -> torch.futures.Future[None]:
@@ -360,7 +359,9 @@ class ServerClient(ServerConnection):
     def join(self, member: Member, epoch_samples: int | None) -> JoinReply:
         """Join the run; returns once all trainers and servers have joined."""
         call = partial(send_deferred, SERVER_NAME, ParameterServer.join, member, epoch_samples)
-        reply = InFlightCall(self, call, "join", self.timeout_s).wait()
+        # Longer than server 0 waits before it continues without a trainer that does not join.
+        server = self.config.server
+        reply = InFlightCall(self, call, "join", self.timeout_s + server.lost_after_s + server.heartbeat_s).wait()
         self._id, self._sequence = TrainerId(self.index, reply.view, reply.incarnation), 0
         return reply
 
@@ -458,10 +459,9 @@ class ServerClient(ServerConnection):
         return self.call(ParameterServer.model_as_built)
 
     def compute(self, call: ModelCall) -> ModelReply:
-        """Run a forward on the server, through the RRef as in PyTorch's RPC tutorial; it may take long."""
-        return InFlightCall(
-            self, partial(send_by_rref, self.rref, ParameterServer.compute, self._id, call), "compute"
-        ).wait()
+        """Run a forward on the server; it may take long."""
+        run = partial(send, SERVER_NAME, NO_TIMEOUT_S, ParameterServer.compute, self._id, call)
+        return InFlightCall(self, run, "compute").wait()
 
     # Validation, checkpoints, records.
 

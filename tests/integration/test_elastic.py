@@ -140,6 +140,16 @@ def test_trainers_join_and_leave(start, consistency, servers, transport):
         assert_applied_once(finished)
 
 
+def test_a_trainer_joins_a_run_whose_model_is_on_the_server(start):
+    job = start(server={"compute": "server", "consistency": "async"})
+    job.wait_for("run", lambda: job.records("train"))
+    joined = job.join()
+    job.wait_for_trainers([1, 2, 3])
+    finished = job.finish()
+    assert joined.wait(LIMIT_S) == 0, joined.output.read_text()
+    assert_applied_once(finished)
+
+
 def test_a_run_that_a_trainer_joined_equals_one_that_was_resumed_with_it(start, tmp_path):
     job = start()
     job.wait_for("run", lambda: job.records("train"))
