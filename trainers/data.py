@@ -258,7 +258,7 @@ class DataStream:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore ``state_dict()``, or this trainer's part of a resharded checkpoint. Call it before ``start``."""
         mark = state["buffer"]["mark"]
-        self._load_source(state, mark)
+        partly = self._load_source(state, mark)
         if state.get("leftovers") is not None:
             mark = self.source.mark()
         # A resumed run may have a higher limit of epochs, so that more samples follow.
@@ -266,6 +266,9 @@ class DataStream:
         buffer = {**state["buffer"], "finished": finished, "mark": mark}
         self.buffer.load_state_dict(buffer, self.source.fetch if self.source.refetchable else None)
         self._applied = self.buffer.applied()
+        if partly:
+            self._applied.add(partly, self.buffer.times_due)
+            self.feeder = Feeder(self.source, self.buffer, self.trainer_index, self._applied)
         if isinstance(self.source, Stream):
             stored = state["buffer"]
             held = {key for key, times in zip(stored["keys"], stored["served"].tolist(), strict=True) if not times}
@@ -293,7 +296,7 @@ class DataStream:
             applied: which of its samples were applied until its loss.
         """
         if state is not None:
-            self._load_source(state)
+            applied.add(self._load_source(state), self.buffer.times_due)
         self._applied = applied
         if isinstance(self.source, Stream):
             applied = AppliedPositions(self.source.continue_after(applied.keys), count=applied.count)
@@ -303,7 +306,9 @@ class DataStream:
             self.buffer.skip(applied.low)
         self.feeder = Feeder(self.source, self.buffer, self.trainer_index, applied)
 
-    def _load_source(self, state: Mapping[str, Any], mark: Any = None) -> None:
+    def _load_source(self, state: Mapping[str, Any], mark: Any = None) -> list[int]:
+        """Return positions that were applied fewer times than due before a resharding, as often as they were."""
+        partly: Mapping[int, int] = {}
         if (left := state.get("leftovers")) is None:
             self.source.load_state_dict(state["source"], mark)
         else:
@@ -312,4 +317,14 @@ class DataStream:
                     f"a checkpoint that was made while one of its {len(left)} trainers was lost must resume with as "
                     "many, as its samples cannot be read by key; set cluster.num_trainers or --world_size to it"
                 )
-            self.source.reshard([ResumePosition(**one) for one in left], state["buffer"]["keys"])
+            held = [] if state["buffer"] is None else state["buffer"]["keys"]
+            due = self.buffer.times_due or 1
+            shared = self.source.reshard([ResumePosition(**one, times_due=due) for one in left], held)
+            if shared is None and any(one.get("partly") or (due > 1 and one.get("applied")) for one in left):
+                raise CheckpointError(
+                    f"samples that were served fewer times than buffer.pseudo_epochs ({due}) must stay, and "
+                    f"{type(self.source).__name__}.reshard returns None; set cluster.num_trainers to {len(left)}, or "
+                    "return their positions"
+                )
+            partly = shared or {}
+        return [position for position, times in partly.items() for _ in range(times)]

@@ -19,12 +19,13 @@ _Place: TypeAlias = tuple[int, int]
 
 def reshard_buffers(
     states: Sequence[State], count: int, *, capacity: int, entropy: Sequence[int]
-) -> tuple[list[dict[str, Any]], list[list[Any]]]:
+) -> tuple[list[dict[str, Any] | None], list[list[Any]], list[list[tuple[Any, int]]]]:
     """Distribute the samples that buffers held to ``count`` new buffers, in turn.
 
     Samples that can be fetched again (a state without their values) and were never served are left out: their keys are
-    returned, and their source distributes them again. A reservoir may lose samples that were served before, as at every
-    put; nothing else is ever lost. Puts and gets are counted from the resharding on, starting with what is held.
+    returned, and their source distributes them again; so it does with those that do not fit. A reservoir may lose
+    samples that were served before, as at every put; nothing else is ever lost. Puts and gets are counted from the
+    resharding on, starting with what is held.
 
     Args:
         states: from ``state_dict``, of buffers of one kind.
@@ -33,10 +34,11 @@ def reshard_buffers(
         entropy: seeds the evictions here and the draws of buffers beyond the old ones.
 
     Returns:
-        The new states, and for each old one the keys of its samples that were never served and are not distributed.
+        The new states, and for each old one what is not distributed: the keys of its samples that were never served,
+        and (key, times served) of others.
 
     Raises:
-        CheckpointError: more samples must be kept than fit.
+        CheckpointError: more samples must be kept than fit, and they cannot be fetched again.
 
     Example::
 
@@ -44,9 +46,9 @@ def reshard_buffers(
         >>> buffer = Fifo(capacity=4)
         >>> buffer.put_many([1.0, 2.0, 3.0], keys="abc")
         3
-        >>> states, unserved = reshard_buffers([buffer.state_dict()], 2, capacity=4, entropy=(0, 1))
-        >>> [state["keys"] for state in states], unserved
-        ([['a', 'c'], ['b']], [[]])
+        >>> states, unserved, partly = reshard_buffers([buffer.state_dict()], 2, capacity=4, entropy=(0, 1))
+        >>> [state["keys"] for state in states], unserved, partly
+        ([['a', 'c'], ['b']], [[]], [[]])
     """
     kept: list[_Place] = []
     unserved: list[list[Any]] = [[] for _ in states]
@@ -59,8 +61,15 @@ def reshard_buffers(
                 unserved[which].append(state["keys"][i])
             else:
                 kept.append((which, i))
-    kept = _evict_excess(states, kept, count * capacity, entropy)
-    return [_new_state(states, kept[i::count], i, entropy) for i in range(count)], unserved
+    partly: list[list[tuple[Any, int]]] = [[] for _ in states]
+    room = count * capacity
+    if states[0]["kind"] == "reservoir" or any(states[which]["samples"] is not None for which, _ in kept):
+        kept = _evict_excess(states, kept, room, entropy)
+    else:
+        for which, i in kept[room:]:
+            partly[which].append((states[which]["keys"][i], int(states[which]["served"][i])))
+        kept = kept[:room]
+    return [_new_state(states, kept[i::count], i, entropy) for i in range(count)], unserved, partly
 
 
 def _evict_excess(states: Sequence[State], kept: list[_Place], room: int, entropy: Sequence[int]) -> list[_Place]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from paramserver.buffers.positions import AppliedPositions
 from paramserver.buffers.reshard import reshard_buffers
 
 
@@ -25,30 +26,32 @@ def reshard_parts(
 
     Returns:
         One part for each new trainer. Under ``leftovers`` it holds the positions of the old trainers' sources and
-        the samples that were not served yet.
+        the samples that were not served yet. ``buffer`` is None if no part has one: the buffers start empty then.
 
     Raises:
         CheckpointError: the buffers hold more samples than fit.
     """
     # A trainer that was lost when the checkpoint was made has no buffer, but the ledger's account of its samples.
     present = [part["buffer"] for part in parts if part["buffer"] is not None]
-    buffers, unserved = reshard_buffers(present, trainers, capacity=capacity, entropy=entropy)
-    held = iter(unserved)
+    buffers: list[dict[str, Any] | None] = [None] * trainers
+    unserved: list[list[Any]] = []
+    partly: list[list[tuple[Any, int]]] = []
+    if present:
+        buffers, unserved, partly = reshard_buffers(present, trainers, capacity=capacity, entropy=entropy)
+    held = zip(unserved, partly, strict=True)
     leftovers = [
         {"state": part["source"], "position": 0, "applied": part["applied"]}
         if part["buffer"] is None
         else {
             "state": part["source"],
             "position": part["buffer"]["counters"]["puts"],
-            "unserved": next(held),
             "mark": part["buffer"]["mark"],
+            **dict(zip(("unserved", "partly"), next(held), strict=True)),
         }
         for part in parts
     ]
-    return [
-        _trainer_part(parts, i, trainers, entropy) | {"buffer": buffers[i], "leftovers": leftovers}
-        for i in range(trainers)
-    ]
+    shared = {"applied": AppliedPositions().state_dict(), "leftovers": leftovers}
+    return [_trainer_part(parts, i, trainers, entropy) | {"buffer": buffers[i], **shared} for i in range(trainers)]
 
 
 def _trainer_part(

@@ -38,6 +38,9 @@ class ResumePosition:
         mark: of the last group in its buffer; None if there was none.
         applied: ``AppliedPositions.state_dict()`` of a trainer that was lost: what was applied of its samples. Position
             and ``unserved`` follow from it; only if the source is ``refetchable``.
+        partly: (key, times served) of samples that its buffer had served fewer times than due, and that no buffer of
+            the new trainers has room for; only if the source is ``refetchable``.
+        times_due: how often each sample is served.
 
     Example::
 
@@ -50,6 +53,8 @@ class ResumePosition:
     unserved: Sequence[Any] = ()
     mark: Any = None
     applied: Mapping[str, Any] | None = None
+    partly: Sequence[tuple[Any, int]] = ()
+    times_due: int = 1
 
 
 class Source(ABC):
@@ -156,12 +161,16 @@ class Source(ABC):
         """Whether another number of trainers can continue what this one leaves."""
         return type(self).reshard is not Source.reshard
 
-    def reshard(self, leftovers: Sequence[ResumePosition], held: Sequence[Any]) -> None:
+    def reshard(self, leftovers: Sequence[ResumePosition], held: Sequence[Any]) -> Mapping[int, int] | None:
         """Continue with this trainer's share of what another number of trainers left.
 
         Args:
             leftovers: of all earlier trainers, in their order.
             held: the keys that this trainer's buffer starts with; they count as the first positions.
+
+        Returns:
+            {position: times applied} of samples after ``held`` that are applied fewer times than due from now on. None:
+            there are none.
 
         Raises:
             CheckpointError: this kind of source can only continue with the same number of trainers.

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, islice, repeat, zip_longest
@@ -137,41 +137,65 @@ class PartitionOrder:
                 earlier.append(index)
         return position, earlier
 
-    def unapplied(self, applied: Mapping[str, Any]) -> tuple[int, list[int]]:
-        """Return the position after the last sample that was applied, and the indices before it that were not.
+    def unapplied(self, applied: Mapping[str, Any], times_due: int = 1) -> tuple[int, list[int], list[tuple[int, int]]]:
+        """Find what is left before the last sample that was applied.
 
         Args:
             applied: ``AppliedPositions.state_dict()``.
+            times_due: how often each sample is applied.
+
+        Returns:
+            The position after that sample, the indices before it that were not applied, and (index, times applied) of
+            those that were applied fewer times than due.
         """
         account = AppliedPositions()
         account.load_state_dict(applied)
         position = max(account.above, default=account.low - 1) + 1
+        unserved, partly = [], []
         block = islice(chain.from_iterable(self.blocks(account.low, None)), position - account.low)
-        return position, [index for n, index in enumerate(block, account.low) if n not in account.above]
+        for n, index in enumerate(block, account.low):
+            times = account.above.get(n, 0)
+            if not times:
+                unserved.append(index)
+            elif times < times_due:
+                partly.append((index, times))
+        return position, unserved, partly
 
-    def reshard(self, leftovers: Sequence[ResumePosition], held: Sequence[int]) -> PartitionOrder:
+    def reshard(
+        self, leftovers: Sequence[ResumePosition], held: Sequence[int]
+    ) -> tuple[PartitionOrder, dict[int, int]]:
         """Return this trainer's order for what another number of trainers left.
 
         The passes that those began are distributed again, in turn from each of them: the samples that they held and had
-        not served, and the indices up to the end of the last pass of which one of them had served a sample. So each
-        pass still serves each sample once.
+        not served as often as due, and the indices up to the end of the last pass of which one of them had served a
+        sample. So each pass still serves each sample as often as is due.
 
         Args:
             leftovers: one for each of the earlier trainers, in their order.
             held: the keys that this trainer's buffer starts with; they count as its first positions.
+
+        Returns:
+            The order, and {position: times} of samples that were applied already, but fewer times than due.
         """
-        rewound = []
+        rewound, partly = [], []
         for i, one in enumerate(leftovers):
             partition = Partition(i, len(leftovers))
             order = PartitionOrder(self.length, partition, self.options, one.state["rest"].tolist(), one.state["epoch"])
-            position, unserved = one.position, one.unserved
+            position, unserved, begun = one.position, one.unserved, one.partly
             if one.applied is not None:
-                position, unserved = order.unapplied(one.applied)
+                position, unserved, begun = order.unapplied(one.applied, one.times_due)
             rewound.append((order, *order.rewind(position, unserved)))
+            partly.append(begun)
         epoch = max(order.first_unserved_pass(position) for order, position, _ in rewound)
         left = [[*earlier, *chain.from_iterable(order.blocks(at, epoch))] for order, at, earlier in rewound]
-        in_turn = [index for turn in zip_longest(*left) for index in turn if index is not None]
-        return replace(self, rest=[*held, *in_turn[self.partition.index :: self.partition.count]], epoch=epoch)
+        own = self._share(partly)
+        rest = [*held, *(index for index, _ in own), *self._share(left)]
+        return replace(self, rest=rest, epoch=epoch), {len(held) + n: times for n, (_, times) in enumerate(own)}
+
+    def _share(self, parts: Iterable[Iterable[Any]]) -> list[Any]:
+        """Return this trainer's share of what is taken in turn from each of ``parts``."""
+        in_turn = [one for turn in zip_longest(*parts) for one in turn if one is not None]
+        return in_turn[self.partition.index :: self.partition.count]
 
 
 class DatasetSource(Source):
@@ -272,10 +296,12 @@ class DatasetSource(Source):
         self._check_length(state)
         self._set_order(replace(self.order, rest=state["rest"].tolist(), epoch=state["epoch"]))
 
-    def reshard(self, leftovers: Sequence[ResumePosition], held: Sequence[Any]) -> None:
+    def reshard(self, leftovers: Sequence[ResumePosition], held: Sequence[Any]) -> dict[int, int]:
         for leftover in leftovers:
             self._check_length(leftover.state)
-        self._set_order(self.order.reshard(leftovers, held))
+        order, partly = self.order.reshard(leftovers, held)
+        self._set_order(order)
+        return partly
 
     def _set_order(self, order: PartitionOrder) -> None:
         # A tensor is copied as one block at every checkpoint, a list number by number.

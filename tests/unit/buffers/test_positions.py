@@ -164,7 +164,7 @@ def test_held_samples_count_as_the_first_positions_of_other_trainers():
     buffers = [make("firo") for _ in range(3)]
     for buffer in buffers:
         play(buffer, 0, 50, AppliedPositions())
-    states, _ = reshard_buffers([buffer.state_dict() for buffer in buffers], 4, capacity=12, entropy=(0, 1))
+    states, *_ = reshard_buffers([buffer.state_dict() for buffer in buffers], 4, capacity=12, entropy=(0, 1))
     assert sum(len(state["keys"]) for state in states) >= 8
     for state in states:
         other = make("firo")

@@ -165,7 +165,7 @@ def restored(states, kind="fifo", capacity=16, **options):
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 def test_held_samples_are_dealt_in_turn_in_columns_and_as_objects(sample, count):
     states = [state_of("fifo", [sample(n) for n in range(3)]), state_of("fifo", [sample(n) for n in range(10, 15)])]
-    new, unserved = reshard_buffers(states, count, capacity=16, entropy=(0, 1))
+    new, unserved, _ = reshard_buffers(states, count, capacity=16, entropy=(0, 1))
     assert unserved == [[], []]
     buffers = restored(new)
     values = [[float(x[0]) for x in b.get_batch(len(b), 1.0).samples] if len(b) else [] for b in buffers]
@@ -197,7 +197,7 @@ def test_samples_that_do_not_fit_are_refused_with_the_number_that_would():
 def test_a_reservoir_keeps_unseen_samples_and_evicts_seen_ones():
     states = [state_of("reservoir", range(8), served=6, capacity=8), state_of("reservoir", range(8, 16), capacity=8)]
     unseen = int((states[0]["served"] == 0).sum()) + 8
-    (state,), _ = reshard_buffers(states, 1, capacity=12, entropy=(0, 1))
+    (state,), *_ = reshard_buffers(states, 1, capacity=12, entropy=(0, 1))
     (buffer,) = restored([state], "reservoir", capacity=12)
     assert (len(buffer), buffer.info().unseen) == (12, unseen)
     again = reshard_buffers(states, 1, capacity=12, entropy=(0, 1))[0][0]

@@ -11,6 +11,7 @@ from paramserver.buffers.positions import AppliedPositions
 from paramserver.config import BufferConfig, Config, TrainingConfig
 from paramserver.consistency import Readiness
 from paramserver.errors import SourceError
+from paramserver.runs.reshard import reshard_parts
 from paramserver.sources import Source
 from trainers.data import DataStream
 
@@ -301,3 +302,44 @@ def test_a_replacement_that_is_saved_and_resumed_serves_nothing_twice(kind):
             served.update(batch[1])
         assert data.state_dict()["buffer"] is not None
     assert served == Counter(dict.fromkeys(range(SAMPLES), 1))
+
+
+@pytest.mark.parametrize("kind", ["fifo", "firo"])
+@pytest.mark.parametrize(("lost", "trainers"), [((), 1), ((2,), 2), ((0, 2), 1), ((0, 1, 2), 2), ((1,), 4)])
+def test_what_was_served_once_of_two_times_is_served_once_more_by_other_trainers(kind, lost, trainers):
+    """Also of lost trainers, none of which has a buffer, and where the buffers have no room for all of it."""
+    numbers, settings, capacity = list(range(SAMPLES)), config(kind, 2, watermark=7), 12
+    applied: Counter[int] = Counter()
+
+    def serve_some(index: int, count: int, part: dict | None, batches: int) -> dict:
+        with stream(lambda: numbers, settings, Partition(index, count)) as data:
+            if part is not None and part["buffer"] is None:
+                account = AppliedPositions()
+                account.load_state_dict(part["applied"])
+                data.load_after_loss(part, account)
+            elif part is not None:
+                data.load_state_dict(part)
+            account, source = data.positions(), data.source.state_dict()
+            data.start()
+            while batches and (served := serve(data)) is not None:
+                batches -= 1
+                applied.update(served[0])
+                account.add(served[1], 2)
+            state = data.state_dict()
+        assert batches >= 0 or account.low == data.source.total
+        if index in lost and part is None:
+            assert 1 in account.above.values()
+            state = {"buffer": None, "applied": account.state_dict(), "source": source}
+        counters = {"batch_idx": 0, "samples_served": 0}
+        return {**state, "random": None, "task": {}, "counters": counters}
+
+    parts = [serve_some(index, 3, None, 6 + index) for index in range(3)]
+    if not lost:
+        assert sum(int((part["buffer"]["served"] > 0).sum()) for part in parts) > capacity
+    parts = reshard_parts(parts, trainers, capacity=capacity, entropy=(0, 1))
+    # Saved once more before the feeders have reached all of it.
+    parts = [{**part, **serve_some(index, trainers, part, 1)} for index, part in enumerate(parts)]
+    for index, part in enumerate(parts):
+        part.pop("leftovers")
+        serve_some(index, trainers, part, -1)
+    assert applied == Counter(dict.fromkeys(numbers, PASSES * 2))
