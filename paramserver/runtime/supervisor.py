@@ -345,6 +345,9 @@ class Supervisor:
         self._start_finished_again()
         if self._is_late(rank):
             return
+        if rank.role.kind == "trainer" and rank.failure is not None and rank.failure["kind"] == "RunEnded":
+            self._failed.remove(rank)  # the others completed the run before it took part
+            rank.failure, rank.done = None, True
         if rank.failure is None:
             lost = not rank.done and exit_code != Interrupted.exit_code
         else:
@@ -500,7 +503,7 @@ class Supervisor:
                     rank.send_signal(signal.SIGKILL)
             return
         trainers = [r for r in self._ranks[1:] if r.role.kind == "trainer" and not r.left]
-        if trainers and all(r.exit_code in _GOOD_EXITS and r.done for r in trainers):
+        if trainers and all(r.exit_code is not None and r.failure is None and r.done for r in trainers):
             # No trainer remains that could notice the loss of rank 0, which may still write the last checkpoint.
             self._limit(LAST_WRITE_S + lost_after_s + _END_S)
 
@@ -586,7 +589,7 @@ class Supervisor:
         failure = rank.failure or {}
         if failure["kind"] in ("PeerFailed", "PeerRefused"):
             return "reported"
-        if failure["kind"] == "PeerLost":
+        if failure["kind"] in ("PeerLost", "RunEnded", "ViewChanged"):
             return "PeerLost"
         if failure["kind"] == "Interrupted":
             return "Interrupted"

@@ -460,6 +460,7 @@ class ParameterServer(TutorialMethods):
         with self._lock:
             context_id = self._contexts.pop(TrainerId(member.index, self.view, member.incarnation), None)
         if reason is None:
+            self._release(member)
             return
         try:
             self._lose(member, reason)
@@ -470,6 +471,14 @@ class ParameterServer(TutorialMethods):
                     self.coordinator.release_context(context_id)
         except Exception as error:  # noqa: BLE001 - torch only prints what a callback raises
             self.fail(RemoteError.of(error).error())
+
+    def _release(self, member: Member) -> None:
+        """Wait no longer for a trainer that ended because it had come too late to take part."""
+        with self._lock:
+            absent = member.index not in self.aggregator.rules.participants
+            if self.aggregator.ended and absent and member in self.members.present():
+                self.members.leave(member.index)
+                self._finish_if_all_left()
 
     def _lose(self, member: Member, reason: str) -> None:
         """Continue without a trainer, or as ``server.on_loss`` requires; nothing if that was done before."""

@@ -13,12 +13,12 @@ from torch import nn
 from paramserver import Task
 from paramserver.buffers.positions import AppliedPositions
 from paramserver.config import ClusterConfig, Config, ServerConfig, TrainingConfig
-from paramserver.consistency import Announcement, Readiness, TrainerId
+from paramserver.consistency import Announcement, Decision, Readiness, TrainerId, Verdict
 from paramserver.context import StopRequest
 from paramserver.distributed.membership import Member
 from paramserver.distributed.rpc_calls import returns_errors_async
-from paramserver.errors import ViewChanged
-from paramserver.metrics.records import StepReport
+from paramserver.errors import RunEnded, ViewChanged
+from paramserver.metrics.records import StepReport, TrainerTotals
 from paramserver.runs.monitor import RunMonitor
 from paramserver.server import coordinator, parameter_server
 from paramserver.server.parameter_server import ParameterServer
@@ -243,3 +243,19 @@ def test_the_context_of_a_process_is_released_on_all_servers_when_it_is_dead_and
     assert released == []
     run.lose(member)
     assert released == [("server 0", 7), ("server1", 7)]
+
+
+def test_a_trainer_that_joined_too_late_to_take_part_is_not_waited_for(monkeypatch, segments):
+    run = TwoServers(monkeypatch, segments)
+    (_, lost), (first, _) = run.start()
+    run.lose(lost)
+    late = run.join(1)
+    run.server.aggregator.ended = True
+    run.server.aggregator.rules.participants = {0}
+    with pytest.raises(RunEnded):
+        run.server.announce(run.connect(late), READY)
+    run.server._on_disconnect(late, None)
+    assert [member.index for member in run.server.members.present()] == [0]
+    assert not run.server.finished.is_set()
+    run.server.leave(first, TrainerTotals(0), Decision(Verdict.END, (), 0, 0))
+    assert run.server.finished.is_set()

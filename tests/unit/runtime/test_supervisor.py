@@ -1,0 +1,66 @@
+"""What the supervisor concludes from the errors and ends of ranks; the ranks here are values."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from paramserver.config import ClusterConfig, Config, ServerConfig, roles
+from paramserver.runs.rundir import RunDir
+from paramserver.runtime.supervisor import Supervisor
+
+
+class Run:
+    """A supervisor of one server and ``trainers`` trainers that never start again."""
+
+    def __init__(self, folder, trainers=2, **cluster):
+        config = Config(
+            mode="rpc", cluster=ClusterConfig(num_trainers=trainers, max_restarts=0, **cluster), server=ServerConfig()
+        )
+        self.records, self.signals = [], []
+        sink = SimpleNamespace(write=self.records.append, close=lambda: None)
+        self.folder = folder / "run"
+        (self.folder / "logs").mkdir(parents=True)
+        self.supervisor = Supervisor(config, RunDir(self.folder), [], sink)
+        self.supervisor._ranks = [self._rank(role) for role in roles(config, trainers + 1)]
+
+    def _rank(self, role):
+        return SimpleNamespace(
+            role=role,
+            global_rank=role.global_rank,
+            title=f"rank {role.global_rank} ({role})",
+            failure=None,
+            exit_code=None,
+            done=False,
+            left=False,
+            view=1,
+            started_at=0.0,
+            sent=set(),
+            send_signal=lambda number: self.signals.append((role.global_rank, number)),
+        )
+
+    def end(self, rank, exit_code, kind=None, message="on purpose"):
+        process = self.supervisor._ranks[rank]
+        if kind is not None:
+            failure = {"kind": kind, "message": message, "exit_code": exit_code, "traceback": ""}
+            self.supervisor._on_error(process, failure)
+        process.exit_code = exit_code
+        self.supervisor._on_exit(process, exit_code)
+
+
+def test_a_replacement_that_comes_too_late_is_no_failure(tmp_path):
+    run = Run(tmp_path)
+    run.end(2, 1, "RunEnded")
+    assert not run.supervisor._is_failing
+    assert run.signals == []
+    assert run.supervisor._failed == []
+    run.end(1, 1, "TaskError")  # an error of its own is one
+    assert run.supervisor._is_failing
+    assert run.supervisor._first_failure().global_rank == 1
+
+
+@pytest.mark.parametrize("kind", ["RunEnded", "ViewChanged", "PeerLost"])
+def test_an_error_that_follows_from_another_rank_is_not_reported_for_it(tmp_path, kind):
+    run = Run(tmp_path)
+    run.supervisor._on_error(run.supervisor._ranks[2], {"kind": kind, "message": "", "traceback": ""})
+    run.supervisor._on_error(run.supervisor._ranks[0], {"kind": "TaskError", "message": "", "traceback": ""})
+    assert run.supervisor._first_failure().global_rank == 0
