@@ -397,12 +397,16 @@ class Supervisor:
         return not (self._summary["error"] or "").startswith("PeerLost: ")
 
     def _continues_without(self, rank: _RankProcess) -> bool:
-        """Return whether trainers remain that continue without a lost one, which is not started again."""
+        """Return whether trainers may remain that continue without a lost one, which is not started again."""
         if not mode_of(self.config).has_servers or rank.role.kind != "trainer" or self.config.server.on_loss == "fail":
             return False
         if self._signal is not None or self._is_failing or self._summary is not None:
             return False
-        return any(r.exit_code is None and r.role.kind == "trainer" for r in self._ranks)
+        # With cluster.elastic others may have joined, which are not ranks of this process; rank 0 knows.
+        elastic = self.config.cluster.elastic
+        return any(
+            r.exit_code is None and (r.role.kind == "trainer" or (elastic and not r.global_rank)) for r in self._ranks
+        )
 
     def _restart(self, rank: _RankProcess, exit_code: int) -> None:
         lived_s = time.monotonic() - rank.started_at

@@ -64,3 +64,18 @@ def test_an_error_that_follows_from_another_rank_is_not_reported_for_it(tmp_path
     run.supervisor._on_error(run.supervisor._ranks[2], {"kind": kind, "message": "", "traceback": ""})
     run.supervisor._on_error(run.supervisor._ranks[0], {"kind": "TaskError", "message": "", "traceback": ""})
     assert run.supervisor._first_failure().global_rank == 0
+
+
+@pytest.mark.parametrize(("elastic", "continues"), [(True, True), (False, False)])
+def test_an_elastic_run_continues_without_its_last_rank_as_others_may_have_joined(tmp_path, elastic, continues):
+    run = Run(tmp_path, trainers=1, elastic=elastic)
+    run.end(1, -9)
+    assert run.supervisor._is_failing is not continues
+    assert bool(run.supervisor._failed) is not continues
+
+
+def test_no_run_continues_without_rank_0(tmp_path):
+    run = Run(tmp_path, trainers=1, elastic=True)
+    run.end(0, -9)
+    run.end(1, -9)
+    assert [rank.global_rank for rank in run.supervisor._failed] == [0, 1]
