@@ -155,6 +155,7 @@ class ProcessContext:
         startup_timer: times of the start-up.
         receiver_spec: how this trainer receives samples of simulations; None where there are none.
         session: how often this process has joined the run before.
+        is_newcomer: this trainer joins a running job, and has not taken part yet: the others continue if it fails.
         data_sets: kept from one session to the next.
         end_now: reports an error and ends this process, from any thread; for a loss that the main thread does not
             notice, as it waits in C++ or computes. None where the process outlives the run.
@@ -169,6 +170,7 @@ class ProcessContext:
     startup_timer: StartupTimer = field(default_factory=StartupTimer)
     receiver_spec: ReceiverSpec | None = None
     session: int = 0
+    is_newcomer: bool = False
     data_sets: dict[str, Any] = field(default_factory=dict)
     end_now: Callable[[Exception], None] | None = None
 

@@ -14,11 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from paramserver.cluster import ProcessIdentity, process_environ, quiet_torch_log
-from paramserver.cluster.base import infer_placement
+from paramserver.cluster import ProcessIdentity, RankFlags, process_environ, quiet_torch_log
+from paramserver.cluster.base import DEFAULT_JOB, infer_placement
 from paramserver.cluster.job_token import hide_token, read_token
 from paramserver.config import Config, load_config, mode_of, with_world_size
-from paramserver.errors import DeadlineExceeded, TrainingError, UnsupportedConfiguration
+from paramserver.errors import DeadlineExceeded, PeerLost, UnsupportedConfiguration
 from paramserver.importing import torch_import_without_gc
 from paramserver.launch import normalize_flags, report_error
 from paramserver.runs.resume import find_config_file, open_run
@@ -35,7 +35,8 @@ def make_join_parser() -> argparse.ArgumentParser:
         description="Be one more trainer of a running job (mode rpc, cluster.elastic: true). The others save a "
         "checkpoint and continue from it together with this process, each with its share of the data that is left. "
         "Ctrl-C or SIGTERM lets this trainer leave again.",
-        epilog="Exit codes: 0 the run is over or this trainer has left, 1 it failed, 2 the input is wrong.",
+        epilog="Exit codes: 0 the run is over or this trainer has left, 1 it failed, 2 the input is wrong, 3 it was "
+        "interrupted before it took part, or the run was.",
     )
     _add_run(parser)
     return parser
@@ -90,6 +91,9 @@ def _find_run(arguments: argparse.Namespace) -> tuple[Config, ProcessIdentity, l
     if arguments.config is None:
         run: RunDir = open_run(arguments.run)
         config = load_config(find_config_file(run))
+        # The log of this rank belongs to the run, wherever this command is given.
+        logging_config = dataclasses.replace(config.logging, run_dir=str(run.path.resolve().parent))
+        config = dataclasses.replace(config, logging=logging_config)
         stored = read_mapping(run.environment_file, json.loads).get("store", {})
         folders = list(dict.fromkeys([*folders, *run.task_folders()]))
     else:
@@ -101,6 +105,7 @@ def _find_run(arguments: argparse.Namespace) -> tuple[Config, ProcessIdentity, l
         raise UnsupportedConfiguration(
             "cluster.elastic (False) must be true for trainers to join or leave a running job; set it at the start"
         )
+    RankFlags(master_addr=arguments.master_addr, master_port=arguments.master_port).check()
     address = arguments.master_addr or stored.get("master_addr")
     port = arguments.master_port or stored.get("master_port")
     if not address or not port:
@@ -118,7 +123,7 @@ def _find_run(arguments: argparse.Namespace) -> tuple[Config, ProcessIdentity, l
         master_addr=address,
         master_port=port,
         store_is_hosted=False,
-        job=stored.get("job", "flags"),
+        job=stored.get("job", DEFAULT_JOB),
         source="join",
         token=token,
     )
@@ -178,6 +183,6 @@ def _connect(config: Config, identity: ProcessIdentity) -> Iterator[tuple[Any, l
     except DeadlineExceeded as error:
         if connected:
             raise
-        raise TrainingError(
+        raise PeerLost(
             f"no run answers at {identity.master_addr}:{identity.master_port}; only a running job can be joined or left"
         ) from error

@@ -25,6 +25,7 @@ from paramserver.distributed.rpc_calls import RemoteError, note_repeated
 from paramserver.distributed.session import rpc_trainer
 from paramserver.errors import (
     Evicted,
+    PeerFailed,
     PeerLost,
     PeerRefused,
     RunEnded,
@@ -91,7 +92,7 @@ class RpcTrainer(Trainer):
         self._next_grant: StepGrant | None = None  # came with the reply to the last push
         self._pull: list[InFlightCall[tuple[Tensor, ...]]] = []
         self._pulled: tuple[Tensor, ...] = ()
-        self._asked_to_leave = False
+        self._leave_request: str | None = None
         self._sent_buckets: dict[GradientBucket, InFlightCall[None]] = {}
         self._records_sent = time.monotonic()
         self._sending_records: InFlightCall[None] | None = None
@@ -328,9 +329,12 @@ class RpcTrainer(Trainer):
         if not self.config.cluster.elastic:
             return super().with_stop(announcement)
         # A signal to this process does not end the run: rank 0 lets the others continue, unless it has one too.
-        if self.process.stop.event.is_set() and not self._asked_to_leave:
-            self._asked_to_leave = True
-            self.rendezvous.request_leave()
+        if self.process.stop.event.is_set():
+            if self._leave_request is None:
+                self._leave_request = self.rendezvous.request_leave()
+            elif self._leave_request and (reason := self.rendezvous.refused(self._leave_request)):
+                self._leave_request = ""
+                log.warning("this trainer continues, as it cannot leave: %s", reason)
         return announcement
 
     def next_announcement(self, step: int) -> Announcement | None:
@@ -422,7 +426,10 @@ class RpcTrainer(Trainer):
 
     def report_failure(self, error: BaseException) -> None:
         failure = RemoteError.reported_by(f"trainer {self.trainer_index}", error)
-        if not self.joined:
+        if not self.joined and self.process.is_newcomer:
+            if not isinstance(error, (PeerFailed, RunEnded, ViewChanged)):
+                self.rendezvous.request_leave()
+        elif not self.joined:
             # Also a server that could not be reached: nothing watches it before it has joined. A process that joins
             # again tries to reach it until it gives up.
             joins_again = isinstance(error, PeerLost if self.process.session else Unreachable)

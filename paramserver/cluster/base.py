@@ -82,6 +82,10 @@ class RankFlags:
             raise UnsupportedConfiguration("--master_addr () must not be empty; give the host of rank 0")
 
 
+DEFAULT_JOB = "job"
+"""``ProcessIdentity.job`` where rank 0 serves the store itself."""
+
+
 class ClusterEnvironment(ABC):
     """What started this process and knows its rank: a command line, a launcher, a job scheduler.
 
@@ -155,7 +159,7 @@ class ClusterEnvironment(ABC):
     @property
     def job(self) -> str:
         """A prefix that differs between attempts on one store. A store that rank 0 serves is new in each attempt."""
-        return self.source
+        return DEFAULT_JOB
 
     @property
     def launch(self) -> str:

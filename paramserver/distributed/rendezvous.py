@@ -147,10 +147,15 @@ class Rendezvous:
         # Only if it still has the rank: another one, or itself, may have joined meanwhile.
         self.store.compare_set(f"rank/{global_rank}", holder, "")
 
-    def request_leave(self) -> None:
-        """Ask rank 0 to let the run continue without this trainer."""
+    def request_leave(self) -> str:
+        """Ask rank 0 to let the run continue without this trainer; return the key of the request."""
         with detect_lost_store():
-            send_request(self.root, ResizeRequest("leave", self.identity.global_rank))
+            return send_request(self.root, ResizeRequest("leave", self.identity.global_rank))
+
+    def refused(self, request: str) -> str | None:
+        """Return why rank 0 refused the request of that key; nothing if it did not."""
+        with detect_lost_store():
+            return refusal(self.root, request)
 
     def announce_start(self) -> None:
         """Announce that all ranks have joined; those that join later wait for no other."""
@@ -284,7 +289,7 @@ def _begin_view(
         if interrupted.is_set():
             raise Interrupted("interrupted while waiting for the other ranks")
         remaining = tuple(r for r in ranks if r not in late)
-        if not (continues and remaining) or min(late) < servers:
+        if not remaining or not (continues or set(late) <= set(newcomers)) or min(late) < servers:
             raise _missing_ranks(identity, timeout_s, late)
         log.warning("the run continues without rank %s, which did not join in time", ", ".join(map(str, late)))
         view, ranks = view + 1, remaining
@@ -303,7 +308,12 @@ def _join_view(
     rank, servers, timeout_s = identity.global_rank, num_servers_of(config), config.cluster.timeout_s
     root, request = job_store(base, identity), None
     while True:
-        view = _wait_for_view(root, view, request, timeout_s, interrupted)
+        try:
+            view = _wait_for_view(root, view, request, timeout_s, interrupted)
+        except Interrupted:
+            if request is not None:
+                root.delete_key(request)
+            raise
         store = _in_view(base, identity, view)
         # Compare before claiming: a rank that is refused can be started again with the right configuration.
         _compare_config(store, config, identity, timeout_s, same_world=view == 1 and not joins)

@@ -262,7 +262,7 @@ class Session:
                     return None
                 self.view, self.store = rendezvous.view, rendezvous.base
                 self.trainer_ranks = rendezvous.trainer_ranks
-                process = _in_view(process, rendezvous)
+                process = replace(_in_view(process, rendezvous), is_newcomer=self._is_newcomer)
                 self.peer = rendezvous.holder_of_rank(0)
                 if identity.global_rank != 0:
                     self._report("view")
@@ -303,6 +303,21 @@ class Session:
             self.trainer_ranks = self.resize.trainer_ranks
         elif mode_of(self.plan.config).has_servers and self.plan.restarted and stored.trainer_ranks:
             self.trainer_ranks = tuple(stored.trainer_ranks)
+        elif self.plan.config.cluster.elastic and self._returns_by_hand:
+            # Others than the first trainers may wait for it, and of the first some may have left.
+            servers, world_size = num_servers_of(self.plan.config), self.plan.identity.world_size
+            first = range(servers, world_size)
+            self.trainer_ranks = tuple(dict.fromkeys([*first, *stored.trainer_ranks]))
+
+    @property
+    def _returns_by_hand(self) -> bool:
+        """Whether rank 0 was started again after its death, and not by a supervisor."""
+        plan = self.plan
+        return plan.writes_log and plan.resume and plan.run is not None and not plan.run.summary_file.exists()
+
+    @property
+    def _is_newcomer(self) -> bool:
+        return self.plan.joins and "started" not in self.process.data_sets
 
     @property
     def _is_leaving(self) -> bool:
@@ -381,8 +396,9 @@ class Session:
         """Return the session that follows a loss; raise ``loss`` if the run cannot continue here."""
         plan, process = self.plan, self.process
         config = plan.config
-        resizes = isinstance(loss, ViewChanged) and config.cluster.elastic and process.role.kind == "trainer"
-        if process.stop.event.is_set() and not resizes:
+        # A trainer that leaves joins again, to ask again.
+        leaves = config.cluster.elastic and process.role.kind == "trainer"
+        if process.stop.event.is_set() and not leaves:
             if isinstance(loss, ViewChanged):
                 raise Interrupted(f"interrupted ({process.stop.state()[1]}) between two views of the run") from loss
             raise loss
@@ -393,6 +409,7 @@ class Session:
             min_view, give_up_at = self.view + 1, None
         elif (
             isinstance(loss, (PeerFailed, RunEnded))
+            or (self._is_newcomer and isinstance(loss, Unreachable))
             or process.identity.global_rank == 0
             or config.cluster.max_restarts == 0
             # Before the first time, the user learns at once that rank 0 is gone; a supervisor starts it again.
@@ -724,21 +741,36 @@ def _wait_until_finished(
                 server.request_stop()
             continue
         missing = server.missing()
+        if missing and (late := _absent(server, rendezvous, session, time.monotonic() > deadline)):
+            names = ", ".join(f"rank {rank}" for rank in sorted(late))
+            session.trainer_ranks = tuple(r for r in rendezvous.trainer_ranks if r not in late)
+            server.fail(ViewChanged(f"{names} did not join; the run continues without"))
+            continue
         # Once all have joined, failures reach the server over RPC.
         if missing and (failure := rendezvous.reported_failure()) is not None:
             server.fail(failure.error())
         elif missing and process.stop.event.is_set():
             server.fail(Interrupted(f"{process.stop.state()[1]} before {', '.join(missing)} had arrived"))
         elif missing and time.monotonic() > deadline:
-            late = {rendezvous.trainer_ranks[i] for i in server.missing_trainers()}
-            remaining = tuple(r for r in rendezvous.trainer_ranks if r not in late)
-            continues = config.server.on_loss != "fail" and config.simulations is None
-            if rendezvous.view > 1 and remaining and len(late) == len(missing) and continues:
-                session.trainer_ranks = remaining
-                server.fail(ViewChanged(f"{', '.join(missing)} did not come back in time; the run continues without"))
-                continue
             names, limit_s = ", ".join(missing), config.cluster.timeout_s
             server.fail(DeadlineExceeded(f"{names} did not arrive within cluster.timeout_s ({limit_s:g} s)"))
+
+
+def _absent(server: ParameterServer, rendezvous: Rendezvous, session: Session, is_late: bool) -> set[int]:
+    """Return the ranks of trainers without which a view has to begin anew: the others have joined, or will.
+
+    These are newcomers that failed, and in a later view than the first all that are late.
+    """
+    config, missing = server.config, {rendezvous.trainer_ranks[i] for i in server.missing_trainers()}
+    requests = pending_requests(rendezvous.root)
+    withdrawn = {key: r for key, r in requests.items() if r.kind == "leave" and r.global_rank in missing}
+    mark_carried_out(rendezvous.root, withdrawn)
+    absent = {request.global_rank for request in withdrawn.values()}
+    if is_late and len(missing) == len(server.missing()):
+        newcomers = set() if session.resize is None else session.resize.newcomers
+        continues = rendezvous.view > 1 and config.server.on_loss != "fail" and config.simulations is None
+        absent |= missing if continues else missing & newcomers
+    return absent if len(absent) < len(rendezvous.trainer_ranks) else set()
 
 
 def _resize(
@@ -747,6 +779,10 @@ def _resize(
     """Carry out the requests of trainers, and continue without those that are given up, in another view."""
     config, ranks = process.config, rendezvous.trainer_ranks
     requests = pending_requests(rendezvous.root)
+    if server.aggregator.ended:
+        if server.aggregator.ends_run:
+            refuse(rendezvous.root, requests, "the run is over")
+        return
     if not config.cluster.elastic:
         refuse(rendezvous.root, requests, "cluster.elastic (False) must be true for trainers to join or leave; set it")
         requests = {}
@@ -760,9 +796,21 @@ def _resize(
             "with state_dict, load_state_dict and reshard",
         )
         requests = {}
+    elif not server.has_all_buffers():
+        requests = {}  # later
     lost = [ResizeRequest("leave", ranks[index]) for index in sorted(given_up)]
     wanted = resized(ranks, [*requests.values(), *lost])
+    if wanted and not server.has_room(len(wanted)):
+        reason = (
+            f"the buffers of {len(wanted)} trainers may have no room for the samples that must stay; let as many join "
+            "as leave, or give a map-style data set, without buffer.max_bytes"
+        )
+        leaves = [key for key, request in requests.items() if request.kind == "leave"]
+        refuse(rendezvous.root, leaves, reason)
+        requests = {key: request for key, request in requests.items() if key not in leaves}
+        wanted = resized(ranks, [*requests.values(), *lost])
     if not wanted:
+        mark_carried_out(rendezvous.root, requests)
         process.stop.request("all trainers leave")
         return
     if wanted == ranks:

@@ -189,6 +189,11 @@ class Aggregator:
         self.rules.request_stop(Stop.RESIZE, reason)
         self._process()
 
+    @property
+    def ends_run(self) -> bool:
+        """Whether the trainers have been sent the end of the run, and not only of the view."""
+        return self.ended and not self._resize
+
     def validators(self, version: int) -> set[int]:
         """Return the trainers that validate ``version``, retained or current; a lost one is not among them."""
         retained = not self.rules.lockstep and version in self.store.retained_versions

@@ -2,6 +2,7 @@
 
 import os
 import select
+import signal
 from pathlib import Path
 
 import torch
@@ -36,6 +37,10 @@ class CountsSamples(Task):
         self.folder = Path(folder)
 
     def build_model(self):
+        if os.environ.get("FAILURE") == "raise":
+            raise RuntimeError("the model cannot be built")
+        if os.environ.get("FAILURE") == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
         return Weights()
 
     def build_optimizer(self, model):

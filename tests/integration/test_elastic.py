@@ -45,11 +45,12 @@ class Job:
         )
         self.run = self._start(["--config", self.file])
 
-    def _start(self, arguments, **program):
-        return self.stack.enter_context(fork_server().start(arguments, self.folder, environment(), **program))
+    def _start(self, arguments, environ=None, **program):
+        started = fork_server().start(arguments, self.folder, environment(**(environ or {})), **program)
+        return self.stack.enter_context(started)
 
-    def join(self, *arguments):
-        return self._start([self.run_dir, *arguments], program="elastic", function="join_main")
+    def join(self, *arguments, **environ):
+        return self._start([self.run_dir, *arguments], environ, program="elastic", function="join_main")
 
     def leave(self, rank):
         run = self._start([self.run_dir, "--rank", rank], program="elastic", function="leave_main")
@@ -206,6 +207,19 @@ def test_a_trainer_that_joined_and_died_is_given_up(start):
     job.wait_for_trainers([1, 2, 3])
     os.kill(joined.pid, signal.SIGKILL)
     job.wait_for("loss", lambda: job.records("lost"))
+    job.wait_for_trainers([1, 2])
+    assert_applied_once(job.finish())
+
+
+@pytest.mark.parametrize("failure", ["raise", "die"])
+def test_a_trainer_that_fails_before_it_takes_part_does_not_end_the_run(start, failure):
+    job = start(cluster={"timeout_s": 5}, server={"consistency": "async", "lost_after_s": 2.0})
+    job.wait_for("run", lambda: job.records("train"))
+    joined = job.join(FAILURE=failure)
+    assert joined.wait(LIMIT_S) == (1 if failure == "raise" else None)
+    if failure == "raise":
+        assert "the model cannot be built" in joined.output.read_text()
+    job.wait_for("view without it", lambda: len(job.records("start")) == 3)
     job.wait_for_trainers([1, 2])
     assert_applied_once(job.finish())
 

@@ -65,7 +65,7 @@ def test_a_rank_of_this_machine_by_flags():
         master_addr="127.0.0.1",
         master_port=1234,
         store_is_hosted=False,
-        job="flags",
+        job="job",
         source="flags",
     )
 
