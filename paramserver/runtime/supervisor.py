@@ -365,6 +365,8 @@ class Supervisor:
             self._failed.remove(rank)
             self._note(f"{rank.title} is lost and not started again: {rank.failure['message']}")
             return
+        if rank.global_rank == 0 and exit_code == Interrupted.exit_code and self._summary is None:
+            self._limit(_GRACE_S)  # between two views: the others would wait for it
         if rank.failure is not None and exit_code != Interrupted.exit_code and not self._is_failing:
             self._is_failing = True
             # The other ranks detect the loss, and end with their own errors. This ends the ones that cannot.
@@ -569,10 +571,16 @@ class Supervisor:
     def _raise_outcome(self) -> NoReturn:
         first = self._first_failure()
         if first is not None and first.failure is not None:
+            if first.failure["kind"] == "Interrupted" and self._summary is None:
+                raise self._interruption(first.failure["message"])
             self._write_missing_summary(f"{first.title}: {first.failure['message']}")
             raise _to_error(first)
         if self._signal is not None and self._summary is None:
-            raise self._interruption()
+            name = signal.Signals(self._signal).name
+            twice = self._interrupted_twice
+            raise self._interruption(
+                f"interrupted twice ({name}) and ended at once" if twice else f"interrupted ({name})"
+            )
         raise TrainingError(f"all ranks ended well, but rank 0 sent no summary; see {self.run.log_file(0)}")
 
     def _first_failure(self) -> _RankProcess | None:
@@ -602,15 +610,12 @@ class Supervisor:
         by_signal = failure["kind"] == "KeyboardInterrupt" or failure.get("signal") in (*_SIGNALS, -1)
         return "PeerLost" if by_signal and self._signal is not None else "cause"
 
-    def _interruption(self) -> ParamserverError:
-        """Return the error of a run that a signal ended before rank 0 could report it."""
-        assert self._signal is not None
-        name = signal.Signals(self._signal).name
+    def _interruption(self, how: str) -> ParamserverError:
+        """Write the summary of a run that a signal ended before rank 0 could report it, and return the error."""
         latest = self._latest_checkpoint()
         saved = "nothing was saved yet"
         if latest is not None:
             saved = f"the last checkpoint is {latest}; resume with: {self.run.resume_command}"
-        how = f"interrupted twice ({name}) and ended at once" if self._interrupted_twice else f"interrupted ({name})"
         self._write_missing_summary(f"{how}; {saved}", status="interrupted")
         error = TrainingError(f"{how}; {saved}") if self._interrupted_twice else Interrupted(f"{how}; {saved}")
         error.relayed = True

@@ -1,10 +1,13 @@
 """What the supervisor concludes from the errors and ends of ranks; the ranks here are values."""
 
+import json
+import signal
 from types import SimpleNamespace
 
 import pytest
 
 from paramserver.config import ClusterConfig, Config, ServerConfig, roles
+from paramserver.errors import Interrupted
 from paramserver.runs.rundir import RunDir
 from paramserver.runtime.supervisor import Supervisor
 
@@ -79,3 +82,24 @@ def test_no_run_continues_without_rank_0(tmp_path):
     run.end(0, -9)
     run.end(1, -9)
     assert [rank.global_rank for rank in run.supervisor._failed] == [0, 1]
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_a_signal_between_two_views_leaves_a_summary_of_an_interrupted_run(tmp_path, checkpoint):
+    run, how = Run(tmp_path), "interrupted (SIGTERM) between two views of the run"
+    if checkpoint:
+        (run.folder / "checkpoints").mkdir()
+        (run.folder / "checkpoints" / "latest").write_text("step-00000004")
+    run.supervisor._signal = signal.SIGTERM
+    run.end(0, Interrupted.exit_code, "Interrupted", how)
+    assert run.supervisor._kill_at is not None, "trainers that leave would wait for rank 0"
+    for rank in (1, 2):
+        run.supervisor._ranks[rank].sent.add(signal.SIGKILL)
+        run.end(rank, -signal.SIGKILL)
+    with pytest.raises(Interrupted) as caught:
+        run.supervisor._raise_outcome()
+    saved = "the last checkpoint is step-00000004; resume with: " if checkpoint else "nothing was saved yet"
+    assert str(caught.value).startswith(f"{how}; {saved}")
+    summary = json.loads((run.folder / "summary.json").read_text())
+    assert summary["status"] == "interrupted"
+    assert summary["error"] == str(caught.value)
