@@ -801,12 +801,12 @@ def _resize(
     lost = [ResizeRequest("leave", ranks[index]) for index in sorted(given_up)]
     wanted = resized(ranks, [*requests.values(), *lost])
     if wanted and not server.has_room(len(wanted)):
-        reason = (
-            f"the buffers of {len(wanted)} trainers may have no room for the samples that must stay; let as many join "
+        no_room = (
+            "the buffers of the trainers that remain may have no room for the samples that must stay; let as many join "
             "as leave, or give a map-style data set, without buffer.max_bytes"
         )
         leaves = [key for key, request in requests.items() if request.kind == "leave"]
-        refuse(rendezvous.root, leaves, reason)
+        refuse(rendezvous.root, leaves, no_room)
         requests = {key: request for key, request in requests.items() if key not in leaves}
         wanted = resized(ranks, [*requests.values(), *lost])
     if not wanted:

@@ -204,6 +204,8 @@ class ParameterServer(TutorialMethods):
         self._sources: dict[int, dict[str, Any]] = {}
         # Whether other trainers can continue it, and whether they can fetch samples again that were not applied.
         self._divisible: dict[int, tuple[bool, bool]] = {}
+        # The last position that was applied before a process began with an empty buffer; it may have to read so far.
+        self._read_before: dict[int, int] = {}
         # Contexts of distributed autograd that a process would leave behind if it died (docs/torch-notes.md).
         self._contexts: dict[TrainerId, int] = {}
         self._joins = PendingReplies()
@@ -261,6 +263,7 @@ class ParameterServer(TutorialMethods):
                 self._sources[trainer_index] = position.source
                 self._divisible[trainer_index] = position.can_reshard, position.refetchable
                 row.positions.load_state_dict(position.applied)
+                self._read_before[trainer_index] = max(row.positions.above, default=-1)
 
     def _make_transport(self) -> ServerTransport:
         if self._model_service is not None:
@@ -294,6 +297,7 @@ class ParameterServer(TutorialMethods):
             position = None
             if (source := self._sources.get(trainer_index)) is not None:
                 position = DataPosition(source, row.positions.state_dict(), self._progress_of(trainer_index))
+                self._read_before[trainer_index] = max(row.positions.above, default=-1)
         # Without the lock: these may read or write a file.
         if position is not None:
             self.monitor.trainer_replaced(trainer_index, row.incarnation)
@@ -441,8 +445,28 @@ class ParameterServer(TutorialMethods):
         return (
             self.knows_data
             and all(can_reshard for can_reshard, _ in self._divisible.values())
-            and all(self._divisible[index][1] for index in lost)
+            and all(self._divisible[index][1] for index in {*lost, *self._given_up})
         )
+
+    def has_all_buffers(self) -> bool:
+        """Whether a checkpoint of now has all that dividing needs, of each trainer.
+
+        Samples that cannot be fetched again are in the buffers only. That of a trainer is missing while it is lost, and
+        until the process that took its place has read what had been applied.
+        """
+        if all(refetchable for _, refetchable in self._divisible.values()):
+            return True
+        rows = self.aggregator.ledger.rows
+        behind = any(rows[index].positions.low <= last for index, last in self._read_before.items() if last >= 0)
+        return not behind and not self.missing_trainers()
+
+    def has_room(self, trainers: int) -> bool:
+        """Whether the buffers of so many trainers can hold what those of today's must keep, however full they are."""
+        buffer = self.config.buffer
+        keeps = not all(refetchable for _, refetchable in self._divisible.values())
+        # What does not fit by number is read again; the size of samples is known to the buffers only.
+        keeps |= buffer.max_bytes is not None and (buffer.kind == "reservoir" or buffer.pseudo_epochs > 1)
+        return not keeps or trainers >= len(self.members.present())
 
     def request_resize(self, reason: str) -> None:
         """End this view of the run at a checkpoint; it continues with other trainers."""

@@ -1,0 +1,173 @@
+"""When rank 0 carries out that trainers join or leave: with the real server 0, and without other processes."""
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch._C._distributed_c10d import HashStore
+
+from paramserver import Task
+from paramserver.buffers.positions import AppliedPositions
+from paramserver.config import BufferConfig, ClusterConfig, Config, TrainingConfig
+from paramserver.consistency import TrainerId
+from paramserver.context import StopRequest
+from paramserver.distributed.membership import Member
+from paramserver.distributed.resize import ResizeRequest, pending_requests, refusal, send_request
+from paramserver.runs.monitor import RunMonitor
+from paramserver.runtime.rank import _resize
+from paramserver.server import parameter_server
+from paramserver.server.parameter_server import ParameterServer
+from paramserver.transport.messages import DataPosition
+
+JOIN, LEAVE = ResizeRequest("join", 3), ResizeRequest("leave", 1)
+
+
+class OneLayer(Task):
+    def build_model(self):
+        return nn.Linear(4, 4)
+
+    def build_optimizer(self, model):
+        return torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def train_source(self, partition):
+        return None
+
+    def training_step(self, model, batch, batch_idx):
+        return model(batch).sum()
+
+
+class Run:
+    """Server 0 and its two trainers, ranks 1 and 2, with sources that can be divided."""
+
+    def __init__(self, monkeypatch, refetchable, **buffer):
+        monkeypatch.setattr(parameter_server, "watch_peer", lambda name, on_gone: None)
+        config = Config(
+            mode="rpc",
+            cluster=ClusterConfig(num_trainers=2, elastic=True),
+            training=TrainingConfig(max_steps=10),
+            buffer=BufferConfig(**buffer),
+        )
+        monitor = RunMonitor(config, SimpleNamespace(write=lambda record: None), Path())
+        checkpoints = SimpleNamespace(
+            monitor=monitor,
+            view=1,
+            resumes=False,
+            consistency_state={},
+            ledger_state={"rows": {}},
+            restore_model=lambda model: None,
+            restore_optimizer=lambda updater: None,
+            trainer_part=lambda index, newest: None,
+        )
+        self.server = ParameterServer(OneLayer(), config, 2, checkpoints, StopRequest(), None, lambda member: None)
+        self.refetchable, self.workers = refetchable, 0
+        self.process = SimpleNamespace(config=config, stop=StopRequest())
+        self.rendezvous = SimpleNamespace(root=HashStore(), trainer_ranks=(1, 2))
+        self.session = SimpleNamespace(next_resize=None)
+        self.members = [self.join(index) for index in (0, 1)]
+        for member in self.members:
+            self.report_source(member)
+
+    def join(self, index):
+        self.workers += 1
+        member = Member(index, f"trainer{index}_{self.workers}", self.workers, f"here, process {self.workers}")
+        self.server.join(member, 8)
+        return member
+
+    def report_source(self, member):
+        applied = AppliedPositions().state_dict()
+        self.server.report_source(
+            TrainerId(member.index, 1, member.incarnation),
+            DataPosition({}, applied, can_reshard=True, refetchable=self.refetchable),
+        )
+
+    def ask(self, *requests):
+        """Send requests and let rank 0 look at them; return the answers."""
+        keys = [send_request(self.rendezvous.root, request) for request in requests]
+        self.look()
+        return [refusal(self.rendezvous.root, key) for key in keys]
+
+    def look(self):
+        _resize(self.server, self.process, self.rendezvous, self.session, set())
+
+    @property
+    def wanted(self):
+        return None if self.session.next_resize is None else self.session.next_resize.trainer_ranks
+
+
+@pytest.mark.parametrize(
+    ("refetchable", "buffer", "leaves"),
+    [
+        (True, {}, True),
+        (True, {"kind": "reservoir"}, True),
+        (True, {"kind": "firo", "pseudo_epochs": 2}, True),
+        (True, {"max_bytes": 1000}, True),
+        (True, {"kind": "firo", "pseudo_epochs": 2, "max_bytes": 1000}, False),
+        (True, {"kind": "reservoir", "max_bytes": 1000}, False),
+        (False, {}, False),
+        (False, {"kind": "reservoir"}, False),
+    ],
+)
+def test_a_trainer_leaves_only_if_the_buffers_of_the_others_have_room(monkeypatch, refetchable, buffer, leaves):
+    run = Run(monkeypatch, refetchable, **buffer)
+    (answer,) = run.ask(LEAVE)
+    if leaves:
+        assert (answer, run.wanted) == (None, (2,))
+    else:
+        assert "may have no room for the samples that must stay" in answer
+        assert run.wanted is None
+
+
+def test_a_trainer_leaves_while_another_joins(monkeypatch):
+    run = Run(monkeypatch, refetchable=False)
+    assert run.ask(LEAVE, JOIN) == [None, None]
+    assert run.wanted == (2, 3)
+
+
+def test_a_trainer_joins_though_another_may_not_leave(monkeypatch):
+    run = Run(monkeypatch, refetchable=False)
+    leaves = [LEAVE, ResizeRequest("leave", 2)]
+    answers = run.ask(JOIN, *leaves)
+    assert answers[0] is None
+    assert all("no room" in answer for answer in answers[1:])
+    assert run.wanted == (1, 2, 3)
+
+
+def test_all_trainers_may_leave(monkeypatch):
+    run = Run(monkeypatch, refetchable=False)
+    run.ask(LEAVE, ResizeRequest("leave", 2))
+    assert run.process.stop.event.is_set()
+
+
+@pytest.mark.parametrize("refetchable", [False, True])
+def test_a_join_waits_until_the_replacement_of_a_lost_trainer_has_caught_up(monkeypatch, refetchable):
+    """Its samples are in its buffer only, unless they can be fetched again."""
+    run = Run(monkeypatch, refetchable)
+    row = run.server.aggregator.ledger[1]
+    row.positions.add([0, 5], 1)
+    run.server._on_disconnect(run.members[1], "its connection was closed")
+    assert run.server.missing_trainers() == [1]
+    assert run.ask(JOIN) == [None]
+    assert run.wanted == ((1, 2, 3) if refetchable else None)
+    if refetchable:
+        return
+    run.join(1)
+    run.look()
+    assert run.wanted is None  # it has read nothing yet
+    row.positions.add([1, 2, 3, 4], 1)
+    run.look()
+    assert run.wanted == (1, 2, 3)
+    assert len(pending_requests(run.rendezvous.root)) == 1  # until the view begins
+
+
+def test_a_join_is_refused_after_a_lost_trainer_was_given_up(monkeypatch):
+    run = Run(monkeypatch, refetchable=False)
+    run.server._on_disconnect(run.members[1], "its connection was closed")
+    run.server.check_absences()
+    later = time.monotonic() + 1e6
+    monkeypatch.setattr(parameter_server, "time", SimpleNamespace(monotonic=lambda: later))
+    assert run.server.check_absences() == set()
+    assert "cannot be divided" in run.ask(JOIN)[0]
+    assert run.wanted is None
