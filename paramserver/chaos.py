@@ -529,7 +529,8 @@ def _samples_due(outcome: Outcome) -> int | None:
 def _check_ledger(state: Mapping[str, Any], summary: Mapping[str, Any]) -> Check:
     """Check that each push that the ledger accepted is in one update, or was dropped and counted."""
     rows = state["ledger"]["rows"].values()
-    accepted, samples = sum(row["pushes"] for row in rows), sum(row["samples"] for row in rows)
+    accepted = sum(row["pushes"] + row.get("moved_pushes", 0) for row in rows)
+    samples = sum(row["samples"] for row in rows)
     staleness = summary["staleness"]
     applied = sum(staleness["histogram"].values())
     ok = accepted == applied + staleness["dropped"] and (bool(staleness["dropped"]) or samples == summary["samples"])

@@ -77,8 +77,9 @@ class LedgerRow:
         accepted: sequence of its last push that was accepted; larger than ``decided`` by one while that is pending.
         version: that the last push was computed at.
         pushes: accepted from all incarnations.
-        samples: of these pushes.
-        positions: of these samples, in the trainer's order; of a stream, their keys.
+        moved_pushes: accepted from trainers that no longer exist, which this one stands for.
+        samples: of all these pushes.
+        positions: of its own samples, in the trainer's order; of a stream, their keys.
 
     Example::
 
@@ -92,6 +93,7 @@ class LedgerRow:
     accepted: int = 0
     version: int = 0
     pushes: int = 0
+    moved_pushes: int = 0
     samples: int = 0
     positions: AppliedPositions = field(default_factory=AppliedPositions)
 
@@ -190,12 +192,14 @@ class Ledger:
 
         Args:
             state: of a checkpoint.
-            num_trainers: of the run that continues, if there may be fewer than before: the samples of trainer i are
-                counted for trainer i modulo ``num_trainers`` then, as ``reshard_parts`` does.
+            num_trainers: of the run that continues, if there may be fewer than before: the pushes and samples of
+                trainer i are counted for trainer i modulo ``num_trainers`` then, as ``reshard_parts`` does.
         """
         rows = {int(i): LedgerRow(**{**row, "positions": AppliedPositions()}) for i, row in state["rows"].items()}
         self.rows = {}
         for index, row in sorted(rows.items()):
             own = self.rows.setdefault(index % (num_trainers or index + 1), row)
             if own is not row:
+                # Not in ``pushes``: by these a process that takes the trainer's place counts its batches.
+                own.moved_pushes += row.pushes + row.moved_pushes
                 own.samples += row.samples

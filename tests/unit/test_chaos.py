@@ -16,12 +16,15 @@ KILL = Fault("kill", "trainer:1", at_step=2)
 WEIGHTS = {"weight": torch.ones(3)}
 
 
-def make_run(folder, *, steps=4, samples=64, pushes=(4, 4), weights=WEIGHTS, recorded=None, status="completed"):
+def make_run(
+    folder, *, steps=4, samples=64, pushes=(4, 4), moved=0, weights=WEIGHTS, recorded=None, status="completed"
+):
     """The folder of a run of two trainers with 8 samples each per step."""
     rows = {
         str(i): {"pushes": n, "samples": samples // 2, "incarnation": 1, "decided": n, "accepted": n}
         for i, n in enumerate(pushes)
     }
+    rows["0"]["moved_pushes"] = moved
     (folder / "checkpoints").mkdir(parents=True)
     write_checkpoint(
         folder / "checkpoints", steps, {"model": weights, "run": {"ledger": {"rows": rows}}}, {"trainers": 2}
@@ -84,6 +87,10 @@ def test_a_run_that_recovered_passes_with_its_figures(tmp_path):
         "  kill trainer:1 @step 2: fired after step 2; noticed after 0.10 s, next update after 0.30 s, the rank trains "
         "again after 4.00 s"
     ]
+
+
+def test_pushes_of_trainers_that_no_longer_exist_count(tmp_path):
+    assert failed(make_outcome(make_run(tmp_path / "run", pushes=(4, 2), moved=2))) == []
 
 
 @pytest.mark.parametrize(

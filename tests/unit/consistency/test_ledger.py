@@ -140,7 +140,7 @@ def test_a_state_that_is_restored_continues_except_for_positions_which_trainers_
     assert restored.state_of(push(1, incarnation + 1, view=2)) is PushState.NEW
 
 
-def test_the_samples_of_trainers_that_no_longer_exist_are_counted_once():
+def test_what_trainers_that_no_longer_exist_pushed_is_counted_once():
     ledger = Ledger()
     for index in range(5):
         accepted = PushId(index, 1, ledger.admit(index), 1)
@@ -148,7 +148,13 @@ def test_the_samples_of_trainers_that_no_longer_exist_are_counted_once():
     for num_trainers, samples in ((2, [10101, 1010]), (5, [1, 10, 100, 1000, 10000]), (7, [1, 10, 100, 1000, 10000])):
         fewer = Ledger(view=2)
         fewer.load_state_dict(ledger.state_dict(), num_trainers)
-        assert [row.samples for _, row in sorted(fewer.rows.items())] == samples
+        rows = [row for _, row in sorted(fewer.rows.items())]
+        assert [row.samples for row in rows] == samples
+        assert [row.pushes for row in rows] == [1] * len(rows)  # their own
+        assert sum(row.moved_pushes for row in rows) == 5 - len(rows)
+        last = Ledger(view=3)
+        last.load_state_dict(fewer.state_dict(), 1)
+        assert (last[0].pushes, last[0].moved_pushes, last[0].samples) == (1, 4, 11111)
 
 
 def test_a_state_is_numbers_lists_and_dictionaries_with_text_as_keys():
