@@ -800,13 +800,20 @@ def _resize(
         requests = {}  # later
     lost = [ResizeRequest("leave", ranks[index]) for index in sorted(given_up)]
     wanted = resized(ranks, [*requests.values(), *lost])
+    too_few = ""
     if wanted and not server.has_room(len(wanted)):
-        no_room = (
+        too_few = (
             "the buffers of the trainers that remain may have no room for the samples that must stay; let as many join "
             "as leave, or give a map-style data set, without buffer.max_bytes"
         )
+    elif wanted and len(wanted) <= (backups := config.server.backup_trainers):
+        too_few = (
+            f"server.backup_trainers ({backups}) must be less than the trainers that remain ({len(wanted)}); let as "
+            "many join as leave"
+        )
+    if too_few:
         leaves = [key for key, request in requests.items() if request.kind == "leave"]
-        refuse(rendezvous.root, leaves, no_room)
+        refuse(rendezvous.root, leaves, too_few)
         requests = {key: request for key, request in requests.items() if key not in leaves}
         wanted = resized(ranks, [*requests.values(), *lost])
     if not wanted:

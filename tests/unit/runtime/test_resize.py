@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import HashStore
 
 from paramserver import Task
 from paramserver.buffers.positions import AppliedPositions
-from paramserver.config import BufferConfig, ClusterConfig, Config, TrainingConfig
+from paramserver.config import BufferConfig, ClusterConfig, Config, ServerConfig, TrainingConfig
 from paramserver.consistency import TrainerId
 from paramserver.context import StopRequest
 from paramserver.distributed.membership import Member
@@ -42,11 +42,12 @@ class OneLayer(Task):
 class Run:
     """Server 0 and its two trainers, ranks 1 and 2, with sources that can be divided."""
 
-    def __init__(self, monkeypatch, refetchable, **buffer):
+    def __init__(self, monkeypatch, refetchable, backup_trainers=0, **buffer):
         monkeypatch.setattr(parameter_server, "watch_peer", lambda name, on_gone: None)
         config = Config(
             mode="rpc",
             cluster=ClusterConfig(num_trainers=2, elastic=True),
+            server=ServerConfig(consistency="sync", backup_trainers=backup_trainers),
             training=TrainingConfig(max_steps=10),
             buffer=BufferConfig(**buffer),
         )
@@ -133,6 +134,17 @@ def test_a_trainer_joins_though_another_may_not_leave(monkeypatch):
     assert answers[0] is None
     assert all("no room" in answer for answer in answers[1:])
     assert run.wanted == (1, 2, 3)
+
+
+def test_more_trainers_than_backups_remain(monkeypatch):
+    run = Run(monkeypatch, True, backup_trainers=1)
+    (refused,) = run.ask(ResizeRequest("leave", 1))
+    assert refused == (
+        "server.backup_trainers (1) must be less than the trainers that remain (1); let as many join as leave"
+    )
+    assert run.wanted is None
+    assert run.ask(ResizeRequest("leave", 1), ResizeRequest("join", 3)) == [None, None]
+    assert run.wanted == (2, 3)
 
 
 def test_all_trainers_may_leave(monkeypatch):
