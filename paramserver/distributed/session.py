@@ -123,8 +123,9 @@ def _register(rendezvous: Rendezvous, servers: Sequence[str]) -> None:
         raise
 
 
-# Ids are 16 bits wide in torch. Each view begins higher, so that ids grow over the life of a run, until they repeat.
-_IDS_OF_A_VIEW = 16
+# Ids are 16 bits wide in torch. They are counted over all views of one store, and a store of a new rank 0, which does
+# not know what was drawn before, begins higher: so ids grow over the life of a run, until they repeat.
+_IDS_OF_A_VIEW = 1000
 _MAX_ID = 32_000
 
 
@@ -141,10 +142,11 @@ def _draw_worker_id(rendezvous: Rendezvous, servers: int) -> int:
         store.set(f"contexts/{own}", process)
         if is_first:
             return own
+    first_view = int(rendezvous.root.compare_set("workers/first_view", "", str(rendezvous.view)))
     while True:
+        drawn = rendezvous.root.add("workers", 1) - 1
         # Ids below ``servers`` belong to the servers.
-        drawn = servers - 1 + store.add("workers", 1)
-        worker_id = servers + (drawn - servers + rendezvous.view * _IDS_OF_A_VIEW) % _MAX_ID
+        worker_id = servers + (drawn + first_view * _IDS_OF_A_VIEW) % _MAX_ID
         if own is not None or store.compare_set(f"contexts/{worker_id}", "", process).decode() == process:
             return worker_id
 
