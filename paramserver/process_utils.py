@@ -14,6 +14,9 @@ from typing import NoReturn
 
 from paramserver.errors import TrainingError
 
+LOADER_NAME = "paramserver-loader"
+"""The name of the process that reads a trainer's data set, as ``multiprocessing.current_process().name`` has it."""
+
 _THREADS_S = 5.0
 
 

@@ -146,9 +146,9 @@ class Feeder:
             yield _Group(samples, keys, served, self.source.mark(), position == total)
 
     def _end_with(self, error: BaseException) -> None:
+        if self.buffer.closed:
+            return  # by ``close``, which ends worker processes too
         if isinstance(error, BufferClosed):
-            if self.buffer.closed:
-                return  # by ``close``
             total = self.source.total
             error = SourceError(
                 f"trainer {self.trainer_index}: the source gave more than the {total} samples of its length"

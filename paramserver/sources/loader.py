@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from paramserver.buffers.storage import pack_samples, unpack_samples
 from paramserver.errors import SourceError, TaskError, TrainingError
-from paramserver.process_utils import die_with_parent
+from paramserver.process_utils import LOADER_NAME, die_with_parent
 from paramserver.sources.reader import SampleReader
 
 Request: TypeAlias = tuple[int, Sequence[int], int]
@@ -32,6 +32,9 @@ Request: TypeAlias = tuple[int, Sequence[int], int]
 
 # Signals that ask a rank to stop. The rank still needs samples then, and ends the loader itself.
 _OF_THE_RANK = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+# A pipe takes so many at once, so that the loader ends before the rank reads them.
+_ERROR_CHARACTERS = 10_000
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ class Loader:
         # Errors have a pipe of their own: a signal may interrupt the loader while it sends samples.
         self._errors, their_errors = context.Pipe(duplex=False)
         with theirs, their_errors:
-            self._process = context.Process(target=_run, args=(theirs, their_errors), name="loader")
+            self._process = context.Process(target=_run, args=(theirs, their_errors), name=LOADER_NAME)
             self._process.start()
         try:
             self._connection.send_bytes(data)
@@ -146,7 +149,7 @@ def _run(connection: Connection, errors: Connection) -> None:
     except (EOFError, BrokenPipeError, ConnectionResetError):
         pass  # the rank needs no more
     except BaseException as error:  # noqa: BLE001 - raised in the rank
-        errors.send(_explain(error))
+        errors.send(_explain(error)[-_ERROR_CHARACTERS:])
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
