@@ -196,7 +196,9 @@ def _explain(error: BaseException) -> str:
     if isinstance(error, TrainingError):
         return str(error)
     if isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker"):
-        return f"{str(error).strip()} If the machine ran out of memory, use fewer training.loader_workers"
+        # The cause names the signal that ended the worker.
+        text = str(error.__cause__ if isinstance(error.__cause__, RuntimeError) else error).strip().rstrip(".")
+        return f"{text}; if the machine ran out of memory, use fewer training.loader_workers"
     return f"{error}\n{traceback.format_exc()}"
 
 
