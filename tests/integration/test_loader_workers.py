@@ -1,10 +1,17 @@
 """Random augmentation with dropout: equal in every mode, for every number of workers, and after a resume."""
 
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import psutil
 import pytest
-from launching import assert_equal_runs, differing_tensors, launch, resume, train
+from launching import assert_equal_runs, command, differing_tensors, environment, launch, resume, train, write_config
 
 pytestmark = pytest.mark.processes
 
@@ -66,3 +73,58 @@ def test_a_rank_that_is_killed_leaves_no_worker_and_its_replacement_has_its_own(
     assert not [pid for pid in processes if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
     left = set(Path("/dev/shm").iterdir()) - shared_memory
     assert not [file for file in left if file.name.startswith(("torch_", "sem.mp"))]
+
+
+def test_ctrl_c_reaches_the_workers_too_and_the_run_is_saved(tmp_path):
+    """A terminal sends it to every process of the group."""
+    training = {**CONFIG["training"], "loader_workers": 2, "max_epochs": None, "max_steps": 1_000_000}
+    file = write_config(tmp_path, **{**CONFIG, "training": training})
+    arguments = ["--config", file, "--set", "logging.name=run"]
+    run = subprocess.Popen(
+        command(*arguments), cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True, process_group=0
+    )
+    try:
+        metrics, deadline = tmp_path / "runs" / "run" / "metrics.jsonl", time.monotonic() + 60
+        while not (metrics.exists() and '"train"' in metrics.read_text()):
+            assert run.poll() is None
+            assert time.monotonic() < deadline
+            select.select([], [], [], 0.05)
+        workers = [child.pid for child in psutil.Process(run.pid).children(recursive=True)]
+        os.killpg(run.pid, signal.SIGINT)
+        _, errors = run.communicate(timeout=30)
+    finally:
+        run.kill()
+    assert run.returncode == 3, errors
+    assert "Traceback" not in errors
+    assert json.loads((tmp_path / "runs" / "run" / "summary.json").read_text())["status"] == "interrupted"
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in workers if psutil.pid_exists(pid)], timeout=10)
+    assert len(workers) >= 3
+    assert not alive
+
+
+UNGUARDED = """
+from loader_tasks import Noisy
+from tasks import ReferenceTask
+import paramserver
+
+class Own(ReferenceTask):
+    def train_source(self, partition):
+        return Images(super().train_source(partition))
+
+class Images(list):
+    pass
+
+paramserver.run(Own, {{"mode": "local", "training": {{"max_steps": 2, "loader_workers": 1}},
+    "logging": {{"run_dir": {folder!r}, "tensorboard": False, "progress": "off"}}}})
+"""
+
+
+def test_a_script_that_starts_a_run_when_it_is_imported_is_an_error(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(UNGUARDED.format(folder=str(tmp_path)))
+    done = subprocess.run(
+        [sys.executable, script], env=environment(), capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode != 0
+    assert 'put the call under if __name__ == "__main__":' in done.stderr
+    assert "the process that reads its data set" in done.stderr
