@@ -181,7 +181,7 @@ def _payloads(data: bytes, workers: int, trainer_index: int, seed: int, requests
                 worker_init_fn=partial(_init_worker, init_fn),
                 multiprocessing_context="fork",
                 # Of the seeds that ``get_worker_info`` shows.
-                generator=torch.Generator().manual_seed(seed + trainer_index),
+                generator=torch.Generator().manual_seed((seed + trainer_index) % 2**63),
             )
         )
     except OSError as error:
