@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ from paramserver.cluster import is_supervised, process_environ
 from paramserver.config import MODES, Config, load_config
 from paramserver.errors import UnsupportedConfiguration
 from paramserver.launch import Result, launch_local
+from paramserver.process_utils import LOADER_NAME
 from paramserver.runs.attempt import recover
 from paramserver.runs.resume import find_config_file, open_run
 from paramserver.runs.rundir import read_mapping
@@ -71,9 +73,9 @@ def run(
     from paramserver.importing import class_reference
     from paramserver.task import Task, check_task_class
 
-    if is_supervised(process_environ()):
+    if is_supervised(process_environ()) or multiprocessing.current_process().name == LOADER_NAME:
         raise UnsupportedConfiguration(
-            "paramserver.run was called while a rank of a run imported this file to find its task; "
+            "paramserver.run was called while a process of a run imported this file to find its task or data set; "
             'put the call under if __name__ == "__main__":'
         )
     task_class = type(task) if isinstance(task, Task) else task

@@ -14,6 +14,9 @@ from typing import Any, NoReturn
 
 from paramserver.errors import TrainingError
 
+LOADER_NAME = "paramserver-loader"
+"""The name of the process that reads a trainer's data set, as ``multiprocessing.current_process().name`` has it."""
+
 _THREADS_S = 5.0
 
 # Options of ``subprocess.Popen`` for a process that leads a group of its own, so that all that it starts can be ended
@@ -61,19 +64,20 @@ def _join_threads(deadline: float) -> None:
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent(parent: int | None = None) -> None:
-    """Ask the kernel to send SIGTERM when the parent dies (prctl(2)); this process then saves and ends.
+def die_with_parent(parent: int | None = None, number: signal.Signals = signal.SIGTERM) -> None:
+    """Ask the kernel to send a signal when the parent dies (prctl(2)); at SIGTERM a rank saves and ends.
 
     The kernel's parent is the thread that started this process, so that thread must live as long as its process.
 
     Args:
         parent: process id, if it is known; None = the current parent, unless that is the first process.
+        number: the signal.
 
     Raises:
         TrainingError: the parent is dead already.
     """
     expected = os.getppid() if parent is None else parent
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM) != 0:
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number) != 0:
         raise TrainingError(f"prctl failed: {os.strerror(ctypes.get_errno())}")
     # It may have died before the call above; then no signal comes.
     if os.getppid() != expected or (parent is None and expected == 1):

@@ -2,17 +2,20 @@
 
 A trainer seeds its generators once per run (:func:`seed_all`) and stores their states in its part of a checkpoint
 (:func:`random_states`). A server that runs forward passes for several trainers gives each one its own stream
-(:class:`PrivateRng`).
+(:class:`PrivateRng`). Reads of a data set are seeded one by one (:func:`seed_read`), and leave the generators as they
+were (:class:`GeneratorStates`).
 """
 
 # mypy: disable-error-code="no-untyped-call"
 
 from __future__ import annotations
 
+import ctypes
 import random
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -78,6 +81,89 @@ def restore_random_states(states: dict[str, Any]) -> None:
     np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(states["cuda"])
+
+
+# SeedSequence takes (0, 1) and (0, 1, 0) for the same. With a last word of their own, reads never draw what a trainer
+# draws.
+_READ = 0x72656164
+_MT19937_BYTES = 2500  # 624 words and the position
+
+
+def seed_read(seed: int, epoch: int, index: int) -> None:
+    """Seed the CPU generators of torch, numpy and ``random`` for the read of one sample.
+
+    Args:
+        seed: of the run.
+        epoch: the pass over the data set.
+        index: of the sample in the data set.
+
+    Example::
+
+        >>> seed_read(0, 2, 7)
+        >>> first = torch.rand(1)
+        >>> seed_read(0, 2, 7)
+        >>> torch.equal(torch.rand(1), first)
+        True
+    """
+    words = np.random.SeedSequence((seed, epoch, index, _READ)).generate_state(4)
+    # Not torch.manual_seed, which takes 100 times as long because it prepares the seeds of all devices.
+    torch.default_generator.manual_seed((int(words[0]) << 32 | int(words[1])) & (2**63 - 1))
+    if _numpy_is_legacy():
+        np.random.seed(int(words[2]))
+    random.seed(int(words[3]))
+
+
+@dataclass(frozen=True)
+class GeneratorStates:
+    """The states of the CPU generators, to find out whether something was drawn, and to undo it.
+
+    Example::
+
+        >>> before = GeneratorStates.take()
+        >>> first = random.random()
+        >>> GeneratorStates.take() == before
+        False
+        >>> before.restore()
+        >>> random.random() == first
+        True
+    """
+
+    torch: bytes
+    random: tuple[Any, ...]
+    numpy: bytes
+    gauss: tuple[int, float] = (0, 0.0)
+
+    @classmethod
+    def take(cls, gauss: bool = False) -> GeneratorStates:
+        """Return the present states, with the number that ``np.random.normal`` keeps for its next call if ``gauss``.
+
+        That number takes longer than all the rest. It changes without anything else only if it is drawn.
+        """
+        kept = (0, 0.0)
+        if gauss and _numpy_is_legacy():
+            _, _, _, has_gauss, cached = np.random.get_state(legacy=True)
+            kept = (int(has_gauss), float(cached))
+        return cls(torch.default_generator.get_state().numpy().tobytes(), random.getstate(), _numpy_words(), kept)
+
+    def restore(self) -> None:
+        """Set all generators to these states."""
+        torch.default_generator.set_state(torch.frombuffer(bytearray(self.torch), dtype=torch.uint8))
+        random.setstate(self.random)
+        if self.numpy and _numpy_is_legacy():
+            words = np.frombuffer(self.numpy, np.uint32)
+            np.random.set_state(("MT19937", words[:-1], int(words[-1]), *self.gauss))
+
+
+def _numpy_is_legacy() -> bool:
+    """Whether numpy's default generator is its own; another one is that of the program that set it."""
+    return bool(_numpy_words())
+
+
+def _numpy_words() -> bytes:
+    """Return the memory of numpy's default generator: ``np.random.get_state`` takes 100 times as long."""
+    bits = np.random.get_bit_generator()  # type: ignore[attr-defined]  # numpy's stub does not list it
+    legacy = isinstance(bits, np.random.MT19937)
+    return ctypes.string_at(bits.ctypes.state_address, _MT19937_BYTES) if legacy else b""
 
 
 # torch has one CPU generator for all threads of a process. Code that swaps its state holds this lock.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,8 @@ class Task:
         devices: the devices that this process may use. Inputs go to the first one. Set before any method is called.
         config: the effective configuration.
         trainer: the trainer of this process; None on a server.
+        worker_init_fn: with ``training.loader_workers``, called in each worker process with its number, as that of
+            ``torch.utils.data.DataLoader``: a function of a module, or a ``staticmethod`` of the class. None = nothing.
 
     Example::
 
@@ -59,6 +61,7 @@ class Task:
     devices: Sequence[torch.device] = (torch.device("cpu"),)
     config: Config
     trainer: Any = None
+    worker_init_fn: Callable[[int], None] | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Task:
         """Keep the arguments, so that ``paramserver.run(task, ...)`` can create the same task in other processes."""

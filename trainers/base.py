@@ -450,6 +450,8 @@ class Trainer(ABC):
             batch, batch_samples = self._next_batch()
             batches.append(batch)
             samples += batch_samples
+        self.data.read_ahead()
+        self.clock.lap("data")
         self.load_version()
         self.progress.samples_served += samples
         for number, batch in enumerate(batches, start=1):

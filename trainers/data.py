@@ -17,7 +17,9 @@ from paramserver.consistency import Announcement, Readiness
 from paramserver.errors import BufferClosed, BufferExhausted, CheckpointError, TaskError, UnsupportedConfiguration
 from paramserver.online.spec import ReceiverSpec
 from paramserver.sources import Feeder, Partition, ResumePosition, Source, make_source
+from paramserver.sources.dataset import DatasetSource
 from paramserver.sources.factory import check_watermark
+from paramserver.sources.loader import WorkerOptions
 from paramserver.sources.stream import Stream
 from paramserver.task import Task, uses_default_batching
 
@@ -77,6 +79,20 @@ class DataStream:
         self.source: Source = make_source(samples, partition, config, sampler_kwargs)
         if receiver_spec is not None:
             self.source.connect(receiver_spec)
+        # A data set may draw from the default generators, which are one per process: it is read in processes of its
+        # own, or here while nothing else is computed.
+        self._reads_between_steps = False
+        if isinstance(self.source, DatasetSource):
+            self._reads_between_steps = not self.training.loader_workers
+            if self.training.loader_workers:
+                workers = WorkerOptions(self.training.loader_workers, task.worker_init_fn, partition.index)
+                self.source.use_workers(workers)
+        elif self.training.loader_workers:
+            raise UnsupportedConfiguration(
+                f"training.loader_workers ({self.training.loader_workers}) must be 0, as train_source gives no "
+                "map-style data set and only those are read in worker processes; set it to 0"
+            )
+        self._is_ahead = False
         self._config = config
         self.buffer = self._make_buffer()
         check_watermark(config.buffer.watermark, self.source.expected, partition)
@@ -112,8 +128,9 @@ class DataStream:
         self.feeder.close()
 
     def start(self) -> None:
-        """Start to read the source, in the feeder thread."""
-        self.feeder.start()
+        """Start to read the source in the feeder thread, unless it is a data set that is read between steps."""
+        if not self._reads_between_steps:
+            self.feeder.start()
 
     def stop_feeding(self) -> None:
         """Stop the producers of samples. Call it after the last batch; the buffer can still be saved."""
@@ -132,8 +149,14 @@ class DataStream:
         """
         training = self.training
         batches = training.accumulate_batches
+        samples = training.batch_size * batches
         try:
-            if not self.buffer.wait_ready(training.batch_size * batches, timeout_s):
+            ready = self.buffer.wait_ready(samples, 0.0 if self._reads_between_steps else timeout_s)
+            if self._reads_between_steps:
+                self.read_ahead(timeout_s)
+                # Not before: with another content of the buffer other samples would be drawn.
+                ready = self._is_ahead = self._is_ahead and self.buffer.wait_ready(samples, 0.0)
+            if not ready:
                 return Announcement(Readiness.WAITING)
         except BufferExhausted:
             return Announcement(Readiness.DRAINED)
@@ -144,6 +167,15 @@ class DataStream:
         if left is not None:
             batches = min(batches, -(-left // training.batch_size))
         return Announcement(Readiness.READY, batches)
+
+    def read_ahead(self, timeout_s: float = _ANNOUNCE_AFTER_S) -> None:
+        """Read the samples of the next step, if they are read between steps. Call it once a step's batches are taken.
+
+        Then the next step can be announced during this one. What is not read within ``timeout_s`` is read by
+        ``available``, while the other trainers are informed that this one waits.
+        """
+        if self._reads_between_steps and not self._is_ahead and timeout_s > 0:
+            self._is_ahead = self.feeder.read(self.training.batch_size * self.training.accumulate_batches, timeout_s)
 
     @property
     def blocks(self) -> bool:
@@ -166,6 +198,7 @@ class DataStream:
         except BufferClosed:
             self._raise_source_error()
             raise
+        self._is_ahead = False
         if self.source.repeatable:
             self._served.append(batch.positions)
         elif isinstance(self.source, Stream):
@@ -264,7 +297,11 @@ class DataStream:
         # A resumed run may have a higher limit of epochs, so that more samples follow.
         finished = state["buffer"]["counters"]["puts"] == self.source.total
         buffer = {**state["buffer"], "finished": finished, "mark": mark}
-        self.buffer.load_state_dict(buffer, self.source.fetch if self.source.refetchable else None)
+        fetch = None
+        if self.source.refetchable and buffer["samples"] is None:
+            fetched = iter(self.source.fetch_all(buffer["keys"], buffer["positions"].tolist()))
+            fetch = lambda key: next(fetched)  # noqa: E731 - the buffer asks for its keys in their order
+        self.buffer.load_state_dict(buffer, fetch)
         self._applied = self.buffer.applied()
         if partly:
             self._applied.add(partly, self.buffer.times_due)

@@ -201,24 +201,42 @@ class Buffer(ABC):
         before = [0] * len(samples) if served is None else list(served)
         if len(keys) != len(samples):
             raise ValueError(f"keys ({len(keys)}) must be as many as samples ({len(samples)}); give one key per sample")
-        deadline, due = _deadline(timeout), self.times_due or 1
-        done = 0
+        deadline = _deadline(timeout)
         with self._lock:
-            try:
-                for done, (sample, key, times) in enumerate(zip(samples, keys, before, strict=True)):  # noqa: B007
-                    if times is None or times >= due:
-                        self._skip(1)
-                    else:
-                        self._put(sample, key, deadline, times)
-            except (BufferTimeout, BufferClosed) as error:
+            done, error = self._put_all(samples, keys, before, deadline, mark, last)
+            if error is not None:
                 raise type(error)(f"{error}; {done} of {len(samples)} samples were put") from error
-            finally:
-                self._store.flush()
-            self._mark = mark
-            if last:
-                self._finished = True
-                self._wake_all()
-        return len(samples)
+        return done
+
+    def offer(
+        self,
+        samples: Sequence[Any],
+        keys: Sequence[Any],
+        *,
+        last: bool = False,
+        mark: Any = None,
+        served: Sequence[int | None] | None = None,
+    ) -> int:
+        """Put as many of the samples, in order, as there is room for now, and return their number.
+
+        Args:
+            samples, keys, served: as of ``put_many``.
+            last, mark: as of ``put_many``, if all samples are put.
+
+        Raises:
+            BufferClosed, ValueError: as of ``put``.
+
+        Example::
+
+            >>> from paramserver.buffers import Fifo
+            >>> Fifo(capacity=2).offer([1.0, 2.0, 3.0], "abc")
+            2
+        """
+        with self._lock:
+            done, error = self._put_all(samples, keys, served or [0] * len(samples), _deadline(0.0), mark, last)
+            if isinstance(error, BufferClosed):
+                raise error
+        return done
 
     def skip(self, count: int) -> None:
         """Count the next ``count`` samples as put and served as often as is due; another process has served them.
@@ -281,6 +299,15 @@ class Buffer(ABC):
         """Return how many samples are still to be served, with repetitions; None until the buffer is finished."""
         with self._lock:
             return self._servings_held() if self._finished else None
+
+    def is_ahead(self, samples: int) -> bool:
+        """Return whether enough was put for a step of ``samples`` and the next one, where nothing is put in a step.
+
+        Buffers that draw from all that they hold are filled by one more step's samples with each step, up to their
+        capacity. It depends on the numbers of puts and gets only.
+        """
+        with self._lock:
+            return self._counters.puts >= self.watermark + 2 * (self._counters.gets + samples)
 
     def expected_batches(self, samples: int, batch_size: int) -> int | None:
         """Return how many batches ``samples`` puts make; None if that depends on timing."""
@@ -478,6 +505,34 @@ class Buffer(ABC):
         self._counters.puts += count
         self._counters.gets += count * times
         self._store.count_removed(count, times)
+
+    def _put_all(
+        self,
+        samples: Sequence[Any],
+        keys: Sequence[Any],
+        served: Sequence[int | None],
+        deadline: float | None,
+        mark: Any,
+        last: bool,
+    ) -> tuple[int, BufferTimeout | BufferClosed | None]:
+        """Put samples until there is no room before the deadline; return how many, and the error if not all."""
+        done, due = 0, self.times_due or 1
+        try:
+            for sample, key, times in zip(samples, keys, served, strict=True):
+                if times is None or times >= due:
+                    self._skip(1)
+                else:
+                    self._put(sample, key, deadline, times)
+                done += 1
+        except (BufferTimeout, BufferClosed) as error:
+            return done, error
+        finally:
+            self._store.flush()
+        self._mark = mark
+        if last:
+            self._finished = True
+            self._wake_all()
+        return done, None
 
     def _put(self, sample: Any, key: Any, deadline: float | None, served: int = 0) -> None:
         store = self._store

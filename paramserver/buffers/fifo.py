@@ -36,6 +36,10 @@ class Fifo(CountedBuffer):
         self._index.extend(slots[~done])
         return slots, slots[done], new
 
+    def is_ahead(self, samples: int) -> bool:
+        with self._lock:
+            return self._store.count >= max(2 * samples, self._least)
+
     def _extra_state(self) -> dict[str, Any]:
         return {**super()._extra_state(), "started": self._started}
 

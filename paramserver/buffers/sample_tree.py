@@ -278,6 +278,9 @@ class TreeSpec(SampleSpec):
         elif is_namedtuple(kind):
             self._pack = lambda values: kind(*values)
 
+    def __reduce__(self) -> tuple[type[TreeSpec], tuple[Any, ...]]:
+        return TreeSpec, (self.kind, self.names, self.children)
+
     def flatten(self, sample: Any, leaves: list[Any]) -> bool:
         if type(sample) is not self.kind or len(sample) != len(self.children):
             return False

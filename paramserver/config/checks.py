@@ -11,7 +11,6 @@ from paramserver.config.world import mode_of, num_trainers_of, server_computes
 from paramserver.errors import UnsupportedConfiguration
 
 NOT_IN_THIS_VERSION: dict[str, tuple[Any, ...]] = {
-    "training.loader_workers": (0,),
     "device.server": ("auto", "cpu"),
 }
 """All keys that wait for a later version, with the values that this version accepts.

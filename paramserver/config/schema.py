@@ -235,7 +235,7 @@ class TrainingConfig:
     uneven_inputs: str = key(
         "stop", one_of("stop", "join"), "stop = all trainers stop when one has no data; join = each trainer drains"
     )
-    loader_workers: int = key(0, integer(0), "worker processes that load samples of a map-style source")
+    loader_workers: int = key(0, integer(0), "worker processes per trainer that read a map-style data set; 0 = none")
 
 
 @dataclass(frozen=True, kw_only=True)

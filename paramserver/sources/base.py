@@ -97,6 +97,10 @@ class Source(ABC):
         """Return the sample of this key; only if ``refetchable``."""
         raise LookupError(f"{type(self).__name__} cannot give sample {key!r} a second time")
 
+    def fetch_all(self, keys: Sequence[Any], positions: Sequence[int]) -> list[Any]:
+        """Return the samples of these keys, which were read at these positions; only if ``refetchable``."""
+        return [self.fetch(key) for key in keys]
+
     def mark(self) -> Any:
         """Return what the source needs besides the position to continue after the last group of ``groups``.
 

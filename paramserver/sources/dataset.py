@@ -7,18 +7,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, islice, repeat, zip_longest
-from operator import getitem
+from itertools import chain, islice, zip_longest
 from typing import Any
 
 import torch
 
 from paramserver.buffers.positions import AppliedPositions
-from paramserver.errors import CheckpointError, TaskError, UnsupportedConfiguration
+from paramserver.errors import CheckpointError, SourceError, TaskError, UnsupportedConfiguration
 from paramserver.sources.base import Partition, ResumePosition, Source
+from paramserver.sources.loader import Loader, WorkerOptions, pickle_data
+from paramserver.sources.reader import SampleReader
 
 
 def deal(
@@ -106,6 +108,23 @@ class PartitionOrder:
         epoch += self.epoch
         while passes is None or epoch < passes:
             yield deal(self.length, self.partition, epoch=epoch, **self.options)[offset:]
+            epoch, offset = epoch + 1, 0
+
+    def groups(self, position: int, size: int, passes: int | None) -> Iterator[tuple[int, list[int], int]]:
+        """Return the sequence from ``position`` on in groups that are the same for each position.
+
+        A pass begins with a new group. The first group may contain indices before ``position``.
+
+        Returns:
+            The epoch, up to ``size`` indices, and how many of these are before ``position``. Indices before the first
+            whole pass count as those of the pass before it.
+        """
+        if position < len(self.rest):
+            yield from _cut(max(self.epoch - 1, 0), self.rest, position, size)
+        epoch, offset = divmod(max(position - len(self.rest), 0), self.per_pass)
+        epoch += self.epoch
+        while passes is None or epoch < passes:
+            yield from _cut(epoch, deal(self.length, self.partition, epoch=epoch, **self.options), offset, size)
             epoch, offset = epoch + 1, 0
 
     def first_unserved_pass(self, position: int) -> int:
@@ -198,13 +217,31 @@ class PartitionOrder:
         return in_turn[self.partition.index :: self.partition.count]
 
 
+def _cut(epoch: int, indices: Sequence[int], offset: int, size: int) -> Iterator[tuple[int, list[int], int]]:
+    for start in range(offset - offset % size, len(indices), size):
+        yield epoch, list(indices[start : start + size]), max(offset - start, 0)
+
+
+@dataclass(frozen=True)
+class _Requests:
+    """The groups of ``PartitionOrder.groups``, as an iterable that can be pickled."""
+
+    order: PartitionOrder
+    position: int
+    size: int
+    passes: int | None
+
+    def __iter__(self) -> Iterator[tuple[int, list[int], int]]:
+        return self.order.groups(self.position, self.size, self.passes)
+
+
 class DatasetSource(Source):
     """One trainer's share of a map-style data set, pass after pass. A sample's key is its index in the data set.
 
     Args:
         dataset: has ``__len__`` and ``__getitem__``.
         partition: the trainer's.
-        seed: of the shuffling; the same for all trainers.
+        seed: of the shuffling and of the reads; the same for all trainers.
         passes: how many passes are served; None = no end.
         sampler_kwargs: ``shuffle``, ``pad``, ``drop_last`` and ``seed`` of ``deal``, if not the default.
         group: how many samples are read at once, like a batch of a DataLoader; with ``__getitems__`` if it exists.
@@ -231,6 +268,11 @@ class DatasetSource(Source):
         group: int = 32,
     ) -> None:
         self.dataset = dataset
+        self.seed = seed
+        self._reader = SampleReader(dataset, seed)
+        self._workers: WorkerOptions | None = None
+        self._pickled: bytes | None = None
+        self._loader: Loader | None = None
         self.length = len(dataset)
         self.partition = partition
         self.passes = passes
@@ -251,30 +293,82 @@ class DatasetSource(Source):
                 f"use at most {self.length} trainers"
             )
 
+    def use_workers(self, options: WorkerOptions) -> None:
+        """Read in worker processes instead of the thread that calls ``groups``. Call it before anything is read.
+
+        Raises:
+            TaskError: the data set or ``worker_init_fn`` cannot be pickled.
+        """
+        self._workers = options
+        # Here, not when the feeder thread reads it: the user learns of an error before any process waits.
+        self._pickled = pickle_data(self.dataset, options)
+
     def samples(self, position: int) -> Iterator[tuple[int, Any]]:
         return chain.from_iterable(self.groups(position))
 
     def groups(self, position: int) -> Iterator[Sequence[tuple[int, Any]]]:
-        for block in self.order.blocks(position, self.passes):
-            for start in range(0, len(block), self.group):
-                yield from self._read_group(block[start : start + self.group])
+        with closing(self._results(position)) as results:
+            for keys, samples, failure in results:
+                read = keys[: len(samples)] if failure is not None else keys
+                if read:  # samples that were read before a failure are still put
+                    yield list(zip(read, samples, strict=True))
+                position += len(read)
+                if isinstance(failure, BaseException):
+                    raise failure
+                if failure is not None:
+                    where = f"trainer {self.partition.index}: the source raised at sample {position}"
+                    raise SourceError(f"{where}: {failure}")
 
-    def _read_group(self, indices: list[int]) -> Iterator[Sequence[tuple[int, Any]]]:
-        group: list[tuple[int, Any]] = []
+    def _results(self, position: int) -> Generator[tuple[list[int], list[Any], BaseException | str | None], None, None]:
+        """Return the keys of each group, its samples up to one that raises, and what that raised."""
+        requests = _Requests(self.order, position, self.group, self.passes)
+        if self._workers is None:
+            for epoch, indices, skip in requests:
+                yield indices[skip:], *self._reader.read(epoch, indices, skip)
+            return
+        pickled, self._pickled = self._pickled or pickle_data(self.dataset, self._workers), None
+        self._loader = Loader(pickled, self._workers, self.seed, requests)
+        del pickled
         try:
-            if hasattr(self.dataset, "__getitems__"):
-                group.extend(zip(indices, self.dataset.__getitems__(indices), strict=True))
-            else:
-                group.extend(zip(indices, map(getitem, repeat(self.dataset), indices), strict=True))
-        except BaseException:
-            # The samples that were read before the failure are still put.
-            if group:
-                yield group
-            raise
-        yield group
+            for _, indices, skip in requests:
+                yield indices[skip:], *self._loader.receive()
+        finally:
+            self._loader.close()
+            self._loader = None
+
+    def close(self) -> None:
+        if (loader := self._loader) is not None:
+            loader.kill()
 
     def fetch(self, key: Any) -> Any:
         return self.dataset[key]
+
+    def fetch_all(self, keys: Sequence[Any], positions: Sequence[int]) -> list[Any]:
+        wanted = {position: place for place, position in enumerate(positions)}
+        samples: list[Any] = [None] * len(keys)
+        low = min(wanted, default=0)
+        groups = self.order.groups(low, self.group, None)
+        while wanted:
+            epoch, indices, skip = next(groups)
+            low -= skip
+            here = [(n, wanted.pop(low + n)) for n in range(len(indices)) if low + n in wanted]
+            low += len(indices)
+            if self._reader.reads_groups and here and all(indices[n] == keys[place] for n, place in here):
+                read, error = self._reader.read(epoch, indices)
+                read = [read[n] for n, _ in here] if error is None else []
+            else:
+                # By key: with other options than those of the run that stored it, another index is at its position.
+                read, error = [], None
+                for _, place in here:
+                    one, error = self._reader.read(epoch, [keys[place]])
+                    read += one
+                    if error is not None:
+                        break
+            if error is not None:
+                raise error
+            for (_, place), sample in zip(here, read, strict=True):
+                samples[place] = sample
+        return samples
 
     @property
     def endless(self) -> bool:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from paramserver.buffers import Buffer
@@ -13,8 +15,26 @@ from paramserver.errors import BufferClosed, SourceError, UnsupportedConfigurati
 from paramserver.sources.base import Source
 
 
+@dataclass(frozen=True)
+class _Group:
+    """Samples that were read together; arguments of ``Buffer.put_many``."""
+
+    samples: Sequence[Any]
+    keys: Sequence[Any]
+    served: Sequence[int | None] | None
+    mark: Any
+    last: bool
+
+    def after(self, count: int) -> _Group:
+        """Return what is left after the first ``count`` samples."""
+        served = None if self.served is None else self.served[count:]
+        return replace(self, samples=self.samples[count:], keys=self.keys[count:], served=served)
+
+
 class Feeder:
     """Owns the thread ``feeder-<trainer_index>``, from ``start`` to ``close``.
+
+    A source that must not be read while the training thread works is read by calls of ``read`` instead of ``start``.
 
     The thread finishes the buffer at the end of the source. If anything raises, the thread records the error and closes
     the buffer; the trainer's next get raises BufferClosed, and the trainer then calls ``raise_error``.
@@ -47,6 +67,8 @@ class Feeder:
         self._first_not_applied = max(self._applied.above, default=self._applied.low - 1) + 1
         self._error: BaseException | None = None
         self._stopped = False
+        self._groups = self._read_groups()
+        self._pending: _Group | None = None  # read, and not put
         self._thread = threading.Thread(target=self._run, name=f"feeder-{trainer_index}", daemon=True)
 
     def start(self) -> None:
@@ -70,42 +92,76 @@ class Feeder:
         try:
             self.source.close()
         finally:
-            if self._thread.ident is not None:
+            if self._thread.ident is None:
+                self._groups.close()
+            else:
                 self._thread.join(timeout_s)
 
-    def _run(self) -> None:
-        position, total = self.buffer.info().puts, self.source.total
+    def read(self, samples: int, timeout_s: float) -> bool:
+        """Without the thread: read until the buffer is ahead of a step of so many samples (``Buffer.is_ahead``).
+
+        Reading stops at the end of the source, when the buffer is full, and with the first group that ends after
+        ``timeout_s``. An error closes the buffer, as in the thread.
+
+        Returns:
+            Whether the buffer is ahead, or can hold no more. What is drawn then does not depend on timing.
+        """
+        buffer, deadline = self.buffer, time.monotonic() + timeout_s
         try:
-            for group in self._read(position):
-                served = self._served_before(position, len(group))
-                position += len(group)
-                keys, samples = zip(*group, strict=True)
-                # ``last`` finishes the buffer with the last sample, so that a drain starts at the same get in each run.
-                mark = self.source.mark()
-                self.buffer.put_many(samples, keys, last=position == total, mark=mark, served=served)
+            while not (buffer.finished or buffer.closed or buffer.is_ahead(samples)):
+                group = self._pending or next(self._groups, None)
+                if group is None:
+                    if not self._stopped:
+                        buffer.finish()
+                    return True
+                done = buffer.offer(group.samples, group.keys, last=group.last, mark=group.mark, served=group.served)
+                if done < len(group.samples):
+                    self._pending = group.after(done)
+                    return True
+                self._pending = None
+                if time.monotonic() >= deadline:
+                    return buffer.finished or buffer.is_ahead(samples)
+        except BaseException as error:  # noqa: BLE001 - raised by ``raise_error``
+            self._end_with(error)
+        return True
+
+    def _run(self) -> None:
+        try:
+            for group in self._groups:
+                self.buffer.put_many(group.samples, group.keys, last=group.last, mark=group.mark, served=group.served)
             if not self._stopped:
                 self.buffer.finish()
-        except BufferClosed:
-            if self.buffer.closed:
-                return  # by ``close``
-            self._fail(
-                SourceError(
-                    f"trainer {self.trainer_index}: the source gave more than the {total} samples of its length"
-                )
-            )
         except BaseException as error:  # noqa: BLE001 - recorded, and raised to the trainer
-            self._fail(error)
+            self._end_with(error)
+        finally:
+            self._groups.close()  # here: worker processes end with this thread
+
+    def _read_groups(self) -> Generator[_Group, None, None]:
+        position, total = self.buffer.info().puts, self.source.total
+        for group in self._read(position):
+            served = self._served_before(position, len(group))
+            position += len(group)
+            keys, samples = zip(*group, strict=True)
+            # ``last`` finishes the buffer with the last sample, so that a drain starts at the same get in each run.
+            yield _Group(samples, keys, served, self.source.mark(), position == total)
+
+    def _end_with(self, error: BaseException) -> None:
+        if self.buffer.closed:
+            return  # by ``close``, which ends worker processes too
+        if isinstance(error, BufferClosed):
+            total = self.source.total
+            error = SourceError(
+                f"trainer {self.trainer_index}: the source gave more than the {total} samples of its length"
+            )
+        # Recorded before the buffer is closed: the trainer wakes up with BufferClosed and asks for the error.
+        self._error = error
+        self.buffer.close()
 
     def _served_before(self, position: int, count: int) -> list[int | None] | None:
         """Return for each of ``count`` samples from ``position`` on how often it was applied; None if none was."""
         if position >= self._first_not_applied:
             return None
         return [self._applied.times(n) for n in range(position, position + count)]
-
-    def _fail(self, error: BaseException) -> None:
-        # Recorded before the buffer is closed: the trainer wakes up with BufferClosed and asks for the error.
-        self._error = error
-        self.buffer.close()
 
     def _read(self, position: int) -> Iterator[Sequence[tuple[Any, Any]]]:
         """Read the source from ``position`` on; its errors become a SourceError that names the sample."""

@@ -9,7 +9,7 @@ are a measure of how much of the code a reader follows. They are not a measure o
 ``local``       one steady step of a trainer in mode local.
 ``rpc``         one steady step with one server and one trainer (sync, shared memory): the trainer's main thread and the
                 server's threads that handle its messages.
-``sample``      one sample from the data set to the buffer, in the feeder thread, as a mean over the samples of a run.
+``sample``      one sample from the data set to the buffer, as a mean over those of the first batch.
 ``checkpoint``  one checkpoint of the ``rpc`` run, written in the foreground: all threads of both processes but the
                 feeder, from the call of ``Trainer.save`` until it returns.
 
@@ -258,18 +258,17 @@ def one_checkpoint(events: Sequence[Event]) -> Walk:
 
 
 def one_sample(events: Sequence[Event]) -> Walk:
-    """All samples but the first, which also starts the thread, up to the start of the last."""
+    """The first batch, up to the start of the second, which is read before the first step."""
     markers = [event for event in events if event.kind == "sample"]
-    last = min(len(markers) - 1, SAMPLES - 1)
-    walk = _between(events, markers[0].time_ns, markers[last].time_ns, main=markers[0])
-    feeder = [event for event in walk.calls["trainer"] if event.thread == markers[0].thread]
-    return Walk({"trainer": feeder}, repeats=last)
+    walk = _between(events, markers[0].time_ns, markers[BATCH_SIZE].time_ns, main=markers[0])
+    return Walk({"trainer": walk.calls["trainer"]}, repeats=BATCH_SIZE)
 
 
 def _between(events: Sequence[Event], start_ns: int, end_ns: int, main: Event | None = None) -> Walk:
-    """The calls between two times; of the trainer those of the thread of ``main``, or of all but the feeder."""
-    trainer = next(event for event in events if event.kind == "step").process
-    feeders = {event.thread for event in events if event.kind == "sample"}
+    """The calls between two times; of the trainer those of the thread of ``main``, or of all but a feeder thread."""
+    step = next(event for event in events if event.kind == "step")
+    trainer = step.process
+    feeders = {event.thread for event in events if event.kind == "sample"} - {step.thread}
     calls: dict[str, list[Event]] = {"trainer": [], "server": []}
     for event in events:
         if event.kind == "call" and start_ns < event.time_ns < end_ns:

@@ -156,7 +156,6 @@ def test_from_python_the_origin_is_optional():
 
 
 REFUSED = {
-    "training.loader_workers": (2, "(2); use 0"),
     "device.server": ("cuda", "(cuda); use auto or cpu"),
 }
 

@@ -1,0 +1,244 @@
+"""Reads a map-style data set in worker processes: those of torch's DataLoader, in a process of their own.
+
+The rank has threads and sockets by the time it reads data, so it cannot fork workers. It starts the *loader*, a fresh
+interpreter that inherits none of its descriptors, and sends it the data set. The loader forks the workers of an
+ordinary DataLoader, which read whole groups in the order of the rank, and sends the rank what they read.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any, TypeAlias
+
+import torch
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+from paramserver.buffers.storage import pack_samples, unpack_samples
+from paramserver.errors import SourceError, TaskError, TrainingError
+from paramserver.process_utils import LOADER_NAME, die_with_parent
+from paramserver.sources.reader import SampleReader
+
+Request: TypeAlias = tuple[int, Sequence[int], int]
+"""Arguments of ``SampleReader.read``."""
+
+# Signals that ask a rank to stop. The rank still needs samples then, and ends the loader itself.
+_OF_THE_RANK = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+# A pipe takes so many at once, so that the loader ends before the rank reads them.
+_ERROR_CHARACTERS = 10_000
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """The workers of one trainer.
+
+    Args:
+        count: number of worker processes.
+        init_fn: called in each worker with its number, as ``worker_init_fn`` of a DataLoader.
+        trainer_index: for messages, and the seeds of workers.
+    """
+
+    count: int
+    init_fn: Callable[[int], None] | None = None
+    trainer_index: int = 0
+
+
+def pickle_data(dataset: Any, options: WorkerOptions) -> bytes:
+    """Return what a loader is sent first.
+
+    Raises:
+        TaskError: the data set or ``worker_init_fn`` cannot be pickled.
+    """
+    try:
+        return pickle.dumps((dataset, options.init_fn), pickle.HIGHEST_PROTOCOL)
+    except Exception as error:  # pickle calls methods of the user's classes
+        kind = type(dataset)
+        raise TaskError(
+            f"the training data set ({kind.__module__}.{kind.__qualname__}) and worker_init_fn must be picklable to be "
+            f"sent to worker processes ({type(error).__name__}: {error}); define what they consist of at the top of a "
+            f"module and open files in __getitem__, or use training.loader_workers: 0, not {options.count}"
+        ) from error
+
+
+class Loader:
+    """The loader process of one trainer, as the rank sees it. It ends when the thread that started it does.
+
+    Args:
+        data: of ``pickle_data``.
+        options: of the workers.
+        seed: of the run.
+        requests: what is read, in order. Pickled.
+    """
+
+    def __init__(self, data: bytes, options: WorkerOptions, seed: int, requests: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._options = options
+        self._connection, theirs = context.Pipe()
+        # Errors have a pipe of their own: a signal may interrupt the loader while it sends samples.
+        self._errors, their_errors = context.Pipe(duplex=False)
+        with theirs, their_errors:
+            self._process = context.Process(target=_run, args=(theirs, their_errors), name=LOADER_NAME)
+            self._process.start()
+        try:
+            self._connection.send_bytes(data)
+            self._connection.send((options.count, options.trainer_index, seed, requests))
+        except OSError:
+            pass  # it ended; ``receive`` raises the reason
+
+    def receive(self) -> tuple[list[Any], str | None]:
+        """Return the samples of the next request, and the error and traceback of a read that failed after them.
+
+        Raises:
+            SourceError: the loader or a worker ended, or could not start.
+        """
+        try:
+            packed, failure = pickle.loads(self._connection.recv_bytes())
+        except (EOFError, OSError) as error:
+            raise SourceError(f"trainer {self._options.trainer_index}: {self._reason()}") from error
+        return unpack_samples(packed), failure
+
+    def _reason(self) -> str:
+        """Return why the loader ended."""
+        try:
+            if self._errors.poll(0):
+                return str(self._errors.recv())
+        except (EOFError, OSError):
+            pass
+        self._process.join()
+        code = self._process.exitcode or 0
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return (
+            f"the process that reads its data set (pid {self._process.pid}) {how}; if the machine ran out of memory, "
+            f"use fewer training.loader_workers ({self._options.count})"
+        )
+
+    def kill(self) -> None:
+        """End the loader and its workers; any thread may call this."""
+        self._process.kill()
+
+    def close(self) -> None:
+        """End the loader and its workers, and wait until it has ended. Called by the thread that receives."""
+        self._process.kill()
+        self._process.join()
+        self._connection.close()
+        self._errors.close()
+
+
+# In the loader.
+
+
+def _run(connection: Connection, errors: Connection) -> None:
+    """Read what the rank asks for, until the end. Does not return."""
+    rank = multiprocessing.parent_process()
+    assert rank is not None
+    try:
+        die_with_parent(rank.pid, signal.SIGKILL)
+        _ignore_signals()
+        data = connection.recv_bytes()
+        for payload in _payloads(data, *connection.recv()):
+            connection.send_bytes(payload)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        pass  # the rank needs no more
+    except BaseException as error:  # noqa: BLE001 - raised in the rank
+        errors.send(_explain(error)[-_ERROR_CHARACTERS:])
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # At once: the kernel ends the workers, whatever they are doing.
+        os._exit(0)
+
+
+def _ignore_signals() -> None:
+    for number in _OF_THE_RANK:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _payloads(data: bytes, workers: int, trainer_index: int, seed: int, requests: Any) -> Iterator[bytes]:
+    try:
+        dataset, init_fn = pickle.loads(data)
+    except Exception as error:
+        raise TrainingError(
+            f"the training data set cannot be unpickled in another process ({type(error).__name__}: {error}); define "
+            "its class at the top of a module that can be imported, or use training.loader_workers: 0"
+        ) from error
+    try:
+        batches = iter(
+            DataLoader(
+                _Reads(dataset, seed),
+                batch_size=None,  # an item is a group already
+                sampler=requests,
+                num_workers=workers,
+                collate_fn=bytes,
+                worker_init_fn=partial(_init_worker, init_fn),
+                multiprocessing_context="fork",
+                # Of the seeds that ``get_worker_info`` shows.
+                generator=torch.Generator().manual_seed((seed + trainer_index) % 2**63),
+            )
+        )
+    except OSError as error:
+        raise TrainingError(
+            f"training.loader_workers ({workers}) could not be started ({error}); give the container a larger "
+            "/dev/shm (docker run --shm-size) and more processes, or use fewer workers"
+        ) from error
+    yield from batches
+
+
+def _explain(error: BaseException) -> str:
+    if isinstance(error, TrainingError):
+        return str(error)
+    if isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker"):
+        # The cause names the signal that ended the worker.
+        text = str(error.__cause__ if isinstance(error.__cause__, RuntimeError) else error).strip().rstrip(".")
+        return f"{text}; if the machine ran out of memory, use fewer training.loader_workers"
+    return f"{error}\n{traceback.format_exc()}"
+
+
+class _Reads(Dataset[bytes]):
+    """What the workers read: one item is the pickled samples of a request, and the failure that ended it."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self.dataset = dataset
+        self.reader = SampleReader(dataset, seed)
+
+    def __getitem__(self, request: Request) -> bytes:
+        samples, error = self.reader.read(*request)
+        failure = None
+        if error is not None:
+            lines = "".join(traceback.format_exception(error))
+            info = get_worker_info()
+            failure = f"{error!r} in DataLoader worker process {info.id if info else 0}\n{lines}"
+        try:
+            return pickle.dumps((pack_samples(samples), failure), pickle.HIGHEST_PROTOCOL)
+        except Exception as reason:  # noqa: BLE001 - pickle calls methods of the user's classes
+            failure = (
+                f"{reason!r}: samples must be picklable to be sent by a worker process; return tensors, arrays and "
+                "numbers, or use training.loader_workers: 0"
+            )
+            return pickle.dumps(([], failure))
+
+
+def _init_worker(init_fn: Callable[[int], None] | None, worker_id: int) -> None:
+    loader = multiprocessing.parent_process()
+    assert loader is not None
+    try:
+        die_with_parent(loader.pid, signal.SIGKILL)
+    except TrainingError:
+        os._exit(1)
+    _ignore_signals()
+    info = get_worker_info()
+    assert info is not None
+    reads = info.dataset
+    assert isinstance(reads, _Reads)
+    # What users find there is their data set. torch forbids to assign attributes, so that users do not lose theirs.
+    object.__setattr__(info, "dataset", reads.dataset)
+    if init_fn is not None:
+        init_fn(worker_id)

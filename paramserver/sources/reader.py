@@ -1,0 +1,76 @@
+"""Reads of a map-style data set that draw the same random numbers wherever they take place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from paramserver.rng import GeneratorStates, seed_read
+
+
+class SampleReader:
+    """Reads samples with the default CPU generators seeded by (seed, epoch, index), and leaves those as they were.
+
+    A call of ``__getitems__`` is one read, seeded by its first index. As long as no read draws from the generators,
+    none of them is seeded, which takes longer than many a read. Samples among which one draws for the first time are
+    read again.
+
+    Args:
+        dataset: has ``__getitem__`` or ``__getitems__``.
+        seed: of the run.
+
+    Example::
+
+        >>> import random
+        >>> class Noise:
+        ...     def __getitem__(self, index):
+        ...         return random.random()
+        >>> first, _ = SampleReader(Noise(), seed=0).read(0, [4, 5, 6])
+        >>> random.seed(1)
+        >>> again, _ = SampleReader(Noise(), seed=0).read(0, [4, 5, 6], skip=1)
+        >>> again == first[1:]
+        True
+    """
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self.dataset = dataset
+        self.seed = seed
+        self.reads_groups = hasattr(dataset, "__getitems__")
+        self._draws = False
+
+    def read(self, epoch: int, indices: Sequence[int], skip: int = 0) -> tuple[list[Any], BaseException | None]:
+        """Return the samples of ``indices``, without the first ``skip``, up to one that raises, and what it raised.
+
+        Args:
+            epoch: the pass over the data set.
+            indices: those of one call of ``__getitems__``, where the data set has it.
+            skip: how many samples are not needed; ``__getitems__`` reads them too, for the random numbers of the rest.
+        """
+        if not self._draws:
+            before = GeneratorStates.take()
+            result = self._read(None, indices, skip)
+            if GeneratorStates.take() == before:
+                return result
+            before.restore()
+            self._draws = True
+        before = GeneratorStates.take(gauss=True)
+        try:
+            return self._read(epoch, indices, skip)
+        finally:
+            before.restore()
+
+    def _read(self, epoch: int | None, indices: Sequence[int], skip: int) -> tuple[list[Any], BaseException | None]:
+        samples: list[Any] = []
+        try:
+            if self.reads_groups:
+                if epoch is not None:
+                    seed_read(self.seed, epoch, indices[0])
+                samples = list(self.dataset.__getitems__(list(indices)))[skip:]
+            else:
+                for index in indices[skip:]:
+                    if epoch is not None:
+                        seed_read(self.seed, epoch, index)
+                    samples.append(self.dataset[index])
+        except BaseException as error:  # noqa: BLE001 - returned with the samples before it
+            return samples, error
+        return samples, None
