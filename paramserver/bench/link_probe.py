@@ -133,7 +133,7 @@ def _over_rpc(folder: Path, number: int, size_bytes: int) -> LinkSpeed | None:
     store = FileStore(str(folder / "rpc"), 2)
     store.set_timeout(timedelta(seconds=TIMEOUT_S))
     identity = ProcessIdentity(number, 2, number, 2, 0, "127.0.0.1", 0, False, "probe", "flags")
-    rendezvous = Rendezvous(store, identity, TIMEOUT_S, host_identity())
+    rendezvous = Rendezvous(store, identity, TIMEOUT_S, host_identity(), base=store)
     if number == 0:
         with rpc_server(rendezvous):
             # The server's process must stay until the last call has returned; its agent serves the calls meanwhile.

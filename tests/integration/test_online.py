@@ -294,7 +294,10 @@ def wait_for(condition):
 def is_there(file):
     """Whether the process that left this file lives."""
     pid = int(file.name.removeprefix("pid-"))
-    return psutil.pid_exists(pid) and lives(psutil.Process(pid))
+    try:
+        return lives(psutil.Process(pid))
+    except psutil.NoSuchProcess:  # it may end at any time
+        return False
 
 
 def dry_run(folder, **options):

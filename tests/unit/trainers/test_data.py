@@ -328,7 +328,8 @@ def test_what_was_served_once_of_two_times_is_served_once_more_by_other_trainers
             state = data.state_dict()
         assert batches >= 0 or account.low == data.source.total
         if index in lost and part is None:
-            assert 1 in account.above.values()
+            # Of a fifo, all that was read may have been served equally often by then.
+            assert kind == "fifo" or 1 in account.above.values()
             state = {"buffer": None, "applied": account.state_dict(), "source": source}
         counters = {"batch_idx": 0, "samples_served": 0}
         return {**state, "random": None, "task": {}, "counters": counters}

@@ -17,7 +17,7 @@ def trainer():
 
     trainer = object.__new__(RpcTrainer)
     trainer.trainer_index, trainer.reported = 1, reported
-    trainer.process = SimpleNamespace(session=0)
+    trainer.process = SimpleNamespace(session=0, is_newcomer=False)
     trainer.server, trainer.rendezvous, trainer._sender = to("server"), to("rendezvous"), to("sender")
     return trainer
 
