@@ -24,7 +24,7 @@ class Paced(ReferenceTask):
 SERVER = {"heartbeat_s": 0.3, "lost_after_s": 4.0}
 
 
-def config_file(folder, *, trainers=2, servers=1, mode="rpc", server=None):
+def config_file(folder, *, trainers=2, servers=1, mode="rpc", server=None, epochs=2):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "paced.py").write_text(TASK)
     return write_config(
@@ -34,7 +34,7 @@ def config_file(folder, *, trainers=2, servers=1, mode="rpc", server=None):
         task_args={"batch_norm": False, "validation": 0, "optimizer": "adam", "samples": 240 * trainers},
         cluster={"num_trainers": trainers, "num_servers": servers, "timeout_s": 60},
         **({"server": {**SERVER, **(server or {})}} if mode == "rpc" else {}),
-        training={"max_steps": None, "max_epochs": 2, "uneven_inputs": "join"},
+        training={"max_steps": None, "max_epochs": epochs, "uneven_inputs": "join"},
         checkpoint={"every": 15},
     )
 
@@ -98,7 +98,7 @@ def test_with_rollback_no_fault_changes_a_bit(tmp_path):
 def test_a_trainer_that_is_cut_off_for_long_joins_again_and_the_others_continue(tmp_path):
     """What the server held for its step is released, while its process lives and is still in that step."""
     faults = "partition trainer:1 @step 20 for 3s; partition trainer:0 @step 60 for 3s"
-    finished = chaos(tmp_path, "--faults", faults, server={"lost_after_s": 1.5})
+    finished = chaos(tmp_path, "--faults", faults, server={"lost_after_s": 1.5}, epochs=8)
     assert_passed(finished)
     assert [record["trainer"] for record in finished.of_kind("lost")] == [1, 0]
     assert [record["trainer"] for record in finished.of_kind("joined")] == [1, 0]

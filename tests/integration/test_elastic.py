@@ -78,7 +78,7 @@ class Job:
 
     def wait_for_trainers(self, ranks):
         """Wait until a view with these trainers has made steps."""
-        self.wait_for(f"view of {ranks}", lambda: self.trainers() == ranks)
+        self.wait_for(f"view of {ranks}", lambda: sorted(self.trainers()) == ranks)
         started = len(self.records("start"))
         self.wait_for("start", lambda: len(self.records("start")) >= started)
         self.wait_for_steps()

@@ -24,7 +24,7 @@ NAMES = ("chromium", "chromium-browser", "google-chrome")
 SCREENS = {"desk": (1280, 5000), "phone": (500, 8000)}  # a window of Chromium is 500 wide at least
 DEADLINE_S = 120.0
 # Messages of Chromium that do not depend on the page.
-UNRELATED = re.compile(r"dbus|gpu|vaapi|vulkan|sandbox|zygote|font|ALSA|google_apis|task_policy", re.IGNORECASE)
+UNRELATED = re.compile(r"dbus|gpu|vaapi|vulkan|sandbox|zygote|font|ALSA|google_apis|task_policy|latency", re.IGNORECASE)
 FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--enable-logging=stderr"),
