@@ -19,6 +19,7 @@ from paramserver.checkpoint import write_chunks
 from paramserver.checkpoint.sender import BackgroundSender
 from paramserver.consistency import Announcement, Decision, Verdict
 from paramserver.context import ProcessContext
+from paramserver.distributed.local_calls import MAX_PACKET_BYTES, LocalConnection
 from paramserver.distributed.membership import Member, release_liveness_calls
 from paramserver.distributed.rendezvous import Rendezvous
 from paramserver.distributed.rpc_calls import RemoteError, note_repeated
@@ -46,8 +47,8 @@ from paramserver.transport.base import GradientBucket, TrainerTransport
 from paramserver.transport.compression import make_codec
 from paramserver.transport.messages import DataPosition, JoinReply, StepGrant, VersionView
 from paramserver.transport.rpc import RpcTrainerTransport
-from paramserver.transport.segments import can_attach
-from paramserver.transport.shared_memory import SharedMemoryTrainerTransport
+from paramserver.transport.segments import attach_socket, can_attach
+from paramserver.transport.shared_memory import SharedMemoryTrainerTransport, socket_key
 from trainers.base import Trainer, overrides
 from trainers.gradient_buckets import GradientBuckets
 
@@ -200,6 +201,9 @@ class RpcTrainer(Trainer):
         layout, timeout_s = reply.parameter_layout, self.config.cluster.timeout_s
         address = reply.segments_address
         if address is not None and can_attach(address, timeout_s) and (slots := self.server.share_segments()):
+            if reply.buffer_layout.total_bytes <= MAX_PACKET_BYTES // 2:  # module buffers are part of the messages
+                key = socket_key(self.trainer_index, reply.incarnation)
+                self.server.use_local(LocalConnection(attach_socket(address, key, timeout_s)))
             return SharedMemoryTrainerTransport(
                 layout, self._parameters, address, slots, self.trainer_index, timeout_s, reply.incarnation
             )
@@ -242,6 +246,8 @@ class RpcTrainer(Trainer):
 
     def begin_pull(self) -> None:
         """Request the version of this step, inside its context; it is awaited when it is needed."""
+        if self.transport.zero_copy:
+            return  # it is in shared memory
         assert self._grant.decision is not None
         self._pull = self.server.pull(self._grant.decision.step)
 
@@ -261,7 +267,6 @@ class RpcTrainer(Trainer):
 
     def load_version(self) -> None:
         if self.transport.zero_copy:
-            # The version is in shared memory already; the reply to the pull is needed only for the push.
             self.transport.map_version(self._grant.slot)
         else:
             self._finish_pull()
@@ -294,16 +299,15 @@ class RpcTrainer(Trainer):
     def step_optimizer(self, report: StepReport) -> StepResult:
         self._check_gradients()
         used = self._buckets.finish()
-        if self.transport.zero_copy:
-            self._finish_pull()
-        root = self.transport.backward_root(self._pulled)
         buffers = self._pack_buffers() if self._grant.wants_buffers and self._buffers else []
         report = self.number_push(replace(report, used=used))
+        push = report, buffers, self.next_announcement(report.version + 1)
+        if isinstance(self.transport, SharedMemoryTrainerTransport):
+            # Sent by the backward of the context, which is local.
+            self._pulled = self.transport.pull(lambda: self.optimizer.begin_step(self._context_id, *push))
+        root = self.transport.backward_root(self._pulled)
         self.wire_bytes += self.transport.step_bytes(self._pulled)
         self.wire_bytes += sum(flat.nbytes for flat in (*buffers, *self._grant.buffers))
-        push = report, buffers, self.next_announcement(report.version + 1)
-        if self.transport.zero_copy:
-            self.optimizer.begin_step(self._context_id, *push)
         if self._sent_buckets:
             self.clock.add_hidden(max(call.in_flight_s() for call in self._sent_buckets.values()))
         self.server.backward(self._context_id, root)

@@ -24,6 +24,7 @@ import torch
 import torch.distributed.rpc as rpc
 
 from paramserver import errors
+from paramserver.distributed.local_calls import LocalCallServer, LocalConnection
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -178,6 +179,11 @@ def _handle_deferred(owner: str, method: str, *args: Any, **kwargs: Any) -> torc
     return future
 
 
+def serve_local_calls(timeout_s: float) -> LocalCallServer:
+    """Return a server of local calls, for handlers that return futures; ``timeout_s`` as there."""
+    return LocalCallServer(_handle_deferred, timeout_s)
+
+
 # The calling side.
 
 
@@ -206,8 +212,20 @@ def note_repeated(handler: str) -> None:
         _interceptor.repeated(handler)
 
 
-def _send(to: str, handle: Any, target: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float) -> Any:
-    call = functools.partial(rpc.rpc_async, to, handle, args=target, kwargs=kwargs, timeout=timeout_s)
+def _send(
+    to: str,
+    handle: Any,
+    target: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    timeout_s: float,
+    local: LocalConnection | None = None,
+) -> Any:
+    def call() -> torch.futures.Future[Any]:
+        if local is not None and (future := local.call(target, kwargs)) is not None:
+            return future
+        sent: torch.futures.Future[Any] = rpc.rpc_async(to, handle, args=target, kwargs=kwargs, timeout=timeout_s)
+        return sent
+
     return call() if _interceptor is None else _interceptor.intercept(to, target[1], call)
 
 
@@ -236,4 +254,17 @@ def send_deferred(
     """Call a handler that returns a future: it replies once other processes have taken part. There is no limit."""
     target = *handler.__qualname__.split("."), *args
     future: torch.futures.Future[T] = _send(to, _handle_deferred, target, kwargs, NO_TIMEOUT_S)
+    return future
+
+
+def send_local(
+    connection: LocalConnection,
+    to: str,
+    handler: Callable[Concatenate[Any, P], torch.futures.Future[T]],
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> torch.futures.Future[T]:
+    """Call a handler as ``send_deferred`` does, over ``connection`` if it takes the call; ``to`` is at its end."""
+    target = *handler.__qualname__.split("."), *args
+    future: torch.futures.Future[T] = _send(to, _handle_deferred, target, kwargs, NO_TIMEOUT_S, connection)
     return future

@@ -56,10 +56,7 @@ class SharedOptimizer(DistributedOptimizer):
         self._begun: tuple[int, PendingPush] | None = None
 
     def begin_step(self, context_id: int, *report: Any) -> None:
-        """Report the step of a context before its backward: report and gradients are then sent at the same time.
-
-        For gradients in shared memory only. The update is applied once both have arrived.
-        """
+        """Send the push of a context from within its backward: for gradients in shared memory, which are complete."""
         self._begun = context_id, self.client.push_in_place(*report)
 
     def step(self, context_id: int, *report: Any) -> Any:

@@ -666,7 +666,7 @@ def _serve(
 ) -> Decision:
     # Imported here: trainers start without these modules.
     from paramserver.distributed.membership import release_liveness_calls
-    from paramserver.distributed.rpc_calls import register_server, unregister_servers
+    from paramserver.distributed.rpc_calls import register_server, serve_local_calls, unregister_servers
     from paramserver.optim.parallel_step import ThreadTeam, num_spare_threads
     from paramserver.server.parameter_server import ParameterServer
     from paramserver.server.shard_process import serve_shard
@@ -683,9 +683,10 @@ def _serve(
         rendezvous.release_rank(rendezvous.trainer_ranks[member.index], member.host_and_pid)
 
     with ExitStack() as stack:
-        segments = None
+        segments = local_calls = None
         if config.server.shares_memory:
             segments = stack.enter_context(SegmentHost("paramserver", config.cluster.timeout_s))
+            local_calls = stack.enter_context(serve_local_calls(config.cluster.timeout_s))
         server = ParameterServer(
             task,
             config,
@@ -694,6 +695,7 @@ def _serve(
             process.stop,
             segments,
             on_trainer_lost,
+            local_calls,
         )
         # Registered before the agent starts: its first call may arrive at once.
         register_server(server)

@@ -19,6 +19,7 @@ from torch import Tensor
 from paramserver.config import Config
 from paramserver.consistency import Announcement, Decision, TrainerId
 from paramserver.distributed.abort_sockets import abort_connections
+from paramserver.distributed.local_calls import LocalConnection
 from paramserver.distributed.membership import Heartbeat, Member, watch_peer
 from paramserver.distributed.rpc_calls import (
     NO_TIMEOUT_S,
@@ -27,6 +28,7 @@ from paramserver.distributed.rpc_calls import (
     note_repeated,
     send,
     send_deferred,
+    send_local,
 )
 from paramserver.distributed.session import SERVER_NAME, server_name
 from paramserver.errors import DeadlineExceeded, PeerLost
@@ -67,6 +69,7 @@ class InFlightCall(Generic[T]):
         name: of the handler, for messages.
         timeout_s: of ``wait``; None for a reply that waits for other trainers.
         repeatable: the server replies to the same call again as before, so it is sent again if it fails.
+        local: sends it the first time, in the place of ``call``; its reply arrives over the connection's socket.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class InFlightCall(Generic[T]):
         name: str,
         timeout_s: float | None = None,
         repeatable: bool = False,
+        local: Callable[[], torch.futures.Future[T]] | None = None,
     ) -> None:
         self._call = call
         self._connection = connection
@@ -84,10 +88,11 @@ class InFlightCall(Generic[T]):
         self._repeatable = repeatable
         self._sent = time.perf_counter()
         self._replied: float | None = None
-        self._send()
+        self._is_local = local is not None
+        self._send(local or call)
 
-    def _send(self) -> None:
-        self.future = self._call()
+    def _send(self, call: Callable[[], torch.futures.Future[T]]) -> None:
+        self.future = call()
         # Runs in a thread of the RPC agent, or here if the reply is there already.
         self.future.add_done_callback(self._note_reply)
 
@@ -115,7 +120,8 @@ class InFlightCall(Generic[T]):
                 give_up_at = give_up_at or time.monotonic() + self._connection.timeout_s
                 self._connection.wait_before_repeat(failure, give_up_at if self._repeatable else 0.0)
             note_repeated(self._name)
-            self._send()
+            self._is_local = False
+            self._send(self._call)
 
     def wait_once(self) -> T:
         """Return the reply as ``wait`` does, but do not send the call again.
@@ -123,6 +129,8 @@ class InFlightCall(Generic[T]):
         Raises:
             CallFailed: the call or its reply did not arrive.
         """
+        if self._is_local:
+            self._connection.receive_local(self.future)
         return self._connection.wait(self.future, self._name, self._timeout_s)
 
 
@@ -148,6 +156,7 @@ class ServerConnection(ABC):
         self._changed = threading.Condition()
         self._lost: PeerLost | None = None
         self._heartbeat: Heartbeat | None = None
+        self._local: LocalConnection | None = None  # used by the training thread only
         watch_peer(SERVER_NAME, lambda reason: self._mark_lost(reason or "it ended before this process did"))
 
     @abstractmethod
@@ -171,6 +180,18 @@ class ServerConnection(ABC):
 
         server = self.config.server
         self._heartbeat = Heartbeat(beat, server.heartbeat_s, on_lost, server.lost_after_s)
+
+    def use_local(self, connection: LocalConnection) -> None:
+        """Make the calls that a step waits for over a socket from now on."""
+        with self._changed:
+            self._local, lost = connection, self._lost
+        if lost is not None:  # noticed before: nothing would end a wait for a reply
+            connection.break_off()
+
+    def receive_local(self, future: torch.futures.Future[T]) -> None:
+        """Wait for the reply to a call that was sent over the socket, or for the loss of the server."""
+        while self._local is not None and self._local.is_waiting and not future.done():
+            self._local.receive()
 
     def wait(self, future: torch.futures.Future[T], name: str, timeout_s: float | None) -> T:
         """Wait for a reply; see ``InFlightCall.wait_once``. The future must ``wake`` this object when it is done."""
@@ -215,7 +236,10 @@ class ServerConnection(ABC):
     ) -> InFlightCall[T]:
         """Call a handler of server 0 that replies once other trainers have taken part."""
         call = self._numbered(partial(send_deferred, SERVER_NAME, handler, *args, **kwargs), handler)
-        return InFlightCall(self, call, handler.__name__, repeatable=_is_repeatable(handler))
+        local = None
+        if self._local is not None and handler in _LOCAL:
+            local = partial(send_local, self._local, SERVER_NAME, handler, *args, **kwargs)
+        return InFlightCall(self, call, handler.__name__, repeatable=_is_repeatable(handler), local=local)
 
     def _numbered(self, call: partial[Any], handler: Callable[..., Any]) -> partial[Any]:
         """Return a call with its number, if its handler knows calls by their numbers."""
@@ -241,6 +265,9 @@ class ServerConnection(ABC):
         with self._changed:
             self._lost = self._lost or error
             self._changed.notify_all()
+            local = self._local
+        if local is not None:
+            local.break_off()
 
     def raise_if_lost(self) -> None:
         """Raise ``PeerLost`` if the server is lost."""
@@ -249,9 +276,13 @@ class ServerConnection(ABC):
                 raise self._lost
 
     def close(self) -> None:
-        """Stop the heartbeat."""
+        """Stop the heartbeat and close the socket."""
         if self._heartbeat is not None:
             self._heartbeat.close()
+        with self._changed:
+            local, self._local = self._local, None
+        if local is not None:
+            local.close()
 
 
 # Handlers that may be called again with the same arguments: those of pushes and announcements know the numbers of the
@@ -285,6 +316,10 @@ _EXECUTED_ONCE = frozenset(
         ParameterServer.receive_records,
     }
 )
+
+
+# Handlers that a step waits for. They are called over the socket where there is one, and again over RPC if that fails.
+_LOCAL = frozenset({ParameterServer.announce, ParameterServer.push_in_place, ParameterServer.wait_version})
 
 
 def _is_repeatable(handler: Callable[..., Any]) -> bool:
@@ -441,7 +476,7 @@ class ServerClient(ServerConnection):
     def push_in_place(
         self, report: StepReport, buffers: Sequence[Tensor], announcement: Announcement | None
     ) -> InFlightCall[StepGrant]:
-        """Report a push whose gradients are in shared memory; may be called before they are complete."""
+        """Send a push whose gradients are complete, in shared memory."""
         return self.begin_deferred(ParameterServer.push_in_place, report, buffers, announcement)
 
     def wait_version(self, version: int) -> int:

@@ -21,6 +21,7 @@ from paramserver.checkpoint import stage_copy
 from paramserver.config import Config, server_computes
 from paramserver.consistency import Announcement, Decision, Ledger, TrainerId, make_consistency
 from paramserver.context import StopRequest
+from paramserver.distributed.local_calls import LocalCallServer
 from paramserver.distributed.membership import Member, Members, watch_peer
 from paramserver.distributed.rpc_agent import current_context_id, release_context
 from paramserver.distributed.rpc_calls import RemoteError, completed_future
@@ -113,6 +114,7 @@ class ParameterServer(TutorialMethods):
         stop: set by a signal to this process.
         segments: allocates memory that processes of this host share; None if all tensors are sent over RPC.
         on_trainer_lost: called with a trainer whose place another process may take.
+        local_calls: serves the calls of trainers that share memory; None if these are made over RPC too.
 
     Example::
 
@@ -130,6 +132,7 @@ class ParameterServer(TutorialMethods):
         stop: StopRequest,
         segments: SegmentHost | None = None,
         on_trainer_lost: Callable[[Member], None] = lambda member: None,
+        local_calls: LocalCallServer | None = None,
     ) -> None:
         super().__init__()
         self.config = config
@@ -197,6 +200,7 @@ class ParameterServer(TutorialMethods):
             self.coordinator,
         )
         self._on_trainer_lost = on_trainer_lost
+        self._local_calls = local_calls
         self.started = False  # all trainers and servers have joined
         self._absent_since: dict[int, float] = {}
         self._given_up: set[int] = set()
@@ -329,11 +333,13 @@ class ParameterServer(TutorialMethods):
                 sender.incarnation,
                 self.store.parameters.layout,
                 self.store.shard,
-                lambda: self._gradients_arrived(trainer_index),
                 self.aggregator.segments_in_use,
             )
             if made is None:
                 return 0
+            if self._local_calls is not None:
+                connected = self._local_calls.connect(f"trainer {trainer_index}")
+                self._shared_memory.offer_socket(trainer_index, sender.incarnation, connected)
             # Replaces the transport of ``join`` before the trainer's first announcement, so no version is pinned in it.
             self.aggregator.transports[trainer_index], snapshots = made
             return snapshots
@@ -645,16 +651,10 @@ class ParameterServer(TutorialMethods):
     def push_in_place(
         self, report: StepReport, buffers: Sequence[Tensor], announcement: Announcement | None = None
     ) -> torch.futures.Future[StepGrant]:
-        """Accept a push whose gradients are in memory shared with the trainer; they may still be incomplete."""
+        """Accept a push whose gradients are in memory shared with the trainer, complete."""
         with self._lock:
             self._check_running()
-            return self.aggregator.push_in_place(report, buffers, announcement)
-
-    def _gradients_arrived(self, trainer_index: int) -> None:
-        # Called inside the distributed backward, in a thread of the RPC agent.
-        with self._lock:
-            if self.error is None:
-                self.aggregator.gradients_arrived(trainer_index)
+            return self.aggregator.push({}, report, buffers, announcement)
 
     def wait_version(self, sender: TrainerId, version: int) -> torch.futures.Future[int]:
         """Reply with the current version once that is ``version``: for a trainer without data while others take steps.

@@ -4,7 +4,7 @@ There is one pair for each trainer, a ``ServerTransport`` and a ``TrainerTranspo
 
     server                               trainer
     pin_version
-    pull  ---- pulled tensors ---------> load, or map_version where memory is shared
+    pull  ---- pulled tensors ---------> load, or map_version where memory is shared, without a pull
     receive_bucket <---- gradients ----- bucket_tensor, while backward continues
     collect_gradients <---- push ------- backward_root, the root of the distributed backward
     unpin
@@ -60,9 +60,9 @@ class ServerTransport(ABC):
             The slot where ``TrainerTransport.map_version`` finds it; 0 where versions are sent.
         """
 
-    @abstractmethod
     def pull(self) -> tuple[Tensor, ...]:
         """Return the pinned version as tensors whose gradients return to this process."""
+        raise AssertionError("this transport has no pulls")
 
     @abstractmethod
     def view_version(self) -> tuple[int | None, Sequence[Tensor]]:
@@ -105,7 +105,7 @@ class TrainerTransport(ABC):
 
     Attributes:
         name: the value of server.transport.
-        zero_copy: a version is found by its slot, so the reply to a pull is needed only by ``backward_root``.
+        zero_copy: a version is found by its slot, so there is no call to pull it.
         gradient_views: where the gradients of a step are put, one for each trained parameter in the order of the
             layout. They keep the gradients of the last step until they are overwritten.
         buckets: what is sent before ``backward_root``, each with the indices of the parameters whose gradients it

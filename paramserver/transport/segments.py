@@ -52,6 +52,7 @@ _MAX_PENDING = 128  # connections without a request yet; the oldest is closed to
 _MAX_KEYS_SHOWN = 8
 _WAKE_S = 5.0
 _RETRY_S = 0.1
+_SOCKET = "a socket"
 _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid: unix(7)
 
 
@@ -82,7 +83,7 @@ class SegmentHost:
         self._timeout_s = timeout_s
         # Covers ``_segments`` only. The thread alone uses ``_pending``.
         self._lock = threading.Lock()
-        self._segments: dict[str, tuple[int, str]] = {}  # key: descriptor, description of the layout
+        self._segments: dict[str, tuple[int, str]] = {}  # key: descriptor, description of the layout or _SOCKET
         self._pending: dict[socket.socket, float] = {}  # connections without a request yet: deadline
         self._closing = threading.Event()
         self._error: BaseException | None = None
@@ -120,6 +121,16 @@ class SegmentHost:
             os.close(descriptor)
             raise
         return tensors
+
+    def offer_socket(self, key: str, connected: socket.socket) -> None:
+        """Take over one end of a connection; a process of this host gets it with ``attach_socket`` until ``release``.
+
+        Raises:
+            ParamserverError: the key is in use, or the host is not open.
+        """
+        with self._lock:
+            self._require_new(key)
+            self._segments[key] = connected.detach(), _SOCKET
 
     def _require_new(self, key: str) -> None:
         if self._thread is None or self._closing.is_set():
@@ -294,11 +305,21 @@ def attach(address: str, key: str, layout: FlatLayout, timeout_s: float) -> list
         DeadlineExceeded: the host took too long.
     """
     with _requested(address, key, _describe(layout), timeout_s) as descriptor:
-        if descriptor is None:
-            raise TrainingError(
-                f"the descriptor of segment {key} must find a place in this process, and did not; raise ulimit -n"
-            )
-        return map_memfd(f"segment {key}", descriptor, layout)
+        return map_memfd(f"segment {key}", _require_descriptor(descriptor, key), layout)
+
+
+def attach_socket(address: str, key: str, timeout_s: float) -> socket.socket:
+    """Return the end of a connection that the host of ``address`` offers as ``key``. Raises what ``attach`` raises."""
+    with _requested(address, key, _SOCKET, timeout_s) as descriptor:
+        return socket.socket(fileno=os.dup(_require_descriptor(descriptor, key)))
+
+
+def _require_descriptor(descriptor: int | None, key: str) -> int:
+    if descriptor is None:
+        raise TrainingError(
+            f"the descriptor of segment {key} must find a place in this process, and did not; raise ulimit -n"
+        )
+    return descriptor
 
 
 def can_attach(address: str, timeout_s: float) -> bool:

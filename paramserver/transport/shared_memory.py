@@ -1,7 +1,7 @@
 """Transport in shared memory: trainers on the server's host read parameters and write gradients without copies.
 
-A token of one element still takes the way of a pull and a push through distributed autograd. Its gradient, which
-``dist_autograd.backward`` sends, is the signal that the gradients in shared memory are complete.
+The version that a trainer pulls is in its own memory, so its part of distributed autograd is local: a token stands for
+the parameters in the context of the step, and its backward, in ``dist_autograd.backward``, sends the push.
 
 ``ServerSharedMemory`` decides for a server what is shared. ``SnapshotSource`` gives trainers a version that stays
 unchanged while they read it: ``LiveParameters`` in lockstep, ``RingSnapshots`` otherwise.
@@ -10,6 +10,7 @@ unchanged while they read it: ``LiveParameters`` in lockstep, ``RingSnapshots`` 
 from __future__ import annotations
 
 import logging
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import TypeVar
@@ -46,6 +47,11 @@ def gradients_key(trainer_index: int, incarnation: int = 1) -> str:
     Each incarnation has its own: one that was taken for lost and is not dead may still write.
     """
     return f"gradients/{trainer_index}/{incarnation}"
+
+
+def socket_key(trainer_index: int, incarnation: int) -> str:
+    """Return the key of the socket over which a trainer makes the calls of its steps."""
+    return f"calls/{trainer_index}/{incarnation}"
 
 
 class SnapshotSource(ABC):
@@ -127,12 +133,11 @@ class RingSnapshots(SnapshotSource):
 
 
 class SharedMemoryServerTransport(ServerTransport):
-    """Sends tokens and reads gradients from the trainer's segment.
+    """Retains the version that the trainer reads, and reads gradients from its segment.
 
     Args:
         snapshots: shared by the transports of all trainers of this host.
         gradients: the flat tensors of that segment, or this server's ranges of them.
-        on_push: called once the token has returned.
         segment_key: of that segment.
     """
 
@@ -142,16 +147,11 @@ class SharedMemoryServerTransport(ServerTransport):
         self,
         snapshots: SnapshotSource,
         gradients: list[Tensor],
-        on_push: Callable[[], None],
         segment_key: str = gradients_key(0),
     ) -> None:
         self.segment_key = segment_key
         self._snapshots = snapshots
         self._gradients = gradients
-        self._on_push = on_push
-        self._has_token = False
-        # The token is a leaf that requires a gradient: otherwise distributed autograd would send nothing back.
-        self._leaf = torch.zeros(1, requires_grad=True)
         self._pinned: int | None = None
 
     def pin_version(self) -> int:
@@ -160,24 +160,14 @@ class SharedMemoryServerTransport(ServerTransport):
         self._pinned = self._snapshots.pin()
         return self._pinned
 
-    def pull(self) -> tuple[Tensor, ...]:
-        return tuple(pull([self._leaf], [torch.zeros(1)], self._receive_token))
-
-    def _receive_token(self) -> None:
-        # In a thread of distributed autograd, without the server's lock: ``on_push`` takes it.
-        self._has_token = True
-        self._on_push()
-
     def view_version(self) -> tuple[int, Sequence[Tensor]]:
         return self.pin_version(), ()
 
     def collect_gradients(self, held: Mapping[Tensor, Tensor]) -> list[Tensor] | None:
-        # Either proves that the gradients are complete: the trainer writes them before its distributed backward sends
-        # the token.
-        return list(self._gradients) if self._has_token or self._leaf in held else None
+        # Complete: the trainer writes them before it pushes.
+        return list(self._gradients)
 
     def unpin(self) -> None:
-        self._has_token = False
         if self._pinned is not None:
             self._snapshots.unpin(self._pinned)
             self._pinned = None
@@ -219,6 +209,12 @@ class SharedMemoryTrainerTransport(TrainerTransport):
         self.gradient_views = list(layout.views(gradients).values())
         self._slot: int | None = None
         self._tensor_versions: list[int] = []
+        # A leaf that requires a gradient: the context of a step holds it once its backward has run.
+        self._leaf = torch.zeros(1, requires_grad=True)
+
+    def pull(self, on_gradient: Callable[[], None]) -> tuple[Tensor, ...]:
+        """Return what stands for the mapped version in autograd; ``on_gradient`` is called in its backward."""
+        return tuple(pull([self._leaf], [torch.zeros(1)], on_gradient))
 
     @torch.no_grad()
     def map_version(self, slot: int) -> None:
@@ -259,7 +255,7 @@ class SharedMemoryTrainerTransport(TrainerTransport):
         return push_root([torch.ones(1)], pulled)
 
     def step_bytes(self, pulled: Sequence[Tensor]) -> int:
-        return 2 * sum(token.nbytes for token in pulled)
+        return 0
 
 
 class ServerSharedMemory:
@@ -282,6 +278,7 @@ class ServerSharedMemory:
         self._num_over_rpc = 0
         self._snapshots: SnapshotSource | None = None
         self._gradient_keys: dict[int, list[str]] = {}  # by trainer, that of its newest incarnation last
+        self._socket_keys: dict[int, str] = {}
         # In lockstep slot 0 is the parameters themselves, under the key that trainers attach for a snapshot.
         self.parameters_key = parameters_key(0) if lockstep else LIVE_KEY
 
@@ -318,7 +315,6 @@ class ServerSharedMemory:
         incarnation: int,
         layout: FlatLayout,
         shard: Shard,
-        on_push: Callable[[], None],
         in_use: Set[str | None] = frozenset(),
     ) -> tuple[SharedMemoryServerTransport, int] | None:
         """Return the transport of a trainer on this host and its number of slots; None if nothing can be shared.
@@ -340,8 +336,16 @@ class ServerSharedMemory:
                 f"server.wire_dtype ({self._config.wire_dtype}) rounds nothing here, as all trainers share the "
                 "server's memory; set server.transport: rpc to have it, or leave it out"
             )
-        transport = SharedMemoryServerTransport(self._snapshots, shard.slice_flats(gradients), on_push, key)
+        transport = SharedMemoryServerTransport(self._snapshots, shard.slice_flats(gradients), key)
         return transport, self._snapshots.num_slots
+
+    def offer_socket(self, trainer_index: int, incarnation: int, connected: socket.socket) -> None:
+        """Pass one end of a connection to a trainer that ``make_transport`` was called for, and to no earlier one."""
+        assert self._host is not None
+        if (earlier := self._socket_keys.get(trainer_index)) is not None:
+            self._host.release(earlier)
+        key = self._socket_keys[trainer_index] = socket_key(trainer_index, incarnation)
+        self._host.offer_socket(key, connected)
 
     def _allocate(self, make: Callable[[SegmentHost], T]) -> T | None:
         """Return what ``make`` makes in shared memory; None if there is none, or too little and transport is auto.

@@ -21,6 +21,7 @@ OUR_THREADS = (
     "checkpoint-sender",
     "control-channel",
     "segment-host",
+    "local-calls",
     "store-relay",
     "watchdog",
     "fault-director",
