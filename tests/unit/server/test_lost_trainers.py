@@ -114,13 +114,12 @@ class TwoServers:
         self.server._on_disconnect(member, "its connection was closed")
 
     def push(self, sender, gradient, version=0, sequence=1):
-        """Push in shared memory; the token has returned."""
+        """Push in shared memory."""
         address, layout = self.server._shared_memory.address, self.server.store.parameters.layout
         key = gradients_key(sender.trainer_index, sender.incarnation)
         for flat in attach(address, key, layout, TIMEOUT_S):
             flat.fill_(gradient)
         report = StepReport(sender.trainer_index, version, 1, 0.5, 0.0, None, [0], (), 1, sender.incarnation, sequence)
-        self.server.aggregator.transports[sender.trainer_index]._has_token = True
         return self.server.push_in_place(report, ())
 
 
@@ -228,13 +227,13 @@ def test_a_process_takes_the_place_of_a_lost_trainer_after_the_loss_was_reported
 def test_the_context_of_a_process_is_released_on_all_servers_when_it_is_dead_and_not_when_it_is_silent(
     monkeypatch, segments
 ):
-    run, released = TwoServers(monkeypatch, segments), []
+    run, released = TwoServers(monkeypatch, segments, transport="auto"), []
     monkeypatch.setattr(parameter_server, "current_context_id", lambda: 7)
     monkeypatch.setattr(
         parameter_server, "release_context", lambda context_id: released.append(("server 0", context_id))
     )
     monkeypatch.setattr(coordinator, "send", lambda name, timeout_s, handler, *a: released.append((name, *a)))
-    (_, member), senders = run.start()
+    (_, member), senders = run.start(shares=(True, False))  # in shared memory there is no pull
     for sender in senders:
         run.server.announce(sender, READY)
     run.server.pull(senders[1])

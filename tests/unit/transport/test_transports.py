@@ -135,7 +135,7 @@ def host():
 def live(host):
     flat = FlatTensors(trainable_parameters(model(1.0)), lambda layout: host.allocate(parameters_key(0), layout))
     gradients = host.allocate(gradients_key(0), flat.layout)
-    server = SharedMemoryServerTransport(LiveParameters(), gradients, lambda: None)
+    server = SharedMemoryServerTransport(LiveParameters(), gradients)
     theirs = own(model(5.0), flat.layout)
     return (
         flat,
@@ -152,12 +152,14 @@ def test_parameters_are_read_in_place_and_gradients_written_in_place(host):
     assert all(torch.equal(p, torch.ones_like(p)) for p in theirs)
     flat.flats[0].fill_(2.0)
     assert all(torch.equal(p, torch.full_like(p, 2.0)) for p in theirs)
-    pulled = server.pull()
     trainer.gradient_views[0].fill_(3.0)
-    trainer.backward_root(pulled).backward()
-    assert float(gradients[0][0]) == 3.0
-    assert server.collect_gradients({server._leaf: server._leaf.grad}) == gradients
-    assert trainer.step_bytes(pulled) == 8
+    pushed = []
+    root = trainer.backward_root(trainer.pull(lambda: pushed.append(float(gradients[0][0]))))
+    assert pushed == []
+    root.backward()
+    assert pushed == [3.0]
+    assert server.collect_gradients({}) == gradients
+    assert trainer.step_bytes(()) == 0
 
 
 def test_a_parameter_that_was_changed_on_a_trainer_is_named(host):
@@ -166,7 +168,7 @@ def test_a_parameter_that_was_changed_on_a_trainer_is_named(host):
     with torch.no_grad():
         theirs[1].mul_(1.0)
     with pytest.raises(TaskError, match=r"parameter 0\.bias was changed in place on a trainer"):
-        trainer.backward_root(server.pull())
+        trainer.backward_root(trainer.pull(lambda: None))
 
 
 def test_a_model_can_load_a_copy_and_map_a_version_again(host):
@@ -185,9 +187,7 @@ def test_free_trainers_read_snapshots_that_stay_while_they_are_pinned(host):
     snapshots = RingSnapshots(host, flat.layout, 2, lambda: (version[0], flat.flats))
     servers, models = [], []
     for index in range(2):
-        servers.append(
-            SharedMemoryServerTransport(snapshots, host.allocate(gradients_key(index), flat.layout), lambda: None)
-        )
+        servers.append(SharedMemoryServerTransport(snapshots, host.allocate(gradients_key(index), flat.layout)))
         theirs = own(model(5.0), flat.layout)
         models.append(
             (
