@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -300,7 +299,7 @@ class RpcTrainer(Trainer):
         self._check_gradients()
         used = self._buckets.finish()
         buffers = self._pack_buffers() if self._grant.wants_buffers and self._buffers else []
-        report = self.number_push(replace(report, used=used))
+        report = self.number_push(report, used)
         push = report, buffers, self.next_announcement(report.version + 1)
         if isinstance(self.transport, SharedMemoryTrainerTransport):
             # Sent by the backward of the context, which is local.
@@ -316,10 +315,10 @@ class RpcTrainer(Trainer):
             self._sent_buckets.pop(bucket).wait()
         return self.finish_step(self.optimizer.step(self._context_id, *push))
 
-    def number_push(self, report: StepReport) -> StepReport:
-        """Return the report of a new push, with what names it and the samples that it holds."""
+    def number_push(self, report: StepReport, used: tuple[bool, ...] | None = None) -> StepReport:
+        """Return the report of a new push, with what names it, the samples that it holds and ``used``."""
         positions, keys = self.data.pop_served()
-        return self.server.number_push(replace(report, positions=_compact(positions), keys=keys))
+        return self.server.number_push(report, used=used, positions=_compact(positions), keys=keys)
 
     def finish_step(self, grant: StepGrant) -> StepResult:
         """Take the result of the push from the server's reply, and the grant of the next step if it has one."""

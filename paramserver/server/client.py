@@ -404,10 +404,11 @@ class ServerClient(ServerConnection):
         """Report where the data of this trainer starts; another process continues there if this one is lost."""
         self.call(ParameterServer.report_source, self._id, position)
 
-    def number_push(self, report: StepReport) -> StepReport:
-        """Return the report of a new push, with the numbers that name it."""
+    def number_push(self, report: StepReport, **fields: Any) -> StepReport:
+        """Return the report of a new push, with the numbers that name it and with these fields."""
         self._sequence += 1
-        return replace(report, view=self._id.view, incarnation=self._id.incarnation, sequence=self._sequence)
+        own = self._id
+        return replace(report, view=own.view, incarnation=own.incarnation, sequence=self._sequence, **fields)
 
     def share_segments(self) -> int:
         """Ask the server to exchange tensors in shared memory; see ``ParameterServer.share_segments``."""

@@ -22,7 +22,7 @@ from paramserver.config import ServerConfig
 from paramserver.errors import TaskError, UnsupportedConfiguration
 from paramserver.parameters.flat import FlatLayout
 from paramserver.parameters.sharding import Shard
-from paramserver.transport.autograd import pull, push_root
+from paramserver.transport.autograd import pull
 from paramserver.transport.base import ServerTransport, TrainerTransport
 from paramserver.transport.compression import make_codec
 from paramserver.transport.segments import SegmentHost, attach
@@ -209,12 +209,12 @@ class SharedMemoryTrainerTransport(TrainerTransport):
         self.gradient_views = list(layout.views(gradients).values())
         self._slot: int | None = None
         self._tensor_versions: list[int] = []
-        # A leaf that requires a gradient: the context of a step holds it once its backward has run.
-        self._leaf = torch.zeros(1, requires_grad=True)
+        # The leaf requires a gradient: the context of a step holds it once its backward has run.
+        self._leaf, self._token = torch.zeros((), requires_grad=True), torch.zeros(())
 
     def pull(self, on_gradient: Callable[[], None]) -> tuple[Tensor, ...]:
-        """Return what stands for the mapped version in autograd; ``on_gradient`` is called in its backward."""
-        return tuple(pull([self._leaf], [torch.zeros(1)], on_gradient))
+        """Return what stands for the mapped version in autograd: a scalar whose backward calls ``on_gradient``."""
+        return tuple(pull([self._leaf], [self._token], on_gradient))
 
     @torch.no_grad()
     def map_version(self, slot: int) -> None:
@@ -252,7 +252,7 @@ class SharedMemoryTrainerTransport(TrainerTransport):
                         "it in build_model or through the optimizer, or use server.transport: rpc, where such a "
                         "change is lost"
                     )
-        return push_root([torch.ones(1)], pulled)
+        return pulled[0]
 
     def step_bytes(self, pulled: Sequence[Tensor]) -> int:
         return 0

@@ -13,7 +13,8 @@ and the median times of a push along its way, by the clock that all processes sh
 beginning of the next forward, for the trainer that is last in each step, whose push the others wait for.
 
 Every run is fresh processes; cases are interleaved, in alternating order. A step lasts from one ``on_batch_start`` to
-the next; of several trainers the mean counts.
+the next; of several trainers the mean counts. The CPU time of server 0 is that of all its threads, from the end of the
+warm-up on: its inverse is how many pushes per second the server sustains on one core, however slow the trainers are.
 """
 
 from __future__ import annotations
@@ -105,8 +106,8 @@ class Tiny(Task):
             note_calls(self.noted, ParameterStore, "apply", "update begins")
             note_calls(self.noted, ParameterStore, "apply", "update ends", after=True)
             note_calls(self.noted, Aggregator, "_grant", "replied", after=True)
-            (self.folder / f"pid-{os.getpid()}").touch()
             atexit.register(self._write_moments)
+        (self.folder / f"pid-{os.getpid()}").touch()
         return nn.Sequential(nn.Linear(FEATURES, 64), nn.ReLU(), nn.Linear(64, CLASSES))
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -118,19 +119,24 @@ class Tiny(Task):
         return TensorDataset(samples, torch.randint(CLASSES, (4096,), generator=generator))
 
     def on_train_start(self) -> None:
+        (self.folder / f"pid-{os.getpid()}").unlink()  # those of the servers are left
         if self.paths:
             from trainers import RpcTrainer
 
-            (self.folder / f"pid-{os.getpid()}").unlink()  # what is left is the server's
             note_calls(self.noted, RpcTrainer, "step_optimizer", "backward ends")
             note_calls(self.noted, type(self.trainer.server), "push_in_place", "sent", after=True)
             note_calls(self.noted, type(self.trainer.optimizer), "step", "reply received", after=True)
 
     def on_batch_start(self, batch_idx: int) -> None:
         self.stamps.append(time.perf_counter())
-        if batch_idx in (self.warm, self.warm + 200) and self.paths:
-            server = [int(path.name[4:]) for path in self.folder.glob("pid-*")]
-            self.threads.append({"server": threads_of(server[0]), "trainer": threads_of(os.getpid())})
+        if batch_idx == self.warm or (batch_idx == self.warm + 200 and self.paths):
+            self._read_threads()
+
+    def _read_threads(self) -> None:
+        # The first process that was started is server 0.
+        servers = sorted(int(path.name[4:]) for path in self.folder.glob("pid-*"))
+        threads = {"server": threads_of(servers[0])} if servers else {}
+        self.threads.append({**threads, "trainer": threads_of(os.getpid())})
 
     def training_step(self, model: nn.Module, batch: Any, batch_idx: int) -> Tensor:
         if self.sleep_s:
@@ -140,9 +146,9 @@ class Tiny(Task):
     def on_train_end(self) -> None:
         kept = [(stamp, 0.0) for stamp in self.stamps[self.warm :]]
         (self.folder / f"stamps-{self.trainer.trainer_index}.json").write_text(json.dumps(kept))
-        if self.paths:
-            self.noted += [("forward", stamp) for stamp in self.stamps]
-            (self.folder / f"threads-{self.trainer.trainer_index}.json").write_text(json.dumps(self.threads))
+        self._read_threads()
+        self.noted += [("forward", stamp) for stamp in self.stamps]
+        (self.folder / f"threads-{self.trainer.trainer_index}.json").write_text(json.dumps(self.threads))
 
     def _write_moments(self) -> None:
         (self.folder / f"moments-{os.getpid()}.json").write_text(json.dumps(self.noted))
@@ -162,11 +168,23 @@ class Case:
         return self.mode if self.mode == "local" else f"{self.mode}, {self.trainers} trainers{servers}"
 
 
-def run_case(case: Case, arguments: argparse.Namespace, folder: Path) -> float:
-    """Milliseconds of a mean step of one fresh run."""
+@dataclass(frozen=True)
+class Figures:
+    """Milliseconds of a mean step, and of CPU time that server 0 needs for each push; 0 without a server."""
+
+    step_ms: float
+    cpu_ms: float
+
+
+def run_case(case: Case, arguments: argparse.Namespace, folder: Path) -> Figures:
+    """The figures of one fresh run."""
     run_fresh([["-m", "tests.measure.round_trip", *child_words(case, arguments, folder)]], measuring_environment())
-    steps_s = [(one[-1][0] - one[0][0]) / (len(one) - 1) for one in read_stamps(folder)]
-    return 1e3 * statistics.mean(steps_s)
+    stamps = read_stamps(folder)
+    steps_s = [(one[-1][0] - one[0][0]) / (len(one) - 1) for one in stamps]
+    first, *_, last = read_json(folder, "threads-0.json")[0]
+    cpu_s = [sum(cpu for _, _, cpu in at.get("server", {}).values()) for at in (first, last)]
+    # Of a trainer that runs freely, the others' steps in the same time are as many.
+    return Figures(1e3 * statistics.mean(steps_s), 1e3 * (cpu_s[1] - cpu_s[0]) / len(stamps[0]) / case.trainers)
 
 
 def child_words(case: Case, arguments: argparse.Namespace, folder: Path) -> list[str]:
@@ -274,7 +292,7 @@ def main() -> None:
     for trainers in arguments.trainers:
         cases += [Case("ddp", trainers, 1)] if "ddp" in arguments.cases else []
         cases += [Case("rpc", trainers, servers) for servers in arguments.servers if "rpc" in arguments.cases]
-    taken: dict[Case, list[float]] = {case: [] for case in cases}
+    taken: dict[Case, list[Figures]] = {case: [] for case in cases}
     details: dict[Case, Path] = {}
     with tempfile.TemporaryDirectory() as root:
         for repeat, number in interleaved([str(i) for i in range(len(cases))], arguments.repeats):
@@ -284,13 +302,16 @@ def main() -> None:
             taken[case].append(run_case(case, arguments, folder))
         print(origin())
         alone = taken.get(Case("local", 1, 1))
-        for case, steps_ms in taken.items():
+        for case, figures in taken.items():
+            steps_ms = [one.step_ms for one in figures]
             row = f"  {case!s:32s}{spread(steps_ms):26s} ms a step"
             if case.mode == "rpc" and arguments.consistency != "sync":
                 row += f", {spread([1e3 * case.trainers / ms for ms in steps_ms], '.0f')} pushes per second"
             if alone is not None and case.mode != "local":
-                beyond = [ms - base for ms, base in zip(steps_ms, alone, strict=True)]
+                beyond = [ms - base.step_ms for ms, base in zip(steps_ms, alone, strict=True)]
                 row += f", {spread(beyond)} beyond local"
+            if case.mode == "rpc":
+                row += f", server {spread([one.cpu_ms for one in figures])} ms of CPU for each push"
             print(row, flush=True)
             if arguments.paths and case.mode == "rpc":
                 print_threads(details[case])
