@@ -1,11 +1,15 @@
 """Trainers as a user writes them, which count what happens in a step."""
 
+from collections import Counter
+from unittest import mock
+
 import torch
 import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.optim import DistributedOptimizer
 
+from paramserver.distributed.local_calls import LocalConnection
 from trainers import DdpTrainer, RpcTrainer
 
 
@@ -55,6 +59,38 @@ class WitnessTrainer(RpcTrainer):
         assert len({context for _, context, _ in self.seen}) == totals.batches
         self.log("witnessed", totals.batches)
         super().leave(totals, decision)
+
+
+class LocalTrainer(RpcTrainer):
+    """Counts the calls that it sends over RPC and over the socket, by handler, between its first and last step."""
+
+    def on_after_setup_optimizers(self):
+        self.sent = Counter()
+        send, call = rpc.rpc_async, LocalConnection.call
+
+        def sent(to, handle, args=(), **options):
+            self.sent["rpc", args[1] if len(args) > 1 else handle.__name__] += 1
+            return send(to, handle, args=args, **options)
+
+        def called(connection, target, kwargs):
+            self.sent["local", target[1]] += 1
+            return call(connection, target, kwargs)
+
+        rpc.rpc_async, LocalConnection.call = sent, called
+
+    def leave(self, totals, decision):
+        for (way, handler), count in self.sent.items():
+            self.log(f"{way} {handler}", count)
+        self.log("steps", totals.steps.count)
+        super().leave(totals, decision)
+
+
+class LargeBuffersTrainer(LocalTrainer):
+    """Takes any module buffers for too large for a packet."""
+
+    def _make_transport(self, reply):
+        with mock.patch("trainers.rpc.MAX_PACKET_BYTES", 0):
+            return super()._make_transport(reply)
 
 
 class TutorialTrainer(RpcTrainer):

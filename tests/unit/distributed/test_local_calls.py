@@ -1,0 +1,172 @@
+"""Calls over a unix socket: replies that come later, packets that are too long, and the end of a connection."""
+
+import pickle
+import threading
+from contextlib import closing, contextmanager
+
+import pytest
+import torch
+
+from paramserver.distributed.local_calls import MAX_PACKET_BYTES, LocalCallServer, LocalConnection
+from paramserver.distributed.rpc_calls import completed_future
+from paramserver.transport.segments import SegmentHost, attach_socket
+
+TIMEOUT_S = 10.0
+TARGET = ("Server", "handler")
+
+
+@contextmanager
+def connected(handle):
+    """A server with this handler, and a caller's connection to it."""
+    with LocalCallServer(handle, TIMEOUT_S) as server, closing(LocalConnection(server.connect("trainer 0"))) as caller:
+        yield server, caller
+
+
+def receive_all(caller):
+    """Receive until no call waits, in a thread that is given up after a while."""
+
+    def receive():
+        while caller.is_waiting:
+            caller.receive()
+
+    thread = threading.Thread(target=receive, daemon=True)
+    thread.start()
+    thread.join(TIMEOUT_S)
+    assert not thread.is_alive()
+
+
+def test_replies_come_when_they_are_ready_in_any_order_and_from_any_thread():
+    pending = {}
+
+    def handle(owner, name, number, *, twice):
+        assert (owner, name, twice) == (*TARGET, True)
+        pending[number] = torch.futures.Future()
+        if len(pending) == 3:
+            for one in (2, 0, 1):
+                threading.Thread(target=pending[one].set_result, args=(10 * one,)).start()
+        return pending[number]
+
+    with connected(handle) as (_, caller):
+        calls = [caller.call((*TARGET, number), {"twice": True}) for number in range(3)]
+        receive_all(caller)
+        assert [call.value() for call in calls] == [0, 10, 20]
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(6.0).view(2, 3).t(),
+        torch.ones(3, dtype=torch.bfloat16),
+        torch.tensor(7),
+        torch.empty(0, 4),
+        torch.tensor([True, False]),
+        torch.zeros(2, requires_grad=True),
+    ],
+)
+def test_tensors_arrive_as_they_were_sent(tensor):
+    with connected(lambda owner, name, value: completed_future([value, value + value])) as (_, caller):
+        reply = caller.call((*TARGET, tensor), {})
+        receive_all(caller)
+        same, doubled = reply.value()
+    assert torch.equal(same, tensor)
+    assert same.dtype == tensor.dtype
+    assert not same.requires_grad
+    assert torch.equal(doubled, tensor + tensor)
+
+
+def test_a_call_that_is_too_long_is_left_to_rpc_and_the_connection_stays():
+    with connected(lambda owner, name, value: completed_future(len(value))) as (_, caller):
+        assert caller.call((*TARGET, bytes(MAX_PACKET_BYTES)), {}) is None
+        reply = caller.call((*TARGET, bytes(MAX_PACKET_BYTES - 1000)), {})
+        receive_all(caller)
+        assert reply.value() == MAX_PACKET_BYTES - 1000
+
+
+def test_a_reply_that_is_too_long_fails_the_call_and_later_ones_are_left_to_rpc():
+    with connected(lambda owner, name: completed_future(bytes(MAX_PACKET_BYTES))) as (_, caller):
+        reply = caller.call(TARGET, {})
+        receive_all(caller)
+        with pytest.raises(RuntimeError, match="the connection to the server's process was closed"):
+            reply.value()
+        assert caller.call(TARGET, {}) is None
+
+
+def test_a_connection_is_broken_off_while_a_thread_waits_for_a_reply():
+    called = threading.Event()
+
+    def handle(owner, name):
+        called.set()
+        return torch.futures.Future()  # never completed
+
+    with connected(handle) as (_, caller):
+        reply = caller.call(TARGET, {})
+        waiting = threading.Thread(target=caller.receive)
+        waiting.start()
+        assert called.wait(TIMEOUT_S)
+        caller.break_off()
+        waiting.join(TIMEOUT_S)
+        assert not waiting.is_alive()
+        with pytest.raises(RuntimeError):
+            reply.value()
+
+
+def test_the_end_of_the_server_ends_calls_that_wait():
+    with closing(LocalConnection(open_and_close())) as caller:
+        assert caller.call(TARGET, {}) is None
+    held = torch.futures.Future()
+    called = threading.Event()
+
+    def handle(owner, name):
+        called.set()
+        return held
+
+    with LocalCallServer(handle, TIMEOUT_S) as server:
+        caller = LocalConnection(server.connect("trainer 0"))
+        reply = caller.call(TARGET, {})
+        assert called.wait(TIMEOUT_S)
+    held.set_result(1)  # too late; the socket is closed
+    receive_all(caller)
+    caller.close()
+    with pytest.raises(RuntimeError):
+        reply.value()
+
+
+def open_and_close():
+    with LocalCallServer(lambda owner, name: completed_future(None), TIMEOUT_S) as server:
+        return server.connect("trainer 0")
+
+
+def test_a_process_that_takes_the_place_of_another_ends_its_connection():
+    with (
+        connected(lambda owner, name: completed_future(5)) as (server, first),
+        closing(LocalConnection(server.connect("trainer 0"))) as second,
+    ):
+        assert first.call(TARGET, {}) is None
+        reply = second.call(TARGET, {})
+        receive_all(second)
+        assert reply.value() == 5
+
+
+def test_a_packet_that_is_no_call_ends_all_connections_and_is_reported_when_the_server_closes():
+    def send_it():
+        with (
+            LocalCallServer(lambda owner, name: completed_future(5), TIMEOUT_S) as server,
+            closing(server.connect("trainer 1")) as damaged,
+            closing(server.connect("trainer 0")) as other,
+        ):
+            damaged.send(b"no call")
+            other.settimeout(TIMEOUT_S)
+            assert other.recv(10) == b""
+
+    with pytest.raises(pickle.UnpicklingError):
+        send_it()
+
+
+def test_a_socket_is_passed_to_a_process_that_knows_its_key():
+    with SegmentHost("test", TIMEOUT_S) as host, LocalCallServer(lambda o, n: completed_future(5), TIMEOUT_S) as server:
+        host.offer_socket("calls/0/1", server.connect("trainer 0"))
+        with closing(LocalConnection(attach_socket(host.address, "calls/0/1", TIMEOUT_S))) as caller:
+            reply = caller.call(TARGET, {})
+            receive_all(caller)
+            assert reply.value() == 5
+        host.release("calls/0/1")
