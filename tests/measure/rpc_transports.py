@@ -1,4 +1,4 @@
-"""Compares the transports and channels of torch's RPC on one host: CPU time while idle, round trip, bandwidth.
+"""Compares transports and channels of torch's RPC on one host: CPU time while idle, round trip, context, bandwidth.
 
     python -m tests.measure.rpc_transports [--cases default run ...] [--repeats 5] [--idle 3] [--calls 300] [--mb 16]
 
@@ -11,7 +11,8 @@ Two processes on the loopback interface, a server and a trainer, with one torch 
 - ``shm``: ``shm`` before ``uv``, with the channels of ``run``.
 
 The CPU time is that of each process, as a share of one core, in ``--idle`` seconds without a call. The round trip is
-the median of calls that send one element, the bandwidth that of calls that send ``--mb`` megabytes. Every repeat of a
+the median of calls that send one element; a context is a recorded pull of one element, its backward and the clean-up,
+and a local context a backward without RPC; the bandwidth that of calls that send ``--mb`` megabytes. Every repeat of a
 case starts fresh processes; the cases are interleaved, in alternating order. docs/torch-notes.md states what a run
 concludes from the figures.
 """
@@ -24,10 +25,12 @@ import statistics
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
 
 from paramserver.bench.cases import interleaved
@@ -51,11 +54,14 @@ CASES: dict[str, tuple[list[str] | None, list[str] | None]] = {
 
 @dataclass(frozen=True)
 class Figures:
-    """One repeat of a case: shares of a core while idle, seconds of a round trip, bytes per second."""
+    """One repeat of a case: shares of a core while idle, seconds of a round trip and of contexts, bytes per second."""
 
     idle_server: float
     idle_trainer: float
     round_trip_s: float
+    context_s: float
+    context_cpu_s: float
+    local_context_s: float
     bandwidth: float
 
 
@@ -74,6 +80,24 @@ def _idle(seconds: float) -> tuple[float, float]:
     return (rpc.rpc_sync("server", time.process_time) - server) / span, own / span
 
 
+_LEAF = torch.zeros((), requires_grad=True)
+
+
+def _pull() -> torch.Tensor:
+    return _LEAF.view_as(_LEAF)
+
+
+def _context_s(calls: int, pull: Callable[[], torch.Tensor]) -> tuple[float, float]:
+    """Median time of a context with a pull and its backward, and mean CPU time of this process."""
+    times_s, cpu = [], time.process_time()
+    for _ in range(calls):
+        began = time.perf_counter()
+        with dist_autograd.context() as context_id:
+            dist_autograd.backward(context_id, [pull()])
+        times_s.append(time.perf_counter() - began)
+    return statistics.median(times_s), (time.process_time() - cpu) / calls
+
+
 def measure(arguments: argparse.Namespace) -> Figures:
     """The figures of this process, the trainer, and of the server."""
     large = torch.zeros(int(arguments.mb * 1e6) // 4)
@@ -82,8 +106,10 @@ def measure(arguments: argparse.Namespace) -> Figures:
         measure_call_s("server", large)
     idle = _idle(arguments.idle)
     round_trip_s = statistics.median(measure_empty_call_s("server") for _ in range(arguments.calls))
+    context_s = _context_s(arguments.calls, lambda: rpc.rpc_sync("server", _pull))
+    local_context_s, _ = _context_s(arguments.calls, _pull)
     large_s = statistics.median(measure_call_s("server", large) for _ in range(LARGE_CALLS))
-    return Figures(*idle, round_trip_s, large.nbytes / max(large_s - round_trip_s, 1e-9))
+    return Figures(*idle, round_trip_s, *context_s, local_context_s, large.nbytes / max(large_s - round_trip_s, 1e-9))
 
 
 def run_child(arguments: argparse.Namespace) -> None:
@@ -133,6 +159,9 @@ def main() -> None:
             f"{case:<8} idle {spread([f.idle_server for f in figures])} (server), "
             f"{spread([f.idle_trainer for f in figures])} (trainer) of a core, "
             f"round trip {spread([f.round_trip_s * 1e3 for f in figures])} ms, "
+            f"context {spread([f.context_s * 1e3 for f in figures])} ms "
+            f"({spread([f.context_cpu_s * 1e3 for f in figures])} of CPU), "
+            f"local {spread([f.local_context_s * 1e3 for f in figures])} ms, "
             f"{spread([f.bandwidth / 1e9 for f in figures])} GB/s"
         )
 
