@@ -24,6 +24,7 @@ from paramserver.checkpoint.format import LATEST
 from paramserver.cluster import FAULT_ADDRESS, process_environ
 from paramserver.config import Config, load_config, mode_of, num_trainers_of, roles, world_size_of
 from paramserver.errors import Interrupted, ParamserverError, UnsupportedConfiguration
+from paramserver.importing import code_folders
 from paramserver.launch import add_overrides, launch_local, normalize_flags, report_error
 from paramserver.metrics import Record, Sink
 from paramserver.process_utils import exit_process, print_output
@@ -80,7 +81,7 @@ def _chaos(arguments: argparse.Namespace) -> bool:
     faults = parse_faults(arguments.faults, ranks, config) if arguments.faults or not arguments.random else []
     drawn = random_faults(arguments.random, arguments.seed, ranks, config)
     print_output("\n".join(["plan:", *(f"  {fault}" for fault in (*faults, *drawn))]))
-    folders = [Path.cwd(), arguments.config.resolve().parent]
+    folders = code_folders(arguments.config, arguments.overrides)
     reference = None
     if arguments.compare:
         name = config.logging.name

@@ -145,7 +145,7 @@ class Supervisor:
     Args:
         config: effective; ranks read it from a file in memory.
         run: the run folder.
-        folders: where the task is searched, the config's folder among them.
+        folders: where the task is searched.
         sink: receives the records of rank 0; closed at the end.
         resume: continue from the newest checkpoint.
         began: ``time.time()`` of the command.
@@ -222,9 +222,7 @@ class Supervisor:
         config_file.write(dump_yaml(self.config))
         config_file.flush()
         environ = child_environment(
-            process_environ(),
-            num_trainers=num_trainers_of(self.config),
-            config_folder=self.folders[-1] if self.folders else None,
+            process_environ(), num_trainers=num_trainers_of(self.config), folders=self.folders or None
         )
         mark_supervised(environ)
         # Rank 0 inherits the listener of its store, so no other process can take the port meanwhile; nor when it starts
