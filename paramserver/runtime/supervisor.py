@@ -31,7 +31,7 @@ from paramserver.config import Config, Role, dump_yaml, mode_of, num_trainers_of
 from paramserver.errors import Interrupted, ParamserverError, TrainingError
 from paramserver.metrics import Record, Sink
 from paramserver.metrics.records import make_record
-from paramserver.process_utils import OWN_GROUP, cpu_ticks, is_stopped
+from paramserver.process_utils import OWN_GROUP, cpu_ticks, is_stopped, kill_group
 from paramserver.runs.rundir import LAST_WRITE_S, RunDir, write_json
 from paramserver.runtime.rank_guard import RankGuard
 from paramserver.runtime.restarts import RestartPolicy
@@ -122,7 +122,7 @@ class _RankProcess:
 
     def kill_group(self) -> None:
         """Kill the process and all that it started, except what left its process group. Not after ``reap``."""
-        os.killpg(self.process.pid, signal.SIGKILL)
+        kill_group(self.process.pid)
 
     def reap(self) -> int:
         """Wait for the end of the process, and return its exit code."""
