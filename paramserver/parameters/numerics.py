@@ -38,10 +38,14 @@ def first_nonfinite(tensors: Mapping[str, Tensor]) -> str | None:
         True
     """
     for name, tensor in tensors.items():
-        values = tensor.detach()
+        values = _as_real(tensor)
         if not math.isfinite(float(values.sum())) and not bool(torch.isfinite(values).all()):
             return name
     return None
+
+
+def _as_real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
 
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -62,7 +66,7 @@ def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """
     sums = []
     for tensor in tensors.values():
-        values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+        values = _as_real(tensor)
         bits = values.contiguous().view(_INTEGERS[values.element_size()]).long()
         sums.append((bits * bits).sum().cpu())
     return {name: int(total) for name, total in zip(tensors, sums, strict=True)}
