@@ -48,7 +48,7 @@ def _as_real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
 
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
 def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
