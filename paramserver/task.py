@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
+from paramserver.config import mode_of
 from paramserver.errors import ParamserverError, TaskError
 from paramserver.importing import describe_user_error, load_object
 from paramserver.sources.base import Partition
@@ -73,6 +74,18 @@ class Task:
         return task
 
     _arguments: tuple[tuple[Any, ...], dict[str, Any]]
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Explain a missing attribute: what one process keeps in its task, the others do not have."""
+            message = f"{type(self).__name__} has no attribute {name!r}"
+            if "config" in vars(self) and mode_of(self.config).has_servers:
+                message += (
+                    " in this process: in mode rpc build_optimizer and build_scheduler are called on the server, "
+                    "training_step and the hooks on the trainers"
+                )
+            raise AttributeError(message)
 
     def keyword_arguments(self) -> dict[str, Any]:
         """Return the arguments that this task was created with, by name.
@@ -215,14 +228,32 @@ def check_task_class(task_class: object, reference: str) -> type[Task]:
     """Return ``task_class`` if it is a complete task.
 
     Raises:
-        TaskError: it is not a subclass of Task, or a required method is not overridden.
+        TaskError: it is not a subclass of Task, a required method is not overridden, or one takes other arguments.
     """
     if not (isinstance(task_class, type) and issubclass(task_class, Task)):
         raise TaskError(f"task ({reference}) is {task_class!r}; it must be a class derived from paramserver.Task")
     for name, signature in REQUIRED.items():
         if getattr(task_class, name) is getattr(Task, name):
             raise TaskError(f"task ({reference}) lacks {name}; write {signature}")
+    for name, method in vars(Task).items():
+        if inspect.isfunction(method) and not name.startswith("_"):
+            _check_signature(task_class, name, method, reference)
     return task_class
+
+
+def _check_signature(task_class: type[Task], name: str, method: Callable[..., Any], reference: str) -> None:
+    """Refuse an override of ``method`` that cannot be called as it is: it would fail where it is called first."""
+    own = inspect.getattr_static(task_class, name)
+    if own is method or not inspect.isfunction(own):
+        return
+    given = list(inspect.signature(method).parameters)
+    try:
+        inspect.signature(own).bind(*given)
+    except TypeError:
+        raise TaskError(
+            f"task ({reference}): {name}{inspect.signature(own)} cannot be called with the arguments that it is given; "
+            f"write {name}({', '.join(given)})"
+        ) from None
 
 
 def _cannot_stack(samples: Sequence[Any], error: Exception) -> str:

@@ -294,6 +294,28 @@ class BypassesWrapper(ReferenceTask):
         return super().training_step(self.trainer.unwrapped_model, batch, batch_idx)
 
 
+class UsesPartsOfModel(ReferenceTask):
+    """Takes a submodule of what it is given."""
+
+    def __init__(self, how, **options):
+        super().__init__(**options)
+        self.how = how
+
+    def training_step(self, model, batch, batch_idx):
+        return (model[0] if self.how == "index" else model.conv)(batch[0]).sum()
+
+
+class KeepsOptimizer(ReferenceTask):
+    """Looks at its optimizer in a hook."""
+
+    def build_optimizer(self, model):
+        self.opt = super().build_optimizer(model)
+        return self.opt
+
+    def on_batch_end(self, batch_idx):
+        self.log("lr", self.opt.param_groups[0]["lr"])
+
+
 class ChangesParameters(ReferenceTask):
     """Trainer 1 writes to a parameter."""
 
