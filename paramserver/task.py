@@ -18,6 +18,7 @@ from paramserver.sources.base import Partition
 
 if TYPE_CHECKING:
     from paramserver.config import Config
+    from paramserver.metrics.reduction import Reduction
 
 # Methods without a default, with the signature that a message shows.
 REQUIRED = {
@@ -204,20 +205,27 @@ class Task:
     def on_train_end(self) -> None:
         """Called once, after the last validation and checkpoint."""
 
-    def log(self, name: str, value: float | Tensor) -> None:
+    def log(self, name: str, value: float | Tensor, reduce: Reduction = "mean") -> None:
         """Record a number in metrics.jsonl and TensorBoard.
 
         Call it in a step or hook of a trainer. The record has the number of the step that is being computed; during
         validation, that of the last step.
 
+        Args:
+            name: in TensorBoard its tag.
+            value: a number, or a tensor with one element.
+            reduce: how the values of several trainers in one step become one: ``"mean"``, in a step weighted by the
+                samples of their batches, ``"sum"`` or ``"max"``. ``"none"`` keeps one curve per trainer, as do trainers
+                that run freely (``bounded``, ``async`` and backup trainers), who take no step together.
+
         Raises:
-            TaskError: there is no trainer in this process.
+            TaskError: there is no trainer in this process, or no such reduction.
         """
         if self.trainer is None:
             raise TaskError(
                 f"self.log({name!r}) was called where no trainer runs; log from a trainer's steps and hooks"
             )
-        self.trainer.log(name, value)
+        self.trainer.log(name, value, reduce)
 
 
 def _missing(task: Task, name: str) -> str:
