@@ -118,6 +118,7 @@ class Trainer(ABC):
         self.wire_bytes = 0
         self.all_totals: list[TrainerTotals] = []
         self.validation_loader: Iterable[tuple[Any, int]] | None = None
+        self._stop_reason = ""
         self._batch_samples = 1  # of the batch whose step is computed
         self._step_offset = 0  # 1 while step ``step + 1`` is being made
         self._memory = StagingPool()
@@ -416,6 +417,8 @@ class Trainer(ABC):
         """Return the announcement with this process's request to stop, if there is one."""
         if self.process.stop.event.is_set():
             stop, reason = self.process.stop.state()
+        elif self._stop_reason:
+            stop, reason = Stop.LIMIT, self._stop_reason
         elif self.monitor is not None and (limit := self.monitor.stop_reason()) is not None:
             stop, reason = Stop.LIMIT, limit
         else:
@@ -611,6 +614,25 @@ class Trainer(ABC):
             seed_all(self.config.seed, part["resumes"], 1 + self.trainer_index)
         if part["random"] is not None or part["task"]:
             self.task.on_resume(part["task"])
+
+    def stop(self, reason: str) -> None:
+        """End the run in good order, from any step or hook: all trainers validate and save, and it is completed.
+
+        They agree before their next steps, so one more step may be made. The first reason given is in the summary.
+
+        Raises:
+            TaskError: there is no reason.
+
+        Example::
+
+            >>> class StopsEarly(Task):
+            ...     def on_validation_end(self, batch_idx):
+            ...         if self.is_good_enough:
+            ...             self.trainer.stop("the accuracy is reached")
+        """
+        if not reason or not isinstance(reason, str):
+            raise TaskError(f"trainer.stop({reason!r}) must have a reason; give a sentence for the summary")
+        self._stop_reason = self._stop_reason or self.set_first("stop", reason)
 
     # Records.
 

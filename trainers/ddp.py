@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from itertools import chain
 from typing import Any
@@ -224,6 +225,9 @@ class DdpTrainer(Trainer):
         if decision is None or decision.verdict is Verdict.WAIT:
             self._start_agreement(self.announcement())
             decision = self._decide()
+        if decision.verdict is Verdict.END and self.monitor is not None:
+            # A reason does not fit into the exchange of numbers.
+            decision = replace(decision, reason=self.set_first("stop", decision.reason))
         if decision.active:
             self._active = decision.active
             self._some_were_idle |= len(decision.active) < self.process.trainers

@@ -39,10 +39,10 @@ class LogReducer:
     Example::
 
         >>> reducer = LogReducer([0, 1])
-        >>> for trainer, value, samples in ((0, 1.0, 8), (1, 4.0, 4)):
-        ...     about = {"name": "gap", "value": value, "reduce": "mean", "weight": samples}
-        ...     reducer.add(make_record("log", 3, trainer=trainer, **about))
-        [] []
+        >>> def logged(trainer, value, samples):
+        ...     return make_record("log", 3, trainer=trainer, name="gap", value=value, reduce="mean", weight=samples)
+        >>> reducer.add(logged(0, 1.0, 8)), reducer.add(logged(1, 4.0, 4))
+        ([], [])
         >>> reducer.add(make_record("buffer", 4, trainer=0))
         []
         >>> [record] = reducer.add(make_record("buffer", 4, trainer=1))

@@ -280,6 +280,17 @@ class UnfreezesLayer(ReferenceTask):
             self.trainer.unwrapped_model.frozen.requires_grad_(True)
 
 
+class StopsRun(ReferenceTask):
+    """Trainer 1, or the only one, ends the run in its sixth batch, and both give another reason two batches later."""
+
+    def on_batch_end(self, batch_idx):
+        trainer = self.trainer
+        if batch_idx == 5 and trainer.trainer_index == trainer.process.trainers - 1:
+            trainer.stop("it is good enough")
+        if batch_idx == 7:
+            trainer.stop("another reason")
+
+
 class BypassesWrapper(ReferenceTask):
     """Trains the module inside the wrapper of DDP; with ``no_grad`` the wrapper only predicts."""
 

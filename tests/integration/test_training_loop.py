@@ -201,3 +201,25 @@ def test_no_sync_skips_the_collectives(tmp_path):
     )
     counts = [r["value"] for r in finished.of_kind("log") if r["name"] == "gradient_all_reduces"]
     assert counts == [6.0, 6.0]
+
+
+@pytest.mark.parametrize(
+    ("mode", "trainers", "consistency"),
+    [("local", 1, "sync"), ("ddp", 2, "sync"), ("rpc", 2, "sync"), ("rpc", 2, "async")],
+)
+def test_a_task_may_end_the_run(tmp_path, mode, trainers, consistency):
+    """In good order: with a last validation and checkpoint, and its reason."""
+    finished = launch(
+        tmp_path,
+        mode=mode,
+        task="StopsRun",
+        cluster={"num_trainers": trainers},
+        training={"max_steps": 5000, "batch_size": 8},
+        **({"server": {"consistency": consistency}} if mode == "rpc" else {}),
+    )
+    assert finished.code == 0, finished.output
+    summary = finished.summary
+    assert (summary["status"], summary["reason"]) == ("completed", "it is good enough")
+    assert 6 <= summary["steps"] <= (7 if consistency == "sync" else 40)
+    assert finished.checkpoints == [f"step-{summary['steps']:08d}"]
+    assert [record["step"] for record in finished.of_kind("validation")] == [summary["steps"]]
