@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, TypeAlias
@@ -173,6 +173,37 @@ class SampleStore:
         self.bytes += size
         self.storage.write(slot, values, size)
         return slot
+
+    def prepare_many(self, samples: Sequence[Any], at_least: int) -> list[Any] | None:
+        """Convert samples to what ``insert_many`` takes; None if they must be prepared one by one.
+
+        Raises:
+            ValueError: as of ``prepare``.
+        """
+        if self.storage is None:
+            self.prepare(samples[0], at_least)
+        return self.storage.prepare_many(samples) if isinstance(self.storage, ColumnStorage) else None
+
+    def insert_many(self, columns: list[Any], keys: Sequence[Any], position: int) -> Slots:
+        """Copy what ``prepare_many`` returned, with nothing in between, and return the slots in order."""
+        assert isinstance(self.storage, ColumnStorage)
+        count = len(keys)
+        again = self._free[: -count - 1 : -1]
+        del self._free[len(self._free) - len(again) :]
+        end = self._untouched + count - len(again)
+        slots = np.concatenate([np.array(again, np.int64), np.arange(self._untouched, end)])
+        self._untouched = end
+        while end > len(self._keys):
+            self._keys = np.concatenate([self._keys, np.empty(len(self._keys), np.object_)])
+        self._keys[slots] = np.fromiter(keys, np.object_, count)
+        self._held[slots] = True
+        self.served[slots] = 0
+        self.positions[slots] = np.arange(position, position + count)
+        self.count += count
+        self.unseen += count
+        self.bytes += self.storage.row_bytes * count
+        self.storage.write_many(slots, columns)
+        return slots
 
     def flush(self) -> None:
         """Copy what was inserted, so that the caller may change its samples."""
@@ -341,15 +372,17 @@ class Column:
             memory = torch.from_numpy(np.empty((rows, leaf.row_bytes), np.uint8))
             flat = memory.view(leaf.dtype) if leaf.row_bytes else torch.empty((rows, 0), dtype=leaf.dtype, device="cpu")
             self.rows = flat.view(rows, *leaf.shape)
-        self.array: npt.NDArray[Any] = _numpy_view(self.rows)
+        self.array: npt.NDArray[Any] = numpy_view(self.rows)
         self._is_tensor = isinstance(leaf, TensorLeaf)
 
-    def write(self, slots: list[int], values: list[Any]) -> None:
-        if self._is_tensor and len(slots) == 1:
+    def write(self, slots: list[int] | Slots, values: list[Any] | npt.NDArray[Any]) -> None:
+        if isinstance(values, np.ndarray):
+            self.array[slots] = values
+        elif self._is_tensor and len(slots) == 1:
             self.rows[slots[0]].copy_(values[0])
         elif self._is_tensor:
             # One stack and one write: a call per sample would cost more than the copy.
-            self.array[slots] = _numpy_view(torch.stack(values).resolve_conj().resolve_neg())
+            self.array[slots] = numpy_view(torch.stack(values).resolve_conj().resolve_neg())
         elif self.array.ndim == 1:
             self.array[slots] = values
         else:
@@ -388,6 +421,19 @@ class ColumnStorage(Storage):
     def prepare(self, sample: Any) -> tuple[list[Any], int] | None:
         leaves: list[Any] = []
         return (leaves, self.row_bytes) if self.layout.flatten(sample, leaves) else None
+
+    def prepare_many(self, samples: Sequence[Any]) -> list[Any] | None:
+        """Return the values of each column; None if a sample has another layout."""
+        if isinstance(samples, StackedSamples):  # all of them have the layout of the first
+            return samples.columns if self.layout.flatten(samples[0], []) else None
+        rows: list[list[Any]] = [[] for _ in samples]
+        if not all(map(self.layout.flatten, samples, rows)):
+            return None
+        return [list(values) for values in zip(*rows, strict=True)]
+
+    def write_many(self, slots: Slots, columns: list[Any]) -> None:
+        for column, values in zip(self._columns, columns, strict=True):
+            column.write(slots, values)
 
     def write(self, slot: int, values: list[Any], size: int) -> None:
         self._pending_slots.append(slot)
@@ -457,43 +503,65 @@ class ObjectStorage(Storage):
         return {"objects": [encode(self._samples[slot]) for slot in slots.tolist()]}
 
 
-def pack_samples(samples: list[Any]) -> Any:
-    """Return samples in a form that pickles fast, for ``unpack_samples`` in another process.
+class StackedSamples(Sequence[Any]):
+    """Samples of one layout, in one array per leaf. Tensors and arrays of a sample are rows of these, not copies.
+
+    Args:
+        layout: of each sample.
+        columns: the values of each leaf, as ``Column.array`` has them.
+        size: number of samples.
 
     Example::
 
-        >>> unpack_samples(pack_samples([(1, torch.zeros(2)), (2, torch.ones(2))]))
+        >>> layout = sample_spec_of((1.5, 2))
+        >>> samples = StackedSamples(layout, [np.array([1.5, 2.5, 3.5]), np.arange(3)], 3)
+        >>> samples[1], list(samples[1:]), len(samples)
+        ((2.5, 1), [(2.5, 1), (3.5, 2)], 3)
+    """
+
+    def __init__(self, layout: SampleSpec, columns: list[npt.NDArray[Any]], size: int) -> None:
+        self.layout = layout
+        self.columns = columns
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            size = len(range(*index.indices(self.size)))
+            return StackedSamples(self.layout, [column[index] for column in self.columns], size)
+        place = range(self.size)[index]
+        return next(iter(self[place : place + 1]))
+
+    def __iter__(self) -> Iterator[Any]:
+        pairs = zip(self.layout.leaves(), self.columns, strict=True)
+        tensors = [torch.from_numpy(column).view(leaf.dtype) for leaf, column in pairs]
+        return iter(_rebuild(self.layout, tensors, self.size))
+
+
+def stack_samples(samples: Sequence[Any]) -> Sequence[Any]:
+    """Return samples of one layout in a form that pickles and is put fast, others as they are.
+
+    Example::
+
+        >>> list(stack_samples([(1, torch.zeros(2)), (2, torch.ones(2))]))
         [(1, tensor([0., 0.])), (2, tensor([1., 1.]))]
-        >>> unpack_samples(pack_samples(["a", 1]))
+        >>> stack_samples(["a", 1])
         ['a', 1]
     """
+    if isinstance(samples, StackedSamples):
+        return samples
     layout = sample_spec_of(samples[0]) if samples else None
     rows: list[list[Any]] = [[] for _ in samples]
     if layout is None or not all(layout.flatten(*pair) for pair in zip(samples, rows, strict=True)):
         return samples
-    arrays = []
+    columns = []
     for leaf, values in zip(layout.leaves(), zip(*rows, strict=True), strict=True):
         column = Column(leaf, len(samples))
         column.write(list(range(len(samples))), list(values))
-        arrays.append(column.array)
-    return _Packed(layout, arrays, len(samples))
-
-
-@dataclass(frozen=True)
-class _Packed:
-    layout: SampleSpec
-    arrays: list[npt.NDArray[Any]]
-    count: int
-
-
-def unpack_samples(packed: Any) -> list[Any]:
-    """Return the samples that ``pack_samples`` was given. Tensors and arrays are rows of common memory."""
-    if not isinstance(packed, _Packed):
-        samples: list[Any] = packed
-        return samples
-    leaves = zip(packed.layout.leaves(), packed.arrays, strict=True)
-    columns = [torch.from_numpy(array).view(leaf.dtype) for leaf, array in leaves]
-    return _rebuild(packed.layout, columns, packed.count)
+        columns.append(column.array)
+    return StackedSamples(layout, columns, len(samples))
 
 
 def join_states(states: Sequence[dict[str, Any] | None], places: Sequence[tuple[int, int]]) -> dict[str, Any] | None:
@@ -560,7 +628,7 @@ def _rebuild(layout: SampleSpec, columns: list[Tensor], size: int) -> list[Any]:
     return layout.rebuild(iter(columns), size)
 
 
-def _numpy_view(tensor: Tensor) -> npt.NDArray[Any]:
+def numpy_view(tensor: Tensor) -> npt.NDArray[Any]:
     """Share the memory; a dtype that numpy lacks (bfloat16, float8) is viewed as integers of its size."""
     try:
         return tensor.numpy()

@@ -18,7 +18,7 @@ import torch
 
 from paramserver.buffers.positions import AppliedPositions
 from paramserver.errors import CheckpointError, SourceError, TaskError, UnsupportedConfiguration
-from paramserver.sources.base import Partition, ResumePosition, Source
+from paramserver.sources.base import KeyedSamples, Partition, ResumePosition, Source
 from paramserver.sources.loader import Loader, WorkerOptions, pickle_data
 from paramserver.sources.reader import SampleReader
 
@@ -311,7 +311,7 @@ class DatasetSource(Source):
             for keys, samples, failure in results:
                 read = keys[: len(samples)] if failure is not None else keys
                 if read:  # samples that were read before a failure are still put
-                    yield list(zip(read, samples, strict=True))
+                    yield KeyedSamples(read, samples)
                 position += len(read)
                 if isinstance(failure, BaseException):
                     raise failure
@@ -319,7 +319,9 @@ class DatasetSource(Source):
                     where = f"trainer {self.partition.index}: the source raised at sample {position}"
                     raise SourceError(f"{where}: {failure}")
 
-    def _results(self, position: int) -> Generator[tuple[list[int], list[Any], BaseException | str | None], None, None]:
+    def _results(
+        self, position: int
+    ) -> Generator[tuple[list[int], Sequence[Any], BaseException | str | None], None, None]:
         """Return the keys of each group, its samples up to one that raises, and what that raised."""
         requests = _Requests(self.order, position, self.group, self.passes)
         if self._workers is None:
