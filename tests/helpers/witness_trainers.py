@@ -29,6 +29,18 @@ class CountingTrainer(DdpTrainer):
         super().leave(totals, decision)
 
 
+class ReducingTrainer(DdpTrainer):
+    """Agrees by reductions, as ranks on several hosts do."""
+
+    def on_after_setup_optimizers(self):
+        assert self._agreement.shared is not None
+        self._agreement.shared = None
+
+    def leave(self, totals, decision):
+        self.log("rank_reduced", self.trainer_index)
+        super().leave(totals, decision)
+
+
 class WitnessTrainer(RpcTrainer):
     """Asserts that each step enters a distributed-autograd context, runs backward and steps a DistributedOptimizer."""
 
