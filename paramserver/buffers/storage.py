@@ -21,6 +21,7 @@ from torch import Tensor
 
 from paramserver.buffers.positions import AppliedPositions
 from paramserver.buffers.sample_tree import (
+    INT64,
     LeafSpec,
     SampleSpec,
     TensorLeaf,
@@ -45,7 +46,6 @@ class Batch:
     """Samples that were drawn together, in memory that only the batch uses.
 
     Attributes:
-        keys: the key of each sample, as it was put.
         size: number of samples.
         new: how many of them were served for the first time.
         positions: of each sample: n for the n-th that was put, from 0 on.
@@ -66,20 +66,58 @@ class Batch:
         array([0, 1])
     """
 
-    keys: list[Any]
     size: int
     new: int
     positions: npt.NDArray[np.int64]
     stacked: Any | None
+    _keys: npt.NDArray[Any] = field(repr=False)
     _rebuild: Callable[[], list[Any]] = field(repr=False)
 
     def __len__(self) -> int:
         return self.size
 
     @cached_property
+    def keys(self) -> list[Any]:
+        """The key of each sample, as it was put."""
+        keys: list[Any] = self._keys.tolist()
+        return keys
+
+    @cached_property
     def samples(self) -> list[Any]:
         """The samples in the types they were put in. Tensors and arrays are rows of ``stacked``, not copies."""
         return self._rebuild()
+
+
+class _Keys:
+    """The key of each slot: in an array of whole numbers until a key is something else, then as objects."""
+
+    def __init__(self, capacity: int) -> None:
+        self._array: npt.NDArray[Any] = np.zeros(capacity, np.int64)
+        self._used = 0
+
+    def set(self, slots: Slots, keys: Sequence[Any]) -> None:
+        self._used = max(self._used, int(slots.max(initial=-1)) + 1)
+        if self._array.dtype != np.object_:
+            if set(map(type, keys)) <= {int} and all(key in INT64 for key in keys):
+                self._array[slots] = keys
+                return
+            self._array = self._array[: self._used].astype(np.object_)
+        if self._used > len(self._array):
+            # Grows on demand: the kernel maps pages of zeros when they are first written, but object arrays are
+            # written at once, and capacity may be large.
+            more = max(len(self._array), 1024, self._used - len(self._array))
+            self._array = np.concatenate([self._array, np.empty(more, np.object_)])
+        self._array[slots] = np.fromiter(keys, np.object_, len(keys))  # which does not unpack tuples
+
+    def get(self, slots: Slots) -> npt.NDArray[Any]:
+        """Return a copy of the keys of these slots."""
+        keys: npt.NDArray[Any] = self._array[slots]
+        return keys
+
+    def drop(self, slots: Slots) -> None:
+        """Drop the references to these keys now, not when their slots are used again."""
+        if self._array.dtype == np.object_:
+            self._array[slots] = None
 
 
 class SampleStore:
@@ -103,9 +141,7 @@ class SampleStore:
         self.unseen = 0
         self.served = np.zeros(capacity, np.int64)
         self.positions = np.zeros(capacity, np.int64)
-        # Grows on demand: the kernel maps pages of zeros when they are first written, but object arrays are written at
-        # once, and capacity may be large.
-        self._keys = np.empty(min(capacity, 1024), np.object_)
+        self._keys = _Keys(capacity)
         self._held = np.zeros(capacity, np.bool_)
         # Freed slots are used again first, so memory is touched only up to the largest number of samples held.
         self._free: list[int] = []
@@ -159,9 +195,7 @@ class SampleStore:
         else:
             slot = self._untouched
             self._untouched += 1
-        if slot == len(self._keys):
-            self._keys = np.concatenate([self._keys, np.empty(len(self._keys), np.object_)])
-        self._keys[slot] = key
+        self._keys.set(np.array([slot]), [key])
         self._held[slot] = True
         self.served[slot] = served
         self.positions[slot] = position
@@ -193,9 +227,7 @@ class SampleStore:
         end = self._untouched + count - len(again)
         slots = np.concatenate([np.array(again, np.int64), np.arange(self._untouched, end)])
         self._untouched = end
-        while end > len(self._keys):
-            self._keys = np.concatenate([self._keys, np.empty(len(self._keys), np.object_)])
-        self._keys[slots] = np.fromiter(keys, np.object_, count)
+        self._keys.set(slots, keys)
         self._held[slots] = True
         self.served[slots] = 0
         self.positions[slots] = np.arange(position, position + count)
@@ -228,7 +260,7 @@ class SampleStore:
         """Return a copy of the samples in these slots, of which ``new`` are served for the first time."""
         assert self.storage is not None
         stacked, rebuild = self.storage.gather(slots)
-        return Batch(self._keys[slots].tolist(), len(slots), new, self.positions[slots], stacked, rebuild)
+        return Batch(len(slots), new, self.positions[slots], stacked, self._keys.get(slots), rebuild)
 
     def release(self, slots: Slots) -> None:
         """Remove the samples in these slots, each of which was served before."""
@@ -241,8 +273,7 @@ class SampleStore:
             self.seen_bytes -= size
         self.count -= len(slots)
         self._count_servings(slots, self._removed)
-        # Drop the reference to the key now, not when the slot is used again.
-        self._keys[slots] = None
+        self._keys.drop(slots)
         self._held[slots] = False
         self._free.extend(slots.tolist())
 
@@ -272,7 +303,7 @@ class SampleStore:
 
     def state_dict(self, order: Slots, samples: bool, allocate: AllocateBytes | None = None) -> dict[str, Any]:
         """Return the state, with the held slots listed in ``order``. Each sample is copied once."""
-        keys = encode_keys(self._keys[order].tolist())
+        keys = encode_keys(self._keys.get(order).tolist())
         if not samples and None in keys:
             raise UnsupportedConfiguration(
                 "a key (None) must be given with every sample that is saved without its values; put samples with keys"
@@ -303,9 +334,7 @@ class SampleStore:
             self.storage = _storage_from_state(state["samples"], self.capacity, self.max_bytes)
             self.count = self._untouched = len(keys)
             self._held[: len(keys)] = True
-            self._keys = np.empty(max(len(keys), len(self._keys)), np.object_)
-            for slot, key in enumerate(keys):  # one by one: numpy would unpack tuples
-                self._keys[slot] = key
+            self._keys.set(np.arange(len(keys)), keys)
         self.served[: len(keys)] = state["served"].numpy()
         self.positions[: len(keys)] = state["positions"].numpy()
         self.unseen = int(np.count_nonzero(self.served[: len(keys)] == 0))
@@ -424,8 +453,8 @@ class ColumnStorage(Storage):
 
     def prepare_many(self, samples: Sequence[Any]) -> list[Any] | None:
         """Return the values of each column; None if a sample has another layout."""
-        if isinstance(samples, StackedSamples):  # all of them have the layout of the first
-            return samples.columns if self.layout.flatten(samples[0], []) else None
+        if isinstance(samples, StackedSamples):
+            return samples.columns if samples.layout == self.layout else None
         rows: list[list[Any]] = [[] for _ in samples]
         if not all(map(self.layout.flatten, samples, rows)):
             return None

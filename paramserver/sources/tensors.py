@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,11 +17,10 @@ from paramserver.buffers.storage import StackedSamples, numpy_view
 _Indices = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True)
 class TensorRows:
     """A ``TensorDataset``, or a ``Subset`` or ``ConcatDataset`` of such, as rows of its tensors.
 
-    Attributes:
+    Args:
         tables: the tensor data sets.
         rows: for each sample its row in its table; None: sample n is row n.
         which: for each sample its table; None: there is one.
@@ -39,16 +37,23 @@ class TensorRows:
         True
     """
 
-    tables: tuple[TensorDataset, ...]
-    rows: _Indices | None = None
-    which: npt.NDArray[np.int32] | None = None
+    def __init__(
+        self,
+        tables: Sequence[TensorDataset],
+        rows: _Indices | None = None,
+        which: npt.NDArray[np.int32] | None = None,
+    ) -> None:
+        self.tables = tables
+        self.rows = rows
+        self.which = which
+        self._tensors: list[tuple[Tensor, ...]] = []
 
     @classmethod
     def of(cls, dataset: Any) -> TensorRows | None:
         """Return the rows of a data set; None if it, or one that it consists of, is of another class."""
         kind = type(dataset)
         if kind is TensorDataset:
-            return cls((dataset,)) if all(_is_plain(tensor) for tensor in dataset.tensors) else None
+            return cls([dataset]) if all(_is_plain(tensor) for tensor in dataset.tensors) else None
         if kind is Subset:
             return _subset(cls.of(dataset.dataset), len(dataset.dataset), dataset.indices)
         if kind is ConcatDataset:
@@ -57,26 +62,31 @@ class TensorRows:
 
     def take(self, indices: Sequence[int]) -> StackedSamples:
         """Return copies of the samples of these indices."""
-        at = np.asarray(indices, np.int64)
+        # A program may replace the tensors of its data set.
+        if len(self._tensors) < len(self.tables) or any(
+            table.tensors is not known for table, known in zip(self.tables, self._tensors, strict=True)
+        ):
+            self._load()
+        at = np.array(indices, np.int64)
         rows = at if self.rows is None else self.rows[at]
         if self.which is None:
-            # Read anew each time: a program may replace the tensors of its data set.
-            tensors = self.tables[0].tensors
-            columns = [_gather(tensor, rows) for tensor in tensors]
+            columns = [_gather(array, rows) for array in self._arrays[0]]
         else:
             columns = self._gather_parts(rows, self.which[at])
-            tensors = self.tables[0].tensors
-        layout = TreeSpec(tuple, None, [TensorLeaf(tensor.dtype, tuple(tensor.shape[1:])) for tensor in tensors])
-        return StackedSamples(layout, columns, len(at))
+        return StackedSamples(self._layout, columns, len(at))
+
+    def _load(self) -> None:
+        self._tensors = [table.tensors for table in self.tables]
+        self._arrays = [[numpy_view(tensor) for tensor in tensors] for tensors in self._tensors]
+        leaves = [TensorLeaf(tensor.dtype, tuple(tensor.shape[1:])) for tensor in self._tensors[0]]
+        self._layout = TreeSpec(tuple, None, leaves)
 
     def _gather_parts(self, rows: _Indices, which: npt.NDArray[np.int32]) -> list[npt.NDArray[Any]]:
-        columns: list[npt.NDArray[Any]] = []
+        columns = [np.empty((len(rows), *array.shape[1:]), array.dtype) for array in self._arrays[0]]
         for table in np.unique(which):
             here = which == table
-            parts = [_gather(tensor, rows[here]) for tensor in self.tables[table].tensors]
-            columns = columns or [np.empty((len(rows), *part.shape[1:]), part.dtype) for part in parts]
-            for column, part in zip(columns, parts, strict=True):
-                column[here] = part
+            for column, array in zip(columns, self._arrays[table], strict=True):
+                column[here] = _gather(array, rows[here])
         return columns
 
 
@@ -87,8 +97,7 @@ def _is_plain(tensor: Tensor) -> bool:
     return strided and not special and tensor.dtype is not torch.complex32
 
 
-def _gather(tensor: Tensor, rows: _Indices) -> npt.NDArray[Any]:
-    array = numpy_view(tensor)
+def _gather(array: npt.NDArray[Any], rows: _Indices) -> npt.NDArray[Any]:
     # ``take`` would copy the whole of an array that is not contiguous.
     return array.take(rows, axis=0) if array.flags.c_contiguous else array[rows]
 
@@ -116,4 +125,4 @@ def _concatenation(parts: Sequence[TensorRows | None], lengths: Sequence[int]) -
         rows.append(np.arange(length) if part.rows is None else part.rows)
         own = np.array([places[id(table)] for table in part.tables], np.int32)
         which.append(np.full(length, own[0]) if part.which is None else own[part.which])
-    return TensorRows(tuple(tables), np.concatenate(rows), np.concatenate(which) if len(tables) > 1 else None)
+    return TensorRows(tables, np.concatenate(rows), np.concatenate(which) if len(tables) > 1 else None)

@@ -115,11 +115,7 @@ def test_a_buffer_is_filled_as_from_any_other_data_set(position):
     assert sum(len(keys) for keys, _, _ in batches[0]) == 18 - position
 
 
-def test_an_index_outside_of_the_data_is_reported_at_its_sample():
-    source = DatasetSource(
-        Subset(DATA, [0, 1, 6]), Partition(0, 1), seed=0, passes=1, sampler_kwargs={"shuffle": False}
-    )
-    samples = source.samples(0)
-    assert [next(samples)[0], next(samples)[0]] == [0, 1]
-    with pytest.raises(IndexError, match=r"out of (range|bounds)"):
-        next(samples)
+def test_an_index_outside_of_the_data_is_an_error_of_the_data_set():
+    source = DatasetSource(Subset(DATA, [0, 6]), Partition(0, 1), seed=0, passes=1)
+    with pytest.raises(IndexError, match=r"index 6 is out of bounds"):
+        next(source.samples(0))

@@ -70,7 +70,7 @@ def test_all_ranks_agree_on_the_same_announcements_and_totals():
     agreed = [agreement.wait() for agreement in agreements]
     assert not any(agreement.started for agreement in agreements)
     for one in agreed:
-        assert one.announcements[0] == READY
+        assert (one.announcements[0].readiness, one.announcements[0].batches) == (Readiness.READY, 2)
         assert (one.announcements[1].readiness, one.announcements[1].stop) == (Readiness.WAITING, Stop.SIGNAL)
         assert one.totals == StepTotals(2.0, 40)
         assert one.collect_records
