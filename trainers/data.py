@@ -152,7 +152,7 @@ class DataStream:
         samples = training.batch_size * batches
         try:
             ready = self.buffer.wait_ready(samples, 0.0 if self._reads_between_steps else timeout_s)
-            if self._reads_between_steps and not self._is_ahead:
+            if self._reads_between_steps and not (self._is_ahead and ready):
                 self.read_ahead(timeout_s)
                 # Not before: with another content of the buffer other samples would be drawn.
                 ready = self._is_ahead = self._is_ahead and self.buffer.wait_ready(samples, 0.0)
