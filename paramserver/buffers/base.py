@@ -276,10 +276,8 @@ class Buffer(ABC):
             self._counters.gets += len(slots)
             self._counters.batches += 1
             # Each sample served makes room for one put at most; in bytes it may be room for many small ones.
-            if store.max_bytes is None:
-                self._can_put.notify(len(slots))
-            else:
-                self._can_put.notify_all()
+            if self._waiting_puts:
+                self._can_put.notify(len(slots) if store.max_bytes is None else self._waiting_puts)
             return batch
 
     def wait_ready(self, n: int, timeout: float | None) -> bool:

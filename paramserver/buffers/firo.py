@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from paramserver.buffers.base import CountedBuffer
-from paramserver.buffers.slots import SlotBag, Slots
+from paramserver.buffers.slots import SlotBag, Slots, draw_distinct
 
 
 class Firo(CountedBuffer):
@@ -25,10 +25,9 @@ class Firo(CountedBuffer):
     _index: SlotBag
 
     def _draw_distinct(self, n: int) -> tuple[Slots, Slots, int]:
-        # O(n) for any number held, and already in random order.
-        positions = self._rng.choice(len(self._index), n, replace=False)
+        positions = draw_distinct(self._rng, len(self._index), n)
         slots = self._index.at(positions)
-        new = self._store.serve(slots)
-        done = slice(None) if self.pseudo_epochs == 1 else self._store.served[slots] >= self.pseudo_epochs
+        new, times = self._store.serve(slots)
+        done = slice(None) if self.pseudo_epochs == 1 else times >= self.pseudo_epochs
         self._index.remove(positions[done])
         return slots, slots[done], new

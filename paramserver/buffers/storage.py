@@ -98,7 +98,7 @@ class _Keys:
     def set(self, slots: Slots, keys: Sequence[Any]) -> None:
         self._used = max(self._used, int(slots.max(initial=-1)) + 1)
         if self._array.dtype != np.object_:
-            if set(map(type, keys)) <= {int} and all(key in INT64 for key in keys):
+            if set(map(type, keys)) == {int} and min(keys) in INT64 and max(keys) in INT64:
                 self._array[slots] = keys
                 return
             self._array = self._array[: self._used].astype(np.object_)
@@ -242,19 +242,22 @@ class SampleStore:
         if self.storage is not None:
             self.storage.flush()
 
-    def serve(self, slots: Slots) -> int:
-        """Count one more serving of each of these distinct slots; return how many were served for the first time."""
+    def serve(self, slots: Slots) -> tuple[int, Slots]:
+        """Count one more serving of each of these distinct slots.
+
+        Returns:
+            How many were served for the first time, and how often each of them was served by now.
+        """
         assert self.storage is not None
-        times = self.served[slots]
+        times = self.served[slots] + 1
         # The slots are distinct, so this indexed write counts each of them.
-        self.served[slots] = times + 1
-        if times.all():
-            return 0
-        new = slots[times == 0]
-        self.unseen -= len(new)
-        if self.max_bytes is not None:
-            self.seen_bytes += self.storage.bytes_of(new)
-        return len(new)
+        self.served[slots] = times
+        new = len(times) - np.count_nonzero(times - 1) if self.unseen else 0
+        if new:
+            self.unseen -= new
+            if self.max_bytes is not None:
+                self.seen_bytes += self.storage.bytes_of(slots[times == 1])
+        return new, times
 
     def gather(self, slots: Slots, new: int) -> Batch:
         """Return a copy of the samples in these slots, of which ``new`` are served for the first time."""

@@ -22,6 +22,9 @@ from paramserver.sources.base import KeyedSamples, Partition, ResumePosition, So
 from paramserver.sources.loader import Loader, WorkerOptions, pickle_data
 from paramserver.sources.reader import SampleReader
 
+# Rows of tensors that are read together, at most, where a group has not as many bytes.
+_GROUP_BYTES = 1 << 20
+
 
 def deal(
     length: int,
@@ -245,6 +248,7 @@ class DatasetSource(Source):
         passes: how many passes are served; None = no end.
         sampler_kwargs: ``shuffle``, ``pad``, ``drop_last`` and ``seed`` of ``deal``, if not the default.
         group: how many samples are read at once, like a batch of a DataLoader; with ``__getitems__`` if it exists.
+        groups_ahead: so many groups, at most, are read at once where that is one gather of small rows (``TensorRows``).
 
     Example::
 
@@ -266,6 +270,7 @@ class DatasetSource(Source):
         passes: int | None = None,
         sampler_kwargs: dict[str, Any] | None = None,
         group: int = 32,
+        groups_ahead: int = 1,
     ) -> None:
         self.dataset = dataset
         self.seed = seed
@@ -277,6 +282,8 @@ class DatasetSource(Source):
         self.partition = partition
         self.passes = passes
         self.group = group
+        if (rows := self._reader.rows) is not None:  # the same cost for many samples as for few, up to some size
+            self.group *= max(min(groups_ahead, _GROUP_BYTES // max(rows.sample_bytes * group, 1)), 1)
         self.options = {"seed": seed, **(sampler_kwargs or {})}
         if self.length == 0:
             raise TaskError("the training data set is empty; train_source must return at least one sample")

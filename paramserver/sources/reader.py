@@ -36,7 +36,7 @@ class SampleReader:
     def __init__(self, dataset: Any, seed: int) -> None:
         self.dataset = dataset
         self.seed = seed
-        self._rows = TensorRows.of(dataset)  # if it has no code of the user that could draw
+        self.rows = TensorRows.of(dataset)  # if it has no code of the user that could draw
         self.reads_groups = hasattr(dataset, "__getitems__")
         self._draws = False
 
@@ -48,8 +48,8 @@ class SampleReader:
             indices: those of one call of ``__getitems__``, where the data set has it.
             skip: how many samples are not needed; ``__getitems__`` reads them too, for the random numbers of the rest.
         """
-        if self._rows is not None:
-            return self._rows.take(indices[skip:]), None
+        if self.rows is not None:
+            return self.rows.take(indices[skip:]), None
         if not self._draws:
             before = GeneratorStates.take()
             result = self._read(None, indices, skip)

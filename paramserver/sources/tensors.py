@@ -60,6 +60,10 @@ class TensorRows:
             return _concatenation([cls.of(part) for part in dataset.datasets], [len(part) for part in dataset.datasets])
         return None
 
+    @property
+    def sample_bytes(self) -> int:
+        return sum(tensor[:1].nbytes for tensor in self.tables[0].tensors)
+
     def take(self, indices: Sequence[int]) -> StackedSamples:
         """Return copies of the samples of these indices."""
         # A program may replace the tensors of its data set.
