@@ -97,14 +97,18 @@ class Plain(Dataset):
         return DATA[index]
 
 
+@pytest.mark.parametrize("groups_ahead", [1, 3])
 @pytest.mark.parametrize("position", [0, 5])
-def test_a_buffer_is_filled_as_from_any_other_data_set(position):
+def test_a_buffer_is_filled_as_from_any_other_data_set(position, groups_ahead):
+    """Also where several groups are read at once, and the buffer has no room for all of them."""
     batches = []
     for data in (DATA, Plain()):
         buffer = Fifo(8)
         if position:
             buffer.skip(position)
-        feeder = Feeder(DatasetSource(data, Partition(0, 1), seed=4, passes=3, group=4), buffer, trainer_index=0)
+        source = DatasetSource(data, Partition(0, 1), seed=4, passes=3, group=4, groups_ahead=groups_ahead)
+        assert source.group == (4 * groups_ahead if data is DATA else 4)
+        feeder = Feeder(source, buffer, trainer_index=0)
         taken = []
         while not buffer.exhausted:
             assert feeder.read(3, timeout_s=20.0)
@@ -113,6 +117,11 @@ def test_a_buffer_is_filled_as_from_any_other_data_set(position):
         feeder.close()
     assert batches[0] == batches[1]
     assert sum(len(keys) for keys, _, _ in batches[0]) == 18 - position
+
+
+def test_large_rows_are_not_read_ahead():
+    data = TensorDataset(torch.empty(4, 1 << 18), torch.arange(4))
+    assert DatasetSource(data, Partition(0, 1), seed=0, group=2, groups_ahead=8).group == 2
 
 
 def test_an_index_outside_of_the_data_is_an_error_of_the_data_set():
