@@ -32,7 +32,7 @@ from paramserver.config import (
     world_size_of,
 )
 from paramserver.errors import ParamserverError, PeerLost, UnsupportedConfiguration
-from paramserver.importing import torch_import_without_gc
+from paramserver.importing import code_folders, torch_import_without_gc
 from paramserver.metrics import FanOut, Sink
 from paramserver.process_utils import exit_process, print_output
 from paramserver.runs.attempt import recover, reserve_run, resume_transaction, start_transaction
@@ -222,9 +222,7 @@ def resolve_run(arguments: argparse.Namespace) -> tuple[Config, RunDir | None, l
         # The supervisor passes its ranks a port that was free at the start; the stored config keeps the user's.
         "cluster.master_port": arguments.master_port if arguments.supervised is None else None,
     }
-    folders = [*arguments.folder] or [Path.cwd()]
-    if arguments.config is not None and not arguments.folder:
-        folders.append(arguments.config.resolve().parent)
+    folders = arguments.folder or code_folders(arguments.config, arguments.overrides)
     if arguments.resume is None or arguments.supervised is not None:
         if arguments.config is None:
             raise UnsupportedConfiguration("--config FILE is missing; see --help, or examples/digits/config.yaml")
@@ -234,8 +232,7 @@ def resolve_run(arguments: argparse.Namespace) -> tuple[Config, RunDir | None, l
     # Before the config is read: rolling back restores config.yaml too.
     recover(run)
     config = load_config(find_config_file(run, arguments.config), overrides=arguments.overrides, flags=flags)
-    # The folders that are given now come before those of the earlier start.
-    return config, run, list(dict.fromkeys([*folders, *run.task_folders()]))
+    return config, run, code_folders(arguments.config, arguments.overrides, run.task_folders())
 
 
 def _run_to_resume(arguments: argparse.Namespace) -> Path:

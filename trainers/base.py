@@ -494,6 +494,16 @@ class Trainer(ABC):
         self.task.on_batch_end(self.progress.batch_idx)
         self.progress.batch_idx += 1
 
+    def check_frozen(self, frozen: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Refuse parameters that were frozen when the run began and are not now: no other process knows of them."""
+        for name, parameter in frozen:
+            if parameter.requires_grad:
+                raise TaskError(
+                    f"parameter {name} was frozen when the run began and is not now; it would not be trained on all "
+                    "ranks. Leave it trainable in build_model, and give it a learning rate of 0 until it is to be "
+                    "trained"
+                )
+
     def _enter_epoch(self, samples: int) -> None:
         """Enter the epoch of the next sample, after ``samples`` were applied."""
         progress, epoch_samples = self.progress, self.data.epoch_samples

@@ -22,20 +22,23 @@ from paramserver.context import ProcessContext
 from paramserver.distributed.control_channel import ControlChannel, connect_ranks
 from paramserver.distributed.rendezvous import Rendezvous
 from paramserver.distributed.session import all_gather_objects, process_group
-from paramserver.errors import PeerLost
+from paramserver.errors import PeerLost, TaskError
 from paramserver.limits import Limits
 from paramserver.metrics.records import Record, StepReport, StepResult, TrainerTotals, WeightedSums, merge_sums
 from paramserver.optim.updater import Updater
 from paramserver.parameters.model import build_model
+from paramserver.parameters.numerics import checksums
 from paramserver.runs.checkpoint_manager import CheckpointManager, StagedCheckpoint
 from paramserver.task import Task
-from trainers.base import Trainer
+from trainers.base import Trainer, overrides
 from trainers.ddp_control import AgreedStep, PartGather, StepAgreement, StepTotals, share_rows, translate_peer_loss
 
 # Rank 0 collects the records of the others this often; it costs one gather.
 _COLLECT_EVERY_S = 1.0
 # A collective may fail before the control channel names the lost rank: by server.lost_after_s, and by this.
 _NAMED_AFTER_S = 1.0
+# The ranks compare their parameters at every so many collections of records.
+_COMPARE_EVERY = 10
 # After a loss the main thread has this long to end the run; then the process ends without it.
 _UNWIND_S = 1.0
 
@@ -77,6 +80,10 @@ class DdpTrainer(Trainer):
         self._sockets = rendezvous.sockets
         self._channel: ControlChannel | None = None
         self._lost_at: float | None = None
+        self._went_through_wrapper = False
+        self._frozen: list[tuple[str, nn.Parameter]] = []
+        self._some_were_idle = False
+        self._collections = 0
 
     def run(self) -> Decision:
         try:
@@ -143,7 +150,10 @@ class DdpTrainer(Trainer):
         if self.checkpoints is not None:
             self.checkpoints.restore_model(model)  # on rank 0; the constructor of DDP broadcasts it
         device_ids = [placement.device] if placement.device.type == "cuda" and len(placement.devices) == 1 else None
+        self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
         self.model = self.configure_ddp(model, device_ids)
+        if isinstance(self.model, DistributedDataParallel):
+            self.model.register_forward_pre_hook(self._on_wrapper_forward)
         self.updater = Updater(self.task, self.unwrapped_model, self.config.training)
         if self.config.training.uneven_inputs == "join":
             # Creating the context switches the collectives of joining on. It is never entered: this loop decides.
@@ -220,10 +230,25 @@ class DdpTrainer(Trainer):
             decision = self._decide()
         if decision.active:
             self._active = decision.active
+            self._some_were_idle |= len(decision.active) < self.process.trainers
         self.clock.lap("wait")
         return decision
 
+    def _on_wrapper_forward(self, wrapper: DistributedDataParallel, inputs: Any) -> None:
+        self._went_through_wrapper |= torch.is_grad_enabled() and wrapper.require_backward_grad_sync
+
+    def _check_step(self) -> None:
+        """Refuse what would let the parameters of the ranks diverge."""
+        if isinstance(self.model, DistributedDataParallel) and not self._went_through_wrapper:
+            raise TaskError(
+                "training_step did not call the model that it was given, so its gradients would not be averaged over "
+                "the trainers; call model(...), not model.module or self.trainer.unwrapped_model"
+            )
+        self._went_through_wrapper = False
+        self.check_frozen(self._frozen)
+
     def on_last_loss(self, loss: float, samples: int) -> None:
+        self._check_step()
         # The announcement holds until the next batch is taken: samples in the buffer stay, and an end is final.
         announcement = self.announcement_if_ready() or self.with_stop(Announcement(Readiness.WAITING))
         self._start_agreement(announcement, StepTotals(loss, samples), in_step=True)
@@ -248,6 +273,10 @@ class DdpTrainer(Trainer):
                 self.monitor.update_applied(StepResult(self.step, self.samples, agreed.totals.loss, lr, self.seconds))
         if agreed.collect_records:
             self._write_records(all_gather_objects(list(self.records), self._control_group))
+            self._last_collected = time.monotonic()
+            self._collections += 1
+            if self._collections % _COMPARE_EVERY == 0 and not self._some_were_idle:
+                self._compare_parameters()
         return agreed
 
     def step_optimizer(self, report: StepReport) -> None:
@@ -279,7 +308,8 @@ class DdpTrainer(Trainer):
         with translate_peer_loss():
             for buffer in self.unwrapped_model.buffers():
                 dist.broadcast(buffer, src=source)
-            if len(self._active) == self.process.trainers:
+            if not self._some_were_idle:
+                self._compare_parameters()
                 return
             # Ranks without data made no updates; they receive those of the others.
             for parameter in self.unwrapped_model.parameters():
@@ -289,6 +319,21 @@ class DdpTrainer(Trainer):
         if self._missed_updates:
             self.updater.load_state_dict(state[0])
             self._missed_updates = False
+        self._some_were_idle = False
+
+    def _compare_parameters(self) -> None:
+        """Refuse parameters that differ between the ranks: these train different models without a sign of it."""
+        if overrides(self, DdpTrainer.configure_ddp):
+            return  # a comm hook of the user may average the parameters only now and then
+        own = checksums(dict(self.unwrapped_model.named_parameters()))
+        gathered = all_gather_objects(own, self._control_group)
+        for rank, sums in enumerate(gathered):
+            for name, value in sums.items():
+                if value != gathered[0][name]:
+                    raise TaskError(
+                        f"parameter {name} of rank {rank} differs from that of rank 0 after step {self.step}; change "
+                        "parameters through gradients only, or in the same way on every rank"
+                    )
 
     def merge_validation(self, sums: WeightedSums) -> tuple[Mapping[str, float], bool]:
         with translate_peer_loss():
@@ -344,7 +389,6 @@ class DdpTrainer(Trainer):
     def _write_records(self, gathered: Sequence[Sequence[Record]]) -> None:
         """Write records of all ranks, on rank 0; elsewhere they are sent by now."""
         self.records.clear()
-        self._last_collected = time.monotonic()
         if self.monitor is not None:
             for records in gathered:
                 for record in records:

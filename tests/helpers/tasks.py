@@ -280,6 +280,34 @@ class UnfreezesLayer(ReferenceTask):
             self.trainer.unwrapped_model.frozen.requires_grad_(True)
 
 
+class BypassesWrapper(ReferenceTask):
+    """Trains the module inside the wrapper of DDP; with ``no_grad`` the wrapper only predicts."""
+
+    def __init__(self, how, **options):
+        super().__init__(**options)
+        self.how = how
+
+    def training_step(self, model, batch, batch_idx):
+        if self.how == "no_grad":
+            with torch.no_grad():
+                model(batch[0])
+        return super().training_step(self.trainer.unwrapped_model, batch, batch_idx)
+
+
+class ChangesParameters(ReferenceTask):
+    """Trainer 1 writes to a parameter."""
+
+    def __init__(self, pace_s=0.0, **options):
+        super().__init__(**options)
+        self.pace_s = pace_s
+
+    def on_batch_end(self, batch_idx):
+        time.sleep(self.pace_s)
+        if batch_idx == 2 and self.trainer.trainer_index == 1:
+            with torch.no_grad():
+                self.trainer.unwrapped_model.last.bias += 1e-6
+
+
 class StoresTooMuch(ReferenceTask):
     """Puts an object into its checkpoint that ``torch.load(weights_only=True)`` refuses."""
 
