@@ -96,7 +96,7 @@ def run(
         recorded = opened.task_folders()
     effective = load_config(None, base=values, overrides=overrides)
     folders = code_folders(config_file, overrides, recorded)
-    return launch_local(effective, opened, folders, command=sys.argv, task_class=task_class)
+    return launch_local(effective, opened, folders, command=[sys.executable, *sys.argv], task_class=task_class)
 
 
 def _values(config: Mapping[str, Any] | str | os.PathLike[str] | Config | None) -> tuple[dict[str, Any], Path | None]:

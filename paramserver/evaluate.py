@@ -47,7 +47,7 @@ class EvaluationTrainer:
     def __init__(self) -> None:
         self.logged: dict[str, float] = {}
 
-    def log(self, name: str, value: Any) -> None:
+    def log(self, name: str, value: Any, reduce: str = "mean") -> None:
         self.logged[name] = float(value)
 
 

@@ -190,9 +190,10 @@ def class_reference(user_class: type) -> str:
     if user_class.__module__ != "__main__":
         return f"{user_class.__module__}:{user_class.__name__}"
     file = getattr(sys.modules["__main__"], "__file__", None)
-    if file is None:
+    if file is None or not Path(file).is_file():  # "<stdin>" where Python reads the program from a pipe
         raise TaskError(
-            f"{user_class.__name__} was defined at a prompt or in a notebook, where other processes cannot find it; "
+            f"{user_class.__name__} was defined at a prompt, in a notebook or in a program that was read from standard "
+            "input, where other processes cannot find it; "
             "put it into a .py file, or use mode: local"
         )
     return f"{Path(file).resolve()}:{user_class.__name__}"

@@ -10,6 +10,7 @@ import argparse
 import json
 import logging
 import os
+import signal
 import socket
 import sys
 import time
@@ -151,7 +152,8 @@ def normalize_flags(argv: Sequence[str]) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     began = time.time()
-    arguments = parse(sys.argv[1:] if argv is None else argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    arguments = parse(words)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
     # Before the first import of torch, which reads the variable once.
     quiet_torch_log(process_environ())
@@ -166,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.supervised is not None:
         return _run_supervised_rank(arguments)
     try:
-        _launch(arguments, began)
+        _launch(arguments, began, words)
     except KeyboardInterrupt:
         return 1
     except Exception as error:  # noqa: BLE001 - the last thing printed; with its traceback, unless the input is wrong
@@ -191,12 +193,12 @@ def report_error(error: BaseException) -> int:
     return int(description["exit_code"])
 
 
-def _launch(arguments: argparse.Namespace, began: float) -> Result | None:
+def _launch(arguments: argparse.Namespace, began: float, words: Sequence[str]) -> Result | None:
     config, run, folders = resolve_run(arguments)
     identity = _identity(arguments, config)
     world_size = arguments.world_size if identity is None else identity.world_size
     config = with_world_size(config, world_size or world_size_of(config))
-    command = [sys.executable, "-m", "paramserver.launch", *sys.argv[1:]]
+    command = [sys.executable, "-m", "paramserver.launch", *words]
     if arguments.dry_run:
         # Before any folder is made or reserved.
         from paramserver.runtime.dry_run import plan_text
@@ -374,6 +376,8 @@ def _run_supervised_rank(arguments: argparse.Namespace) -> int:
     """Run one rank in this process, under a supervisor on this machine."""
     from paramserver.process_utils import die_with_parent
 
+    # Until the run handles it, as SIGTERM does: a KeyboardInterrupt would be an error of this rank.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     # Before everything that can fail, so that the supervisor receives each error, also one of an import.
     pipe = EventPipe(arguments.supervised)
 

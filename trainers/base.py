@@ -30,6 +30,7 @@ from paramserver.metrics.records import (
     make_record,
     peak_rss_mb,
 )
+from paramserver.metrics.reduction import REDUCTIONS, Reduction
 from paramserver.parameters.model import autocast
 from paramserver.parameters.numerics import check_loss
 from paramserver.rng import random_states, restore_random_states, seed_all
@@ -120,6 +121,8 @@ class Trainer(ABC):
         self.wire_bytes = 0
         self.all_totals: list[TrainerTotals] = []
         self.validation_loader: Iterable[tuple[Any, int]] | None = None
+        self._stop_reason = ""
+        self._batch_samples = 1  # of the batch whose step is computed
         self._step_offset = 0  # 1 while step ``step + 1`` is being made
         self._memory = StagingPool()
         self._validated_step: int | None = None
@@ -425,6 +428,8 @@ class Trainer(ABC):
         """Return the announcement with this process's request to stop, if there is one."""
         if self.process.stop.event.is_set():
             stop, reason = self.process.stop.state()
+        elif self._stop_reason:
+            stop, reason = Stop.LIMIT, self._stop_reason
         elif self.monitor is not None and (limit := self.monitor.stop_reason()) is not None:
             stop, reason = Stop.LIMIT, limit
         else:
@@ -459,13 +464,13 @@ class Trainer(ABC):
         batches, samples, summed = [], 0, 0.0
         for _ in range(decision.batches):
             batch, batch_samples = self._next_batch()
-            batches.append(batch)
+            batches.append((batch, batch_samples))
             samples += batch_samples
         self.data.read_ahead()
         self.clock.lap("data")
         self.load_version()
         self.progress.samples_served += samples
-        for number, batch in enumerate(batches, start=1):
+        for number, (batch, self._batch_samples) in enumerate(batches, start=1):
             last = number == len(batches)
             with nullcontext() if last else self.block_backward_sync():
                 value, loss = self._forward(batch)
@@ -474,6 +479,7 @@ class Trainer(ABC):
                     self.on_last_loss(summed / number, samples)
                 self._backward(loss, len(batches))
         report = StepReport(self.trainer_index, decision.step, samples, summed / len(batches), self.seconds)
+        self._batch_samples = 1
         result = self.step_optimizer(report)
         if result is not None and self.monitor is not None:
             self.monitor.update_applied(result)
@@ -620,11 +626,38 @@ class Trainer(ABC):
         if part["random"] is not None or part["task"]:
             self.task.on_resume(part["task"])
 
+    def stop(self, reason: str) -> None:
+        """End the run in good order, from any step or hook: all trainers validate and save, and it is completed.
+
+        They agree before their next steps, so one more step may be made. The first reason given is in the summary.
+
+        Raises:
+            TaskError: there is no reason.
+
+        Example::
+
+            >>> class StopsEarly(Task):
+            ...     def on_validation_end(self, batch_idx):
+            ...         if self.is_good_enough:
+            ...             self.trainer.stop("the accuracy is reached")
+        """
+        if not reason or not isinstance(reason, str):
+            raise TaskError(f"trainer.stop({reason!r}) must have a reason; give a sentence for the summary")
+        self._stop_reason = self._stop_reason or self.set_first("stop", reason)
+
     # Records.
 
-    def log(self, name: str, value: float | Tensor) -> None:
+    def log(self, name: str, value: float | Tensor, reduce: Reduction = "mean") -> None:
         """Record a value; ``Task.log`` calls it."""
-        self.record("log", name=name, value=float(value.detach()) if isinstance(value, Tensor) else float(value))
+        if reduce not in REDUCTIONS:
+            raise TaskError(f"self.log({name!r}, reduce={reduce!r}): reduce must be one of {', '.join(REDUCTIONS)}")
+        number = float(value.detach()) if isinstance(value, Tensor) else float(value)
+        fields: dict[str, Any] = {}
+        if self.process.trainers > 1:
+            fields["reduce"] = reduce if self.lockstep else "none"
+            if fields["reduce"] == "mean":
+                fields["weight"] = self._batch_samples
+        self.record("log", name=name, value=number, **fields)
 
     def record(self, kind: str, **fields: Any) -> None:
         """Record something about this trainer, at the step that is being made, or between steps at the last one.

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -228,11 +229,32 @@ class DdpTrainer(Trainer):
         if decision is None or decision.verdict is Verdict.WAIT:
             self._start_agreement(self.announcement())
             decision = self._decide()
+        if decision.verdict is Verdict.END and self.monitor is not None:
+            # A reason does not fit into the exchange of numbers.
+            decision = replace(decision, reason=self.set_first("stop", decision.reason))
         if decision.active:
             self._active = decision.active
             self._some_were_idle |= len(decision.active) < self.process.trainers
         self.clock.lap("wait")
         return decision
+
+    def _forward(self, batch: Any) -> tuple[float, Tensor]:
+        try:
+            return super()._forward(batch)
+        except RuntimeError as error:
+            if "find_unused_parameters" not in str(error):
+                raise
+            raise TaskError(
+                "some parameters had no part in the loss of an earlier step; set ddp.find_unused_parameters (false) to "
+                "true, or use all parameters in each step"
+            ) from error
+        except (AttributeError, TypeError) as error:
+            if "'DistributedDataParallel' object" not in str(error):
+                raise
+            raise TaskError(
+                f"training_step may only call the model, which mode ddp wraps ({error}); write what it does with its "
+                "parts into the forward of the model"
+            ) from error
 
     def _on_wrapper_forward(self, wrapper: DistributedDataParallel, inputs: Any) -> None:
         self._went_through_wrapper |= torch.is_grad_enabled() and wrapper.require_backward_grad_sync

@@ -52,6 +52,12 @@ def _checkpoint(record: Record) -> Iterator[Scalar]:
 
 
 def _logged(record: Record) -> Iterator[Scalar]:
+    reduction = record.get("reduce")
+    if reduction in (None, "none"):  # else a record of the kind reduced follows
+        yield record["name"] + ("" if reduction is None else f"/trainer-{record['trainer']}"), record["value"]
+
+
+def _reduced(record: Record) -> Iterator[Scalar]:
     yield record["name"], record["value"]
 
 
@@ -74,6 +80,7 @@ _KINDS: dict[str, Callable[[Record], Iterator[Scalar]]] = {
     "buffer": _buffer,
     "checkpoint": _checkpoint,
     "log": _logged,
+    "reduced": _reduced,
     "staleness": _staleness,
 }
 

@@ -45,6 +45,12 @@ def build_model(task: Task, seed: int, placement: Placement) -> nn.Module:
         raise TaskError(
             f"{type(task).__name__}.build_model returned {type(model).__name__}; it must return a torch.nn.Module"
         )
+    lazy = next((name for name, p in model.named_parameters() if isinstance(p, nn.UninitializedParameter)), None)
+    if lazy is not None:
+        raise TaskError(
+            f"{type(task).__name__}.build_model returned a model whose {lazy} has no shape yet; call the model once "
+            "with an example input in build_model, or give the lazy module its sizes"
+        )
     if not any(p.requires_grad for p in model.parameters()):
         raise TaskError(
             f"{type(task).__name__}.build_model returned a model without a parameter that requires a gradient"

@@ -42,9 +42,9 @@ from paramserver.runtime.watchdog import SILENT_SHARE, STACKS_SIGNAL, START_GRAC
 _GRACE_S = 5.0
 # In addition, after the summary is stored: rank 0 ends its simulations, every rank joins its threads.
 _END_S = 10.0
-# Signals that end a process before it can report anything.
-_SUDDEN = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+# Signals that end a process before it can report anything.
+_SUDDEN = (signal.SIGKILL, *_SIGNALS)
 _GOOD_EXITS = (0, Interrupted.exit_code)
 _POLL_S = 0.1
 
@@ -202,7 +202,7 @@ class Supervisor:
                 # Here and not in the signal's handler, so that ranks that start after the signal receive it too.
                 if self._signal is not None and not self._signal_forwarded:
                     self._signal_forwarded = True
-                    self._signal_ranks(signal.SIGTERM)
+                    self._signal_ranks(self._signal)
                 self._limit_end()
                 if self._kill_at is not None and time.monotonic() > self._kill_at:
                     self._signal_ranks(signal.SIGKILL)

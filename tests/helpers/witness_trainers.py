@@ -37,7 +37,7 @@ class ReducingTrainer(DdpTrainer):
         self._agreement.shared = None
 
     def leave(self, totals, decision):
-        self.log("rank_reduced", self.trainer_index)
+        self.log("rank_reduced", self.trainer_index, reduce="none")
         super().leave(totals, decision)
 
 

@@ -170,13 +170,20 @@ def test_a_class_that_other_processes_cannot_import_is_refused():
             class_reference(hidden)
 
 
+def test_a_class_of_a_program_from_standard_input_is_refused(monkeypatch):
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "<stdin>", raising=False)
+    piped = type("Piped", (), {"__module__": "__main__"})
+    with pytest.raises(TaskError, match=r"Piped was defined .* in a program that was read from standard input"):
+        class_reference(piped)
+
+
 def test_a_class_of_the_script_is_found_by_its_file(tmp_path, monkeypatch):
     script = write(tmp_path, "script.py")
     typed = type("Digits", (), {"__module__": "__main__", "__qualname__": "Digits"})
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)
     assert class_reference(typed) == f"{script}:Digits"
     monkeypatch.delattr(sys.modules["__main__"], "__file__")
-    with pytest.raises(TaskError, match=r"Digits was defined at a prompt .* or use mode: local"):
+    with pytest.raises(TaskError, match=r"Digits was defined at a prompt, .* or use mode: local"):
         class_reference(typed)
 
 
