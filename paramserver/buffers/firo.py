@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from paramserver.buffers.base import CountedBuffer
-from paramserver.buffers.slots import SlotBag, Slots, draw_distinct
+from paramserver.buffers.slots import SlotBag, Slots
 
 
 class Firo(CountedBuffer):
@@ -25,7 +25,8 @@ class Firo(CountedBuffer):
     _index: SlotBag
 
     def _draw_distinct(self, n: int) -> tuple[Slots, Slots, int]:
-        positions = draw_distinct(self._rng, len(self._index), n)
+        # O(n) for any number held, and already in random order.
+        positions = self._rng.choice(len(self._index), n, replace=False)
         slots = self._index.at(positions)
         new, times = self._store.serve(slots)
         done = slice(None) if self.pseudo_epochs == 1 else times >= self.pseudo_epochs

@@ -12,7 +12,7 @@ from typing import ClassVar
 import numpy as np
 
 from paramserver.buffers.base import Buffer, check_at_least
-from paramserver.buffers.slots import SeenUnseenBag, Slots, draw_distinct
+from paramserver.buffers.slots import SeenUnseenBag, Slots
 
 
 class Reservoir(Buffer):
@@ -86,10 +86,10 @@ class Reservoir(Buffer):
         must = 0 if self._finished else min(self.min_new_per_batch, n)
         unseen = index.unseen
         if must:
-            index.mark_seen(draw_distinct(self._rng, unseen, must))
+            index.mark_seen(self._rng.choice(unseen, must, replace=False))
         # The samples that must be new are at positions [left, unseen) now; the rest is drawn from the other positions.
         left = index.unseen
-        rest = draw_distinct(self._rng, len(index) - must, n - must)
+        rest = self._rng.choice(len(index) - must, n - must, replace=False)
         if must:
             rest[rest >= left] += must
         slots = index.at(np.concatenate([np.arange(left, unseen), rest]) if must else rest)

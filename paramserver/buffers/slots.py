@@ -136,25 +136,6 @@ class SeenUnseenBag(SlotBag):
             self.unseen = start
 
 
-def draw_distinct(rng: np.random.Generator, population: int, count: int) -> Slots:
-    """Return ``count`` distinct numbers below ``population``, uniformly at random and in random order.
-
-    Example::
-
-        >>> sorted(draw_distinct(np.random.default_rng(0), 3, 3).tolist())
-        [0, 1, 2]
-    """
-    # Of a large population: independent numbers, drawn again if two are equal, which is the case less often than not.
-    # ``choice`` takes longer, above all in the middle of a step, with other code and data in the caches.
-    while count * count < population:
-        drawn = rng.integers(0, population, count)
-        ordered = np.sort(drawn)
-        if (ordered[1:] != ordered[:-1]).all():
-            return drawn
-    # O(count) too, and already in random order.
-    return rng.choice(population, count, replace=False)
-
-
 def _holes_and_movers(positions: Slots, start: int, stop: int) -> tuple[Slots, Slots]:
     """Return the ``positions`` below ``start``, and the places in [start, stop) that are not among ``positions``."""
     # len(positions) == stop - start, so both have the same length: each hole gets one mover.
