@@ -122,10 +122,16 @@ class DdpTrainer(Trainer):
         self._channel = channel
         with self._sockets.record():
             self.enter_context(process_group(self.rendezvous, self.process.placement.backend))
-            self._control_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.rendezvous.timeout_s))
-        # Only on CPUs a backward returns after its collectives.
-        is_cpu = self.process.placement.device.type == "cpu"
-        shared = share_rows(self._control_group, channel, self.rendezvous.timeout_s) if is_cpu else None
+            # Only on CPUs a backward returns after its collectives.
+            is_cpu = self.process.placement.device.type == "cpu"
+            shared = share_rows(dist.group.WORLD, channel, self.rendezvous.timeout_s) if is_cpu else None
+            # With shared memory no collective runs beside those of the gradients. Another group would have threads of
+            # its own, which wake up a hundred times a second.
+            self._control_group = dist.group.WORLD
+            if shared is None:
+                self._control_group = dist.new_group(
+                    backend="gloo", timeout=timedelta(seconds=self.rendezvous.timeout_s)
+                )
         self._agreement = StepAgreement(self._control_group, self.process.trainers, self.trainer_index, shared)
         self._part_gather = PartGather(channel)
         self._sender = self.enter_context(
