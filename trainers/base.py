@@ -99,6 +99,9 @@ class Trainer(ABC):
     computes: str | None = None
     """The value of ``server.compute`` that this trainer implements; None if the key does not apply."""
 
+    reports_served = False
+    """Whether pushes name the samples of a step."""
+
     model: nn.Module
     data: DataStream
 
@@ -284,7 +287,15 @@ class Trainer(ABC):
         if hasattr(samples, "__len__") and hasattr(samples, "__getitem__"):
             data_sets["train"] = samples
         self.data = self.enter_context(
-            DataStream(self.task, partition, self.config, self.sampler_kwargs, self.process.receiver_spec, samples)
+            DataStream(
+                self.task,
+                partition,
+                self.config,
+                self.sampler_kwargs,
+                self.process.receiver_spec,
+                samples,
+                self.reports_served,
+            )
         )
         if "validation" not in data_sets:
             data_sets["validation"] = validation_batches(self.task, partition, self.config)

@@ -32,7 +32,7 @@ from paramserver.parameters.numerics import checksums
 from paramserver.runs.checkpoint_manager import CheckpointManager, StagedCheckpoint
 from paramserver.task import Task
 from trainers.base import Trainer, overrides
-from trainers.ddp_control import AgreedStep, PartGather, StepAgreement, StepTotals, translate_peer_loss
+from trainers.ddp_control import AgreedStep, PartGather, StepAgreement, StepTotals, share_rows, translate_peer_loss
 
 # Rank 0 collects the records of the others this often; it costs one gather.
 _COLLECT_EVERY_S = 1.0
@@ -47,10 +47,11 @@ _UNWIND_S = 1.0
 class DdpTrainer(Trainer):
     """One rank of a process group. All ranks hold the model, the optimizer and the schedule.
 
-    For each step the ranks reduce one small vector: the data that each one has, whether one wants to stop, and loss
+    For each step the ranks exchange a few numbers: the data that each one has, whether one wants to stop, and loss
     and samples of the current step. So all take the same decision from the same numbers. These are known before the
-    last backward of a step, so the reduction overlaps with it. The ranks agree again before a step only if one had no
-    data by then, or if a validation or checkpoint came between.
+    last backward of a step: on one host each rank writes them to shared memory then, and reads those of the others once
+    its gradients are reduced; on several hosts they are reduced during the backward. The ranks agree again before a
+    step only if one had no data by then, or if a validation or checkpoint came between.
 
     Example::
 
@@ -121,8 +122,17 @@ class DdpTrainer(Trainer):
         self._channel = channel
         with self._sockets.record():
             self.enter_context(process_group(self.rendezvous, self.process.placement.backend))
-            self._control_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.rendezvous.timeout_s))
-        self._agreement = StepAgreement(self._control_group, self.process.trainers, self.trainer_index)
+            # Only on CPUs a backward returns after its collectives.
+            is_cpu = self.process.placement.device.type == "cpu"
+            shared = share_rows(dist.group.WORLD, channel, self.rendezvous.timeout_s) if is_cpu else None
+            # With shared memory no collective runs beside those of the gradients. Another group would have threads of
+            # its own, which wake up a hundred times a second.
+            self._control_group = dist.group.WORLD
+            if shared is None:
+                self._control_group = dist.new_group(
+                    backend="gloo", timeout=timedelta(seconds=self.rendezvous.timeout_s)
+                )
+        self._agreement = StepAgreement(self._control_group, self.process.trainers, self.trainer_index, shared)
         self._part_gather = PartGather(channel)
         self._sender = self.enter_context(
             BackgroundSender(self.config.checkpoint.background, "a part of a checkpoint", lambda: channel.last_progress)
@@ -269,11 +279,13 @@ class DdpTrainer(Trainer):
         self._check_step()
         # The announcement holds until the next batch is taken: samples in the buffer stay, and an end is final.
         announcement = self.announcement_if_ready() or self.with_stop(Announcement(Readiness.WAITING))
-        self._start_agreement(announcement, StepTotals(loss, samples))
+        self._start_agreement(announcement, StepTotals(loss, samples), in_step=True)
 
-    def _start_agreement(self, announcement: Announcement, totals: StepTotals | None = None) -> None:
+    def _start_agreement(
+        self, announcement: Announcement, totals: StepTotals | None = None, in_step: bool = False
+    ) -> None:
         collect_records = self.monitor is not None and time.monotonic() - self._last_collected > _COLLECT_EVERY_S
-        self._agreement.start(announcement, totals, collect_records)
+        self._agreement.start(announcement, totals, collect_records, before_collective=in_step)
 
     def _decide(self) -> Decision:
         agreed = self._wait_agreement()
@@ -302,7 +314,7 @@ class DdpTrainer(Trainer):
 
     def idle(self, decision: Decision) -> int:
         """Take part in the collectives of ranks that still have data, as ``DistributedDataParallel.join`` does."""
-        self._start_agreement(self.with_stop(Announcement(Readiness.DRAINED)))
+        self._start_agreement(self.with_stop(Announcement(Readiness.DRAINED)), in_step=True)
         with translate_peer_loss():
             for _ in range(decision.batches):
                 # In each forward, DDP counts the ranks that have data; then shadow its collectives.

@@ -75,6 +75,7 @@ class RpcTrainer(Trainer):
     """
 
     computes = "trainer"
+    reports_served = True
 
     def __init__(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -115,6 +116,6 @@ def untrained_state_dict(model: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in detached_state_dict(model).items() if name not in trained}
 
 
-def autocast(device: torch.device, precision: str) -> torch.autocast:
+def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
     """Return a context of mixed precision if ``precision`` is "bfloat16", otherwise one that does nothing."""
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bfloat16")
+    return torch.autocast(device.type, dtype=torch.bfloat16) if precision == "bfloat16" else nullcontext()

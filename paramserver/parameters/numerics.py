@@ -59,15 +59,15 @@ def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
     Example::
 
-        >>> checksums({"bias": torch.zeros(3)})
-        {'bias': 0}
+        >>> checksums({"bias": torch.zeros(3), "scale": torch.zeros((), dtype=torch.float64)})
+        {'bias': 0, 'scale': 0}
         >>> checksums({"a": torch.tensor([1.0, -1.0])}) == checksums({"a": torch.tensor([1.0000001, -0.9999999])})
         False
     """
     sums = []
     for tensor in tensors.values():
         values = _as_real(tensor)
-        bits = values.contiguous().view(_INTEGERS[values.element_size()]).long()
+        bits = values.reshape(-1).contiguous().view(_INTEGERS[values.element_size()]).long()
         sums.append((bits * bits).sum().cpu())
     return {name: int(total) for name, total in zip(tensors, sums, strict=True)}
 

@@ -203,6 +203,24 @@ def test_no_sync_skips_the_collectives(tmp_path):
     assert counts == [6.0, 6.0]
 
 
+def test_ranks_that_share_no_memory_agree_in_the_same_way(tmp_path):
+    """With an uneven end, where one rank shadows the collectives of the other."""
+    config = {
+        "task_args": {"samples": 72},
+        "training": {"max_epochs": 2, "batch_size": 8, "uneven_inputs": "join", "validate_every": 3},
+        "logging": {"log_every": 1},
+    }
+    shared = train(tmp_path / "shared", "ddp", 2, **config)
+    reduced = train(tmp_path / "reduced", "ddp", 2, trainer=f"{WITNESS_TRAINERS}:ReducingTrainer", **config)
+    assert sorted(r["value"] for r in reduced.of_kind("log") if r["name"] == "rank_reduced") == [0.0, 1.0]
+    assert differing_tensors(shared.load("model"), reduced.load("model")) == []
+    figures = [
+        [(r["step"], r["loss"], r["samples"], r["epoch"]) for r in run.of_kind("train")] for run in (shared, reduced)
+    ]
+    assert figures[0] == figures[1]
+    assert figures[0][-1][2] == 144
+
+
 @pytest.mark.parametrize(
     ("mode", "trainers", "consistency"),
     [("local", 1, "sync"), ("ddp", 2, "sync"), ("rpc", 2, "sync"), ("rpc", 2, "async")],
