@@ -51,6 +51,8 @@ def make_source(
             passes=training.max_epochs,
             sampler_kwargs=sampler_kwargs,
             group=training.batch_size,
+            # What a FIFO serves does not depend on how much is read ahead.
+            groups_ahead=8 if config.buffer.kind == "fifo" and not training.loader_workers else 1,
         )
     elif isinstance(data, Iterable):
         source = IterableSource(data, partition)
