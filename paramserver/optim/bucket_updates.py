@@ -188,9 +188,7 @@ class BucketUpdates:
             # As in ``ParallelStep``: a shallow copy without the wrapper of a schedule, which counts steps of the whole.
             part = copy.copy(self._optimizer)
             part.__dict__.pop("step", None)
-            part.param_groups = [
-                {**group, "params": own} for group, own in zip(groups, by_group, strict=True) if own
-            ]
+            part.param_groups = [{**group, "params": own} for group, own in zip(groups, by_group, strict=True) if own]
             part.state = defaultdict(dict, state)
             part.step()
             state = part.state

@@ -117,13 +117,14 @@ def plan_shards(layout: FlatLayout, servers: int, splittable: bool) -> tuple[Sha
 _CUT_ELEMENTS = 4096
 
 
-def split_ranges(shard: Shard, layout: FlatLayout, range_bytes: float) -> Shard:
+def split_ranges(shard: Shard, layout: FlatLayout, range_bytes: float, first_bytes: float | None = None) -> Shard:
     """Return the same shard in ranges of about ``range_bytes``; large tensors are cut, and their slices named anew.
 
     Args:
         shard: of ``layout``.
         layout: of all parameters.
         range_bytes: size of a range, at most, unless 4,096 elements of a tensor are larger.
+        first_bytes: size of the first one, if that differs.
 
     Example::
 
@@ -134,14 +135,19 @@ def split_ranges(shard: Shard, layout: FlatLayout, range_bytes: float) -> Shard:
         >>> [slot.name for slot in buckets.layout.slots]
         ['weight[0:8192]', 'weight[8192:12288]', 'bias']
     """
-    ranges, slices, slots, dtypes = [], [], [], []
+    ranges: list[tuple[int, int, int]] = []
+    slices, slots, dtypes = [], [], []
     for number, (group, first, end) in enumerate(shard.ranges):
         dtype = layout.dtypes[group]
         held = [(p, s) for p, s in zip(shard.slices, shard.layout.slots, strict=True) if s.group == number]
-        for begin, stop in pairwise(_cuts(held, end - first, int(range_bytes // dtype.itemsize))):
+        most = int(range_bytes // dtype.itemsize)
+        most_first = most if first_bytes is None or ranges else int(first_bytes // dtype.itemsize)
+        for begin, stop in pairwise(_cuts(held, end - first, most, most_first)):
             for piece, slot in held:
                 start, last = max(slot.offset, begin), min(slot.offset + piece.length, stop)
-                is_empty = not piece.length and begin <= slot.offset <= stop and not (slot.offset == stop != end - first)
+                is_empty = (
+                    not piece.length and begin <= slot.offset <= stop and not (slot.offset == stop != end - first)
+                )
                 if start < last or is_empty:
                     cut = ShardSlice(piece.slot, piece.start + start - slot.offset, last - start)
                     slices.append(cut)
@@ -152,13 +158,13 @@ def split_ranges(shard: Shard, layout: FlatLayout, range_bytes: float) -> Shard:
     return Shard(tuple(ranges), tuple(slices), FlatLayout(tuple(dtypes), sizes, tuple(slots)))
 
 
-def _cuts(held: Sequence[tuple[ShardSlice, TensorSlot]], size: int, most: int) -> list[int]:
+def _cuts(held: Sequence[tuple[ShardSlice, TensorSlot]], size: int, most: int, most_first: int) -> list[int]:
     """Return where the ranges of one range begin, and its end."""
     cuts = [0]
     ends = [slot.offset for _, slot in held[1:]] + [size]
     for (_, slot), end in zip(held, ends, strict=True):
-        while end - cuts[-1] > most and end > slot.offset:
-            inside = (cuts[-1] + most - slot.offset) // _CUT_ELEMENTS * _CUT_ELEMENTS
+        while end > slot.offset and end - cuts[-1] > (limit := most if len(cuts) > 1 else most_first):
+            inside = (cuts[-1] + limit - slot.offset) // _CUT_ELEMENTS * _CUT_ELEMENTS
             if inside <= cuts[-1] - slot.offset:  # not even so many elements fit
                 inside = 0 if slot.offset > cuts[-1] else cuts[-1] - slot.offset + _CUT_ELEMENTS
             if slot.offset + inside >= end:

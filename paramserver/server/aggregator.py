@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -28,6 +28,7 @@ from paramserver.metrics.records import StepReport, StepResult
 from paramserver.runs.monitor import RunMonitor
 from paramserver.server.coordinator import ShardCoordinator
 from paramserver.server.parameter_store import ParameterStore
+from paramserver.server.update_pipeline import UpdatePipeline
 from paramserver.transport.base import ServerTransport
 from paramserver.transport.messages import Future, PendingReplies, Push, StepGrant, VersionView, push_id
 
@@ -73,6 +74,7 @@ class Aggregator:
         self.stop = stop
         self.transports: dict[int, ServerTransport] = {}
         self.epoch_samples: int | None = None
+        self.pipeline: UpdatePipeline | None = None  # of the shard of this server, if updates are made bucket by bucket
         self._fail = fail
         self._coordinator = coordinator
         self._clock = clock
@@ -151,6 +153,8 @@ class Aggregator:
             transport.unpin()
         if trainer_index in self.rules.trainers:
             self.rules.leave(trainer_index)
+        if self.pipeline is not None:
+            self.pipeline.abandon_update()
         for future in waiting:
             future.set_result(error)
         self._process()
@@ -245,6 +249,12 @@ class Aggregator:
                 self.ended = True
                 self._resize = decision.reason if decision.resizes else ""
             self._grant(trainer_index, decision)
+        going = next((decision for decision in decisions.values() if decision.verdict is Verdict.GO), None)
+        # After the grants, which may have begun an epoch with another learning rate.
+        if self.pipeline is not None and going is not None:
+            self.pipeline.begin(going.active)
+            if self._coordinator is not None:
+                self._coordinator.begin_update(going)
 
     def _release(self) -> None:
         """Continue after an exclusive task or an update on several servers."""
@@ -279,21 +289,38 @@ class Aggregator:
             self.store.updater.on_epoch_end()
             self.monitor.enter_epoch(self._epoch)
 
-    def pull(self, trainer_index: int) -> tuple[Tensor, ...]:
-        """Return the version that a trainer was granted, as tensors whose gradients are its push."""
-        return self.transports[trainer_index].pull()
+    def pull(self, trainer_index: int, held: Collection[int] = ()) -> tuple[Tensor, ...]:
+        """Return the version that a trainer was granted, as tensors whose gradients are its push.
+
+        Those of the buckets ``held``, which it has received already, are empty.
+        """
+        pulled = self.transports[trainer_index].pull()
+        return pulled if self.pipeline is None or not held else self.pipeline.leave_out(pulled, held)
 
     # Pushes.
 
-    def receive_bucket(self, trainer_index: int, version: int, number: int, gradient: Tensor) -> None:
-        """Accept a part of a push that arrives before the push itself.
+    def receive_bucket(
+        self, trainer_index: int, version: int, number: int, gradient: Tensor, revision: int = 0, has_all: bool = True
+    ) -> Future:
+        """Accept a part of a push that may arrive before the push itself.
+
+        Reply with the next version of the bucket, or with None, at once where updates are not made bucket by bucket.
 
         Raises:
             TrainingError: the trainer was not granted that version.
         """
+        if self.pipeline is not None and version < self.rules.step:
+            return completed_future(None)  # a repeated message, of an update that has been made since
+        if self.pipeline is not None and version == self.rules.step and trainer_index in self._pushes:
+            return self.pipeline.add(trainer_index, number, None)  # a repeated message, of a push that is complete
         if self._granted.get(trainer_index) != version:
             raise TrainingError(f"trainer {trainer_index} has no part in version {version} and sent a gradient for it")
-        self.transports[trainer_index].receive_bucket(number, gradient)
+        kept = self.transports[trainer_index].receive_bucket(number, gradient, revision)
+        if self.pipeline is None:
+            return completed_future(None)
+        future = self.pipeline.add(trainer_index, number, kept, has_all)
+        self.gradients_arrived(trainer_index)
+        return future
 
     def push(
         self,
@@ -311,6 +338,8 @@ class Aggregator:
         if (reply := self._find_reply(report)) is not None:
             return reply
         gradients = self.transports[report.trainer_index].collect_gradients(held)
+        if gradients is None and held and self.pipeline is not None:  # some buckets are still on their way
+            return self.push_in_place(report, buffers, announcement)
         if gradients is None:
             raise TrainingError(
                 f"trainer {report.trainer_index} stepped a context without gradients; call backward first"
@@ -322,7 +351,7 @@ class Aggregator:
     def push_in_place(
         self, report: StepReport, buffers: Sequence[Tensor], announcement: Announcement | None
     ) -> torch.futures.Future[StepGrant]:
-        """Keep the report of a push whose gradients are in shared memory until ``gradients_arrived``."""
+        """Keep the report of a push until its gradients have arrived: see ``gradients_arrived``."""
         if (reply := self._find_reply(report)) is not None:
             return reply
         future: torch.futures.Future[StepGrant] = torch.futures.Future()
@@ -331,7 +360,7 @@ class Aggregator:
         return future
 
     def gradients_arrived(self, trainer_index: int) -> None:
-        """Accept a push in place if both its report and its gradients have arrived; they come in either order."""
+        """Accept a push if both its report and its gradients have arrived; they come in either order."""
         push = self._incomplete.get(trainer_index)
         gradients = self.transports[trainer_index].collect_gradients({}) if push is not None else None
         if push is None or gradients is None:
@@ -466,4 +495,4 @@ class Aggregator:
         waiting += [push.future for push in (*self._pushes.values(), *self._incomplete.values())]
         self._pushes.clear()
         self._incomplete.clear()
-        return waiting
+        return waiting if self.pipeline is None else waiting + self.pipeline.pop_waiters()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -82,6 +82,7 @@ class InFlightCall(Generic[T]):
         self._name = name
         self._timeout_s = timeout_s
         self._repeatable = repeatable
+        self._give_up_at: float | None = None
         self._sent = time.perf_counter()
         self._replied: float | None = None
         self._send()
@@ -107,15 +108,30 @@ class InFlightCall(Generic[T]):
             DeadlineExceeded: there was no reply in time.
             ParamserverError: the handler raised it.
         """
-        give_up_at = None
         while True:
             try:
                 return self.wait_once()
             except CallFailed as failure:
-                give_up_at = give_up_at or time.monotonic() + self._connection.timeout_s
-                self._connection.wait_before_repeat(failure, give_up_at if self._repeatable else 0.0)
-            note_repeated(self._name)
-            self._send()
+                self._repeat(failure)
+
+    def succeeded(self) -> bool:
+        """Return whether the call that has ended has its reply; if it failed, send it again, but do not wait.
+
+        Raises:
+            PeerLost, ParamserverError: as ``wait``.
+        """
+        try:
+            self.wait_once()
+        except CallFailed as failure:
+            self._repeat(failure)
+            return False
+        return True
+
+    def _repeat(self, failure: CallFailed) -> None:
+        self._give_up_at = self._give_up_at or time.monotonic() + self._connection.timeout_s
+        self._connection.wait_before_repeat(failure, self._give_up_at if self._repeatable else 0.0)
+        note_repeated(self._name)
+        self._send()
 
     def wait_once(self) -> T:
         """Return the reply as ``wait`` does, but do not send the call again.
@@ -235,6 +251,19 @@ class ServerConnection(ABC):
         """Let ``wait`` look again. Called by threads of the RPC agent."""
         with self._changed:
             self._changed.notify_all()
+
+    def wait_all(self, calls: Sequence[InFlightCall[Any]]) -> None:
+        """Wait until all calls have their replies; send those again that fail."""
+        pending = list(calls)
+
+        def may_continue() -> bool:
+            return self._lost is not None or any(call.future.done() for call in pending)
+
+        while pending:
+            with self._changed:
+                self._changed.wait_for(may_continue)
+            self.raise_if_lost()
+            pending = [call for call in pending if not (call.future.done() and call.succeeded())]
 
     def _mark_lost(self, reason: str | PeerLost) -> None:
         error = PeerLost(f"{self._name} is lost: {reason}") if isinstance(reason, str) else reason
@@ -397,18 +426,31 @@ class ServerClient(ServerConnection):
         self._announced += 1
         return self.call_deferred(ParameterServer.announce, self._id, announcement, self._announced)
 
-    def pull(self, version: int) -> list[InFlightCall[tuple[Tensor, ...]]]:
-        """Pull a version inside this thread's distributed-autograd context: a call for each server, in order."""
-        first = self.begin(SERVER_NAME, ParameterServer.pull, self._id)
-        return [first, *(self.begin(name, ShardServer.pull, self._id, version) for name in self._shard_servers)]
+    def pull(self, version: int, held: Iterable[GradientBucket] = ()) -> list[InFlightCall[tuple[Tensor, ...]]]:
+        """Pull a version inside this thread's distributed-autograd context: a call for each server, in order.
 
-    def send_bucket(self, version: int, bucket: GradientBucket, gradient: Tensor) -> InFlightCall[None]:
-        """Send a part of a push while backward continues. Like the push it takes as long as the network needs."""
-        to, part = server_name(bucket.server_index), (self._id, version, bucket.flat_index, gradient)
+        Of the buckets ``held``, which were received early, empty tensors are sent where the version has these.
+        """
+        numbers: list[list[int]] = [[] for _ in (SERVER_NAME, *self._shard_servers)]
+        for bucket in held:
+            numbers[bucket.server_index].append(bucket.flat_index)
+        first = self.begin(SERVER_NAME, ParameterServer.pull, self._id, numbers[0])
+        others = zip(self._shard_servers, numbers[1:], strict=True)
+        return [first, *(self.begin(name, ShardServer.pull, self._id, version, own) for name, own in others)]
+
+    def send_bucket(
+        self, version: int, bucket: GradientBucket, gradient: Tensor, revision: int = 0, has_all: bool = True
+    ) -> InFlightCall[Tensor | None]:
+        """Send a part of a push while backward continues; the reply may be the next version of the bucket.
+
+        Like the push it takes as long as the network needs. See ``ParameterServer.receive_bucket``.
+        """
+        to = server_name(bucket.server_index)
+        part = self._id, version, bucket.flat_index, gradient, revision, has_all
         if bucket.server_index:
-            call = partial(send, to, NO_TIMEOUT_S, ShardServer.receive_bucket, *part)
+            call = partial(send_deferred, to, ShardServer.receive_bucket, *part)
         else:
-            call = partial(send, to, NO_TIMEOUT_S, ParameterServer.receive_bucket, *part)
+            call = partial(send_deferred, to, ParameterServer.receive_bucket, *part)
         return InFlightCall(self, call, "receive_bucket", repeatable=True)
 
     def backward(self, context_id: int, root: Tensor) -> None:
@@ -426,16 +468,23 @@ class ServerClient(ServerConnection):
             raise PeerLost(f"{who} is lost: the gradients did not reach it ({reason})") from error
 
     def push(
-        self, context_id: int, report: StepReport, buffers: Sequence[Tensor], announcement: Announcement | None
+        self,
+        context_id: int,
+        report: StepReport,
+        buffers: Sequence[Tensor],
+        announcement: Announcement | None,
+        buckets: Sequence[InFlightCall[Any]] = (),
     ) -> StepGrant:
-        """Report that the gradients of a context are complete; returns once they are applied or dropped."""
+        """Report that the gradients of a context are complete; returns once they are applied or dropped.
+
+        ``buckets`` are those that may still be on their way; also their replies are there when this returns.
+        """
         named = context_id, push_id(report), report.version
         on_shards = [self.begin(name, ShardServer.push, *named) for name in self._shard_servers]
         grant = self.begin_deferred(ParameterServer.push, context_id, report, buffers, announcement)
-        # First: server 0 may wait for a push that has to be sent again. Also if server 0 drops the push: the context,
-        # which holds the gradients, ends next.
-        for call in on_shards:
-            call.wait()
+        # Together: any of them may have to be sent again before another one is replied to. Also if server 0 drops the
+        # push: the context, which holds the gradients, ends next.
+        self.wait_all([*on_shards, *buckets, grant])
         return grant.wait()
 
     def push_in_place(

@@ -17,7 +17,7 @@ from paramserver.distributed.rpc_calls import RemoteError, send, send_deferred
 from paramserver.errors import ParamserverError, PeerLost
 from paramserver.optim.parallel_step import is_elementwise
 from paramserver.parameters.numerics import check_gradient_norm
-from paramserver.parameters.sharding import States, get_hyperparameters, merge_state, plan_shards, split_state
+from paramserver.parameters.sharding import Shard, States, get_hyperparameters, merge_state, plan_shards, split_state
 from paramserver.server.parameter_store import ParameterStore
 from paramserver.server.shard_server import ShardServer
 from paramserver.transport.messages import ApplyRequest, Future, Push, ShardAssignment, merge_used, push_id
@@ -71,6 +71,7 @@ class ShardCoordinator:
         self.config = config
         self.num_servers = config.cluster.num_servers
         self.shares_memory = True
+        self.buckets: Sequence[Shard] = ()  # of each server's shard, if updates are made bucket by bucket
         self._store = store
         self._lock = lock
         self._stop = stop
@@ -105,7 +106,9 @@ class ShardCoordinator:
             self._members.join(member)
             layout, shard = self._store.parameters.layout, self.shards[index]
             weights = shard.copy_flats(self._store.parameters.flats)
-            reply = ShardAssignment(shard, layout, weights, self._states.pop(index), self._step, *self._segments())
+            buckets = self.buckets[index] if self.buckets else None
+            states = self._states.pop(index)
+            reply = ShardAssignment(shard, layout, weights, states, self._step, *self._segments(), buckets)
         # Without the lock: the callback takes it, in a thread of the RPC agent.
         watch_peer(member.name, lambda reason: self._on_disconnect(member, reason))
         return reply
@@ -170,9 +173,9 @@ class ShardCoordinator:
         for member in self._members.present():
             self._notify(member, self.config.cluster.timeout_s, ShardServer.release_context, context_id)
 
-    def _notify(self, member: Member, timeout_s: float, handler: Callable[..., None], argument: Any) -> None:
+    def _notify(self, member: Member, timeout_s: float, handler: Callable[..., None], *arguments: Any) -> None:
         try:
-            send(member.name, timeout_s, handler, argument)
+            send(member.name, timeout_s, handler, *arguments)
         except RuntimeError as unreachable:  # it ended before
             _log.warning("%s did not receive %s: %s", member, handler.__name__, unreachable)
 
@@ -206,7 +209,9 @@ class ShardCoordinator:
         request = ApplyRequest(version, named, factors, used, groups, frozenset(versions_in_use))
         # The others start before this server averages its own shard, so that all work at the same time.
         replies = [send_deferred(name, ShardServer.apply, request) for name in self._names]
-        self._store.begin_update(update, pushes)
+        by_bucket = self._store.apply_by_bucket(pushes)
+        if not by_bucket:
+            self._store.begin_update(update, pushes)
 
         def finish(_: Sequence[Any]) -> None:
             self._store.updater.on_update()
@@ -214,10 +219,19 @@ class ShardCoordinator:
             on_applied()
 
         if clip is None:
-            updater.step()
+            if not by_bucket:
+                updater.step()
             self._when_all(replies, finish)
         else:
             self._when_all(replies, lambda norms: self._apply_clipped(version, clip, norms, finish))
+
+    def begin_update(self, decision: Decision) -> None:
+        """Let the other servers update buckets as soon as they have the gradients of the trainers of this step."""
+        groups = get_hyperparameters(self._store.shard_updater.optimizer)
+        for member in self._members.present():
+            self._notify(
+                member, self.config.cluster.timeout_s, ShardServer.begin_update, decision.step, decision.active, groups
+            )
 
     def _apply_clipped(
         self, version: int, max_norm: float, norms: Sequence[float], then: Callable[[Sequence[Any]], None]

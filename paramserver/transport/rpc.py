@@ -74,37 +74,45 @@ class PushAssembly:
         >>> push.complete(held) is None  # the bucket is missing
         True
         >>> push.add_bucket(1, torch.ones(3))
-        >>> push.complete(held)
+        tensor([1., 1., 1.])
+        >>> push.complete({})  # what was held before is remembered
         [tensor([1., 1.]), tensor([1., 1., 1.])]
     """
 
     def __init__(self, leaves: Sequence[Tensor], codec: WireCodec) -> None:
         self._leaves = leaves
         self._codec = codec
-        self._buckets: dict[int, Tensor] = {}
+        self._first: Tensor | None = None
+        self._buckets: dict[int, tuple[int, Tensor]] = {}
 
     def pull(self, flats: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return what is sent of a version: only the first tensor has a gradient that returns to its leaf."""
         return *pull(self._leaves[:1], flats[:1]), *flats[1:]
 
-    def add_bucket(self, flat_index: int, gradient: Tensor) -> None:
-        """Add a received bucket; one with the same index replaces it."""
-        self._buckets[flat_index] = gradient
+    def add_bucket(self, flat_index: int, gradient: Tensor, revision: int = 0) -> Tensor:
+        """Add a received bucket, unless it is here with this or a later revision; return the one that is kept."""
+        known = self._buckets.get(flat_index)
+        if known is None or known[0] < revision:
+            gradient = self._codec.decode(gradient, self._leaves[flat_index].dtype)
+            known = self._buckets[flat_index] = revision, gradient
+        return known[1]
 
     def complete(self, held: Mapping[Tensor, Tensor]) -> list[Tensor] | None:
         """Return all gradients in the dtypes of the parameters; None if one is missing.
 
         Args:
-            held: the gradients of the context, by leaf.
+            held: the gradients of the context, by leaf; the one that was held in an earlier call is remembered.
         """
-        first, indices = self._leaves[0], range(1, len(self._leaves))
-        if first not in held or any(index not in self._buckets for index in indices):
+        leaf, count = self._leaves[0], len(self._leaves)
+        if leaf in held:
+            self._first = self._codec.decode(held[leaf], leaf.dtype)
+        if self._first is None or len(self._buckets) < count - 1:
             return None
-        received = [held[first], *(self._buckets[index] for index in indices)]
-        return [self._codec.decode(g, leaf.dtype) for g, leaf in zip(received, self._leaves, strict=True)]
+        return [self._first, *(self._buckets[index][1] for index in range(1, count))]
 
     def clear(self) -> None:
-        """Drop the buckets."""
+        """Drop all gradients."""
+        self._first = None
         self._buckets.clear()
 
 
@@ -138,8 +146,8 @@ class RpcServerTransport(ServerTransport):
         flats = parameters if self._shard is None else self._shard.copy_flats(parameters)
         return VersionView(None, tuple(flats), tuple(buffers))
 
-    def receive_bucket(self, flat_index: int, gradient: Tensor) -> None:
-        self._push.add_bucket(flat_index, gradient)
+    def receive_bucket(self, flat_index: int, gradient: Tensor, revision: int = 0) -> Tensor:
+        return self._push.add_bucket(flat_index, gradient, revision)
 
     def collect_gradients(self, held: Mapping[Tensor, Tensor]) -> list[Tensor] | None:
         return self._push.complete(held)

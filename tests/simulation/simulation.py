@@ -1143,6 +1143,7 @@ def environment() -> Iterator[None]:
         "RpcServerTransport": Transport,
         "WireVersion": lambda *args: None,
         "make_codec": lambda config: None,
+        "plan_buckets": lambda *args: ((), ""),
         "Members": lambda: Members(lambda: _current.now),
         "time": SimpleNamespace(monotonic=lambda: _current.now),
         "watch_peer": lambda name, on_gone: _current.watch(name, on_gone),

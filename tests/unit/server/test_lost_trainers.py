@@ -186,7 +186,7 @@ def test_a_trainer_whose_gradients_were_sent_is_not_continued_without_while_othe
     (_, member), senders = run.start(shares=(True, False))
     for sender in senders:
         run.server.announce(sender, READY)
-    leaves = run.server.store.leaves
+    leaves = run.server.store.pipeline.updates.leaves
     monkeypatch.setattr(
         parameter_server.dist_autograd, "get_gradients", lambda _: {leaf: torch.ones_like(leaf) for leaf in leaves}
     )
