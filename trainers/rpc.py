@@ -317,10 +317,10 @@ class RpcTrainer(Trainer):
         self.wire_bytes += self.transport.step_bytes(self._pulled)
         self.wire_bytes += sum(flat.nbytes for flat in (*buffers, *self._grant.buffers))
         push = report, buffers, self.next_announcement(report.version + 1)
-        if self.transport.zero_copy:
-            self.optimizer.begin_step(self._context_id, *push)
         sent = {bucket: calls[-1] for bucket, calls in self._sent_buckets.items()}
         self._sent_buckets = {}
+        if self.transport.zero_copy or self._by_bucket:
+            self.optimizer.begin_step(self._context_id, *push, list(sent.values()))
         if sent:
             self.clock.add_hidden(max(call.in_flight_s() for call in sent.values()))
         self.server.backward(self._context_id, root)
@@ -329,7 +329,7 @@ class RpcTrainer(Trainer):
             for call in sent.values():
                 call.wait()
             return self.finish_step(self.optimizer.step(self._context_id, *push))
-        grant = self.optimizer.step(self._context_id, *push, list(sent.values()))
+        grant = self.optimizer.step(self._context_id)
         for bucket, call in sent.items():
             if (updated := call.wait()) is not None:
                 self._early[bucket] = updated

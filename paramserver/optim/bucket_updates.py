@@ -107,6 +107,7 @@ class BucketUpdates:
     """
 
     def __init__(self, updater: ShardUpdater, buckets: Shard) -> None:
+        self._updater = updater
         self._optimizer = updater.optimizer
         self.buckets = buckets
         self._shard = updater.shard
@@ -136,14 +137,35 @@ class BucketUpdates:
     def cut(self, flats: Sequence[Tensor]) -> list[Tensor]:
         """Return the buckets as views of the flat tensors of the shard."""
         found = []
-        for group, first, end in self.buckets.ranges:
-            number, start = next(
-                (n, own_first)
-                for n, (own, own_first, own_end) in enumerate(self._shard.ranges)
-                if own == group and own_first <= first <= end <= own_end
-            )
-            found.append(flats[number][first - start : end - start])
+        for where in self.buckets.ranges:
+            number, start, stop = self._range_of(*where)
+            found.append(flats[number][start:stop])
         return found
+
+    def _range_of(self, group: int, first: int, end: int) -> tuple[int, int, int]:
+        """Return the range of the shard that a bucket is in, and its first and last element there."""
+        for number, (own_group, own_first, own_end) in enumerate(self._shard.ranges):
+            if own_group == group and own_first <= first <= end <= own_end:
+                return number, first - own_first, end - own_first
+        raise AssertionError("buckets are ranges of the same shard")
+
+    @property
+    def possible(self) -> bool:
+        """Whether the optimizer may still be stepped bucket by bucket: a hook may have been added to it."""
+        return why_not_by_bucket(self._optimizer, None) is None
+
+    def step_whole(
+        self, gradients: Sequence[Sequence[Tensor]], used: tuple[bool, ...] | None, groups: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Make the next version in one step of the optimizer; ``gradients`` are those of all buckets, by trainer."""
+        numbers = [self._range_of(*where)[0] for where in self.buckets.ranges]
+        count = len(self._shard.ranges)
+        joined = [
+            [torch.cat([part for part, n in zip(own, numbers, strict=True) if n == k]) for k in range(count)]
+            for own in gradients
+        ]
+        self._updater.assign_gradients(self._updater.average(joined, [1.0] * len(joined)), used)
+        self._updater.step(groups)
 
     def hyperparameters(self) -> list[dict[str, Any]]:
         """Return those of the optimizer's groups, as ``compute`` takes them."""

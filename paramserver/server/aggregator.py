@@ -250,8 +250,9 @@ class Aggregator:
                 self._resize = decision.reason if decision.resizes else ""
             self._grant(trainer_index, decision)
         going = next((decision for decision in decisions.values() if decision.verdict is Verdict.GO), None)
-        # After the grants, which may have begun an epoch with another learning rate.
-        if self.pipeline is not None and going is not None:
+        # After the grants, which may have begun an epoch with another learning rate. Where some gradients are in shared
+        # memory, no bucket is complete before a push.
+        if self.pipeline and going and not any(self.transports[i].zero_copy for i in going.active):
             self.pipeline.begin(going.active)
             if self._coordinator is not None:
                 self._coordinator.begin_update(going)
@@ -338,8 +339,6 @@ class Aggregator:
         if (reply := self._find_reply(report)) is not None:
             return reply
         gradients = self.transports[report.trainer_index].collect_gradients(held)
-        if gradients is None and held and self.pipeline is not None:  # some buckets are still on their way
-            return self.push_in_place(report, buffers, announcement)
         if gradients is None:
             raise TrainingError(
                 f"trainer {report.trainer_index} stepped a context without gradients; call backward first"

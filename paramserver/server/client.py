@@ -142,6 +142,23 @@ class InFlightCall(Generic[T]):
         return self._connection.wait(self.future, self._name, self._timeout_s)
 
 
+class CallsInFlight(Generic[T]):
+    """Calls that are awaited together: one that is lost may have to be sent again before another one has a reply."""
+
+    def __init__(
+        self, connection: ServerConnection, others: Sequence[InFlightCall[Any]], last: InFlightCall[T]
+    ) -> None:
+        self._connection = connection
+        self._others = others
+        self._last = last
+
+    def wait(self) -> T:
+        """Wait for all replies, and return the last call's; see ``InFlightCall.wait``."""
+        if self._others:
+            self._connection.wait_all([*self._others, self._last])
+        return self._last.wait()
+
+
 class ServerConnection(ABC):
     """A connection to server 0: calls that end when the server is lost, and a heartbeat.
 
@@ -298,6 +315,7 @@ _REPEATABLE = frozenset(
         ParameterServer.optimizer_state,
         ParameterServer.model_as_built,
         ShardServer.push,
+        ShardServer.push_in_place,
         ShardServer.receive_bucket,
         ShardServer.view_version,
     }
@@ -468,30 +486,33 @@ class ServerClient(ServerConnection):
             raise PeerLost(f"{who} is lost: the gradients did not reach it ({reason})") from error
 
     def push(
+        self, context_id: int, report: StepReport, buffers: Sequence[Tensor], announcement: Announcement | None
+    ) -> StepGrant:
+        """Report that the gradients of a context are complete; returns once they are applied or dropped."""
+        named = context_id, push_id(report), report.version
+        on_shards = [self.begin(name, ShardServer.push, *named) for name in self._shard_servers]
+        grant = self.begin_deferred(ParameterServer.push, context_id, report, buffers, announcement)
+        # First: server 0 may wait for a push that has to be sent again. Also if server 0 drops the push: the context,
+        # which holds the gradients, ends next.
+        for call in on_shards:
+            call.wait()
+        return grant.wait()
+
+    def push_in_place(
         self,
-        context_id: int,
         report: StepReport,
         buffers: Sequence[Tensor],
         announcement: Announcement | None,
         buckets: Sequence[InFlightCall[Any]] = (),
-    ) -> StepGrant:
-        """Report that the gradients of a context are complete; returns once they are applied or dropped.
+    ) -> CallsInFlight[StepGrant]:
+        """Report a push whose gradients are in shared memory or on their way; may be called before they are complete.
 
-        ``buckets`` are those that may still be on their way; also their replies are there when this returns.
+        ``buckets`` are those of it: they are waited for with the reply.
         """
-        named = context_id, push_id(report), report.version
-        on_shards = [self.begin(name, ShardServer.push, *named) for name in self._shard_servers]
-        grant = self.begin_deferred(ParameterServer.push, context_id, report, buffers, announcement)
-        # Together: any of them may have to be sent again before another one is replied to. Also if server 0 drops the
-        # push: the context, which holds the gradients, ends next.
-        self.wait_all([*on_shards, *buckets, grant])
-        return grant.wait()
-
-    def push_in_place(
-        self, report: StepReport, buffers: Sequence[Tensor], announcement: Announcement | None
-    ) -> InFlightCall[StepGrant]:
-        """Report a push whose gradients are in shared memory; may be called before they are complete."""
-        return self.begin_deferred(ParameterServer.push_in_place, report, buffers, announcement)
+        named = push_id(report), report.version
+        on_shards = [self.begin(name, ShardServer.push_in_place, *named) for name in self._shard_servers]
+        grant = self.begin_deferred(ParameterServer.push_in_place, report, buffers, announcement)
+        return CallsInFlight(self, [*on_shards, *buckets], grant)
 
     def wait_version(self, version: int) -> int:
         """Return the current version once that is ``version``, or an earlier one if no trainer is left to make it."""

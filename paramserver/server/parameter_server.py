@@ -259,7 +259,7 @@ class ParameterServer(TutorialMethods):
             member.incarnation = self.aggregator.ledger.admit(index)
             self.members.join(member)
             self.aggregator.epoch_samples = epoch_samples
-            self.aggregator.transports[index] = self._make_transport()
+            self.aggregator.transports[index] = self._make_transport(TrainerId(index, self.view, member.incarnation))
             future = self._joins.add(index, None)
         # Without the lock: the liveness call is an RPC, and its callback runs in a thread of the agent.
         watch_peer(member.name, lambda reason: self._on_disconnect(member, reason))
@@ -277,11 +277,12 @@ class ParameterServer(TutorialMethods):
                 row.positions.load_state_dict(position.applied)
                 self._read_before[trainer_index] = max(row.positions.above, default=-1)
 
-    def _make_transport(self) -> ServerTransport:
+    def _make_transport(self, trainer: TrainerId) -> ServerTransport:
         if self._model_service is not None:
             return self._model_service.new_transport()
         if self.store.pipeline is not None:
-            return RpcServerTransport(self.store.pipeline.updates.leaves, self._wire, self._buckets[0])
+            leaves, on_first = self.store.pipeline.updates.leaves, partial(self._first_arrived, trainer)
+            return RpcServerTransport(leaves, self._wire, self._buckets[0], on_first)
         return RpcServerTransport(self.store.leaves, self._wire, None if self.is_whole else self.store.shard)
 
     def _start_if_complete(self) -> None:
@@ -675,10 +676,21 @@ class ParameterServer(TutorialMethods):
     def push_in_place(
         self, report: StepReport, buffers: Sequence[Tensor], announcement: Announcement | None = None
     ) -> torch.futures.Future[StepGrant]:
-        """Accept a push whose gradients are in memory shared with the trainer; they may still be incomplete."""
+        """Accept a push whose gradients may still be incomplete: in shared memory, or as buckets on their way."""
         with self._lock:
             self._check_running()
             return self.aggregator.push_in_place(report, buffers, announcement)
+
+    def _first_arrived(self, sender: TrainerId, gradient: Tensor) -> None:
+        # Called as ``_gradients_arrived``. The gradient that was sent to a transport that another one has replaced is
+        # of no step that is in progress.
+        with self._lock:
+            if self.error is not None or not self.aggregator.ledger.is_current(sender):
+                return
+            transport = self.aggregator.transports.get(sender.trainer_index)
+            if isinstance(transport, RpcServerTransport):
+                transport.receive_first(gradient)
+                self.aggregator.gradients_arrived(sender.trainer_index)
 
     def _gradients_arrived(self, trainer_index: int) -> None:
         # Called inside the distributed backward, in a thread of the RPC agent.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -138,8 +139,11 @@ class ShardServer:
             self._admit(sender)
             flats = self._wire.current() if version == self.version else self._wire.encode(self._find(version))
             left_out = held if self._pipeline is not None and version == self.version else ()
-        pulled = PushAssembly(self._leaves, self._wire.codec).pull(flats)
-        return pulled if self._pipeline is None else self._pipeline.leave_out(pulled, left_out)
+        assembly = PushAssembly(self._leaves, self._wire.codec)
+        if self._pipeline is None:
+            return assembly.pull(flats)
+        on_first = partial(self._first_arrived, sender, version)
+        return self._pipeline.leave_out(assembly.pull(flats, on_first), left_out)
 
     def view_version(self, sender: TrainerId, version: int | None) -> tuple[Tensor, ...]:
         """Return this shard of a version for validation, without gradients; None for the current one."""
@@ -166,6 +170,23 @@ class ShardServer:
             self._accept_if_complete(trainer_index)
             return future
 
+    def _first_arrived(self, sender: TrainerId, version: int, gradient: Tensor) -> None:
+        # In a thread of distributed autograd, inside the trainer's backward, which fails with an error from here.
+        with self._lock:
+            trainer_index = self._admit(sender)
+            self._assembly_of(trainer_index, version).add_first(gradient)
+            self._accept_if_complete(trainer_index)
+
+    def push_in_place(self, push: PushId, version: int) -> None:
+        """Accept a push whose gradients may still be incomplete; they wait for the request that names them."""
+        with self._lock:
+            trainer_index = self._admit(push)
+            if trainer_index in self._pushes and self._pushes[trainer_index][0] == push:
+                return  # it was sent again
+            self._assembly_of(trainer_index, version)
+            self._reported[trainer_index] = push
+            self._accept_if_complete(trainer_index)
+
     def push(self, context_id: int, push: PushId, version: int) -> None:
         """Accept the gradients that a context holds; they wait for the request that names them."""
         with self._lock:
@@ -174,8 +195,7 @@ class ShardServer:
                 return  # it was sent again
             # Handed over before the trainer's context ends, which would release them.
             held = dist_autograd.get_gradients(context_id)  # type: ignore[attr-defined]
-            gradients = self._assembly_of(trainer_index, version).complete(held)
-            if gradients is None and not (held and self._pipeline is not None):
+            if self._assembly_of(trainer_index, version).complete(held) is None:
                 raise TrainingError(f"trainer {trainer_index} stepped a context without gradients; call backward first")
             self._reported[trainer_index] = push
             self._accept_if_complete(trainer_index)

@@ -97,7 +97,7 @@ class UpdatePipeline:
             trainers: of the step, in the order in which their gradients are added.
             groups: the optimizer's hyper-parameters in this step; None for those of this process.
         """
-        self._trainers = tuple(trainers)
+        self._trainers = tuple(trainers) if self.updates.possible else ()
         self._groups = self.updates.hyperparameters() if groups is None else groups
         for bucket in list(self._arrived):
             self._compute(bucket)
@@ -156,6 +156,10 @@ class UpdatePipeline:
             used, groups: as for ``BucketUpdates.compute`` and ``begin``.
         """
         groups = self.updates.hyperparameters() if groups is None else groups
+        if not self.updates.possible:
+            self.updates.step_whole(gradients, used, groups)
+            self.version_changed()
+            return
         known = self._computed if groups == self._groups else {}
         updated, early = [], set()
         for bucket, of_trainers in enumerate(zip(*gradients, strict=True)):

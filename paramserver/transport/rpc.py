@@ -85,9 +85,16 @@ class PushAssembly:
         self._first: Tensor | None = None
         self._buckets: dict[int, tuple[int, Tensor]] = {}
 
-    def pull(self, flats: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return what is sent of a version: only the first tensor has a gradient that returns to its leaf."""
-        return *pull(self._leaves[:1], flats[:1]), *flats[1:]
+    def pull(self, flats: Sequence[Tensor], on_first: Callable[[Tensor], None] | None = None) -> tuple[Tensor, ...]:
+        """Return what is sent of a version: only the first tensor has a gradient that returns to its leaf.
+
+        ``on_first`` is called with that gradient, by a thread of distributed autograd.
+        """
+        return *pull(self._leaves[:1], flats[:1], on_first), *flats[1:]
+
+    def add_first(self, gradient: Tensor) -> None:
+        """Add the gradient of the first tensor, as it was received."""
+        self._first = self._codec.decode(gradient, self._leaves[0].dtype)
 
     def add_bucket(self, flat_index: int, gradient: Tensor, revision: int = 0) -> Tensor:
         """Add a received bucket, unless it is here with this or a later revision; return the one that is kept."""
@@ -105,7 +112,7 @@ class PushAssembly:
         """
         leaf, count = self._leaves[0], len(self._leaves)
         if leaf in held:
-            self._first = self._codec.decode(held[leaf], leaf.dtype)
+            self.add_first(held[leaf])
         if self._first is None or len(self._buckets) < count - 1:
             return None
         return [self._first, *(self._buckets[index][1] for index in range(1, count))]
@@ -123,10 +130,19 @@ class RpcServerTransport(ServerTransport):
         leaves: the flat leaves that gradients are for.
         outgoing: the current version, shared by the transports of all trainers.
         shard: what this server owns of a retained version; None for all of it.
+        on_first: called with the gradient of each first tensor, by a thread of distributed autograd; it is to call
+            ``receive_first`` under the server's lock. None where the report of a push follows its gradients.
     """
 
-    def __init__(self, leaves: Sequence[Tensor], outgoing: WireVersion, shard: Shard | None = None) -> None:
+    def __init__(
+        self,
+        leaves: Sequence[Tensor],
+        outgoing: WireVersion,
+        shard: Shard | None = None,
+        on_first: Callable[[Tensor], None] | None = None,
+    ) -> None:
         self._outgoing = outgoing
+        self._on_first = on_first
         self._shard = shard
         self._pinned: list[Tensor] = []
         self._push = PushAssembly(leaves, outgoing.codec)
@@ -137,7 +153,7 @@ class RpcServerTransport(ServerTransport):
         return 0
 
     def pull(self) -> tuple[Tensor, ...]:
-        return self._push.pull(self._pinned)
+        return self._push.pull(self._pinned, self._on_first)
 
     def view_version(self) -> tuple[None, Sequence[Tensor]]:
         return None, self._outgoing.current()
@@ -145,6 +161,10 @@ class RpcServerTransport(ServerTransport):
     def view_retained(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> VersionView:
         flats = parameters if self._shard is None else self._shard.copy_flats(parameters)
         return VersionView(None, tuple(flats), tuple(buffers))
+
+    def receive_first(self, gradient: Tensor) -> None:
+        """Receive the gradient that passed through distributed autograd."""
+        self._push.add_first(gradient)
 
     def receive_bucket(self, flat_index: int, gradient: Tensor, revision: int = 0) -> Tensor:
         return self._push.add_bucket(flat_index, gradient, revision)

@@ -163,7 +163,7 @@ class SharedMemoryServerTransport(ServerTransport):
     def pull(self) -> tuple[Tensor, ...]:
         return tuple(pull([self._leaf], [torch.zeros(1)], self._receive_token))
 
-    def _receive_token(self) -> None:
+    def _receive_token(self, _: Tensor) -> None:
         # In a thread of distributed autograd, without the server's lock: ``on_push`` takes it.
         self._has_token = True
         self._on_push()

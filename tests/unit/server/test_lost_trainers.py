@@ -233,10 +233,10 @@ def test_the_context_of_a_process_is_released_on_all_servers_when_it_is_dead_and
     monkeypatch.setattr(
         parameter_server, "release_context", lambda context_id: released.append(("server 0", context_id))
     )
-    monkeypatch.setattr(coordinator, "send", lambda name, timeout_s, handler, *a: released.append((name, *a)))
     (_, member), senders = run.start()
     for sender in senders:
         run.server.announce(sender, READY)
+    monkeypatch.setattr(coordinator, "send", lambda name, timeout_s, handler, *a: released.append((name, *a)))
     run.server.pull(senders[1])
     run.server._lose(member, "no heartbeat")
     run.connect(run.join(1))
