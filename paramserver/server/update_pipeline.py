@@ -17,7 +17,7 @@ from paramserver.transport.messages import Future
 
 # Of a shard, without ``server.bucket_mb``. More buckets overlap more of the update with its transfer, and cost more
 # messages; larger ones than these gain nothing.
-_BUCKETS, _LEAST_BYTES, _MOST_BYTES = 16, 128 * 2**10, 4 * 2**20
+_BUCKETS, _LEAST_BYTES, _MOST_BYTES = 10, 128 * 2**10, 4 * 2**20
 # The first bucket of a server is sent when the backward has ended, and its update received with the next pull.
 _FIRST_BYTES = 64 * 2**10
 

@@ -207,4 +207,4 @@ def test_the_size_of_buckets_is_that_of_the_configuration_or_follows_from_the_mo
 
     assert sizes(bucket_mb=8) == (2**14, 2**21, 2**21 - 2**14)
     assert sum(sizes()) == 2**22
-    assert len(sizes()) == 17
+    assert len(sizes()) == 11
