@@ -1,11 +1,15 @@
 """Steps over a network of limited bandwidth: parameter servers against all-reduce, and both against a bound.
 
     python -m tests.measure.network [--bandwidth 1gbit] [--trainers 2] [--servers 2] [--seconds 5] [--repeats 3]
-                                    [--model mlp] [--set key=value ...]
+                                    [--model mlp] [--optimizer sgd] [--colocated] [--set key=value ...]
 
-Needs root. Each rank runs in its own network namespace. The cases run in turns. A line per case has the time of a step,
-and the part of it that is communication (the step without that of the same trainers without an exchange) as a multiple
-of ``max(M/B, nM/(kB))``, or for all-reduce of ``2(n-1)M/(nB)``.
+Needs root. Each rank runs in its own network namespace; with ``--colocated`` each server runs in that of a trainer, so
+that n hosts are enough (as in BytePS: Jiang et al., "A unified architecture for accelerating distributed DNN training
+in heterogeneous GPU/CPU clusters", OSDI 2020), for which there must be as many servers as trainers.
+
+The cases run in turns. A line per case has the time of a step, and the part of it that is communication (the step
+without that of the same trainers without an exchange) as a multiple of ``max(M/B, nM/(kB))``, or for all-reduce of
+``2(n-1)M/(nB)``.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import argparse
 import statistics
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +31,13 @@ from paramserver.bench.network import NetworkHosts, parse_bandwidth
 from paramserver.report.results import CaseResult
 from tests.measure.common import MODELS, OPTIMIZERS, origin, spread
 from tests.measure.outside_clock import method_of
+
+
+class ColocatedHosts(NetworkHosts):
+    """Host i has server i and trainer i."""
+
+    def command_on(self, number: int, command: Sequence[str]) -> list[str]:
+        return super().command_on(number % self._count, command)
 
 
 def cases_of(folder: Path, arguments: argparse.Namespace) -> list[Case]:
@@ -56,7 +68,7 @@ def print_case(name: str, results: list[CaseResult], alone_ms: float, size: int,
 
 
 def cpu_of_step(result: CaseResult) -> float:
-    return sum(value or 0.0 for value in result.cpu_s.values()) / max((result.steps or 0) / result.trainers, 1)
+    return sum(value or 0.0 for value in result.cpu_s.values()) / max(result.steps or 0, 1)
 
 
 def phases(result: CaseResult) -> str:
@@ -74,7 +86,10 @@ def main() -> None:
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd")
     parser.add_argument("--modes", nargs="+", default=["no communication", "ddp", "rpc"])
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--colocated", action="store_true")
     arguments = parser.parse_args()
+    if arguments.colocated and arguments.servers != arguments.trainers:
+        parser.error(f"--servers ({arguments.servers}) must be --trainers ({arguments.trainers}) with --colocated")
     print(origin())
     found: dict[str, list[CaseResult]] = {}
     with tempfile.TemporaryDirectory() as name:
@@ -83,7 +98,9 @@ def main() -> None:
         ]
         for repeat in range(arguments.repeats):
             for case in cases:
-                with NetworkHosts(max(2, case.trainers + case.servers), parse_bandwidth(arguments.bandwidth)) as hosts:
+                kind = ColocatedHosts if arguments.colocated else NetworkHosts
+                count = case.trainers if arguments.colocated else case.trainers + case.servers
+                with kind(max(2, count), parse_bandwidth(arguments.bandwidth)) as hosts:
                     method = replace(method_of(Path(name) / "out", arguments.seconds, 1.0), hosts=hosts)
                     result = measure(case, repeat, method)
                 if not result.is_completed:
