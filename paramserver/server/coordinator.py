@@ -24,6 +24,9 @@ from paramserver.transport.messages import ApplyRequest, Future, Push, ShardAssi
 
 _log = logging.getLogger("paramserver")
 
+# No update has this version.
+_NOTHING_BEGUN: tuple[int, list[dict[str, Any]], list[Future]] = (-1, [], [])
+
 # As in torch.nn.utils.clip_grad_norm_.
 _TINY = 1e-6
 
@@ -72,6 +75,8 @@ class ShardCoordinator:
         self.num_servers = config.cluster.num_servers
         self.shares_memory = True
         self.buckets: Sequence[Shard] = ()  # of each server's shard, if updates are made bucket by bucket
+        self._begun: tuple[int, list[dict[str, Any]], list[Future]] = _NOTHING_BEGUN
+        self._unconfirmed: list[Future] = []  # of the last update, if the other servers had prepared it
         self._store = store
         self._lock = lock
         self._stop = stop
@@ -218,20 +223,41 @@ class ShardCoordinator:
             self._store.finish_update(update, pushes)
             on_applied()
 
-        if clip is None:
-            if not by_bucket:
-                updater.step()
-            self._when_all(replies, finish)
-        else:
+        if clip is not None:
             self._when_all(replies, lambda norms: self._apply_clipped(version, clip, norms, finish))
+            return
+        if not by_bucket:
+            updater.step()
+        if by_bucket and self._is_prepared(request):
+            self._unconfirmed = replies
+            self._when_all(replies, lambda _: None)  # an error of another server still ends the run
+            finish(())
+        else:
+            self._when_all(replies, finish)
+
+    def _is_prepared(self, request: ApplyRequest) -> bool:
+        """Return whether all other servers have computed this very update, so that its version is made already."""
+        version, groups, replies = self._begun
+        if version != request.version or groups != request.groups or request.retained_versions:
+            return False
+        if request.used is not None or any(factor != 1.0 for factor in request.factors):
+            return False
+        named = tuple(push for push, key in request.pushes if key is None)
+        # A call that failed is no reason to fail here: the request that was sent now shows whether its server is lost.
+        return len(named) == len(request.pushes) and all(
+            reply.done() and not _failed(reply) and reply.value() == named for reply in replies
+        )
 
     def begin_update(self, decision: Decision) -> None:
         """Let the other servers update buckets as soon as they have the gradients of the trainers of this step."""
         groups = get_hyperparameters(self._store.shard_updater.optimizer)
-        for member in self._members.present():
-            self._notify(
-                member, self.config.cluster.timeout_s, ShardServer.begin_update, decision.step, decision.active, groups
-            )
+        begun = decision.step, decision.active, groups
+        try:
+            replies = [send_deferred(name, ShardServer.begin_update, *begun) for name in self._names]
+        except RuntimeError as unreachable:  # the update itself shows whether a server is lost
+            _log.warning("a server did not receive begin_update: %s", unreachable)
+            replies = []
+        self._begun = (decision.step + 1, groups, replies) if replies else _NOTHING_BEGUN
 
     def _apply_clipped(
         self, version: int, max_norm: float, norms: Sequence[float], then: Callable[[Sequence[Any]], None]
@@ -252,8 +278,16 @@ class ShardCoordinator:
         No update may be applied meanwhile.
         """
         timeout_s, weights = self.config.cluster.timeout_s, not self.shares_memory
-        replies = [send(name, timeout_s, ShardServer.collect_state, weights) for name in self._names]
-        self._when_all(replies, lambda parts: then(self._merge(parts)))
+
+        def collect(_: Sequence[Any]) -> None:
+            replies = [send(name, timeout_s, ShardServer.collect_state, weights) for name in self._names]
+            self._when_all(replies, lambda parts: then(self._merge(parts)))
+
+        unconfirmed, self._unconfirmed = self._unconfirmed, []
+        if unconfirmed:
+            self._when_all(unconfirmed, collect)  # a request for the state must not overtake the last update
+        else:
+            collect(())
 
     def _merge(self, parts: Sequence[tuple[list[torch.Tensor] | None, States]]) -> dict[str, Any]:
         store = self._store
@@ -304,3 +338,11 @@ class ShardCoordinator:
         if isinstance(value, RemoteError):
             raise value.error()
         return value
+
+
+def _failed(future: Future) -> bool:
+    try:
+        future.value()
+    except RuntimeError:
+        return True
+    return False

@@ -191,8 +191,7 @@ class ParameterServer(TutorialMethods):
         codec = make_codec(config.server)
         self._wire = WireVersion(store.shard.layout, codec, store.shard_snapshot)
         shards = (store.shard,) if self.coordinator is None else self.coordinator.shards
-        optimizer = store.updater.optimizer
-        self._buckets, self._barrier = plan_buckets(config, optimizer, store.parameters.layout, shards)
+        self._buckets, self._barrier = plan_buckets(config, store.updater, store.parameters.layout, shards)
         if self.coordinator is not None:
             self.coordinator.buckets = self._buckets
         if self._buckets:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -31,12 +32,27 @@ from paramserver.transport.rpc import PushAssembly, WireVersion
 from paramserver.transport.segments import attach, can_attach
 
 
+@dataclass
+class _Preparation:
+    """An update that server 0 has begun: ``reply`` gets the names of its pushes once it is computed, or None."""
+
+    trainers: Sequence[int]
+    groups: list[dict[str, Any]]
+    reply: Future = field(default_factory=torch.futures.Future)
+    pushes: tuple[PushId, ...] | None = None
+
+
 class ShardServer:
     """The handlers that server 0 and the trainers call. They never block; errors are returned as values.
 
     Consistency, schedule and module buffers are on server 0. A trainer pushes to every server; an update is applied
     here once both server 0's request and all pushes that it names have arrived, in either order. A message of a process
     in whose place another one has called is refused.
+
+    Where updates are made bucket by bucket, server 0 names the trainers of a step when that begins. Once all of their
+    pushes are here and the next version is computed, this server replies with the names of the pushes. If these are the
+    update, server 0 makes the version without waiting for another reply. A message for that version may then arrive
+    here before the request for the update does; it proves that the version was made, so it is written first.
 
     Args:
         task: builds the same model and optimizer as on server 0.
@@ -73,6 +89,8 @@ class ShardServer:
         self._snapshot: list[Tensor] | None = None
         self._request: ApplyRequest | None = None
         self._reply: torch.futures.Future[float | None] | None = None
+        self._preparation: _Preparation | None = None
+        self._made_of: set[PushId] = set()  # the pushes of the current version, if it was made bucket by bucket
         self.shard_updater = self._build(task, assignment)
         codec, self._pipeline = make_codec(config.server), None
         if assignment.buckets is not None:
@@ -137,6 +155,7 @@ class ShardServer:
         """
         with self._lock:
             self._admit(sender)
+            self._reach(version)
             flats = self._wire.current() if version == self.version else self._wire.encode(self._find(version))
             left_out = held if self._pipeline is not None and version == self.version else ()
         assembly = PushAssembly(self._leaves, self._wire.codec)
@@ -149,6 +168,8 @@ class ShardServer:
         """Return this shard of a version for validation, without gradients; None for the current one."""
         with self._lock:
             self._admit(sender)
+            if version is not None:
+                self._reach(version)
             if version is None or version == self.version:
                 return tuple(self._wire.current())
             return tuple(self._find(version))
@@ -159,6 +180,7 @@ class ShardServer:
         """Accept the gradient of range ``number``; see ``ParameterServer.receive_bucket``."""
         with self._lock:
             trainer_index, pipeline = self._admit(sender), self._pipeline
+            self._reach(version)
             if pipeline is not None and version < self.version:
                 return completed_future(None)  # a repeated message, of an update that has been made since
             if pipeline is not None and self._pushed.get(trainer_index) == version:
@@ -210,7 +232,10 @@ class ShardServer:
         del self._assemblies[trainer_index], self._reported[trainer_index]
         self._pushes[trainer_index] = push, gradients
         self._pushed[trainer_index] = version
-        self._process()
+        if self._request is None:
+            self._prepare()
+        else:
+            self._process()
 
     def _admit(self, sender: TrainerId) -> int:
         """Return the index of a trainer that calls. The first call of a new incarnation replaces the earlier one.
@@ -252,15 +277,53 @@ class ShardServer:
 
     # Handlers that server 0 calls.
 
-    def begin_update(self, version: int, trainers: Sequence[int], groups: list[dict[str, Any]]) -> None:
-        """Update the buckets of ``version`` from now on as soon as the gradients of these trainers are here."""
+    def begin_update(self, version: int, trainers: Sequence[int], groups: list[dict[str, Any]]) -> Future:
+        """Update the buckets of ``version`` from now on as soon as the gradients of these trainers are here.
+
+        Reply with the names of their pushes once the next version is computed; with None if it is made otherwise.
+        """
         with self._lock:
-            if self._pipeline is not None and version == self.version:
-                self._pipeline.begin(trainers, groups)
+            self._reach(version)
+            if self._pipeline is None or version != self.version:
+                return completed_future(None)
+            self._end_preparation()
+            self._pipeline.begin(trainers, groups)
+            preparation = self._preparation = _Preparation(trainers, groups)
+            self._prepare()
+            return preparation.reply
+
+    def _prepare(self) -> None:
+        """Compute the next version, and report it, if the pushes of all its trainers are here."""
+        preparation = self._preparation
+        if preparation is None or preparation.pushes is not None:
+            return
+        if any(self._pushed.get(index) != self.version for index in preparation.trainers):
+            return
+        assert self._pipeline is not None
+        if not self._pipeline.updates.possible:
+            return  # the optimizer is stepped once, when server 0 requests it
+        pushes = [self._pushes[index] for index in preparation.trainers]
+        self._pipeline.prepare([gradients for _, gradients in pushes])
+        preparation.pushes = tuple(push for push, _ in pushes)
+        preparation.reply.set_result(preparation.pushes)
+
+    def _reach(self, version: int) -> None:
+        """Make the version that was prepared if this one is called for: server 0 has made it."""
+        preparation = self._preparation
+        if preparation is not None and preparation.pushes is not None and version == self.version + 1:
+            named = tuple((push, None) for push in preparation.pushes)
+            self._apply(ApplyRequest(version, named, (1.0,) * len(named), None, preparation.groups, frozenset()))
+
+    def _end_preparation(self) -> None:
+        if self._preparation is not None and self._preparation.pushes is None:
+            self._preparation.reply.set_result(None)
+        self._preparation = None
 
     def apply(self, request: ApplyRequest) -> torch.futures.Future[float | None]:
         """Reply with None once the version is made; with clipping, with the norm of the gradients before that."""
         with self._lock:
+            if request.version == self.version and all(push in self._made_of for push, _ in request.pushes):
+                return completed_future(None)  # a message for this version arrived before its request
             if request.version != self.version + 1:
                 raise TrainingError(
                     f"server {self.server_index} holds version {self.version} and cannot make {request.version}"
@@ -289,6 +352,7 @@ class ShardServer:
         """The run has ended."""
         self.outcome = outcome
         with self._lock:
+            self._end_preparation()
             waiting = [] if self._pipeline is None else self._pipeline.pop_waiters()
         for future in waiting:
             future.set_result(None)  # server 0 replies to the push
@@ -320,6 +384,8 @@ class ShardServer:
             cut, keys = self._pipeline.updates.cut, [key for _, key in request.pushes]
             in_buckets = [own if key is None else cut(own) for key, own in zip(keys, gradients, strict=True)]
             self._pipeline.commit(in_buckets, request.used, request.groups)
+            self._end_preparation()
+            self._made_of = {push for push, _ in request.pushes}
             self.version += 1
             return None
         self.shard_updater.assign_gradients(self.shard_updater.average(gradients, request.factors), request.used)
@@ -348,3 +414,4 @@ class ShardServer:
         self._snapshot = None
         if self._pipeline is not None:
             self._pipeline.version_changed()
+            self._end_preparation()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from paramserver.config import Config, server_computes
 from paramserver.optim.bucket_updates import BucketUpdates, UpdatedBucket, why_not_by_bucket
+from paramserver.optim.updater import Updater
 from paramserver.parameters.flat import FlatLayout
 from paramserver.parameters.sharding import Shard, split_ranges
 from paramserver.transport.compression import WireCodec
@@ -23,7 +24,7 @@ _FIRST_BYTES = 64 * 2**10
 
 
 def plan_buckets(
-    config: Config, optimizer: torch.optim.Optimizer, layout: FlatLayout, shards: Sequence[Shard]
+    config: Config, updater: Updater, layout: FlatLayout, shards: Sequence[Shard]
 ) -> tuple[tuple[Shard, ...], str]:
     """Return each server's shard in buckets that are updated as their gradients arrive, or none and the reason."""
     server = config.server
@@ -31,7 +32,7 @@ def plan_buckets(
         return (), "trainers do not wait for each other"
     if server_computes(config):
         return (), "the forward runs on the server"
-    reason = why_not_by_bucket(optimizer, config.training.clip_grad_norm)
+    reason = why_not_by_bucket(updater.optimizer, updater.clip_grad_norm)
     if reason is not None:
         return (), reason
     size = config.server.bucket_mb
@@ -86,6 +87,7 @@ class UpdatePipeline:
         self._groups: list[dict[str, Any]] = []
         self._arrived: dict[int, dict[int, Tensor]] = {}  # by bucket and trainer
         self._computed: dict[int, UpdatedBucket] = {}
+        self._prepared: dict[int, UpdatedBucket] = {}  # as ``_computed``, but never sent early
         self._replies: dict[int, Tensor] = {}  # by bucket, in the form in which it is sent
         self._excluded: set[int] = set()
         self._waiting: dict[tuple[int, int], Future] = {}  # by bucket and trainer
@@ -143,6 +145,16 @@ class UpdatePipeline:
         for key in [key for key in self._waiting if key[0] == bucket]:
             self._waiting.pop(key).set_result(self._replies.get(bucket))
 
+    def prepare(self, gradients: Sequence[Sequence[Tensor]]) -> None:
+        """Compute what is left of the version, so that ``commit`` with the same gradients only writes it.
+
+        Args:
+            gradients: as for ``commit``; every parameter has a gradient of some trainer.
+        """
+        for bucket, of_trainers in enumerate(zip(*gradients, strict=True)):
+            if bucket not in self._computed:
+                self._prepared[bucket] = self.updates.compute(bucket, of_trainers, None, self._groups)
+
     def commit(
         self,
         gradients: Sequence[Sequence[Tensor]],
@@ -161,11 +173,13 @@ class UpdatePipeline:
             self.version_changed()
             return
         known = self._computed if groups == self._groups else {}
+        if groups == self._groups and used is None:
+            known = self._prepared | self._computed
         updated, early = [], set()
         for bucket, of_trainers in enumerate(zip(*gradients, strict=True)):
             computed = known.get(bucket)
             if computed is not None and computed.is_from(of_trainers):
-                early.add(bucket)
+                early |= {bucket} & self._computed.keys()
             else:
                 computed = self.updates.compute(bucket, of_trainers, used, groups)
             updated.append(computed)
@@ -177,7 +191,7 @@ class UpdatePipeline:
     def abandon_update(self) -> None:
         """Drop what was computed in advance, and compute nothing more before the next ``begin``."""
         self._trainers = ()
-        for table in (self._arrived, self._computed, self._replies, self._excluded):
+        for table in (self._arrived, self._computed, self._prepared, self._replies, self._excluded):
             table.clear()
         for future in self.pop_waiters():
             future.set_result(None)

@@ -168,6 +168,7 @@ class Store:
         self.parameters = SimpleNamespace(layout=layout, flats=[], tensors={})
         self.buffers = self.shard = self.parameters
         self.leaves: list[Any] = []
+        self.pipeline = None
         self.updater = SimpleNamespace(
             lr=(0.1,), on_epoch_end=lambda: None, on_validation_end=lambda version, means: None, state_dict=dict
         )

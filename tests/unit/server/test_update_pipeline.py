@@ -1,5 +1,7 @@
 """The next version made in advance: it counts only if it was made of the gradients that the decision names."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -182,6 +184,11 @@ def test_what_is_sent_early_is_rounded_as_what_is_pulled():
     assert run.weights[1] == pytest.approx(-1 / 3, abs=1e-7)
 
 
+def updater_of(config):
+    sgd = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    return SimpleNamespace(optimizer=sgd, clip_grad_norm=config.training.clip_grad_norm)
+
+
 @pytest.mark.parametrize(
     ("server", "reason"),
     [
@@ -192,18 +199,17 @@ def test_what_is_sent_early_is_rounded_as_what_is_pulled():
 )
 def test_why_there_are_no_buckets(server, reason):
     mapping = {"task": "t:T", "mode": "rpc", "cluster": {"num_trainers": 2}, "server": server}
-    sgd, layout = torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1), Run().flat.layout
+    layout = Run().flat.layout
     config = config_from_mapping(mapping)
-    assert plan_buckets(config, sgd, layout, [full_shard(layout)]) == ((), reason)
+    assert plan_buckets(config, updater_of(config), layout, [full_shard(layout)]) == ((), reason)
 
 
 def test_the_size_of_buckets_is_that_of_the_configuration_or_follows_from_the_model():
     layout = FlatTensors({"w": nn.Parameter(torch.zeros(2**22))}).layout
-    sgd = torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1)
 
     def sizes(**server):
         config = config_from_mapping({"task": "t:T", "mode": "rpc", "server": server})
-        return plan_buckets(config, sgd, layout, [full_shard(layout)])[0][0].layout.sizes
+        return plan_buckets(config, updater_of(config), layout, [full_shard(layout)])[0][0].layout.sizes
 
     assert sizes(bucket_mb=8) == (2**14, 2**21, 2**21 - 2**14)
     assert sum(sizes()) == 2**22
