@@ -322,7 +322,7 @@ class ShardServer:
     def apply(self, request: ApplyRequest) -> torch.futures.Future[float | None]:
         """Reply with None once the version is made; with clipping, with the norm of the gradients before that."""
         with self._lock:
-            if request.version == self.version and all(push in self._made_of for push, _ in request.pushes):
+            if request.version == self.version and {push for push, _ in request.pushes} == self._made_of:
                 return completed_future(None)  # a message for this version arrived before its request
             if request.version != self.version + 1:
                 raise TrainingError(
