@@ -228,12 +228,24 @@ class ShardCoordinator:
             return
         if not by_bucket:
             updater.step()
-        if by_bucket and self._is_prepared(request):
-            self._unconfirmed = replies
-            self._when_all(replies, lambda _: None)  # an error of another server still ends the run
-            finish(())
-        else:
-            self._when_all(replies, finish)
+        self._unconfirmed = replies
+        finished = False
+
+        def finish_once(_: Sequence[Any]) -> None:
+            nonlocal finished
+            if not finished:
+                finished = True
+                finish(())
+
+        def finish_if_prepared() -> None:
+            if not finished and self._is_prepared(request):
+                finish_once(())
+
+        # Whichever comes first. An error in a reply ends the run also later.
+        self._when_all(replies, finish_once)
+        if by_bucket and self._begun[0] == version:
+            for reply in self._begun[2]:
+                reply.add_done_callback(lambda _: self._run(finish_if_prepared))
 
     def _is_prepared(self, request: ApplyRequest) -> bool:
         """Return whether all other servers have computed this very update, so that its version is made already."""
@@ -312,14 +324,20 @@ class ShardCoordinator:
         torch.futures.collect_all(list(replies)).add_done_callback(lambda _: self._on_replies(replies, then))
 
     def _on_replies(self, replies: Sequence[Future], then: Callable[[list[Any]], None]) -> None:
+        def use() -> None:
+            # collect_all completes at the first error, when other replies may still be missing.
+            values = [self._value(index, future) for index, future in enumerate(replies, 1) if future.done()]
+            assert len(values) == len(replies), "a missing reply follows an error, which was raised"
+            then(values)
+
+        self._run(use)
+
+    def _run(self, action: Callable[[], None]) -> None:
+        """Do what follows from a reply, with the lock; an error ends the run, as torch only prints it."""
         try:
             with self._lock:
-                if self._ended:
-                    return
-                # collect_all completes at the first error, when other replies may still be missing.
-                values = [self._value(index, future) for index, future in enumerate(replies, 1) if future.done()]
-                assert len(values) == len(replies), "a missing reply follows an error, which was raised"
-                then(values)
+                if not self._ended:
+                    action()
         except ParamserverError as error:
             self._fail(error)
         except Exception as error:  # noqa: BLE001 - ends the run and is sent to every trainer
