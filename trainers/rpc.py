@@ -94,7 +94,10 @@ class RpcTrainer(Trainer):
         self._pull: list[InFlightCall[tuple[Tensor, ...]]] = []
         self._pulled: tuple[Tensor, ...] = ()
         self._leave_request: str | None = None
-        self._sent_buckets: dict[GradientBucket, InFlightCall[None]] = {}
+        self._sent_buckets: dict[GradientBucket, list[InFlightCall[Tensor | None]]] = {}
+        # Buckets of the next version that arrived before that was complete. The model holds them once it was granted.
+        self._early: dict[GradientBucket, Tensor] = {}
+        self._by_bucket = False
         self._records_sent = time.monotonic()
         self._sending_records: InFlightCall[None] | None = None
         # A change through ``grad.data`` after backward cannot be noticed, so nothing is sent before these hooks ran.
@@ -178,6 +181,10 @@ class RpcTrainer(Trainer):
             closing(GradientBuckets(self.transport, self._parameters, self._send_bucket))
         )
         log.info("trainer %d: transport of parameters and gradients: %s", self.trainer_index, self.transport.name)
+        if not self.transport.zero_copy:
+            self._by_bucket = not reply.barrier
+            how = f"after all gradients: {reply.barrier}" if reply.barrier else "bucket by bucket, as gradients arrive"
+            log.info("trainer %d: the server updates parameters %s", self.trainer_index, how)
         # Trainers that run freely may have made updates since the reply; each step pulls its own version.
         self._load_view(self.server.view_version(None))
 
@@ -249,21 +256,27 @@ class RpcTrainer(Trainer):
         if self.transport.zero_copy:
             return  # it is in shared memory
         assert self._grant.decision is not None
-        self._pull = self.server.pull(self._grant.decision.step)
+        self._pull = self.server.pull(self._grant.decision.step, self._early)
 
     def _finish_pull(self) -> None:
         self.clock.add_hidden(max(call.in_flight_s() for call in self._pull))
         give_up_at = time.monotonic() + self.config.cluster.timeout_s
         while True:
             try:
-                self._pulled = tuple(flat for call in self._pull for flat in call.wait_once())
-                return
+                pulled = [call.wait_once() for call in self._pull]
+                break
             except CallFailed as failure:
                 self.server.wait_before_repeat(failure, give_up_at)
                 note_repeated("pull")
                 # The server may have recorded the pull. Distributed autograd would wait for its gradient too.
                 self._enter_autograd_context()
                 self.begin_pull()
+        self._pulled = tuple(
+            flat if flat.numel() else self._early.get(GradientBucket(server_index, flat_index), flat)
+            for server_index, flats in enumerate(pulled)
+            for flat_index, flat in enumerate(flats)
+        )
+        self._early = {}
 
     def load_version(self) -> None:
         if self.transport.zero_copy:
@@ -288,13 +301,15 @@ class RpcTrainer(Trainer):
 
     def _send_bucket(self, bucket: GradientBucket) -> None:
         assert self._grant.decision is not None
-        sent = self._sent_buckets.pop(bucket, None)
-        if sent is not None:
-            sent.wait()  # the server may receive two messages in any order, and the second replaces the first
+        sent = self._sent_buckets.setdefault(bucket, [])
         gradient = self.transport.bucket_tensor(bucket)
-        if sent is not None:
+        if sent:
             self.wire_bytes += gradient.nbytes  # ``step_bytes`` counts it once
-        self._sent_buckets[bucket] = self.server.send_bucket(self._grant.decision.step, bucket, gradient)
+        has_all = all(self._parameters[number].grad is not None for number in self.transport.buckets[bucket])
+        sent.append(self.server.send_bucket(self._grant.decision.step, bucket, gradient, len(sent), has_all))
+        if len(sent) > 1:
+            # It replaces the one before, in whichever order they arrive, and must be there before the push.
+            sent[-1].wait()
 
     def step_optimizer(self, report: StepReport) -> StepResult:
         self._check_gradients()
@@ -304,17 +319,27 @@ class RpcTrainer(Trainer):
         push = report, buffers, self.next_announcement(report.version + 1)
         if isinstance(self.transport, SharedMemoryTrainerTransport):
             # Sent by the backward of the context, which is local.
-            self._pulled = self.transport.pull(lambda: self.optimizer.begin_step(self._context_id, *push))
+            self._pulled = self.transport.pull(lambda _: self.optimizer.begin_step(self._context_id, *push))
         root = self.transport.backward_root(self._pulled)
         self.wire_bytes += self.transport.step_bytes(self._pulled)
         self.wire_bytes += sum(flat.nbytes for flat in (*buffers, *self._grant.buffers))
-        if self._sent_buckets:
-            self.clock.add_hidden(max(call.in_flight_s() for call in self._sent_buckets.values()))
+        sent = {bucket: calls[-1] for bucket, calls in self._sent_buckets.items()}
+        self._sent_buckets = {}
+        if self._by_bucket:
+            self.optimizer.begin_step(self._context_id, *push, list(sent.values()))
+        if sent:
+            self.clock.add_hidden(max(call.in_flight_s() for call in sent.values()))
         self.server.backward(self._context_id, root)
-        # All buckets must have arrived before the push is reported complete.
-        for bucket in list(self._sent_buckets):
-            self._sent_buckets.pop(bucket).wait()
-        return self.finish_step(self.optimizer.step(self._context_id, *push))
+        if not self._by_bucket:
+            # All buckets must have arrived before the push is reported complete.
+            for call in sent.values():
+                call.wait()
+            return self.finish_step(self.optimizer.step(self._context_id, *push))
+        grant = self.optimizer.step(self._context_id)
+        for bucket, call in sent.items():
+            if (updated := call.wait()) is not None:
+                self._early[bucket] = updated
+        return self.finish_step(grant)
 
     def number_push(self, report: StepReport, used: tuple[bool, ...] | None = None) -> StepReport:
         """Return the report of a new push, with what names it, the samples that it holds and ``used``."""

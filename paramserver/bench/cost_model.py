@@ -87,7 +87,14 @@ def ring_bytes(model_bytes: int, trainers: int, comm_hook: str) -> float | None:
 
 
 def predict_communication(
-    mode: Mode, speed: LinkSpeed, model_bytes: int, wire_bytes: float, trainers: int, servers: int, comm_hook: str
+    mode: Mode,
+    speed: LinkSpeed,
+    model_bytes: int,
+    wire_bytes: float,
+    trainers: int,
+    servers: int,
+    comm_hook: str,
+    overlap: bool = False,
 ) -> dict[str, Any] | None:
     """The predicted communication of a case; None without communication or without a formula for it.
 
@@ -98,22 +105,25 @@ def predict_communication(
         wire_bytes: sent and received by a trainer per step, as measured.
         trainers, servers: their numbers.
         comm_hook: the value of ``ddp.comm_hook``.
+        overlap: servers update and send back each bucket while they receive others.
     """
     if mode.has_servers:
         in_memory = wire_bytes < model_bytes / 2
         size = wire_bytes / 2  # each way
-        built = f"{servers} server{'s' if servers > 1 else ''}: push, apply, pull, one after the other"
+        overlap = overlap and not in_memory
+        how = "bucket by bucket" if overlap else "one after the other"
+        built = f"{servers} server{'s' if servers > 1 else ''}: push, apply, pull, {how}"
         if in_memory:
             built += " (through shared memory: only messages are sent)"
     elif mode.has_process_group and comm_hook in _COMPRESSION:
         size, built = model_bytes * _COMPRESSION[comm_hook], f"ring all-reduce of {trainers}"
     else:
         return None
-    seconds = communication_s(mode, size, trainers, servers, speed.bandwidth, speed.latency)
+    seconds = communication_s(mode, size, trainers, servers, speed.bandwidth, speed.latency, overlap)
     return {
         "bandwidth_bytes_s": speed.bandwidth,
         "latency_s": speed.latency,
         "communication_ms": seconds * 1e3,
         "built": built,
-        "break_even_servers": break_even_servers(trainers) if mode.has_servers else None,
+        "break_even_servers": break_even_servers(trainers, overlap) if mode.has_servers else None,
     }

@@ -469,5 +469,10 @@ def _predicted(case: Case, method: MeasuringMethod, stamps: StepStamps, wire_byt
     speed = method.speeds.get(case.mode.name)
     if speed is None:
         return None
-    hook = case.config.ddp.comm_hook
-    return predict_communication(case.mode, speed, stamps.model_bytes, wire_bytes, case.trainers, case.servers, hook)
+    hook, server = case.config.ddp.comm_hook, case.config.server
+    # With an optimizer that updates each element by itself; only the servers know which one it is.
+    may_overlap = (server.consistency, server.backup_trainers, server.compute) == ("sync", 0, "trainer")
+    overlap = may_overlap and case.config.training.clip_grad_norm is None
+    return predict_communication(
+        case.mode, speed, stamps.model_bytes, wire_bytes, case.trainers, case.servers, hook, overlap
+    )

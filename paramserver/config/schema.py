@@ -258,14 +258,19 @@ class ServerConfig:
     compute: str = key("trainer", one_of("trainer", "server"), "where the forward runs")
     transport: str = key("auto", one_of("auto", "rpc", "shared_memory"), "how tensors are exchanged")
     wire_dtype: str = key("float32", one_of("float32", "bfloat16", "float16"), "type of tensors in RPC messages")
-    bucket_mb: float = key(4.0, positive_number(), "over rpc, size in MB of the gradient buckets sent during backward")
+    bucket_mb: float | None = key(
+        None,
+        positive_number(nullable=True),
+        "over rpc, size in MB of the buckets that are sent during backward; "
+        "null = chosen from the size of the model where each is updated as it arrives, 4 elsewhere",
+    )
     heartbeat_s: float = key(1.0, positive_number(), "seconds between two heartbeats of a trainer")
     lost_after_s: float = key(5.0, positive_number(), "seconds without a heartbeat after which a trainer is lost")
     on_loss: str = key("continue", one_of("continue", "rollback", "fail"), "rpc: reaction to the loss of a trainer")
 
     @property
     def bucket_bytes(self) -> float:
-        return self.bucket_mb * 2**20
+        return (4.0 if self.bucket_mb is None else self.bucket_mb) * 2**20
 
     @property
     def shares_memory(self) -> bool:

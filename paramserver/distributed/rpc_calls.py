@@ -54,7 +54,7 @@ def agent_options(timeout_s: float, same_host: bool, computing: int = 0) -> rpc.
         same_host: whether both ends have the same ``host_identity``.
         computing: number of handlers that compute at the same time; each gets a thread in addition to the others.
     """
-    channels = ["cma", "mpt_uv", "basic"] if same_host else ["mpt_uv", "basic"]
+    channels = ["cma", "mpt_uv", "basic"] if same_host else ["basic"]
     return rpc.TensorPipeRpcBackendOptions(
         num_worker_threads=WORKER_THREADS + computing,
         rpc_timeout=timeout_s,

@@ -56,14 +56,15 @@ class ShardUpdater:
         # They share the memory of the ranges: a pull needs them as targets of gradients only, never a copy.
         self.leaves = [flat.detach().requires_grad_() for flat in self.ranges]
         views = shard.layout.views(self.ranges)
-        self._owned: list[tuple[int, str, Tensor]] = []
+        # Slot, name and optimizer parameter of each owned slice.
+        self.owned: list[tuple[int, str, Tensor]] = []
         split: dict[int, Tensor] = {}
         for piece, slot in zip(shard.slices, shard.layout.slots, strict=True):
             owned = parameters[piece.slot]
             if not shard.is_whole(piece, layout):
                 owned = nn.Parameter(views[slot.name])
                 split[id(parameters[piece.slot])] = owned
-            self._owned.append((piece.slot, slot.name, owned))
+            self.owned.append((piece.slot, slot.name, owned))
         for group in optimizer.param_groups if split else ():
             # In place and in order: ``optimizer_indices`` and stored states number the parameters by their position in
             # the groups.
@@ -92,18 +93,18 @@ class ShardUpdater:
     def assign_gradients(self, mean: Sequence[Tensor], used: tuple[bool, ...] | None) -> None:
         """Set ``.grad`` of each parameter; None if no trainer had one, so that torch.optim does not step it."""
         views = self.shard.layout.views(mean)
-        for slot, name, parameter in self._owned:
+        for slot, name, parameter in self.owned:
             # Views of the mean: clipping scales the mean itself, so no copy is needed.
             parameter.grad = views[name] if used is None or used[slot] else None
 
     def clear_gradients(self) -> None:
         """Release the memory of the gradients."""
-        for _, _, parameter in self._owned:
+        for _, _, parameter in self.owned:
             parameter.grad = None
 
     def norm(self) -> float:
         """Return the Euclidean norm of all gradients: the norm, in float64, of the norms of the tensors."""
-        gradients = [p.grad for _, _, p in self._owned if p.grad is not None]
+        gradients = [p.grad for _, _, p in self.owned if p.grad is not None]
         if not gradients:
             return 0.0
         norms: Any = torch._foreach_norm(gradients)
@@ -111,7 +112,7 @@ class ShardUpdater:
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients by ``factor``."""
-        gradients = [p.grad for _, _, p in self._owned if p.grad is not None]
+        gradients = [p.grad for _, _, p in self.owned if p.grad is not None]
         if factor != 1.0 and gradients:
             torch._foreach_mul_(gradients, factor)
 

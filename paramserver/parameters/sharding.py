@@ -113,6 +113,73 @@ def plan_shards(layout: FlatLayout, servers: int, splittable: bool) -> tuple[Sha
     return tuple(_shard(layout, first, end) for first, end in pairwise(chosen))
 
 
+# In elements; a multiple of every kernel's vector width, so that a cut within a tensor changes no rounding.
+_CUT_ELEMENTS = 4096
+
+
+def split_ranges(shard: Shard, layout: FlatLayout, range_bytes: float, first_bytes: float | None = None) -> Shard:
+    """Return the same shard in ranges of about ``range_bytes``; large tensors are cut, and their slices named anew.
+
+    Args:
+        shard: of ``layout``.
+        layout: of all parameters.
+        range_bytes: size of a range, at most, unless 4,096 elements of a tensor are larger.
+        first_bytes: size of the first one, if that differs.
+
+    Example::
+
+        >>> layout = FlatLayout.of([("weight", torch.zeros(3, 4096)), ("bias", torch.zeros(3))])
+        >>> buckets = split_ranges(full_shard(layout), layout, 32 * 1024)
+        >>> buckets.ranges
+        ((0, 0, 8192), (0, 8192, 12304))
+        >>> [slot.name for slot in buckets.layout.slots]
+        ['weight[0:8192]', 'weight[8192:12288]', 'bias']
+    """
+    ranges: list[tuple[int, int, int]] = []
+    slices, slots, dtypes = [], [], []
+    for number, (group, first, end) in enumerate(shard.ranges):
+        dtype = layout.dtypes[group]
+        held = [(p, s) for p, s in zip(shard.slices, shard.layout.slots, strict=True) if s.group == number]
+        most = int(range_bytes // dtype.itemsize)
+        most_first = most if first_bytes is None or ranges else int(first_bytes // dtype.itemsize)
+        for begin, stop in pairwise(_cuts(held, end - first, most, most_first)):
+            for piece, slot in held:
+                start, last = max(slot.offset, begin), min(slot.offset + piece.length, stop)
+                is_empty = (
+                    not piece.length and begin <= slot.offset <= stop and not (slot.offset == stop != end - first)
+                )
+                if start < last or is_empty:
+                    cut = ShardSlice(piece.slot, piece.start + start - slot.offset, last - start)
+                    slices.append(cut)
+                    slots.append(_slot_of_slice(slot, cut, piece, len(ranges), start - begin))
+            ranges.append((group, first + begin, first + stop))
+            dtypes.append(dtype)
+    sizes = tuple(end - first for _, first, end in ranges)
+    return Shard(tuple(ranges), tuple(slices), FlatLayout(tuple(dtypes), sizes, tuple(slots)))
+
+
+def _cuts(held: Sequence[tuple[ShardSlice, TensorSlot]], size: int, most: int, most_first: int) -> list[int]:
+    """Return where the ranges of one range begin, and its end."""
+    cuts = [0]
+    ends = [slot.offset for _, slot in held[1:]] + [size]
+    for (_, slot), end in zip(held, ends, strict=True):
+        while end > slot.offset and end - cuts[-1] > (limit := most if len(cuts) > 1 else most_first):
+            inside = (cuts[-1] + limit - slot.offset) // _CUT_ELEMENTS * _CUT_ELEMENTS
+            if inside <= cuts[-1] - slot.offset:  # not even so many elements fit
+                inside = 0 if slot.offset > cuts[-1] else cuts[-1] - slot.offset + _CUT_ELEMENTS
+            if slot.offset + inside >= end:
+                break
+            cuts.append(slot.offset + inside)
+    return [*cuts, size] if cuts[-1] < size or size == 0 else cuts
+
+
+def _slot_of_slice(slot: TensorSlot, cut: ShardSlice, piece: ShardSlice, group: int, offset: int) -> TensorSlot:
+    if cut.length == piece.length:
+        return TensorSlot(slot.name, group, offset, slot.shape, slot.stride)
+    name = f"{slot.name}[{cut.start}:{cut.start + cut.length}]"
+    return TensorSlot(name, group, offset, (cut.length,), (1,))
+
+
 def _ends(layout: FlatLayout) -> list[int]:
     """Return the end of each flat tensor, in bytes, if they follow one another."""
     ends, end = [], 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -28,6 +28,7 @@ from paramserver.metrics.records import StepReport, StepResult
 from paramserver.runs.monitor import RunMonitor
 from paramserver.server.coordinator import ShardCoordinator
 from paramserver.server.parameter_store import ParameterStore
+from paramserver.server.update_pipeline import UpdatePipeline
 from paramserver.transport.base import ServerTransport
 from paramserver.transport.messages import Future, PendingReplies, Push, StepGrant, VersionView, push_id
 
@@ -73,6 +74,7 @@ class Aggregator:
         self.stop = stop
         self.transports: dict[int, ServerTransport] = {}
         self.epoch_samples: int | None = None
+        self.pipeline: UpdatePipeline | None = None  # of the shard of this server, if updates are made bucket by bucket
         self._fail = fail
         self._coordinator = coordinator
         self._clock = clock
@@ -82,6 +84,7 @@ class Aggregator:
         self._version_waits = PendingReplies()
         self._results: dict[int, StepResult] = {}  # of pushes whose reply waits for the next grant
         self._pushes: dict[int, Push] = {}  # complete, not applied yet
+        self._incomplete: dict[int, Push] = {}  # reported, with gradients still on their way
         self._granted: dict[int, int] = {}  # the version that each trainer was granted and has not pushed for
         # Of the last push of each trainer, and of its last announcement with its number: for a repeated message.
         self._replies: dict[int, Future] = {}
@@ -140,6 +143,8 @@ class Aggregator:
             for table in (self._announcements, self._version_waits)
             if trainer_index in table.parts
         ]
+        if (incomplete := self._incomplete.pop(trainer_index, None)) is not None:
+            waiting.append(incomplete.future)
         self._granted.pop(trainer_index, None)
         self._results.pop(trainer_index, None)
         self._replies.pop(trainer_index, None)
@@ -148,6 +153,8 @@ class Aggregator:
             transport.unpin()
         if trainer_index in self.rules.trainers:
             self.rules.leave(trainer_index)
+        if self.pipeline is not None:
+            self.pipeline.abandon_update()
         for future in waiting:
             future.set_result(error)
         self._process()
@@ -242,6 +249,13 @@ class Aggregator:
                 self.ended = True
                 self._resize = decision.reason if decision.resizes else ""
             self._grant(trainer_index, decision)
+        going = next((decision for decision in decisions.values() if decision.verdict is Verdict.GO), None)
+        # After the grants, which may have begun an epoch with another learning rate. Where some gradients are in shared
+        # memory, no bucket is complete before a push.
+        if self.pipeline and going and not any(self.transports[i].zero_copy for i in going.active):
+            self.pipeline.begin(going.active)
+            if self._coordinator is not None:
+                self._coordinator.begin_update(going)
 
     def _release(self) -> None:
         """Continue after an exclusive task or an update on several servers."""
@@ -276,21 +290,38 @@ class Aggregator:
             self.store.updater.on_epoch_end()
             self.monitor.enter_epoch(self._epoch)
 
-    def pull(self, trainer_index: int) -> tuple[Tensor, ...]:
-        """Return the version that a trainer was granted, as tensors whose gradients are its push."""
-        return self.transports[trainer_index].pull()
+    def pull(self, trainer_index: int, held: Collection[int] = ()) -> tuple[Tensor, ...]:
+        """Return the version that a trainer was granted, as tensors whose gradients are its push.
+
+        Those of the buckets ``held``, which it has received already, are empty.
+        """
+        pulled = self.transports[trainer_index].pull()
+        return pulled if self.pipeline is None or not held else self.pipeline.leave_out(pulled, held)
 
     # Pushes.
 
-    def receive_bucket(self, trainer_index: int, version: int, number: int, gradient: Tensor) -> None:
-        """Accept a part of a push that arrives before the push itself.
+    def receive_bucket(
+        self, trainer_index: int, version: int, number: int, gradient: Tensor, revision: int = 0, has_all: bool = True
+    ) -> Future:
+        """Accept a part of a push that may arrive before the push itself.
+
+        Reply with the next version of the bucket, or with None, at once where updates are not made bucket by bucket.
 
         Raises:
             TrainingError: the trainer was not granted that version.
         """
+        if self.pipeline is not None and version < self.rules.step:
+            return completed_future(None)  # a repeated message, of an update that has been made since
+        if self.pipeline is not None and version == self.rules.step and trainer_index in self._pushes:
+            return self.pipeline.add(trainer_index, number, None)  # a repeated message, of a push that is complete
         if self._granted.get(trainer_index) != version:
             raise TrainingError(f"trainer {trainer_index} has no part in version {version} and sent a gradient for it")
-        self.transports[trainer_index].receive_bucket(number, gradient)
+        kept = self.transports[trainer_index].receive_bucket(number, gradient, revision)
+        if self.pipeline is None:
+            return completed_future(None)
+        future = self.pipeline.add(trainer_index, number, kept, has_all)
+        self.gradients_arrived(trainer_index)
+        return future
 
     def push(
         self,
@@ -299,10 +330,10 @@ class Aggregator:
         buffers: Sequence[Tensor],
         announcement: Announcement | None,
     ) -> torch.futures.Future[StepGrant]:
-        """Accept gradients: those that a distributed-autograd context holds, or that are in shared memory.
+        """Accept the gradients that a distributed-autograd context holds.
 
         Raises:
-            TrainingError: there are none, or the consistency model rejects them.
+            TrainingError: it holds none, or the consistency model rejects them.
             Evicted: the trainer takes no part any more.
         """
         if (reply := self._find_reply(report)) is not None:
@@ -316,6 +347,29 @@ class Aggregator:
         self._accept(Push(gradients, report, buffers, announcement, future, self._clock()))
         return future
 
+    def push_in_place(
+        self, report: StepReport, buffers: Sequence[Tensor], announcement: Announcement | None
+    ) -> torch.futures.Future[StepGrant]:
+        """Keep the report of a push until its gradients have arrived: see ``gradients_arrived``."""
+        if (reply := self._find_reply(report)) is not None:
+            return reply
+        future: torch.futures.Future[StepGrant] = torch.futures.Future()
+        self._incomplete[report.trainer_index] = Push([], report, buffers, announcement, future, self._clock())
+        self.gradients_arrived(report.trainer_index)
+        return future
+
+    def gradients_arrived(self, trainer_index: int) -> None:
+        """Accept a push if both its report and its gradients have arrived; they come in either order."""
+        push = self._incomplete.get(trainer_index)
+        gradients = self.transports[trainer_index].collect_gradients({}) if push is not None else None
+        if push is None or gradients is None:
+            return
+        del self._incomplete[trainer_index]
+        try:
+            self._accept(replace(push, gradients=gradients, arrival_s=self._clock()))
+        except TrainingError as error:
+            push.future.set_result(RemoteError.of(error))  # raised by the caller
+
     def _find_reply(self, report: StepReport) -> Future | None:
         """Return the reply to a push that was sent before; None for a new one.
 
@@ -324,6 +378,9 @@ class Aggregator:
             TrainingError: the push before it is missing.
         """
         trainer_index = report.trainer_index
+        incomplete = self._incomplete.get(trainer_index)
+        if incomplete is not None and push_id(incomplete.report) == push_id(report):
+            return incomplete.future
         state = self.ledger.state_of(push_id(report))
         if state is PushState.EVICTED or trainer_index not in self.transports:
             raise Evicted(f"trainer {trainer_index} takes no part in the run any more, or joined it anew")
@@ -434,6 +491,7 @@ class Aggregator:
     def pop_waiters(self) -> list[Future]:
         """Remove and return the futures of all calls that wait; the caller replies to them."""
         waiting = [f for table in (self._announcements, self._version_waits) for f in table.pop_all()[1].values()]
-        waiting += [push.future for push in self._pushes.values()]
+        waiting += [push.future for push in (*self._pushes.values(), *self._incomplete.values())]
         self._pushes.clear()
-        return waiting
+        self._incomplete.clear()
+        return waiting if self.pipeline is None else waiting + self.pipeline.pop_waiters()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -86,6 +86,7 @@ class InFlightCall(Generic[T]):
         self._name = name
         self._timeout_s = timeout_s
         self._repeatable = repeatable
+        self._give_up_at: float | None = None
         self._sent = time.perf_counter()
         self._replied: float | None = None
         self._is_local = local is not None
@@ -112,16 +113,31 @@ class InFlightCall(Generic[T]):
             DeadlineExceeded: there was no reply in time.
             ParamserverError: the handler raised it.
         """
-        give_up_at = None
         while True:
             try:
                 return self.wait_once()
             except CallFailed as failure:
-                give_up_at = give_up_at or time.monotonic() + self._connection.timeout_s
-                self._connection.wait_before_repeat(failure, give_up_at if self._repeatable else 0.0)
-            note_repeated(self._name)
-            self._is_local = False
-            self._send(self._call)
+                self._repeat(failure)
+
+    def succeeded(self) -> bool:
+        """Return whether the call that has ended has its reply; if it failed, send it again, but do not wait.
+
+        Raises:
+            PeerLost, ParamserverError: as ``wait``.
+        """
+        try:
+            self.wait_once()
+        except CallFailed as failure:
+            self._repeat(failure)
+            return False
+        return True
+
+    def _repeat(self, failure: CallFailed) -> None:
+        self._give_up_at = self._give_up_at or time.monotonic() + self._connection.timeout_s
+        self._connection.wait_before_repeat(failure, self._give_up_at if self._repeatable else 0.0)
+        note_repeated(self._name)
+        self._is_local = False
+        self._send(self._call)
 
     def wait_once(self) -> T:
         """Return the reply as ``wait`` does, but do not send the call again.
@@ -132,6 +148,23 @@ class InFlightCall(Generic[T]):
         if self._is_local:
             self._connection.receive_local(self.future)
         return self._connection.wait(self.future, self._name, self._timeout_s)
+
+
+class CallsInFlight(Generic[T]):
+    """Calls that are awaited together: one that is lost may have to be sent again before another one has a reply."""
+
+    def __init__(
+        self, connection: ServerConnection, others: Sequence[InFlightCall[Any]], last: InFlightCall[T]
+    ) -> None:
+        self._connection = connection
+        self._others = others
+        self._last = last
+
+    def wait(self) -> T:
+        """Wait for all replies, and return the last call's; see ``InFlightCall.wait``."""
+        if self._others:
+            self._connection.wait_all([*self._others, self._last])
+        return self._last.wait()
 
 
 class ServerConnection(ABC):
@@ -260,6 +293,19 @@ class ServerConnection(ABC):
         with self._changed:
             self._changed.notify_all()
 
+    def wait_all(self, calls: Sequence[InFlightCall[Any]]) -> None:
+        """Wait until all calls have their replies; send those again that fail."""
+        pending = list(calls)
+
+        def may_continue() -> bool:
+            return self._lost is not None or any(call.future.done() for call in pending)
+
+        while pending:
+            with self._changed:
+                self._changed.wait_for(may_continue)
+            self.raise_if_lost()
+            pending = [call for call in pending if not (call.future.done() and call.succeeded())]
+
     def _mark_lost(self, reason: str | PeerLost) -> None:
         error = PeerLost(f"{self._name} is lost: {reason}") if isinstance(reason, str) else reason
         with self._changed:
@@ -300,6 +346,7 @@ _REPEATABLE = frozenset(
         ParameterServer.optimizer_state,
         ParameterServer.model_as_built,
         ShardServer.push,
+        ShardServer.push_in_place,
         ShardServer.receive_bucket,
         ShardServer.view_version,
     }
@@ -433,18 +480,31 @@ class ServerClient(ServerConnection):
         self._announced += 1
         return self.call_deferred(ParameterServer.announce, self._id, announcement, self._announced)
 
-    def pull(self, version: int) -> list[InFlightCall[tuple[Tensor, ...]]]:
-        """Pull a version inside this thread's distributed-autograd context: a call for each server, in order."""
-        first = self.begin(SERVER_NAME, ParameterServer.pull, self._id)
-        return [first, *(self.begin(name, ShardServer.pull, self._id, version) for name in self._shard_servers)]
+    def pull(self, version: int, held: Iterable[GradientBucket] = ()) -> list[InFlightCall[tuple[Tensor, ...]]]:
+        """Pull a version inside this thread's distributed-autograd context: a call for each server, in order.
 
-    def send_bucket(self, version: int, bucket: GradientBucket, gradient: Tensor) -> InFlightCall[None]:
-        """Send a part of a push while backward continues. Like the push it takes as long as the network needs."""
-        to, part = server_name(bucket.server_index), (self._id, version, bucket.flat_index, gradient)
+        Of the buckets ``held``, which were received early, empty tensors are sent where the version has these.
+        """
+        numbers: list[list[int]] = [[] for _ in (SERVER_NAME, *self._shard_servers)]
+        for bucket in held:
+            numbers[bucket.server_index].append(bucket.flat_index)
+        first = self.begin(SERVER_NAME, ParameterServer.pull, self._id, numbers[0])
+        others = zip(self._shard_servers, numbers[1:], strict=True)
+        return [first, *(self.begin(name, ShardServer.pull, self._id, version, own) for name, own in others)]
+
+    def send_bucket(
+        self, version: int, bucket: GradientBucket, gradient: Tensor, revision: int = 0, has_all: bool = True
+    ) -> InFlightCall[Tensor | None]:
+        """Send a part of a push while backward continues; the reply may be the next version of the bucket.
+
+        Like the push it takes as long as the network needs. See ``ParameterServer.receive_bucket``.
+        """
+        to = server_name(bucket.server_index)
+        part = self._id, version, bucket.flat_index, gradient, revision, has_all
         if bucket.server_index:
-            call = partial(send, to, NO_TIMEOUT_S, ShardServer.receive_bucket, *part)
+            call = partial(send_deferred, to, ShardServer.receive_bucket, *part)
         else:
-            call = partial(send, to, NO_TIMEOUT_S, ParameterServer.receive_bucket, *part)
+            call = partial(send_deferred, to, ParameterServer.receive_bucket, *part)
         return InFlightCall(self, call, "receive_bucket", repeatable=True)
 
     def backward(self, context_id: int, root: Tensor) -> None:
@@ -475,10 +535,20 @@ class ServerClient(ServerConnection):
         return grant.wait()
 
     def push_in_place(
-        self, report: StepReport, buffers: Sequence[Tensor], announcement: Announcement | None
-    ) -> InFlightCall[StepGrant]:
-        """Send a push whose gradients are complete, in shared memory."""
-        return self.begin_deferred(ParameterServer.push_in_place, report, buffers, announcement)
+        self,
+        report: StepReport,
+        buffers: Sequence[Tensor],
+        announcement: Announcement | None,
+        buckets: Sequence[InFlightCall[Any]] = (),
+    ) -> CallsInFlight[StepGrant]:
+        """Report a push whose gradients are in shared memory or on their way; may be called before they are complete.
+
+        ``buckets`` are those of it: they are waited for with the reply.
+        """
+        named = push_id(report), report.version
+        on_shards = [self.begin(name, ShardServer.push_in_place, *named) for name in self._shard_servers]
+        grant = self.begin_deferred(ParameterServer.push_in_place, report, buffers, announcement)
+        return CallsInFlight(self, [*on_shards, *buckets], grant)
 
     def wait_version(self, version: int) -> int:
         """Return the current version once that is ``version``, or an earlier one if no trainer is left to make it."""

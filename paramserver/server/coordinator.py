@@ -17,12 +17,15 @@ from paramserver.distributed.rpc_calls import RemoteError, send, send_deferred
 from paramserver.errors import ParamserverError, PeerLost
 from paramserver.optim.parallel_step import is_elementwise
 from paramserver.parameters.numerics import check_gradient_norm
-from paramserver.parameters.sharding import States, get_hyperparameters, merge_state, plan_shards, split_state
+from paramserver.parameters.sharding import Shard, States, get_hyperparameters, merge_state, plan_shards, split_state
 from paramserver.server.parameter_store import ParameterStore
 from paramserver.server.shard_server import ShardServer
 from paramserver.transport.messages import ApplyRequest, Future, Push, ShardAssignment, merge_used, push_id
 
 _log = logging.getLogger("paramserver")
+
+# No update has this version.
+_NOTHING_BEGUN: tuple[int, list[dict[str, Any]], list[Future]] = (-1, [], [])
 
 # As in torch.nn.utils.clip_grad_norm_.
 _TINY = 1e-6
@@ -71,6 +74,9 @@ class ShardCoordinator:
         self.config = config
         self.num_servers = config.cluster.num_servers
         self.shares_memory = True
+        self.buckets: Sequence[Shard] = ()  # of each server's shard, if updates are made bucket by bucket
+        self._begun: tuple[int, list[dict[str, Any]], list[Future]] = _NOTHING_BEGUN
+        self._unconfirmed: list[Future] = []  # of the last update, if the other servers had prepared it
         self._store = store
         self._lock = lock
         self._stop = stop
@@ -105,7 +111,9 @@ class ShardCoordinator:
             self._members.join(member)
             layout, shard = self._store.parameters.layout, self.shards[index]
             weights = shard.copy_flats(self._store.parameters.flats)
-            reply = ShardAssignment(shard, layout, weights, self._states.pop(index), self._step, *self._segments())
+            buckets = self.buckets[index] if self.buckets else None
+            states = self._states.pop(index)
+            reply = ShardAssignment(shard, layout, weights, states, self._step, *self._segments(), buckets)
         # Without the lock: the callback takes it, in a thread of the RPC agent.
         watch_peer(member.name, lambda reason: self._on_disconnect(member, reason))
         return reply
@@ -170,9 +178,9 @@ class ShardCoordinator:
         for member in self._members.present():
             self._notify(member, self.config.cluster.timeout_s, ShardServer.release_context, context_id)
 
-    def _notify(self, member: Member, timeout_s: float, handler: Callable[..., None], argument: Any) -> None:
+    def _notify(self, member: Member, timeout_s: float, handler: Callable[..., None], *arguments: Any) -> None:
         try:
-            send(member.name, timeout_s, handler, argument)
+            send(member.name, timeout_s, handler, *arguments)
         except RuntimeError as unreachable:  # it ended before
             _log.warning("%s did not receive %s: %s", member, handler.__name__, unreachable)
 
@@ -206,18 +214,62 @@ class ShardCoordinator:
         request = ApplyRequest(version, named, factors, used, groups, frozenset(versions_in_use))
         # The others start before this server averages its own shard, so that all work at the same time.
         replies = [send_deferred(name, ShardServer.apply, request) for name in self._names]
-        self._store.begin_update(update, pushes)
+        by_bucket = self._store.apply_by_bucket(pushes)
+        if not by_bucket:
+            self._store.begin_update(update, pushes)
 
         def finish(_: Sequence[Any]) -> None:
             self._store.updater.on_update()
             self._store.finish_update(update, pushes)
             on_applied()
 
-        if clip is None:
-            updater.step()
-            self._when_all(replies, finish)
-        else:
+        if clip is not None:
             self._when_all(replies, lambda norms: self._apply_clipped(version, clip, norms, finish))
+            return
+        if not by_bucket:
+            updater.step()
+        self._unconfirmed = replies
+        finished = False
+
+        def finish_once(_: Sequence[Any]) -> None:
+            nonlocal finished
+            if not finished:
+                finished = True
+                finish(())
+
+        def finish_if_prepared() -> None:
+            if not finished and self._is_prepared(request):
+                finish_once(())
+
+        # Whichever comes first. An error in a reply ends the run also later.
+        self._when_all(replies, finish_once)
+        if by_bucket and self._begun[0] == version:
+            for reply in self._begun[2]:
+                reply.add_done_callback(lambda _: self._run(finish_if_prepared))
+
+    def _is_prepared(self, request: ApplyRequest) -> bool:
+        """Return whether all other servers have computed this very update, so that its version is made already."""
+        version, groups, replies = self._begun
+        if version != request.version or groups != request.groups or request.retained_versions:
+            return False
+        if request.used is not None or any(factor != 1.0 for factor in request.factors):
+            return False
+        named = tuple(push for push, key in request.pushes if key is None)
+        # A call that failed is no reason to fail here: the request that was sent now shows whether its server is lost.
+        return len(named) == len(request.pushes) and all(
+            reply.done() and not _failed(reply) and reply.value() == named for reply in replies
+        )
+
+    def begin_update(self, decision: Decision) -> None:
+        """Let the other servers update buckets as soon as they have the gradients of the trainers of this step."""
+        groups = get_hyperparameters(self._store.shard_updater.optimizer)
+        begun = decision.step, decision.active, groups
+        try:
+            replies = [send_deferred(name, ShardServer.begin_update, *begun) for name in self._names]
+        except RuntimeError as unreachable:  # the update itself shows whether a server is lost
+            _log.warning("a server did not receive begin_update: %s", unreachable)
+            replies = []
+        self._begun = (decision.step + 1, groups, replies) if replies else _NOTHING_BEGUN
 
     def _apply_clipped(
         self, version: int, max_norm: float, norms: Sequence[float], then: Callable[[Sequence[Any]], None]
@@ -238,8 +290,16 @@ class ShardCoordinator:
         No update may be applied meanwhile.
         """
         timeout_s, weights = self.config.cluster.timeout_s, not self.shares_memory
-        replies = [send(name, timeout_s, ShardServer.collect_state, weights) for name in self._names]
-        self._when_all(replies, lambda parts: then(self._merge(parts)))
+
+        def collect(_: Sequence[Any]) -> None:
+            replies = [send(name, timeout_s, ShardServer.collect_state, weights) for name in self._names]
+            self._when_all(replies, lambda parts: then(self._merge(parts)))
+
+        unconfirmed, self._unconfirmed = self._unconfirmed, []
+        if unconfirmed:
+            self._when_all(unconfirmed, collect)  # a request for the state must not overtake the last update
+        else:
+            collect(())
 
     def _merge(self, parts: Sequence[tuple[list[torch.Tensor] | None, States]]) -> dict[str, Any]:
         store = self._store
@@ -264,14 +324,20 @@ class ShardCoordinator:
         torch.futures.collect_all(list(replies)).add_done_callback(lambda _: self._on_replies(replies, then))
 
     def _on_replies(self, replies: Sequence[Future], then: Callable[[list[Any]], None]) -> None:
+        def use() -> None:
+            # collect_all completes at the first error, when other replies may still be missing.
+            values = [self._value(index, future) for index, future in enumerate(replies, 1) if future.done()]
+            assert len(values) == len(replies), "a missing reply follows an error, which was raised"
+            then(values)
+
+        self._run(use)
+
+    def _run(self, action: Callable[[], None]) -> None:
+        """Do what follows from a reply, with the lock; an error ends the run, as torch only prints it."""
         try:
             with self._lock:
-                if self._ended:
-                    return
-                # collect_all completes at the first error, when other replies may still be missing.
-                values = [self._value(index, future) for index, future in enumerate(replies, 1) if future.done()]
-                assert len(values) == len(replies), "a missing reply follows an error, which was raised"
-                then(values)
+                if not self._ended:
+                    action()
         except ParamserverError as error:
             self._fail(error)
         except Exception as error:  # noqa: BLE001 - ends the run and is sent to every trainer
@@ -290,3 +356,11 @@ class ShardCoordinator:
         if isinstance(value, RemoteError):
             raise value.error()
         return value
+
+
+def _failed(future: Future) -> bool:
+    try:
+        future.value()
+    except RuntimeError:
+        return True
+    return False

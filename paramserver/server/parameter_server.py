@@ -36,6 +36,7 @@ from paramserver.errors import (
     as_peer_error,
 )
 from paramserver.metrics.records import Record, StepReport, TrainerTotals, WeightedSums, merge_sums
+from paramserver.optim.bucket_updates import BucketUpdates
 from paramserver.parameters.model import untrained_state_dict
 from paramserver.runs.checkpoint_manager import CheckpointManager, PartCollector, Stateful
 from paramserver.server.aggregator import Aggregator
@@ -43,6 +44,7 @@ from paramserver.server.coordinator import CollectedState, ShardCoordinator
 from paramserver.server.model_service import ModelService, ServedTransport
 from paramserver.server.parameter_store import ParameterStore
 from paramserver.server.repeated_calls import LastReplies, executed_once
+from paramserver.server.update_pipeline import UpdatePipeline, plan_buckets
 from paramserver.task import Task
 from paramserver.transport.autograd import pull
 from paramserver.transport.base import ServerTransport
@@ -189,7 +191,15 @@ class ParameterServer(TutorialMethods):
                 self._start_if_complete,
             )
         self.is_whole = self.coordinator is None
-        self._wire = WireVersion(store.shard.layout, make_codec(config.server), store.shard_snapshot)
+        codec = make_codec(config.server)
+        self._wire = WireVersion(store.shard.layout, codec, store.shard_snapshot)
+        shards = (store.shard,) if self.coordinator is None else self.coordinator.shards
+        self._buckets, self._barrier = plan_buckets(config, store.updater, store.parameters.layout, shards)
+        if self.coordinator is not None:
+            self.coordinator.buckets = self._buckets
+        if self._buckets:
+            store.pipeline = UpdatePipeline(BucketUpdates(store.shard_updater, self._buckets[0]), codec)
+            self._wire = WireVersion(self._buckets[0].layout, codec, store.pipeline.snapshot)
         self.aggregator = Aggregator(
             rules,
             ledger,
@@ -199,6 +209,7 @@ class ParameterServer(TutorialMethods):
             lambda error: self.fail(RemoteError.of(error).error()),
             self.coordinator,
         )
+        self.aggregator.pipeline = store.pipeline
         self._on_trainer_lost = on_trainer_lost
         self._local_calls = local_calls
         self.started = False  # all trainers and servers have joined
@@ -251,7 +262,7 @@ class ParameterServer(TutorialMethods):
             member.incarnation = self.aggregator.ledger.admit(index)
             self.members.join(member)
             self.aggregator.epoch_samples = epoch_samples
-            self.aggregator.transports[index] = self._make_transport()
+            self.aggregator.transports[index] = self._make_transport(TrainerId(index, self.view, member.incarnation))
             future = self._joins.add(index, None)
         # Without the lock: the liveness call is an RPC, and its callback runs in a thread of the agent.
         watch_peer(member.name, lambda reason: self._on_disconnect(member, reason))
@@ -269,9 +280,12 @@ class ParameterServer(TutorialMethods):
                 row.positions.load_state_dict(position.applied)
                 self._read_before[trainer_index] = max(row.positions.above, default=-1)
 
-    def _make_transport(self) -> ServerTransport:
+    def _make_transport(self, trainer: TrainerId) -> ServerTransport:
         if self._model_service is not None:
             return self._model_service.new_transport()
+        if self.store.pipeline is not None:
+            leaves, on_first = self.store.pipeline.updates.leaves, partial(self._first_arrived, trainer)
+            return RpcServerTransport(leaves, self._wire, self._buckets[0], on_first)
         return RpcServerTransport(self.store.leaves, self._wire, None if self.is_whole else self.store.shard)
 
     def _start_if_complete(self) -> None:
@@ -313,10 +327,11 @@ class ParameterServer(TutorialMethods):
             rules.lockstep,
             self._shared_memory.address,
             stored_part,
-            () if coordinator is None else coordinator.shards,
+            self._buckets or (() if coordinator is None else coordinator.shards),
             self.view,
             row.incarnation,
             position,
+            self._barrier,
         )
 
     @executed_once
@@ -624,17 +639,32 @@ class ParameterServer(TutorialMethods):
         with self._lock:
             return self.aggregator.announce(self._admit(sender), announcement, number)
 
-    def pull(self, sender: TrainerId) -> tuple[Tensor, ...]:
-        """Return the version that the trainer was granted, recorded in its distributed-autograd context."""
+    def pull(self, sender: TrainerId, held: Collection[int] = ()) -> tuple[Tensor, ...]:
+        """Return the version that the trainer was granted, recorded in its distributed-autograd context.
+
+        Args:
+            sender: the trainer.
+            held: buckets of the version that it has received already, in whose place empty tensors are sent.
+        """
         with self._lock:
             trainer_index = self._admit(sender)
             self._contexts[sender] = current_context_id()
-            return self.aggregator.pull(trainer_index)
+            return self.aggregator.pull(trainer_index, held)
 
-    def receive_bucket(self, sender: TrainerId, version: int, number: int, gradient: Tensor) -> None:
-        """Accept a part of a push while the trainer's backward continues."""
+    def receive_bucket(
+        self, sender: TrainerId, version: int, number: int, gradient: Tensor, revision: int = 0, has_all: bool = True
+    ) -> Future:
+        """Accept a part of a push while the trainer's backward continues; see ``UpdatePipeline.add`` for the reply.
+
+        Args:
+            sender, version: as in the push.
+            number: of the bucket.
+            gradient: of its parameters, zero for those that have none.
+            revision: 0, and one more if the gradient has changed after it was sent.
+            has_all: all parameters of the bucket have a gradient.
+        """
         with self._lock:
-            self.aggregator.receive_bucket(self._admit(sender), version, number, gradient)
+            return self.aggregator.receive_bucket(self._admit(sender), version, number, gradient, revision, has_all)
 
     def push(
         self, context_id: int, report: StepReport, buffers: Sequence[Tensor], announcement: Announcement | None = None
@@ -651,10 +681,21 @@ class ParameterServer(TutorialMethods):
     def push_in_place(
         self, report: StepReport, buffers: Sequence[Tensor], announcement: Announcement | None = None
     ) -> torch.futures.Future[StepGrant]:
-        """Accept a push whose gradients are in memory shared with the trainer, complete."""
+        """Accept a push whose gradients may still be incomplete: in shared memory, or as buckets on their way."""
         with self._lock:
             self._check_running()
-            return self.aggregator.push({}, report, buffers, announcement)
+            return self.aggregator.push_in_place(report, buffers, announcement)
+
+    def _first_arrived(self, sender: TrainerId, gradient: Tensor) -> None:
+        # Called inside the distributed backward, in a thread of the RPC agent. A gradient that was sent to a transport
+        # which another one has replaced is of no step that is in progress.
+        with self._lock:
+            if self.error is not None or not self.aggregator.ledger.is_current(sender):
+                return
+            transport = self.aggregator.transports.get(sender.trainer_index)
+            if isinstance(transport, RpcServerTransport):
+                transport.receive_first(gradient)
+                self.aggregator.gradients_arrived(sender.trainer_index)
 
     def wait_version(self, sender: TrainerId, version: int) -> torch.futures.Future[int]:
         """Reply with the current version once that is ``version``: for a trainer without data while others take steps.

@@ -19,6 +19,7 @@ from paramserver.optim.updater import Updater
 from paramserver.parameters.flat import FlatLayout, FlatTensors, module_buffers, trainable_parameters
 from paramserver.parameters.model import build_model
 from paramserver.parameters.sharding import Shard, full_shard
+from paramserver.server.update_pipeline import UpdatePipeline
 from paramserver.task import Task
 from paramserver.transport.messages import Push, merge_used
 
@@ -60,6 +61,7 @@ class ParameterStore:
         if isinstance(self.updater.optimizer, torch.optim.SparseAdam):
             raise TaskError("SparseAdam needs sparse gradients, which cannot be averaged on a server; use Adam")
         self.assign_shard(full_shard(self.parameters.layout))
+        self.pipeline: UpdatePipeline | None = None  # set where updates are made bucket by bucket
         self._stale_scaling = config.server.stale_scaling
         self._snapshot: Flats | None = None
         self._shard_snapshot: Flats | None = None
@@ -135,9 +137,27 @@ class ParameterStore:
             update: whose gradients, and how stale each is.
             pushes: in the order of ``update.trainers``; their gradients are overwritten.
         """
-        self.begin_update(update, pushes)
-        self.updater.apply(version)
+        if self.apply_by_bucket(pushes):
+            self.updater.on_update()
+        else:
+            self.begin_update(update, pushes)
+            self.updater.apply(version)
         self.finish_update(update, pushes)
+
+    def apply_by_bucket(self, pushes: Sequence[Push]) -> bool:
+        """Step the optimizer over the shard bucket by bucket; False, and nothing, where that is not how it is done.
+
+        It is not where all gradients are in shared memory, which holds them in one piece.
+        """
+        if self.pipeline is None:
+            return False
+        if all(push.segment_key is not None for push in pushes):
+            self.pipeline.version_changed()
+            return False
+        cut, used = self.pipeline.updates.cut, merge_used([push.report.used for push in pushes])
+        self._snapshot = self._shard_snapshot = self._buffer_snapshot = None
+        self.pipeline.commit([p.gradients if p.segment_key is None else cut(p.gradients) for p in pushes], used)
+        return True
 
     def begin_update(self, update: Update, pushes: Sequence[Push]) -> None:
         """Average the gradients and assign them to the parameters."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,18 +16,30 @@ from paramserver.config import Config
 from paramserver.consistency import Decision, PushId, TrainerId
 from paramserver.devices import CPU
 from paramserver.distributed.rpc_agent import release_context
-from paramserver.distributed.rpc_calls import RemoteError
+from paramserver.distributed.rpc_calls import RemoteError, completed_future
 from paramserver.errors import Evicted, TrainingError, UnsupportedConfiguration
+from paramserver.optim.bucket_updates import BucketUpdates
 from paramserver.optim.shard_updater import ShardUpdater
 from paramserver.optim.updater import build_optimizer
 from paramserver.parameters.flat import FlatLayout, trainable_parameters
 from paramserver.parameters.model import build_model
 from paramserver.parameters.sharding import States
+from paramserver.server.update_pipeline import UpdatePipeline
 from paramserver.task import Task
 from paramserver.transport.compression import make_codec
-from paramserver.transport.messages import ApplyRequest, ShardAssignment
+from paramserver.transport.messages import ApplyRequest, Future, ShardAssignment
 from paramserver.transport.rpc import PushAssembly, WireVersion
 from paramserver.transport.segments import attach, can_attach
+
+
+@dataclass
+class _Preparation:
+    """An update that server 0 has begun: ``reply`` gets the names of its pushes once it is computed, or None."""
+
+    trainers: Sequence[int]
+    groups: list[dict[str, Any]]
+    reply: Future = field(default_factory=torch.futures.Future)
+    pushes: tuple[PushId, ...] | None = None
 
 
 class ShardServer:
@@ -34,6 +48,11 @@ class ShardServer:
     Consistency, schedule and module buffers are on server 0. A trainer pushes to every server; an update is applied
     here once both server 0's request and all pushes that it names have arrived, in either order. A message of a process
     in whose place another one has called is refused.
+
+    Where updates are made bucket by bucket, server 0 names the trainers of a step when that begins. Once all of their
+    pushes are here and the next version is computed, this server replies with the names of the pushes. If these are the
+    update, server 0 makes the version without waiting for another reply. A message for that version may then arrive
+    here before the request for the update does; it proves that the version was made, so it is written first.
 
     Args:
         task: builds the same model and optimizer as on server 0.
@@ -64,12 +83,19 @@ class ShardServer:
         self._incarnations: dict[int, int] = {}  # by trainer: the newest that has called
         self._assemblies: dict[int, tuple[int, PushAssembly]] = {}  # by trainer: version, gradients so far
         self._pushes: dict[int, tuple[PushId, list[Tensor]]] = {}  # by trainer: its last one, gradients until applied
+        self._reported: dict[int, PushId] = {}  # by trainer: its last push, if buckets of it are still on their way
+        self._pushed: dict[int, int] = {}  # by trainer: the version of its last complete push
         self._retained: dict[int, list[Tensor]] = {}
         self._snapshot: list[Tensor] | None = None
         self._request: ApplyRequest | None = None
         self._reply: torch.futures.Future[float | None] | None = None
+        self._preparation: _Preparation | None = None
+        self._made_of: set[PushId] = set()  # the pushes of the current version, if it was made bucket by bucket
         self.shard_updater = self._build(task, assignment)
-        self._wire = WireVersion(assignment.shard.layout, make_codec(config.server), self._current)
+        codec, self._pipeline = make_codec(config.server), None
+        if assignment.buckets is not None:
+            self._pipeline = UpdatePipeline(BucketUpdates(self.shard_updater, assignment.buckets), codec)
+        self._wire = WireVersion((assignment.buckets or assignment.shard).layout, codec, self._current)
 
     @property
     def shares_memory(self) -> bool:
@@ -122,25 +148,66 @@ class ShardServer:
 
     # Handlers that trainers call.
 
-    def pull(self, sender: TrainerId, version: int) -> tuple[Tensor, ...]:
-        """Return this shard of a version, recorded in the trainer's distributed-autograd context."""
+    def pull(self, sender: TrainerId, version: int, held: Collection[int] = ()) -> tuple[Tensor, ...]:
+        """Return this shard of a version, recorded in the trainer's distributed-autograd context.
+
+        Those of the buckets ``held``, which the trainer has received already, are empty.
+        """
         with self._lock:
             self._admit(sender)
+            self._reach(version)
             flats = self._wire.current() if version == self.version else self._wire.encode(self._find(version))
-        return PushAssembly(self.shard_updater.leaves, self._wire.codec).pull(flats)
+            left_out = held if self._pipeline is not None and version == self.version else ()
+        assembly = PushAssembly(self._leaves, self._wire.codec)
+        if self._pipeline is None:
+            return assembly.pull(flats)
+        on_first = partial(self._first_arrived, sender, version)
+        return self._pipeline.leave_out(assembly.pull(flats, on_first), left_out)
 
     def view_version(self, sender: TrainerId, version: int | None) -> tuple[Tensor, ...]:
         """Return this shard of a version for validation, without gradients; None for the current one."""
         with self._lock:
             self._admit(sender)
+            if version is not None:
+                self._reach(version)
             if version is None or version == self.version:
                 return tuple(self._wire.current())
             return tuple(self._find(version))
 
-    def receive_bucket(self, sender: TrainerId, version: int, number: int, gradient: Tensor) -> None:
-        """Accept the gradient of flat tensor ``number``, which arrives before the push."""
+    def receive_bucket(
+        self, sender: TrainerId, version: int, number: int, gradient: Tensor, revision: int = 0, has_all: bool = True
+    ) -> Future:
+        """Accept the gradient of range ``number``; see ``ParameterServer.receive_bucket``."""
         with self._lock:
-            self._assembly_of(self._admit(sender), version).add_bucket(number, gradient)
+            trainer_index, pipeline = self._admit(sender), self._pipeline
+            self._reach(version)
+            if pipeline is not None and version < self.version:
+                return completed_future(None)  # a repeated message, of an update that has been made since
+            if pipeline is not None and self._pushed.get(trainer_index) == version:
+                return pipeline.add(trainer_index, number, None)  # a repeated message, of a push that is complete
+            kept = self._assembly_of(trainer_index, version).add_bucket(number, gradient, revision)
+            if pipeline is None:
+                return completed_future(None)
+            future = pipeline.add(trainer_index, number, kept, has_all)
+            self._accept_if_complete(trainer_index)
+            return future
+
+    def _first_arrived(self, sender: TrainerId, version: int, gradient: Tensor) -> None:
+        # In a thread of distributed autograd, inside the trainer's backward, which fails with an error from here.
+        with self._lock:
+            trainer_index = self._admit(sender)
+            self._assembly_of(trainer_index, version).add_first(gradient)
+            self._accept_if_complete(trainer_index)
+
+    def push_in_place(self, push: PushId, version: int) -> None:
+        """Accept a push whose gradients may still be incomplete; they wait for the request that names them."""
+        with self._lock:
+            trainer_index = self._admit(push)
+            if trainer_index in self._pushes and self._pushes[trainer_index][0] == push:
+                return  # it was sent again
+            self._assembly_of(trainer_index, version)
+            self._reported[trainer_index] = push
+            self._accept_if_complete(trainer_index)
 
     def push(self, context_id: int, push: PushId, version: int) -> None:
         """Accept the gradients that a context holds; they wait for the request that names them."""
@@ -150,11 +217,24 @@ class ShardServer:
                 return  # it was sent again
             # Handed over before the trainer's context ends, which would release them.
             held = dist_autograd.get_gradients(context_id)  # type: ignore[attr-defined]
-            gradients = self._assembly_of(trainer_index, version).complete(held)
-            if gradients is None:
+            if self._assembly_of(trainer_index, version).complete(held) is None:
                 raise TrainingError(f"trainer {trainer_index} stepped a context without gradients; call backward first")
-            del self._assemblies[trainer_index]
-            self._pushes[trainer_index] = push, gradients
+            self._reported[trainer_index] = push
+            self._accept_if_complete(trainer_index)
+
+    def _accept_if_complete(self, trainer_index: int) -> None:
+        """Accept a push that was reported once its buckets are here; some may still be on their way."""
+        push = self._reported.get(trainer_index)
+        version, assembly = self._assemblies[trainer_index]
+        gradients = None if push is None else assembly.complete({})
+        if push is None or gradients is None:
+            return
+        del self._assemblies[trainer_index], self._reported[trainer_index]
+        self._pushes[trainer_index] = push, gradients
+        self._pushed[trainer_index] = version
+        if self._request is None:
+            self._prepare()
+        else:
             self._process()
 
     def _admit(self, sender: TrainerId) -> int:
@@ -168,17 +248,24 @@ class ShardServer:
             raise Evicted(f"another process has taken the place of trainer {index}")
         if sender.incarnation > known:
             self._incarnations[index] = sender.incarnation
-            self._assemblies.pop(index, None)
+            for table in (self._assemblies, self._reported, self._pushed):
+                table.pop(index, None)
         return index
 
     def _assembly_of(self, trainer_index: int, version: int) -> PushAssembly:
         """Return the assembly of a push; one for an earlier version of the trainer is discarded."""
         known = self._assemblies.get(trainer_index)
         if known is None or known[0] != version:
-            known = self._assemblies[trainer_index] = version, PushAssembly(self.shard_updater.leaves, self._wire.codec)
+            known = self._assemblies[trainer_index] = version, PushAssembly(self._leaves, self._wire.codec)
         return known[1]
 
+    @property
+    def _leaves(self) -> list[Tensor]:
+        return self.shard_updater.leaves if self._pipeline is None else self._pipeline.updates.leaves
+
     def _current(self) -> list[Tensor]:
+        if self._pipeline is not None:
+            return self._pipeline.snapshot()
         if self._snapshot is None:
             self._snapshot = self.shard_updater.clone()
         return self._snapshot
@@ -190,9 +277,53 @@ class ShardServer:
 
     # Handlers that server 0 calls.
 
+    def begin_update(self, version: int, trainers: Sequence[int], groups: list[dict[str, Any]]) -> Future:
+        """Update the buckets of ``version`` from now on as soon as the gradients of these trainers are here.
+
+        Reply with the names of their pushes once the next version is computed; with None if it is made otherwise.
+        """
+        with self._lock:
+            self._reach(version)
+            if self._pipeline is None or version != self.version:
+                return completed_future(None)
+            self._end_preparation()
+            self._pipeline.begin(trainers, groups)
+            preparation = self._preparation = _Preparation(trainers, groups)
+            self._prepare()
+            return preparation.reply
+
+    def _prepare(self) -> None:
+        """Compute the next version, and report it, if the pushes of all its trainers are here."""
+        preparation = self._preparation
+        if preparation is None or preparation.pushes is not None:
+            return
+        if any(self._pushed.get(index) != self.version for index in preparation.trainers):
+            return
+        assert self._pipeline is not None
+        if not self._pipeline.updates.possible:
+            return  # the optimizer is stepped once, when server 0 requests it
+        pushes = [self._pushes[index] for index in preparation.trainers]
+        self._pipeline.prepare([gradients for _, gradients in pushes])
+        preparation.pushes = tuple(push for push, _ in pushes)
+        preparation.reply.set_result(preparation.pushes)
+
+    def _reach(self, version: int) -> None:
+        """Make the version that was prepared if this one is called for: server 0 has made it."""
+        preparation = self._preparation
+        if preparation is not None and preparation.pushes is not None and version == self.version + 1:
+            named = tuple((push, None) for push in preparation.pushes)
+            self._apply(ApplyRequest(version, named, (1.0,) * len(named), None, preparation.groups, frozenset()))
+
+    def _end_preparation(self) -> None:
+        if self._preparation is not None and self._preparation.pushes is None:
+            self._preparation.reply.set_result(None)
+        self._preparation = None
+
     def apply(self, request: ApplyRequest) -> torch.futures.Future[float | None]:
         """Reply with None once the version is made; with clipping, with the norm of the gradients before that."""
         with self._lock:
+            if request.version == self.version and {push for push, _ in request.pushes} == self._made_of:
+                return completed_future(None)  # a message for this version arrived before its request
             if request.version != self.version + 1:
                 raise TrainingError(
                     f"server {self.server_index} holds version {self.version} and cannot make {request.version}"
@@ -211,7 +342,7 @@ class ShardServer:
     def collect_state(self, weights: bool) -> tuple[list[Tensor] | None, States]:
         """Return what a checkpoint stores of this shard. Server 0 requests no update meanwhile."""
         with self._lock:
-            return self._current() if weights else None, self.shard_updater.owned_states
+            return self.shard_updater.clone() if weights else None, self.shard_updater.owned_states
 
     def release_context(self, context_id: int) -> None:
         """Release a context of distributed autograd whose process is dead."""
@@ -220,6 +351,11 @@ class ShardServer:
     def finish(self, outcome: Decision | RemoteError) -> None:
         """The run has ended."""
         self.outcome = outcome
+        with self._lock:
+            self._end_preparation()
+            waiting = [] if self._pipeline is None else self._pipeline.pop_waiters()
+        for future in waiting:
+            future.set_result(None)  # server 0 replies to the push
         self.finished.set()
 
     def _process(self) -> None:
@@ -244,6 +380,14 @@ class ShardServer:
         current = {self.version: self._current()} if self.version in in_use else {}
         self._retained = {v: flats for v, flats in self._retained.items() if v in in_use} | current
         gradients = [self._gradients(push, key) for push, key in request.pushes]
+        if self._pipeline is not None and any(key is None for _, key in request.pushes):
+            cut, keys = self._pipeline.updates.cut, [key for _, key in request.pushes]
+            in_buckets = [own if key is None else cut(own) for key, own in zip(keys, gradients, strict=True)]
+            self._pipeline.commit(in_buckets, request.used, request.groups)
+            self._end_preparation()
+            self._made_of = {push for push, _ in request.pushes}
+            self.version += 1
+            return None
         self.shard_updater.assign_gradients(self.shard_updater.average(gradients, request.factors), request.used)
         if request.groups is None:
             return self.shard_updater.norm()
@@ -268,3 +412,6 @@ class ShardServer:
         self.shard_updater.step(groups)
         self.version += 1
         self._snapshot = None
+        if self._pipeline is not None:
+            self._pipeline.version_changed()
+            self._end_preparation()

@@ -17,7 +17,7 @@ class PullFunction(torch.autograd.Function):
     """Returns an immutable snapshot; its gradient goes to the server's flat leaf."""
 
     @staticmethod
-    def forward(ctx: Any, leaf: Tensor, snapshot: Tensor, on_gradient: Callable[[], None] | None) -> Tensor:
+    def forward(ctx: Any, leaf: Tensor, snapshot: Tensor, on_gradient: Callable[[Tensor], None] | None) -> Tensor:
         # Without this, a parameter that took no part gets a gradient of zeros, and optimizers with momentum step it.
         ctx.set_materialize_grads(False)
         ctx.on_gradient = on_gradient
@@ -27,7 +27,7 @@ class PullFunction(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         if ctx.on_gradient is not None:
             # In a thread of the RPC agent, inside the distributed backward, and without any lock of the server.
-            ctx.on_gradient()
+            ctx.on_gradient(gradients[0])
         return gradients[0], None, None
 
 
@@ -90,14 +90,14 @@ class RecvOutputs(torch.autograd.Function):
 
 
 def pull(
-    leaves: Sequence[Tensor], snapshot: Sequence[Tensor], on_gradient: Callable[[], None] | None = None
+    leaves: Sequence[Tensor], snapshot: Sequence[Tensor], on_gradient: Callable[[Tensor], None] | None = None
 ) -> list[Tensor]:
     """Return the tensors of a snapshot with edges to ``leaves``; called on a server inside a pull.
 
     Args:
         leaves: flat tensors that require gradients.
         snapshot: one tensor for each of them, in any dtype.
-        on_gradient: called for each gradient that is received, during the backward and in its thread.
+        on_gradient: called with each gradient that is received, during the backward and in its thread.
 
     Example::
 

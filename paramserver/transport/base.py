@@ -76,8 +76,12 @@ class ServerTransport(ABC):
         """Return a past version that the server has retained, for validation."""
         return VersionView(None, tuple(parameters), tuple(buffers))
 
-    def receive_bucket(self, flat_index: int, gradient: Tensor) -> None:
-        """Receive a gradient that is sent before the push; see ``TrainerTransport.buckets``."""
+    def receive_bucket(self, flat_index: int, gradient: Tensor, revision: int = 0) -> Tensor:
+        """Receive a gradient that is sent before the push; see ``TrainerTransport.buckets``.
+
+        Returns:
+            The gradient that counts, in the dtype of the parameters: the first with the latest revision.
+        """
         raise AssertionError("this transport has no buckets")
 
     @abstractmethod

@@ -38,6 +38,11 @@ class WireCodec(ABC):
             NotFinite: see ``check_fits``.
         """
 
+    def encode_one(self, layout: FlatLayout, number: int, flat: Tensor) -> Tensor:
+        """Return what is sent for flat tensor ``number`` of ``layout`` alone; see ``encode``."""
+        slots = tuple(replace(slot, group=0) for slot in layout.slots if slot.group == number)
+        return self.encode(FlatLayout((layout.dtypes[number],), (layout.sizes[number],), slots), [flat])[0]
+
     @abstractmethod
     def decode(self, wire: Tensor, dtype: torch.dtype) -> Tensor:
         """Return a received flat gradient in the ``dtype`` of its parameters."""

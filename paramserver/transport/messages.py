@@ -29,9 +29,10 @@ class JoinReply:
         lockstep: all trainers take every step together.
         segments_address: where processes of the server's host attach its memory; None if it is not shared.
         stored_part: the trainer's part of the checkpoint that the run resumes from.
-        shards: what each server owns; empty with one server.
+        shards: what each server owns, in the ranges that are sent; empty with one server that sends its flat tensors.
         view, incarnation: name the pushes of this process; see ``consistency/ledger.py``.
         data_position: where the data of a lost trainer continues that this process replaces; None for others.
+        barrier: why an update waits for the gradients of all buckets; empty if each is updated as these arrive.
     """
 
     model: dict[str, Any]
@@ -46,6 +47,7 @@ class JoinReply:
     view: int = 1
     incarnation: int = 1
     data_position: DataPosition | None = None
+    barrier: str = ""
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,7 @@ class ShardAssignment:
         step: the version that the run starts with.
         segments_address: where the memory of server 0 is attached; None if it is not shared.
         segments_key: of the parameters in that memory.
+        buckets: the shard in ranges that are updated as their gradients arrive; None if all are updated together.
     """
 
     shard: Shard
@@ -87,6 +90,7 @@ class ShardAssignment:
     step: int
     segments_address: str | None
     segments_key: str
+    buckets: Shard | None = None
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -74,37 +75,52 @@ class PushAssembly:
         >>> push.complete(held) is None  # the bucket is missing
         True
         >>> push.add_bucket(1, torch.ones(3))
-        >>> push.complete(held)
+        tensor([1., 1., 1.])
+        >>> push.complete({})  # what was held before is remembered
         [tensor([1., 1.]), tensor([1., 1., 1.])]
     """
 
     def __init__(self, leaves: Sequence[Tensor], codec: WireCodec) -> None:
         self._leaves = leaves
         self._codec = codec
-        self._buckets: dict[int, Tensor] = {}
+        self._first: Tensor | None = None
+        self._buckets: dict[int, tuple[int, Tensor]] = {}
 
-    def pull(self, flats: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return what is sent of a version: only the first tensor has a gradient that returns to its leaf."""
-        return *pull(self._leaves[:1], flats[:1]), *flats[1:]
+    def pull(self, flats: Sequence[Tensor], on_first: Callable[[Tensor], None] | None = None) -> tuple[Tensor, ...]:
+        """Return what is sent of a version: only the first tensor has a gradient that returns to its leaf.
 
-    def add_bucket(self, flat_index: int, gradient: Tensor) -> None:
-        """Add a received bucket; one with the same index replaces it."""
-        self._buckets[flat_index] = gradient
+        ``on_first`` is called with that gradient, by a thread of distributed autograd.
+        """
+        return *pull(self._leaves[:1], flats[:1], on_first), *flats[1:]
+
+    def add_first(self, gradient: Tensor) -> None:
+        """Add the gradient of the first tensor, as it was received."""
+        self._first = self._codec.decode(gradient, self._leaves[0].dtype)
+
+    def add_bucket(self, flat_index: int, gradient: Tensor, revision: int = 0) -> Tensor:
+        """Add a received bucket, unless it is here with this or a later revision; return the one that is kept."""
+        known = self._buckets.get(flat_index)
+        if known is None or known[0] < revision:
+            gradient = self._codec.decode(gradient, self._leaves[flat_index].dtype)
+            known = self._buckets[flat_index] = revision, gradient
+        return known[1]
 
     def complete(self, held: Mapping[Tensor, Tensor]) -> list[Tensor] | None:
         """Return all gradients in the dtypes of the parameters; None if one is missing.
 
         Args:
-            held: the gradients of the context, by leaf.
+            held: the gradients of the context, by leaf; the one that was held in an earlier call is remembered.
         """
-        first, indices = self._leaves[0], range(1, len(self._leaves))
-        if first not in held or any(index not in self._buckets for index in indices):
+        leaf, count = self._leaves[0], len(self._leaves)
+        if leaf in held:
+            self.add_first(held[leaf])
+        if self._first is None or len(self._buckets) < count - 1:
             return None
-        received = [held[first], *(self._buckets[index] for index in indices)]
-        return [self._codec.decode(g, leaf.dtype) for g, leaf in zip(received, self._leaves, strict=True)]
+        return [self._first, *(self._buckets[index][1] for index in range(1, count))]
 
     def clear(self) -> None:
-        """Drop the buckets."""
+        """Drop all gradients."""
+        self._first = None
         self._buckets.clear()
 
 
@@ -115,10 +131,19 @@ class RpcServerTransport(ServerTransport):
         leaves: the flat leaves that gradients are for.
         outgoing: the current version, shared by the transports of all trainers.
         shard: what this server owns of a retained version; None for all of it.
+        on_first: called with the gradient of each first tensor, by a thread of distributed autograd; it is to call
+            ``receive_first`` under the server's lock. None where the report of a push follows its gradients.
     """
 
-    def __init__(self, leaves: Sequence[Tensor], outgoing: WireVersion, shard: Shard | None = None) -> None:
+    def __init__(
+        self,
+        leaves: Sequence[Tensor],
+        outgoing: WireVersion,
+        shard: Shard | None = None,
+        on_first: Callable[[Tensor], None] | None = None,
+    ) -> None:
         self._outgoing = outgoing
+        self._on_first = on_first
         self._shard = shard
         self._pinned: list[Tensor] = []
         self._push = PushAssembly(leaves, outgoing.codec)
@@ -129,7 +154,7 @@ class RpcServerTransport(ServerTransport):
         return 0
 
     def pull(self) -> tuple[Tensor, ...]:
-        return self._push.pull(self._pinned)
+        return self._push.pull(self._pinned, self._on_first)
 
     def view_version(self) -> tuple[None, Sequence[Tensor]]:
         return None, self._outgoing.current()
@@ -138,8 +163,12 @@ class RpcServerTransport(ServerTransport):
         flats = parameters if self._shard is None else self._shard.copy_flats(parameters)
         return VersionView(None, tuple(flats), tuple(buffers))
 
-    def receive_bucket(self, flat_index: int, gradient: Tensor) -> None:
-        self._push.add_bucket(flat_index, gradient)
+    def receive_first(self, gradient: Tensor) -> None:
+        """Receive the gradient that passed through distributed autograd."""
+        self._push.add_first(gradient)
+
+    def receive_bucket(self, flat_index: int, gradient: Tensor, revision: int = 0) -> Tensor:
+        return self._push.add_bucket(flat_index, gradient, revision)
 
     def collect_gradients(self, held: Mapping[Tensor, Tensor]) -> list[Tensor] | None:
         return self._push.complete(held)
@@ -193,29 +222,38 @@ class RpcTrainerTransport(TrainerTransport):
         self._is_lossy = any(wire != shard.layout for wire, shard in zip(wire_layouts, shards, strict=True))
         # Pinned memory, so that copies from a GPU neither need a second buffer nor block.
         pinned = any(parameter.is_cuda for parameter in parameters)
-        per_server = [wire.allocate(pinned=pinned) for wire in wire_layouts]
+        runs = [_allocate(shard, wire.dtypes, pinned) for shard, wire in zip(shards, wire_layouts, strict=True)]
+        per_server = [[flat for _, flats in own for flat in flats] for own in runs]
         self._outgoing = [flat for flats in per_server for flat in flats]
         self._first = list(accumulate((len(flats) for flats in per_server[:-1]), initial=0))
         # Of tensors that servers share: for each outgoing tensor, its pieces and where their gradients are gathered.
         self._split: dict[int, list[tuple[Tensor, Tensor]]] = {}
         self._targets: list[tuple[int, int, int | None]] = []
-        self.gradient_views = self._map_gradients(codec.wire_layout(layout), per_server)
+        self.gradient_views = self._map_gradients(codec.wire_layout(layout), per_server, runs)
         self.buckets = {
             GradientBucket(server_index, flat_index): shard.slots_of_range(flat_index)
             for server_index, shard in enumerate(shards)
             for flat_index in range(1, len(shard.ranges))
         }
 
-    def _map_gradients(self, wire: FlatLayout, per_server: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    def _map_gradients(
+        self, wire: FlatLayout, per_server: Sequence[Sequence[Tensor]], runs: Sequence[Sequence[Run]]
+    ) -> list[Tensor]:
         """Return a view of the outgoing tensors for each parameter; of a split one, a tensor to gather it in."""
         found: dict[int, Tensor] = {}
-        for first, shard, flats in zip(self._first, self._shards, per_server, strict=True):
+        for first, shard, flats, own_runs in zip(self._first, self._shards, per_server, runs, strict=True):
             views = shard.layout.views(flats)
+            joined = _joined_views(shard, wire, own_runs)
+            found |= joined
+            for number in joined:
+                self._make_dense(number)
             for piece, own in zip(shard.slices, shard.layout.slots, strict=True):
                 whole = shard.is_whole(piece, self._layout)
                 self._targets.append((piece.slot, piece.start, None if whole else piece.length))
                 if whole:
                     found[piece.slot] = views[own.name]
+                    continue
+                if piece.slot in joined:
                     continue
                 slot = wire.slots[piece.slot]
                 if piece.slot not in found:
@@ -272,6 +310,47 @@ class RpcTrainerTransport(TrainerTransport):
 
     def step_bytes(self, pulled: Sequence[Tensor]) -> int:
         return sum(flat.nbytes for flat in (*pulled, *self._outgoing))
+
+
+# Ranges that follow each other, in one tensor, and each of them as a tensor of its own over the same memory.
+Run: TypeAlias = tuple[Tensor, list[Tensor]]
+
+
+def _allocate(shard: Shard, dtypes: Sequence[torch.dtype], pinned: bool) -> list[Run]:
+    """Allocate the ranges of a shard."""
+    runs: list[list[int]] = []
+    for number, (group, begin, _) in enumerate(shard.ranges):
+        if runs and shard.ranges[number - 1][0] == group and shard.ranges[number - 1][2] == begin:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    made = []
+    for numbers in runs:
+        sizes = [shard.layout.sizes[number] for number in numbers]
+        whole = torch.zeros(sum(sizes), dtype=dtypes[numbers[0]], pin_memory=pinned)
+        # By numpy, which keeps the memory alive: RPC would copy a view, as it sends storages.
+        parts = torch.split(whole.view(torch.uint8), [size * whole.itemsize for size in sizes])
+        made.append((whole, [torch.from_numpy(part.numpy()).view(whole.dtype) for part in parts]))
+    return made
+
+
+def _joined_views(shard: Shard, wire: FlatLayout, runs: Sequence[Run]) -> dict[int, Tensor]:
+    """Return a view for each parameter that is in several ranges of one run, and nowhere else."""
+    starts: list[tuple[Tensor, int]] = []  # of each range: its run, and the first element there
+    for whole, parts in runs:
+        for start in accumulate((len(part) for part in parts[:-1]), initial=0):
+            starts.append((whole, start))
+    pieces: dict[int, list[tuple[int, Tensor, int]]] = {}
+    for piece, own in zip(shard.slices, shard.layout.slots, strict=True):
+        run, start = starts[own.group]
+        pieces.setdefault(piece.slot, []).append((piece.length, run, start + own.offset))
+    found = {}
+    for number, held in pieces.items():
+        slot, (_, run, start) = wire.slots[number], held[0]
+        if len(held) > 1 and sum(length for length, _, _ in held) == slot.numel:
+            assert all(other is run for _, other, _ in held)
+            found[number] = run.as_strided(slot.shape, slot.stride, start)
+    return found
 
 
 def _slice(dense: Tensor, start: int, length: int) -> Tensor:

@@ -1,5 +1,7 @@
 """Trainers as a user writes them, which count what happens in a step."""
 
+import os
+import signal
 from collections import Counter
 from unittest import mock
 
@@ -159,3 +161,35 @@ class EarlyTrainer(RpcTrainer):
         for when, count in self.left.items():
             self.log(when, count / totals.steps.count / len(self.transport.buckets))
         super().leave(totals, decision)
+
+
+class EarlyCounter(RpcTrainer):
+    """Counts the buckets of the next version that arrived before it was complete, and those that were pulled anew."""
+
+    def on_after_setup_optimizers(self):
+        self.early, self.anew = 0, 0
+
+    def _finish_pull(self):
+        early = dict(self._early)
+        super()._finish_pull()
+        first = [0] * len(self._pull)
+        for number, call in enumerate(self._pull[:-1]):
+            first[number + 1] = first[number] + len(call.wait())
+        kept = sum(self._pulled[first[b.server_index] + b.flat_index] is tensor for b, tensor in early.items())
+        self.early += kept
+        self.anew += len(early) - kept
+
+    def leave(self, totals, decision):
+        self.log("early", self.early / totals.steps.count)
+        self.log("anew", self.anew)
+        super().leave(totals, decision)
+
+
+class DiesBetweenBuckets(EarlyCounter):
+    """Trainer 1 dies in its fifth step, when the other one has received the update of a bucket that both have sent."""
+
+    def _send_bucket(self, bucket):
+        super()._send_bucket(bucket)
+        if self.trainer_index == 1 and self.step == 4 and len(self._sent_buckets) == 2:
+            next(iter(self._sent_buckets.values()))[-1].wait()
+            os.kill(os.getpid(), signal.SIGKILL)

@@ -76,3 +76,47 @@ def test_gradients_changed_in_a_hook_reach_the_server(tmp_path):
     assert differing_tensors(rpc.load("model"), shared.load("model")) == []
     plain = train(tmp_path / "plain", "rpc", 2, server={"transport": "shared_memory"})
     assert differing_tensors(plain.load("model"), shared.load("model")) != []
+
+
+BY_BUCKET = {"transport": "rpc", "bucket_mb": 0.0005}
+ARGS = {"optimizer": "adamw", "groups": True, "schedule": "step", "unused": True}
+# A norm that is never reached: no gradient changes, and every update waits for all gradients.
+NEVER_CLIPPED = {"clip_grad_norm": 1e9}
+
+
+def logged(finished, name):
+    return [record["value"] for record in finished.of_kind("log") if record["name"] == name]
+
+
+@pytest.mark.parametrize(("trainers", "servers"), [(1, 1), (2, 2), (3, 1)])
+def test_an_update_made_bucket_by_bucket_is_that_of_all_gradients_together(tmp_path, trainers, servers):
+    """In every bit, also of the optimizer's state; also with parameters that have no gradient."""
+    config = {"trainer": f"{WITNESS_TRAINERS}:EarlyCounter", "task_args": ARGS, "server": BY_BUCKET}
+    cluster = {"num_servers": servers}
+    by_bucket = train(tmp_path / "by_bucket", "rpc", trainers, cluster=cluster, training={"max_steps": 7}, **config)
+    together = train(
+        tmp_path / "together", "rpc", trainers, cluster=cluster, training={"max_steps": 7, **NEVER_CLIPPED}, **config
+    )
+    for file in ("model", "optimizer"):
+        assert differing_tensors(by_bucket.load(file), together.load(file)) == []
+    assert min(logged(by_bucket, "early")) > 1
+    assert logged(together, "early") == [0.0] * trainers
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_no_bucket_of_an_update_survives_that_was_abandoned(tmp_path, servers):
+    """A trainer is killed between two buckets, of which the other one has received the update."""
+    config = {
+        "trainer": f"{WITNESS_TRAINERS}:DiesBetweenBuckets",
+        "task_args": {"optimizer": "adam"},
+        "server": {**BY_BUCKET, "heartbeat_s": 0.3, "lost_after_s": 4.0},
+        "cluster": {"num_servers": servers, "max_restarts": 0},
+    }
+    by_bucket = train(tmp_path / "by_bucket", "rpc", 2, training={"max_steps": 9}, **config)
+    together = train(tmp_path / "together", "rpc", 2, training={"max_steps": 9, **NEVER_CLIPPED}, **config)
+    for finished in (by_bucket, together):
+        assert [record["trainer"] for record in finished.of_kind("lost")] == [1]
+        assert finished.summary["steps"] == 9
+    for file in ("model", "optimizer"):
+        assert differing_tensors(by_bucket.load(file), together.load(file)) == []
+    assert logged(by_bucket, "anew") >= [1]

@@ -6,8 +6,8 @@ Two processes on the loopback interface, a server and a trainer, with one torch 
 
 - ``default``: torch's own choice, with transport ``shm`` first.
 - ``run``: ``uv`` with ``cma``, ``mpt_uv`` and ``basic``; the options of a run whose processes share a host.
-- ``hosts``: ``uv`` with ``mpt_uv`` and ``basic``; the options of a run between hosts.
-- ``basic``: ``uv`` with ``basic`` only.
+- ``mpt``: ``uv`` with ``mpt_uv`` and ``basic``.
+- ``hosts``: ``uv`` with ``basic`` only; the options of a run between hosts.
 - ``shm``: ``shm`` before ``uv``, with the channels of ``run``.
 
 The CPU time is that of each process, as a share of one core, in ``--idle`` seconds without a call. The round trip is
@@ -46,8 +46,8 @@ LARGE_CALLS = 20
 CASES: dict[str, tuple[list[str] | None, list[str] | None]] = {
     "default": (None, None),
     "run": (["uv"], ["cma", "mpt_uv", "basic"]),
-    "hosts": (["uv"], ["mpt_uv", "basic"]),
-    "basic": (["uv"], ["basic"]),
+    "mpt": (["uv"], ["mpt_uv", "basic"]),
+    "hosts": (["uv"], ["basic"]),
     "shm": (["shm", "uv"], ["cma", "mpt_uv", "basic"]),
 }
 

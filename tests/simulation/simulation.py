@@ -168,6 +168,7 @@ class Store:
         self.parameters = SimpleNamespace(layout=layout, flats=[], tensors={})
         self.buffers = self.shard = self.parameters
         self.leaves: list[Any] = []
+        self.pipeline = None
         self.updater = SimpleNamespace(
             lr=(0.1,), on_epoch_end=lambda: None, on_validation_end=lambda version, means: None, state_dict=dict
         )
@@ -1143,6 +1144,7 @@ def environment() -> Iterator[None]:
         "RpcServerTransport": Transport,
         "WireVersion": lambda *args: None,
         "make_codec": lambda config: None,
+        "plan_buckets": lambda *args: ((), ""),
         "Members": lambda: Members(lambda: _current.now),
         "time": SimpleNamespace(monotonic=lambda: _current.now),
         "watch_peer": lambda name, on_gone: _current.watch(name, on_gone),

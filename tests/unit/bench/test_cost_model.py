@@ -68,7 +68,10 @@ def test_what_was_built_is_predicted_from_what_travelled():
     assert (over_wire["bandwidth_bytes_s"], over_wire["latency_s"]) == (B, 1e-4)
     half = predict_communication(RPC, speed, int(M), M, 2, 2, "none")  # in half of the bytes, on two servers
     assert half["communication_ms"] == pytest.approx((M / B / 1 + 4e-4) * 1e3)
-    in_memory = predict_communication(RPC, speed, int(M), 8.0, 2, 1, "none")
+    by_bucket = predict_communication(RPC, speed, int(M), 2 * M, 2, 1, "none", overlap=True)
+    assert by_bucket["communication_ms"] == pytest.approx((2 * M / B + 2e-4) * 1e3)
+    assert by_bucket["built"] == "1 server: push, apply, pull, bucket by bucket"
+    in_memory = predict_communication(RPC, speed, int(M), 8.0, 2, 1, "none", overlap=True)
     assert in_memory["communication_ms"] == pytest.approx(0.4, rel=1e-3)
     assert "shared memory" in in_memory["built"]
 

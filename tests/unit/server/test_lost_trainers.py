@@ -160,7 +160,7 @@ def test_a_trainer_whose_gradients_were_sent_is_not_continued_without_while_othe
     (_, member), senders = run.start(shares=(True, False))
     for sender in senders:
         run.server.announce(sender, READY)
-    leaves = run.server.store.leaves
+    leaves = run.server.store.pipeline.updates.leaves
     monkeypatch.setattr(
         parameter_server.dist_autograd, "get_gradients", lambda _: {leaf: torch.ones_like(leaf) for leaf in leaves}
     )
@@ -207,10 +207,10 @@ def test_the_context_of_a_process_is_released_on_all_servers_when_it_is_dead_and
     monkeypatch.setattr(
         parameter_server, "release_context", lambda context_id: released.append(("server 0", context_id))
     )
-    monkeypatch.setattr(coordinator, "send", lambda name, timeout_s, handler, *a: released.append((name, *a)))
     (_, member), senders = run.start(shares=(True, False))  # in shared memory there is no pull
     for sender in senders:
         run.server.announce(sender, READY)
+    monkeypatch.setattr(coordinator, "send", lambda name, timeout_s, handler, *a: released.append((name, *a)))
     run.server.pull(senders[1])
     run.server._lose(member, "no heartbeat")
     run.connect(run.join(1))

@@ -6,9 +6,9 @@ from servers import SumOfOutputs
 
 from paramserver.config import Config
 from paramserver.consistency import PushId, TrainerId
-from paramserver.errors import Evicted
+from paramserver.errors import Evicted, TrainingError
 from paramserver.parameters.flat import FlatLayout, trainable_parameters
-from paramserver.parameters.sharding import full_shard
+from paramserver.parameters.sharding import full_shard, get_hyperparameters
 from paramserver.server import shard_server
 from paramserver.server.shard_server import ShardServer
 from paramserver.transport.messages import ApplyRequest, ShardAssignment
@@ -19,25 +19,25 @@ VIEW = 2
 class Served:
     """A shard server with all parameters, which are zero, and the contexts of distributed autograd that it knows."""
 
-    def __init__(self, monkeypatch):
+    def __init__(self, monkeypatch, by_bucket=False):
         self.contexts = {}
         task = SumOfOutputs(2, 1)
         layout = FlatLayout.of(trainable_parameters(task.build_model()).items())
         shard = full_shard(layout)
         weights = [torch.zeros(size) for size in layout.sizes]
-        assignment = ShardAssignment(shard, layout, weights, {}, 0, None, "")
+        assignment = ShardAssignment(shard, layout, weights, {}, 0, None, "", shard if by_bucket else None)
         self.server = ShardServer(task, Config(), 1, assignment, VIEW)
         monkeypatch.setattr(shard_server.dist_autograd, "get_gradients", lambda context_id: self.contexts[context_id])
 
     def push(self, incarnation, gradient, sequence=1, version=0, trainer=0, view=VIEW):
         push = PushId(trainer, view, incarnation, sequence)
-        leaf = self.server.shard_updater.leaves[0]
+        leaf = self.server._leaves[0]
         self.contexts[1] = {leaf: torch.full_like(leaf, gradient)}
         self.server.push(1, push, version)
         return push
 
     def apply(self, version, *pushes):
-        groups = [{"lr": 1.0}]
+        groups = GROUPS if self.server._pipeline else [{"lr": 1.0}]
         request = ApplyRequest(
             version, tuple((p, None) for p in pushes), (1.0,) * len(pushes), None, groups, frozenset()
         )
@@ -95,3 +95,68 @@ def test_a_push_that_is_sent_again_counts_once_before_and_after_it_is_applied(se
     following = served.push(incarnation=1, gradient=1.0, sequence=2, version=1)
     assert served.apply(2, following).done()
     assert served.weight == -4.0
+
+
+# An update that is computed before server 0 requests it.
+
+GROUPS = get_hyperparameters(SumOfOutputs(2, 1).build_optimizer(SumOfOutputs(2, 1).build_model()))
+
+
+@pytest.fixture
+def by_bucket(monkeypatch):
+    return Served(monkeypatch, by_bucket=True)
+
+
+def names(reply):
+    assert reply.done()
+    return reply.value()
+
+
+def test_an_update_whose_pushes_are_here_is_reported_and_made_by_a_message_for_its_version(by_bucket):
+    """That message, of a trainer, overtook the request for the update, which then changes nothing."""
+    reply = by_bucket.server.begin_update(0, [0, 1], GROUPS)
+    first = by_bucket.push(incarnation=1, gradient=1.0, trainer=1)
+    assert not reply.done()
+    second = by_bucket.push(incarnation=1, gradient=3.0, trainer=0)
+    assert names(reply) == (second, first)
+    assert by_bucket.weight == 0.0
+    pulled = by_bucket.server.pull(TrainerId(0, VIEW, 1), 1)
+    assert pulled[0].detach()[:2].tolist() == [-2.0, -2.0]
+    assert by_bucket.weight == -2.0
+    assert names(by_bucket.apply(1, second, first)) is None
+    assert by_bucket.weight == -2.0
+    with pytest.raises(TrainingError, match="holds version 1 and cannot make 1"):
+        by_bucket.apply(1, second)
+
+
+def test_the_next_step_of_server_0_makes_the_version_too(by_bucket):
+    by_bucket.server.begin_update(0, [0], GROUPS)
+    by_bucket.push(incarnation=1, gradient=3.0)
+    assert not by_bucket.server.begin_update(1, [0], GROUPS).done()
+    assert (by_bucket.server.version, by_bucket.weight) == (1, -3.0)
+
+
+def test_an_update_that_was_computed_and_is_not_the_decision_is_dropped(by_bucket):
+    reply = by_bucket.server.begin_update(0, [0, 1], GROUPS)
+    lost = by_bucket.push(incarnation=1, gradient=100.0, trainer=1)
+    kept = by_bucket.push(incarnation=1, gradient=3.0, trainer=0)
+    assert names(reply) == (kept, lost)
+    assert names(by_bucket.apply(1, kept)) is None
+    assert by_bucket.weight == -3.0
+
+
+def test_a_request_that_comes_before_all_pushes_ends_the_wait_for_them(by_bucket):
+    reply = by_bucket.server.begin_update(0, [0, 1], GROUPS)
+    kept = by_bucket.push(incarnation=1, gradient=3.0, trainer=0)
+    assert not reply.done()
+    assert names(by_bucket.apply(1, kept)) is None
+    assert names(reply) is None
+    assert by_bucket.weight == -3.0
+
+
+def test_a_version_that_was_not_computed_is_not_made_by_a_message_for_it(by_bucket):
+    by_bucket.server.begin_update(0, [0, 1], GROUPS)
+    by_bucket.push(incarnation=1, gradient=3.0, trainer=0)
+    with pytest.raises(TrainingError, match="holds version 0, and 1 no more"):
+        by_bucket.server.pull(TrainerId(0, VIEW, 1), 1)
+    assert by_bucket.weight == 0.0

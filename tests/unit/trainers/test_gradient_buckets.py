@@ -1,5 +1,6 @@
 """Gradients on their way out: what arrives is what the parameters hold at the end, whatever left before."""
 
+from collections import defaultdict
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -216,7 +217,11 @@ def test_bytes_that_go_again_are_counted_again():
     trainer.wire_bytes, trainer._sent_buckets = 0, {}
     trainer._grant = SimpleNamespace(decision=SimpleNamespace(step=3))
     trainer.server = SimpleNamespace(send_bucket=lambda *_: sent)
-    trainer.transport = SimpleNamespace(bucket_tensor=lambda _: torch.zeros(10))
+    buckets = defaultdict(list)
+    trainer._parameters, trainer.transport = (
+        [],
+        SimpleNamespace(bucket_tensor=lambda _: torch.zeros(10), buckets=buckets),
+    )
     for early, counted in (
         (GradientBucket(0, 1), 0),
         (GradientBucket(0, 2), 0),

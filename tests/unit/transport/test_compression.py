@@ -6,7 +6,7 @@ from torch import nn
 
 from paramserver.config import ServerConfig
 from paramserver.parameters.flat import FlatLayout, trainable_parameters
-from paramserver.parameters.sharding import full_shard, plan_shards
+from paramserver.parameters.sharding import full_shard, plan_shards, split_ranges
 from paramserver.transport.compression import CastCodec, make_codec
 from paramserver.transport.rpc import RpcServerTransport, RpcTrainerTransport, WireVersion
 
@@ -37,14 +37,17 @@ class Mixed(nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("flat_bytes", [float("inf"), 20_000])
+@pytest.mark.parametrize("bucket_bytes", [None, 512, 20_000])
 @pytest.mark.parametrize("servers", [1, 2, 3])
-def test_versions_and_gradients_are_those_of_one_server(servers, flat_bytes, dtype):
+def test_versions_and_gradients_are_those_of_one_server(servers, bucket_bytes, flat_bytes, dtype):
     torch.manual_seed(servers)
     model, codec = Mixed(), CastCodec(dtype)
     parameters = trainable_parameters(model)
     layout = FlatLayout.of(parameters.items(), flat_bytes)
     shards = plan_shards(layout, servers, splittable=True)
     assert (servers > 1) is any(not s.is_whole(p, layout) for s in shards for p in s.slices)
+    if bucket_bytes is not None:
+        shards = tuple(split_ranges(shard, layout, bucket_bytes) for shard in shards)
     version = [torch.randn(size).to(kind) for size, kind in zip(layout.sizes, layout.dtypes, strict=True)]
     trainer = RpcTrainerTransport(layout, shards, codec, list(parameters.values()))
     leaves, transports = [], []

@@ -156,7 +156,7 @@ def test_parameters_are_read_in_place_and_gradients_written_in_place(host):
     assert all(torch.equal(p, torch.full_like(p, 2.0)) for p in theirs)
     trainer.gradient_views[0].fill_(3.0)
     pushed = []
-    root = trainer.backward_root(trainer.pull(lambda: pushed.append(float(gradients[0][0]))))
+    root = trainer.backward_root(trainer.pull(lambda _: pushed.append(float(gradients[0][0]))))
     assert pushed == []
     root.backward()
     assert pushed == [3.0]
@@ -170,7 +170,7 @@ def test_a_parameter_that_was_changed_on_a_trainer_is_named(host):
     with torch.no_grad():
         theirs[1].mul_(1.0)
     with pytest.raises(TaskError, match=r"parameter 0\.bias was changed in place on a trainer"):
-        trainer.backward_root(trainer.pull(lambda: None))
+        trainer.backward_root(trainer.pull(lambda _: None))
 
 
 def test_a_model_can_load_a_copy_and_map_a_version_again(host):

@@ -1,0 +1,221 @@
+"""The next version of a server's shard, made bucket by bucket while gradients still arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paramserver.config import Config, server_computes
+from paramserver.optim.bucket_updates import BucketUpdates, UpdatedBucket, why_not_by_bucket
+from paramserver.optim.updater import Updater
+from paramserver.parameters.flat import FlatLayout
+from paramserver.parameters.sharding import Shard, split_ranges
+from paramserver.transport.compression import WireCodec
+from paramserver.transport.messages import Future
+
+# Of a shard, without ``server.bucket_mb``. More buckets overlap more of the update with its transfer, and cost more
+# messages; larger ones than these gain nothing.
+_BUCKETS, _LEAST_BYTES, _MOST_BYTES = 10, 128 * 2**10, 4 * 2**20
+# The first bucket of a server is sent when the backward has ended, and its update received with the next pull.
+_FIRST_BYTES = 64 * 2**10
+
+
+def plan_buckets(
+    config: Config, updater: Updater, layout: FlatLayout, shards: Sequence[Shard]
+) -> tuple[tuple[Shard, ...], str]:
+    """Return each server's shard in buckets that are updated as their gradients arrive, or none and the reason."""
+    server = config.server
+    if (server.consistency, server.backup_trainers) != ("sync", 0):
+        return (), "trainers do not wait for each other"
+    if server_computes(config):
+        return (), "the forward runs on the server"
+    reason = why_not_by_bucket(updater.optimizer, updater.clip_grad_norm)
+    if reason is not None:
+        return (), reason
+    size = config.server.bucket_mb
+    most = layout.total_bytes / len(shards) / _BUCKETS
+    most = min(max(most, _LEAST_BYTES), _MOST_BYTES) if size is None else size * 2**20
+    return tuple(split_ranges(shard, layout, most, min(most, _FIRST_BYTES)) for shard in shards), ""
+
+
+class UpdatePipeline:
+    """Computes each bucket of the next version once all trainers' gradients of it are there, and replies with it.
+
+    It is a computation in advance, of what the consistency model is expected to decide: ``begin`` names the trainers of
+    the step. ``commit`` makes the version from the gradients that the decision names. A bucket that was computed in
+    advance is used there only if it was computed from the same gradients; every other is computed anew. Until then no
+    parameter and no state of the optimizer changes, so an update that is not decided needs no undoing. In memory are,
+    in addition to the gradients, at most one more version and its optimizer state.
+
+    The lock of the server covers all calls. Only a trainer's first gradient of a bucket counts: if another one follows
+    it, or if it lacks that of a parameter, the bucket is computed with the commit.
+
+    Args:
+        updates: computes and writes buckets.
+        codec: of the run.
+
+    Example::
+
+        >>> from paramserver.optim.shard_updater import ShardUpdater
+        >>> from paramserver.parameters.flat import FlatTensors
+        >>> from paramserver.parameters.sharding import full_shard
+        >>> from paramserver.transport.compression import CastCodec
+        >>> flat = FlatTensors({"w": torch.nn.Parameter(torch.zeros(2))})
+        >>> sgd, shard = torch.optim.SGD(flat.tensors.values(), lr=1.0), full_shard(flat.layout)
+        >>> updater = ShardUpdater(flat.layout, shard, flat.flats, list(flat.tensors.values()), sgd)
+        >>> pipeline = UpdatePipeline(BucketUpdates(updater, shard), CastCodec(torch.float32))
+        >>> pipeline.begin((0, 1))
+        >>> gradients = [torch.ones(16), torch.full((16,), 3.0)]
+        >>> replies = [pipeline.add(trainer, 0, gradients[trainer]) for trainer in (0, 1)]
+        >>> replies[0].wait()[:2], flat.tensors["w"].tolist()
+        (tensor([-2., -2.]), [0.0, 0.0])
+        >>> pipeline.commit([[gradient] for gradient in gradients], None)
+        >>> flat.tensors["w"].tolist(), pipeline.sent_early
+        ([-2.0, -2.0], frozenset({0}))
+    """
+
+    def __init__(self, updates: BucketUpdates, codec: WireCodec) -> None:
+        self.updates = updates
+        self.sent_early: frozenset[int] = frozenset()
+        """Buckets of the current version that its trainers received before it was committed."""
+        self._codec = codec
+        self._snapshot: list[Tensor] | None = None
+        self._trainers: tuple[int, ...] = ()
+        self._groups: list[dict[str, Any]] = []
+        self._arrived: dict[int, dict[int, Tensor]] = {}  # by bucket and trainer
+        self._computed: dict[int, UpdatedBucket] = {}
+        self._prepared: dict[int, UpdatedBucket] = {}  # as ``_computed``, but never sent early
+        self._replies: dict[int, Tensor] = {}  # by bucket, in the form in which it is sent
+        self._excluded: set[int] = set()
+        self._waiting: dict[tuple[int, int], Future] = {}  # by bucket and trainer
+
+    def begin(self, trainers: Iterable[int], groups: list[dict[str, Any]] | None = None) -> None:
+        """Compute buckets in advance from now on, as the mean over ``trainers``.
+
+        Args:
+            trainers: of the step, in the order in which their gradients are added.
+            groups: the optimizer's hyper-parameters in this step; None for those of this process.
+        """
+        self._trainers = tuple(trainers) if self.updates.possible else ()
+        self._groups = self.updates.hyperparameters() if groups is None else groups
+        for bucket in list(self._arrived):
+            self._compute(bucket)
+
+    def add(self, trainer_index: int, bucket: int, gradient: Tensor | None, has_all: bool = True) -> Future:
+        """Add a gradient; reply with the next version of the bucket, or None once there is no other way to get it.
+
+        Args:
+            trainer_index: of the trainer, which takes part in the step.
+            bucket: its number.
+            gradient: the same tensor as before, or None, if the message is repeated.
+            has_all: no parameter of the bucket lacks its gradient.
+        """
+        # A repeated message gets the reply to the first.
+        future: Future = self._waiting.setdefault((bucket, trainer_index), torch.futures.Future())
+        if gradient is not None:
+            held = self._arrived.setdefault(bucket, {})
+            if not has_all or held.setdefault(trainer_index, gradient) is not gradient:
+                self._exclude(bucket)
+        if bucket in self._excluded or bucket in self._computed:
+            self._reply(bucket)
+        else:
+            self._compute(bucket)
+        return future
+
+    def _compute(self, bucket: int) -> None:
+        held = self._arrived.get(bucket, {})
+        if bucket in self._excluded or not self._trainers or not all(index in held for index in self._trainers):
+            return
+        gradients = [held[index] for index in self._trainers]
+        updated = self._computed[bucket] = self.updates.compute(bucket, gradients, None, self._groups)
+        layout = self.updates.buckets.layout
+        self._replies[bucket] = self._codec.encode_one(layout, bucket, updated.parameters)
+        self._reply(bucket)
+
+    def _exclude(self, bucket: int) -> None:
+        self._excluded.add(bucket)
+        self._computed.pop(bucket, None)
+        self._replies.pop(bucket, None)
+        self._reply(bucket)
+
+    def _reply(self, bucket: int) -> None:
+        for key in [key for key in self._waiting if key[0] == bucket]:
+            self._waiting.pop(key).set_result(self._replies.get(bucket))
+
+    def prepare(self, gradients: Sequence[Sequence[Tensor]]) -> None:
+        """Compute what is left of the version, so that ``commit`` with the same gradients only writes it.
+
+        Args:
+            gradients: as for ``commit``; every parameter has a gradient of some trainer.
+        """
+        for bucket, of_trainers in enumerate(zip(*gradients, strict=True)):
+            if bucket not in self._computed:
+                self._prepared[bucket] = self.updates.compute(bucket, of_trainers, None, self._groups)
+
+    def commit(
+        self,
+        gradients: Sequence[Sequence[Tensor]],
+        used: tuple[bool, ...] | None,
+        groups: list[dict[str, Any]] | None = None,
+    ) -> None:
+        """Make the next version.
+
+        Args:
+            gradients: of each trainer those of all buckets, in the order in which they are added.
+            used, groups: as for ``BucketUpdates.compute`` and ``begin``.
+        """
+        groups = self.updates.hyperparameters() if groups is None else groups
+        if not self.updates.possible:
+            self.updates.step_whole(gradients, used, groups)
+            self.version_changed()
+            return
+        known = self._computed if groups == self._groups else {}
+        if groups == self._groups and used is None:
+            known = self._prepared | self._computed
+        updated, early = [], set()
+        for bucket, of_trainers in enumerate(zip(*gradients, strict=True)):
+            computed = known.get(bucket)
+            if computed is not None and computed.is_from(of_trainers):
+                early |= {bucket} & self._computed.keys()
+            else:
+                computed = self.updates.compute(bucket, of_trainers, used, groups)
+            updated.append(computed)
+        self.updates.write(updated)
+        self.abandon_update()
+        self._snapshot = [bucket.parameters for bucket in updated]
+        self.sent_early = frozenset(early)
+
+    def abandon_update(self) -> None:
+        """Drop what was computed in advance, and compute nothing more before the next ``begin``."""
+        self._trainers = ()
+        for table in (self._arrived, self._computed, self._prepared, self._replies, self._excluded):
+            table.clear()
+        for future in self.pop_waiters():
+            future.set_result(None)
+
+    def version_changed(self) -> None:
+        """The next version was made in another way than by ``commit``."""
+        self._snapshot, self.sent_early = None, frozenset()
+        self.abandon_update()
+
+    def pop_waiters(self) -> list[Future]:
+        """Remove and return the futures of all calls that wait; the caller replies to them."""
+        waiting, self._waiting = list(self._waiting.values()), {}
+        return waiting
+
+    def snapshot(self) -> list[Tensor]:
+        """Return the current version in buckets, immutable, and the same list for as long as it is current."""
+        if self._snapshot is None:
+            self._snapshot = self.updates.clone()
+        return self._snapshot
+
+    def leave_out(self, version: Sequence[Tensor], held: Collection[int]) -> tuple[Tensor, ...]:
+        """Return what is sent of the current version to a trainer that received the buckets ``held`` of it early.
+
+        In the place of those is an empty tensor.
+        """
+        known = self.sent_early.intersection(held)
+        return tuple(flat.new_empty(0) if n in known else flat for n, flat in enumerate(version))

@@ -1,0 +1,124 @@
+"""Steps over a network of limited bandwidth: parameter servers against all-reduce, and both against a bound.
+
+    python -m tests.measure.network [--bandwidth 1gbit] [--trainers 2] [--servers 2] [--seconds 5] [--repeats 3]
+                                    [--model mlp] [--optimizer sgd] [--colocated] [--set key=value ...]
+
+Needs root. Each rank runs in its own network namespace; with ``--colocated`` each server runs in that of a trainer, so
+that n hosts are enough (as in BytePS: Jiang et al., "A unified architecture for accelerating distributed DNN training
+in heterogeneous GPU/CPU clusters", OSDI 2020), for which there must be as many servers as trainers.
+
+The cases run in turns. A line per case has the time of a step, and the part of it that is communication (the step
+without that of the same trainers without an exchange) as a multiple of ``max(M/B, nM/(kB))``, or for all-reduce of
+``2(n-1)M/(nB)``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import yaml
+
+from paramserver.bench.cases import NO_COMMUNICATION, Case, RequestedCases, make_cases
+from paramserver.bench.cost_model import communication_s
+from paramserver.bench.measure import measure
+from paramserver.bench.network import NetworkHosts, parse_bandwidth
+from paramserver.report.results import CaseResult
+from tests.measure.common import MODELS, OPTIMIZERS, origin, spread
+from tests.measure.outside_clock import method_of
+
+
+class ColocatedHosts(NetworkHosts):
+    """Host i has server i and trainer i."""
+
+    def command_on(self, number: int, command: Sequence[str]) -> list[str]:
+        return super().command_on(number % self._count, command)
+
+
+def cases_of(folder: Path, arguments: argparse.Namespace) -> list[Case]:
+    config = {
+        "task": f"{Path(__file__).parent / 'common.py'}:Measured",
+        "task_args": {"model": arguments.model, "optimizer": arguments.optimizer},
+        "cluster": {"num_trainers": arguments.trainers, "num_servers": arguments.servers},
+        "training": {"batch_size": 32, "validate_every": 0},
+    }
+    file = folder / "config.yaml"
+    file.write_text(yaml.safe_dump(config), encoding="utf-8")
+    cases = make_cases(RequestedCases(file, modes="ddp,rpc", overrides=arguments.set))
+    return [case for case in cases if case.baseline in (None, NO_COMMUNICATION)]
+
+
+def print_case(name: str, results: list[CaseResult], alone_ms: float, size: int, arguments: argparse.Namespace) -> None:
+    steps = [result.step_ms["mean"] or 0.0 for result in results]
+    line = f"{name}: step {spread(steps, '.1f')} ms"
+    case = results[0]
+    if case.baseline is None:
+        mode = next(one.mode for one in arguments.cases if one.name == name)
+        bound_ms = 1e3 * communication_s(
+            mode, size, case.trainers, case.servers, parse_bandwidth(arguments.bandwidth), 0.0, overlap=True
+        )
+        ratio = (statistics.median(steps) - alone_ms) / bound_ms
+        line += f", communication {ratio:.2f} times the bound of {bound_ms:.1f} ms"
+    print(f"{line}; CPU of a step {1e3 * cpu_of_step(results[-1]):.0f} ms; phases {phases(results[-1])}")
+
+
+def cpu_of_step(result: CaseResult) -> float:
+    return sum(value or 0.0 for value in result.cpu_s.values()) / max(result.steps or 0, 1)
+
+
+def phases(result: CaseResult) -> str:
+    return " ".join(f"{name} {value:.1f}" for name, value in result.phases_ms.items() if value)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bandwidth", default="1gbit")
+    parser.add_argument("--trainers", type=int, default=2)
+    parser.add_argument("--servers", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--model", choices=MODELS, default="mlp")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd")
+    parser.add_argument("--modes", nargs="+", default=["no communication", "ddp", "rpc"])
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--colocated", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.colocated and arguments.servers != arguments.trainers:
+        parser.error(f"--servers ({arguments.servers}) must be --trainers ({arguments.trainers}) with --colocated")
+    print(origin())
+    found: dict[str, list[CaseResult]] = {}
+    with tempfile.TemporaryDirectory() as name:
+        cases = arguments.cases = [
+            case for case in cases_of(Path(name), arguments) if (case.baseline or case.mode.name) in arguments.modes
+        ]
+        for repeat in range(arguments.repeats):
+            for case in cases:
+                kind = ColocatedHosts if arguments.colocated else NetworkHosts
+                count = case.trainers if arguments.colocated else case.trainers + case.servers
+                with kind(max(2, count), parse_bandwidth(arguments.bandwidth)) as hosts:
+                    method = replace(method_of(Path(name) / "out", arguments.seconds, 1.0), hosts=hosts)
+                    result = measure(case, repeat, method)
+                if not result.is_completed:
+                    raise RuntimeError(result.error)
+                found.setdefault(case.name, []).append(result)
+                print(
+                    f"  {repeat + 1}/{arguments.repeats} {case.name}: {result.step_ms['mean']:.1f} ms", file=sys.stderr
+                )
+    size = sum(parameter.nbytes for parameter in MODELS[arguments.model]().parameters())
+    alone = [result.step_ms["mean"] or 0.0 for of in found.values() for result in of if result.baseline is not None]
+    for case_name, results in found.items():
+        print_case(case_name, results, statistics.median(alone) if alone else 0.0, size, arguments)
+    by_mode = {of[0].mode: of for of in found.values() if of[0].baseline is None}
+    if {"ddp", "rpc"} <= by_mode.keys():
+        pairs = zip(by_mode["ddp"], by_mode["rpc"], strict=True)
+        ratios = [(ddp.step_ms["mean"] or 0.0) / (rpc.step_ms["mean"] or 1.0) for ddp, rpc in pairs]
+        print(f"rpc against ddp, steps per second: {spread(ratios)}")
+
+
+if __name__ == "__main__":
+    main()
