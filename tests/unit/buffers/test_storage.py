@@ -379,7 +379,8 @@ def test_batches_of_consecutive_slots_are_copies_in_order():
     """A FIFO that is refilled in groups, around the end of its slots too."""
     buffer, served = Fifo(12), []
     for start in range(0, 60, 6):
-        buffer.put_many(stack_samples([(torch.full((2,), float(i)), i) for i in range(start, start + 6)]))
+        samples = [(torch.full((2,), float(i)), i) for i in range(start, start + 6)]
+        buffer.put_many(stack_samples(samples), timeout=0)
         batch = buffer.get_batch(4 if start < 18 else 6, timeout=0)
         batch.stacked[0].neg_()  # memory that only the batch uses
         assert batch.stacked[0][:, 0].tolist() == [-i for i in batch.stacked[1].tolist()]
