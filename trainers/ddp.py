@@ -125,7 +125,7 @@ class DdpTrainer(Trainer):
             # Only on CPUs a backward returns after its collectives.
             is_cpu = self.process.placement.device.type == "cpu"
             shared = share_rows(dist.group.WORLD, channel, self.rendezvous.timeout_s) if is_cpu else None
-            # With shared memory no collective runs beside those of the gradients. Another group would have threads of
+            # With shared memory no collective overlaps with those of the gradients. Another group would have threads of
             # its own, which wake up a hundred times a second.
             self._control_group = dist.group.WORLD
             if shared is None:

@@ -373,3 +373,25 @@ def test_samples_before_one_that_is_refused_are_put():
         buffer.put_many([torch.zeros(2), torch.ones(2), torch.ones(2, requires_grad=True)])
     assert buffer.info().puts == 2
     assert buffer.get_batch(2).stacked.tolist() == [[0, 0], [1, 1]]
+
+
+def test_batches_of_consecutive_slots_are_copies_in_order():
+    """A FIFO that is refilled in groups, around the end of its slots too."""
+    buffer, served = Fifo(12), []
+    for start in range(0, 60, 6):
+        samples = [(torch.full((2,), float(i)), i) for i in range(start, start + 6)]
+        buffer.put_many(stack_samples(samples), timeout=0)
+        batch = buffer.get_batch(4 if start < 18 else 6, timeout=0)
+        batch.stacked[0].neg_()  # memory that only the batch uses
+        assert batch.stacked[0][:, 0].tolist() == [-i for i in batch.stacked[1].tolist()]
+        served += batch.stacked[1].tolist()
+    assert served == list(range(len(served)))
+    assert [label for _, label in buffer.get_batch(4, timeout=0).samples] == list(range(len(served), len(served) + 4))
+
+
+def test_a_buffer_that_is_empty_takes_another_layout():
+    buffer = Fifo(4)
+    buffer.put_many([torch.zeros(2)])
+    buffer.get_batch(1)
+    buffer.put_many([torch.ones(3)])
+    assert buffer.get_batch(1).samples[0].tolist() == [1.0, 1.0, 1.0]
