@@ -82,6 +82,7 @@ class Aggregator:
         self._version_waits = PendingReplies()
         self._results: dict[int, StepResult] = {}  # of pushes whose reply waits for the next grant
         self._pushes: dict[int, Push] = {}  # complete, not applied yet
+        self._incomplete: dict[int, Push] = {}  # reported, with gradients still on their way
         self._granted: dict[int, int] = {}  # the version that each trainer was granted and has not pushed for
         # Of the last push of each trainer, and of its last announcement with its number: for a repeated message.
         self._replies: dict[int, Future] = {}
@@ -140,6 +141,8 @@ class Aggregator:
             for table in (self._announcements, self._version_waits)
             if trainer_index in table.parts
         ]
+        if (incomplete := self._incomplete.pop(trainer_index, None)) is not None:
+            waiting.append(incomplete.future)
         self._granted.pop(trainer_index, None)
         self._results.pop(trainer_index, None)
         self._replies.pop(trainer_index, None)
@@ -299,10 +302,10 @@ class Aggregator:
         buffers: Sequence[Tensor],
         announcement: Announcement | None,
     ) -> torch.futures.Future[StepGrant]:
-        """Accept gradients: those that a distributed-autograd context holds, or that are in shared memory.
+        """Accept the gradients that a distributed-autograd context holds.
 
         Raises:
-            TrainingError: there are none, or the consistency model rejects them.
+            TrainingError: it holds none, or the consistency model rejects them.
             Evicted: the trainer takes no part any more.
         """
         if (reply := self._find_reply(report)) is not None:
@@ -316,6 +319,29 @@ class Aggregator:
         self._accept(Push(gradients, report, buffers, announcement, future, self._clock()))
         return future
 
+    def push_in_place(
+        self, report: StepReport, buffers: Sequence[Tensor], announcement: Announcement | None
+    ) -> torch.futures.Future[StepGrant]:
+        """Keep the report of a push whose gradients are in shared memory until ``gradients_arrived``."""
+        if (reply := self._find_reply(report)) is not None:
+            return reply
+        future: torch.futures.Future[StepGrant] = torch.futures.Future()
+        self._incomplete[report.trainer_index] = Push([], report, buffers, announcement, future, self._clock())
+        self.gradients_arrived(report.trainer_index)
+        return future
+
+    def gradients_arrived(self, trainer_index: int) -> None:
+        """Accept a push in place if both its report and its gradients have arrived; they come in either order."""
+        push = self._incomplete.get(trainer_index)
+        gradients = self.transports[trainer_index].collect_gradients({}) if push is not None else None
+        if push is None or gradients is None:
+            return
+        del self._incomplete[trainer_index]
+        try:
+            self._accept(replace(push, gradients=gradients, arrival_s=self._clock()))
+        except TrainingError as error:
+            push.future.set_result(RemoteError.of(error))  # raised by the caller
+
     def _find_reply(self, report: StepReport) -> Future | None:
         """Return the reply to a push that was sent before; None for a new one.
 
@@ -324,6 +350,9 @@ class Aggregator:
             TrainingError: the push before it is missing.
         """
         trainer_index = report.trainer_index
+        incomplete = self._incomplete.get(trainer_index)
+        if incomplete is not None and push_id(incomplete.report) == push_id(report):
+            return incomplete.future
         state = self.ledger.state_of(push_id(report))
         if state is PushState.EVICTED or trainer_index not in self.transports:
             raise Evicted(f"trainer {trainer_index} takes no part in the run any more, or joined it anew")
@@ -434,6 +463,7 @@ class Aggregator:
     def pop_waiters(self) -> list[Future]:
         """Remove and return the futures of all calls that wait; the caller replies to them."""
         waiting = [f for table in (self._announcements, self._version_waits) for f in table.pop_all()[1].values()]
-        waiting += [push.future for push in self._pushes.values()]
+        waiting += [push.future for push in (*self._pushes.values(), *self._incomplete.values())]
         self._pushes.clear()
+        self._incomplete.clear()
         return waiting

@@ -651,10 +651,10 @@ class ParameterServer(TutorialMethods):
     def push_in_place(
         self, report: StepReport, buffers: Sequence[Tensor], announcement: Announcement | None = None
     ) -> torch.futures.Future[StepGrant]:
-        """Accept a push whose gradients are in memory shared with the trainer, complete."""
+        """Accept a push whose gradients are in memory shared with the trainer; they may still be incomplete."""
         with self._lock:
             self._check_running()
-            return self.aggregator.push({}, report, buffers, announcement)
+            return self.aggregator.push_in_place(report, buffers, announcement)
 
     def wait_version(self, sender: TrainerId, version: int) -> torch.futures.Future[int]:
         """Reply with the current version once that is ``version``: for a trainer without data while others take steps.
