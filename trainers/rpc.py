@@ -314,13 +314,13 @@ class RpcTrainer(Trainer):
     def step_optimizer(self, report: StepReport) -> StepResult:
         self._check_gradients()
         used = self._buckets.finish()
+        if isinstance(self.transport, SharedMemoryTrainerTransport):
+            # The backward of the context is local, and sends the push.
+            self._pulled = self.transport.pull(lambda *_: self.optimizer.begin_step(self._context_id, *push))
+        root = self.transport.backward_root(self._pulled)
         buffers = self._pack_buffers() if self._grant.wants_buffers and self._buffers else []
         report = self.number_push(report, used)
         push = report, buffers, self.next_announcement(report.version + 1)
-        if isinstance(self.transport, SharedMemoryTrainerTransport):
-            # Sent by the backward of the context, which is local.
-            self._pulled = self.transport.pull(lambda _: self.optimizer.begin_step(self._context_id, *push))
-        root = self.transport.backward_root(self._pulled)
         self.wire_bytes += self.transport.step_bytes(self._pulled)
         self.wire_bytes += sum(flat.nbytes for flat in (*buffers, *self._grant.buffers))
         sent = {bucket: calls[-1] for bucket, calls in self._sent_buckets.items()}

@@ -89,10 +89,13 @@ class InFlightCall(Generic[T]):
         self._give_up_at: float | None = None
         self._sent = time.perf_counter()
         self._replied: float | None = None
-        self._is_local = local is not None
-        self._send(local or call)
+        self._local = local
+        self._send()
 
-    def _send(self, call: Callable[[], torch.futures.Future[T]]) -> None:
+    def _send(self) -> None:
+        self._is_local = self._local is not None
+        # The next time over RPC: the socket may be what failed.
+        call, self._local = self._local or self._call, None
         self.future = call()
         # Runs in a thread of the RPC agent, or here if the reply is there already.
         self.future.add_done_callback(self._note_reply)
@@ -136,8 +139,7 @@ class InFlightCall(Generic[T]):
         self._give_up_at = self._give_up_at or time.monotonic() + self._connection.timeout_s
         self._connection.wait_before_repeat(failure, self._give_up_at if self._repeatable else 0.0)
         note_repeated(self._name)
-        self._is_local = False
-        self._send(self._call)
+        self._send()
 
     def wait_once(self) -> T:
         """Return the reply as ``wait`` does, but do not send the call again.

@@ -212,7 +212,7 @@ class SharedMemoryTrainerTransport(TrainerTransport):
         # The leaf requires a gradient: the context of a step holds it once its backward has run.
         self._leaf, self._token = torch.zeros((), requires_grad=True), torch.zeros(())
 
-    def pull(self, on_gradient: Callable[[Tensor], None]) -> tuple[Tensor, ...]:
+    def pull(self, on_gradient: Callable[..., None]) -> tuple[Tensor, ...]:
         """Return what stands for the mapped version in autograd: a scalar whose backward calls ``on_gradient``."""
         return tuple(pull([self._leaf], [self._token], on_gradient))
 

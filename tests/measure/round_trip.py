@@ -102,7 +102,7 @@ class Tiny(Task):
             from paramserver.server.aggregator import Aggregator
             from paramserver.server.parameter_store import ParameterStore
 
-            note_calls(self.noted, Aggregator, "push", "received")
+            note_calls(self.noted, Aggregator, "push_in_place", "received")
             note_calls(self.noted, ParameterStore, "apply", "update begins")
             note_calls(self.noted, ParameterStore, "apply", "update ends", after=True)
             note_calls(self.noted, Aggregator, "_grant", "replied", after=True)

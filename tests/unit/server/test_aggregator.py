@@ -125,12 +125,12 @@ class Store:
 
 
 class Transport(ServerTransport):
-    """Its gradients are complete."""
+    """Gradients are complete as soon as ``arrived`` is set."""
 
     sends_buffers = False
 
-    def __init__(self):
-        self.pinned = False
+    def __init__(self, arrived=True):
+        self.arrived, self.pinned = arrived, False
 
     def pin_version(self):
         self.pinned = True
@@ -143,7 +143,7 @@ class Transport(ServerTransport):
         return 0, ()
 
     def collect_gradients(self, held):
-        return [torch.ones(1)]
+        return [torch.ones(1)] if self.arrived else None
 
     def unpin(self):
         self.pinned = False
@@ -152,7 +152,7 @@ class Transport(ServerTransport):
 class Run:
     """An aggregator and its trainers, each with its first step granted."""
 
-    def __init__(self, trainers=2):
+    def __init__(self, trainers=2, arrived=True):
         self.errors, self.store, self.monitor, self.ledger = [], Store(), StepMonitor(), Ledger()
         self.aggregator = Aggregator(
             Sync(RunTerms(trainers, Limits(), "join")),
@@ -163,21 +163,23 @@ class Run:
             self.errors.append,
         )
         for trainer in range(trainers):
-            self.admit(trainer)
+            self.admit(trainer, arrived)
         granted = [self.announce(trainer) for trainer in range(trainers)]
         assert [verdict(future) for future in granted] == [Verdict.GO] * trainers
 
-    def admit(self, trainer):
-        self.aggregator.transports[trainer] = Transport()
+    def admit(self, trainer, arrived=True):
+        self.aggregator.transports[trainer] = Transport(arrived)
         return self.ledger.admit(trainer)
 
     def announce(self, trainer):
         return self.aggregator.announce(trainer, GO)
 
-    def push(self, trainer, sequence=1, incarnation=1, version=None, announcement=None, view=1):
+    def push(self, trainer, sequence=1, incarnation=1, version=None, announcement=None, in_place=False, view=1):
         version = self.aggregator.rules.step if version is None else version
         positions = [self.ledger[trainer].positions.low]
         report = StepReport(trainer, version, 1, 0.5, 0.0, None, positions, (), view, incarnation, sequence)
+        if in_place:
+            return self.aggregator.push_in_place(report, [], announcement)
         return self.aggregator.push({}, report, [], announcement)
 
 
@@ -193,14 +195,19 @@ def eviction(future):
 
 
 def test_a_push_that_is_repeated_gets_the_same_reply_in_every_state_and_counts_once():
-    run = Run()
-    future = run.push(0)
-    assert run.push(0) is future  # pending: the other trainer has not pushed
+    run = Run(arrived=False)
+    future = run.push(0, in_place=True)
+    assert run.push(0, in_place=True) is future  # while its gradients are on their way
+    assert run.ledger[0].pushes == 0
+    run.aggregator.transports[0].arrived = True
+    run.aggregator.gradients_arrived(0)
+    assert run.push(0, in_place=True) is future  # pending: the other trainer has not pushed
     assert not future.done()
+    run.aggregator.transports[1].arrived = True
     other = run.push(1)
     assert future.done()
     assert other.done()
-    assert run.push(0, version=0) is future  # applied
+    assert run.push(0, version=0, in_place=True) is future  # applied
     assert future.value().result.step == 1
     assert run.store.applied == [[(0, 1), (1, 1)]]
     assert run.monitor.updates == [(1, (0, 1))]
@@ -221,8 +228,9 @@ def test_a_push_that_is_repeated_after_it_was_applied_gets_the_grant_that_came_w
     assert len(run.store.applied) == 1
 
 
+@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("pushed", [False, True])
-def test_a_push_of_an_earlier_process_or_view_is_refused_and_changes_nothing(pushed):
+def test_a_push_of_an_earlier_process_or_view_is_refused_and_changes_nothing(in_place, pushed):
     run = Run()
     assert run.admit(0) == 2
     if pushed:
@@ -230,7 +238,7 @@ def test_a_push_of_an_earlier_process_or_view_is_refused_and_changes_nothing(pus
     before = run.ledger.state_dict()
     for about in ({"incarnation": 1}, {"incarnation": 2, "view": 2}, {"sequence": 2, "incarnation": 1}):
         with pytest.raises(Evicted, match="trainer 0 takes no part in the run any more, or joined it anew"):
-            run.push(0, **about)
+            run.push(0, in_place=in_place, **about)
     assert run.ledger.state_dict() == before
     run.push(1)
     assert run.store.applied == ([[(0, 2), (1, 1)]] if pushed else [])
@@ -258,6 +266,19 @@ def test_a_trainer_that_is_lost_before_its_push_is_not_waited_for():
     with pytest.raises(Evicted):
         run.push(0, version=0)
     assert run.errors == []
+
+
+def test_a_push_that_is_not_complete_is_discarded_with_its_trainer():
+    run = Run(arrived=False)
+    future = run.push(0, in_place=True)
+    run.aggregator.transports[1].arrived = True
+    survivor = run.push(1)
+    assert not survivor.done()
+    run.aggregator.remove(0)
+    assert eviction(future) == "trainer 0 takes no part in the run any more"
+    assert survivor.value().result.step == 1
+    assert run.store.applied == [[(1, 1)]]
+    assert (run.ledger[0].pushes, run.ledger[0].positions.low) == (0, 0)
 
 
 def test_a_push_that_is_pending_is_applied_although_its_trainer_is_lost():
