@@ -222,7 +222,6 @@ class SampleStore:
         """Copy what ``prepare_many`` returned, with nothing in between, and return the slots in order."""
         assert isinstance(self.storage, ColumnStorage)
         count = len(keys)
-        # In the order in which they were freed: slots of a FIFO stay consecutive.
         again = self._free[-count:]
         del self._free[-count:]
         end = self._untouched + count - len(again)
@@ -423,14 +422,6 @@ class Column:
             for slot, value in zip(slots, values, strict=True):
                 self.array[slot] = value
 
-    def take(self, slots: Slots) -> npt.NDArray[Any]:
-        """Return a copy of the rows of these slots."""
-        # Consecutive rows, as of most batches of a FIFO, are one block of memory.
-        if len(slots) and slots[-1] - slots[0] == len(slots) - 1 and (slots[1:] > slots[:-1]).all():
-            rows: npt.NDArray[Any] = self.array[slots[0] : slots[-1] + 1].copy()
-            return rows
-        return self.array.take(slots, axis=0)
-
     def gather_into(self, slots: Slots, allocate: AllocateBytes) -> Tensor:
         """Copy the rows of these slots to memory from ``allocate``."""
         shape = (len(slots), *self.array.shape[1:])
@@ -493,7 +484,7 @@ class ColumnStorage(Storage):
         if self._pending_slots:
             self.flush()
         # ``view`` for a dtype that numpy lacks.
-        columns = [torch.from_numpy(one.take(slots)).view(one.rows.dtype) for one in self._columns]
+        columns = [torch.from_numpy(one.array.take(slots, axis=0)).view(one.rows.dtype) for one in self._columns]
         return self.layout.stack(iter(columns)), partial(_rebuild, self.layout, columns, len(slots))
 
     def bytes_of(self, slots: Slots) -> int:

@@ -375,7 +375,7 @@ def test_samples_before_one_that_is_refused_are_put():
     assert buffer.get_batch(2).stacked.tolist() == [[0, 0], [1, 1]]
 
 
-def test_batches_of_consecutive_slots_are_copies_in_order():
+def test_batches_of_groups_are_copies_in_order():
     """A FIFO that is refilled in groups, around the end of its slots too."""
     buffer, served = Fifo(12), []
     for start in range(0, 60, 6):
