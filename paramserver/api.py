@@ -70,7 +70,7 @@ def run(
         >>> result.status, result.summary["samples"]
         ('completed', 32)
     """
-    from paramserver.importing import class_reference
+    from paramserver.importing import class_reference, code_folders
     from paramserver.task import Task, check_task_class
 
     if is_supervised(process_environ()) or multiprocessing.current_process().name == LOADER_NAME:
@@ -79,7 +79,8 @@ def run(
             'put the call under if __name__ == "__main__":'
         )
     task_class = type(task) if isinstance(task, Task) else task
-    values, folders = _values(config)
+    values, config_file = _values(config)
+    recorded: list[Path] = []
     if task_class is not None:
         check_task_class(task_class, getattr(task_class, "__qualname__", repr(task_class)))
         single = MODES[str(values.get("mode", "rpc"))].single_process if values.get("mode", "rpc") in MODES else False
@@ -92,20 +93,21 @@ def run(
         if config is None:
             find_config_file(opened)  # raises if the folder has none
         values = _merge(read_mapping(opened.config_file, yaml.safe_load), values)
-        folders = [*folders, *opened.task_folders()]
+        recorded = opened.task_folders()
     effective = load_config(None, base=values, overrides=overrides)
-    return launch_local(effective, opened, folders, command=sys.argv, task_class=task_class)
+    folders = code_folders(config_file, overrides, recorded)
+    return launch_local(effective, opened, folders, command=[sys.executable, *sys.argv], task_class=task_class)
 
 
-def _values(config: Mapping[str, Any] | str | os.PathLike[str] | Config | None) -> tuple[dict[str, Any], list[Path]]:
+def _values(config: Mapping[str, Any] | str | os.PathLike[str] | Config | None) -> tuple[dict[str, Any], Path | None]:
     if config is None:
-        return {}, [Path.cwd()]
+        return {}, None
     if isinstance(config, Config):
-        return config.to_mapping(), [Path.cwd()]
+        return config.to_mapping(), None
     if isinstance(config, Mapping):
-        return dict(config), [Path.cwd()]
+        return dict(config), None
     path = Path(config)
-    return load_config(path).to_mapping(), [Path.cwd(), path.resolve().parent]
+    return load_config(path).to_mapping(), path
 
 
 def _merge(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from paramserver.bench.network import NetworkHosts, parse_bandwidth, require_net
 from paramserver.bench.slowdown import parse_slowdown
 from paramserver.cluster import child_environment, process_environ
 from paramserver.errors import Interrupted, TrainingError, UnsupportedConfiguration
+from paramserver.importing import code_folders
 from paramserver.launch import add_overrides, normalize_flags, report_error
 from paramserver.process_utils import exit_process, print_output
 from paramserver.report.cases import cases_of
@@ -205,10 +206,10 @@ def prepare(arguments: argparse.Namespace, words: Sequence[str]) -> tuple[list[C
     target = None if arguments.target is None else target_for(arguments.target, base)
     hosts = None if arguments.bandwidth is None else _hosts(arguments.bandwidth, cases)
     network = {} if hosts is None else {"network": f"an interface for each rank, {arguments.bandwidth} each way"}
-    folders = [Path.cwd(), arguments.config.resolve().parent]
+    folders = code_folders(arguments.config, arguments.overrides)
     # The same number of threads in all cases, also in those with fewer trainers, or they would not be comparable.
     threads = _threads(max(case.trainers for case in cases))
-    environ = child_environment(process_environ(), num_trainers=1, config_folder=folders[-1])
+    environ = child_environment(process_environ(), num_trainers=1, folders=folders)
     method = MeasuringMethod(
         # Made after every other check: an argument that is refused must not leave an empty folder.
         out=_new_folder(arguments.out or Path(base.logging.run_dir) / time.strftime("benchmark-%Y%m%d-%H%M%S")),

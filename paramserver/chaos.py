@@ -24,6 +24,7 @@ from paramserver.checkpoint.format import LATEST
 from paramserver.cluster import FAULT_ADDRESS, process_environ
 from paramserver.config import Config, load_config, mode_of, num_trainers_of, roles, world_size_of
 from paramserver.errors import Interrupted, ParamserverError, UnsupportedConfiguration
+from paramserver.importing import code_folders
 from paramserver.launch import add_overrides, launch_local, normalize_flags, report_error
 from paramserver.metrics import Record, Sink
 from paramserver.process_utils import exit_process, print_output
@@ -80,7 +81,7 @@ def _chaos(arguments: argparse.Namespace) -> bool:
     faults = parse_faults(arguments.faults, ranks, config) if arguments.faults or not arguments.random else []
     drawn = random_faults(arguments.random, arguments.seed, ranks, config)
     print_output("\n".join(["plan:", *(f"  {fault}" for fault in (*faults, *drawn))]))
-    folders = [Path.cwd(), arguments.config.resolve().parent]
+    folders = code_folders(arguments.config, arguments.overrides)
     reference = None
     if arguments.compare:
         name = config.logging.name
@@ -112,7 +113,7 @@ class Shot:
     fired_at: float | None = None
     step: int = 0
 
-    def lines(self, outcome: Outcome) -> list[str]:
+    def lines(self, outcome: ChaosRun) -> list[str]:
         """Return the lines of the report."""
         if self.fired_at is None:
             return [f"  {self.fault}: did not fire, the run ended before"]
@@ -305,7 +306,7 @@ def _continue(pidfd: int) -> None:
 
 
 @dataclass
-class Outcome:
+class ChaosRun:
     """A run with faults that has ended.
 
     Attributes:
@@ -377,7 +378,7 @@ class Outcome:
         return {name: None if at is None else at - fired_at for name, at in found.items()}
 
 
-def run_with_faults(config: Config, faults: Sequence[Fault], folders: Sequence[Path]) -> Outcome:
+def run_with_faults(config: Config, faults: Sequence[Fault], folders: Sequence[Path]) -> ChaosRun:
     """Run a config with all ranks on this machine, and inject faults.
 
     Args:
@@ -408,7 +409,7 @@ def run_with_faults(config: Config, faults: Sequence[Fault], folders: Sequence[P
     left = _processes_with(f"{FAULT_ADDRESS}={director.address}")
     if (more := _num_descriptors() - descriptors) > 0:
         left.append(f"{more} open files of this process")
-    return Outcome(config, director.shots, director.records, run_dir, error, director.lost, director.repeated, left)
+    return ChaosRun(config, director.shots, director.records, run_dir, error, director.lost, director.repeated, left)
 
 
 def _num_descriptors() -> int:
@@ -438,7 +439,7 @@ class Check:
     detail: str = field(default="")
 
 
-def check_run(outcome: Outcome, optional: set[int], reference: Path | None) -> list[Check]:
+def check_run(outcome: ChaosRun, optional: set[int], reference: Path | None) -> list[Check]:
     """Return what must hold after a run with faults.
 
     Args:
@@ -479,7 +480,7 @@ def check_run(outcome: Outcome, optional: set[int], reference: Path | None) -> l
     return checks
 
 
-def _check_waits(outcome: Outcome) -> Check:
+def _check_waits(outcome: ChaosRun) -> Check:
     """Check that no fault stopped the run for longer than its limits allow."""
     config = outcome.config
     noticed_s = config.server.lost_after_s + _DELAY_S
@@ -504,7 +505,7 @@ def _check_waits(outcome: Outcome) -> Check:
     return Check("no wait exceeds its limit", not late, "; ".join(late) or limit)
 
 
-def _check_steps(outcome: Outcome, summary: Mapping[str, Any]) -> Check:
+def _check_steps(outcome: ChaosRun, summary: Mapping[str, Any]) -> Check:
     """Check that metrics.jsonl has each step once, whatever was made again."""
     assert outcome.run_dir is not None
     lines = (outcome.run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
@@ -514,7 +515,7 @@ def _check_steps(outcome: Outcome, summary: Mapping[str, Any]) -> Check:
     return Check("each step is recorded once", whole and steps == list(range(1, summary["steps"] + 1)), reason)
 
 
-def _samples_due(outcome: Outcome) -> int | None:
+def _samples_due(outcome: ChaosRun) -> int | None:
     """Return how many samples the run must have applied; None where its config does not determine that."""
     config = outcome.config
     expected = [record["total_samples"] for record in outcome.records if record["kind"] == "expected"]

@@ -19,7 +19,7 @@ from paramserver.cluster.base import DEFAULT_JOB, infer_placement
 from paramserver.cluster.job_token import hide_token, read_token
 from paramserver.config import Config, load_config, mode_of, with_world_size
 from paramserver.errors import DeadlineExceeded, PeerLost, UnsupportedConfiguration
-from paramserver.importing import torch_import_without_gc
+from paramserver.importing import code_folders, torch_import_without_gc
 from paramserver.launch import normalize_flags, report_error
 from paramserver.runs.resume import find_config_file, open_run
 from paramserver.runs.rundir import RunDir, read_mapping
@@ -87,7 +87,7 @@ def _main(parser: argparse.ArgumentParser, argv: Sequence[str], command: Any) ->
 
 def _find_run(arguments: argparse.Namespace) -> tuple[Config, ProcessIdentity, list[Path]]:
     """Return the config of a running job, an identity with the address of its rank 0, and the folders of its task."""
-    folders, stored = [Path.cwd()], {}
+    stored, recorded = {}, []
     if arguments.config is None:
         run: RunDir = open_run(arguments.run)
         config = load_config(find_config_file(run))
@@ -95,10 +95,9 @@ def _find_run(arguments: argparse.Namespace) -> tuple[Config, ProcessIdentity, l
         logging_config = dataclasses.replace(config.logging, run_dir=str(run.path.resolve().parent))
         config = dataclasses.replace(config, logging=logging_config)
         stored = read_mapping(run.environment_file, json.loads).get("store", {})
-        folders = list(dict.fromkeys([*folders, *run.task_folders()]))
+        recorded = run.task_folders()
     else:
         config = load_config(arguments.config)
-        folders.append(arguments.config.resolve().parent)
     if not mode_of(config).has_servers:
         raise UnsupportedConfiguration(f"mode ({config.mode}) must be rpc for trainers to join or leave a running job")
     if not config.cluster.elastic:
@@ -127,7 +126,7 @@ def _find_run(arguments: argparse.Namespace) -> tuple[Config, ProcessIdentity, l
         source="join",
         token=token,
     )
-    return config, identity, folders
+    return config, identity, code_folders(arguments.config, recorded=recorded)
 
 
 def _join(arguments: argparse.Namespace, config: Config, identity: ProcessIdentity, folders: list[Path]) -> None:

@@ -14,10 +14,10 @@ from paramserver.checkpoint import Checkpoint, load_chosen
 from paramserver.checkpoint.format import LATEST, step_of
 from paramserver.config import Config, load_config
 from paramserver.errors import TaskError
+from paramserver.importing import code_folders
 from paramserver.launch import add_overrides, report_error
 from paramserver.process_utils import exit_process, print_output
 from paramserver.runs.resume import find_config_file, open_run
-from paramserver.runs.rundir import RunDir
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class EvaluationTrainer:
     def __init__(self) -> None:
         self.logged: dict[str, float] = {}
 
-    def log(self, name: str, value: Any) -> None:
+    def log(self, name: str, value: Any, reduce: str = "mean") -> None:
         self.logged[name] = float(value)
 
 
@@ -112,11 +112,12 @@ def evaluate_run(run_dir: Path, which: str = "latest", overrides: Sequence[str] 
         which = str(step_of(run.chosen.name))
     # Everything is read at once: a run in progress may remove the checkpoint while the model is built.
     checkpoint, (weights, part) = load_chosen(run.path, which, "model", "trainer-0")
-    return _evaluate(run, config, checkpoint, weights, part)
+    folders = code_folders(overrides=overrides, recorded=run.task_folders())
+    return _evaluate(folders, config, checkpoint, weights, part)
 
 
 def _evaluate(
-    run: RunDir, config: Config, checkpoint: Checkpoint, weights: Mapping[str, Any], part: Mapping[str, Any]
+    folders: Sequence[Path], config: Config, checkpoint: Checkpoint, weights: Mapping[str, Any], part: Mapping[str, Any]
 ) -> Evaluation:
     from paramserver.devices import place_trainer
     from paramserver.parameters.model import build_model, load_weights
@@ -124,7 +125,7 @@ def _evaluate(
     from paramserver.task import make_task
     from trainers.validation import evaluate, make_input_mover, validation_batches
 
-    task = make_task(config, [Path.cwd(), *run.task_folders()])
+    task = make_task(config, folders)
     placement, task.trainer = place_trainer(config, 0, 1), EvaluationTrainer()
     task.config = config
     model = build_model(task, config.seed, placement)

@@ -15,6 +15,8 @@ from typing import Any
 
 from paramserver.errors import TaskError, UnsupportedConfiguration
 
+# The keys whose values are references to user code.
+_REFERENCES = frozenset({"task", "trainer", "simulations.function", "simulations.sampler"})
 # Frames of files with these prefixes are not user code.
 _LIBRARY_PREFIXES = ("<frozen", sys.prefix, sys.base_prefix, str(Path(__file__).parent))
 
@@ -37,13 +39,51 @@ def torch_import_without_gc() -> Iterator[None]:
         gc.enable()
 
 
+def code_folders(
+    config_file: Path | None = None, overrides: Sequence[str] = (), recorded: Sequence[Path] = ()
+) -> list[Path]:
+    """Return where references to user code are searched, in this order.
+
+    A reference in a file is relative to the folder of that file, one on the command line to the current folder.
+
+    Args:
+        config_file: the config; None = none is given, or it is that of a run.
+        overrides: ``section.key=value`` strings, as after ``--set``.
+        recorded: the folders of the run that is resumed (``RunDir.task_folders``).
+
+    Example::
+
+        >>> code_folders(Path("/projects/sine/config.yaml"))[0]
+        PosixPath('/projects/sine')
+        >>> code_folders(Path("/projects/sine/config.yaml"), ["task=task.py:Cosine"])[0] == Path.cwd()
+        True
+    """
+    files = [] if config_file is None else [config_file.resolve().parent]
+    current = [Path.cwd()]
+    is_named_here = any(override.partition("=")[0].strip() in _REFERENCES for override in overrides)
+    folders = [*current, *files, *recorded] if is_named_here else [*files, *recorded, *current]
+    return list(dict.fromkeys(folders))
+
+
+def source_file(user_class: type) -> str | None:
+    """Return the file that defines ``user_class``; None if it was defined at a prompt.
+
+    Example::
+
+        >>> source_file(Path).endswith(".py")
+        True
+    """
+    file = getattr(sys.modules.get(user_class.__module__), "__file__", None)
+    return None if file is None else str(Path(file).resolve())
+
+
 def load_object(reference: str, key: str, folders: Sequence[Path] = ()) -> Any:
     """Import and return the object that ``reference`` names.
 
     Args:
         reference: ``package.module:Name`` or ``folder/file.py:Name``.
         key: the config key that holds the reference, for messages.
-        folders: folders that are searched for a relative file, in this order. They are put on ``sys.path``.
+        folders: folders that are searched for a relative file, in this order. They are put first on ``sys.path``.
 
     Raises:
         UnsupportedConfiguration: the reference is malformed.
@@ -58,8 +98,9 @@ def load_object(reference: str, key: str, folders: Sequence[Path] = ()) -> Any:
     if not place or not name.isidentifier():
         raise UnsupportedConfiguration(f'{key} ({reference}) must read "module:Class" or "path/to/file.py:Class"')
     for folder in reversed([str(f) for f in folders]):
-        if folder not in sys.path:
-            sys.path.insert(0, folder)
+        if folder in sys.path:  # perhaps behind another folder that has a module of this name
+            sys.path.remove(folder)
+        sys.path.insert(0, folder)
     module = _load_file(place, key, folders) if place.endswith(".py") else _load_module(place, key)
     if not hasattr(module, name):
         raise TaskError(f"{key} ({reference}): {place} has no {name}; it has {_classes_of(module) or 'no classes'}")
@@ -149,9 +190,10 @@ def class_reference(user_class: type) -> str:
     if user_class.__module__ != "__main__":
         return f"{user_class.__module__}:{user_class.__name__}"
     file = getattr(sys.modules["__main__"], "__file__", None)
-    if file is None:
+    if file is None or not Path(file).is_file():  # "<stdin>" where Python reads the program from a pipe
         raise TaskError(
-            f"{user_class.__name__} was defined at a prompt or in a notebook, where other processes cannot find it; "
+            f"{user_class.__name__} was defined at a prompt, in a notebook or in a program that was read from standard "
+            "input, where other processes cannot find it; "
             "put it into a .py file, or use mode: local"
         )
     return f"{Path(file).resolve()}:{user_class.__name__}"

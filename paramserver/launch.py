@@ -10,6 +10,7 @@ import argparse
 import json
 import logging
 import os
+import signal
 import socket
 import sys
 import time
@@ -32,7 +33,7 @@ from paramserver.config import (
     world_size_of,
 )
 from paramserver.errors import ParamserverError, PeerLost, UnsupportedConfiguration
-from paramserver.importing import torch_import_without_gc
+from paramserver.importing import code_folders, torch_import_without_gc
 from paramserver.metrics import FanOut, Sink
 from paramserver.process_utils import exit_process, print_output
 from paramserver.runs.attempt import recover, reserve_run, resume_transaction, start_transaction
@@ -151,7 +152,8 @@ def normalize_flags(argv: Sequence[str]) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     began = time.time()
-    arguments = parse(sys.argv[1:] if argv is None else argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    arguments = parse(words)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
     # Before the first import of torch, which reads the variable once.
     quiet_torch_log(process_environ())
@@ -166,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.supervised is not None:
         return _run_supervised_rank(arguments)
     try:
-        _launch(arguments, began)
+        _launch(arguments, began, words)
     except KeyboardInterrupt:
         return 1
     except Exception as error:  # noqa: BLE001 - the last thing printed; with its traceback, unless the input is wrong
@@ -191,12 +193,12 @@ def report_error(error: BaseException) -> int:
     return int(description["exit_code"])
 
 
-def _launch(arguments: argparse.Namespace, began: float) -> Result | None:
+def _launch(arguments: argparse.Namespace, began: float, words: Sequence[str]) -> Result | None:
     config, run, folders = resolve_run(arguments)
     identity = _identity(arguments, config)
     world_size = arguments.world_size if identity is None else identity.world_size
     config = with_world_size(config, world_size or world_size_of(config))
-    command = [sys.executable, "-m", "paramserver.launch", *sys.argv[1:]]
+    command = [sys.executable, "-m", "paramserver.launch", *words]
     if arguments.dry_run:
         # Before any folder is made or reserved.
         from paramserver.runtime.dry_run import plan_text
@@ -222,9 +224,7 @@ def resolve_run(arguments: argparse.Namespace) -> tuple[Config, RunDir | None, l
         # The supervisor passes its ranks a port that was free at the start; the stored config keeps the user's.
         "cluster.master_port": arguments.master_port if arguments.supervised is None else None,
     }
-    folders = [*arguments.folder] or [Path.cwd()]
-    if arguments.config is not None and not arguments.folder:
-        folders.append(arguments.config.resolve().parent)
+    folders = arguments.folder or code_folders(arguments.config, arguments.overrides)
     if arguments.resume is None or arguments.supervised is not None:
         if arguments.config is None:
             raise UnsupportedConfiguration("--config FILE is missing; see --help, or examples/digits/config.yaml")
@@ -234,8 +234,7 @@ def resolve_run(arguments: argparse.Namespace) -> tuple[Config, RunDir | None, l
     # Before the config is read: rolling back restores config.yaml too.
     recover(run)
     config = load_config(find_config_file(run, arguments.config), overrides=arguments.overrides, flags=flags)
-    # The folders that are given now come before those of the earlier start.
-    return config, run, list(dict.fromkeys([*folders, *run.task_folders()]))
+    return config, run, code_folders(arguments.config, arguments.overrides, run.task_folders())
 
 
 def _run_to_resume(arguments: argparse.Namespace) -> Path:
@@ -377,6 +376,8 @@ def _run_supervised_rank(arguments: argparse.Namespace) -> int:
     """Run one rank in this process, under a supervisor on this machine."""
     from paramserver.process_utils import die_with_parent
 
+    # Until the run handles it, as SIGTERM does: a KeyboardInterrupt would be an error of this rank.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     # Before everything that can fail, so that the supervisor receives each error, also one of an import.
     pipe = EventPipe(arguments.supervised)
 

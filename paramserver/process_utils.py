@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,6 +24,15 @@ _THREADS_S = 5.0
 # with it. Not a session: the kernel schedules sessions as units (sched(7), autogroup), and processes that wait for each
 # other in every step were 9 % slower in sessions of their own (MLP of 1.9 million parameters, two cores).
 OWN_GROUP: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {"start_new_session": True}
+
+
+def kill_group(leader: int) -> None:
+    """Kill a child that was started with ``OWN_GROUP``, and all that it started, except what left its process group.
+
+    Call it before the child is reaped: its number may be another process's afterwards.
+    """
+    with suppress(ProcessLookupError):  # a signal ended the child before it led a group
+        os.killpg(leader, signal.SIGKILL)
 
 
 def print_output(text: str) -> None:

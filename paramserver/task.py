@@ -11,12 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
+from paramserver.config import mode_of
 from paramserver.errors import ParamserverError, TaskError
 from paramserver.importing import describe_user_error, load_object
 from paramserver.sources.base import Partition
 
 if TYPE_CHECKING:
     from paramserver.config import Config
+    from paramserver.metrics.reduction import Reduction
 
 # Methods without a default, with the signature that a message shows.
 REQUIRED = {
@@ -73,6 +75,18 @@ class Task:
         return task
 
     _arguments: tuple[tuple[Any, ...], dict[str, Any]]
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Explain a missing attribute: what one process keeps in its task, the others do not have."""
+            message = f"{type(self).__name__} has no attribute {name!r}"
+            if "config" in vars(self) and mode_of(self.config).has_servers:
+                message += (
+                    " in this process: in mode rpc build_optimizer and build_scheduler are called on the server, "
+                    "training_step and the hooks on the trainers"
+                )
+            raise AttributeError(message)
 
     def keyword_arguments(self) -> dict[str, Any]:
         """Return the arguments that this task was created with, by name.
@@ -191,20 +205,27 @@ class Task:
     def on_train_end(self) -> None:
         """Called once, after the last validation and checkpoint."""
 
-    def log(self, name: str, value: float | Tensor) -> None:
+    def log(self, name: str, value: float | Tensor, reduce: Reduction = "mean") -> None:
         """Record a number in metrics.jsonl and TensorBoard.
 
         Call it in a step or hook of a trainer. The record has the number of the step that is being computed; during
         validation, that of the last step.
 
+        Args:
+            name: in TensorBoard its tag.
+            value: a number, or a tensor with one element.
+            reduce: how the values of several trainers in one step become one: ``"mean"``, in a step weighted by the
+                samples of their batches, ``"sum"`` or ``"max"``. ``"none"`` keeps one curve per trainer, as do trainers
+                that run freely (``bounded``, ``async`` and backup trainers), who take no step together.
+
         Raises:
-            TaskError: there is no trainer in this process.
+            TaskError: there is no trainer in this process, or no such reduction.
         """
         if self.trainer is None:
             raise TaskError(
                 f"self.log({name!r}) was called where no trainer runs; log from a trainer's steps and hooks"
             )
-        self.trainer.log(name, value)
+        self.trainer.log(name, value, reduce)
 
 
 def _missing(task: Task, name: str) -> str:
@@ -215,14 +236,32 @@ def check_task_class(task_class: object, reference: str) -> type[Task]:
     """Return ``task_class`` if it is a complete task.
 
     Raises:
-        TaskError: it is not a subclass of Task, or a required method is not overridden.
+        TaskError: it is not a subclass of Task, a required method is not overridden, or one takes other arguments.
     """
     if not (isinstance(task_class, type) and issubclass(task_class, Task)):
         raise TaskError(f"task ({reference}) is {task_class!r}; it must be a class derived from paramserver.Task")
     for name, signature in REQUIRED.items():
         if getattr(task_class, name) is getattr(Task, name):
             raise TaskError(f"task ({reference}) lacks {name}; write {signature}")
+    for name, method in vars(Task).items():
+        if inspect.isfunction(method) and not name.startswith("_"):
+            _check_signature(task_class, name, method, reference)
     return task_class
+
+
+def _check_signature(task_class: type[Task], name: str, method: Callable[..., Any], reference: str) -> None:
+    """Refuse an override of ``method`` that cannot be called as it is: it would fail where it is called first."""
+    own = inspect.getattr_static(task_class, name)
+    if own is method or not inspect.isfunction(own):
+        return
+    given = list(inspect.signature(method).parameters)
+    try:
+        inspect.signature(own).bind(*given)
+    except TypeError:
+        raise TaskError(
+            f"task ({reference}): {name}{inspect.signature(own)} cannot be called with the arguments that it is given; "
+            f"write {name}({', '.join(given)})"
+        ) from None
 
 
 def _cannot_stack(samples: Sequence[Any], error: Exception) -> str:

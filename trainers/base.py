@@ -30,6 +30,7 @@ from paramserver.metrics.records import (
     make_record,
     peak_rss_mb,
 )
+from paramserver.metrics.reduction import REDUCTIONS, Reduction
 from paramserver.parameters.model import autocast
 from paramserver.parameters.numerics import check_loss
 from paramserver.rng import random_states, restore_random_states, seed_all
@@ -98,6 +99,9 @@ class Trainer(ABC):
     computes: str | None = None
     """The value of ``server.compute`` that this trainer implements; None if the key does not apply."""
 
+    reports_served = False
+    """Whether pushes name the samples of a step."""
+
     model: nn.Module
     data: DataStream
 
@@ -117,6 +121,8 @@ class Trainer(ABC):
         self.wire_bytes = 0
         self.all_totals: list[TrainerTotals] = []
         self.validation_loader: Iterable[tuple[Any, int]] | None = None
+        self._stop_reason = ""
+        self._batch_samples = 1  # of the batch whose step is computed
         self._step_offset = 0  # 1 while step ``step + 1`` is being made
         self._memory = StagingPool()
         self._validated_step: int | None = None
@@ -281,7 +287,15 @@ class Trainer(ABC):
         if hasattr(samples, "__len__") and hasattr(samples, "__getitem__"):
             data_sets["train"] = samples
         self.data = self.enter_context(
-            DataStream(self.task, partition, self.config, self.sampler_kwargs, self.process.receiver_spec, samples)
+            DataStream(
+                self.task,
+                partition,
+                self.config,
+                self.sampler_kwargs,
+                self.process.receiver_spec,
+                samples,
+                self.reports_served,
+            )
         )
         if "validation" not in data_sets:
             data_sets["validation"] = validation_batches(self.task, partition, self.config)
@@ -414,6 +428,8 @@ class Trainer(ABC):
         """Return the announcement with this process's request to stop, if there is one."""
         if self.process.stop.event.is_set():
             stop, reason = self.process.stop.state()
+        elif self._stop_reason:
+            stop, reason = Stop.LIMIT, self._stop_reason
         elif self.monitor is not None and (limit := self.monitor.stop_reason()) is not None:
             stop, reason = Stop.LIMIT, limit
         else:
@@ -448,13 +464,13 @@ class Trainer(ABC):
         batches, samples, summed = [], 0, 0.0
         for _ in range(decision.batches):
             batch, batch_samples = self._next_batch()
-            batches.append(batch)
+            batches.append((batch, batch_samples))
             samples += batch_samples
         self.data.read_ahead()
         self.clock.lap("data")
         self.load_version()
         self.progress.samples_served += samples
-        for number, batch in enumerate(batches, start=1):
+        for number, (batch, self._batch_samples) in enumerate(batches, start=1):
             last = number == len(batches)
             with nullcontext() if last else self.block_backward_sync():
                 value, loss = self._forward(batch)
@@ -463,6 +479,7 @@ class Trainer(ABC):
                     self.on_last_loss(summed / number, samples)
                 self._backward(loss, len(batches))
         report = StepReport(self.trainer_index, decision.step, samples, summed / len(batches), self.seconds)
+        self._batch_samples = 1
         result = self.step_optimizer(report)
         if result is not None and self.monitor is not None:
             self.monitor.update_applied(result)
@@ -493,6 +510,16 @@ class Trainer(ABC):
         self.clock.lap("backward")
         self.task.on_batch_end(self.progress.batch_idx)
         self.progress.batch_idx += 1
+
+    def check_frozen(self, frozen: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Refuse parameters that were frozen when the run began and are not now: no other process knows of them."""
+        for name, parameter in frozen:
+            if parameter.requires_grad:
+                raise TaskError(
+                    f"parameter {name} was frozen when the run began and is not now; it would not be trained on all "
+                    "ranks. Leave it trainable in build_model, and give it a learning rate of 0 until it is to be "
+                    "trained"
+                )
 
     def _enter_epoch(self, samples: int) -> None:
         """Enter the epoch of the next sample, after ``samples`` were applied."""
@@ -599,11 +626,38 @@ class Trainer(ABC):
         if part["random"] is not None or part["task"]:
             self.task.on_resume(part["task"])
 
+    def stop(self, reason: str) -> None:
+        """End the run in good order, from any step or hook: all trainers validate and save, and it is completed.
+
+        They agree before their next steps, so one more step may be made. The first reason given is in the summary.
+
+        Raises:
+            TaskError: there is no reason.
+
+        Example::
+
+            >>> class StopsEarly(Task):
+            ...     def on_validation_end(self, batch_idx):
+            ...         if self.is_good_enough:
+            ...             self.trainer.stop("the accuracy is reached")
+        """
+        if not reason or not isinstance(reason, str):
+            raise TaskError(f"trainer.stop({reason!r}) must have a reason; give a sentence for the summary")
+        self._stop_reason = self._stop_reason or self.set_first("stop", reason)
+
     # Records.
 
-    def log(self, name: str, value: float | Tensor) -> None:
+    def log(self, name: str, value: float | Tensor, reduce: Reduction = "mean") -> None:
         """Record a value; ``Task.log`` calls it."""
-        self.record("log", name=name, value=float(value.detach()) if isinstance(value, Tensor) else float(value))
+        if reduce not in REDUCTIONS:
+            raise TaskError(f"self.log({name!r}, reduce={reduce!r}): reduce must be one of {', '.join(REDUCTIONS)}")
+        number = float(value.detach()) if isinstance(value, Tensor) else float(value)
+        fields: dict[str, Any] = {}
+        if self.process.trainers > 1:
+            fields["reduce"] = reduce if self.lockstep else "none"
+            if fields["reduce"] == "mean":
+                fields["weight"] = self._batch_samples
+        self.record("log", name=name, value=number, **fields)
 
     def record(self, kind: str, **fields: Any) -> None:
         """Record something about this trainer, at the step that is being made, or between steps at the last one.

@@ -42,6 +42,7 @@ class DataStream:
         sampler_kwargs: how a map-style data set is partitioned, if not by default; see ``DatasetSource``.
         receiver_spec: where samples of simulations arrive; for a source that receives them.
         samples: what ``task.train_source`` returned before; None = call it.
+        keeps_served: whether ``pop_served`` is called in each step.
 
     Example::
 
@@ -69,8 +70,10 @@ class DataStream:
         sampler_kwargs: dict[str, Any],
         receiver_spec: ReceiverSpec | None = None,
         samples: Any = None,
+        keeps_served: bool = True,
     ) -> None:
         self.task = task
+        self._keeps_served = keeps_served
         self.training = config.training
         self.pseudo_epochs = config.buffer.pseudo_epochs
         self.timeout_s = config.cluster.timeout_s
@@ -152,7 +155,7 @@ class DataStream:
         samples = training.batch_size * batches
         try:
             ready = self.buffer.wait_ready(samples, 0.0 if self._reads_between_steps else timeout_s)
-            if self._reads_between_steps:
+            if self._reads_between_steps and not (self._is_ahead and ready):
                 self.read_ahead(timeout_s)
                 # Not before: with another content of the buffer other samples would be drawn.
                 ready = self._is_ahead = self._is_ahead and self.buffer.wait_ready(samples, 0.0)
@@ -199,10 +202,11 @@ class DataStream:
             self._raise_source_error()
             raise
         self._is_ahead = False
-        if self.source.repeatable:
-            self._served.append(batch.positions)
-        elif isinstance(self.source, Stream):
-            self._served_keys += batch.keys
+        if self._keeps_served:
+            if self.source.repeatable:
+                self._served.append(batch.positions)
+            elif isinstance(self.source, Stream):
+                self._served_keys += batch.keys
         if self._default_batching and batch.stacked is not None:
             return batch.stacked, batch.size
         samples = [self.task.process_sample(sample) for sample in batch.samples]

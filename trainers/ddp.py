@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -22,20 +23,23 @@ from paramserver.context import ProcessContext
 from paramserver.distributed.control_channel import ControlChannel, connect_ranks
 from paramserver.distributed.rendezvous import Rendezvous
 from paramserver.distributed.session import all_gather_objects, process_group
-from paramserver.errors import PeerLost
+from paramserver.errors import PeerLost, TaskError
 from paramserver.limits import Limits
 from paramserver.metrics.records import Record, StepReport, StepResult, TrainerTotals, WeightedSums, merge_sums
 from paramserver.optim.updater import Updater
 from paramserver.parameters.model import build_model
+from paramserver.parameters.numerics import checksums
 from paramserver.runs.checkpoint_manager import CheckpointManager, StagedCheckpoint
 from paramserver.task import Task
-from trainers.base import Trainer
-from trainers.ddp_control import AgreedStep, PartGather, StepAgreement, StepTotals, translate_peer_loss
+from trainers.base import Trainer, overrides
+from trainers.ddp_control import AgreedStep, PartGather, StepAgreement, StepTotals, share_rows, translate_peer_loss
 
 # Rank 0 collects the records of the others this often; it costs one gather.
 _COLLECT_EVERY_S = 1.0
 # A collective may fail before the control channel names the lost rank: by server.lost_after_s, and by this.
 _NAMED_AFTER_S = 1.0
+# The ranks compare their parameters at every so many collections of records.
+_COMPARE_EVERY = 10
 # After a loss the main thread has this long to end the run; then the process ends without it.
 _UNWIND_S = 1.0
 
@@ -43,10 +47,11 @@ _UNWIND_S = 1.0
 class DdpTrainer(Trainer):
     """One rank of a process group. All ranks hold the model, the optimizer and the schedule.
 
-    For each step the ranks reduce one small vector: the data that each one has, whether one wants to stop, and loss
+    For each step the ranks exchange a few numbers: the data that each one has, whether one wants to stop, and loss
     and samples of the current step. So all take the same decision from the same numbers. These are known before the
-    last backward of a step, so the reduction overlaps with it. The ranks agree again before a step only if one had no
-    data by then, or if a validation or checkpoint came between.
+    last backward of a step: on one host each rank writes them to shared memory then, and reads those of the others once
+    its gradients are reduced; on several hosts they are reduced during the backward. The ranks agree again before a
+    step only if one had no data by then, or if a validation or checkpoint came between.
 
     Example::
 
@@ -76,6 +81,10 @@ class DdpTrainer(Trainer):
         self._sockets = rendezvous.sockets
         self._channel: ControlChannel | None = None
         self._lost_at: float | None = None
+        self._went_through_wrapper = False
+        self._frozen: list[tuple[str, nn.Parameter]] = []
+        self._some_were_idle = False
+        self._collections = 0
 
     def run(self) -> Decision:
         try:
@@ -113,8 +122,17 @@ class DdpTrainer(Trainer):
         self._channel = channel
         with self._sockets.record():
             self.enter_context(process_group(self.rendezvous, self.process.placement.backend))
-            self._control_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.rendezvous.timeout_s))
-        self._agreement = StepAgreement(self._control_group, self.process.trainers, self.trainer_index)
+            # Only on CPUs a backward returns after its collectives.
+            is_cpu = self.process.placement.device.type == "cpu"
+            shared = share_rows(dist.group.WORLD, channel, self.rendezvous.timeout_s) if is_cpu else None
+            # With shared memory no collective runs beside those of the gradients. Another group would have threads of
+            # its own, which wake up a hundred times a second.
+            self._control_group = dist.group.WORLD
+            if shared is None:
+                self._control_group = dist.new_group(
+                    backend="gloo", timeout=timedelta(seconds=self.rendezvous.timeout_s)
+                )
+        self._agreement = StepAgreement(self._control_group, self.process.trainers, self.trainer_index, shared)
         self._part_gather = PartGather(channel)
         self._sender = self.enter_context(
             BackgroundSender(self.config.checkpoint.background, "a part of a checkpoint", lambda: channel.last_progress)
@@ -139,7 +157,10 @@ class DdpTrainer(Trainer):
         if self.checkpoints is not None:
             self.checkpoints.restore_model(model)  # on rank 0; the constructor of DDP broadcasts it
         device_ids = [placement.device] if placement.device.type == "cuda" and len(placement.devices) == 1 else None
+        self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
         self.model = self.configure_ddp(model, device_ids)
+        if isinstance(self.model, DistributedDataParallel):
+            self.model.register_forward_pre_hook(self._on_wrapper_forward)
         self.updater = Updater(self.task, self.unwrapped_model, self.config.training)
         if self.config.training.uneven_inputs == "join":
             # Creating the context switches the collectives of joining on. It is never entered: this loop decides.
@@ -214,19 +235,57 @@ class DdpTrainer(Trainer):
         if decision is None or decision.verdict is Verdict.WAIT:
             self._start_agreement(self.announcement())
             decision = self._decide()
+        if decision.verdict is Verdict.END and self.monitor is not None:
+            # A reason does not fit into the exchange of numbers.
+            decision = replace(decision, reason=self.set_first("stop", decision.reason))
         if decision.active:
             self._active = decision.active
+            self._some_were_idle |= len(decision.active) < self.process.trainers
         self.clock.lap("wait")
         return decision
 
+    def _forward(self, batch: Any) -> tuple[float, Tensor]:
+        try:
+            return super()._forward(batch)
+        except RuntimeError as error:
+            if "find_unused_parameters" not in str(error):
+                raise
+            raise TaskError(
+                "some parameters had no part in the loss of an earlier step; set ddp.find_unused_parameters (false) to "
+                "true, or use all parameters in each step"
+            ) from error
+        except (AttributeError, TypeError) as error:
+            if "'DistributedDataParallel' object" not in str(error):
+                raise
+            raise TaskError(
+                f"training_step may only call the model, which mode ddp wraps ({error}); write what it does with its "
+                "parts into the forward of the model"
+            ) from error
+
+    def _on_wrapper_forward(self, wrapper: DistributedDataParallel, inputs: Any) -> None:
+        self._went_through_wrapper |= torch.is_grad_enabled() and wrapper.require_backward_grad_sync
+
+    def _check_step(self) -> None:
+        """Refuse what would let the parameters of the ranks diverge."""
+        if isinstance(self.model, DistributedDataParallel) and not self._went_through_wrapper:
+            raise TaskError(
+                "training_step did not call the model that it was given, so its gradients would not be averaged over "
+                "the trainers; call model(...), not model.module or self.trainer.unwrapped_model"
+            )
+        self._went_through_wrapper = False
+        self.check_frozen(self._frozen)
+
     def on_last_loss(self, loss: float, samples: int) -> None:
+        self._check_step()
         # The announcement holds until the next batch is taken: samples in the buffer stay, and an end is final.
         announcement = self.announcement_if_ready() or self.with_stop(Announcement(Readiness.WAITING))
-        self._start_agreement(announcement, StepTotals(loss, samples))
+        self._start_agreement(announcement, StepTotals(loss, samples), in_step=True)
 
-    def _start_agreement(self, announcement: Announcement, totals: StepTotals | None = None) -> None:
+    def _start_agreement(
+        self, announcement: Announcement, totals: StepTotals | None = None, in_step: bool = False
+    ) -> None:
         collect_records = self.monitor is not None and time.monotonic() - self._last_collected > _COLLECT_EVERY_S
-        self._agreement.start(announcement, totals, collect_records)
+        self._agreement.start(announcement, totals, collect_records, before_collective=in_step)
 
     def _decide(self) -> Decision:
         agreed = self._wait_agreement()
@@ -242,6 +301,10 @@ class DdpTrainer(Trainer):
                 self.monitor.update_applied(StepResult(self.step, self.samples, agreed.totals.loss, lr, self.seconds))
         if agreed.collect_records:
             self._write_records(all_gather_objects(list(self.records), self._control_group))
+            self._last_collected = time.monotonic()
+            self._collections += 1
+            if self._collections % _COMPARE_EVERY == 0 and not self._some_were_idle:
+                self._compare_parameters()
         return agreed
 
     def step_optimizer(self, report: StepReport) -> None:
@@ -251,7 +314,7 @@ class DdpTrainer(Trainer):
 
     def idle(self, decision: Decision) -> int:
         """Take part in the collectives of ranks that still have data, as ``DistributedDataParallel.join`` does."""
-        self._start_agreement(self.with_stop(Announcement(Readiness.DRAINED)))
+        self._start_agreement(self.with_stop(Announcement(Readiness.DRAINED)), in_step=True)
         with translate_peer_loss():
             for _ in range(decision.batches):
                 # In each forward, DDP counts the ranks that have data; then shadow its collectives.
@@ -273,7 +336,8 @@ class DdpTrainer(Trainer):
         with translate_peer_loss():
             for buffer in self.unwrapped_model.buffers():
                 dist.broadcast(buffer, src=source)
-            if len(self._active) == self.process.trainers:
+            if not self._some_were_idle:
+                self._compare_parameters()
                 return
             # Ranks without data made no updates; they receive those of the others.
             for parameter in self.unwrapped_model.parameters():
@@ -283,6 +347,21 @@ class DdpTrainer(Trainer):
         if self._missed_updates:
             self.updater.load_state_dict(state[0])
             self._missed_updates = False
+        self._some_were_idle = False
+
+    def _compare_parameters(self) -> None:
+        """Refuse parameters that differ between the ranks: these train different models without a sign of it."""
+        if overrides(self, DdpTrainer.configure_ddp):
+            return  # a comm hook of the user may average the parameters only now and then
+        own = checksums(dict(self.unwrapped_model.named_parameters()))
+        gathered = all_gather_objects(own, self._control_group)
+        for rank, sums in enumerate(gathered):
+            for name, value in sums.items():
+                if value != gathered[0][name]:
+                    raise TaskError(
+                        f"parameter {name} of rank {rank} differs from that of rank 0 after step {self.step}; change "
+                        "parameters through gradients only, or in the same way on every rank"
+                    )
 
     def merge_validation(self, sums: WeightedSums) -> tuple[Mapping[str, float], bool]:
         with translate_peer_loss():
@@ -338,7 +417,6 @@ class DdpTrainer(Trainer):
     def _write_records(self, gathered: Sequence[Sequence[Record]]) -> None:
         """Write records of all ranks, on rank 0; elsewhere they are sent by now."""
         self.records.clear()
-        self._last_collected = time.monotonic()
         if self.monitor is not None:
             for records in gathered:
                 for record in records:

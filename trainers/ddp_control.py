@@ -1,6 +1,7 @@
 """How the ranks of a ddp run decide and save together, next to DDP's all-reduce of gradients.
 
-Before each step the ranks agree by one small reduction, started while they still compute (:class:`StepAgreement`).
+Before each step the ranks agree by one small exchange, started while they still compute (:class:`StepAgreement`): in
+memory that they share if they run on one host, otherwise by a reduction.
 Parts of a checkpoint reach rank 0 over the control channel while the ranks train (:class:`PartGather`).
 """
 
@@ -8,8 +9,10 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +24,10 @@ import torch.distributed as dist
 from paramserver.checkpoint import ChunkedFile, write_chunks
 from paramserver.consistency import Announcement, Readiness, Stop
 from paramserver.distributed.control_channel import ControlChannel
-from paramserver.errors import PeerLost, TrainingError
+from paramserver.distributed.timeouts import poll_until
+from paramserver.errors import PeerLost, TrainingError, UnsupportedConfiguration
+from paramserver.parameters.flat import FlatLayout
+from paramserver.transport.segments import SegmentHost, attach
 
 
 @dataclass(frozen=True)
@@ -34,11 +40,11 @@ class StepTotals:
 
 @dataclass(frozen=True)
 class AgreedStep:
-    """What every rank knows after a reduction.
+    """What every rank knows after an exchange.
 
     Attributes:
         announcements: by trainer.
-        totals: of the step during which the reduction ran; None if there was none.
+        totals: of the step during which the exchange ran; None if there was none.
         collect_records: whether rank 0 collects the records of the others now.
     """
 
@@ -47,62 +53,168 @@ class AgreedStep:
     collect_records: bool
 
 
-class StepAgreement:
-    """The reductions of one rank, at most one at a time.
+# A rank's row: readiness, batches and stop of its announcement; loss, samples and 1 if it takes part in the current
+# step; whether rank 0 collects records.
+_ROW = 7
 
-    All ranks start theirs at the same points of the loop. They have a process group of their own, because collectives
-    of one group must run in the same order on all ranks, and these overlap with the all-reduces of gradients.
+
+class SharedRows:
+    """A row of numbers per rank, in memory that all ranks map, so that they exchange rows without messages.
+
+    A rank writes its row before it takes part in a collective, and reads all of them after it: by then each of the
+    others takes part too, and has written. There are two places for each row, used in turns: a rank that writes for the
+    second time has completed a collective that no rank enters before it has read.
+
+    Args:
+        memory: float64, (2, ranks, 1 + ``_ROW``), zeros at first. A row begins with its number, counted from 1.
+        rank: the own one.
+        check: raises if a peer is lost.
+        timeout_s: how long ``read`` waits, where a collective does not imply that the others take part.
+
+    Example::
+
+        >>> memory = torch.zeros(2, 2, 1 + _ROW, dtype=torch.float64)
+        >>> first, second = (SharedRows(memory, rank, lambda: None, timeout_s=5.0) for rank in (0, 1))
+        >>> first.write([1.0] * _ROW), second.write([2.0] * _ROW)
+        (None, None)
+        >>> [row[0] for row in first.read()]
+        [1.0, 2.0]
+    """
+
+    def __init__(self, memory: torch.Tensor, rank: int, check: Callable[[], None], timeout_s: float) -> None:
+        self._memory = memory.numpy()
+        self._rank = rank
+        self._check = check
+        self._timeout_s = timeout_s
+        self._written = 0
+
+    def write(self, row: Sequence[float]) -> None:
+        self._written += 1
+        own = self._memory[self._written % 2, self._rank]
+        own[1:] = row
+        own[0] = self._written  # last: a reader that finds the number finds the row
+
+    def read(self) -> list[list[float]]:
+        """Return the rows that all ranks wrote in the same turn as this one its last.
+
+        Raises:
+            PeerLost: a rank is lost, or has not written in time.
+        """
+        rows = self._read_or_none()
+        if rows is None:
+            rows = poll_until(time.monotonic() + self._timeout_s, self._read_or_none, threading.Event(), every_s=0.001)
+        if rows is None:
+            raise PeerLost(f"a rank has not announced its next step within {self._timeout_s:g} s (cluster.timeout_s)")
+        return rows
+
+    def _read_or_none(self) -> list[list[float]] | None:
+        numbered: list[list[float]] = self._memory[self._written % 2].tolist()
+        if all(number == self._written for number, *_ in numbered):
+            return [row for _, *row in numbered]
+        self._check()
+        return None
+
+
+def share_rows(group: Any, channel: ControlChannel, timeout_s: float) -> SharedRows | None:
+    """Return rows that all ranks of a process group share; None if they run on several hosts. Called by all of them.
+
+    Args:
+        group: of gloo.
+        channel: of this rank.
+        timeout_s: of each wait.
+    """
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    layout = FlatLayout.of([("rows", torch.zeros(2, ranks, 1 + _ROW, dtype=torch.float64))])
+    with ExitStack() as until_attached, translate_peer_loss():
+        address: list[Any] = [None]
+        if rank == 0:
+            host = until_attached.enter_context(SegmentHost("ddp-agreement", timeout_s))
+            flats = host.allocate("rows", layout)
+            address = [host.address]
+        dist.broadcast_object_list(address, src=0, group=group)
+        shared = torch.ones(1)
+        if rank:
+            try:
+                flats = attach(address[0], "rows", layout, timeout_s)
+            except (PeerLost, UnsupportedConfiguration):  # on another host, or of another user
+                shared.zero_()
+        dist.all_reduce(shared, dist.ReduceOp.MIN, group=group)
+    if not shared.item():
+        return None
+    return SharedRows(layout.views(flats)["rows"], rank, channel.raise_if_lost, timeout_s)
+
+
+class StepAgreement:
+    """The exchanges of one rank, at most one at a time.
+
+    All ranks start theirs at the same points of the loop. Reductions have a process group of their own, because
+    collectives of one group must run in the same order on all ranks, and these overlap with the all-reduces of
+    gradients.
 
     Args:
         group: of gloo; what is reduced are numbers on the CPU.
         trainers: number of ranks.
         trainer_index: of this rank.
+        shared: rows of all ranks, in memory; None to reduce them always.
     """
 
-    def __init__(self, group: Any, trainers: int, trainer_index: int) -> None:
+    def __init__(self, group: Any, trainers: int, trainer_index: int, shared: SharedRows | None = None) -> None:
         self.group = group
         self.trainers = trainers
         self.trainer_index = trainer_index
-        self._vector: torch.Tensor | None = None
+        self.shared = shared
+        self._matrix: torch.Tensor | None = None  # reduced at present
         self._work: Any = None
         self._own: Announcement | None = None
 
     @property
     def started(self) -> bool:
-        return self._work is not None
+        return self._own is not None
 
-    def start(self, own: Announcement, totals: StepTotals | None = None, collect_records: bool = False) -> None:
-        """Start a reduction and return.
+    def start(
+        self,
+        own: Announcement,
+        totals: StepTotals | None = None,
+        collect_records: bool = False,
+        before_collective: bool = False,
+    ) -> None:
+        """Start an exchange and return.
 
         Args:
             own: announcement of this rank's next step.
             totals: this rank's loss and samples of the current step; None if it does not take part.
             collect_records: on rank 0, whether it collects records.
+            before_collective: all ranks take part in another collective between this and ``wait``.
         """
-        assert self._work is None
-        # Readiness, batches and stop of rank i are at i, n+i and 2n+i; all other ranks contribute zeros there. Then
-        # the sums of losses, samples and participants.
-        row = [0.0] * (3 * self.trainers)
-        row[self.trainer_index :: self.trainers] = own.readiness, own.batches, own.stop
-        row += (0.0, 0.0, 0.0) if totals is None else (totals.loss, totals.samples, 1.0)
-        vector = torch.tensor([*row, collect_records], dtype=torch.float64)
+        assert self._own is None
+        figures = (0.0, 0.0, 0.0) if totals is None else (totals.loss, totals.samples, 1.0)
+        row = [float(own.readiness), float(own.batches), float(own.stop), *figures, float(collect_records)]
+        self._own = own
+        if before_collective and self.shared is not None:
+            self.shared.write(row)
+            return
+        self._matrix = torch.zeros(self.trainers, _ROW, dtype=torch.float64)
+        self._matrix[self.trainer_index] = torch.tensor(row, dtype=torch.float64)
         with translate_peer_loss():
-            self._work = dist.all_reduce(vector, group=self.group, async_op=True)
-        self._vector, self._own = vector, own
+            self._work = dist.all_reduce(self._matrix, group=self.group, async_op=True)
 
     def wait(self) -> AgreedStep:
         """Wait for the announcements of all ranks."""
-        assert self._vector is not None
-        with translate_peer_loss():
-            self._work.wait()
-        numbers, own, self._work = self._vector.tolist(), self._own, None
-        loss, samples, participants, collect_records = numbers[3 * self.trainers :]
+        assert self._own is not None
+        own, self._own = self._own, None
+        if self._matrix is None:
+            assert self.shared is not None
+            rows = self.shared.read()
+        else:
+            with translate_peer_loss():
+                self._work.wait()
+            rows, self._matrix = self._matrix.tolist(), None
         announcements = {}
-        for i in range(self.trainers):
-            readiness, batches, stop = (int(number) for number in numbers[i : 3 * self.trainers : self.trainers])
-            reason = own.reason if own is not None and i == self.trainer_index else f"a signal to trainer {i}"
-            announcements[i] = Announcement(Readiness(readiness), batches, Stop(stop), reason)
-        totals = StepTotals(loss / participants, int(samples)) if participants else None
+        for i, (readiness, batches, stop, *_) in enumerate(rows):
+            reason = own.reason if i == self.trainer_index else f"a signal to trainer {i}"
+            announcements[i] = Announcement(Readiness(int(readiness)), int(batches), Stop(int(stop)), reason)
+        losses, samples, participants, collect_records = (sum(column) for column in list(zip(*rows, strict=True))[3:])
+        totals = StepTotals(losses / participants, int(samples)) if participants else None
         return AgreedStep(announcements, totals, bool(collect_records))
 
 

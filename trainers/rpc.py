@@ -75,6 +75,7 @@ class RpcTrainer(Trainer):
     """
 
     computes = "trainer"
+    reports_served = True
 
     def __init__(
         self,
@@ -375,12 +376,7 @@ class RpcTrainer(Trainer):
 
     def _check_gradients(self) -> None:
         """Refuse, by name, what would be lost."""
-        for name, parameter in self._frozen:
-            if parameter.requires_grad:
-                raise TaskError(
-                    f"parameter {name} was frozen when the run began and is not now; the server would not train it. "
-                    "Leave it trainable in build_model, and give it a learning rate of 0 until it is to be trained"
-                )
+        self.check_frozen(self._frozen)
         for slot, trained in zip(self._layout.slots, self._parameters, strict=True):
             if trained.grad is not None and trained.grad.layout is not torch.strided:
                 raise TaskError(f"the gradient of parameter {slot.name} is sparse; use dense ones (sparse=False)")

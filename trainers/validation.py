@@ -16,7 +16,7 @@ from paramserver.errors import TaskError
 from paramserver.metrics.records import WeightedSums
 from paramserver.parameters.model import autocast
 from paramserver.sources.base import Partition
-from paramserver.sources.factory import is_map_style
+from paramserver.sources.factory import is_map_style, refuse_loader
 from paramserver.task import Task
 
 
@@ -79,6 +79,7 @@ def validation_batches(task: Task, partition: Partition, config: Config) -> Data
             f"{type(task).__name__} has a validation_source but no validation_step; write "
             "validation_step(self, model, batch, valid_batch_idx, batch_idx), which returns a dict of means"
         )
+    refuse_loader("validation_source", data)
     if is_map_style(data):
         share: Any = Subset(data, range(partition.index, len(data), partition.count))
     elif isinstance(data, Iterable):

@@ -46,6 +46,7 @@ def measure_links(
     Raises:
         TrainingError: the measurement failed.
     """
+    folder = folder.resolve()  # a URL of a file has no relative paths
     folder.mkdir(parents=True)
     command = [sys.executable, "-m", "paramserver.bench.link_probe", "--folder", str(folder), "--device", device]
     if hosts is not None:

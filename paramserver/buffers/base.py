@@ -18,7 +18,7 @@ import numpy as np
 
 from paramserver.buffers.positions import AppliedPositions
 from paramserver.buffers.slots import SlotIndex, Slots
-from paramserver.buffers.storage import AllocateBytes, Batch, SampleStore
+from paramserver.buffers.storage import AllocateBytes, Batch, SampleStore, StackedSamples
 from paramserver.errors import BufferClosed, BufferExhausted, BufferTimeout, CheckpointError
 
 
@@ -196,9 +196,9 @@ class Buffer(ABC):
             BufferTimeout, BufferClosed, ValueError: as of ``put``; the first two state how many samples were put.
         """
         # A generator may be slow, so it is consumed before the lock is taken.
-        samples = list(samples)
+        samples = samples if isinstance(samples, StackedSamples) else list(samples)
         keys = [None] * len(samples) if keys is None else list(keys)
-        before = [0] * len(samples) if served is None else list(served)
+        before = None if served is None else list(served)
         if len(keys) != len(samples):
             raise ValueError(f"keys ({len(keys)}) must be as many as samples ({len(samples)}); give one key per sample")
         deadline = _deadline(timeout)
@@ -233,7 +233,7 @@ class Buffer(ABC):
             2
         """
         with self._lock:
-            done, error = self._put_all(samples, keys, served or [0] * len(samples), _deadline(0.0), mark, last)
+            done, error = self._put_all(samples, keys, served, _deadline(0.0), mark, last)
             if isinstance(error, BufferClosed):
                 raise error
         return done
@@ -276,10 +276,8 @@ class Buffer(ABC):
             self._counters.gets += len(slots)
             self._counters.batches += 1
             # Each sample served makes room for one put at most; in bytes it may be room for many small ones.
-            if store.max_bytes is None:
-                self._can_put.notify(len(slots))
-            else:
-                self._can_put.notify_all()
+            if self._waiting_puts:
+                self._can_put.notify(len(slots) if store.max_bytes is None else self._waiting_puts)
             return batch
 
     def wait_ready(self, n: int, timeout: float | None) -> bool:
@@ -510,19 +508,27 @@ class Buffer(ABC):
         self,
         samples: Sequence[Any],
         keys: Sequence[Any],
-        served: Sequence[int | None],
+        served: Sequence[int | None] | None,
         deadline: float | None,
         mark: Any,
         last: bool,
     ) -> tuple[int, BufferTimeout | BufferClosed | None]:
         """Put samples until there is no room before the deadline; return how many, and the error if not all."""
         done, due = 0, self.times_due or 1
+        together = served is None
         try:
-            for sample, key, times in zip(samples, keys, served, strict=True):
+            while done < len(samples):
+                if together:
+                    put = self._put_together(samples, keys, done)
+                    together = put is not None
+                    if put:
+                        done += put
+                        continue
+                times = 0 if served is None else served[done]
                 if times is None or times >= due:
                     self._skip(1)
                 else:
-                    self._put(sample, key, deadline, times)
+                    self._put(samples[done], keys[done], deadline, times)
                 done += 1
         except (BufferTimeout, BufferClosed) as error:
             return done, error
@@ -533,6 +539,31 @@ class Buffer(ABC):
             self._finished = True
             self._wake_all()
         return done, None
+
+    def _put_together(self, samples: Sequence[Any], keys: Sequence[Any], start: int) -> int | None:
+        """Put as many samples from ``start`` on as there is room for without an eviction; return how many.
+
+        None: they must be put one by one, because of ``max_bytes`` or of what they are.
+        """
+        store = self._store
+        if store.max_bytes is not None:
+            return None
+        if self._closed or self._finished:
+            raise self._not_open_error()
+        end = min(start + self.capacity - store.count, len(samples))
+        if end <= start:
+            return 0
+        try:
+            columns = store.prepare_many(samples[start:end], max(self.watermark, self._batch_size))
+        except ValueError:
+            return None  # one of them is refused: those before it are put first
+        if columns is None:
+            return None
+        self._index.extend(store.insert_many(columns, keys[start:end], self._counters.puts))
+        self._counters.puts += end - start
+        if self._awaited and self._is_ready(self._awaited):
+            self._can_get.notify()
+        return end - start
 
     def _put(self, sample: Any, key: Any, deadline: float | None, served: int = 0) -> None:
         store = self._store

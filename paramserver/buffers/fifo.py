@@ -29,10 +29,10 @@ class Fifo(CountedBuffer):
     def _draw_distinct(self, n: int) -> tuple[Slots, Slots, int]:
         self._started, self._least = True, 0
         slots = self._index.pop(n)
-        new = self._store.serve(slots)
+        new, times = self._store.serve(slots)
         if self.pseudo_epochs == 1:
             return slots, slots, new
-        done = self._store.served[slots] >= self.pseudo_epochs
+        done = times >= self.pseudo_epochs
         self._index.extend(slots[~done])
         return slots, slots[done], new
 

@@ -28,7 +28,7 @@ class Firo(CountedBuffer):
         # O(n) for any number held, and already in random order.
         positions = self._rng.choice(len(self._index), n, replace=False)
         slots = self._index.at(positions)
-        new = self._store.serve(slots)
-        done = slice(None) if self.pseudo_epochs == 1 else self._store.served[slots] >= self.pseudo_epochs
+        new, times = self._store.serve(slots)
+        done = slice(None) if self.pseudo_epochs == 1 else times >= self.pseudo_epochs
         self._index.remove(positions[done])
         return slots, slots[done], new

@@ -93,8 +93,9 @@ class Reservoir(Buffer):
         if must:
             rest[rest >= left] += must
         slots = index.at(np.concatenate([np.arange(left, unseen), rest]) if must else rest)
-        index.mark_seen(rest[rest < left])
-        new = self._store.serve(slots)
+        if left:
+            index.mark_seen(rest[rest < left])
+        new, _ = self._store.serve(slots)
         if not self._finished:
             return slots, slots[:0], new
         # The drawn samples that were unseen are at [new unseen, unseen) now, the others where they were.

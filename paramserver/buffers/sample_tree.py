@@ -152,11 +152,11 @@ def _cannot_store(what: str, value: Any, cure: str) -> UnsupportedConfiguration:
     )
 
 
-_INT64 = range(-(2**63), 2**63)
+INT64 = range(-(2**63), 2**63)
 
 
 class SampleSpec(ABC):
-    """The layout that all samples of a column storage share: a leaf, or a container of layouts.
+    """The layout that all samples of a column storage share: a leaf, or a container of layouts. Compared by value.
 
     Example::
 
@@ -191,6 +191,9 @@ class LeafSpec(SampleSpec):
     def __init__(self, dtype: torch.dtype, shape: tuple[int, ...] = ()) -> None:
         self.dtype = dtype
         self.shape = shape
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and vars(self) == vars(other)
 
     @property
     def row_bytes(self) -> int:
@@ -252,7 +255,7 @@ class NumberLeaf(LeafSpec):
 
     def flatten(self, sample: Any, leaves: list[Any]) -> bool:
         leaves.append(sample)
-        return type(sample) is self.type and (self.type is not int or sample in _INT64)
+        return type(sample) is self.type and (self.type is not int or sample in INT64)
 
     def rebuild(self, columns: Iterator[Tensor], size: int) -> list[Any]:
         return next(columns).tolist()
@@ -277,6 +280,11 @@ class TreeSpec(SampleSpec):
             self._pack = lambda values: dict(zip(names, values, strict=True))
         elif is_namedtuple(kind):
             self._pack = lambda values: kind(*values)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, TreeSpec):
+            return NotImplemented
+        return (self.kind, self.names, self.children) == (other.kind, other.names, other.children)
 
     def __reduce__(self) -> tuple[type[TreeSpec], tuple[Any, ...]]:
         return TreeSpec, (self.kind, self.names, self.children)
@@ -318,7 +326,7 @@ def sample_spec_of(sample: Any) -> SampleSpec | None:
     if kind is Tensor:
         return TensorLeaf(sample.dtype, tuple(sample.shape)) if _fits_column(sample) else None
     if kind in _NUMBERS:
-        return NumberLeaf(sample) if kind is not int or sample in _INT64 else None
+        return NumberLeaf(sample) if kind is not int or sample in INT64 else None
     return _numpy_leaf(sample)
 
 

@@ -30,6 +30,10 @@ class SlotIndex(ABC):
     def append(self, slot: int) -> None:
         """Add the slot of a new sample."""
 
+    @abstractmethod
+    def extend(self, slots: Slots) -> None:
+        """Add slots of new samples, as ``append`` does one after the other."""
+
     def slots(self) -> Slots:
         """Return a copy of all slots in their order."""
         held: Slots = self._slots[: self._count].copy()
@@ -86,6 +90,10 @@ class SlotBag(SlotIndex):
         self._slots[self._count] = slot
         self._count += 1
 
+    def extend(self, slots: Slots) -> None:
+        self._slots[self._count : self._count + len(slots)] = slots
+        self._count += len(slots)
+
     def at(self, positions: Slots) -> Slots:
         """Return the slots at these positions."""
         return self._slots[positions]
@@ -108,6 +116,16 @@ class SeenUnseenBag(SlotBag):
         self._slots[self.unseen] = slot
         self._count += 1
         self.unseen += 1
+
+    def extend(self, slots: Slots) -> None:
+        seen, new = self._slots[self.unseen : self._count], len(slots)
+        # The seen slots that are in the way move to the end, in their order; those that are not stay.
+        ahead = min(new, len(seen))
+        moved = np.roll(seen, -new) if ahead < new else seen[:ahead].copy()
+        self._slots[self._count + new - len(moved) : self._count + new] = moved
+        self._slots[self.unseen : self.unseen + new] = slots
+        self._count += new
+        self.unseen += new
 
     def mark_seen(self, positions: Slots) -> None:
         """Move the slots at these positions, all below ``unseen``, to positions [new unseen, old unseen)."""

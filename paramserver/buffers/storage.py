@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, TypeAlias
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from paramserver.buffers.positions import AppliedPositions
 from paramserver.buffers.sample_tree import (
+    INT64,
     LeafSpec,
     SampleSpec,
     TensorLeaf,
@@ -45,7 +46,6 @@ class Batch:
     """Samples that were drawn together, in memory that only the batch uses.
 
     Attributes:
-        keys: the key of each sample, as it was put.
         size: number of samples.
         new: how many of them were served for the first time.
         positions: of each sample: n for the n-th that was put, from 0 on.
@@ -66,20 +66,58 @@ class Batch:
         array([0, 1])
     """
 
-    keys: list[Any]
     size: int
     new: int
     positions: npt.NDArray[np.int64]
     stacked: Any | None
+    _keys: npt.NDArray[Any] = field(repr=False)
     _rebuild: Callable[[], list[Any]] = field(repr=False)
 
     def __len__(self) -> int:
         return self.size
 
     @cached_property
+    def keys(self) -> list[Any]:
+        """The key of each sample, as it was put."""
+        keys: list[Any] = self._keys.tolist()
+        return keys
+
+    @cached_property
     def samples(self) -> list[Any]:
         """The samples in the types they were put in. Tensors and arrays are rows of ``stacked``, not copies."""
         return self._rebuild()
+
+
+class _Keys:
+    """The key of each slot: in an array of whole numbers until a key is something else, then as objects."""
+
+    def __init__(self, capacity: int) -> None:
+        self._array: npt.NDArray[Any] = np.zeros(capacity, np.int64)
+        self._used = 0
+
+    def set(self, slots: Slots, keys: Sequence[Any]) -> None:
+        self._used = max(self._used, int(slots.max(initial=-1)) + 1)
+        if self._array.dtype != np.object_:
+            if set(map(type, keys)) == {int} and min(keys) in INT64 and max(keys) in INT64:
+                self._array[slots] = keys
+                return
+            self._array = self._array[: self._used].astype(np.object_)
+        if self._used > len(self._array):
+            # Grows on demand: the kernel maps pages of zeros when they are first written, but object arrays are
+            # written at once, and capacity may be large.
+            more = max(len(self._array), 1024, self._used - len(self._array))
+            self._array = np.concatenate([self._array, np.empty(more, np.object_)])
+        self._array[slots] = np.fromiter(keys, np.object_, len(keys))  # which does not unpack tuples
+
+    def get(self, slots: Slots) -> npt.NDArray[Any]:
+        """Return a copy of the keys of these slots."""
+        keys: npt.NDArray[Any] = self._array[slots]
+        return keys
+
+    def drop(self, slots: Slots) -> None:
+        """Drop the references to these keys now, not when their slots are used again."""
+        if self._array.dtype == np.object_:
+            self._array[slots] = None
 
 
 class SampleStore:
@@ -103,9 +141,7 @@ class SampleStore:
         self.unseen = 0
         self.served = np.zeros(capacity, np.int64)
         self.positions = np.zeros(capacity, np.int64)
-        # Grows on demand: the kernel maps pages of zeros when they are first written, but object arrays are written at
-        # once, and capacity may be large.
-        self._keys = np.empty(min(capacity, 1024), np.object_)
+        self._keys = _Keys(capacity)
         self._held = np.zeros(capacity, np.bool_)
         # Freed slots are used again first, so memory is touched only up to the largest number of samples held.
         self._free: list[int] = []
@@ -159,9 +195,7 @@ class SampleStore:
         else:
             slot = self._untouched
             self._untouched += 1
-        if slot == len(self._keys):
-            self._keys = np.concatenate([self._keys, np.empty(len(self._keys), np.object_)])
-        self._keys[slot] = key
+        self._keys.set(np.array([slot]), [key])
         self._held[slot] = True
         self.served[slot] = served
         self.positions[slot] = position
@@ -174,30 +208,62 @@ class SampleStore:
         self.storage.write(slot, values, size)
         return slot
 
+    def prepare_many(self, samples: Sequence[Any], at_least: int) -> list[Any] | None:
+        """Convert samples to what ``insert_many`` takes; None if they must be prepared one by one.
+
+        Raises:
+            ValueError: as of ``prepare``.
+        """
+        if self.storage is None:
+            self.prepare(samples[0], at_least)
+        return self.storage.prepare_many(samples) if isinstance(self.storage, ColumnStorage) else None
+
+    def insert_many(self, columns: list[Any], keys: Sequence[Any], position: int) -> Slots:
+        """Copy what ``prepare_many`` returned, with nothing in between, and return the slots in order."""
+        assert isinstance(self.storage, ColumnStorage)
+        count = len(keys)
+        again = self._free[: -count - 1 : -1]
+        del self._free[len(self._free) - len(again) :]
+        end = self._untouched + count - len(again)
+        slots = np.concatenate([np.array(again, np.int64), np.arange(self._untouched, end)])
+        self._untouched = end
+        self._keys.set(slots, keys)
+        self._held[slots] = True
+        self.served[slots] = 0
+        self.positions[slots] = np.arange(position, position + count)
+        self.count += count
+        self.unseen += count
+        self.bytes += self.storage.row_bytes * count
+        self.storage.write_many(slots, columns)
+        return slots
+
     def flush(self) -> None:
         """Copy what was inserted, so that the caller may change its samples."""
         if self.storage is not None:
             self.storage.flush()
 
-    def serve(self, slots: Slots) -> int:
-        """Count one more serving of each of these distinct slots; return how many were served for the first time."""
+    def serve(self, slots: Slots) -> tuple[int, Slots]:
+        """Count one more serving of each of these distinct slots.
+
+        Returns:
+            How many were served for the first time, and how often each of them was served by now.
+        """
         assert self.storage is not None
-        times = self.served[slots]
+        times = self.served[slots] + 1
         # The slots are distinct, so this indexed write counts each of them.
-        self.served[slots] = times + 1
-        if times.all():
-            return 0
-        new = slots[times == 0]
-        self.unseen -= len(new)
-        if self.max_bytes is not None:
-            self.seen_bytes += self.storage.bytes_of(new)
-        return len(new)
+        self.served[slots] = times
+        new = len(times) - np.count_nonzero(times - 1) if self.unseen else 0
+        if new:
+            self.unseen -= new
+            if self.max_bytes is not None:
+                self.seen_bytes += self.storage.bytes_of(slots[times == 1])
+        return new, times
 
     def gather(self, slots: Slots, new: int) -> Batch:
         """Return a copy of the samples in these slots, of which ``new`` are served for the first time."""
         assert self.storage is not None
         stacked, rebuild = self.storage.gather(slots)
-        return Batch(self._keys[slots].tolist(), len(slots), new, self.positions[slots], stacked, rebuild)
+        return Batch(len(slots), new, self.positions[slots], stacked, self._keys.get(slots), rebuild)
 
     def release(self, slots: Slots) -> None:
         """Remove the samples in these slots, each of which was served before."""
@@ -210,8 +276,7 @@ class SampleStore:
             self.seen_bytes -= size
         self.count -= len(slots)
         self._count_servings(slots, self._removed)
-        # Drop the reference to the key now, not when the slot is used again.
-        self._keys[slots] = None
+        self._keys.drop(slots)
         self._held[slots] = False
         self._free.extend(slots.tolist())
 
@@ -241,7 +306,7 @@ class SampleStore:
 
     def state_dict(self, order: Slots, samples: bool, allocate: AllocateBytes | None = None) -> dict[str, Any]:
         """Return the state, with the held slots listed in ``order``. Each sample is copied once."""
-        keys = encode_keys(self._keys[order].tolist())
+        keys = encode_keys(self._keys.get(order).tolist())
         if not samples and None in keys:
             raise UnsupportedConfiguration(
                 "a key (None) must be given with every sample that is saved without its values; put samples with keys"
@@ -272,9 +337,7 @@ class SampleStore:
             self.storage = _storage_from_state(state["samples"], self.capacity, self.max_bytes)
             self.count = self._untouched = len(keys)
             self._held[: len(keys)] = True
-            self._keys = np.empty(max(len(keys), len(self._keys)), np.object_)
-            for slot, key in enumerate(keys):  # one by one: numpy would unpack tuples
-                self._keys[slot] = key
+            self._keys.set(np.arange(len(keys)), keys)
         self.served[: len(keys)] = state["served"].numpy()
         self.positions[: len(keys)] = state["positions"].numpy()
         self.unseen = int(np.count_nonzero(self.served[: len(keys)] == 0))
@@ -341,15 +404,17 @@ class Column:
             memory = torch.from_numpy(np.empty((rows, leaf.row_bytes), np.uint8))
             flat = memory.view(leaf.dtype) if leaf.row_bytes else torch.empty((rows, 0), dtype=leaf.dtype, device="cpu")
             self.rows = flat.view(rows, *leaf.shape)
-        self.array: npt.NDArray[Any] = _numpy_view(self.rows)
+        self.array: npt.NDArray[Any] = numpy_view(self.rows)
         self._is_tensor = isinstance(leaf, TensorLeaf)
 
-    def write(self, slots: list[int], values: list[Any]) -> None:
-        if self._is_tensor and len(slots) == 1:
+    def write(self, slots: list[int] | Slots, values: list[Any] | npt.NDArray[Any]) -> None:
+        if isinstance(values, np.ndarray):
+            self.array[slots] = values
+        elif self._is_tensor and len(slots) == 1:
             self.rows[slots[0]].copy_(values[0])
         elif self._is_tensor:
             # One stack and one write: a call per sample would cost more than the copy.
-            self.array[slots] = _numpy_view(torch.stack(values).resolve_conj().resolve_neg())
+            self.array[slots] = numpy_view(torch.stack(values).resolve_conj().resolve_neg())
         elif self.array.ndim == 1:
             self.array[slots] = values
         else:
@@ -388,6 +453,19 @@ class ColumnStorage(Storage):
     def prepare(self, sample: Any) -> tuple[list[Any], int] | None:
         leaves: list[Any] = []
         return (leaves, self.row_bytes) if self.layout.flatten(sample, leaves) else None
+
+    def prepare_many(self, samples: Sequence[Any]) -> list[Any] | None:
+        """Return the values of each column; None if a sample has another layout."""
+        if isinstance(samples, StackedSamples):
+            return samples.columns if samples.layout == self.layout else None
+        rows: list[list[Any]] = [[] for _ in samples]
+        if not all(map(self.layout.flatten, samples, rows)):
+            return None
+        return [list(values) for values in zip(*rows, strict=True)]
+
+    def write_many(self, slots: Slots, columns: list[Any]) -> None:
+        for column, values in zip(self._columns, columns, strict=True):
+            column.write(slots, values)
 
     def write(self, slot: int, values: list[Any], size: int) -> None:
         self._pending_slots.append(slot)
@@ -457,43 +535,65 @@ class ObjectStorage(Storage):
         return {"objects": [encode(self._samples[slot]) for slot in slots.tolist()]}
 
 
-def pack_samples(samples: list[Any]) -> Any:
-    """Return samples in a form that pickles fast, for ``unpack_samples`` in another process.
+class StackedSamples(Sequence[Any]):
+    """Samples of one layout, in one array per leaf. Tensors and arrays of a sample are rows of these, not copies.
+
+    Args:
+        layout: of each sample.
+        columns: the values of each leaf, as ``Column.array`` has them.
+        size: number of samples.
 
     Example::
 
-        >>> unpack_samples(pack_samples([(1, torch.zeros(2)), (2, torch.ones(2))]))
+        >>> layout = sample_spec_of((1.5, 2))
+        >>> samples = StackedSamples(layout, [np.array([1.5, 2.5, 3.5]), np.arange(3)], 3)
+        >>> samples[1], list(samples[1:]), len(samples)
+        ((2.5, 1), [(2.5, 1), (3.5, 2)], 3)
+    """
+
+    def __init__(self, layout: SampleSpec, columns: list[npt.NDArray[Any]], size: int) -> None:
+        self.layout = layout
+        self.columns = columns
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            size = len(range(*index.indices(self.size)))
+            return StackedSamples(self.layout, [column[index] for column in self.columns], size)
+        place = range(self.size)[index]
+        return next(iter(self[place : place + 1]))
+
+    def __iter__(self) -> Iterator[Any]:
+        pairs = zip(self.layout.leaves(), self.columns, strict=True)
+        tensors = [torch.from_numpy(column).view(leaf.dtype) for leaf, column in pairs]
+        return iter(_rebuild(self.layout, tensors, self.size))
+
+
+def stack_samples(samples: Sequence[Any]) -> Sequence[Any]:
+    """Return samples of one layout in a form that pickles and is put fast, others as they are.
+
+    Example::
+
+        >>> list(stack_samples([(1, torch.zeros(2)), (2, torch.ones(2))]))
         [(1, tensor([0., 0.])), (2, tensor([1., 1.]))]
-        >>> unpack_samples(pack_samples(["a", 1]))
+        >>> stack_samples(["a", 1])
         ['a', 1]
     """
+    if isinstance(samples, StackedSamples):
+        return samples
     layout = sample_spec_of(samples[0]) if samples else None
     rows: list[list[Any]] = [[] for _ in samples]
     if layout is None or not all(layout.flatten(*pair) for pair in zip(samples, rows, strict=True)):
         return samples
-    arrays = []
+    columns = []
     for leaf, values in zip(layout.leaves(), zip(*rows, strict=True), strict=True):
         column = Column(leaf, len(samples))
         column.write(list(range(len(samples))), list(values))
-        arrays.append(column.array)
-    return _Packed(layout, arrays, len(samples))
-
-
-@dataclass(frozen=True)
-class _Packed:
-    layout: SampleSpec
-    arrays: list[npt.NDArray[Any]]
-    count: int
-
-
-def unpack_samples(packed: Any) -> list[Any]:
-    """Return the samples that ``pack_samples`` was given. Tensors and arrays are rows of common memory."""
-    if not isinstance(packed, _Packed):
-        samples: list[Any] = packed
-        return samples
-    leaves = zip(packed.layout.leaves(), packed.arrays, strict=True)
-    columns = [torch.from_numpy(array).view(leaf.dtype) for leaf, array in leaves]
-    return _rebuild(packed.layout, columns, packed.count)
+        columns.append(column.array)
+    return StackedSamples(layout, columns, len(samples))
 
 
 def join_states(states: Sequence[dict[str, Any] | None], places: Sequence[tuple[int, int]]) -> dict[str, Any] | None:
@@ -560,7 +660,7 @@ def _rebuild(layout: SampleSpec, columns: list[Tensor], size: int) -> list[Any]:
     return layout.rebuild(iter(columns), size)
 
 
-def _numpy_view(tensor: Tensor) -> npt.NDArray[Any]:
+def numpy_view(tensor: Tensor) -> npt.NDArray[Any]:
     """Share the memory; a dtype that numpy lacks (bfloat16, float8) is viewed as integers of its size."""
     try:
         return tensor.numpy()

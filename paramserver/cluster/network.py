@@ -7,7 +7,7 @@ import ipaddress
 import os
 import socket
 import struct
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 
 from paramserver.cluster.job_token import TOKEN_VARIABLE
@@ -102,20 +102,18 @@ def child_environment(
     environ: Mapping[str, str],
     *,
     num_trainers: int,
-    config_folder: Path | None = None,
-    current_folder: Path | None = None,
+    folders: Sequence[Path] | None = None,
     cores: int | None = None,
 ) -> dict[str, str]:
     """Return a copy of ``environ`` for a rank that this process starts. Variables that the user set are kept.
 
     The cores are divided evenly among the trainers (OMP_NUM_THREADS), the allocator is tuned for large tensors,
-    output is not buffered, and modules in the current folder and in the config's can be imported.
+    output is not buffered, and modules in ``folders`` can be imported.
 
     Args:
         environ: of the starting process.
         num_trainers: on this machine, at least 1. A server works while they wait, with as many threads as a trainer.
-        config_folder: folder of the config file, if there is one.
-        current_folder: None = this process's.
+        folders: searched for modules before those of PYTHONPATH, in this order; None = the current folder.
         cores: cores to divide; None = those that this process may use.
 
     Example::
@@ -126,11 +124,9 @@ def child_environment(
     available = num_usable_cores() if cores is None else cores
     threads = max(1, available // num_trainers)
     defaults = {**_ALLOCATOR, **_LOG_LEVEL, "OMP_NUM_THREADS": str(threads)}
-    folders = [Path.cwd() if current_folder is None else current_folder]
-    if config_folder is not None:
-        folders.append(config_folder)
+    searched = [Path.cwd()] if folders is None else folders
     # Without repeats, and without empty entries, which would mean the current folder of the child.
-    path = [str(folder.absolute()) for folder in folders] + environ.get("PYTHONPATH", "").split(os.pathsep)
+    path = [str(folder.absolute()) for folder in searched] + environ.get("PYTHONPATH", "").split(os.pathsep)
     paths = os.pathsep.join(dict.fromkeys(entry for entry in path if entry))
     chosen = {_CHOSEN: ",".join(name for name in defaults if name not in environ)}
     return {**defaults, **environ, **chosen, "PYTHONUNBUFFERED": "1", "PYTHONPATH": paths}

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paramserver.errors import StorageError
 from paramserver.metrics.sinks import Record, Sink
@@ -52,6 +52,12 @@ def _checkpoint(record: Record) -> Iterator[Scalar]:
 
 
 def _logged(record: Record) -> Iterator[Scalar]:
+    reduction = record.get("reduce")
+    if reduction in (None, "none"):  # else a record of the kind reduced follows
+        yield record["name"] + ("" if reduction is None else f"/trainer-{record['trainer']}"), record["value"]
+
+
+def _reduced(record: Record) -> Iterator[Scalar]:
     yield record["name"], record["value"]
 
 
@@ -74,6 +80,7 @@ _KINDS: dict[str, Callable[[Record], Iterator[Scalar]]] = {
     "buffer": _buffer,
     "checkpoint": _checkpoint,
     "log": _logged,
+    "reduced": _reduced,
     "staleness": _staleness,
 }
 
@@ -84,23 +91,30 @@ def scalars(record: Record) -> list[Scalar]:
     return list(kind(record)) if kind else []
 
 
-def _add_histogram(writer: "SummaryWriter", tag: str, record: Record, histogram: Mapping[str, int]) -> None:
-    """Add a histogram of whole numbers, given as value to count, with one bucket per value."""
+def _histograms(record: Record) -> Iterator[tuple[str, Mapping[str, int]]]:
+    """Histograms of whole numbers as tags and values, given as value to count."""
+    if record["kind"] == "buffer" and record.get("seen_histogram"):
+        yield f"buffer/trainer-{record['trainer']}/seen", record["seen_histogram"]
+    if record["kind"] == "staleness":
+        yield "server/staleness_histogram", record["histogram"]
+        for one in record["trainers"]:
+            yield f"server/staleness_histogram/trainer-{one['trainer']}", one["histogram"]
+
+
+def _histogram_fields(histogram: Mapping[str, int]) -> dict[str, Any]:
+    """Return the fields of TensorBoard's histogram, with one bucket per value."""
     counts = {int(value): count for value, count in histogram.items()}
     values = range(min(counts), max(counts) + 1)
-    writer.add_histogram_raw(
-        tag,
-        min=values[0],
-        max=values[-1],
-        num=sum(counts.values()),
-        sum=sum(value * count for value, count in counts.items()),
-        sum_squares=sum(value * value * count for value, count in counts.items()),
+    return {
+        "min": values[0],
+        "max": values[-1],
+        "num": sum(counts.values()),
+        "sum": sum(value * count for value, count in counts.items()),
+        "sum_squares": sum(value * value * count for value, count in counts.items()),
         # Limits between the whole numbers, so that each value is alone in its bucket.
-        bucket_limits=[value + 0.5 for value in values],
-        bucket_counts=[counts.get(value, 0) for value in values],
-        global_step=record.get("step"),
-        walltime=record["time"],
-    )
+        "bucket_limit": [value + 0.5 for value in values],
+        "bucket": [counts.get(value, 0) for value in values],
+    }
 
 
 class TensorBoard(Sink):
@@ -142,15 +156,19 @@ class TensorBoard(Sink):
                 f"TensorBoard folder {self.folder} must stay in place while the run writes it, and was removed or "
                 "moved; its events are lost, their records are in metrics.jsonl"
             )
-        for tag, value in points:
-            # The time of the record: records of trainers are written later than they were made.
-            writer.add_scalar(tag, value, record.get("step"), walltime=record["time"])
-        if record["kind"] == "buffer" and record.get("seen_histogram"):
-            _add_histogram(writer, f"buffer/trainer-{record['trainer']}/seen", record, record["seen_histogram"])
-        if record["kind"] == "staleness":
-            _add_histogram(writer, "server/staleness_histogram", record, record["histogram"])
-            for one in record["trainers"]:
-                _add_histogram(writer, f"server/staleness_histogram/trainer-{one['trainer']}", record, one["histogram"])
+        from tensorboard.compat.proto.summary_pb2 import (  # type: ignore[import-untyped]
+            HistogramProto,
+            Summary,
+        )
+
+        # One event for all of them: each event wakes the thread of the writer, in the middle of a step.
+        values = [Summary.Value(tag=tag, simple_value=float(value)) for tag, value in points]
+        for tag, histogram in _histograms(record):
+            values.append(Summary.Value(tag=tag, histo=HistogramProto(**_histogram_fields(histogram))))
+        # The time of the record: records of trainers are written later than they were made.
+        writer._get_file_writer().add_summary(  # type: ignore[no-untyped-call]
+            Summary(value=values), record.get("step"), walltime=record["time"]
+        )
 
     def _get_writer(self) -> "SummaryWriter":
         if self._writer is None:

@@ -2,13 +2,37 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import sys
 import warnings
-from typing import Any, Protocol
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Protocol
 
-with warnings.catch_warnings():
-    # torch scripts its functional optimizers while it imports this module; none of them is used here.
-    warnings.filterwarnings("ignore", message=r"`torch\.jit\.", category=DeprecationWarning)
+if TYPE_CHECKING:
     from torch.distributed.optim import DistributedOptimizer
+else:
+
+    def _import_class() -> type:
+        """Import ``torch.distributed.optim.optimizer`` without the package around it.
+
+        The package imports FSDP, and with it sympy, which takes most of a second in every process. It stays importable.
+        """
+        name = "torch.distributed.optim"
+        package = None if name in sys.modules else importlib.util.find_spec(name)
+        if package is not None:
+            sys.modules[name] = ModuleType(name)
+            sys.modules[name].__path__ = package.submodule_search_locations
+        try:
+            return importlib.import_module(f"{name}.optimizer").DistributedOptimizer
+        finally:
+            if package is not None:
+                del sys.modules[name]
+
+    with warnings.catch_warnings():
+        # torch scripts its functional optimizers while it imports this module; none of them is used here.
+        warnings.filterwarnings("ignore", message=r"`torch\.jit\.", category=DeprecationWarning)
+        DistributedOptimizer = _import_class()
 
 
 class PendingPush(Protocol):

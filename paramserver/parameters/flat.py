@@ -190,21 +190,8 @@ def _check_separate_memory(tensors: Mapping[str, Tensor]) -> None:
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters that are trained, by name.
-
-    Raises:
-        UnsupportedConfiguration: one is not a floating-point tensor, so its gradient cannot be averaged.
-    """
-    parameters: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        if not parameter.is_floating_point():
-            raise UnsupportedConfiguration(
-                f"parameter {name} has dtype {parameter.dtype}; trained parameters must be floating point"
-            )
-        parameters[name] = parameter
-    return parameters
+    """Return the parameters that are trained, by name."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def module_buffers(model: nn.Module) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -43,6 +44,12 @@ def build_model(task: Task, seed: int, placement: Placement) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise TaskError(
             f"{type(task).__name__}.build_model returned {type(model).__name__}; it must return a torch.nn.Module"
+        )
+    lazy = next((name for name, p in model.named_parameters() if isinstance(p, nn.UninitializedParameter)), None)
+    if lazy is not None:
+        raise TaskError(
+            f"{type(task).__name__}.build_model returned a model whose {lazy} has no shape yet; call the model once "
+            "with an example input in build_model, or give the lazy module its sizes"
         )
     if not any(p.requires_grad for p in model.parameters()):
         raise TaskError(
@@ -109,6 +116,6 @@ def untrained_state_dict(model: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in detached_state_dict(model).items() if name not in trained}
 
 
-def autocast(device: torch.device, precision: str) -> torch.autocast:
+def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
     """Return a context of mixed precision if ``precision`` is "bfloat16", otherwise one that does nothing."""
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bfloat16")
+    return torch.autocast(device.type, dtype=torch.bfloat16) if precision == "bfloat16" else nullcontext()

@@ -38,10 +38,38 @@ def first_nonfinite(tensors: Mapping[str, Tensor]) -> str | None:
         True
     """
     for name, tensor in tensors.items():
-        values = tensor.detach()
+        values = _as_real(tensor)
         if not math.isfinite(float(values.sum())) and not bool(torch.isfinite(values).all()):
             return name
     return None
+
+
+def _as_real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+
+
+def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the sum of squares of each tensor's bit patterns, as integers modulo 2**64, so in any order of adding.
+
+    Different tensors have equal sums only by chance, or if they differ in the order of their elements. (The plain sum
+    would not do: what is added to a positive and a negative number cancels out.)
+
+    Example::
+
+        >>> checksums({"bias": torch.zeros(3), "scale": torch.zeros((), dtype=torch.float64)})
+        {'bias': 0, 'scale': 0}
+        >>> checksums({"a": torch.tensor([1.0, -1.0])}) == checksums({"a": torch.tensor([1.0000001, -0.9999999])})
+        False
+    """
+    sums = []
+    for tensor in tensors.values():
+        values = _as_real(tensor)
+        bits = values.reshape(-1).contiguous().view(_INTEGERS[values.element_size()]).long()
+        sums.append((bits * bits).sum().cpu())
+    return {name: int(total) for name, total in zip(tensors, sums, strict=True)}
 
 
 def check_parameters_finite(parameters: Mapping[str, Tensor], step: int, resume_command: str | None) -> None:

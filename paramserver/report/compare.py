@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from paramserver.errors import UnsupportedConfiguration
 from paramserver.report.cases import FIGURES, SPEED, Figure, ReportCase, cases_of
 from paramserver.report.conditions import machine_names
-from paramserver.report.formatting import first_line, format_estimate, format_interval, format_number, join_names
+from paramserver.report.formatting import (
+    first_line,
+    format_estimate,
+    format_interval,
+    format_number,
+    join_names,
+    too_few,
+)
 from paramserver.report.results import Results
 from paramserver.report.statistics import Estimate, ratio
 
@@ -30,7 +37,7 @@ class Change:
         if self.ratio is None:
             return "same" if self.before.value == self.after.value else ""
         if not self.ratio.has_interval:
-            return "one repeat"
+            return "too few repeats"
         if not self.ratio.excludes(1):
             return "no difference shown"
         return {0: "changed", 1: "better", -1: "worse"}[self.figure.better * (1 if self.ratio.value > 1 else -1)]
@@ -75,7 +82,7 @@ class Comparison:
 
 def _limit_caveat(speed: Estimate, limit: float) -> str:
     if speed.high is None:
-        return " (one repeat: it may be chance)"
+        return f" ({too_few(speed.repeats)} for an interval: it may be chance)"
     return "" if speed.high < limit else f" (its interval reaches {format_number(speed.high)}: use more repeats)"
 
 

@@ -27,9 +27,10 @@ from paramserver.report.formatting import (
     join_names,
     plural,
     scenario_text,
+    too_few,
 )
 from paramserver.report.results import NO_COMMUNICATION
-from paramserver.report.statistics import Estimate
+from paramserver.report.statistics import FEWEST_REPEATS, Estimate
 
 _MOST_PHASES = 3
 _LEAST_SHARE = 0.05
@@ -141,7 +142,7 @@ def _caveat(ratio: Estimate | None) -> str:
     if _is_significant(ratio):
         return ""
     if ratio is None or not ratio.has_interval:
-        return ", but one repeat cannot show whether that is chance"
+        return f", but {too_few(1 if ratio is None else ratio.repeats)} to show whether that is chance"
     return ", and that interval includes 1: the difference is not significant"
 
 
@@ -247,7 +248,8 @@ def _precision(groups: Sequence[Group]) -> list[str]:
             "samples/s): use more repeats or more seconds."
         ]
     if all(not speed.has_interval for _, speed in known):
-        return ["Each case ran once, so the spread is not known: use more repeats to find out what is chance."]
+        most = too_few(max((speed.repeats for _, speed in known), default=0))
+        return [f"{capitalize_first(most)} for an interval: use at least {FEWEST_REPEATS} to find out what is chance."]
     return []
 
 

@@ -66,6 +66,11 @@ def plural(count: int, noun: str) -> str:
     return f"{count} {noun}" + ("" if count == 1 else "s")
 
 
+def too_few(repeats: int) -> str:
+    """The subject of a sentence about repeats that have no interval: "two repeats are too few"."""
+    return "two repeats are too few" if repeats > 1 else "one repeat is too few"
+
+
 def join_names(names: Sequence[str], most: int = 6) -> str:
     """The names in a sentence, "a, b and c", or "a, b and 3 more" where there are more than ``most``."""
     shown = list(names) if len(names) <= most else [*names[: most - 1], f"{len(names) - most + 1} more"]

@@ -270,7 +270,9 @@ def _notes(runs: Sequence[Run]) -> Iterable[str]:
         yield f"They are of different tasks ({join_names(tasks)}), whose samples cannot be compared."
     for run in runs:
         if run.summary.get("status") == "interrupted":
-            yield f"{run.folder} was interrupted after {run.summary.get('steps')} steps; its figures are of these."
+            steps = run.summary.get("steps")
+            when = "before its first step" if not steps else f"after {plural(steps, 'step')}; its figures are of these"
+            yield f"{run.folder} was interrupted {when}."
         if run.damaged:
             yield f"{plural(run.damaged, 'line')} of {run.folder / 'metrics.jsonl'} cannot be read and are left out."
 

@@ -12,6 +12,8 @@ from paramserver.metrics.records import DurationHistogram
 from paramserver.report.results import CaseResult
 
 CONFIDENCE = 0.95
+FEWEST_REPEATS = 3
+"""That have an interval."""
 # Upper bounds of two very different repeats exceed the range of a float; they are cut off here.
 _LARGEST_LOG = 600.0
 _PANELS = 400  # of Simpson's rule; even
@@ -22,7 +24,8 @@ _HALVINGS = 60
 class Estimate:
     """A figure over repeats.
 
-    ``low`` and ``high`` are the bounds of the 95 % interval; both are None for one repeat, whose spread is unknown.
+    ``low`` and ``high`` are the bounds of the 95 % interval; both are None for fewer than three repeats: one has no
+    spread, and with one degree of freedom the interval is 13 standard errors wide on each side.
     """
 
     value: float
@@ -106,7 +109,7 @@ def estimate(values: Iterable[float | None]) -> Estimate | None:
 
 
 def _around(mean: float, values: Sequence[float]) -> Estimate:
-    if len(values) < 2:
+    if len(values) < FEWEST_REPEATS:
         return Estimate(mean, None, None, len(values), mean)
     half = t_quantile((1 + CONFIDENCE) / 2, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
     return Estimate(mean, mean - half, mean + half, len(values), statistics.median(values))
@@ -129,7 +132,7 @@ def ratio(
 
     Example::
 
-        >>> found = ratio({0: 200.0, 1: 400.0}, {0: 100.0, 1: 200.0})
+        >>> found = ratio({0: 200.0, 1: 400.0, 2: 300.0}, {0: 100.0, 1: 200.0, 2: 150.0})
         >>> round(found.value, 6), found.excludes(1.0)
         (2.0, True)
     """
@@ -164,7 +167,7 @@ def _welch(a: Sequence[float], b: Sequence[float]) -> Estimate:
     difference = statistics.fmean(a) - statistics.fmean(b)
     median = statistics.median(a) - statistics.median(b)
     repeats = min(len(a), len(b))
-    if repeats < 2:
+    if repeats < FEWEST_REPEATS:
         return Estimate(difference, None, None, repeats, median)
     errors = [statistics.variance(one) / len(one) for one in (a, b)]
     spread = math.fsum(errors)

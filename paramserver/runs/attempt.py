@@ -143,7 +143,8 @@ def resume_transaction(run: RunDir) -> Iterator[None]:
     """Resume a run, from ``run.chosen`` where a checkpoint was chosen: ``latest`` then names that one.
 
     Where this is refused, fails or is interrupted before the first step, or is killed there, config, environment,
-    summary, records, ``latest`` and ``best`` are what they were: at once, or at the next start.
+    summary, records, ``latest`` and ``best`` are what they were: at once, or at the next start. So they are after a
+    resume that found nothing to do in a completed run.
 
     Raises:
         CheckpointError: there is no complete checkpoint, or the chosen one is damaged.
@@ -169,7 +170,7 @@ def resume_transaction(run: RunDir) -> Iterator[None]:
         except BaseException:
             _unless_in_use(run, journal.roll_back)
             raise
-        _unless_in_use(run, journal.discard)
+        _unless_in_use(run, journal.close)
 
 
 def recover(run: RunDir) -> None:
@@ -232,6 +233,17 @@ class ResumeJournal:
     def discard(self) -> None:
         """Forget the attempt: it made a step, or was rolled back."""
         remove(self._folder)
+
+    def close(self) -> None:
+        """Discard the copy after an attempt that succeeded; roll back one that had nothing to do.
+
+        It would replace the figures of a completed run by those of no step.
+        """
+        before = self._folder / next(name for name, path in self._files.items() if path == self._run.summary_file)
+        summary, own = (read_mapping(file, json.loads) for file in (before, self._run.summary_file))
+        if summary.get("status") == "completed" and summary.get("validation") == own.get("validation"):
+            self.roll_back()
+        self.discard()
 
     def roll_back(self) -> None:
         """Restore the folder where the recorded attempt made no step, and discard the copy. Nothing without one."""

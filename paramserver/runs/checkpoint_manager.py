@@ -320,6 +320,8 @@ class CheckpointManager:
             Exception: the failure of an earlier write, or of this one without ``checkpoint.background``.
         """
         config = self.config
+        # Each trainer has sent its records before its part. A run that resumes from here does not get them again.
+        self.monitor.write_logged(staged.step)
         parts = {
             i: part if isinstance(part, ChunkedFile) or "task" in part else {**part, "task": self._task_state(i)}
             for i, part in parts.items()

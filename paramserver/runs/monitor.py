@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from paramserver.checkpoint import BestMetric
-from paramserver.config import Config
+from paramserver.config import Config, num_trainers_of
 from paramserver.consistency import StalenessHistogram
 from paramserver.errors import StorageError, TaskError
 from paramserver.limits import Limits, is_due
 from paramserver.metrics import Sink
 from paramserver.metrics.records import Record, RecordWindow, StepResult, TrainerTotals, WeightedSums, make_record
+from paramserver.metrics.reduction import LogReducer
 from paramserver.metrics.summary import summarize
 from paramserver.runs.losses import LossLog
 from paramserver.runs.rundir import write_json
@@ -71,12 +73,20 @@ class RunMonitor:
         self._limits = Limits.of(config.training)
         self._window = RecordWindow()
         self._validated_step: int | None = None
+        trainers = num_trainers_of(config)
+        self._reducer = LogReducer(range(trainers)) if trainers > 1 else None
 
     # Records.
 
     def record(self, record: Record) -> None:
-        """Write a record to the sink."""
+        """Write a record to the sink, and after it the values over all trainers that it completes."""
         with self._lock:
+            self._sink.write(record)
+            if self._reducer is not None:
+                self._write_all(self._reducer.add(record))
+
+    def _write_all(self, records: Sequence[Record]) -> None:
+        for record in records:
             self._sink.write(record)
 
     def note(self, text: str) -> None:
@@ -103,15 +113,25 @@ class RunMonitor:
         """Record that a trainer is lost."""
         with self._lock:
             self.record(make_record("lost", self.step, trainer=trainer_index, text=text))
+            if self._reducer is not None:
+                self._reducer.remove(trainer_index)
             if self.losses is not None:
                 self.losses.add_fault(self.step, text)
 
     def trainer_replaced(self, trainer_index: int, incarnation: int) -> None:
         """Record that a process took the place of a lost trainer."""
         with self._lock:
+            if self._reducer is not None:
+                self._reducer.restore(trainer_index)
             self.record(make_record("joined", self.step, trainer=trainer_index, incarnation=incarnation))
             if self.losses is not None:
                 self.losses.add_restart()
+
+    def write_logged(self, step: float = math.inf) -> None:
+        """Write what trainers have logged up to ``step``, over those that have logged it."""
+        if self._reducer is not None:
+            with self._lock:
+                self._write_all(self._reducer.flush(step + 1))
 
     # Progress.
 
@@ -277,6 +297,7 @@ class RunMonitor:
 
         if self._window.steps:
             attempt(self._close_window)
+        attempt(self.write_logged)
         attempt(self._sink.check)  # before the summary: a run whose records are lost is not complete
         attempt(lambda: write_json(self._summary_file, summarized()))
         summary = summarized()

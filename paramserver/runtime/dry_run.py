@@ -9,6 +9,7 @@ from paramserver.buffers import make_buffer
 from paramserver.cluster import process_environ
 from paramserver.config import Config, Role, dump_yaml, mode_of, roles, world_size_of
 from paramserver.devices import place_server, place_trainer
+from paramserver.importing import source_file
 from paramserver.online.process_runner import LaunchCommand
 from paramserver.online.sampler import make_sampler
 from paramserver.online.spec import IngestSpec
@@ -29,7 +30,8 @@ def plan_text(config: Config, folders: Sequence[Path], launcher: str | None = No
     task = make_task(config, folders)
     ranks = roles(config, world_size_of(config))
     trainers = sum(role.kind == "trainer" for role in ranks)
-    lines = [dump_yaml(config).rstrip(), "", f"{len(ranks)} rank(s), mode {config.mode}:"]
+    lines = [dump_yaml(config).rstrip(), "", f"task {type(task).__name__}, defined in {source_file(type(task))}"]
+    lines += [f"{len(ranks)} rank(s), mode {config.mode}:"]
     lines += [f"  rank {role.global_rank}: {_rank_text(role, config, task, trainers)}" for role in ranks]
     lines += _simulations_lines(config, folders)
     lines += [f"limits: {_limits_text(config)}"]

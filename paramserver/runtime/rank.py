@@ -52,7 +52,7 @@ from paramserver.errors import (
     UnsupportedConfiguration,
     ViewChanged,
 )
-from paramserver.importing import load_object
+from paramserver.importing import load_object, source_file
 from paramserver.metrics import FanOut, JsonLines, OpenSink, Sink, TensorBoard
 from paramserver.metrics.records import TrainerTotals, make_record
 from paramserver.runs.attempt import furthest_step, reserve_run, start_transaction
@@ -154,6 +154,7 @@ def run_rank(plan: RankPlan) -> dict[str, Any] | None:
         role, trainers = ranks[identity.global_rank], sum(r.kind == "trainer" for r in ranks)
         task = make_task(config, plan.folders, plan.task_class)
         plan.on_task(role, task)
+        log.info("task %s, defined in %s", type(task).__name__, source_file(type(task)))
         process = ProcessContext(config, identity, role, trainers, _place(identity, ranks, config), stop, timer)
         timer.mark("task")
         interface = config.cluster.interface or interface_to(identity.master_addr)
@@ -537,8 +538,9 @@ def _open_run(plan: RankPlan, process: ProcessContext, session: Session) -> Iter
             address = {"master_addr": identity.master_addr, "master_port": identity.master_port}
             about["store"] = {**address, "job": identity.job}
             about["launch"] = _launch_of(identity)
-        folders = [str(folder.resolve()) for folder in plan.folders]
-        write_json(run.environment_file, {**about, "device": str(process.placement.device), "folders": folders})
+        about["folders"] = [str(folder.resolve()) for folder in plan.folders]
+        about["task"] = source_file(type(session.task))
+        write_json(run.environment_file, {**about, "device": str(process.placement.device)})
         if resume is not None:
             supersede_metrics(run.metrics_file, resume.checkpoint.step, kinds_recorded_later(resume.run))
         elif plan.restarted:

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from paramserver.importing import torch_import_without_gc
-from paramserver.process_utils import OWN_GROUP, die_with_parent, is_stopped
+from paramserver.process_utils import OWN_GROUP, die_with_parent, is_stopped, kill_group
 from paramserver.runtime.rank_guard import RankGuard
 from paramserver.runtime.restarts import RestartPolicy
 
@@ -168,7 +168,7 @@ class Spares:
             self._end(self._waiting.pop())
 
     def _end(self, spare: _Spare) -> int:
-        os.killpg(spare.process.pid, signal.SIGKILL)
+        kill_group(spare.process.pid)
         self._guard.remove(spare.process.pid)
         spare.link.close()
         return spare.process.wait()

@@ -31,7 +31,7 @@ from paramserver.config import Config, Role, dump_yaml, mode_of, num_trainers_of
 from paramserver.errors import Interrupted, ParamserverError, TrainingError
 from paramserver.metrics import Record, Sink
 from paramserver.metrics.records import make_record
-from paramserver.process_utils import OWN_GROUP, cpu_ticks, is_stopped
+from paramserver.process_utils import OWN_GROUP, cpu_ticks, is_stopped, kill_group
 from paramserver.runs.rundir import LAST_WRITE_S, RunDir, write_json
 from paramserver.runtime.rank_guard import RankGuard
 from paramserver.runtime.restarts import RestartPolicy
@@ -42,9 +42,9 @@ from paramserver.runtime.watchdog import SILENT_SHARE, STACKS_SIGNAL, START_GRAC
 _GRACE_S = 5.0
 # In addition, after the summary is stored: rank 0 ends its simulations, every rank joins its threads.
 _END_S = 10.0
-# Signals that end a process before it can report anything.
-_SUDDEN = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+# Signals that end a process before it can report anything.
+_SUDDEN = (signal.SIGKILL, *_SIGNALS)
 _GOOD_EXITS = (0, Interrupted.exit_code)
 _POLL_S = 0.1
 
@@ -122,7 +122,7 @@ class _RankProcess:
 
     def kill_group(self) -> None:
         """Kill the process and all that it started, except what left its process group. Not after ``reap``."""
-        os.killpg(self.process.pid, signal.SIGKILL)
+        kill_group(self.process.pid)
 
     def reap(self) -> int:
         """Wait for the end of the process, and return its exit code."""
@@ -145,7 +145,7 @@ class Supervisor:
     Args:
         config: effective; ranks read it from a file in memory.
         run: the run folder.
-        folders: where the task is searched, the config's folder among them.
+        folders: where the task is searched.
         sink: receives the records of rank 0; closed at the end.
         resume: continue from the newest checkpoint.
         began: ``time.time()`` of the command.
@@ -202,7 +202,7 @@ class Supervisor:
                 # Here and not in the signal's handler, so that ranks that start after the signal receive it too.
                 if self._signal is not None and not self._signal_forwarded:
                     self._signal_forwarded = True
-                    self._signal_ranks(signal.SIGTERM)
+                    self._signal_ranks(self._signal)
                 self._limit_end()
                 if self._kill_at is not None and time.monotonic() > self._kill_at:
                     self._signal_ranks(signal.SIGKILL)
@@ -222,9 +222,7 @@ class Supervisor:
         config_file.write(dump_yaml(self.config))
         config_file.flush()
         environ = child_environment(
-            process_environ(),
-            num_trainers=num_trainers_of(self.config),
-            config_folder=self.folders[-1] if self.folders else None,
+            process_environ(), num_trainers=num_trainers_of(self.config), folders=self.folders or None
         )
         mark_supervised(environ)
         # Rank 0 inherits the listener of its store, so no other process can take the port meanwhile; nor when it starts

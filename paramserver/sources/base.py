@@ -57,6 +57,28 @@ class ResumePosition:
     times_due: int = 1
 
 
+@dataclass(frozen=True)
+class KeyedSamples(Sequence[tuple[Any, Any]]):
+    """Keys and samples that were read together: a group of ``Source.groups`` without a tuple per sample.
+
+    Example::
+
+        >>> list(KeyedSamples([7, 8], [0.5, 1.5]))
+        [(7, 0.5), (8, 1.5)]
+    """
+
+    keys: Sequence[Any]
+    samples: Sequence[Any]
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return KeyedSamples(self.keys[index], self.samples[index])
+        return self.keys[index], self.samples[index]
+
+
 class Source(ABC):
     """An ordered sequence of ``(key, sample)``, read by one feeder thread.
 

@@ -18,9 +18,12 @@ import torch
 
 from paramserver.buffers.positions import AppliedPositions
 from paramserver.errors import CheckpointError, SourceError, TaskError, UnsupportedConfiguration
-from paramserver.sources.base import Partition, ResumePosition, Source
+from paramserver.sources.base import KeyedSamples, Partition, ResumePosition, Source
 from paramserver.sources.loader import Loader, WorkerOptions, pickle_data
 from paramserver.sources.reader import SampleReader
+
+# Rows of tensors that are read together, at most, where a group has not as many bytes.
+_GROUP_BYTES = 1 << 20
 
 
 def deal(
@@ -245,6 +248,7 @@ class DatasetSource(Source):
         passes: how many passes are served; None = no end.
         sampler_kwargs: ``shuffle``, ``pad``, ``drop_last`` and ``seed`` of ``deal``, if not the default.
         group: how many samples are read at once, like a batch of a DataLoader; with ``__getitems__`` if it exists.
+        groups_ahead: so many groups, at most, are read at once where that is one gather of small rows (``TensorRows``).
 
     Example::
 
@@ -266,6 +270,7 @@ class DatasetSource(Source):
         passes: int | None = None,
         sampler_kwargs: dict[str, Any] | None = None,
         group: int = 32,
+        groups_ahead: int = 1,
     ) -> None:
         self.dataset = dataset
         self.seed = seed
@@ -277,6 +282,8 @@ class DatasetSource(Source):
         self.partition = partition
         self.passes = passes
         self.group = group
+        if (rows := self._reader.rows) is not None:  # the same cost for many samples as for few, up to some size
+            self.group *= max(min(groups_ahead, _GROUP_BYTES // max(rows.sample_bytes * group, 1)), 1)
         self.options = {"seed": seed, **(sampler_kwargs or {})}
         if self.length == 0:
             raise TaskError("the training data set is empty; train_source must return at least one sample")
@@ -311,7 +318,7 @@ class DatasetSource(Source):
             for keys, samples, failure in results:
                 read = keys[: len(samples)] if failure is not None else keys
                 if read:  # samples that were read before a failure are still put
-                    yield list(zip(read, samples, strict=True))
+                    yield KeyedSamples(read, samples)
                 position += len(read)
                 if isinstance(failure, BaseException):
                     raise failure
@@ -319,7 +326,9 @@ class DatasetSource(Source):
                     where = f"trainer {self.partition.index}: the source raised at sample {position}"
                     raise SourceError(f"{where}: {failure}")
 
-    def _results(self, position: int) -> Generator[tuple[list[int], list[Any], BaseException | str | None], None, None]:
+    def _results(
+        self, position: int
+    ) -> Generator[tuple[list[int], Sequence[Any], BaseException | str | None], None, None]:
         """Return the keys of each group, its samples up to one that raises, and what that raised."""
         requests = _Requests(self.order, position, self.group, self.passes)
         if self._workers is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from paramserver.config import Config
 from paramserver.errors import TaskError, UnsupportedConfiguration
@@ -27,7 +27,7 @@ def make_source(
         sampler_kwargs: of ``DatasetSource``.
 
     Raises:
-        TaskError: ``data`` is neither a source, nor a map-style data set, nor an iterable.
+        TaskError: ``data`` is neither a source, nor a map-style data set, nor an iterable, or it is a DataLoader.
         UnsupportedConfiguration: the run would have no end, or the section ``simulations`` does not suit the source.
 
     Example::
@@ -39,6 +39,7 @@ def make_source(
         [0, 1, 2, 0, 1, 2]
     """
     training = config.training
+    refuse_loader("train_source", data)
     if isinstance(data, Stream):
         data.check(config.simulations)
     if isinstance(data, Source):
@@ -51,6 +52,8 @@ def make_source(
             passes=training.max_epochs,
             sampler_kwargs=sampler_kwargs,
             group=training.batch_size,
+            # What a FIFO serves does not depend on how much is read ahead.
+            groups_ahead=8 if config.buffer.kind == "fifo" and not training.loader_workers else 1,
         )
     elif isinstance(data, Iterable):
         source = IterableSource(data, partition)
@@ -71,6 +74,22 @@ def make_source(
             "max_seconds or patience"
         )
     return source
+
+
+def refuse_loader(hook: str, data: Any) -> None:
+    """Refuse a DataLoader or a sampler in place of a data set: its batches would be taken for samples.
+
+    Raises:
+        TaskError: ``hook`` returned one.
+    """
+    if isinstance(data, DataLoader):
+        raise TaskError(
+            f"{hook} returned a DataLoader; return its data set: its batch size is the key training.batch_size, its "
+            "workers are training.loader_workers, its collate_fn is the method collate of the task, and the data is "
+            "shuffled anyway"
+        )
+    if isinstance(data, Sampler):
+        raise TaskError(f"{hook} returned {type(data).__name__}, a sampler; return the data set that it draws from")
 
 
 def is_map_style(data: Any) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 from paramserver.buffers import Buffer
 from paramserver.buffers.positions import AppliedPositions
 from paramserver.errors import BufferClosed, SourceError, UnsupportedConfiguration
-from paramserver.sources.base import Source
+from paramserver.sources.base import KeyedSamples, Source
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class Feeder:
         for group in self._read(position):
             served = self._served_before(position, len(group))
             position += len(group)
-            keys, samples = zip(*group, strict=True)
+            keys, samples = (group.keys, group.samples) if isinstance(group, KeyedSamples) else zip(*group, strict=True)
             # ``last`` finishes the buffer with the last sample, so that a drain starts at the same get in each run.
             yield _Group(samples, keys, served, self.source.mark(), position == total)
 

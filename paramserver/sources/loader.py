@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from paramserver.buffers.storage import pack_samples, unpack_samples
+from paramserver.buffers.storage import stack_samples
 from paramserver.errors import SourceError, TaskError, TrainingError
 from paramserver.process_utils import LOADER_NAME, die_with_parent
 from paramserver.sources.reader import SampleReader
@@ -94,17 +94,17 @@ class Loader:
         except OSError:
             pass  # it ended; ``receive`` raises the reason
 
-    def receive(self) -> tuple[list[Any], str | None]:
+    def receive(self) -> tuple[Sequence[Any], str | None]:
         """Return the samples of the next request, and the error and traceback of a read that failed after them.
 
         Raises:
             SourceError: the loader or a worker ended, or could not start.
         """
         try:
-            packed, failure = pickle.loads(self._connection.recv_bytes())
+            samples, failure = pickle.loads(self._connection.recv_bytes())
         except (EOFError, OSError) as error:
             raise SourceError(f"trainer {self._options.trainer_index}: {self._reason()}") from error
-        return unpack_samples(packed), failure
+        return samples, failure
 
     def _reason(self) -> str:
         """Return why the loader ended."""
@@ -217,7 +217,7 @@ class _Reads(Dataset[bytes]):
             info = get_worker_info()
             failure = f"{error!r} in DataLoader worker process {info.id if info else 0}\n{lines}"
         try:
-            return pickle.dumps((pack_samples(samples), failure), pickle.HIGHEST_PROTOCOL)
+            return pickle.dumps((stack_samples(samples), failure), pickle.HIGHEST_PROTOCOL)
         except Exception as reason:  # noqa: BLE001 - pickle calls methods of the user's classes
             failure = (
                 f"{reason!r}: samples must be picklable to be sent by a worker process; return tensors, arrays and "

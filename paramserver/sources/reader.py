@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paramserver.rng import GeneratorStates, seed_read
+from paramserver.sources.tensors import TensorRows
 
 
 class SampleReader:
@@ -13,7 +14,7 @@ class SampleReader:
 
     A call of ``__getitems__`` is one read, seeded by its first index. As long as no read draws from the generators,
     none of them is seeded, which takes longer than many a read. Samples among which one draws for the first time are
-    read again.
+    read again. A data set of tensors is read without its ``__getitem__`` (``TensorRows``).
 
     Args:
         dataset: has ``__getitem__`` or ``__getitems__``.
@@ -35,10 +36,11 @@ class SampleReader:
     def __init__(self, dataset: Any, seed: int) -> None:
         self.dataset = dataset
         self.seed = seed
+        self.rows = TensorRows.of(dataset)  # if it has no code of the user that could draw
         self.reads_groups = hasattr(dataset, "__getitems__")
         self._draws = False
 
-    def read(self, epoch: int, indices: Sequence[int], skip: int = 0) -> tuple[list[Any], BaseException | None]:
+    def read(self, epoch: int, indices: Sequence[int], skip: int = 0) -> tuple[Sequence[Any], BaseException | None]:
         """Return the samples of ``indices``, without the first ``skip``, up to one that raises, and what it raised.
 
         Args:
@@ -46,6 +48,8 @@ class SampleReader:
             indices: those of one call of ``__getitems__``, where the data set has it.
             skip: how many samples are not needed; ``__getitems__`` reads them too, for the random numbers of the rest.
         """
+        if self.rows is not None:
+            return self.rows.take(indices[skip:]), None
         if not self._draws:
             before = GeneratorStates.take()
             result = self._read(None, indices, skip)

@@ -80,7 +80,8 @@ class CastCodec(WireCodec):
         self.dtype = dtype
 
     def wire_layout(self, layout: FlatLayout) -> FlatLayout:
-        dtypes = tuple(self.dtype if self.dtype.itemsize < own.itemsize else own for own in layout.dtypes)
+        smaller = self.dtype.itemsize
+        dtypes = tuple(self.dtype if not d.is_complex and smaller < d.itemsize else d for d in layout.dtypes)
         return replace(layout, dtypes=dtypes)
 
     def encode(self, layout: FlatLayout, flats: list[Tensor]) -> list[Tensor]:

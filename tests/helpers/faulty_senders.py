@@ -95,20 +95,24 @@ class FaultyDdp(DdpTrainer):
         serialization.CHUNK_BYTES = 512
         super().init_connection()
         if self.trainer_index == self.at:
-            name = "_send_chunk" if self.at else "_receive_chunk"
-            setattr(self._part_gather, name, self.counted(getattr(self._part_gather, name)))
+            self.chunks = []  # of each part
+            part, chunk = ("send", "_send_chunk") if self.at else ("receive", "_receive_chunk")
+            gather = self._part_gather
+            setattr(gather, part, self.counted(getattr(gather, part), lambda: self.chunks.append(0)))
+            setattr(gather, chunk, self.counted(getattr(gather, chunk), self.count_chunk))
 
-    def counted(self, handle):
-        handled = []
-
+    def counted(self, handle, count):
         def counting(*args):
-            handle(*args)
-            handled.append(self.step)
-            if len([step for step in handled if step >= 6]) == 2:
-                await_checkpoint(self)
-                die(self, self.number, chunks=2, step=self.step)
+            count()
+            return handle(*args)
 
         return counting
+
+    def count_chunk(self):
+        if len(self.chunks) == 2 and self.chunks[1] == 2:  # before the third
+            await_checkpoint(self)
+            die(self, self.number, chunks=2, step=self.step)
+        self.chunks[-1] += 1
 
 
 class KilledSender(FaultyDdp):

@@ -280,6 +280,67 @@ class UnfreezesLayer(ReferenceTask):
             self.trainer.unwrapped_model.frozen.requires_grad_(True)
 
 
+class StopsRun(ReferenceTask):
+    """Trainer 1, or the only one, ends the run in its sixth batch, and both give another reason two batches later."""
+
+    def on_batch_end(self, batch_idx):
+        trainer = self.trainer
+        if batch_idx == 5 and trainer.trainer_index == trainer.process.trainers - 1:
+            trainer.stop("it is good enough")
+        if batch_idx == 7:
+            trainer.stop("another reason")
+
+
+class BypassesWrapper(ReferenceTask):
+    """Trains the module inside the wrapper of DDP; with ``no_grad`` the wrapper only predicts."""
+
+    def __init__(self, how, **options):
+        super().__init__(**options)
+        self.how = how
+
+    def training_step(self, model, batch, batch_idx):
+        if self.how == "no_grad":
+            with torch.no_grad():
+                model(batch[0])
+        return super().training_step(self.trainer.unwrapped_model, batch, batch_idx)
+
+
+class UsesPartsOfModel(ReferenceTask):
+    """Takes a submodule of what it is given."""
+
+    def __init__(self, how, **options):
+        super().__init__(**options)
+        self.how = how
+
+    def training_step(self, model, batch, batch_idx):
+        return (model[0] if self.how == "index" else model.conv)(batch[0]).sum()
+
+
+class KeepsOptimizer(ReferenceTask):
+    """Looks at its optimizer in a hook."""
+
+    def build_optimizer(self, model):
+        self.opt = super().build_optimizer(model)
+        return self.opt
+
+    def on_batch_end(self, batch_idx):
+        self.log("lr", self.opt.param_groups[0]["lr"])
+
+
+class ChangesParameters(ReferenceTask):
+    """Trainer 1 writes to a parameter."""
+
+    def __init__(self, pace_s=0.0, **options):
+        super().__init__(**options)
+        self.pace_s = pace_s
+
+    def on_batch_end(self, batch_idx):
+        time.sleep(self.pace_s)
+        if batch_idx == 2 and self.trainer.trainer_index == 1:
+            with torch.no_grad():
+                self.trainer.unwrapped_model.last.bias += 1e-6
+
+
 class StoresTooMuch(ReferenceTask):
     """Puts an object into its checkpoint that ``torch.load(weights_only=True)`` refuses."""
 

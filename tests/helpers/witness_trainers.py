@@ -9,7 +9,7 @@ import torch.distributed.rpc as rpc
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.optim import DistributedOptimizer
 
-from trainers import DdpTrainer, RpcTrainer
+from trainers import DdpTrainer, RpcTrainer, ddp
 
 
 class CountingTrainer(DdpTrainer):
@@ -29,6 +29,19 @@ class CountingTrainer(DdpTrainer):
 
     def leave(self, totals, decision):
         self.log("gradient_all_reduces", self.count)
+        super().leave(totals, decision)
+
+
+class ReducingTrainer(DdpTrainer):
+    """Agrees by reductions, as ranks on several hosts do."""
+
+    def init_connection(self):
+        ddp.share_rows = lambda group, channel, timeout_s: None
+        super().init_connection()
+
+    def leave(self, totals, decision):
+        assert self._agreement.shared is None
+        self.log("rank_reduced", self.trainer_index, reduce="none")
         super().leave(totals, decision)
 
 

@@ -18,6 +18,7 @@ sys.path.insert(0, str(ROOT))  # the scripts that measure are modules of the che
 
 from paramserver import benchmark  # noqa: E402
 from paramserver.bench.cases import RequestedCases, make_cases  # noqa: E402
+from paramserver.bench.link_probe import GLOO, RPC, measure_links  # noqa: E402
 from paramserver.bench.measure import folder_name, measure, run_config  # noqa: E402
 from paramserver.bench.slowdown import SlowdownSpec  # noqa: E402
 from paramserver.benchmark import BenchmarkProgress, duration_text, remaining_s  # noqa: E402
@@ -300,6 +301,13 @@ def test_an_interrupt_between_runs_is_exit_code_3_with_a_report(bench, tmp_path)
     assert code == 3
     assert "4 of 12 runs were finished" in err
     assert "4 of 12 runs were finished" in (tmp_path / "out" / "report.md").read_text()
+
+
+@pytest.mark.processes
+def test_links_are_measured_in_a_relative_folder(tmp_path, monkeypatch):
+    """As ``--out`` is by default."""
+    monkeypatch.chdir(tmp_path)
+    assert measure_links(Path("links"), environment()).keys() == {GLOO, RPC}
 
 
 def test_a_link_that_cannot_be_measured_costs_the_prediction_alone(bench):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -247,10 +248,39 @@ def test_a_second_interrupt_ends_the_run_at_once(tmp_path):
     assert "resume with: python -m paramserver.launch --resume" in output.splitlines()[-1]
 
 
-def test_parameters_thawed_in_a_hook_are_refused_in_rpc(tmp_path):
-    finished = launch(tmp_path, mode="rpc", task="UnfreezesLayer", cluster={"num_trainers": 1})
+@pytest.mark.parametrize(
+    ("mode", "task", "task_args", "message"),
+    [
+        ("rpc", "UnfreezesLayer", {}, "parameter frozen.weight was frozen when the run began"),
+        ("ddp", "UnfreezesLayer", {}, "parameter frozen.weight was frozen when the run began"),
+        ("ddp", "BypassesWrapper", {"how": "unwrapped"}, "training_step did not call the model that it was given"),
+        ("ddp", "BypassesWrapper", {"how": "no_grad"}, "training_step did not call the model that it was given"),
+        ("ddp", "UsesPartsOfModel", {"how": "attribute"}, "training_step may only call the model"),
+        ("ddp", "UsesPartsOfModel", {"how": "index"}, "training_step may only call the model"),
+        ("ddp", "ReferenceTask", {"unused": True}, "set ddp.find_unused_parameters (false) to true"),
+        ("rpc", "KeepsOptimizer", {}, "KeepsOptimizer has no attribute 'opt' in this process: in mode rpc build_opt"),
+        ("ddp", "ChangesParameters", {}, "parameter last.bias of rank 1 differs from that of rank 0 after step 4;"),
+    ],
+)
+def test_what_would_let_the_models_of_trainers_differ_is_refused(tmp_path, mode, task, task_args, message):
+    cluster = {"num_trainers": 2, "timeout_s": 30}
+    finished = launch(tmp_path, mode=mode, task=task, task_args=task_args, cluster=cluster, checkpoint={"every": 4})
+    assert finished.code == (1 if task == "KeepsOptimizer" else 2)
+    assert message in finished.output
+    assert task == "KeepsOptimizer" or "Traceback" not in finished.output
+
+
+def test_parameters_are_compared_also_without_checkpoints(tmp_path):
+    finished = launch(
+        tmp_path,
+        mode="ddp",
+        task="ChangesParameters",
+        task_args={"pace_s": 0.005},
+        training={"max_steps": None, "max_seconds": 60},
+        cluster={"num_trainers": 2, "timeout_s": 30},
+    )
     assert finished.code == 2
-    assert "parameter frozen.weight was frozen when the run began" in finished.output
+    assert re.search(r"parameter last.bias of rank 1 differs from that of rank 0 after step \d+;", finished.output)
 
 
 def test_state_that_cannot_be_loaded_is_refused_when_it_is_saved(tmp_path):

@@ -76,6 +76,20 @@ def test_bfloat16_autocast_is_the_same(tmp_path):
     assert differing_tensors(local.load("model"), plain.load("model")) != []
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_complex_parameters_are_the_same_in_every_mode(tmp_path, optimizer):
+    config = {"task": "spectral_task:Spectral", "task_args": {"optimizer": optimizer}, "checkpoint": {"every": 6}}
+    local, alone = (train(tmp_path / mode, mode, 1, **config) for mode in ("local", "rpc"))
+    assert differing_tensors(local.load("model"), alone.load("model")) == []
+    ddp = train(tmp_path / "ddp", "ddp", 2, **config)
+    assert differing_tensors(ddp.load("model"), local.load("model")) != []
+    for servers, transport in ((1, "shared_memory"), (2, "shared_memory"), (1, "rpc"), (2, "rpc")):
+        sections = {"server": {"transport": transport}, "cluster": {"num_servers": servers}}
+        rpc = train(tmp_path / f"{servers}-{transport}", "rpc", 2, **config, **sections)
+        assert differing_tensors(ddp.load("model"), rpc.load("model")) == []
+        assert differing_tensors(ddp.load("optimizer"), rpc.load("optimizer")) == []
+
+
 def test_a_random_buffer_draws_the_same_in_every_mode(tmp_path):
     """The source is fully put before the first get, so that draws do not depend on timing.
 

@@ -28,6 +28,11 @@ def account(finished):
     logged = [(r["step"], r["trainer"], r["name"], r["value"]) for r in finished.of_kind("log")]
     return {
         "log": sorted(record for record in logged if record[2] not in OF_A_START),
+        "reduced": [
+            [r[f] for f in ("step", "name", "value", "trainers")]
+            for r in finished.of_kind("reduced")
+            if r["name"] not in OF_A_START
+        ],
         "train": [
             [r[f] for f in ("step", "loss", "samples", "epoch", "lr")] + [r["step_ms"] is None]
             for r in finished.of_kind("train")

@@ -66,12 +66,14 @@ def test_a_resume_that_ends_before_it_makes_a_step_leaves_the_run_as_it_was(run,
     assert [r["step"] for r in more.of_kind("train")] == list(range(1, 15))
 
 
-def test_a_resume_that_has_nothing_to_do_reports_so_without_figures(run):
+def test_a_resume_that_has_nothing_to_do_says_so_and_the_run_keeps_its_figures(run):
+    before = without_logs(content(run))
     more = resume_in_process(run)
     assert more.code == 0, more.output
     assert not has_table(more.output)
     assert more.output.endswith("completed at step 12, no step was made: training.max_steps (12) reached\n")
-    assert more.summary["status"] == "completed"
+    assert without_logs(content(run)) == before
+    assert more.summary["train_loss"] is not None
     assert has_table(resume_in_process(run, "--set", "training.max_steps=13").output)
 
 
@@ -85,6 +87,8 @@ def test_so_it_does_with_several_processes(tmp_path, mode):
     assert more.code == 1, more.output
     assert "it ends here" in more.output
     assert not has_table(more.output)
+    assert without_logs(content(run)) == before
+    assert resume(run).code == 0, "there is nothing to do"
     assert without_logs(content(run)) == before
 
 

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import psutil
@@ -140,8 +140,9 @@ def test_ranks_end_after_the_death_of_their_supervisor_whatever_they_do(tmp_path
             processes = psutil.Process(run.pid).children(recursive=True)
             assert {0, 1} <= ranks_of(run.pid).keys()  # trainer 1 may have ended
             for process in processes:
-                ends.append(os.pidfd_open(process.pid))
-                stack.callback(os.close, ends[-1])
+                with suppress(ProcessLookupError):
+                    ends.append(os.pidfd_open(process.pid))
+                    stack.callback(os.close, ends[-1])
             os.kill(run.pid, signal.SIGKILL)
             folders.append(finished.run_dir)
         deadline = time.monotonic() + LAST_RANK_ENDS_S

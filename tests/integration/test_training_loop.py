@@ -60,6 +60,8 @@ def test_the_order_of_a_run(tmp_path, mode, trainers):
         assert hooks_of(folder, trainer) == expected
     logged = [(r["trainer"], r["step"], r["value"]) for r in finished.of_kind("log")]
     assert sorted(logged) == sorted((t, i // 2 + 1, 2.0 * i) for t in range(trainers) for i in range(6))
+    reduced = [(r["step"], r["name"], r["value"], r["trainers"]) for r in finished.of_kind("reduced")]
+    assert reduced == [(s, "double", 4.0 * s - 3.0, trainers) for s in (1, 2, 3) if trainers > 1]
     summary = finished.summary
     assert (summary["status"], summary["steps"], summary["samples"]) == ("completed", 3, 48 * trainers)
     assert [r["step"] for r in finished.of_kind("validation")] == [2, 3]
@@ -199,3 +201,43 @@ def test_no_sync_skips_the_collectives(tmp_path):
     )
     counts = [r["value"] for r in finished.of_kind("log") if r["name"] == "gradient_all_reduces"]
     assert counts == [6.0, 6.0]
+
+
+def test_ranks_that_share_no_memory_agree_in_the_same_way(tmp_path):
+    """With an uneven end, where one rank shadows the collectives of the other."""
+    config = {
+        "task_args": {"samples": 72},
+        "training": {"max_epochs": 2, "batch_size": 8, "uneven_inputs": "join", "validate_every": 3},
+        "logging": {"log_every": 1},
+    }
+    shared = train(tmp_path / "shared", "ddp", 2, **config)
+    reduced = train(tmp_path / "reduced", "ddp", 2, trainer=f"{WITNESS_TRAINERS}:ReducingTrainer", **config)
+    assert sorted(r["value"] for r in reduced.of_kind("log") if r["name"] == "rank_reduced") == [0.0, 1.0]
+    assert differing_tensors(shared.load("model"), reduced.load("model")) == []
+    figures = [
+        [(r["step"], r["loss"], r["samples"], r["epoch"]) for r in run.of_kind("train")] for run in (shared, reduced)
+    ]
+    assert figures[0] == figures[1]
+    assert figures[0][-1][2] == 144
+
+
+@pytest.mark.parametrize(
+    ("mode", "trainers", "consistency"),
+    [("local", 1, "sync"), ("ddp", 2, "sync"), ("rpc", 2, "sync"), ("rpc", 2, "async")],
+)
+def test_a_task_may_end_the_run(tmp_path, mode, trainers, consistency):
+    """In good order: with a last validation and checkpoint, and its reason."""
+    finished = launch(
+        tmp_path,
+        mode=mode,
+        task="StopsRun",
+        cluster={"num_trainers": trainers},
+        training={"max_steps": 5000, "batch_size": 8},
+        **({"server": {"consistency": consistency}} if mode == "rpc" else {}),
+    )
+    assert finished.code == 0, finished.output
+    summary = finished.summary
+    assert (summary["status"], summary["reason"]) == ("completed", "it is good enough")
+    assert 6 <= summary["steps"] <= (7 if consistency == "sync" else 40)
+    assert finished.checkpoints == [f"step-{summary['steps']:08d}"]
+    assert [record["step"] for record in finished.of_kind("validation")] == [summary["steps"]]

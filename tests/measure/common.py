@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import platform
+import runpy
 import statistics
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 from paramserver import Task
 from paramserver.cluster import child_environment, process_environ
@@ -70,7 +71,32 @@ def small() -> nn.Sequential:
     return mlp(64)
 
 
-MODELS: dict[str, Callable[[], nn.Sequential]] = {"cnn": cnn, "mlp": mlp, "small": small}
+def tiny() -> nn.Sequential:
+    """784-6-10, 4,780 parameters: next to no compute, so that a step shows its fixed cost."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 6), nn.ReLU(), nn.Linear(6, 10), nn.LogSoftmax(1))
+
+
+def digits() -> nn.Sequential:
+    """The network of examples/digits."""
+    return nn.Sequential(*_digits_task().build_model(), nn.LogSoftmax(1))
+
+
+MODELS: dict[str, Callable[[], nn.Sequential]] = {
+    "cnn": cnn,
+    "mlp": mlp,
+    "small": small,
+    "tiny": tiny,
+    "digits": digits,
+}
+
+
+def _digits_task() -> Any:
+    return runpy.run_path(str(Path(__file__).parents[2] / "examples" / "digits" / "task.py"))["Digits"]()
+
+
+def samples_of(model: str) -> Dataset[Any]:
+    """What a network is trained on: the digits, or random images."""
+    return _digits_task().train_source(None) if model == "digits" else random_images()
 
 
 def random_images(samples: int = SAMPLES) -> TensorDataset:
@@ -123,7 +149,7 @@ class Measured(Task):
         return optimizer_of(model, self.optimizer_name)
 
     def train_source(self, partition: Any) -> Any:
-        return random_images()
+        return samples_of(self.model_name)
 
     def training_step(self, model: nn.Module, batch: Any, batch_idx: int) -> Tensor:
         return loss_of(model, batch)

@@ -51,7 +51,7 @@ CASES: dict[str, list[str]] = {
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Convergence:
     """Where a run first reached the required value (None: nowhere), its best value, and its staleness if any."""
 
     step: int | None
@@ -63,18 +63,18 @@ class Outcome:
 
 def outcome_of(
     validations: Sequence[Mapping[str, Any]], trained: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]
-) -> Outcome:
+) -> Convergence:
     """From the records of a run (kinds ``validation`` and ``train``) and its summary."""
     best = max((record["values"][METRIC] for record in validations), default=0.0)
     staleness = summary.get("staleness") or {}
     reached = next((record for record in validations if record["values"][METRIC] >= REQUIRED), None)
     if reached is None:
-        return Outcome(None, None, None, best, staleness)
+        return Convergence(None, None, None, best, staleness)
     samples = max((r["samples"] for r in trained if r["step"] <= reached["step"]), default=None)
-    return Outcome(reached["step"], samples, reached["seconds"], best, staleness)
+    return Convergence(reached["step"], samples, reached["seconds"], best, staleness)
 
 
-def measure(case: str, seed: int, arguments: argparse.Namespace) -> Outcome:
+def measure(case: str, seed: int, arguments: argparse.Namespace) -> Convergence:
     with tempfile.TemporaryDirectory() as folder:
         own = [f"logging.run_dir={folder}", "logging.name=run", f"logging.log_every={arguments.every}"]
         limits = [f"training.max_epochs={arguments.epochs}", f"training.validate_every={arguments.every}"]
@@ -85,7 +85,7 @@ def measure(case: str, seed: int, arguments: argparse.Namespace) -> Outcome:
     return outcome_of(validations, trained, result.summary)
 
 
-def row(case: str, outcomes: Sequence[Outcome]) -> str:
+def row(case: str, outcomes: Sequence[Convergence]) -> str:
     """Medians over the repeats; one that never came counts as more than any other."""
     reached = all(outcome.step is not None for outcome in outcomes)
     cells = [
@@ -100,7 +100,7 @@ def row(case: str, outcomes: Sequence[Outcome]) -> str:
     )
 
 
-def median_of(outcomes: Sequence[Outcome], name: str, form: str) -> str:
+def median_of(outcomes: Sequence[Convergence], name: str, form: str) -> str:
     values = [getattr(outcome, name) for outcome in outcomes]
     return "never" if None in values else format(statistics.median(values), form)
 

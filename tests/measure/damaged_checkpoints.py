@@ -144,7 +144,7 @@ DAMAGES: dict[str, Callable[[Pair, Path, random.Random], set[str]]] = {
 
 
 @dataclass(frozen=True)
-class Outcome:
+class DamageResult:
     """What became of one damaged checkpoint.
 
     Attributes:
@@ -160,7 +160,7 @@ class Outcome:
     problems: list[str]
 
 
-def examine(seed: int, finished: FinishedRun, config: Config, folder: Path) -> Outcome:
+def examine(seed: int, finished: FinishedRun, config: Config, folder: Path) -> DamageResult:
     """Damage one checkpoint and resume from its run, all drawn from ``seed``."""
     draw = random.Random(seed)
     pair = copied(finished, draw.randrange(len(finished.checkpoints) - 1), folder)
@@ -173,11 +173,13 @@ def examine(seed: int, finished: FinishedRun, config: Config, folder: Path) -> O
     else:
         refusal = _refusal(config, pair)
         if f"resume from it with --resume {pair.older}" not in refusal:
-            return Outcome(damage, substitute, refusal, [f"{names}: the checkpoint before is not offered: {refusal}"])
+            return DamageResult(
+                damage, substitute, refusal, [f"{names}: the checkpoint before is not offered: {refusal}"]
+            )
         shutil.rmtree(pair.newer)
     problems = _problems_of_refusal(refusal, pair, damaged)
     problems += _problems_of_older(config, pair, finished)
-    return Outcome(damage, substitute, refusal, [f"{names}: {problem}" for problem in problems])
+    return DamageResult(damage, substitute, refusal, [f"{names}: {problem}" for problem in problems])
 
 
 def _refusal(config: Config, pair: Pair) -> str:

@@ -130,7 +130,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CellResult:
     """What became of a cell; a number is None where there is nothing to measure.
 
     Attributes:
@@ -213,7 +213,7 @@ class Finished:
     left: list[str]
 
 
-def run_cell(cell: Cell, folder: Path, references: References, start: Any = None) -> Outcome:
+def run_cell(cell: Cell, folder: Path, references: References, start: Any = None) -> CellResult:
     """Run one cell in ``folder``, which must be empty."""
     began = time.monotonic()
     ended = _run(cell, folder, start or fork_server().start)
@@ -244,7 +244,7 @@ def run_cell(cell: Cell, folder: Path, references: References, start: Any = None
         if not equal:
             problems.append("the parameters differ from those of the undisturbed run")
     problems += [f"left: {what}" for what in left]
-    return Outcome(
+    return CellResult(
         cell.name,
         not problems,
         outcome,

@@ -39,7 +39,7 @@ COMPUTE_S, EPOCHS, EPOCHS_WITH_LATER, BATCHES, BATCH_SIZE = 0.2, 2, 8, 12, 8
 
 
 @dataclass
-class Outcome:
+class JoinResult:
     """What became of a run.
 
     Attributes:
@@ -93,9 +93,9 @@ def first_batches(folder: Path) -> dict[int, float]:
     return found
 
 
-def run(consistency: str, trainers: int, later: int, seed: int, folder: Path) -> Outcome:
+def run(consistency: str, trainers: int, later: int, seed: int, folder: Path) -> JoinResult:
     """Make the run, and check it."""
-    draw, outcome = random.Random(seed), Outcome()
+    draw, outcome = random.Random(seed), JoinResult()
     due = {rank: draw.uniform(0, WITHIN_S) for rank in draw.sample(range(1, trainers + 1), trainers // 4)}
     killed: dict[int, tuple[int, float]] = {}  # by rank, the process and when
     samples = BATCHES * BATCH_SIZE * trainers
@@ -148,7 +148,9 @@ def run(consistency: str, trainers: int, later: int, seed: int, folder: Path) ->
     return outcome
 
 
-def _measure(outcome: Outcome, folder: Path, trainers: int, killed: dict[int, tuple[int, float]], began: float) -> None:
+def _measure(
+    outcome: JoinResult, folder: Path, trainers: int, killed: dict[int, tuple[int, float]], began: float
+) -> None:
     joined, trained = processes_of(folder), first_batches(folder)
     dead = {pid for pid, _ in killed.values()}
     if len(dead) != trainers // 4:

@@ -125,7 +125,7 @@ class Held:
 
 
 @dataclass
-class Outcome:
+class KillResult:
     """What became of a run.
 
     Attributes:
@@ -151,7 +151,7 @@ class Killer:
         outcome: receives what is sent and read.
     """
 
-    def __init__(self, kills: Kills, pid: int, rows: Path, outcome: Outcome) -> None:
+    def __init__(self, kills: Kills, pid: int, rows: Path, outcome: KillResult) -> None:
         self.kills, self.pid, self.rows, self.outcome = kills, pid, rows, outcome
         self.draw = random.Random(kills.seed)
         self.deadline = time.monotonic() + LIMIT_S * (2 + kills.count / 4)
@@ -222,9 +222,9 @@ class Killer:
                 self.outcome.held.setdefault(name, []).append((self.outcome.kills, Held.of(process)))
 
 
-def run_kills(kills: Kills, folder: Path, references: References) -> Outcome:
+def run_kills(kills: Kills, folder: Path, references: References) -> KillResult:
     """Make the run in ``folder``, and check it."""
-    began, outcome = time.monotonic(), Outcome()
+    began, outcome = time.monotonic(), KillResult()
     (folder / "tmp").mkdir(parents=True)
     arguments = {"folder": str(folder), **kills.options}
     file = write_config(folder, task=f"{TASK}:Injected", task_args=arguments, **kills.config())
@@ -309,7 +309,7 @@ def report_case(case: tuple[str, str, str], arguments: argparse.Namespace, folde
 NOISE = {"rss": 0.03, "shared": 0.03, "memory_files": 2, "threads": 2, "descriptors": 4}
 
 
-def print_held(outcome: Outcome) -> bool:
+def print_held(outcome: KillResult) -> bool:
     """Print first values, last values and growth for 100 kills; whether nothing grows."""
     flat = True
     for name, readings in outcome.held.items():

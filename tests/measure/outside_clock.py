@@ -109,7 +109,7 @@ def config_of(pipe: Path, model: str, trainers: int) -> dict[str, Any]:
 
 
 def method_of(folder: Path, seconds: float, warm_s: float) -> MeasuringMethod:
-    environ = {**child_environment(process_environ(), num_trainers=1, config_folder=ROOT), "OMP_NUM_THREADS": "1"}
+    environ = {**child_environment(process_environ(), num_trainers=1, folders=[ROOT]), "OMP_NUM_THREADS": "1"}
     return MeasuringMethod(out=folder, folders=[ROOT], environ=environ, seconds=seconds, warm_s=warm_s)
 
 

@@ -1,6 +1,6 @@
 """Compares the training loop with one written by hand: milliseconds per step, with one torch thread per trainer.
 
-    python -m tests.measure.overhead [--model cnn|mlp] [--steps 200] [--warm 40] [--repeats 7] [--cases loop local ...]
+    python -m tests.measure.overhead [--model cnn] [--steps 200] [--warm 40] [--repeats 7] [--cases loop local ...]
 
 ``loop`` is a plain loop over a DataLoader in one process and ``loop-ddp`` the same with DistributedDataParallel (gloo
 on the loopback, gradients as views of buckets as in ours) and a DistributedSampler in two; ``local``, ``ddp`` and
@@ -45,9 +45,9 @@ from tests.measure.common import (
     now,
     optimizer_of,
     parsed,
-    random_images,
     read_stamps,
     run_fresh,
+    samples_of,
     spread,
     verdict,
     write_stamps,
@@ -75,11 +75,14 @@ class Timing:
 
 
 def train_by_hand(
-    model: nn.Module, loader: DataLoader[object], steps: int, sampler: DistributedSampler[object] | None
+    model: nn.Module,
+    loader: DataLoader[object],
+    steps: int,
+    sampler: DistributedSampler[object] | None,
+    stamps: list[Stamp],
 ) -> list[Stamp]:
     """The loop of a tutorial; when each step began."""
     optimizer = optimizer_of(model)
-    stamps: list[Stamp] = []
     model.train()
     for epoch in itertools.count():
         if sampler is not None:
@@ -97,21 +100,22 @@ def train_by_hand(
     raise AssertionError("an endless loop ended")
 
 
-def run_loop(model: str, steps: int, folder: Path, rank: int) -> None:
-    loader = DataLoader(random_images(), batch_size=BATCH_SIZE, shuffle=True, num_workers=0)
+def run_loop(model: str, steps: int, folder: Path, rank: int, stamps: list[Stamp] | None = None) -> None:
+    """One process by hand; ``stamps`` is the list that gets the moments."""
+    loader = DataLoader(samples_of(model), batch_size=BATCH_SIZE, shuffle=True, num_workers=0)
     torch.manual_seed(0)
-    write_stamps(folder, rank, train_by_hand(MODELS[model](), loader, steps, None))
+    write_stamps(folder, rank, train_by_hand(MODELS[model](), loader, steps, None, [] if stamps is None else stamps))
 
 
-def run_loop_ddp(model: str, steps: int, folder: Path, rank: int) -> None:
+def run_loop_ddp(model: str, steps: int, folder: Path, rank: int, stamps: list[Stamp] | None = None) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=TRAINERS)
     try:
-        data = random_images()
+        data = samples_of(model)
         sampler: DistributedSampler[object] = DistributedSampler(data)
         loader = DataLoader(data, batch_size=BATCH_SIZE, sampler=sampler, num_workers=0)
         torch.manual_seed(0)
         wrapped = DistributedDataParallel(MODELS[model](), gradient_as_bucket_view=True)
-        write_stamps(folder, rank, train_by_hand(wrapped, loader, steps, sampler))
+        write_stamps(folder, rank, train_by_hand(wrapped, loader, steps, sampler, [] if stamps is None else stamps))
     finally:
         dist.destroy_process_group()
 
@@ -173,8 +177,8 @@ def ratio_of(case: str, name: str, timings: dict[str, list[Timing]]) -> str:
     return text
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = measuring_parser(__doc__, list(CASES))
+def make_parser(description: str | None = __doc__) -> argparse.ArgumentParser:
+    parser = measuring_parser(description, list(CASES))
     parser.add_argument("--model", choices=MODELS, default="cnn")
     return parser
 

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from tests.measure.common import measuring_environment, read_records, run_fresh, spread, verdict
 
-TARGET_S = 6.0
+TARGET_S = 3.0
 SHOWN_IMPORTS = 25
 
 

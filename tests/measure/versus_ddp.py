@@ -1,9 +1,10 @@
 """Compares a synchronous step of the parameter server with all-reduce, and with no communication.
 
-    python -m tests.measure.versus_ddp [--settings cnn mlp-sgd mlp-adam] [--steps 200] [--repeats 7] [--pin]
+    python -m tests.measure.versus_ddp [--settings cnn mlp-sgd mlp-adam tiny] [--steps 200] [--repeats 7] [--pin]
 
 Two trainers with one thread each on this machine, batches of 32 random images of 28x28. ``cnn`` is the tutorial's
-network and ``mlp-`` 784-1024-1024-10; SGD has a momentum of 0.9. The cases:
+network, ``mlp-`` 784-1024-1024-10, ``tiny`` one of 4,780 parameters, whose step is its fixed cost; SGD has a momentum
+of 0.9. The cases:
 
 - ``ddp``: gloo on the loopback, with the package's default buckets.
 - ``memory``: ``rpc`` with one server and parameters and gradients in shared memory, which is what ``transport: auto``
@@ -69,6 +70,7 @@ SETTINGS = {
     "cnn": Setting("cnn", "sgd", {("memory", "ddp"): 1.0, ("wire", "ddp"): 0.75, ("memory", "limit"): 0.85}),
     "mlp-sgd": Setting("mlp", "sgd", {("memory", "ddp"): 1.15, ("wire", "ddp"): 0.5}),
     "mlp-adam": Setting("mlp", "adam", {("memory", "ddp"): 1.0}),
+    "tiny": Setting("tiny", "sgd", {}),
 }
 
 

@@ -8,12 +8,12 @@ import sys
 import time
 from collections.abc import Sequence
 
-from tests.simulation.simulation import Outcome, environment, simulate
+from tests.simulation.simulation import SimulatedRun, environment, simulate
 
 _CHUNK = 100
 
 
-def run_chunk(seeds: range) -> list[Outcome]:
+def run_chunk(seeds: range) -> list[SimulatedRun]:
     """Run the worlds of these seeds, in any process."""
     with environment():
         return [simulate(seed) for seed in seeds]

@@ -140,7 +140,7 @@ class Scenario:
 
 
 @dataclass
-class Outcome:
+class SimulatedRun:
     """How a run ended. ``violation`` is None if all invariants held; ``digest`` is equal if two runs were."""
 
     seed: int
@@ -701,7 +701,7 @@ class World:
             self.violation = self.violation or text
             raise Violation(text)
 
-    def run(self) -> Outcome:
+    def run(self) -> SimulatedRun:
         self.note("scenario", self.scenario)
         self.start_server()
         for index in range(len(self.scenario.samples)):
@@ -714,7 +714,7 @@ class World:
         except Violation as violation:
             self.violation = self.violation or str(violation)
         summary = (self.events, self.now, sorted(self.redone), self.incarnations, self.node and self.node.history)
-        return Outcome(
+        return SimulatedRun(
             self.seed,
             self.violation,
             zlib.crc32(repr((summary, self.violation)).encode()),
@@ -1160,7 +1160,7 @@ def environment() -> Iterator[None]:
         yield
 
 
-def simulate(seed: int, tracing: bool = False) -> Outcome:
+def simulate(seed: int, tracing: bool = False) -> SimulatedRun:
     """Run the world of a seed, inside ``environment``."""
     global _current
     _current = World(seed, tracing)

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from paramserver.chaos import FaultDirector, Outcome, Shot, check_run, main
+from paramserver.chaos import ChaosRun, FaultDirector, Shot, check_run, main
 from paramserver.checkpoint import write_checkpoint
 from paramserver.config import Config, config_from_mapping
 from paramserver.errors import TrainingError
@@ -70,7 +70,7 @@ def make_outcome(folder, **changes):
         "repeated": [],
         "left": [],
     }
-    return Outcome(**{**named, **changes})
+    return ChaosRun(**{**named, **changes})
 
 
 def failed(outcome, optional=(), reference=None):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paramserver.errors import TaskError, UnsupportedConfiguration
-from paramserver.importing import class_reference, load_object, torch_import_without_gc
+from paramserver.importing import class_reference, code_folders, load_object, torch_import_without_gc
 
 CLASS = "class Digits:\n    where = {where!r}\n"
 
@@ -75,6 +75,26 @@ def test_a_module_is_found_in_the_folders(tmp_path):
     folders = [tmp_path / "one", tmp_path / "two"]
     assert load_object("pack_of_tasks.mod:Digits", "task", folders).where == "pack_of_tasks"
     assert Path(sys.modules["pack_of_tasks.mod"].__file__).parts[-3] == "one"
+
+
+def test_the_folders_come_first_also_where_one_is_searched_already(tmp_path, monkeypatch):
+    write(tmp_path / "one" / "pack_found_twice", "mod.py")
+    write(tmp_path / "two" / "pack_found_twice", "mod.py")
+    folders = [tmp_path / "one", tmp_path / "two"]
+    monkeypatch.setattr(sys, "path", [str(folders[1]), str(folders[0]), *sys.path])
+    load_object("pack_found_twice.mod:Digits", "task", folders)
+    assert Path(sys.modules["pack_found_twice.mod"].__file__).parts[-3] == "one"
+
+
+def test_a_reference_is_relative_to_where_it_was_written(tmp_path, monkeypatch):
+    current, config, recorded = tmp_path, tmp_path / "project" / "config.yaml", tmp_path / "recorded"
+    monkeypatch.chdir(current)
+    here = ["seed=1", "simulations.sampler=mine.py:Sampler"]
+    assert code_folders(config) == [config.parent, current]
+    assert code_folders(config, here) == [current, config.parent]
+    assert code_folders(None, ["seed=1"], [recorded]) == [recorded, current]
+    assert code_folders(config, here, [recorded]) == [current, config.parent, recorded]
+    assert code_folders(None, [], [current]) == [current]
 
 
 @pytest.mark.parametrize("reference", ["Digits", ":Digits", "a.py:", "a.py:Di gits", "a.py:1st", ""])
@@ -150,13 +170,20 @@ def test_a_class_that_other_processes_cannot_import_is_refused():
             class_reference(hidden)
 
 
+def test_a_class_of_a_program_from_standard_input_is_refused(monkeypatch):
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "<stdin>", raising=False)
+    piped = type("Piped", (), {"__module__": "__main__"})
+    with pytest.raises(TaskError, match=r"Piped was defined .* in a program that was read from standard input"):
+        class_reference(piped)
+
+
 def test_a_class_of_the_script_is_found_by_its_file(tmp_path, monkeypatch):
     script = write(tmp_path, "script.py")
     typed = type("Digits", (), {"__module__": "__main__", "__qualname__": "Digits"})
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)
     assert class_reference(typed) == f"{script}:Digits"
     monkeypatch.delattr(sys.modules["__main__"], "__file__")
-    with pytest.raises(TaskError, match=r"Digits was defined at a prompt .* or use mode: local"):
+    with pytest.raises(TaskError, match=r"Digits was defined at a prompt, .* or use mode: local"):
         class_reference(typed)
 
 

@@ -1,5 +1,7 @@
 """Tasks: required methods, defaults, and the arguments that create an equal task in another process."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 from torch import nn
@@ -44,6 +46,27 @@ def test_a_method_that_is_missing_is_named_with_its_signature(name):
     arguments = {"build_model": 0, "build_optimizer": 1, "train_source": 1, "training_step": 3}[name]
     with pytest.raises(TaskError, match=f"^Lacking lacks {name}; write {name}\\(self"):
         getattr(without(name)(), name)(*[None] * arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "arguments"),
+    [
+        ("validation_step", lambda self, model, batch: {}, "self, model, batch, valid_batch_idx, batch_idx"),
+        ("on_train_start", lambda: None, "self"),
+        ("on_epoch_end", lambda self, epoch, extra: None, "self, epoch"),
+        ("training_step", lambda self, *, model, batch: None, "self, model, batch, batch_idx"),
+    ],
+)
+def test_a_method_with_other_arguments_is_refused_at_the_start(name, method, arguments):
+    with pytest.raises(TaskError, match=rf"^task \(m:C\): {name}\(.*\) cannot be called .* {name}\({arguments}\)$"):
+        check_task_class(type("Other", (Complete,), {name: method}), "m:C")
+
+
+@pytest.mark.parametrize(
+    "method", [lambda self, *arguments: None, lambda self, number=0: None, staticmethod(lambda epoch: None), Mock()]
+)
+def test_a_method_may_take_more_than_it_is_given(method):
+    check_task_class(type("Other", (Complete,), {"on_epoch_end": method}), "m:C")
 
 
 @pytest.mark.parametrize("other", [nn.Linear, Complete(), None, "m:C", lambda: None])

@@ -1,9 +1,11 @@
 """The three buffers, by the rows of the table in docs/interface.md, and refusals. In one thread, with timeouts of 0."""
 
 import pytest
+from hypothesis import given, settings, strategies as st
 
 from paramserver.buffers import Buffer, Fifo, Firo, Reservoir, make_buffer
 from paramserver.buffers.factory import REGISTRY
+from paramserver.buffers.storage import stack_samples
 from paramserver.config.schema import BUFFERS
 from paramserver.errors import BufferClosed, BufferExhausted, BufferTimeout
 
@@ -30,6 +32,34 @@ def full(buffer: Buffer) -> bool:
     except BufferTimeout:
         return True
     return False
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(steps=st.lists(st.tuples(st.booleans(), st.integers(1, 9)), max_size=30), stacked=st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_samples_put_in_groups_are_drawn_like_those_put_one_by_one(kind, steps, stacked):
+    """Also where a group fills the buffer, and where it evicts."""
+    options = {"watermark": 2, **({"pseudo_epochs": 2} if kind != "reservoir" else {})}
+    groups, single = (make_buffer(kind, capacity=12, seed=5, **options) for _ in range(2))
+    key = 0
+    for puts, count in steps:
+        if puts:
+            samples = [(float(i), i) for i in range(key, key + count)]
+            done = groups.offer(stack_samples(samples) if stacked else samples, range(key, key + count))
+            for sample in samples[:done]:
+                single.put(sample, sample[1], timeout=0)
+            if done < count:
+                with pytest.raises(BufferTimeout):
+                    single.put(samples[done], key + done, timeout=0)
+            key += done
+        elif groups.wait_ready(count, 0):
+            one, other = (buffer.get_batch(count, timeout=0) for buffer in (groups, single))
+            assert (one.keys, one.new, one.positions.tolist()) == (other.keys, other.new, other.positions.tolist())
+            assert repr(one.stacked) == repr(other.stacked)
+    states = [buffer.state_dict() for buffer in (groups, single)]
+    for state in states:
+        state["counters"].update(put_wait_s=0, get_wait_s=0)
+    assert repr(states[0]) == repr(states[1])
 
 
 # get

@@ -10,6 +10,7 @@ from hypothesis import given, settings, strategies as st
 from torch.utils.data import default_collate
 
 from paramserver.buffers import Fifo, make_buffer
+from paramserver.buffers.storage import StackedSamples, stack_samples
 from paramserver.errors import BufferTimeout
 
 Pair = namedtuple("Pair", ["left", "right"])
@@ -332,9 +333,10 @@ def test_named_tuples_and_typed_ones():
         lambda i: (torch.empty(0), np.array(i)),
     ],
 )
-def test_samples_put_together_are_those_put_one_by_one(count, sample):
+@pytest.mark.parametrize("form", [list, stack_samples])
+def test_samples_put_together_are_those_put_one_by_one(count, sample, form):
     together, single = (Fifo(256) for _ in range(2))
-    together.put_many([sample(i) for i in range(count)])
+    together.put_many(form([sample(i) for i in range(count)]))
     for i in range(count):
         single.put(sample(i))
     a, b = together.get_batch(count), single.get_batch(count)
@@ -354,3 +356,20 @@ def test_put_many_keeps_all_samples_when_the_layout_changes_midway():
     buffer = Fifo(8)
     buffer.put_many([torch.zeros(2), torch.ones(2), torch.ones(3), torch.ones(2)])
     assert [tuple(sample.shape) for sample in buffer.get_batch(4).samples] == [(2,), (2,), (3,), (2,)]
+
+
+def test_stacked_samples_of_another_layout_are_kept_as_they_are():
+    buffer = Fifo(8)
+    buffer.put_many([torch.zeros(2)])
+    stacked = stack_samples([torch.ones(3), torch.ones(3)])
+    assert isinstance(stacked, StackedSamples)
+    buffer.put_many(stacked)
+    assert [tuple(sample.shape) for sample in buffer.get_batch(3).samples] == [(2,), (3,), (3,)]
+
+
+def test_samples_before_one_that_is_refused_are_put():
+    buffer = Fifo(8)
+    with pytest.raises(ValueError, match="must not require gradients"):
+        buffer.put_many([torch.zeros(2), torch.ones(2), torch.ones(2, requires_grad=True)])
+    assert buffer.info().puts == 2
+    assert buffer.get_batch(2).stacked.tolist() == [[0, 0], [1, 1]]

@@ -94,14 +94,14 @@ def test_only_cores_that_this_process_may_use_are_counted():
     assert int(threads) == len(os.sched_getaffinity(0))
 
 
-def test_the_current_folder_and_the_config_come_first_on_the_path(tmp_path, monkeypatch):
+def test_the_folders_of_the_task_come_first_on_the_path(tmp_path, monkeypatch):
     current, config = tmp_path / "current", tmp_path / "config"
     environ = {"PYTHONPATH": os.pathsep.join(["/site", "", str(config), "/more"])}
-    child = child_environment(environ, num_trainers=1, config_folder=config, current_folder=current)
+    child = child_environment(environ, num_trainers=1, folders=[current, config])
     assert child["PYTHONPATH"].split(os.pathsep) == [str(current), str(config), "/site", "/more"]
     monkeypatch.chdir(tmp_path)
-    relative = child_environment({}, num_trainers=1, config_folder=Path("config"))
-    assert relative["PYTHONPATH"].split(os.pathsep) == [str(tmp_path), str(config)]
+    assert child_environment({}, num_trainers=1, folders=[Path("config")])["PYTHONPATH"] == str(config)
+    assert child_environment({}, num_trainers=1)["PYTHONPATH"] == str(tmp_path)
 
 
 def test_the_environment_of_the_process_can_be_written(own_environ, monkeypatch):

@@ -270,13 +270,19 @@ def test_a_trainer_that_takes_no_part_any_more_learns_why(left, error):
             joined(1, 3, store.port, hosted=True)
 
 
+def first_requests(store):
+    """Wait for requests to join or leave."""
+    deadline = time.monotonic() + LONG_S
+    while not (requests := pending_requests(store)):
+        assert time.monotonic() < deadline
+    return requests
+
+
 def test_a_trainer_asks_to_join_until_a_view_includes_it():
     with agents_store() as store, threads(1) as pool:
         zero = joined(0, 1, store.port, hosted=True, trainer_ranks=())
         asking = pool.submit(joined, 5, 6, store.port, hosted=True, joins=True)
-        deadline = time.monotonic() + LONG_S
-        while not (requests := pending_requests(zero.root)):
-            assert time.monotonic() < deadline
+        requests = first_requests(zero.root)
         assert list(requests.values()) == [ResizeRequest("join", 5)]
         mark_carried_out(zero.root, requests)
         later = joined(0, 1, store.port, hosted=True, view=2, store=zero.base, trainer_ranks=(5,))
@@ -287,9 +293,7 @@ def test_a_trainer_that_is_refused_says_why():
     with agents_store() as store, threads(1) as pool:
         zero = joined(0, 1, store.port, hosted=True, trainer_ranks=())
         asking = pool.submit(joined, 5, 6, store.port, hosted=True, joins=True)
-        deadline = time.monotonic() + LONG_S
-        while not (requests := pending_requests(zero.root)):
-            assert time.monotonic() < deadline
+        requests = first_requests(zero.root)
         refuse(zero.root, requests, "the reason")
         with pytest.raises(UnsupportedConfiguration, match=r"^the reason$"):
             asking.result(LONG_S)

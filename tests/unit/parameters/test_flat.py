@@ -187,12 +187,6 @@ def test_sparse_tensors_are_refused():
         FlatLayout.of([("rows", torch.eye(3).to_sparse())])
 
 
-def test_a_parameter_without_a_mean_is_refused_by_name():
-    model = nn.ParameterDict({"phase": nn.Parameter(torch.zeros(2, dtype=torch.complex64))})
-    with pytest.raises(UnsupportedConfiguration, match=r"parameter phase has dtype torch\.complex64"):
-        trainable_parameters(model)
-
-
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
     "adam": lambda p: torch.optim.Adam(p, lr=0.01),

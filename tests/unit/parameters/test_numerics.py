@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from paramserver.errors import NotFinite, TaskError
-from paramserver.parameters.numerics import check_loss
+from paramserver.parameters.numerics import check_loss, checksums, first_nonfinite
 
 
 def loss_of(value: float) -> torch.Tensor:
@@ -33,3 +33,21 @@ def test_a_loss_that_is_none_says_where_it_came_from(loss, error, message):
     with pytest.raises(error, match=f"^training_step, trainer 3, batch 17: .*{message}") as caught:
         check_loss(loss, 3, 17)
     assert type(caught.value) is error
+
+
+def test_both_parts_of_complex_numbers_must_be_finite():
+    spectrum = torch.zeros(3, dtype=torch.complex64)
+    assert first_nonfinite({"spectrum": spectrum}) is None
+    spectrum[1] = complex(0.0, float("inf"))
+    assert first_nonfinite({"spectrum": spectrum}) == "spectrum"
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.bfloat16, torch.float64, torch.complex64])
+def test_equal_tensors_have_equal_checksums_and_others_do_not(dtype):
+    tensor = torch.tensor([[1, 0], [0, 1]]).to(dtype)
+    first = checksums({"weight": tensor})
+    assert first == checksums({"weight": tensor.clone()})
+    tensor[0, 1] = 1
+    assert first != checksums({"weight": tensor})
+    assert checksums({"weight": tensor.t()}) == checksums({"weight": tensor.t().contiguous()})
+    assert checksums({"empty": tensor[:0]}) == {"empty": 0}

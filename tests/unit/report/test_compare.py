@@ -39,10 +39,11 @@ def test_better_and_worse_turn_with_the_numbers(factor, speed, step):
     assert change(found, "step p50").verdict == "no difference shown"
 
 
-def test_what_one_repeat_shows_may_be_chance():
-    found = compared(repeats("rpc", NEAR), repeats("rpc", [500.0]))
-    assert change(found, "throughput").verdict == "one repeat"
-    assert "(one repeat: it may be chance)" in found.regressions(0.95)[0]
+@pytest.mark.parametrize(("speeds", "words"), [([500.0], "one repeat is"), ([500.0, 510.0], "two repeats are")])
+def test_what_fewer_than_three_repeats_show_may_be_chance(speeds, words):
+    found = compared(repeats("rpc", NEAR), repeats("rpc", speeds))
+    assert change(found, "throughput").verdict == "too few repeats"
+    assert f"({words} too few for an interval: it may be chance)" in found.regressions(0.95)[0]
 
 
 def test_the_sets_are_independent_samples():

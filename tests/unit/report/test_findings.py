@@ -66,12 +66,13 @@ def test_a_small_lead_that_every_repeat_shows_is_one():
     assert "the difference is not significant" in text_of(rpc([1.03 * s for s in drift[::-1]]), ddp(drift))
 
 
-def test_one_repeat_proves_nothing():
-    text = text_of(rpc(FAST[:1]), ddp(NEAR[:1]))
-    assert "one repeat cannot show whether that is chance" in text
-    assert "Each case ran once" in text
+@pytest.mark.parametrize(("count", "words"), [(1, "one repeat is"), (2, "two repeats are")])
+def test_fewer_than_three_repeats_prove_nothing(count, words):
+    text = text_of(rpc(FAST[:count]), ddp(NEAR[:count]))
+    assert f"but {words} too few to show whether that is chance" in text
+    assert f"{words.capitalize()} too few for an interval: use at least 3" in text
     assert "fastest" not in text
-    assert "ran once" not in text_of(rpc(FAST), ddp(NEAR))
+    assert "too few" not in text_of(rpc(FAST), ddp(NEAR))
 
 
 def test_ties_among_many_are_reported_with_who_is_behind():
@@ -117,8 +118,8 @@ def test_failures_are_reported_with_their_reason():
 
 
 def test_a_case_that_fails_now_and_then_still_has_figures():
-    text = text_of([*rpc(FAST[:2]), failed("rpc", 2)], ddp(SLOW))
-    assert "`rpc` in 1 of 3 repeats" in text
+    text = text_of([*rpc(FAST), failed("rpc", 3)], ddp(SLOW))
+    assert "`rpc` in 1 of 4 repeats" in text
     assert text.startswith("`rpc` was the fastest")
 
 
@@ -203,7 +204,8 @@ def test_a_step_is_described_by_its_largest_phases():
 
 def test_growth_with_the_trainers():
     def grown(*speeds):
-        return [repeats(f"rpc {t} trainers", [s, s * 1.01], trainers=t) for t, s in zip((1, 2, 4), speeds, strict=True)]
+        of = zip((1, 2, 4), speeds, strict=True)
+        return [repeats(f"rpc {t} trainers", [s, s * 1.01, s * 1.02], trainers=t) for t, s in of]
 
     def rows(*parts):
         return [row[1:2] + row[3:] for row in scaling_table(cases_of(one for part in parts for one in part)).rows]

@@ -5,11 +5,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
-from torch import nn
+from servers import SumOfOutputs, no_checkpoints
 from torch._C._distributed_c10d import HashStore
 
-from paramserver import Task
 from paramserver.buffers.positions import AppliedPositions
 from paramserver.config import BufferConfig, ClusterConfig, Config, ServerConfig, TrainingConfig
 from paramserver.consistency import TrainerId
@@ -25,20 +23,6 @@ from paramserver.transport.messages import DataPosition
 JOIN, LEAVE = ResizeRequest("join", 3), ResizeRequest("leave", 1)
 
 
-class OneLayer(Task):
-    def build_model(self):
-        return nn.Linear(4, 4)
-
-    def build_optimizer(self, model):
-        return torch.optim.SGD(model.parameters(), lr=1.0)
-
-    def train_source(self, partition):
-        return None
-
-    def training_step(self, model, batch, batch_idx):
-        return model(batch).sum()
-
-
 class Run:
     """Server 0 and its two trainers, ranks 1 and 2, with sources that can be divided."""
 
@@ -52,17 +36,8 @@ class Run:
             buffer=BufferConfig(**buffer),
         )
         monitor = RunMonitor(config, SimpleNamespace(write=lambda record: None), Path())
-        checkpoints = SimpleNamespace(
-            monitor=monitor,
-            view=1,
-            resumes=False,
-            consistency_state={},
-            ledger_state={"rows": {}},
-            restore_model=lambda model: None,
-            restore_optimizer=lambda updater: None,
-            trainer_part=lambda index, newest: None,
-        )
-        self.server = ParameterServer(OneLayer(), config, 2, checkpoints, StopRequest(), None, lambda member: None)
+        task, checkpoints = SumOfOutputs(4, 4), no_checkpoints(monitor)
+        self.server = ParameterServer(task, config, 2, checkpoints, StopRequest(), None, lambda member: None)
         self.refetchable, self.workers = refetchable, 0
         self.process = SimpleNamespace(config=config, stop=StopRequest())
         self.rendezvous = SimpleNamespace(root=HashStore(), trainer_ranks=(1, 2))

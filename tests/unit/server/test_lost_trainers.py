@@ -8,9 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
+from servers import SumOfOutputs, no_checkpoints
 
-from paramserver import Task
 from paramserver.buffers.positions import AppliedPositions
 from paramserver.config import ClusterConfig, Config, ServerConfig, TrainingConfig
 from paramserver.consistency import Announcement, Decision, Readiness, TrainerId, Verdict
@@ -31,20 +30,6 @@ READY = Announcement(Readiness.READY)
 TIMEOUT_S = 20.0
 
 
-class TwoLayers(Task):
-    def build_model(self):
-        return nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-
-    def build_optimizer(self, model):
-        return torch.optim.SGD(model.parameters(), lr=1.0)
-
-    def train_source(self, partition):
-        return None
-
-    def training_step(self, model, batch, batch_idx):
-        return model(batch).sum()
-
-
 class TwoServers:
     """Server 0 and server 1 for two trainers. Calls of server 0 to the other one are made by ``deliver``."""
 
@@ -58,20 +43,10 @@ class TwoServers:
             training=TrainingConfig(max_steps=10),
         )
         monitor = RunMonitor(config, SimpleNamespace(write=self.records.append), Path())
-        checkpoints = SimpleNamespace(
-            monitor=monitor,
-            view=1,
-            resumes=False,
-            consistency_state={},
-            ledger_state={"rows": {}},
-            restore_model=lambda model: None,
-            restore_optimizer=lambda updater: None,
-            trainer_part=lambda index, newest: None,
-        )
         for module in (parameter_server, coordinator):
             monkeypatch.setattr(module, "watch_peer", lambda name, on_gone: None)
         monkeypatch.setattr(coordinator, "send_deferred", self._send)
-        task = TwoLayers()
+        task, checkpoints = SumOfOutputs(4, 4, 4), no_checkpoints(monitor)
         self.server = ParameterServer(
             task, config, 2, checkpoints, StopRequest(), segments, lambda member: self.on_lost(member)
         )

@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from torch import nn
+from servers import SumOfOutputs
 
-from paramserver import Task
 from paramserver.config import Config
 from paramserver.consistency import PushId, TrainerId
 from paramserver.errors import Evicted, TrainingError
@@ -17,30 +16,17 @@ from paramserver.transport.messages import ApplyRequest, ShardAssignment
 VIEW = 2
 
 
-class Line(Task):
-    def build_model(self):
-        return nn.Linear(2, 1, bias=False)
-
-    def build_optimizer(self, model):
-        return torch.optim.SGD(model.parameters(), lr=1.0)
-
-    def train_source(self, partition):
-        return None
-
-    def training_step(self, model, batch, batch_idx):
-        return model(batch).sum()
-
-
 class Served:
     """A shard server with all parameters, which are zero, and the contexts of distributed autograd that it knows."""
 
     def __init__(self, monkeypatch, by_bucket=False):
         self.contexts = {}
-        layout = FlatLayout.of(trainable_parameters(Line().build_model()).items())
+        task = SumOfOutputs(2, 1)
+        layout = FlatLayout.of(trainable_parameters(task.build_model()).items())
         shard = full_shard(layout)
         weights = [torch.zeros(size) for size in layout.sizes]
         assignment = ShardAssignment(shard, layout, weights, {}, 0, None, "", shard if by_bucket else None)
-        self.server = ShardServer(Line(), Config(), 1, assignment, VIEW)
+        self.server = ShardServer(task, Config(), 1, assignment, VIEW)
         monkeypatch.setattr(shard_server.dist_autograd, "get_gradients", lambda context_id: self.contexts[context_id])
 
     def push(self, incarnation, gradient, sequence=1, version=0, trainer=0, view=VIEW):
@@ -113,7 +99,7 @@ def test_a_push_that_is_sent_again_counts_once_before_and_after_it_is_applied(se
 
 # An update that is computed before server 0 requests it.
 
-GROUPS = get_hyperparameters(Line().build_optimizer(Line().build_model()))
+GROUPS = get_hyperparameters(SumOfOutputs(2, 1).build_optimizer(SumOfOutputs(2, 1).build_model()))
 
 
 @pytest.fixture

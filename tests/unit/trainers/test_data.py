@@ -344,3 +344,14 @@ def test_what_was_served_once_of_two_times_is_served_once_more_by_other_trainers
         part.pop("leftovers")
         serve_some(index, trainers, part, -1)
     assert applied == Counter(dict.fromkeys(numbers, PASSES * 2))
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_what_was_served_is_kept_only_where_it_is_asked_for(keeps):
+    """In local and ddp no push names samples, and the list would grow for as long as the run lasts."""
+    task = Numbers(lambda: [float(n) for n in range(12)])
+    with DataStream(task, Partition(0, 1), config("fifo", passes=1), {}, keeps_served=keeps) as data:
+        data.start()
+        while data.available(WAIT_S).readiness is Readiness.READY:
+            data.next_batch()
+        assert len(data.pop_served()[0]) == (12 if keeps else 0)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from paramserver import Partition, Task
 from paramserver.config import Config, TrainingConfig
@@ -99,6 +99,11 @@ def test_samples_are_processed_and_collated_by_the_task():
 def test_a_task_may_have_no_validation():
     assert batches_of(Mean(None)) is None
     assert evaluated(Mean(), ()).means() == {}
+
+
+def test_a_data_loader_in_place_of_a_data_set_is_refused():
+    with pytest.raises(TaskError, match=r"^validation_source returned a DataLoader; return its data set"):
+        batches_of(Mean(DataLoader([1.0, 2.0])))
 
 
 @pytest.mark.parametrize(("data", "kind"), [(7, "int"), (object(), "object")])

@@ -121,6 +121,8 @@ def test_types_as_small_as_the_wires_stay():
     )
     assert CastCodec(torch.float16).wire_layout(layout).dtypes == (torch.float16, torch.bfloat16, torch.float16)
     assert CastCodec(torch.float32).wire_layout(layout).dtypes == (torch.float32, torch.bfloat16, torch.float32)
+    spectrum = FlatLayout.of([("spectrum", torch.zeros(2, dtype=torch.complex64))])
+    assert CastCodec(torch.bfloat16).wire_layout(spectrum) == spectrum, "a cast would drop the imaginary part"
 
 
 # In memory.

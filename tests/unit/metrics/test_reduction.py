@@ -1,0 +1,76 @@
+"""Values that several trainers log, combined over them."""
+
+import random
+
+import pytest
+
+from paramserver.metrics.records import make_record
+from paramserver.metrics.reduction import LogReducer
+
+
+def log(step, trainer, value, reduce="mean", weight=1, name="gap"):
+    return make_record("log", step, trainer=trainer, name=name, value=value, reduce=reduce, weight=weight)
+
+
+def progress(step, trainer):
+    return make_record("buffer", step, trainer=trainer)
+
+
+def values(records):
+    return [(record["step"], record["name"], record["value"], record["trainers"]) for record in records]
+
+
+@pytest.mark.parametrize(("reduce", "value"), [("mean", (1 * 8 + 2 * 8 + 6 * 4) / 20), ("sum", 9.0), ("max", 6.0)])
+def test_the_values_of_a_step_become_one_once_all_have_passed_it(reduce, value):
+    """A trainer that accumulates batches logs several times in a step."""
+    reducer = LogReducer([0, 1])
+    for record in (log(3, 0, 1.0, reduce, 8), log(3, 0, 2.0, reduce, 8), log(3, 1, 6.0, reduce, 4), progress(4, 0)):
+        assert reducer.add(record) == []
+    assert values(reducer.add(progress(4, 1))) == [(3, "gap", value, 2)]
+    assert reducer.flush() == []
+
+
+def test_the_order_of_arrival_changes_nothing():
+    records = {t: [log(s, t, 0.1 * (s + t), weight=3 + t) for s in range(1, 9)] + [progress(9, t)] for t in range(4)}
+    found = set()
+    for seed in range(20):
+        rng, reducer, queues, done = (
+            random.Random(seed),
+            LogReducer(range(4)),
+            {t: list(r) for t, r in records.items()},
+            [],
+        )
+        while any(queues.values()):
+            done += reducer.add(queues[rng.choice([t for t, q in queues.items() if q])].pop(0))
+        assert [record["step"] for record in done] == list(range(1, 9))
+        found.add(str(values(done)))
+    assert len(found) == 1
+
+
+def test_a_trainer_that_logs_nothing_has_no_part_and_one_that_is_lost_is_not_waited_for():
+    reducer = LogReducer([0, 1, 2])
+    assert reducer.add(log(1, 0, 2.0)) == []
+    assert reducer.add(progress(2, 0)) == reducer.add(progress(2, 1)) == []
+    reducer.remove(2)
+    assert values(reducer.add(progress(3, 1))) == [(1, "gap", 2.0, 1)]
+    reducer.restore(2)
+    reducer.add(log(4, 0, 1.0))
+    assert reducer.add(progress(5, 0)) == reducer.add(progress(5, 1)) == []
+    assert values(reducer.add(progress(5, 2))) == [(4, "gap", 1.0, 1)]
+
+
+def test_what_is_incomplete_is_returned_at_the_end_and_what_is_not_reduced_never():
+    reducer = LogReducer([0, 1])
+    for record in (log(1, 0, 3.0), log(1, 0, 9.0, "none"), log(2, 0, 5.0, name="b"), log(2, 0, 4.0, name="a")):
+        assert reducer.add(record) == []
+    assert values(reducer.flush()) == [(1, "gap", 3.0, 1), (2, "a", 4.0, 1), (2, "b", 5.0, 1)]
+    assert reducer.flush() == []
+
+
+def test_the_last_trainer_is_not_removed_and_other_records_are_ignored():
+    reducer = LogReducer([0])
+    reducer.remove(0)
+    assert reducer.add(make_record("validation", 3, values={})) == []
+    assert reducer.add(log(1, 5, 1.0)) == []
+    reducer.add(log(1, 0, 1.0))
+    assert values(reducer.add(progress(2, 0))) == [(1, "gap", 1.0, 1)]

@@ -1,0 +1,30 @@
+"""Models that cannot be trained."""
+
+import pytest
+from torch import nn
+
+from paramserver import Task
+from paramserver.devices import CPU
+from paramserver.errors import TaskError
+from paramserver.parameters.model import build_model
+
+
+class Builds(Task):
+    def __init__(self, module):
+        self.module = module
+
+    def build_model(self):
+        return self.module
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (None, "build_model returned NoneType; it must return a torch.nn.Module"),
+        (nn.ReLU(), "a model without a parameter that requires a gradient"),
+        (nn.Sequential(nn.Linear(1, 2), nn.LazyLinear(3)), r"a model whose 1\.weight has no shape yet; call the model"),
+    ],
+)
+def test_a_model_that_cannot_be_trained_is_refused(module, message):
+    with pytest.raises(TaskError, match=f"^Builds.*{message}"):
+        build_model(Builds(module), 0, CPU)
