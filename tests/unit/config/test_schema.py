@@ -30,7 +30,7 @@ training: {max_epochs: null, max_steps: null, max_samples: null, max_seconds: nu
            validation_batch_size: null, accumulate_batches: 1, clip_grad_norm: null, precision: float32,
            validate_every: 100, uneven_inputs: stop, loader_workers: 0}
 server: {consistency: sync, staleness_bound: 4, backup_trainers: 0, stale_scaling: none, compute: trainer,
-         transport: auto, wire_dtype: float32, bucket_mb: 4.0, heartbeat_s: 1.0, lost_after_s: 5.0, on_loss: continue}
+         transport: auto, wire_dtype: float32, bucket_mb: null, heartbeat_s: 1.0, lost_after_s: 5.0, on_loss: continue}
 ddp: {find_unused_parameters: false, static_graph: false, gradient_as_bucket_view: true, bucket_cap_mb: 25,
       comm_hook: none, extra: {}}
 buffer: {kind: fifo, capacity: 4096, watermark: 0, pseudo_epochs: 1, max_bytes: null, min_new_per_batch: 0}

@@ -20,13 +20,14 @@ OPTIONS = {
 
 
 class Mixed(nn.Module):
-    """Two dtypes, channels_last, a scalar, one without elements, and large ones that are cut."""
+    """Three dtypes, channels_last, a scalar, one without elements, and large ones that are cut."""
 
     def __init__(self):
         super().__init__()
         self.conv = nn.Conv2d(8, 12, 3).to(memory_format=torch.channels_last)
         self.large = nn.Parameter(torch.randn(600, 64).t())
         self.narrow = nn.Linear(64, 33).bfloat16()
+        self.waves = nn.Parameter(torch.randn(9000, dtype=torch.complex64))
         self.scale = nn.Parameter(torch.tensor(0.5))
         self.empty = nn.Parameter(torch.empty(0))
         self.linear = nn.Linear(300, 77)
