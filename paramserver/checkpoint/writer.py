@@ -152,6 +152,12 @@ class CheckpointWriter:
         self._changed.notify_all()
         return displaced
 
+    def pending(self) -> list[Mapping[str, Any]]:
+        """Return the objects of the checkpoints that are not written yet, or just now, the newest first."""
+        with self._changed:
+            jobs = [*self._waiting, *([] if self._current is None else [self._current])]
+        return [job.objects for job in sorted(jobs, key=lambda job: job.step, reverse=True)]
+
     def wait_idle(self, timeout_s: float = 0.0) -> bool:
         """Wait until nothing is being written and nothing waits; return False after ``timeout_s`` seconds."""
         with self._changed:

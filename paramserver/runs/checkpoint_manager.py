@@ -213,8 +213,13 @@ class CheckpointManager:
 
         Args:
             trainer_index: of the trainer.
-            newest: its part of the newest checkpoint, which this process may have written after the resume.
+            newest: its part of the newest checkpoint that this process has taken after the resume, written or not.
         """
+        for objects in self.writer.pending() if newest else ():
+            if (file := objects.get(f"trainer-{trainer_index}.pt")) is not None:
+                return b"".join(file)
+            if (part := objects.get(f"trainer-{trainer_index}")) is not None:
+                return pack(part)
         for written in reversed(self.writer.written) if newest else ():
             with suppress(FileNotFoundError):  # of an older one that retention has removed
                 return (written.path / f"trainer-{trainer_index}.pt").read_bytes()
@@ -313,7 +318,7 @@ class CheckpointManager:
         Args:
             staged: made by ``stage``.
             parts: of each trainer, by its index: private objects, or the file that ``torch.save`` made of them. That of
-                a lost trainer, without ``task``, gets the state of its task in the newest checkpoint that was written.
+                a lost trainer, without ``task``, gets the state of its task in the newest checkpoint.
             pause_s: how long training stopped for the copies, on the trainer where that took longest.
 
         Raises:

@@ -268,3 +268,20 @@ def test_stage_copy_distinguishes_a_conjugate_from_its_original():
     copied = stage_copy([value, value.conj()])
     assert copied[0].item() == 1 + 2j
     assert copied[1].item() == 1 - 2j
+
+
+def test_what_is_not_written_yet_can_be_read(folder, gate):
+    """A checkpoint that displaces another one before it is written is the newest."""
+    with CheckpointWriter(folder, keep=2, background=True) as writing:
+        assert writing.pending() == []
+        first = writing.submit(1, {"state": b"1"}, {})
+        assert gate.entered.acquire(timeout=WAIT_S)
+        assert writing.pending() == [{"state": b"1"}]
+        writing.submit(2, {"state": b"2"}, {})
+        last = writing.submit(3, {"state": b"3"}, {})
+        assert writing.pending() == [{"state": b"3"}, {"state": b"1"}]
+        gate.open.set()
+        assert first.result(WAIT_S).step == 1
+        assert last.result(WAIT_S).step == 3
+        assert writing.wait_idle(WAIT_S)
+        assert writing.pending() == []
