@@ -96,13 +96,17 @@ def test_a_speed_is_what_lies_between_the_first_warm_step_and_the_last():
 
 
 def test_ratios_are_of_the_same_repeat():
-    speeds = {"rpc": {0: 100.0, 1: 400.0}, "ddp": {0: 50.0, 1: 200.0}, "ray": {0: 25.0, 1: 100.0}}
+    loads = [0.5, 2.0, 1.0]
+    speeds = {
+        name: {i: s * load for i, load in enumerate(loads)}
+        for name, s in (("rpc", 200.0), ("ddp", 100.0), ("ray", 50.0))
+    }
     lines = peers.table(speeds).splitlines()
     assert lines[0].split() == ["samples/s", "rpc,", "times", "this", "ddp,", "times", "this"]
     assert lines[1].rstrip().endswith("0.500 (0.500 to 0.500)")
     assert lines[3].split(maxsplit=1)[0] == "ray"
     assert "4 (4.00 to 4.00)" in lines[3]
-    assert "2.00 (2.00 to 2.00)" in lines[3]
+    assert " 2 (2.00 to 2.00)" in lines[3]
 
 
 def test_what_failed_has_no_speed_and_is_named_once_a_repeat():

@@ -60,6 +60,8 @@ def test_a_checkpoint_that_is_removed_is_not_named_in_the_summary(tmp_path):
     assert finished.summary["checkpoint"] in (None, *finished.checkpoints)
 
 
+# The thread of TensorBoard's writer may be about to open a file that is removed just then.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("mode", ["local", pytest.param("rpc", marks=pytest.mark.processes)])
 @pytest.mark.parametrize("folder", ["logs", "tensorboard"])
 def test_logs_that_are_removed_are_noted(tmp_path, mode, folder):

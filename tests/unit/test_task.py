@@ -140,15 +140,17 @@ def test_only_unchanged_batching_is_default():
 
 def test_a_number_is_logged_by_the_trainer():
     class Trainer:
-        def log(self, name, value):
-            self.logged = name, value
+        def log(self, name, value, reduce):
+            self.logged = name, value, reduce
 
     task = Complete()
     with pytest.raises(TaskError, match=r"self\.log\('gradient'\) was called where no trainer runs"):
         task.log("gradient", 1.0)
     task.trainer = Trainer()
     task.log("gradient", 1.0)
-    assert task.trainer.logged == ("gradient", 1.0)
+    assert task.trainer.logged == ("gradient", 1.0, "mean")
+    task.log("largest", 2.0, reduce="max")
+    assert task.trainer.logged == ("largest", 2.0, "max")
 
 
 @pytest.mark.parametrize(("trainer_index", "calls"), [(None, 1), (0, 1), (1, 0), (5, 0)])
