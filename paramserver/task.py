@@ -112,7 +112,8 @@ class Task:
     def build_model(self) -> nn.Module:
         """Return the model, on ``self.devices``.
 
-        Called in every process with torch's seed set to the key ``seed``, so that all processes build equal models.
+        Called in every process with torch's seed set to the key ``seed``, so that all processes build equal models;
+        with ``server.compute: server`` on the server only, perhaps more than once.
         """
         raise TaskError(_missing(self, "build_model"))
 

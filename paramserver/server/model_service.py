@@ -241,9 +241,11 @@ def _reply(output: Any, random_state: Tensor) -> ModelReply:
     leaves, spec = tree_flatten(output)
     for leaf in leaves:
         if not isinstance(leaf, _PLAIN):
+            # transformers returns its cache of keys and values beside the loss, which training does not use.
+            cure = "turn it off with use_cache=False" if type(leaf).__name__.endswith("Cache") else "return those"
             raise TaskError(
                 f"the model returned a {type(leaf).__name__}; with server.compute: server it must return tensors, "
-                "alone or in tuples, lists and dictionaries; return those, or use server.compute: trainer"
+                f"alone or in tuples, lists and dictionaries; {cure}, or use server.compute: trainer"
             )
     leaves = [leaf.to("cpu") if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     with_grad = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]

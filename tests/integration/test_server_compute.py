@@ -320,6 +320,10 @@ class Returns(nn.Module):
         return self.what(self.layer, x)
 
 
+class KeyValueCache:
+    """As the outputs of models of transformers have it."""
+
+
 def recomputed(dropout):
     return lambda layer, x: checkpoint(lambda v: F.dropout(layer(v), dropout).tanh(), x, use_reentrant=False)
 
@@ -329,6 +333,10 @@ def recomputed(dropout):
     [
         (lambda layer, x: torch.distributions.Normal(layer(x), 1.0), "the model returned a Normal"),
         (lambda layer, x: {"a": [layer(x), object()]}, "the model returned a object"),
+        (
+            lambda layer, x: (layer(x), KeyValueCache()),
+            "a KeyValueCache.*; turn it off with use_cache=False",
+        ),
         (recomputed(0.5), "inside torch.utils.checkpoint"),
     ],
 )
