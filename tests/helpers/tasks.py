@@ -281,13 +281,12 @@ class UnfreezesLayer(ReferenceTask):
 
 
 class StopsRun(ReferenceTask):
-    """Trainer 1, or the only one, ends the run in its sixth batch, and both give another reason two batches later."""
+    """Trainer 1, or the only one, ends the run in its sixth batch, and gives another reason right after."""
 
     def on_batch_end(self, batch_idx):
         trainer = self.trainer
         if batch_idx == 5 and trainer.trainer_index == trainer.process.trainers - 1:
             trainer.stop("it is good enough")
-        if batch_idx == 7:
             trainer.stop("another reason")
 
 

