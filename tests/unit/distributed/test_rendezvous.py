@@ -207,7 +207,7 @@ def test_an_interrupted_rank_does_not_wait_for_a_later_view():
         set_first_view(store, {})
         interrupted.set()
         started = time.monotonic()
-        with pytest.raises(Interrupted, match="interrupted while waiting for rank 0"):
+        with pytest.raises(Interrupted, match=r"interrupted while waiting for .*rank 0"):
             joined(1, 2, store.port, interrupted=interrupted, hosted=True, view=2)
     assert time.monotonic() - started < LONG_S / 2
 
