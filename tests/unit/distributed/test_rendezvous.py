@@ -359,8 +359,7 @@ def test_a_world_that_never_fills_names_the_missing_ranks():
         with pytest.raises(DeadlineExceeded) as caught:
             joined(0, 4, store.port, 2.0, hosted=True)  # the connection itself takes part of it
     assert str(caught.value) == (
-        "rank 0 waited cluster.timeout_s (2 s) for a world of 4; missing: rank 1, 3. "
-        "Start them, or lower --world_size"
+        "rank 0 waited cluster.timeout_s (2 s) for a world of 4; missing: rank 1, 3. Start them, or lower --world_size"
     )
 
 
