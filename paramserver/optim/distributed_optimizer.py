@@ -41,6 +41,16 @@ class PendingPush(Protocol):
     def wait(self) -> Any: ...
 
 
+class _FailedPush:
+    """A push that could not be sent."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def wait(self) -> Any:
+        raise self._error
+
+
 class OptimizerClient(Protocol):
     """The part of ``ServerClient`` that reaches the one optimizer."""
 
@@ -81,7 +91,11 @@ class SharedOptimizer(DistributedOptimizer):
 
     def begin_step(self, context_id: int, *report: Any) -> None:
         """Send the push of a context from within its backward: for gradients in shared memory, which are complete."""
-        self._begun = context_id, self.client.push_in_place(*report)
+        try:
+            self._begun = context_id, self.client.push_in_place(*report)
+        except Exception as error:
+            # ``step`` raises it: distributed autograd would make a RuntimeError of it, which looks like a lost server.
+            self._begun = context_id, _FailedPush(error)
 
     def step(self, context_id: int, *report: Any) -> Any:
         """Apply the gradients of a context, with those of other trainers if the consistency model requires it.
