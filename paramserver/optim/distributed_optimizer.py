@@ -93,7 +93,7 @@ class SharedOptimizer(DistributedOptimizer):
         """Send the push of a context from within its backward: for gradients in shared memory, which are complete."""
         try:
             self._begun = context_id, self.client.push_in_place(*report)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - kept for ``step``
             # ``step`` raises it: distributed autograd would make a RuntimeError of it, which looks like a lost server.
             self._begun = context_id, _FailedPush(error)
 

@@ -241,7 +241,7 @@ def _reply(output: Any, random_state: Tensor) -> ModelReply:
     leaves, spec = tree_flatten(output)
     for leaf in leaves:
         if not isinstance(leaf, _PLAIN):
-            # transformers returns its cache of keys and values beside the loss, which training does not use.
+            # transformers returns its cache of keys and values with the loss; training does not use it.
             cure = "turn it off with use_cache=False" if type(leaf).__name__.endswith("Cache") else "return those"
             raise TaskError(
                 f"the model returned a {type(leaf).__name__}; with server.compute: server it must return tensors, "
