@@ -239,11 +239,13 @@ class SampleSender:
         for index in indices:
             self._trainers[index].start_waiting()
         while waiting_for := [index for index in indices if self._trainers[index].in_flight > max_in_flight]:
-            for index in waiting_for:
+            # Also the connections that are not waited for: what was lost with one of them is sent again now, as these
+            # trainers may not store anything before that one has its samples.
+            for index in list(self._trainers):
                 if self._is_lost(index):
                     self._reconnect(index)
-            trainers = [self._trainers[index] for index in waiting_for]
-            poll_until = min([trainer.keep_alive() for trainer in trainers])
+            trainers = list(self._trainers.values())
+            poll_until = min([self._trainers[index].keep_alive() for index in waiting_for])
             self._poll(trainers, poll_until)
             self._receive(trainers)
 

@@ -441,6 +441,7 @@ class Supervisor:
         if any(r.exit_code is None for r in self._ranks):
             return
         self._restarting_all, self._kill_at, self._summary = False, None, None
+        self._has_started = False  # until rank 0 has removed the summary of the end that these ranks came to
         self._failed.clear()
 
     def _start_due(self) -> None:

@@ -1,6 +1,7 @@
 """A trainer or rank 0 dies and is replaced: clients continue, and every sample is received or counted as lost."""
 
 import threading
+import time
 from contextlib import ExitStack
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from online_fixtures import PATIENCE_S, field, ingest_spec
 
 from paramserver.client import Client, finish
+from paramserver.distributed.timeouts import poll_until
 from paramserver.errors import ClientError, SourceError
 from paramserver.online.coordinator import SimulationCoordinator
 from paramserver.online.journal import CoordinatorJournal
@@ -24,6 +26,8 @@ class Trainer:
         self.log = ReceivedLog() if log is None else log
         self.keys = [tuple(key) for key in self.log.keys().tolist()]
         self.holds = threading.Event()
+        self.has_room = threading.Event()
+        self.has_room.set()
         self.error = None
         self._changed = threading.Condition()
         spec = ReceiverSpec(coordinator.address, coordinator.token, coordinator.spec, index, num_trainers)
@@ -40,6 +44,7 @@ class Trainer:
 
     def _store_all(self):
         while (group := self.receiver.get()) is not None:
+            assert self.has_room.wait(PATIENCE_S)
             if self.holds.is_set():
                 continue  # taken and never stored
             with self._changed:
@@ -64,10 +69,12 @@ class Trainer:
         return log
 
     def die(self):
+        self.holds.set()
         self.close()  # without ``stop`` nothing is sent
 
     def close(self):
         self.receiver.close()
+        self.has_room.set()
         self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
 
@@ -147,6 +154,10 @@ class Sending:
         except BaseException as error:  # noqa: BLE001 - raised to the test
             self.error = error
 
+    def sent(self):
+        client = getattr(self, "client", None)
+        return 0 if client is None else client.sent
+
     def end(self):
         self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
@@ -175,6 +186,26 @@ def test_what_was_not_acknowledged_is_sent_to_the_replacement(tmp_path, told):
         assert run.keys() == [(0, step) for step in range(40)]
         assert (run.figures()["complete"], run.figures()["lost"]) == (1, 0)
         assert client.client.sent == 40
+
+
+def test_a_replacement_gets_its_samples_while_the_client_waits_for_another_trainer(tmp_path):
+    """In lockstep no trainer stores a sample before each has its own: the client must not wait for one alone."""
+    with Run(tmp_path, 2, count=1, steps=40, window=4) as run:
+        for trainer in run.trainers:
+            trainer.has_room.clear()
+        client = Sending(run, 0, 40)
+        client.go(40)
+        assert poll_until(time.monotonic() + PATIENCE_S, lambda: client.sent() == 8 or None, threading.Event())
+        waits_for = client.client._sender.directory.trainer_for(0, 8)
+        dead = 1 - waits_for
+        run.coordinator.trainer_lost(dead)
+        run.trainers[dead].die()
+        run.replace(dead)
+        run.trainers[dead].wait_for(4)
+        run.trainers[waits_for].has_room.set()
+        client.end()
+        run.wait_until_finished()
+        assert run.keys() == [(0, step) for step in range(40)]
 
 
 def test_what_only_the_buffer_of_the_dead_trainer_had_is_counted_as_lost(tmp_path):

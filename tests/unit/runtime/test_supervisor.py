@@ -13,18 +13,17 @@ from paramserver.runtime.supervisor import Supervisor
 
 
 class Run:
-    """A supervisor of one server and ``trainers`` trainers that never start again."""
+    """A supervisor of one server, in rpc, and ``trainers`` trainers that never start again unless told."""
 
-    def __init__(self, folder, trainers=2, **cluster):
-        config = Config(
-            mode="rpc", cluster=ClusterConfig(num_trainers=trainers, max_restarts=0, **cluster), server=ServerConfig()
-        )
+    def __init__(self, folder, trainers=2, mode="rpc", **cluster):
+        cluster = {"num_trainers": trainers, "max_restarts": 0, **cluster}
+        config = Config(mode=mode, cluster=ClusterConfig(**cluster), server=ServerConfig())
         self.records, self.signals = [], []
         sink = SimpleNamespace(write=self.records.append, close=lambda: None)
         self.folder = folder / "run"
         (self.folder / "logs").mkdir(parents=True)
         self.supervisor = Supervisor(config, RunDir(self.folder), [], sink)
-        self.supervisor._ranks = [self._rank(role) for role in roles(config, trainers + 1)]
+        self.supervisor._ranks = [self._rank(role) for role in roles(config, trainers + (mode == "rpc"))]
 
     def _rank(self, role):
         return SimpleNamespace(
@@ -75,6 +74,20 @@ def test_an_elastic_run_continues_without_its_last_rank_as_others_may_have_joine
     run.end(1, -9)
     assert run.supervisor._is_failing is not continues
     assert bool(run.supervisor._failed) is not continues
+
+
+def test_ranks_of_ddp_that_start_again_are_not_limited_by_the_summary_of_their_loss(tmp_path):
+    run = Run(tmp_path, mode="ddp", max_restarts=1)
+    run.supervisor._on_record(run.supervisor._ranks[0], {"kind": "start"})
+    run.folder.joinpath("summary.json").write_text('{"status": "failed", "error": "PeerLost: rank 1 is lost"}')
+    run.end(1, -9)
+    run.end(0, 1, "PeerLost")
+    assert len(run.supervisor._starts_due) == 2
+    run.supervisor._limit_end()
+    assert run.supervisor._kill_at is None
+    run.supervisor._on_record(run.supervisor._ranks[0], {"kind": "start"})
+    run.supervisor._limit_end()
+    assert run.supervisor._kill_at is not None, "rank 0 has left another summary"
 
 
 def test_no_run_continues_without_rank_0(tmp_path):
