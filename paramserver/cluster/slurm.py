@@ -9,6 +9,7 @@ import re
 from itertools import product
 
 from paramserver.cluster.base import ClusterEnvironment, Environ, RankFlags, read_number, read_variable
+from paramserver.cluster.network import is_loopback
 from paramserver.errors import UnsupportedConfiguration
 
 VARIABLES = {
@@ -29,7 +30,10 @@ _FIRST_PORT, _NUM_PORTS = 15_000, 15_000
 
 
 class SlurmEnvironment(ClusterEnvironment):
-    """A task of a step of several tasks. The port follows from the numbers of job and step, unless it is given.
+    """A task of a step of several tasks.
+
+    Rank 0 is on the first host of the step, and its port follows from the numbers of job and step. In the config,
+    ``cluster.master_port``, and an address of ``cluster.master_addr`` that other hosts can reach, take precedence.
 
     Example::
 
@@ -82,7 +86,9 @@ class SlurmEnvironment(ClusterEnvironment):
 
     @property
     def master_addr(self) -> str:
-        return expand_hosts(read_variable(self.environ, self.variables["master_addr"], self.source))[0]
+        hosts = expand_hosts(read_variable(self.environ, self.variables["master_addr"], self.source))
+        configured = self.config.cluster.master_addr
+        return configured if len(hosts) == 1 or not is_loopback(configured) else hosts[0]
 
     @property
     def master_port(self) -> int:

@@ -56,6 +56,14 @@ def test_flags_and_config_override_the_address():
     assert (identity.master_addr, identity.master_port) == ("other", 1234)
     config = Config(mode="ddp", cluster=ClusterConfig(master_port=2345))
     assert resolve_identity(NO_FLAGS, task(), config).master_port == 2345
+    config = Config(mode="ddp", cluster=ClusterConfig(master_addr="node9-ib"))
+    assert resolve_identity(NO_FLAGS, task(), config).master_addr == "node9-ib"
+
+
+def test_tasks_of_one_host_use_the_loopback():
+    one = {"SLURM_STEP_NODELIST": "node9", "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_LOCALID": "3"}
+    identity = resolve_identity(NO_FLAGS, task(**one), Config(mode="ddp"))
+    assert (identity.master_addr, identity.local_rank) == ("127.0.0.1", 3)
 
 
 @pytest.mark.parametrize(
