@@ -6,6 +6,7 @@ from contextlib import ExitStack
 
 import numpy as np
 import pytest
+from c_client import CClient, missing
 from online_fixtures import PATIENCE_S, field, ingest_spec
 
 from paramserver.client import Client, finish
@@ -17,6 +18,15 @@ from paramserver.online.protocol import Header, MessageKind
 from paramserver.online.received_log import ReceivedLog
 from paramserver.online.receiver import SampleReceiver
 from paramserver.online.spec import ReceiverSpec
+
+
+LANGUAGES = [Client, *([] if missing() else [CClient])]
+
+
+@pytest.fixture(autouse=True, params=LANGUAGES, ids=["python", "c"][: len(LANGUAGES)])
+def _language(request, monkeypatch):
+    """The same of the client in Python and of that in C."""
+    monkeypatch.setattr(Sending, "client_class", request.param)
 
 
 class Trainer:
@@ -135,6 +145,8 @@ class Run:
 class Sending:
     """A client in a thread; ``go(n)`` lets it send up to step n."""
 
+    client_class = Client
+
     def __init__(self, run, simulation, steps, **options):
         self._allowed = threading.Semaphore(0)
         self._run, self._simulation, self._steps, self._options = run, simulation, steps, options
@@ -147,7 +159,8 @@ class Sending:
 
     def _send(self):
         try:
-            with Client(self._run.coordinator.address, **self._options).open(self._simulation) as self.client:
+            client = self.client_class(self._run.coordinator.address, **self._options)
+            with client.open(self._simulation) as self.client:
                 for step in range(self._steps):
                     assert self._allowed.acquire(timeout=PATIENCE_S)
                     self.client.send(step, {"u": field(self._simulation, step)})
@@ -196,7 +209,7 @@ def test_a_replacement_gets_its_samples_while_the_client_waits_for_another_train
         client = Sending(run, 0, 40)
         client.go(40)
         assert poll_until(time.monotonic() + PATIENCE_S, lambda: client.sent() == 8 or None, threading.Event())
-        waits_for = client.client._sender.directory.trainer_for(0, 8)
+        waits_for = 8 % run.num_trainers
         dead = 1 - waits_for
         run.coordinator.trainer_lost(dead)
         run.trainers[dead].die()
