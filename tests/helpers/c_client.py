@@ -69,7 +69,7 @@ class CClient:
         given = [-1] if parameters is None else [len(parameters), *map(float, parameters)]
         try:
             self._call("open", *place, -1 if simulation is None else simulation, *group, *given)
-        except ClientError:
+        except BaseException:
             self.free()
             raise
         return self
@@ -94,7 +94,7 @@ class CClient:
     def _call(self, *words, body=b""):
         self._process.stdin.write(" ".join(map(str, words)).encode() + b"\n" + body)
         self._process.stdin.flush()
-        answer = self._process.stdout.readline().decode()
+        answer = self._process.stdout.readline().decode(errors="replace")
         assert answer, self._process.stderr.read().decode()
         status, sent, refused, waited_s, simulation, steps, count, *rest = answer.split(" ")
         self.sent, self.refused, self.waited_s = int(sent), int(refused), float(waited_s)
