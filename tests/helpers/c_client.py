@@ -5,6 +5,7 @@ import functools
 import shutil
 import subprocess
 import tempfile
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from paramserver.errors import ClientError, RunOver
 CLIENTS = Path(__file__).parents[2] / "examples" / "clients"
 SANITIZED = "-g -O1 -Werror -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer"
 _DEADLINE_S = 120
+_building = threading.Lock()
 
 
 def missing(fortran=False):
@@ -34,9 +36,14 @@ def build_folder():
     return Path(folder)
 
 
-@functools.cache
 def build(target):
-    """Build ``heat``, ``heat_fortran`` or the driver with sanitizers; returns the program."""
+    """Build ``heat``, ``heat_fortran`` or the driver with sanitizers, once; returns the program."""
+    with _building:
+        return _build(target)
+
+
+@functools.cache
+def _build(target):
     folder = build_folder()
     goal = "ps_client.o" if target == "driver" else target
     _run("make", "-C", CLIENTS, f"BUILD={folder}", f"CFLAGS={SANITIZED}", folder / goal)
@@ -48,9 +55,7 @@ def build(target):
 
 
 def _run(*command):
-    done = subprocess.run(
-        list(map(str, command)), capture_output=True, text=True, timeout=_DEADLINE_S, check=False
-    )
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=_DEADLINE_S, check=False)
     assert done.returncode == 0, done.stderr
 
 

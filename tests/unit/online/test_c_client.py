@@ -1,12 +1,13 @@
-"""The client in C against a fake run, with the sanitizers of the compiler: what it sends, when it waits, how it ends."""
+"""The client in C, with the compiler's sanitizers, against a fake run: what it sends, when it waits, how it ends."""
 
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from c_client import CClient, missing
-from fake_run import FIELDS, FakeRun
+from fake_run import FakeRun
 
 from paramserver.cluster.simulation import SimulationEnvironment
 from paramserver.errors import ClientError, RunOver
@@ -103,12 +104,9 @@ def test_fields_of_several_dtypes_and_a_single_number():
 
 
 def test_all_comes_from_the_environment_of_a_simulation_that_the_run_started(run, own_environ, monkeypatch):
-    secrets = []
-    run.answers[MessageKind.HELLO] = lambda header: secrets.append(header)
     environment = SimulationEnvironment(run.address, 8, (0.5, -3e-7), 2, 0, 1, None, "a secret")
     for name, value in environment.to_environ().items():
         monkeypatch.setenv(name, value)
-    run.answers.clear()
     with CClient().open() as client:
         assert client.parameters.tolist() == [0.5, -3e-7]
         client.send(0, sample(0))
@@ -261,7 +259,7 @@ def damaged_welcomes():
 
 def test_no_welcome_harms_the_client(run):
     """The sanitizers would end it. Most are refused by name; a digit that differs is still a welcome."""
-    refused = 0
+    errors = []
     for text in damaged_welcomes():
         answer = [Header(MessageKind.WELCOME).pack(), text]
         run.answers[MessageKind.HELLO] = lambda header, answer=answer: answer
@@ -269,27 +267,27 @@ def test_no_welcome_harms_the_client(run):
         try:
             client.open(0)
         except ClientError as error:
-            refused += 1
-            assert "understood" in str(error) or "field" in str(error) or "trainer" in str(error) or "long" in str(error)
+            errors.append(str(error))
         else:
             client.free()
-    assert refused > 40
+    assert len(errors) > 40
+    assert [error for error in errors if not re.search("understood|field|as the address of|too long", error)] == []
 
 
 def test_without_a_run_and_with_a_bad_address(own_environ, monkeypatch):
     began = time.monotonic()
     with pytest.raises(ClientError, match=r"the run at tcp://\S+ gave no sign of life for 0\.3 s; see that it runs"):
         CClient("tcp://127.0.0.1:9", timeout_s=0.3).open(0)
-    with pytest.raises(ClientError, match=r"address \(tcp://127\.0\.0\.1:many\) must be tcp://host:port \(Invalid arg"):
+    with pytest.raises(ClientError, match=r"address \(tcp://127\.0\.0\.1:many\) must be tcp://host:port"):
         CClient("tcp://127.0.0.1:many").open(0)
-    with pytest.raises(ClientError, match=r"keys \(NULL\) must be given with the address tcp://192\.0\.2\.1:5, which is"):
+    with pytest.raises(ClientError, match=r"keys \(NULL\) must be given with the address tcp://192\.0\.2\.1:5"):
         CClient("tcp://192.0.2.1:5").open(0)
     with pytest.raises(ClientError, match=r"address \(NULL\) must be given where the run has not started"):
         CClient().open(0)
     with pytest.raises(ClientError, match=r"simulation \(-1\) must be given where the run has not started"):
         CClient("tcp://127.0.0.1:9").open()
     monkeypatch.setenv("PARAMSERVER_ADDRESS", "tcp://127.0.0.1:9")
-    with pytest.raises(ClientError, match=r"^the run at tcp://127.0.0.1:9 is gone, no process has listened there for 5 s"):
+    with pytest.raises(ClientError, match=r"^the run at tcp://127.0.0.1:9 is gone, no process has listened"):
         CClient(timeout_s=60).open(0)
     assert time.monotonic() - began < 20
 
@@ -307,7 +305,10 @@ def test_each_misuse_has_its_sentence_and_sends_nothing(run, opened):
     client = opened(run.address, 0)
     for fields, message in (
         ({"pressure": np.zeros((2, 3), np.float32)}, r"field \(pressure\) must be one that the run declares"),
-        ({"temperature": np.zeros((3, 2), np.float32)}, r"must have the shape \[2, 3\], this one has \[3, 2\]; reshape"),
+        (
+            {"temperature": np.zeros((3, 2), np.float32)},
+            r"must have the shape \[2, 3\], this one has \[3, 2\]; reshape",
+        ),
         ({"temperature": np.zeros(6, np.float32)}, r"must have the shape \[2, 3\], this one has \[6\]"),
         ({"temperature": np.zeros((2, 3), np.int64)}, "must be <f4, <i8 is not converted to it"),
         ({}, r"field \(temperature\) must be in every sample"),
@@ -352,14 +353,10 @@ def test_keys(tmp_path):
                 send_all(client, range(4))
         assert [header.simulation for header in run.byes] == [0, 1]
         (tmp_path / "strange" / "server.key").write_bytes((tmp_path / "keys" / "server.key").read_bytes())
-        with pytest.raises(ClientError, match="the public key of this client is in the folder clients of its keys|broken"):
+        with pytest.raises(ClientError, match="that the public key of this client is in the folder clients"):
             CClient(run.address, keys=tmp_path / "strange", timeout_s=1.0).open(2)
         with pytest.raises(ClientError, match=r"nowhere must be a key that can be read \(No such file"):
             CClient(run.address, keys=tmp_path / "nowhere").open(3)
         (tmp_path / "strange" / "server.key").write_text("curve\n")
         with pytest.raises(ClientError, match=r"server\.key must hold a public-key = +of 40 characters"):
             CClient(run.address, keys=tmp_path / "strange").open(4)
-
-
-def test_the_fields_of_the_fake_run_are_those_of_this_file():
-    assert FIELDS == (ArrayDescriptor("temperature", "<f4", (2, 3)),)

@@ -45,12 +45,12 @@ REPORT = SimulationReport({3: 2}, [(3, 1)], {"received": 2}, [3], {3: 1})
 def documented():
     """Kind -> the frames of its message in the document."""
     block = DOCUMENT.read_text().partition("<!-- bytes: begin -->\n```text\n")[2].partition("```")[0]
-    found = {}
-    for line in block.splitlines():
-        kind, form, content = re.fullmatch(r"(\w*) +(hex|text) (.*)", line).groups()
-        frames = found.setdefault(MessageKind[kind], []) if kind else frames
-        frames.append(bytes.fromhex(content) if form == "hex" else content.encode())
-    return found
+    messages = re.findall(r"^([A-Z]+)((?: +(?:hex|text) .*\n)+)", block, flags=re.MULTILINE)
+    found = {kind: re.findall(r"(hex|text) (.*)\n", frames) for kind, frames in messages}
+    return {
+        MessageKind[kind]: [bytes.fromhex(text) if form == "hex" else text.encode() for form, text in frames]
+        for kind, frames in found.items()
+    }
 
 
 def packed(kind):
@@ -133,4 +133,3 @@ def test_a_client_sends_the_bytes_of_the_document(own_environ, monkeypatch, clie
     found, expected = run.first, documented()
     for kind in ("HELLO", "OPEN", "SAMPLE", "HEARTBEAT", "BYE"):
         assert found[MessageKind[kind]] == expected[MessageKind[kind]], kind
-

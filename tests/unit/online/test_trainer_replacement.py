@@ -19,7 +19,6 @@ from paramserver.online.received_log import ReceivedLog
 from paramserver.online.receiver import SampleReceiver
 from paramserver.online.spec import ReceiverSpec
 
-
 LANGUAGES = [Client, *([] if missing() else [CClient])]
 
 
