@@ -18,6 +18,7 @@ _DEADLINE_S = 120
 _building = threading.Lock()
 
 
+@functools.cache
 def missing(fortran=False):
     """What the clients need and this machine lacks, by the names of Debian's packages; None = nothing."""
     absent = [package for package, program in (("gcc", "cc"), ("make", "make")) if shutil.which(program) is None]

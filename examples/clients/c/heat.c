@@ -37,7 +37,8 @@ static int simulate(ps_client *client)
     double *field = modes + n * n, *half = field + n * n, *divisor = half + n * n;
     int i, j, step, status = PS_OK;
     if (!sines || run->num_parameters != PARAMETERS) {
-        fprintf(stderr, "heat: there must be memory, and %d parameters: initial, left, right, bottom, top\n", PARAMETERS);
+        fprintf(stderr, "heat: there must be memory, and %d parameters: initial, left, right, bottom, top\n",
+                PARAMETERS);
         free(sines);
         return PS_INVALID;
     }
@@ -47,8 +48,9 @@ static int simulate(ps_client *client)
             sines[i * n + j] = sqrt(2 * h) * sin(PI * h * (i + 1) * (j + 1));
             divisor[i * n + j] = 1 + DT * (x * x + y * y);
             /* A point next to a side has that side as a neighbour. */
-            field[i * n + j] = DT / (h * h) * ((i == 0) * given[1] + (i == n - 1) * given[2] +
-                                               (j == 0) * given[3] + (j == n - 1) * given[4]);
+            field[i * n + j] =
+                DT / (h * h) *
+                ((i == 0) * given[1] + (i == n - 1) * given[2] + (j == 0) * given[3] + (j == n - 1) * given[4]);
         }
     transform(n, sines, field, half, inflow);
     for (i = 0; i < n * n; i++) field[i] = given[0];

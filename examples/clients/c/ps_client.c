@@ -86,8 +86,15 @@ static int refuse(ps_client *c, int status, const char *format, ...)
 }
 
 /* Both end the function that they stand in: a call whose status is not PS_OK, and a condition that must not hold. */
-#define TRY(call) do { int status_ = (call); if (status_ != PS_OK) return status_; } while (0)
-#define FAIL_IF(wrong, ...) do { if (wrong) return refuse(c, PS_FAILED, __VA_ARGS__); } while (0)
+#define TRY(call)                                                                                                      \
+    do {                                                                                                               \
+        int status_ = (call);                                                                                          \
+        if (status_ != PS_OK) return status_;                                                                          \
+    } while (0)
+#define FAIL_IF(wrong, ...)                                                                                            \
+    do {                                                                                                               \
+        if (wrong) return refuse(c, PS_FAILED, __VA_ARGS__);                                                           \
+    } while (0)
 #define NO_MEMORY "there is no memory for this client"
 
 static double least(double a, double b) { return a < b ? a : b; }
@@ -210,8 +217,8 @@ static int secure(ps_client *c, void *socket)
     TRY(read_key(c, secret_file, "secret-key = ", secret_key));
     TRY(read_key(c, server_file, "public-key = ", server_key));
     FAIL_IF(zmq_setsockopt(socket, ZMQ_CURVE_PUBLICKEY, public_key, 40) ||
-            zmq_setsockopt(socket, ZMQ_CURVE_SECRETKEY, secret_key, 40) ||
-            zmq_setsockopt(socket, ZMQ_CURVE_SERVERKEY, server_key, 40),
+                zmq_setsockopt(socket, ZMQ_CURVE_SECRETKEY, secret_key, 40) ||
+                zmq_setsockopt(socket, ZMQ_CURVE_SERVERKEY, server_key, 40),
             "the keys in %s cannot be used (%s)", c->keys, zmq_strerror(errno));
     return PS_OK;
 }
@@ -223,8 +230,10 @@ static int connect_to(ps_client *c, connection *to, const char *name, const char
     const int is_local = !strncmp(address, "tcp://127.", 10) || !strncmp(address, "tcp://localhost:", 16) ||
                          !strncmp(address, "tcp://[::1]:", 12);
     char monitored[64];
-    FAIL_IF(!*c->keys && !is_local, "keys (NULL) must be given with the address %s, which is beyond this machine; name the "
-            "folder of the run's keys", address);
+    FAIL_IF(!*c->keys && !is_local,
+            "keys (NULL) must be given with the address %s, which is beyond this machine; name the "
+            "folder of the run's keys",
+            address);
     memset(to, 0, sizeof *to);
     snprintf(to->address, sizeof to->address, "%s", address);
     snprintf(to->name, sizeof to->name, "%s at %s", name, to->address);
@@ -242,8 +251,9 @@ static int connect_to(ps_client *c, connection *to, const char *name, const char
     if (*c->keys) TRY(secure(c, to->socket));
     FAIL_IF(zmq_socket_monitor(to->socket, monitored, events) || zmq_connect(to->monitor, monitored),
             "%s cannot be watched (%s)", to->name, zmq_strerror(errno));
-    FAIL_IF(zmq_connect(to->socket, address), "address (%s) must be tcp://host:port (%s); take the one that the run prints",
-            address, zmq_strerror(errno));
+    FAIL_IF(zmq_connect(to->socket, address),
+            "address (%s) must be tcp://host:port (%s); take the one that the run prints", address,
+            zmq_strerror(errno));
     return PS_OK;
 }
 
@@ -264,19 +274,29 @@ static double disconnected_s(connection *to)
 static int send_frame(ps_client *c, connection *to, zmq_msg_t *frame, int flags)
 {
     int sent;
-    do sent = zmq_msg_send(frame, to->socket, ZMQ_DONTWAIT | flags); while (sent < 0 && errno == EINTR);
+    do sent = zmq_msg_send(frame, to->socket, ZMQ_DONTWAIT | flags);
+    while (sent < 0 && errno == EINTR);
     if (sent < 0) zmq_msg_close(frame);
     /* Without a high-water mark a send fails only where ZeroMQ does not connect again: after a failed handshake. */
-    FAIL_IF(sent < 0, "%s has broken off the connection to this client: it is no run, or it does not know this client's "
-            "key; correct the address, or the keys on both sides", to->name);
+    FAIL_IF(sent < 0,
+            "%s has broken off the connection to this client: it is no run, or it does not know this client's "
+            "key; correct the address, or the keys on both sides",
+            to->name);
     return PS_OK;
 }
 
 /* Sends a message. Its frames are kept and share their memory with what is sent. */
 static int send_message(ps_client *c, connection *to, int kind, int64_t step, zmq_msg_t *frames, int num_frames)
 {
-    const uint64_t values[] = {'p', 's', VERSION, (uint64_t)kind, (uint64_t)c->info.simulation, (uint64_t)step,
-                               (uint64_t)c->info.member, (uint64_t)c->info.members, (uint64_t)c->info.attempt};
+    const uint64_t values[] = {'p',
+                               's',
+                               VERSION,
+                               (uint64_t)kind,
+                               (uint64_t)c->info.simulation,
+                               (uint64_t)step,
+                               (uint64_t)c->info.member,
+                               (uint64_t)c->info.members,
+                               (uint64_t)c->info.attempt};
     static const int bytes[] = {1, 1, 1, 1, 8, 8, 2, 2, 4};
     unsigned char *at;
     zmq_msg_t frame;
@@ -309,20 +329,24 @@ static int receive(ps_client *c, connection *from)
     int size, got, more;
     size_t length = sizeof more;
     c->kind = 0;
-    do size = zmq_recv(from->socket, header, sizeof header, ZMQ_DONTWAIT); while (size < 0 && errno == EINTR);
+    do size = zmq_recv(from->socket, header, sizeof header, ZMQ_DONTWAIT);
+    while (size < 0 && errno == EINTR);
     if (size < 0) return PS_OK;
     c->body_bytes = 0;
     while (!zmq_getsockopt(from->socket, ZMQ_RCVMORE, &more, &length) && more) {
         got = zmq_recv(from->socket, c->body + c->body_bytes, MAX_BODY - 1 - c->body_bytes, 0);
-        FAIL_IF(got < 0 || (size_t)got >= MAX_BODY - c->body_bytes, "%s sent too long a message for this client", from->name);
+        FAIL_IF(got < 0 || (size_t)got >= MAX_BODY - c->body_bytes, "%s sent too long a message for this client",
+                from->name);
         c->body_bytes += (size_t)got;
     }
     c->body[c->body_bytes] = '\0';
     from->seen_at = now_s();
     FAIL_IF(size != HEADER_BYTES || memcmp(header, "ps", 2),
             "%s answered what cannot be understood: it does not begin as a message of paramserver does", from->name);
-    FAIL_IF(header[2] != VERSION, "%s answered what cannot be understood: protocol version (%d) must be %d; use the client "
-            "of the same paramserver", from->name, header[2], VERSION);
+    FAIL_IF(header[2] != VERSION,
+            "%s answered what cannot be understood: protocol version (%d) must be %d; use the client "
+            "of the same paramserver",
+            from->name, header[2], VERSION);
     c->kind = header[3];
     c->simulation = big_endian(header + 4);
     c->count = big_endian(header + 12);
@@ -355,8 +379,10 @@ static int read_fields(ps_client *c, const char *row)
         f->rows = -1;
         FAIL_IF(!size || *size != '[' || !read_text(dtype, f->dtype, sizeof f->dtype),
                 "%s described a field as %.100s, which cannot be understood", c->run.name, row);
-        FAIL_IF(!read_text(name, f->name, sizeof f->name), "field (%.100s) must have a name in ASCII, of at most 255 letters, "
-                "for this client; rename it in simulations.fields", name);
+        FAIL_IF(!read_text(name, f->name, sizeof f->name),
+                "field (%.100s) must have a name in ASCII, of at most 255 letters, "
+                "for this client; rename it in simulations.fields",
+                name);
         for (size = first_item(size); size; size = next_item(size))
             FAIL_IF(f->dimensions == MAX_DIMENSIONS || !read_integer(size, &f->shape[f->dimensions++]),
                     "field %s must have at most %d dimensions", f->name, MAX_DIMENSIONS);
@@ -372,7 +398,7 @@ static int read_directory(ps_client *c)
     int i, count = 0;
     for (item = first; item; item = next_item(item)) count++;
     FAIL_IF(!count || !read_integer(member_of(text, "window"), &c->window) || !member_of(text, "fields") ||
-            !read_number(member_of(text, "timeout_s"), &timeout_s),
+                !read_number(member_of(text, "timeout_s"), &timeout_s),
             "%s answered what cannot be understood: this is no welcome (%.100s)", c->run.name, text);
     FAIL_IF(c->trainers && count != c->num_trainers, "%s has %d trainers and had %d; start this simulation again",
             c->run.name, count, c->num_trainers);
@@ -396,24 +422,11 @@ static int read_directory(ps_client *c)
     return PS_OK;
 }
 
-static int check_deadlines(ps_client *c, double waited_s, double limit_s, double timeout_s, double gone_s)
-{
-    const double silent_s = now_s() - c->run.seen_at, away_s = disconnected_s(&c->run);
-    FAIL_IF((away_s >= gone_s || (away_s > 0 && waited_s >= limit_s)) && (c->run_started || c->run.connections),
-            "%s is gone, no process has listened there for %.0f s; see its log", c->run.name, away_s);
-    FAIL_IF(silent_s >= timeout_s, "%s gave no sign of life for %g s; see that it runs and that this is its address%s",
-            c->run.name, timeout_s,
-            *c->keys ? ", and that the public key of this client is in the folder clients of its keys" : "");
-    FAIL_IF(waited_s >= limit_s, "%s lives, but its trainers were not ready within %.0f s; see the log of the run",
-            c->run.name, waited_s);
-    return PS_OK;
-}
-
 /* Sends a request to the coordinator and waits for its reply, limit_s at most; 0 = ALIVE_FACTOR times timeout_s. */
 static int request(ps_client *c, int kind, int64_t step, int num_frames, int expect, double timeout_s, double limit_s)
 {
     const double began = now_s(), gone_s = limit_s > 0 ? limit_s : GONE_S;
-    double pinged_at = began;
+    double pinged_at = began, waited_s, away_s;
     int unanswered = 0, connections;
     limit_s = limit_s > 0 ? limit_s : ALIVE_FACTOR * timeout_s;
     disconnected_s(&c->run);
@@ -428,7 +441,16 @@ static int request(ps_client *c, int kind, int64_t step, int num_frames, int exp
             FAIL_IF(c->kind == REFUSED, "%s refused this client: %.600s", c->run.name, c->body);
             unanswered = unanswered && c->kind != PONG;
         } while (c->kind);
-        TRY(check_deadlines(c, now_s() - began, limit_s, timeout_s, gone_s));
+        waited_s = now_s() - began;
+        away_s = disconnected_s(&c->run);
+        FAIL_IF((away_s >= gone_s || (away_s > 0 && waited_s >= limit_s)) && (c->run_started || c->run.connections),
+                "%s is gone, no process has listened there for %.0f s; see its log", c->run.name, away_s);
+        FAIL_IF(now_s() - c->run.seen_at >= timeout_s,
+                "%s gave no sign of life for %g s; see that it runs and that this is its address%s", c->run.name,
+                timeout_s,
+                *c->keys ? ", and that the public key of this client is in the folder clients of its keys" : "");
+        FAIL_IF(waited_s >= limit_s, "%s lives, but its trainers were not ready within %.0f s; see the log of the run",
+                c->run.name, waited_s);
         if (now_s() < pinged_at + PING_INTERVAL_S) continue;
         pinged_at = now_s();
         if (c->run.connections > connections) { /* another coordinator may listen, which has not received the request */
@@ -581,11 +603,13 @@ static int reconnect(ps_client *c, trainer *t)
             TRY(receive_all(c));
         }
     }
-    return refuse(c, PS_FAILED, "the connection to %s was lost, and it was not replaced within %g s; see the log of the run",
+    return refuse(c, PS_FAILED,
+                  "the connection to %s was lost, and it was not replaced within %g s; see the log of the run",
                   t->to.name, c->timeout_s);
 }
 
-/* Sends a heartbeat if one is due, and fails after the trainer's silence; again_at becomes the time of the next call. */
+/* Sends a heartbeat if one is due, and fails after the trainer's silence; again_at becomes the time of the next call.
+ */
 static int keep_alive(ps_client *c, trainer *t, double *again_at)
 {
     const double interval_s = least(HEARTBEAT_INTERVAL_S, c->timeout_s / 4);
@@ -677,7 +701,9 @@ static int read_parameters(ps_client *c, const ps_options *o, const char *given)
     c->num_opening = 1;
     for (i = 0, item = first; i < count; i++, item = next_item(item)) {
         if (o->parameters) c->parameters[i] = o->parameters[i];
-        else FAIL_IF(!read_number(item, &c->parameters[i]), "PARAMSERVER_PARAMETERS (%.200s) must be a list of numbers", given);
+        else
+            FAIL_IF(!read_number(item, &c->parameters[i]), "PARAMSERVER_PARAMETERS (%.200s) must be a list of numbers",
+                    given);
         FAIL_IF(!isfinite(c->parameters[i]), "parameters (%g) must be finite; correct them", c->parameters[i]);
     }
     memcpy(zmq_msg_data(&c->opening[0]), c->parameters, (size_t)count * sizeof *c->parameters);
@@ -701,17 +727,19 @@ static int read_options(ps_client *c, const ps_options *o)
     member = o->member >= 0 ? o->member : member >= 0 ? member : 0;
     members = o->members >= 0 ? o->members : members >= 0 ? members : 1;
     c->info.attempt = o->attempt >= 0 ? o->attempt : attempt >= 0 ? attempt : 0;
-    FAIL_IF(!address || !*address, "address (NULL) must be given where the run has not started this process; take the one "
+    FAIL_IF(!address || !*address,
+            "address (NULL) must be given where the run has not started this process; take the one "
             "that the run prints");
-    FAIL_IF(c->info.simulation < 0, "simulation (-1) must be given where the run has not started this process; number your "
+    FAIL_IF(c->info.simulation < 0,
+            "simulation (-1) must be given where the run has not started this process; number your "
             "simulations from 0");
     FAIL_IF(strlen(address) >= sizeof c->address || (keys && strlen(keys) >= sizeof c->keys),
             "address and keys must be shorter than %d and %d letters", MAX_ADDRESS, (int)sizeof c->keys);
     FAIL_IF(members < 1 || members > 65535 || member >= members || c->info.attempt > 4294967295,
             "member (%d) must be below members (%d), which is at most 65535, and attempt below 2^32; count from 0",
             (int)member, (int)members);
-    FAIL_IF(!(o->timeout_s >= 0 && o->timeout_s < DBL_MAX), "timeout_s (%g) must be finite seconds; 0 is that of the run",
-            o->timeout_s);
+    FAIL_IF(!(o->timeout_s >= 0 && o->timeout_s < DBL_MAX),
+            "timeout_s (%g) must be finite seconds; 0 is that of the run", o->timeout_s);
     strcpy(c->address, address);
     strcpy(c->keys, keys ? keys : "");
     c->info.member = (int)member;
@@ -738,13 +766,13 @@ static field *find_field(const ps_client *c, const char *name)
     return NULL;
 }
 
-static void format_shape(char *text, size_t size, int dimensions, const int64_t *shape)
+static void format_shape(char *text, size_t size, int dimensions, const int64_t *shape, int64_t rows)
 {
+    size_t used = 0;
     int i;
-    size_t used = (size_t)snprintf(text, size, "[");
     for (i = 0; i < dimensions && used < size; i++)
-        used += (size_t)snprintf(text + used, size - used, "%s%lld", i ? ", " : "", (long long)shape[i]);
-    if (used < size) snprintf(text + used, size - used, "]");
+        used += (size_t)snprintf(text + used, size - used, "%s%lld", i ? ", " : "[", (long long)(i ? shape[i] : rows));
+    if (used < size) snprintf(text + used, size - used, i ? "]" : "[]");
 }
 
 static void drop_put(field *f)
@@ -753,51 +781,30 @@ static void drop_put(field *f)
     f->rows = -1;
 }
 
-/* Copies an array; float64 that becomes float32 must not overflow. */
-static int copy_array(ps_client *c, field *f, const char *dtype, const void *array, size_t count)
-{
-    const int narrows = !strcmp(dtype, "<f8") && !strcmp(f->dtype, "<f4");
-    const int widens = !strcmp(dtype, "<f4") && !strcmp(f->dtype, "<f8");
-    size_t i;
-    if (!narrows && !widens) memcpy(zmq_msg_data(&f->array), array, zmq_msg_size(&f->array));
-    for (i = 0; widens && i < count; i++) ((double *)zmq_msg_data(&f->array))[i] = ((const float *)array)[i];
-    for (i = 0; narrows && i < count; i++) {
-        const double value = ((const double *)array)[i];
-        if (isfinite(value) && fabs(value) > FLT_MAX)
-            return refuse(c, PS_INVALID, "field %s (%g) must fit into float32; scale it, or declare float64", f->name, value);
-        ((float *)zmq_msg_data(&f->array))[i] = (float)value;
-    }
-    return PS_OK;
-}
-
 /* A sample of what was put: the descriptor, a JSON list of [name, dtype, shape], and the arrays. */
 static int make_sample(ps_client *c, int64_t step, sample **made)
 {
     sample *one = calloc(1, sizeof *one + (size_t)(1 + c->num_fields) * sizeof *one->frames);
-    size_t used = 0, size = (size_t)c->num_fields * (sizeof c->fields->name + 24 * MAX_DIMENSIONS) + 2;
-    char *text = malloc(size), shape[24 * MAX_DIMENSIONS];
+    char *text = c->body, shape[24 * MAX_DIMENSIONS]; /* nothing is received meanwhile */
+    size_t used = 0;
     int i;
-    if (!one || !text || zmq_msg_init_size(&one->frames[0], size)) {
+    FAIL_IF(!one, NO_MEMORY);
+    for (i = 0; i < c->num_fields && used < MAX_BODY; i++) {
+        field *f = &c->fields[i];
+        format_shape(shape, sizeof shape, f->dimensions, f->shape, f->rows);
+        used += (size_t)snprintf(text + used, MAX_BODY - used, "%s[\"%s\", \"%s\", %s]%s", i ? ", " : "[", f->name,
+                                 f->dtype, shape, i + 1 < c->num_fields ? "" : "]");
+    }
+    if (used >= MAX_BODY || zmq_msg_init_size(&one->frames[0], used)) {
         free(one);
-        free(text);
-        return refuse(c, PS_FAILED, NO_MEMORY);
+        return refuse(c, PS_FAILED, "%d fields are too many for this client", c->num_fields);
+    }
+    memcpy(zmq_msg_data(&one->frames[0]), text, used);
+    for (i = 0; i < c->num_fields; i++) {
+        zmq_msg_init(&one->frames[1 + i]);
+        zmq_msg_move(&one->frames[1 + i], &c->fields[i].array);
     }
     one->step = step;
-    for (i = 0; i < c->num_fields; i++) {
-        field *f = &c->fields[i];
-        const int64_t whole = f->shape[0];
-        if (f->dimensions) f->shape[0] = f->rows;
-        format_shape(shape, sizeof shape, f->dimensions, f->shape);
-        f->shape[0] = whole;
-        used += (size_t)snprintf(text + used, size - used, "%s[\"%s\", \"%s\", %s]", i ? ", " : "[", f->name, f->dtype, shape);
-        zmq_msg_init(&one->frames[1 + i]);
-        zmq_msg_move(&one->frames[1 + i], &f->array);
-    }
-    text[used++] = ']';
-    zmq_msg_close(&one->frames[0]);
-    zmq_msg_init_size(&one->frames[0], used);
-    memcpy(zmq_msg_data(&one->frames[0]), text, used);
-    free(text);
     *made = one;
     return PS_OK;
 }
@@ -832,7 +839,8 @@ ps_client *ps_client_new(void)
 static int open_client(ps_client *c, const ps_options *options)
 {
     const uint16_t one = 1;
-    FAIL_IF(!*(const char *)&one, "this client needs a little-endian machine, as it sends arrays as they are in memory");
+    FAIL_IF(!*(const char *)&one,
+            "this client needs a little-endian machine, as it sends arrays as they are in memory");
     TRY(read_options(c, options));
     c->context = zmq_ctx_new();
     c->items = malloc(2 * sizeof *c->items);
@@ -851,31 +859,41 @@ int ps_client_open(ps_client *c, const ps_options *options)
     return status == PS_OK ? PS_OK : end(c, status);
 }
 
-int ps_client_put(ps_client *c, const char *name, const char *dtype, int dimensions, const int64_t *shape, const void *array)
+int ps_client_put(ps_client *c, const char *name, const char *dtype, int dimensions, const int64_t *shape,
+                  const void *array)
 {
     char declared[256], given[256];
     field *f;
-    size_t count = 1;
-    int i, fits, status;
+    size_t count = 1, i;
+    int k, fits, narrows, widens;
     TRY(check_open(c));
-    if ((f = find_field(c, name)) == NULL) return refuse(c, PS_INVALID, "field (%.100s) must be one that the run declares", name);
-    fits = dimensions == f->dimensions;
-    for (i = 0; fits && i < dimensions; count *= (size_t)shape[i++])
-        fits = shape[i] == f->shape[i] || (!i && c->info.members > 1 && shape[0] > 0 && shape[0] < f->shape[0]);
+    if (!(f = find_field(c, name)))
+        return refuse(c, PS_INVALID, "field (%.100s) must be one that the run declares", name);
+    for (k = 0, fits = dimensions == f->dimensions; fits && k < dimensions; count *= (size_t)shape[k++])
+        fits = shape[k] == f->shape[k] || (!k && c->info.members > 1 && shape[0] > 0 && shape[0] < f->shape[0]);
     if (!fits) {
-        format_shape(declared, sizeof declared, f->dimensions, f->shape);
-        format_shape(given, sizeof given, dimensions, shape);
+        format_shape(declared, sizeof declared, f->dimensions, f->shape, f->shape[0]);
+        format_shape(given, sizeof given, dimensions, shape, dimensions > 0 ? shape[0] : 0);
         return refuse(c, PS_INVALID, "field %s must have the shape %s%s, this one has %s; reshape it", name, declared,
                       c->info.members > 1 ? ", or be a part of it along the first dimension" : "", given);
     }
-    if (strcmp(dtype, f->dtype) && (dtype[1] != 'f' || f->dtype[1] != 'f' || strspn(dtype + 2, "48") != 1 || f->dtype[2] == '2'))
-        return refuse(c, PS_INVALID, "field %s must be %s, %.10s is not converted to it; convert it", name, f->dtype, dtype);
+    narrows = !strcmp(dtype, PS_FLOAT64) && !strcmp(f->dtype, PS_FLOAT32);
+    widens = !strcmp(dtype, PS_FLOAT32) && !strcmp(f->dtype, PS_FLOAT64);
+    if (!narrows && !widens && strcmp(dtype, f->dtype))
+        return refuse(c, PS_INVALID, "field %s must be %s, %.10s is not converted to it; convert it", name, f->dtype,
+                      dtype);
+    for (i = 0; narrows && i < count; i++)
+        if (isfinite(((const double *)array)[i]) && fabs(((const double *)array)[i]) > FLT_MAX)
+            return refuse(c, PS_INVALID, "field %s (%g) must fit into float32; scale it, or declare float64", name,
+                          ((const double *)array)[i]);
     drop_put(f);
-    FAIL_IF(zmq_msg_init_size(&f->array, count * (size_t)(f->dtype[2] - '0')), NO_MEMORY);
-    f->rows = dimensions ? shape[0] : 1;
-    status = copy_array(c, f, dtype, array, count);
-    if (status != PS_OK) drop_put(f);
-    return status;
+    if (zmq_msg_init_size(&f->array, count * (size_t)(f->dtype[2] - '0')))
+        return end(c, refuse(c, PS_FAILED, NO_MEMORY));
+    f->rows = dimensions ? shape[0] : 0;
+    for (i = 0; narrows && i < count; i++) ((float *)zmq_msg_data(&f->array))[i] = (float)((const double *)array)[i];
+    for (i = 0; widens && i < count; i++) ((double *)zmq_msg_data(&f->array))[i] = ((const float *)array)[i];
+    if (!narrows && !widens) memcpy(zmq_msg_data(&f->array), array, zmq_msg_size(&f->array));
+    return PS_OK;
 }
 
 int ps_client_send(ps_client *c, int64_t step)
@@ -885,13 +903,16 @@ int ps_client_send(ps_client *c, int64_t step)
     int i, status;
     TRY(check_open(c));
     if (step <= c->last_step || (c->info.steps >= 0 && step >= c->info.steps))
-        return refuse(c, PS_INVALID, "step (%lld) must be above the last one (%lld)%s; number the samples from 0", (long long)step,
-                      (long long)c->last_step, step > c->last_step ? ", and below the steps of a simulation" : "");
+        return refuse(c, PS_INVALID, "step (%lld) must be above the last one (%lld)%s; number the samples from 0",
+                      (long long)step, (long long)c->last_step,
+                      step > c->last_step ? ", and below the steps of a simulation" : "");
     for (i = 0; i < c->num_fields; i++)
         if (c->fields[i].rows < 0)
-            return refuse(c, PS_INVALID, "field (%s) must be in every sample, it is missing; put it too", c->fields[i].name);
-    t = &c->trainers[c->single_trainer >= 0 ? (uint64_t)c->single_trainer
-                                            : ((uint64_t)c->info.simulation + (uint64_t)step) % (uint64_t)c->num_trainers];
+            return refuse(c, PS_INVALID, "field (%s) must be in every sample, it is missing; put it too",
+                          c->fields[i].name);
+    t = &c->trainers[c->single_trainer >= 0
+                         ? (uint64_t)c->single_trainer
+                         : ((uint64_t)c->info.simulation + (uint64_t)step) % (uint64_t)c->num_trainers];
     status = make_sample(c, step, &one);
     for (i = 0; i < c->num_fields; i++) drop_put(&c->fields[i]);
     if (status == PS_OK && (status = wait_for_room(c, t)) != PS_OK) free_sample(c, one);

@@ -47,8 +47,8 @@ typedef struct {
     const char *address;      /* tcp://host:port, printed by the run; NULL = of the environment */
     const char *keys;         /* folder with server.key and client.key_secret, or a client's secret key file; required
                                  beyond this machine; NULL = of the environment, or none */
-    double timeout_s;         /* silence of the run, or of a trainer that is waited for, after which this fails; 0 = 60 s
-                                 for the first answer of the run, then simulations.timeout_s of the run */
+    double timeout_s;         /* silence of the run, or of a trainer that is waited for, after which this fails;
+                                 0 = 60 s for the first answer of the run, then simulations.timeout_s of the run */
     int64_t simulation;       /* its number, from 0; -1 = of the environment */
     const double *parameters; /* the numbers that each sample carries; NULL = of the environment, or none */
     int num_parameters;
@@ -80,8 +80,8 @@ int ps_client_open(ps_client *client, const ps_options *options);
 int ps_client_put(ps_client *client, const char *field, const char *dtype, int dimensions, const int64_t *shape,
                   const void *array);
 
-/* Sends what was put as one step; every field of the run must have been put. Steps count from 0 and increase. Waits while
- * the window to its trainer is full, that is, while the buffer of that trainer is full of unseen samples. */
+/* Sends what was put as one step; every field of the run must have been put. Steps count from 0 and increase. Waits
+ * while the window to its trainer is full, that is, while the buffer of that trainer is full of unseen samples. */
 int ps_client_send(ps_client *client, int64_t step);
 
 /* Waits until every sample is acknowledged and the run knows that this member is done. Of a client that has ended, it

@@ -21,10 +21,11 @@ contains
 
    ! Backward Euler on n x n inner points of the unit square, in the basis of the stencil's eigenvectors.
    subroutine simulate()
-      real(real64), allocatable :: sines(:, :), modes(:, :), inflow(:, :), divisor(:, :), temperature(:, :), eigenvalues(:)
+      real(real64), allocatable :: sines(:, :), modes(:, :), inflow(:, :), divisor(:, :), temperature(:, :)
+      real(real64), allocatable :: eigenvalues(:)
       real(real64) :: h, given(5)
       integer :: n, i, step, steps
-      if (size(client%parameters()) /= size(given)) error stop "heat: parameters must be initial, left, right, bottom, top"
+      if (size(client%parameters()) /= 5) error stop "heat: parameters must be initial, left, right, bottom, top"
       n = client%size("temperature", 1, dimensions=2)
       steps = merge(client%steps(), default_steps, client%steps() >= 0)
       given = client%parameters()

@@ -1,4 +1,4 @@
-! The client of examples/clients/c/ps_client.h in Fortran 2018. Each function returns one of the ps_* constants, as in C.
+! The client of examples/clients/c/ps_client.h in Fortran 2018. Its functions return the constants ps_*, as in C.
 !
 !     type(ps_client) :: client
 !     if (client%open() == ps_ok) then                       ! a simulation that the run has started
@@ -12,8 +12,8 @@
 !     if (client%close() /= ps_ok) print *, client%error()
 !     call client%free()
 !
-! The first index of an array varies fastest: u(nx, ny) is a field of the shape [ny, nx], and the process of a group sends
-! its part of the last dimension.
+! The first index of an array varies fastest: u(nx, ny) is a field of the shape [ny, nx], and the process of a group
+! sends its part of the last dimension.
 module paramserver
    use, intrinsic :: iso_c_binding
    implicit none
@@ -87,7 +87,7 @@ module paramserver
 
 contains
 
-   !> Registers the simulation at the run. What is absent comes from the environment of a simulation that the run started.
+   !> Registers the simulation at the run. What is absent comes from the environment that the run gives.
    integer function open_client(self, address, simulation, parameters, keys, timeout_s, member, members, attempt)
       class(ps_client), intent(inout) :: self
       character(*), intent(in), optional :: address, keys
