@@ -591,7 +591,7 @@ static int reconnect(ps_client *c, trainer *t)
     warn(c, &t->to, "", "has no connection to this client any more; it asks the run for its replacement");
     while (now_s() < deadline) {
         double retry_at;
-        TRY(enroll(c, c->timeout_s, deadline - now_s())); /* the reply waits for the replacement */
+        TRY(enroll(c, c->timeout_s, most(deadline - now_s(), 0.001))); /* the reply waits for the replacement */
         TRY(connect_trainer(c, t));
         retry_at = least(deadline, now_s() + RETRY_S);
         while (now_s() < retry_at && !strcmp(t->to.address, t->address)) {
@@ -671,6 +671,7 @@ static int finish(ps_client *c)
     do { /* again where another coordinator has taken the place of the one that knew this client */
         int status;
         TRY(wait_for_acks(c, NULL, 0));
+        if (coordinator_returned(c)) TRY(enroll(c, c->timeout_s, c->timeout_s)); /* without samples there is no trainer */
         status = request(c, BYE, c->info.sent > c->info.refused ? c->info.sent - c->info.refused : 0, 0, READY,
                          c->timeout_s, c->timeout_s);
         if (status == PS_OVER || (status != PS_OK && !coordinator_returned(c))) return status;

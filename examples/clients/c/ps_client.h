@@ -14,11 +14,12 @@
  *     ps_client_free(client);
  *
  * Use a client from one thread. It starts no thread that calls the program: messages are sent and received inside its
- * calls. Every wait has a deadline, see timeout_s. The protocol is described in docs/protocol.md.
+ * calls, which end when the run is silent for timeout_s. The protocol is described in docs/protocol.md.
  */
 #ifndef PS_CLIENT_H
 #define PS_CLIENT_H
 
+#include <stddef.h>
 #include <stdint.h>
 
 #ifdef __cplusplus

@@ -407,6 +407,16 @@ def test_a_client_that_closes_while_rank_0_is_away_waits_for_it(tmp_path):
         assert_complete(run, 6, 1)
 
 
+@pytest.mark.timeout(60)
+def test_a_client_without_samples_is_closed_by_the_rank_0_that_returns(tmp_path):
+    with Run(tmp_path, 1, count=1, steps=None) as run:
+        client = Sending.client_class(run.coordinator.address).open(0)
+        run.lose_rank_0()
+        run.start_rank_0_again(None, [None])
+        client.close()
+        assert_complete(run, 0, 1)
+
+
 def test_a_client_of_a_run_that_does_not_return_fails_within_its_timeout(tmp_path):
     with Run(tmp_path, 1, count=1) as run:
         client = Sending(run, 0, 6, timeout_s=1.5)
