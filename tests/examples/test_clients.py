@@ -67,30 +67,51 @@ def test_a_solver_that_fails_says_why_and_one_that_is_not_needed_ends_well(run, 
     assert simulate(program, run).returncode == 0
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("program", LANGUAGES)
-def test_a_solver_feeds_a_real_run(tmp_path, fork_server, program):
-    arguments = ["--config", EXAMPLES / "heat" / "config.yaml", "--set", "logging.name=run"]
+def train(fork_server, folder, program, count, steps, *flags, launcher="launch"):
+    """A run of examples/heat that a solver feeds."""
+    arguments = ["--config", EXAMPLES / "heat" / "config.yaml", "--set", "logging.name=run", *flags]
     for override in (
         "simulations.function=null",
         f"simulations.command={build(program)}",
-        "simulations.count=4",
-        "simulations.steps=10",
+        f"simulations.count={count}",
+        f"simulations.steps={steps}",
         "simulations.window=2",
         "simulations.fields.temperature={shape: [6, 6], finite: true}",
-        "buffer={kind: fifo, capacity: 40, watermark: 1}",
+        "buffer={kind: fifo, capacity: 10, watermark: 1}",
         "training.batch_size=5",
         "training.validate_every=0",
-        "checkpoint.best=null",
-        f"logging.run_dir={tmp_path / 'runs'}",
+        "checkpoint={every: 3, best: null}",
+        f"logging.run_dir={folder / 'runs'}",
     ):
         arguments += ["--set", override]
-    code, output = fork_server.run(arguments, tmp_path, timeout_s=90, environ=environment())
-    finished = FinishedRun(code, output, tmp_path / "runs" / "run")
+    code, output = fork_server.run(arguments, folder, 120, environment(), program=launcher)
     assert code == 0, output
-    assert finished.summary["samples"] == 40
-    assert finished.summary["simulations"]["complete"] == 4
-    assert finished.summary["simulations"]["restarted"] == 0
-    streams = [trainer["stream"] for trainer in finished.summary["trainers"]]
-    assert sum(stream["received"] for stream in streams) == 40
-    assert sum(stream["duplicated"] + stream["refused"] for stream in streams) == 0
+    return FinishedRun(code, output, folder / "runs" / "run")
+
+
+def count(finished, name):
+    return sum(trainer["stream"][name] for trainer in finished.summary["trainers"])
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("program", LANGUAGES)
+def test_a_solver_feeds_a_real_run(tmp_path, fork_server, program):
+    finished = train(fork_server, tmp_path, program, 4, 10)
+    assert finished.summary["samples"] == count(finished, "received") == 40
+    simulations = finished.summary["simulations"]
+    assert (simulations["complete"], simulations["restarted"], simulations["lost"]) == (4, 0, 0)
+    assert count(finished, "duplicated") + count(finished, "refused") == 0
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("program", LANGUAGES[:1])
+@pytest.mark.parametrize("lost", ["trainer:1", "server:0"])
+def test_a_solver_survives_the_death_of_a_trainer_and_of_rank_0(tmp_path, fork_server, program, lost):
+    faults = ["--faults", f"kill {lost} @step 6"]  # it is an error if it does not fire
+    finished = train(fork_server, tmp_path, program, 4, 40, *faults, launcher="chaos")
+    simulations = finished.summary["simulations"]
+    assert simulations["complete"] == 4
+    assert finished.summary["samples"] == count(finished, "received") == 160 - simulations["lost"]
+    most = 0 if lost == "server:0" else 10 + 2 * 5  # the content of a buffer, and batches that were not applied
+    assert simulations["lost"] <= most
+    assert simulations["restarted"] == count(finished, "refused") == 0
