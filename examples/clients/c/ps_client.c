@@ -86,15 +86,8 @@ static int refuse(ps_client *c, int status, const char *format, ...)
 }
 
 /* Both end the function that they stand in: a call whose status is not PS_OK, and a condition that must not hold. */
-#define TRY(call)                                                                                                      \
-    do {                                                                                                               \
-        int status_ = (call);                                                                                          \
-        if (status_ != PS_OK) return status_;                                                                          \
-    } while (0)
-#define FAIL_IF(wrong, ...)                                                                                            \
-    do {                                                                                                               \
-        if (wrong) return refuse(c, PS_FAILED, __VA_ARGS__);                                                           \
-    } while (0)
+#define TRY(call) do { int status_ = (call); if (status_ != PS_OK) return status_; } while (0)
+#define FAIL_IF(wrong, ...) do { if (wrong) return refuse(c, PS_FAILED, __VA_ARGS__); } while (0)
 #define NO_MEMORY "there is no memory for this client"
 
 static double least(double a, double b) { return a < b ? a : b; }
@@ -608,8 +601,7 @@ static int reconnect(ps_client *c, trainer *t)
                   t->to.name, c->timeout_s);
 }
 
-/* Sends a heartbeat if one is due, and fails after the trainer's silence; again_at becomes the time of the next call.
- */
+/* Sends a heartbeat if one is due, and fails after the trainer's silence; again_at = when to call this again. */
 static int keep_alive(ps_client *c, trainer *t, double *again_at)
 {
     const double interval_s = least(HEARTBEAT_INTERVAL_S, c->timeout_s / 4);
