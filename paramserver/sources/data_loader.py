@@ -203,8 +203,8 @@ def _with_whole_batches(reading: Reading, hook: str) -> Reading:
         )
     if buffer.kind != "fifo":
         raise UnsupportedConfiguration(
-            f"buffer.kind ({buffer.kind}) must be fifo, as {hook} gives whole batches, which are served in their order; "
-            "set it to fifo, or give samples"
+            f"buffer.kind ({buffer.kind}) must be fifo, as {hook} gives whole batches, which are served in order; set "
+            "it to fifo, or give samples"
         )
     capacity = max(2 * training.accumulate_batches, buffer.capacity // largest)
     config = replace(_with(reading.config, batch_size=1), buffer=replace(buffer, capacity=capacity))
