@@ -184,7 +184,7 @@ def _order_of(sampler: Any, data: Any, partition: Partition, config: Config, hoo
                 f"{partition.index} of {partition.count}; remove it (data is shuffled and dealt anyway), or give "
                 "num_replicas=1 and rank=0"
             )
-    return {"sampler": SamplerOrder(sampler, config.seed, data)}
+    return {"sampler": SamplerOrder(sampler, data, config.seed)}
 
 
 def _with_whole_batches(reading: Reading, hook: str) -> Reading:
