@@ -67,6 +67,11 @@ class SamplerOrder:
         return type(self.sampler).__name__
 
     @property
+    def length(self) -> int:
+        """How many entries each pass has; once a pass has been drawn, this draws none."""
+        return len(self.indices(0)) if self._length is None else self._length
+
+    @property
     def description(self) -> str:
         """What must be the same on every trainer."""
         return f"in the order of {self.name} with checksum {zlib.crc32(repr(self.indices(0)).encode()):08x}"

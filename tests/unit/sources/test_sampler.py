@@ -149,6 +149,16 @@ def test_a_sample_that_a_pass_has_several_times_is_augmented_anew_each_time():
         assert made.fetch_all([key for key, _ in read], range(len(read))) == [sample for _, sample in read]
 
 
+def test_totals_of_a_resumed_source_draw_no_pass():
+    """The feeder thread asks for them, while the training thread draws from the default generators."""
+    options = {"sampler": SamplerOrder(SAMPLERS["weighted"](), range(20), 0)}
+    made = DatasetSource(range(20), Partition(0, 1), seed=0, passes=8, sampler_kwargs=options)
+    made.fetch_all(*zip(*[(key, 100 + n) for n, (key, _) in enumerate(list(made.samples(100))[:3])], strict=True))
+    made.load_state_dict(made.state_dict())
+    options["sampler"]._draw = None
+    assert made.total == 160
+
+
 # Dealing.
 
 orders = st.one_of(
