@@ -10,7 +10,14 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from sampler_tasks import Buckets, Keeps
-from torch.utils.data import BatchSampler, RandomSampler, Sampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from paramserver.errors import TaskError
 from paramserver.rng import seed_all
@@ -39,6 +46,8 @@ SAMPLERS = {
     "own numpy generator": lambda: Keeps(20),
     "set_epoch": lambda: Buckets(20),
     "batches with a generator": lambda: BatchSampler(RandomSampler(range(20), generator=seeded()), 8, drop_last=False),
+    "batches of a user's sampler": lambda: BatchSampler(Keeps(20), 8, drop_last=True),
+    "batches of one with set_epoch": lambda: BatchSampler(DistributedSampler(range(20), 1, 0), 8, drop_last=False),
     "list": lambda: [3, 1, 2],
 }
 
