@@ -125,7 +125,8 @@ class Task:
         """Return the training samples. Called in every trainer.
 
         A map-style data set must be the same for all trainers: the library partitions and shuffles it. An iterable
-        yields the samples of this trainer only.
+        yields the samples of this trainer only. A ``torch.utils.data.DataLoader`` is taken for its data set, with its
+        order, batch size (per trainer), ``collate_fn``, workers and ``drop_last``.
         """
         raise TaskError(_missing(self, "train_source"))
 
@@ -140,6 +141,14 @@ class Task:
 
         A dictionary chooses another interval: ``{"scheduler": s, "every": "epoch"}`` or
         ``{"scheduler": s, "every": "validation", "metric": "loss"}``. Called after ``build_optimizer``.
+        """
+        return None
+
+    def sampler(self, partition: Partition) -> Any:
+        """Return the order of a pass over the map-style data set of ``train_source``; None = shuffled.
+
+        A sampler of ``torch.utils.data``, or any iterable of indices, or of lists of indices that are whole batches. It
+        must be the same on every trainer: the library draws each pass and deals it to the trainers.
         """
         return None
 
@@ -290,6 +299,20 @@ def _describe_sample(sample: Any) -> str:
 def uses_default_batching(task: Task) -> bool:
     """Whether batches are plain stacks of samples, so that a buffer may gather them without a call per sample."""
     return type(task).process_sample is Task.process_sample and type(task).collate is Task.collate
+
+
+def sampler_of(task: Task, partition: Partition) -> Any:
+    """Return what ``Task.sampler`` returns.
+
+    Raises:
+        TaskError: the task has an attribute of this name instead.
+    """
+    if "sampler" in vars(task):
+        raise TaskError(
+            f"{type(task).__name__} has an attribute sampler ({type(task.sampler).__name__}), the name of a method of "
+            "Task; return it from sampler(self, partition), or rename it"
+        )
+    return task.sampler(partition)
 
 
 def make_task(config: Config, folders: Sequence[Path], create_task: Callable[..., Task] | None = None) -> Task:
