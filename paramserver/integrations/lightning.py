@@ -326,7 +326,7 @@ class LightningTask(Task):
         if self._validation_values is not None:
             self._validation_values[name] = value
             return
-        number = float(value)
+        number = float(value.detach() if isinstance(value, Tensor) else value)
         self.values[name] = number
         if self._in_batch and on_epoch:
             weight = float(batch_size or self.trainer.batch_samples)
@@ -341,140 +341,86 @@ class LightningTask(Task):
 
 
 class TrainerStandIn:
-    """What ``self.trainer`` is in a module and a datamodule: these members of Lightning's ``Trainer``, no others.
+    """What ``self.trainer`` is in a module and a datamodule: the ``MEMBERS`` of Lightning's ``Trainer``, no others.
 
     Ranks count trainers only. Where no trainer runs (on a server, in ``--dry_run``) there are no steps, ranks and values.
     """
 
-    logger = None
-    loggers: tuple[Any, ...] = ()
-    callbacks: tuple[Any, ...] = ()
-    progress_bar_callback = None
-    barebones = fast_dev_run = sanity_checking = testing = predicting = False
-
     def __init__(self, task: LightningTask) -> None:
         vars(self)["_task"] = task
-        vars(self)["_stops"] = False
 
     def __getattr__(self, name: str) -> Any:
-        raise NoSuchMember(f"self.trainer has no {name} in a LightningTask; it has {', '.join(MEMBERS)}")
+        if name not in MEMBERS:
+            raise NoSuchMember(f"self.trainer has no {name} in a LightningTask; it has {', '.join(sorted(MEMBERS))}")
+        return MEMBERS[name](self._task)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name != "should_stop":
             raise NoSuchMember(f"self.trainer.{name} cannot be set in a LightningTask; only should_stop can")
-        if value and not self._stops:
-            vars(self)["_stops"] = True
-            self._trainer.stop("the module set trainer.should_stop")
+        vars(self)[name] = value
+        if value:
+            _trainer_of(self._task).stop("the module set trainer.should_stop")
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a worker process that reads the data has no trainer
 
-    @property
-    def _trainer(self) -> Any:
-        trainer = self._task.trainer
-        if trainer is None:
-            raise TaskError(
-                "self.trainer has no steps, ranks and values in a process that does not train; a server calls "
-                "prepare_data, setup, configure_optimizers and on_before_optimizer_step"
-            )
-        return trainer
 
-    # Progress. ``paramserver evaluate`` has what the checkpoint stored.
-
-    @property
-    def global_step(self) -> int:
-        return int(getattr(self._trainer, "step", self._task.resumed["global_step"]))
-
-    @property
-    def current_epoch(self) -> int:
-        progress = getattr(self._trainer, "progress", None)
-        return int(self._task.resumed["epoch"] if progress is None else progress.epoch)
-
-    @property
-    def callback_metrics(self) -> dict[str, Tensor]:
-        return {name: torch.tensor(value) for name, value in self._task.values.items()}
-
-    logged_metrics = callback_metrics
-
-    @property
-    def training(self) -> bool:
-        return not self._task.is_validating
-
-    @property
-    def validating(self) -> bool:
-        return self._task.is_validating
-
-    @property
-    def should_stop(self) -> bool:
-        return bool(vars(self)["_stops"])
-
-    # Limits.
-
-    @property
-    def max_epochs(self) -> int:
-        limit = self._task.config.training.max_epochs
-        return -1 if limit is None else limit
-
-    @property
-    def max_steps(self) -> int:
-        limit = self._task.config.training.max_steps
-        return -1 if limit is None else limit
-
-    @property
-    def accumulate_grad_batches(self) -> int:
-        return int(self._task.config.training.accumulate_batches)
-
-    @property
-    def estimated_stepping_batches(self) -> int | float:
-        config, limit = self._task.config, self.max_steps if self.max_steps > 0 else math.inf
-        trainers = num_trainers_of(config)
-        most = 0
-        for index in range(trainers):
-            source = make_source(self._task.train_source(partition := Partition(index, trainers)), partition, config)
-            if source.total is None:
-                return limit
-            buffer = make_buffer("fifo", capacity=config.buffer.capacity, pseudo_epochs=config.buffer.pseudo_epochs)
-            batches = buffer.expected_batches(source.total, config.training.batch_size)
-            buffer.close()
-            assert batches is not None  # of a fifo
-            most = max(most, math.ceil(batches / config.training.accumulate_batches))
-        # An update takes the gradients of all trainers, of all but the backup trainers, or of one that runs freely.
-        is_sync = not mode_of(config).has_servers or config.server.consistency == "sync"
-        backups = config.server.backup_trainers if mode_of(config).has_servers else 0
-        return min(limit, math.ceil(most * trainers / (trainers - backups if is_sync else 1)))
-
-    # Processes.
-
-    @property
-    def world_size(self) -> int:
-        return num_trainers_of(self._task.config)
-
-    @property
-    def global_rank(self) -> int:
-        return int(self._trainer.trainer_index)
-
-    @property
-    def local_rank(self) -> int:
-        identity = self._trainer.process.identity
-        first = identity.global_rank - identity.local_rank
-        return int(identity.local_rank - max(num_servers_of(self._task.config) - first, 0))
-
-    @property
-    def is_global_zero(self) -> bool:
-        return self._task.trainer is not None and self.global_rank == 0
-
-    # Objects.
-
-    @property
-    def datamodule(self) -> Any:
-        return self._task.datamodule
-
-    @property
-    def lightning_module(self) -> Any:
-        return self._task.module
+def _trainer_of(task: Task) -> Any:
+    if task.trainer is None:
+        raise TaskError(
+            "self.trainer has no steps, ranks and values in a process that does not train; a server calls prepare_data, "
+            "setup, configure_optimizers and on_before_optimizer_step only"
+        )
+    return task.trainer
 
 
-MEMBERS = sorted(name for name in vars(TrainerStandIn) if not name.startswith("_"))
+def _local_rank(task: Task) -> int:
+    identity = _trainer_of(task).process.identity
+    servers_here = num_servers_of(task.config) - (identity.global_rank - identity.local_rank)
+    return int(identity.local_rank - max(servers_here, 0))
+
+
+def _estimate_updates(task: Task) -> float:
+    """Return the number of updates until a limit: of steps, or of passes over the data. Others are not known before."""
+    config, trainers = task.config, num_trainers_of(task.config)
+    limit, batches = config.training.max_steps or math.inf, 0
+    for partition in (Partition(index, trainers) for index in range(trainers)):
+        total = make_source(task.train_source(partition), partition, config).total
+        if total is None:
+            return limit
+        buffer = make_buffer("fifo", capacity=config.buffer.capacity, pseudo_epochs=config.buffer.pseudo_epochs)
+        batches = max(batches, buffer.expected_batches(total, config.training.batch_size) or 0)
+        buffer.close()
+    # An update takes the gradients of all trainers, of all but the backup trainers, or of one that runs freely.
+    taken = trainers
+    if mode_of(config).has_servers:
+        taken = trainers - config.server.backup_trainers if config.server.consistency == "sync" else 1
+    return min(limit, math.ceil(math.ceil(batches / config.training.accumulate_batches) * trainers / taken))
+
+
+# ``paramserver evaluate`` has the progress that the checkpoint stored.
+MEMBERS: dict[str, Callable[[LightningTask], Any]] = {
+    "global_step": lambda task: getattr(_trainer_of(task), "step", task.resumed["global_step"]),
+    "current_epoch": lambda task: getattr(getattr(_trainer_of(task), "progress", None), "epoch", task.resumed["epoch"]),
+    "callback_metrics": lambda task: {name: torch.tensor(value) for name, value in task.values.items()},
+    "logged_metrics": lambda task: {name: torch.tensor(value) for name, value in task.values.items()},
+    "training": lambda task: not task.is_validating,
+    "validating": lambda task: task.is_validating,
+    "max_epochs": lambda task: task.config.training.max_epochs or -1,
+    "max_steps": lambda task: task.config.training.max_steps or -1,
+    "estimated_stepping_batches": _estimate_updates,
+    "accumulate_grad_batches": lambda task: task.config.training.accumulate_batches,
+    "world_size": lambda task: num_trainers_of(task.config),
+    "global_rank": lambda task: _trainer_of(task).trainer_index,
+    "local_rank": _local_rank,
+    "is_global_zero": lambda task: task.trainer is not None and task.trainer.trainer_index == 0,
+    "datamodule": lambda task: task.datamodule,
+    "lightning_module": lambda task: task.module,
+    "should_stop": lambda task: False,  # until the module sets it
+    **dict.fromkeys(("sanity_checking", "testing", "predicting", "fast_dev_run", "barebones"), lambda task: False),
+    **dict.fromkeys(("logger", "progress_bar_callback"), lambda task: None),
+    **dict.fromkeys(("loggers", "callbacks"), lambda task: []),
+}
 
 
 class _Schedules:
