@@ -129,7 +129,8 @@ class Task:
         """Return the training samples. Called in every trainer.
 
         A map-style data set must be the same for all trainers: the library partitions and shuffles it. An iterable
-        yields the samples of this trainer only.
+        yields the samples of this trainer only. A ``torch.utils.data.DataLoader`` is taken for its data set, with its
+        order, batch size (per trainer), ``collate_fn``, workers and ``drop_last``.
         """
         raise TaskError(_missing(self, "train_source"))
 
@@ -144,6 +145,14 @@ class Task:
 
         A dictionary chooses another interval: ``{"scheduler": s, "every": "epoch"}`` or
         ``{"scheduler": s, "every": "validation", "metric": "loss"}``. Called after ``build_optimizer``.
+        """
+        return None
+
+    def sampler(self, partition: Partition) -> Any:
+        """Return the order of a pass over the map-style data set of ``train_source``; None = shuffled.
+
+        A sampler of ``torch.utils.data``, or any iterable of indices, or of lists of indices that are whole batches. It
+        must be the same on every trainer: the library draws each pass and deals it to the trainers.
         """
         return None
 

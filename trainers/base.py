@@ -6,12 +6,12 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
-from torch.utils.data import Subset
+from torch.utils.data import DataLoader
 
 from paramserver.buffers.positions import AppliedPositions
 from paramserver.checkpoint import StagingPool, check_storable, stage_copy, unpack
@@ -37,11 +37,12 @@ from paramserver.rng import random_states, restore_random_states, seed_all
 from paramserver.runs.checkpoint_manager import CheckpointManager
 from paramserver.runs.monitor import RunMonitor
 from paramserver.sources import Partition
+from paramserver.sources.data_loader import is_map_style
 from paramserver.sources.dataset import DatasetSource
 from paramserver.task import Task
 from paramserver.transport.messages import DataPosition
 from trainers.data import DataStream
-from trainers.validation import evaluate, validation_batches
+from trainers.validation import ValidationShare, evaluate, validation_batches
 
 T = TypeVar("T")
 
@@ -290,8 +291,10 @@ class Trainer(ABC):
         if data_sets.setdefault("partition", partition) != partition:  # the trainers are others now
             data_sets["partition"] = partition
             data_sets.pop("validation", None)
+            if isinstance(data_sets.get("train"), DataLoader):  # its sampler may be that of a share
+                del data_sets["train"]
         samples = data_sets["train"] if "train" in data_sets else self.task.train_source(partition)
-        if hasattr(samples, "__len__") and hasattr(samples, "__getitem__"):
+        if is_map_style(samples.dataset if isinstance(samples, DataLoader) else samples):
             data_sets["train"] = samples
         self.data = self.enter_context(
             DataStream(
@@ -330,13 +333,11 @@ class Trainer(ABC):
 
     def _check_data(self) -> None:
         """Refuse data sets of different lengths: the library partitions one data set, and would leave samples out."""
-        length = self.data.source.length if isinstance(self.data.source, DatasetSource) else None
         held = getattr(self.validation_loader, "dataset", None)
-        valid_length = len(held.dataset) if isinstance(held, Subset) else None  # type: ignore[arg-type]
-        for name, samples in (("train_source", length), ("validation_source", valid_length)):
+        for name, share in (("train_source", self.data.source), ("validation_source", held)):
             self.check_equal(
                 name,
-                ["no data set" if samples is None else f"a data set of {samples} samples"],
+                [share.description if isinstance(share, (DatasetSource, ValidationShare)) else "no data set"],
                 "must return the same data set on every trainer, as it is partitioned among them",
                 "return an iterable, or a paramserver.sources.Source, for samples of each trainer's own",
             )
@@ -441,7 +442,7 @@ class Trainer(ABC):
             stop, reason = Stop.LIMIT, limit
         else:
             return announcement
-        return Announcement(announcement.readiness, announcement.batches, stop, reason)
+        return replace(announcement, stop=stop, reason=reason)
 
     def _between_steps(self, decision: Decision) -> None:
         """With trainers that run freely: validate a retained version, or do at a barrier all that is due."""

@@ -40,14 +40,24 @@ class SampleReader:
         self.reads_groups = hasattr(dataset, "__getitems__")
         self._draws = False
 
-    def read(self, epoch: int, indices: Sequence[int], skip: int = 0) -> tuple[Sequence[Any], BaseException | None]:
+    def read(self, epoch: int, indices: Sequence[Any], skip: int = 0) -> tuple[Sequence[Any], BaseException | None]:
         """Return the samples of ``indices``, without the first ``skip``, up to one that raises, and what it raised.
+
+        Where an index is a tuple of indices, its sample is a whole batch: the list of their samples.
 
         Args:
             epoch: the pass over the data set.
             indices: those of one call of ``__getitems__``, where the data set has it.
             skip: how many samples are not needed; ``__getitems__`` reads them too, for the random numbers of the rest.
         """
+        if indices and isinstance(indices[0], tuple):
+            batches: list[list[Any]] = []
+            for batch in indices[skip:]:
+                samples, error = self.read(epoch, batch)
+                if error is not None:
+                    return batches, error
+                batches.append(list(samples))
+            return batches, None
         if self.rows is not None:
             return self.rows.take(indices[skip:]), None
         if not self._draws:
