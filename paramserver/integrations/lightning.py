@@ -29,6 +29,7 @@ from paramserver.importing import source_file
 from paramserver.metrics.reduction import Reduction
 from paramserver.rng import random_states, restore_random_states, seed_all
 from paramserver.sources import Partition, make_source
+from paramserver.sources.data_loader import read_as
 from paramserver.task import Task
 from trainers.validation import eval_mode
 
@@ -87,6 +88,7 @@ class LightningTask(Task):
         self._loaders: dict[str, Any] = {}
         self._schedules: list[Any] = []
         self._in_batch = False
+        self._epoch = -1
         self._first_batch: int | None = None  # of the epoch
         self._sums: dict[str, tuple[str, float, float]] = {}  # of the epoch: reduction, value and weight by name
         self._validation_values: dict[str, Any] | None = None
@@ -174,10 +176,10 @@ class LightningTask(Task):
         loader = self.loader("train_dataloader")
         if loader is None:
             raise TaskError(f"{type(self._given).__name__} has no train_dataloader; write one, or give a datamodule")
-        return _data_set_of(loader)
+        return loader
 
     def validation_source(self, partition: Partition) -> Any:
-        return _data_set_of(self.loader("val_dataloader")) if _overrides(self._given, "validation_step") else None
+        return self.loader("val_dataloader") if _overrides(self._given, "validation_step") else None
 
     def loader(self, name: str) -> Any:
         """Return the DataLoader that the method ``name`` of the datamodule or the module gives; None without one."""
@@ -249,7 +251,8 @@ class LightningTask(Task):
         self._call("on_fit_start", "on_train_start")
 
     def on_epoch_start(self, epoch: int) -> None:
-        self._first_batch = None
+        if epoch != self._epoch:  # not where a run continues in an epoch
+            self._epoch, self._first_batch, self._sums = epoch, None, {}
         self._call("on_train_epoch_start")
 
     def on_validation_start(self, batch_idx: int) -> None:
@@ -264,8 +267,7 @@ class LightningTask(Task):
         self.is_validating = False
 
     def on_epoch_end(self, epoch: int) -> None:
-        sums, self._sums = self._sums, {}
-        for name, (reduction, value, weight) in sums.items():
+        for name, (reduction, value, weight) in self._sums.items():
             self.values[name] = value / weight if reduction == "mean" else value
             self.log(name, self.values[name], cast(Reduction, reduction))
         self._call("on_train_epoch_end")
@@ -275,11 +277,11 @@ class LightningTask(Task):
         self.module.on_save_checkpoint(of_module)
         state["module"] = of_module
         state["datamodule"] = {} if self.datamodule is None else self.datamodule.state_dict()
-        state["values"], state["sums"], state["first_batch"] = dict(self.values), dict(self._sums), self._first_batch
+        state["values"], state["epoch"] = dict(self.values), (self._epoch, self._first_batch, dict(self._sums))
 
     def on_resume(self, state: dict[str, Any]) -> None:
-        self.values, self._sums, self._first_batch = state["values"], state["sums"], state["first_batch"]
-        self.resumed = state["module"]
+        self.values, self.resumed = state["values"], state["module"]
+        self._epoch, self._first_batch, self._sums = state["epoch"]
         self.module.on_load_checkpoint(state["module"])
         if self.datamodule is not None:
             self.datamodule.load_state_dict(state["datamodule"])
@@ -385,11 +387,12 @@ def _estimate_updates(task: Task) -> float:
     config, trainers = task.config, num_trainers_of(task.config)
     limit, batches = config.training.max_steps or math.inf, 0
     for partition in (Partition(index, trainers) for index in range(trainers)):
-        total = make_source(task.train_source(partition), partition, config).total
+        reading = read_as(task.train_source(partition), partition, config)
+        total = make_source(reading, partition, config).total
         if total is None:
             return limit
         buffer = make_buffer("fifo", capacity=config.buffer.capacity, pseudo_epochs=config.buffer.pseudo_epochs)
-        batches = max(batches, buffer.expected_batches(total, config.training.batch_size) or 0)
+        batches = max(batches, buffer.expected_batches(total, reading.config.training.batch_size) or 0)
         buffer.close()
     # An update takes the gradients of all trainers, of all but the backup trainers, or of one that runs freely.
     taken = trainers
@@ -522,7 +525,3 @@ def _single_loader(name: str, owner: Any) -> Any:
             "torch.utils.data.DataLoader, and not several"
         )
     return loader
-
-
-def _data_set_of(loader: Any) -> Any:
-    return None if loader is None else loader.dataset

@@ -8,7 +8,6 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from paramserver.integrations.lightning import LightningTask
-from trainers import LocalTrainer
 
 SAMPLES, BATCH, EPOCHS, STEPS = 64, 8, 3, 8
 
@@ -135,7 +134,10 @@ class Everything(Regression):
         optimizer = torch.optim.Adam(self.parameters())
         return {
             "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps), "interval": "step"},
+            "lr_scheduler": {
+                "scheduler": lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps),
+                "interval": "step",
+            },
         }
 
     def on_before_optimizer_step(self, optimizer):
@@ -164,8 +166,8 @@ class Everything(Regression):
 
 
 class RegressionTask(LightningTask):
-    def __init__(self, kind="Regression", **options):
-        super().__init__(globals()[kind](**options), Points())
+    def __init__(self, kind="Regression", datamodule=True, **options):
+        super().__init__(globals()[kind](**options), Points() if datamodule else None)
 
 
 class Boring(LightningTask):
@@ -176,7 +178,3 @@ class Boring(LightningTask):
 class Demo(LightningTask):
     def __init__(self):
         super().__init__(DemoModel(), BoringDataModule())
-
-
-class InOrder(LocalTrainer):
-    sampler_kwargs = {"shuffle": False}
