@@ -97,6 +97,14 @@ class LightningTask(Task):
             # Only then: with this hook gradients are not sent during the backward.
             self.on_batch_end = self._end_batch  # type: ignore[method-assign]
 
+    def keyword_arguments(self) -> dict[str, Any]:
+        if type(self) is LightningTask:
+            raise TaskError(
+                "a LightningTask cannot be given as an instance, as each process makes its own module; give a class "
+                "MyTask(LightningTask), whose __init__ calls super().__init__(MyModule(), MyData())"
+            )
+        return super().keyword_arguments()
+
     # Model, optimizer and data.
 
     def build_model(self) -> nn.Module:
@@ -108,8 +116,8 @@ class LightningTask(Task):
         module: nn.Module = copy.deepcopy(self._given)
         self.module = module
         # A function, not a bound method: a copy of the module must not copy this task.
-        module.log = lambda *args, **kwargs: self._log(*args, **kwargs)
-        owners = [owner for owner in (self.datamodule, module) if owner is not None]
+        vars(module)["log"] = lambda *args, **kwargs: self._log(*args, **kwargs)
+        owners: list[Any] = [owner for owner in (self.datamodule, module) if owner is not None]
         for owner in owners:
             owner.trainer = self._stand_in
             self._prepare_data(owner)
@@ -206,11 +214,12 @@ class LightningTask(Task):
         batch_idx -= self._first_batch
         if module.on_train_batch_start(batch, batch_idx) == -1:
             raise TaskError(
-                "on_train_batch_start returned -1, and an epoch cannot be ended early; set self.trainer.should_stop, or "
-                "leave out samples in the data set"
+                "on_train_batch_start returned -1, and an epoch cannot end early; set self.trainer.should_stop, or leave "
+                "out samples in the data set"
             )
-        step: Callable[..., Any] = module.training_step if model is module else _forward_redirection(model, module)
-        outputs = step(*_arguments_of(module.training_step, batch, batch_idx))
+        arguments = _arguments_of(module.training_step, batch, batch_idx)
+        is_wrapped = model is not self.module
+        outputs = _redirect_forward(model, module, arguments) if is_wrapped else module.training_step(*arguments)
         outputs = dict(outputs) if isinstance(outputs, Mapping) else {"loss": outputs}
         loss = outputs.get("loss")
         if not isinstance(loss, Tensor):
@@ -334,9 +343,10 @@ class LightningTask(Task):
             weight = float(batch_size or self.trainer.batch_samples)
             key = f"{name}_epoch" if on_step is not False else name
             _, total, weights = self._sums.get(key, (reduction, -math.inf if reduction == "max" else 0.0, 0.0))
-            total = (
-                max(total, number) if reduction == "max" else total + number * (weight if reduction == "mean" else 1)
-            )
+            if reduction == "max":
+                total = max(total, number)
+            else:
+                total += number * weight if reduction == "mean" else number
             self._sums[key] = reduction, total, weights + weight
         if logger is not False and (on_step is not False or not self._in_batch):
             self.log(f"{name}_step" if self._in_batch and on_epoch else name, number, cast(Reduction, reduction))
@@ -345,7 +355,7 @@ class LightningTask(Task):
 class TrainerStandIn:
     """What ``self.trainer`` is in a module and a datamodule: the ``MEMBERS`` of Lightning's ``Trainer``, no others.
 
-    Ranks count trainers only. Where no trainer runs (on a server, in ``--dry_run``) there are no steps, ranks and values.
+    Ranks count trainers only. Where no trainer runs, as on a server, there are no steps, ranks and values.
     """
 
     def __init__(self, task: LightningTask) -> None:
@@ -370,8 +380,8 @@ class TrainerStandIn:
 def _trainer_of(task: Task) -> Any:
     if task.trainer is None:
         raise TaskError(
-            "self.trainer has no steps, ranks and values in a process that does not train; a server calls prepare_data, "
-            "setup, configure_optimizers and on_before_optimizer_step only"
+            "self.trainer has no steps, ranks and values in a process that does not train; a server only calls "
+            "prepare_data, setup, configure_optimizers and on_before_optimizer_step"
         )
     return task.trainer
 
@@ -383,7 +393,7 @@ def _local_rank(task: Task) -> int:
 
 
 def _estimate_updates(task: Task) -> float:
-    """Return the number of updates until a limit: of steps, or of passes over the data. Others are not known before."""
+    """Return the number of updates until ``max_steps`` or ``max_epochs``; gradients that are dropped make it less."""
     config, trainers = task.config, num_trainers_of(task.config)
     limit, batches = config.training.max_steps or math.inf, 0
     for partition in (Partition(index, trainers) for index in range(trainers)):
@@ -477,8 +487,8 @@ def _check(module: Any, datamodule: Any) -> None:
         )
     if not module.automatic_optimization:
         raise TaskError(
-            f"{name}.automatic_optimization (False) must be True for a LightningTask; let training_step return the loss, "
-            "and remove the backward and the step"
+            f"{name}.automatic_optimization (False) must be True for a LightningTask; let training_step return the "
+            "loss, and remove the backward and the step"
         )
     for method in ("training_step", "configure_optimizers"):
         if not _overrides(module, method):
@@ -497,20 +507,16 @@ def _arguments_of(step: Callable[..., Any], batch: Any, batch_idx: int) -> tuple
     return (batch, batch_idx) if takes_more else (batch,)
 
 
-def _forward_redirection(wrapper: nn.Module, module: Any) -> Callable[..., Any]:
-    """Return a function that calls ``training_step`` through the wrapper, as a forward, so that it averages gradients."""
+def _redirect_forward(wrapper: nn.Module, module: Any, arguments: tuple[Any, ...]) -> Any:
+    """Call ``training_step`` as the forward of the wrapper, which thus averages its gradients."""
+    forward = module.forward
 
-    def step(*arguments: Any) -> Any:
-        forward = module.forward
+    def redirected(*inputs: Any) -> Any:
+        module.forward = forward  # which training_step calls
+        return module.training_step(*inputs)
 
-        def redirected(*inputs: Any) -> Any:
-            module.forward = forward  # training_step calls the module's own
-            return module.training_step(*inputs)
-
-        module.forward = redirected
-        return wrapper(*arguments)
-
-    return step
+    module.forward = redirected
+    return wrapper(*arguments)
 
 
 def _single_loader(name: str, owner: Any) -> Any:

@@ -1,5 +1,9 @@
 """Lightning modules that the tests train, here and with Lightning's own Trainer."""
 
+import os
+import time
+from pathlib import Path
+
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel, DemoModel
@@ -81,12 +85,33 @@ class Points(LightningDataModule):
         return DataLoader(self.valid, batch_size=BATCH)
 
 
-HOOKS = (
-    "on_fit_start on_fit_end on_train_start on_train_end on_train_epoch_start on_train_epoch_end on_train_batch_start "
-    "on_train_batch_end on_validation_start on_validation_end on_validation_epoch_start on_validation_epoch_end "
-    "on_validation_batch_start on_validation_batch_end on_before_backward on_after_backward on_before_optimizer_step "
-    "prepare_data setup teardown configure_optimizers training_step validation_step train_dataloader val_dataloader"
-).split()
+HOOKS = [
+    "on_fit_start",
+    "on_fit_end",
+    "on_train_start",
+    "on_train_end",
+    "on_train_epoch_start",
+    "on_train_epoch_end",
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_validation_start",
+    "on_validation_end",
+    "on_validation_epoch_start",
+    "on_validation_epoch_end",
+    "on_validation_batch_start",
+    "on_validation_batch_end",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "prepare_data",
+    "setup",
+    "teardown",
+    "configure_optimizers",
+    "training_step",
+    "validation_step",
+    "train_dataloader",
+    "val_dataloader",
+]
 CALLS = []
 
 
@@ -163,6 +188,27 @@ class Everything(Regression):
     def on_save_checkpoint(self, checkpoint):
         trainer = self.trainer
         checkpoint["seen"] = {**self.seen, "ranks": (trainer.global_rank, trainer.local_rank, trainer.is_global_zero)}
+
+
+class LogsGradients(Regression):
+    def on_before_optimizer_step(self, optimizer):
+        self.log("norm", self.net[0].weight.grad.norm())
+
+
+class PreparedPoints(Points):
+    def __init__(self, folder):
+        super().__init__()
+        self.folder = Path(folder)
+
+    def prepare_data(self):
+        began = time.monotonic()
+        time.sleep(0.1)  # the time of a download, in which no other process may begin one
+        (self.folder / f"prepared-{os.getpid()}").write_text(f"{began} {time.monotonic()}")
+
+
+class Prepared(LightningTask):
+    def __init__(self, folder):
+        super().__init__(Regression(), PreparedPoints(folder))
 
 
 class RegressionTask(LightningTask):
