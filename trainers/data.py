@@ -40,7 +40,7 @@ def collate_of(task: Task, reading: Reading, hook: str) -> Callable[[list[Any]],
         return task.collate
     if type(task).collate is not Task.collate:
         raise TaskError(
-            f"{type(task).__name__} has the method collate, and the DataLoader of {hook} a collate_fn; remove one of them"
+            f"{type(task).__name__} has the method collate, and the DataLoader of {hook} a collate_fn; remove one"
         )
     return reading.collate
 
@@ -110,8 +110,7 @@ class DataStream:
             if self.training.loader_workers:
                 if reading.init_fn is not None and task.worker_init_fn is not None:
                     raise TaskError(
-                        f"{type(task).__name__} has worker_init_fn, and the DataLoader of train_source has one; remove "
-                        "one of them"
+                        f"{type(task).__name__} and the DataLoader of train_source have a worker_init_fn; remove one"
                     )
                 init_fn = reading.init_fn or task.worker_init_fn
                 self.source.use_workers(WorkerOptions(self.training.loader_workers, init_fn, partition.index))

@@ -60,6 +60,8 @@ def _rank_text(role: Role, config: Config, task: Task, trainers: int) -> str:
     buffer.close()
     check_watermark(watermark, total, partition)
     first = f", the first from {watermark} samples on" if watermark else ""
+    if reading.gives_batches:
+        return f"{role} on {devices}, {batches} whole batches{first}"
     return f"{role} on {devices}, {total} samples, {'unknown' if batches is None else batches} batches{first}"
 
 

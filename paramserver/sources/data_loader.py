@@ -156,6 +156,8 @@ def _taken_apart(loader: DataLoader[Any], partition: Partition, config: Config, 
             )
         order = sampler
     options = _order_of(order, data, partition, config, hook)
+    if loader.batch_size is not None and "sampler" in options and options["sampler"].gives_batches:
+        raise TaskError(f"{options['sampler'].name} of {hook} gives lists of indices; give it as batch_sampler")
     if loader.drop_last:
         options["multiple"] = loader.batch_size
     return Reading(data, config, options, collate, loader.worker_init_fn)
@@ -190,8 +192,6 @@ def _with_whole_batches(reading: Reading, hook: str) -> Reading:
     sampler: SamplerOrder | None = reading.options.get("sampler")
     largest = reading.largest_batch
     if sampler is not None and sampler.gives_batches:
-        if "multiple" in reading.options:
-            raise TaskError(f"{sampler.name} of {hook} gives lists of indices; give it as batch_sampler")
         largest = max(map(len, sampler.indices(0)))  # type: ignore[arg-type]
     if largest is None or hook == "validation_source":
         return replace(reading, largest_batch=largest)
@@ -203,8 +203,8 @@ def _with_whole_batches(reading: Reading, hook: str) -> Reading:
         )
     if buffer.kind != "fifo":
         raise UnsupportedConfiguration(
-            f"buffer.kind ({buffer.kind}) must be fifo, as {hook} gives whole batches, which are served in their order; "
-            "set it to fifo, or give samples"
+            f"buffer.kind ({buffer.kind}) must be fifo, as {hook} gives whole batches, which are served in order; set "
+            "it to fifo, or give samples"
         )
     capacity = max(2 * training.accumulate_batches, buffer.capacity // largest)
     config = replace(_with(reading.config, batch_size=1), buffer=replace(buffer, capacity=capacity))

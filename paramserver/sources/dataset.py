@@ -41,7 +41,7 @@ def deal(
 ) -> list[Any]:
     """Return the indices of one trainer's share of one pass.
 
-    Without a sampler the order is that of ``torch.utils.data.DistributedSampler``: a permutation seeded with ``seed + epoch``, of which
+    The order is that of ``torch.utils.data.DistributedSampler``: a permutation seeded with ``seed + epoch``, of which
     trainer i gets every ``count``-th index from the i-th on. By default the tail is neither padded nor dropped, so each
     sample is assigned exactly once; ``pad`` repeats indices from the front and ``drop_last`` drops the tail, as there.
 
@@ -51,7 +51,7 @@ def deal(
         seed, epoch: of the permutation.
         shuffle, drop_last, pad: as above.
         multiple: the tail of each share is dropped, so that this divides its length.
-        sampler: gives the order instead of a permutation: indices, or whole batches of them.
+        sampler: gives the order in place of a permutation: indices, or whole batches of them.
 
     Example::
 

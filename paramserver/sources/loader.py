@@ -64,8 +64,8 @@ def pickle_data(dataset: Any, options: WorkerOptions, sampler: Any = None) -> by
         kind = type(dataset)
         raise TaskError(
             f"the training data set ({kind.__module__}.{kind.__qualname__}) and worker_init_fn must be picklable "
-            f"to be sent to worker processes ({type(error).__name__}: {error}); define what they consist of at the top of a "
-            f"module and open files in __getitem__, or use training.loader_workers: 0, not {options.count}"
+            f"to be sent to worker processes ({type(error).__name__}: {error}); define what they consist of at the top "
+            f"of a module and open files in __getitem__, or use training.loader_workers: 0, not {options.count}"
         ) from error
 
 
