@@ -88,7 +88,7 @@ class Trainer(ABC):
         lockstep: whether all trainers take every step together.
         records: not sent to rank 0 yet.
         all_totals: of every trainer, on rank 0 after the run.
-        validation_values: the means of the last validation; with trainers that run freely, those of its own share.
+        validation: the means of the last validation; with trainers that run freely, those of its own share.
 
     Example::
 
@@ -122,7 +122,7 @@ class Trainer(ABC):
         self.records: list[Record] = []
         self.wire_bytes = 0
         self.all_totals: list[TrainerTotals] = []
-        self.validation_values: Mapping[str, float] = {}
+        self.validation: Mapping[str, float] = {}
         self.validation_loader: Iterable[tuple[Any, int]] | None = None
         self._stop_reason = ""
         self._batch_samples = 1  # of the batch whose step is computed
@@ -587,7 +587,7 @@ class Trainer(ABC):
                 self.config.training.precision,
                 self._device,
             )
-            self.validation_values, improved = self.merge_validation(sums)
+            self.validation, improved = self.merge_validation(sums)
             self.task.on_validation_end(self.progress.batch_idx)
         self.clock.skip()
         return improved

@@ -97,14 +97,6 @@ class LightningTask(Task):
             # Only then: with this hook gradients are not sent during the backward.
             self.on_batch_end = self._end_batch  # type: ignore[method-assign]
 
-    def keyword_arguments(self) -> dict[str, Any]:
-        if type(self) is LightningTask:
-            raise TaskError(
-                "a LightningTask cannot be given as an instance, as each process makes its own module; give a class "
-                "MyTask(LightningTask), whose __init__ calls super().__init__(MyModule(), MyData())"
-            )
-        return super().keyword_arguments()
-
     # Model, optimizer and data.
 
     def build_model(self) -> nn.Module:
@@ -214,8 +206,8 @@ class LightningTask(Task):
         batch_idx -= self._first_batch
         if module.on_train_batch_start(batch, batch_idx) == -1:
             raise TaskError(
-                "on_train_batch_start returned -1, and an epoch cannot end early; set self.trainer.should_stop, or leave "
-                "out samples in the data set"
+                "on_train_batch_start returned -1, and an epoch cannot end early; set self.trainer.should_stop, or "
+                "leave out samples in the data set"
             )
         arguments = _arguments_of(module.training_step, batch, batch_idx)
         is_wrapped = model is not self.module
@@ -270,7 +262,7 @@ class LightningTask(Task):
             self._call("on_validation_start", "on_validation_epoch_start")
 
     def on_validation_end(self, batch_idx: int) -> None:
-        self.values.update(getattr(self.trainer, "validation_values", {}))
+        self.values.update(getattr(self.trainer, "validation", {}))
         with eval_mode(self.module):
             self._call("on_validation_epoch_end", "on_validation_end")
         self.is_validating = False

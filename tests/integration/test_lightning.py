@@ -250,12 +250,6 @@ def own(**members):
     return type("Own", (BoringModel,), members)()
 
 
-def run_local(folder, module, datamodule=None, **sections):
-    """Train in this process a module that no other process could import."""
-    kind = type("Given", (LightningTask,), {"__init__": lambda self: LightningTask.__init__(self, module, datamodule)})
-    return paramserver.run(kind, quiet(folder, **sections))
-
-
 def quiet(folder, **sections):
     logging = {"run_dir": str(folder), "progress": "off", "tensorboard": False}
     return {"mode": "local", "training": {"max_epochs": 1, "validate_every": 10}, "logging": logging, **sections}
@@ -320,12 +314,13 @@ def two_loaders(self):
 )
 def test_what_a_run_finds_is_refused_in_one_sentence(tmp_path, members, sentence):
     with pytest.raises(TaskError, match=sentence):
-        run_local(tmp_path, own(**members))
+        paramserver.run(LightningTask(own(**members)), quiet(tmp_path))
 
 
 def test_a_plateau_needs_validations(tmp_path):
+    task, training = LightningTask(tasks.Regression("plateau"), tasks.Points()), {"max_steps": 1, "validate_every": 0}
     with pytest.raises(TaskError, match=r"training.validate_every \(0\) must be above 0"):
-        run_local(tmp_path, tasks.Regression("plateau"), tasks.Points(), training={"max_steps": 1, "validate_every": 0})
+        paramserver.run(task, quiet(tmp_path, training=training))
 
 
 def test_forwards_on_the_server_are_refused_at_the_start(tmp_path):
@@ -348,16 +343,15 @@ def test_values_of_a_step_on_the_server_are_refused(tmp_path):
 def test_the_module_that_is_given_stays_as_it_was(tmp_path):
     module = BoringModel()
     before = copy.deepcopy(module.state_dict())
-    result = run_local(tmp_path, module)
+    result = paramserver.run(LightningTask(module), quiet(tmp_path))
     assert (result.status, result.summary["samples"]) == ("completed", 64)
     assert differing_tensors(module.state_dict(), before) == []
 
 
-def test_an_instance_is_refused_as_no_other_process_could_make_it(tmp_path):
-    with pytest.raises(TaskError, match=r"class MyTask\(LightningTask\)"):
-        paramserver.run(LightningTask(BoringModel()), quiet(tmp_path))
-    result = paramserver.run(tasks.Boring(datamodule=True), quiet(tmp_path))
-    assert result.summary["samples"] == 64
+def test_an_instance_is_for_one_process(tmp_path):
+    sentence = r"task: module \(BoringModel\) of LightningTask must be a plain value"
+    with pytest.raises(paramserver.UnsupportedConfiguration, match=sentence):
+        paramserver.run(LightningTask(BoringModel()), {**quiet(tmp_path), "mode": "ddp"})
 
 
 def test_should_stop_ends_the_run(tmp_path):
@@ -365,7 +359,7 @@ def test_should_stop_ends_the_run(tmp_path):
         assert self.trainer.should_stop is False
         self.trainer.should_stop = True
 
-    result = run_local(tmp_path, own(on_validation_end=stop))
+    result = paramserver.run(LightningTask(own(on_validation_end=stop)), quiet(tmp_path))
     assert result.summary["reason"] == "the module set trainer.should_stop"
     assert 10 <= result.summary["steps"] <= 11
 
