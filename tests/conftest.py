@@ -42,7 +42,7 @@ def pytest_report_header():
     """Name what is not collected on this machine, and why."""
     left_out = [] if find_chromium() else [f"{NOT_THERE}: the report is not looked at in a browser."]
     absent = [name for name in ("lightning", "ray") if find_spec(name) is None]
-    return left_out + ([f"{' and '.join(absent)} (extra peers) not installed: not compared."] if absent else [])
+    return left_out + ([f"{' and '.join(absent)} (extra peers) not installed: not tested."] if absent else [])
 
 
 @pytest.fixture(autouse=True)

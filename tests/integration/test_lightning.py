@@ -2,8 +2,13 @@
 
 import copy
 import pickle
+import re
+import shutil
+import subprocess
+import sys
 import warnings
 from itertools import pairwise
+from pathlib import Path
 from unittest import mock
 
 import launching
@@ -29,6 +34,9 @@ from paramserver.task import _CONSTRUCTOR
 
 pytestmark = pytest.mark.processes
 
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "examples" / "lightning"
+PAGE = (ROOT / "docs" / "lightning.md").read_text()
 TASK = "lightning_tasks:RegressionTask"
 EPOCHS = {"max_steps": None, "max_epochs": tasks.EPOCHS, "batch_size": tasks.BATCH, "validate_every": tasks.STEPS}
 
@@ -384,3 +392,57 @@ def test_data_is_prepared_by_one_process_at_a_time(tmp_path):
     times = sorted(tuple(map(float, file.read_text().split())) for file in tmp_path.glob("prepared-*"))
     assert len(times) == 3, run.output
     assert all(before[1] <= after[0] for before, after in pairwise(times))
+
+
+# docs/lightning.md.
+
+
+@pytest.mark.parametrize("file", ["digits.py", "task.py", "config.yaml"])
+def test_the_page_has_the_example(file):
+    block = re.search(rf"<!-- file: examples/lightning/{file} -->\n```\w+\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+    assert block[1] == (EXAMPLE / file).read_text()
+
+
+def test_the_page_lists_members_and_refused_methods():
+    table = PAGE.partition("<!-- members: begin -->")[2].partition("<!-- members: end -->")[0]
+    named = [
+        name
+        for line in table.splitlines()
+        if line.startswith("| `")
+        for name in re.findall(r"`(\w+)`", line.split("|")[1])
+    ]
+    assert sorted(named) == sorted(MEMBERS)
+    refused = PAGE.partition("a module that overrides")[2].partition(";")[0]
+    assert re.findall(r"`(\w+)`", refused) == sorted(_NOT_CALLED)
+
+
+def test_the_example_trains_in_every_mode_and_its_model_loads_without_this_package(tmp_path):
+    shutil.copytree(EXAMPLE, tmp_path / "example")
+    runs = {}
+    for mode in ("ddp", "rpc"):
+        arguments = ["--config", "example/config.yaml", "--mode", mode, "--set", "logging.name=digits"]
+        folder = tmp_path / mode
+        shutil.copytree(tmp_path / "example", folder / "example")
+        runs[mode] = launching._run_forked(arguments, folder, 90, folder / "runs" / "digits", environment())
+        assert runs[mode].code == 0, runs[mode].output
+    equal_runs(runs["ddp"], runs["rpc"])
+    assert runs["rpc"].summary["steps"] == 118
+    assert runs["rpc"].summary["validation"]["accuracy"] > 0.9
+    code = re.search(r"<!-- run: checkpoint -->\n```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)[1]
+    (tmp_path / "rpc" / "load.py").write_text(
+        code.replace("MODEL", runs["rpc"].checkpoints[-1]) + "print(module.hparams)"
+    )
+    command = [sys.executable, "-W", "ignore", "load.py"]
+    env = environment(PYTHONPATH="example")
+    done = subprocess.run(
+        command, cwd=tmp_path / "rpc", env=env, capture_output=True, text=True, timeout=90, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ['"lr":', "0.1", '"width":', "64"]
+
+
+def test_two_servers_refuse_a_hook_that_sees_a_part_of_the_parameters(tmp_path):
+    config = {"task": TASK, "task_args": {"kind": "LogsGradients"}, "cluster": {"num_servers": 2}}
+    run = launch(tmp_path, mode="rpc", **config)
+    assert run.code == 2
+    assert "must look at no two parameters together, in step() or in hooks of it" in run.output
