@@ -238,11 +238,7 @@ class TrainingConfig:
     uneven_inputs: str = key(
         "stop", one_of("stop", "join"), "stop = all trainers stop when one has no data; join = each trainer drains"
     )
-    loader_workers: int = key(
-        0,
-        integer(0),
-        "worker processes per trainer that read a map-style data set; 0 = none",
-    )
+    loader_workers: int = key(0, integer(0), "worker processes per trainer that read a map-style data set; 0 = none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -439,12 +435,14 @@ class Config:
     given: frozenset[str] | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def to_mapping(self) -> dict[str, Any]:
-        """Return a nested dict of plain values, as a copy; ``config_from_mapping`` turns it into an equal config.
-
-        Keys of ``LOADER_KEYS`` that were not given are left out, so that they count as not given there too.
-        """
+        """Return a nested dict of plain values, as a copy; ``config_from_mapping`` turns it into an equal config."""
         mapping = dataclasses.asdict(self)
         del mapping["given"]
+        return mapping
+
+    def given_mapping(self) -> dict[str, Any]:
+        """Return ``to_mapping()`` without the keys of ``LOADER_KEYS`` that were not given, for another process."""
+        mapping = self.to_mapping()
         for name in LOADER_KEYS:
             if not self.has_given(name):
                 del mapping["training"][name]

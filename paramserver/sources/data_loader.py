@@ -21,7 +21,7 @@ from torch.utils.data import (
 from paramserver.config import Config
 from paramserver.config.checks import check_batch_size
 from paramserver.errors import TaskError, UnsupportedConfiguration
-from paramserver.sources.base import Partition
+from paramserver.sources.base import Partition, Source
 from paramserver.sources.sampler import SamplerOrder
 
 
@@ -102,7 +102,9 @@ def _refuse_others(data: Any, hook: str) -> None:
             f"{hook} returned {type(data).__name__}, a sampler; return the data set that it draws from, and it from "
             "sampler(self, partition)"
         )
-    if not is_map_style(data) and all(hasattr(data, name) for name in ("dataset", "batch_size", "collate_fn")):
+    parts = ("batch_size", "batch_sampler", "sampler")
+    known = isinstance(data, Source) or is_map_style(data)
+    if not known and hasattr(data, "dataset") and any(hasattr(data, name) for name in parts):
         raise TaskError(
             f"{hook} returned {type(data).__name__}, a loader of another library, whose batches would be taken for "
             "samples; return its data set or a torch.utils.data.DataLoader"
@@ -184,7 +186,7 @@ def _order_of(sampler: Any, data: Any, partition: Partition, config: Config, hoo
                 f"{partition.index} of {partition.count}; remove it (data is shuffled and dealt anyway), or give "
                 "num_replicas=1 and rank=0"
             )
-    return {"sampler": SamplerOrder(sampler, config.seed, data)}
+    return {"sampler": SamplerOrder(sampler, data, config.seed)}
 
 
 def _with_whole_batches(reading: Reading, hook: str) -> Reading:

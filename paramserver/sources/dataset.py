@@ -293,7 +293,9 @@ class DatasetSource(Source):
     ) -> None:
         self.dataset = dataset
         self.seed = seed
-        self._reader = SampleReader(dataset, seed)
+        self.options = {"seed": seed, **(sampler_kwargs or {})}
+        self.sampler: SamplerOrder | None = self.options.get("sampler")
+        self._reader = SampleReader(dataset, seed, wraps=self.sampler is not None)
         self._workers: WorkerOptions | None = None
         self._pickled: bytes | None = None
         self._loader: Loader | None = None
@@ -303,8 +305,6 @@ class DatasetSource(Source):
         self.group = group
         if (rows := self._reader.rows) is not None:  # the same cost for many samples as for few, up to some size
             self.group *= max(min(groups_ahead, _GROUP_BYTES // max(rows.sample_bytes * group, 1)), 1)
-        self.options = {"seed": seed, **(sampler_kwargs or {})}
-        self.sampler: SamplerOrder | None = self.options.get("sampler")
         self.gives_batches = self.sampler is not None and self.sampler.gives_batches
         if self.gives_batches:
             self.group = 1
@@ -374,7 +374,9 @@ class DatasetSource(Source):
             loader.kill()
 
     def fetch(self, key: Any) -> Any:
-        return [self.dataset[index] for index in key] if isinstance(key, tuple) else self.dataset[key]
+        if isinstance(key, tuple):
+            return [self.fetch(index) for index in key]
+        return self.dataset[self._reader.in_dataset([key])[0]]
 
     def fetch_all(self, keys: Sequence[Any], positions: Sequence[int]) -> list[Any]:
         wanted = {position: place for place, position in enumerate(positions)}

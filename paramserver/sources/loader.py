@@ -175,7 +175,7 @@ def _payloads(data: bytes, workers: int, trainer_index: int, seed: int, requests
     try:
         batches = iter(
             DataLoader(
-                _Reads(dataset, seed),
+                _Reads(dataset, seed, sampler is not None),
                 batch_size=None,  # an item is a group already
                 sampler=requests.with_sampler(sampler),
                 num_workers=workers,
@@ -208,9 +208,9 @@ def _explain(error: BaseException) -> str:
 class _Reads(Dataset[bytes]):
     """What the workers read: one item is the pickled samples of a request, and the failure that ended it."""
 
-    def __init__(self, dataset: Any, seed: int) -> None:
+    def __init__(self, dataset: Any, seed: int, wraps: bool) -> None:
         self.dataset = dataset
-        self.reader = SampleReader(dataset, seed)
+        self.reader = SampleReader(dataset, seed, wraps)
 
     def __getitem__(self, request: Request) -> bytes:
         samples, error = self.reader.read(*request)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import islice
 from operator import index
@@ -28,27 +29,30 @@ class SamplerOrder:
     pass, like any that keeps a state: to return to an earlier pass, or to a later one in another process, the passes
     from the first on are drawn again by a copy. The user's sampler is never iterated itself.
 
+    Where a pass has an index several times, as with replacement, the length of the data set is added once for the
+    second time, twice for the third: the same sample, with a key of its own, so that it is augmented anew each time.
+
     Args:
         sampler: an iterable of indices, or of batches of indices.
+        dataset: what they are indices of. The sampler may hold it: copies of the sampler share it.
         seed: of the run.
-        dataset: what the sampler may hold, so that copies of it share it.
 
     Example::
 
         >>> from torch.utils.data import WeightedRandomSampler
-        >>> order = SamplerOrder(WeightedRandomSampler([0.0, 1.0, 0.0], num_samples=4), seed=0)
+        >>> order = SamplerOrder(WeightedRandomSampler([0.0, 1.0, 0.0], num_samples=4), "abc", seed=0)
         >>> order.indices(epoch=7)
-        [1, 1, 1, 1]
-        >>> SamplerOrder([[0, 2], [1]], seed=0).indices(epoch=0)
+        [1, 4, 7, 10]
+        >>> SamplerOrder([[0, 2], [1]], "abc", seed=0).indices(epoch=0)
         [(0, 2), (1,)]
     """
 
-    def __init__(self, sampler: Iterable[Any], seed: int, dataset: Any = None) -> None:
+    def __init__(self, sampler: Iterable[Any], dataset: Any, seed: int) -> None:
         self.sampler = sampler
         self.seed = seed
         self._dataset = dataset
         self._length: int | None = None
-        self._most = max(100 * len(dataset) if hasattr(dataset, "__len__") else 0, 10_000_000)
+        self._most = max(100 * len(dataset), 10_000_000)
         generator = _generator_of(sampler)
         self._first_state = None if generator is None else generator.get_state()
         # What the passes of these depend on is known without the passes before.
@@ -109,7 +113,23 @@ class SamplerOrder:
                     f"the sampler ({self.name}) gave {len(order)} in pass {n}; it must give as many in each pass as in "
                     f"the first one ({self._length})"
                 )
-        return order
+        return self._unique(order)
+
+    def _unique(self, order: list[Index]) -> list[Index]:
+        flat = [one for index in order for one in (index if isinstance(index, tuple) else (index,))]
+        length = len(self._dataset)
+        if flat and not 0 <= min(flat) <= max(flat) < length:
+            wrong = next(one for one in flat if not 0 <= one < length)
+            raise TaskError(f"the sampler ({self.name}) gave {wrong}; it must give indices from 0 to {length - 1}")
+        if len(set(flat)) == len(flat):
+            return order
+        times: Counter[int] = Counter()
+
+        def key(index: int) -> int:
+            times[index] += 1
+            return index + (times[index] - 1) * length
+
+        return [tuple(map(key, index)) if isinstance(index, tuple) else key(index) for index in order]
 
     def _index(self, item: Any) -> Index:
         try:

@@ -45,10 +45,10 @@ SAMPLERS = {
 
 @pytest.mark.parametrize("make", SAMPLERS.values(), ids=SAMPLERS)
 def test_a_pass_is_the_same_wherever_and_in_whatever_order_it_is_drawn(make):
-    order = SamplerOrder(make(), seed=3)
+    order = SamplerOrder(make(), range(20), seed=3)
     passes = [order.indices(epoch) for epoch in range(4)]
     assert [order.indices(epoch) for epoch in (3, 0, 2, 1)] == [passes[epoch] for epoch in (3, 0, 2, 1)]
-    assert SamplerOrder(make(), seed=3).indices(3) == passes[3]
+    assert SamplerOrder(make(), range(20), seed=3).indices(3) == passes[3]
     assert pickle.loads(pickle.dumps(order)).indices(2) == passes[2]
     if not isinstance(order.sampler, list):
         assert len({tuple(one) for one in passes}) == 4
@@ -58,7 +58,7 @@ def test_a_pass_is_the_same_wherever_and_in_whatever_order_it_is_drawn(make):
 def test_drawing_leaves_the_generators_and_the_sampler_of_the_user_as_they_were(make):
     sampler = make()
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-    SamplerOrder(sampler, seed=3).indices(1)
+    SamplerOrder(sampler, range(20), seed=3).indices(1)
     assert torch.equal(torch.get_rng_state(), before[0])
     assert (random.getstate(), np.random.get_state()[1].tolist()) == before[1:]
     passes = []
@@ -70,13 +70,13 @@ def test_drawing_leaves_the_generators_and_the_sampler_of_the_user_as_they_were(
 
 def test_the_seed_of_the_run_decides_unless_the_sampler_has_its_own():
     for name, same in (("weighted", False), ("weighted with a generator", True), ("own numpy generator", True)):
-        one, two = (SamplerOrder(SAMPLERS[name](), seed).indices(0) for seed in (1, 2))
+        one, two = (SamplerOrder(SAMPLERS[name](), range(20), seed).indices(0) for seed in (1, 2))
         assert (one == two) is same
 
 
 def test_the_state_of_a_generator_is_that_of_the_run_that_is_resumed():
-    first = SamplerOrder(WeightedRandomSampler(torch.ones(20), 20, generator=seeded(1)), seed=0)
-    resumed = SamplerOrder(WeightedRandomSampler(torch.ones(20), 20, generator=seeded(2)), seed=0)
+    first = SamplerOrder(WeightedRandomSampler(torch.ones(20), 20, generator=seeded(1)), range(20), seed=0)
+    resumed = SamplerOrder(WeightedRandomSampler(torch.ones(20), 20, generator=seeded(2)), range(20), seed=0)
     assert resumed.indices(3) != first.indices(3)
     resumed.load_state_dict(first.state_dict())
     assert resumed.indices(3) == first.indices(3)
@@ -88,7 +88,7 @@ def test_a_copy_does_not_copy_the_data_set():
             raise AssertionError("copied")
 
     data = Holds(range(10))
-    assert len(SamplerOrder(RandomSampler(data, replacement=True), 0, data).indices(0)) == 10
+    assert len(SamplerOrder(RandomSampler(data, replacement=True), data, 0).indices(0)) == 10
 
 
 def endless():
@@ -114,21 +114,39 @@ class Changes(Keeps):
         ([0.5], r"gave 0.5; it must"),
         ([[1], []], r"gave \[\]; it must"),
         ([1, [2]], r"gave both indices and batches"),
+        ([[3], [10]], r"gave 10; it must give indices from 0 to 9"),
+        ([-1], r"gave -1; it must give indices from 0 to 9"),
         (Changes(5), r"Changes\) gave 7 in pass 1; it must give as many in each pass as in the first one \(6\)"),
         (endless(), r"generator\) must be an object that can be copied"),
     ],
 )
 def test_what_is_no_order_is_refused(sampler, message):
-    order = SamplerOrder(sampler, seed=0)
+    order = SamplerOrder(sampler, range(10), seed=0)
     with pytest.raises(TaskError, match=message):
         [order.indices(epoch) for epoch in range(2)]
 
 
 def test_a_sampler_without_end_is_refused():
-    order = SamplerOrder(Endless(), seed=0)
+    order = SamplerOrder(Endless(), range(10), seed=0)
     order._most = 1000
     with pytest.raises(TaskError, match=r"Endless\) has no end in pass 0"):
         order.indices(0)
+
+
+def test_a_sample_that_a_pass_has_several_times_is_augmented_anew_each_time():
+    class Noise(list):
+        def __getitem__(self, index):
+            return super().__getitem__(index), float(torch.rand(()))
+
+    data = Noise("abc")
+    for order in ([1, 1, 2, 1], [[1, 1], [2, 1]]):
+        options = {"sampler": SamplerOrder(order, data, 0)}
+        made = DatasetSource(data, Partition(0, 1), seed=0, passes=1, sampler_kwargs=options)
+        read = list(made.samples(0))
+        flat = [one for _, one in read] if order[0] == 1 else [one for _, batch in read for one in batch]
+        assert [letter for letter, _ in flat] == ["b", "b", "c", "b"]
+        assert len({number for _, number in flat}) == 4
+        assert made.fetch_all([key for key, _ in read], range(len(read))) == [sample for _, sample in read]
 
 
 # Dealing.
@@ -143,7 +161,7 @@ def sources(order, count, **options):
     return [
         DatasetSource(
             range(10), Partition(i, count), seed=0, passes=3,
-            sampler_kwargs={"sampler": SamplerOrder(order, 0), **options},
+            sampler_kwargs={"sampler": SamplerOrder(order, range(10), 0), **options},
         )
         for i in range(count)
     ]  # fmt: skip
@@ -156,8 +174,10 @@ def keys(source, position=0):
 @settings(max_examples=60, deadline=None)
 @given(order=orders, count=st.integers(1, 7))
 def test_each_pass_is_dealt_once_and_in_turn(order, count):
-    drawn = SamplerOrder(order, 0).indices(0)
-    shares = [deal(10, Partition(i, count), seed=0, epoch=0, sampler=SamplerOrder(order, 0)) for i in range(count)]
+    drawn = SamplerOrder(order, range(10), 0).indices(0)
+    shares = [
+        deal(10, Partition(i, count), seed=0, epoch=0, sampler=SamplerOrder(order, range(10), 0)) for i in range(count)
+    ]
     assert Counter(chain(*shares)) == Counter(drawn)
     assert all(share == drawn[i::count] for i, share in enumerate(shares))
     made = sources(order, count)
@@ -166,7 +186,7 @@ def test_each_pass_is_dealt_once_and_in_turn(order, count):
     assert {source.samples_per_pass for source in made} == {len(flat)}
     for source in made:
         for key, sample in source.samples(0):
-            assert sample == (list(key) if isinstance(key, tuple) else key)
+            assert sample == ([one % 10 for one in key] if isinstance(key, tuple) else key % 10)
 
 
 @settings(max_examples=40, deadline=None)
@@ -180,7 +200,7 @@ def test_what_is_left_is_dealt_once_to_another_number_of_trainers(order, count, 
     for source in after:
         source.reshard(left, held=[])
     rest = list(chain.from_iterable(keys(source) for source in after))
-    assert Counter(served + rest) == Counter(SamplerOrder(order, 0).indices(0) * 3)
+    assert Counter(served + rest) == Counter(SamplerOrder(order, range(10), 0).indices(0) * 3)
     for source in after:  # and their checkpoints hold it
         again = DatasetSource(range(10), source.partition, seed=0, passes=3, sampler_kwargs=source.options)
         again.load_state_dict(source.state_dict())
@@ -191,7 +211,7 @@ def test_what_is_left_is_dealt_once_to_another_number_of_trainers(order, count, 
 def test_reading_resumes_at_every_position(make):
     def made():
         return DatasetSource(
-            range(20), Partition(1, 2), seed=3, passes=3, sampler_kwargs={"sampler": SamplerOrder(make(), 3)}
+            range(20), Partition(1, 2), seed=3, passes=3, sampler_kwargs={"sampler": SamplerOrder(make(), range(20), 3)}
         )
 
     whole = list(made().samples(0))
