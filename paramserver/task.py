@@ -305,6 +305,20 @@ def uses_default_batching(task: Task) -> bool:
     return type(task).process_sample is Task.process_sample and type(task).collate is Task.collate
 
 
+def sampler_of(task: Task, partition: Partition) -> Any:
+    """Return what ``Task.sampler`` returns.
+
+    Raises:
+        TaskError: the task has an attribute of this name instead.
+    """
+    if "sampler" in vars(task):
+        raise TaskError(
+            f"{type(task).__name__} has an attribute sampler ({type(task.sampler).__name__}), the name of a method of "
+            "Task; return it from sampler(self, partition), or rename it"
+        )
+    return task.sampler(partition)
+
+
 def make_task(config: Config, folders: Sequence[Path], create_task: Callable[..., Task] | None = None) -> Task:
     """Create the task of a process, with all random generators seeded, so that it is the same in every process.
 

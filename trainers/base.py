@@ -339,7 +339,8 @@ class Trainer(ABC):
                 name,
                 [share.description if isinstance(share, (DatasetSource, ValidationShare)) else "no data set"],
                 "must return the same data set on every trainer, as it is partitioned among them",
-                "return an iterable, or a paramserver.sources.Source, for samples of each trainer's own",
+                "return an iterable, or a paramserver.sources.Source, for samples of each trainer's own, and seed a "
+                "sampler alike on all of them",
             )
 
     def check_equal(self, name: str, lines: Sequence[str], must: str, cure: str) -> None:

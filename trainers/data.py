@@ -22,7 +22,7 @@ from paramserver.sources.dataset import DatasetSource
 from paramserver.sources.factory import check_watermark
 from paramserver.sources.loader import WorkerOptions
 from paramserver.sources.stream import Stream
-from paramserver.task import Task, uses_default_batching
+from paramserver.task import Task, sampler_of, uses_default_batching
 
 # How long a trainer waits for its data before it announces to the other processes that it is still waiting.
 _ANNOUNCE_AFTER_S = 1.0
@@ -94,7 +94,7 @@ class DataStream:
         self.timeout_s = config.cluster.timeout_s
         self.trainer_index = partition.index
         samples = task.train_source(partition) if samples is None else samples
-        reading = read_as(samples, partition, config, sampler=task.sampler(partition))
+        reading = read_as(samples, partition, config, sampler=sampler_of(task, partition))
         config = reading.config
         self.training = config.training
         self._reading = reading

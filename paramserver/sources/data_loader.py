@@ -135,7 +135,8 @@ def _taken_apart(loader: DataLoader[Any], partition: Partition, config: Config, 
                 f"training.{name} ({known}) must be what the DataLoader of {hook} has ({value}); remove the key"
             )
     config = _with(config, **values)
-    check_batch_size(config)
+    if not validates:
+        check_batch_size(config)
     collate = None if loader.collate_fn is default_collate else loader.collate_fn
     if iterable:
         if sampler is not None:
@@ -147,9 +148,7 @@ def _taken_apart(loader: DataLoader[Any], partition: Partition, config: Config, 
             )
         return Reading(_WholeBatches(loader), config, {}, collate, largest_batch=loader.batch_size)
 
-    order: Any = loader.sampler
-    if loader.batch_size is None:
-        order = loader.batch_sampler
+    order: Any = loader.batch_sampler if loader.batch_size is None else loader.sampler
     if sampler is not None:
         if type(order) not in (SequentialSampler, RandomSampler):
             raise TaskError(
@@ -223,7 +222,7 @@ class _WholeBatches:
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = copy.copy(loader)
         self._loader.collate_fn = list
-        self._loader.num_workers = 0
+        self._loader.num_workers, self._loader.timeout = 0, 0  # a timeout is that of workers
         # Each pass of a DataLoader draws a seed: not from the generator of the training.
         self._loader.generator = torch.Generator()
 

@@ -244,6 +244,14 @@ class Collates(Task):
         return samples
 
 
+class Keeps(Task):
+    def __init__(self):
+        self.sampler = WeightedRandomSampler(DATA, 10)
+
+    def train_source(self, partition):
+        return DATA
+
+
 class Inits(Collates):
     worker_init_fn = staticmethod(print)
     collate = Task.collate
@@ -253,9 +261,10 @@ class Inits(Collates):
     ("task", "message"),
     [
         (Collates(), "Collates has the method collate, and the DataLoader of train_source a collate_fn"),
+        (Keeps(), r"Keeps has an attribute sampler \(WeightedRandomSampler\), the name of a method of Task; return it"),
         (Inits(), "Inits and the DataLoader of train_source have a worker_init_fn"),
     ],
 )
-def test_two_functions_for_one_purpose_are_refused(task, message):
+def test_what_the_task_says_otherwise_is_refused(task, message):
     with pytest.raises(TaskError, match=message):
         DataStream(task, ONE, Config(training=TrainingConfig(max_epochs=1)), {})

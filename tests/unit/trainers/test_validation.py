@@ -124,7 +124,10 @@ def test_a_data_loader_over_an_iterable_is_read_at_each_validation_without_chang
         def __iter__(self):
             return iter(numbers(5))
 
-    batches, before = batches_of(Mean(DataLoader(Stream(), 2, collate_fn=list))), torch.get_rng_state()
+    batches, before = (
+        batches_of(Mean(DataLoader(Stream(), 2, collate_fn=list, num_workers=1, timeout=9))),
+        torch.get_rng_state(),
+    )
     for _ in range(2):
         assert list(batches) == [([0.0, 1.0], 2), ([4.0, 9.0], 2), ([16.0], 1)]
     assert torch.equal(torch.get_rng_state(), before)
