@@ -321,14 +321,14 @@ class LightningTask(Task):
         if reduction not in _REDUCTIONS or (reduction != "mean" and self._validation_values is not None):
             rule = f"one of {', '.join(_REDUCTIONS)}, and mean in validation_step"
             raise TaskError(f"self.log({name!r}, reduce_fx={reduction!r}): reduce_fx must be {rule}")
-        if hasattr(value, "compute"):
-            raise TaskError(
-                f"self.log({name!r}) was given a {type(value).__name__}; log a number, for example what a call of it "
-                "returns for the batch"
-            )
         if self._validation_values is not None:
             self._validation_values[name] = value
             return
+        if hasattr(value, "compute"):
+            raise TaskError(
+                f"self.log({name!r}) was given a {type(value).__name__} outside of validation_step; log a number, for "
+                "example what a call of it returns for the batch"
+            )
         number = float(value.detach() if isinstance(value, Tensor) else value)
         self.values[name] = number
         if self._in_batch and on_epoch:

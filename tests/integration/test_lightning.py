@@ -221,6 +221,14 @@ def test_trainers_that_run_freely_reach_the_estimated_number_of_updates(tmp_path
     assert run.summary["steps"] == most if "consistency" in server else most / 2 <= run.summary["steps"] <= most
 
 
+def test_modules_of_the_other_package_train(tmp_path):
+    """``pytorch_lightning`` has classes of its own."""
+    other = pytest.importorskip("pytorch_lightning.demos.boring_classes")
+    assert not issubclass(other.BoringModel, LightningModule)
+    result = paramserver.run(LightningTask(other.BoringModel(), other.BoringDataModule()), quiet(tmp_path))
+    assert result.summary["samples"] == 64
+
+
 # Resume.
 
 
@@ -316,7 +324,10 @@ def two_loaders(self):
         ({"on_train_start": lambda self: self.optimizers()}, "self.trainer has no strategy in a LightningTask"),
         ({"on_train_start": lambda self: setattr(self.trainer, "limit", 1)}, "self.trainer.limit cannot be set"),
         ({"on_train_start": lambda self: self.log("x", 1.0, reduce_fx="min")}, "reduce_fx must be one of"),
-        ({"on_train_start": lambda self: self.log("x", MeanMetric())}, "was given a MeanMetric; log a number"),
+        (
+            {"on_train_start": lambda self: self.log("x", MeanMetric())},
+            "was given a MeanMetric outside of validation_step",
+        ),
         ({"validation_step": lambda self, *_: self.log("x", 1.0, reduce_fx="sum")}, "and mean in validation_step"),
     ],
 )
@@ -385,6 +396,13 @@ def test_other_members_of_the_trainer_are_missing_by_name():
     assert set(MEMBERS) <= set(dir(Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)))
     assert copy.deepcopy(module)._trainer is None
     assert pickle.loads(pickle.dumps(module.trainer)) is None
+
+
+def test_a_metric_is_passed_on_to_the_validation():
+    metric = MeanMetric()
+    task = LightningTask(own(validation_step=lambda self, batch, batch_idx: self.log("mean", metric)))
+    task.config = Config()
+    assert task.validation_step(task.build_model(), torch.zeros(1, 32), 0, 0) == {"mean": metric}
 
 
 def test_data_is_prepared_by_one_process_at_a_time(tmp_path):
