@@ -14,11 +14,15 @@ from torch.utils.data import default_collate
 from paramserver.config import mode_of
 from paramserver.errors import ParamserverError, TaskError
 from paramserver.importing import describe_user_error, load_object
+from paramserver.rng import seed_all
 from paramserver.sources.base import Partition
 
 if TYPE_CHECKING:
     from paramserver.config import Config
     from paramserver.metrics.reduction import Reduction
+
+# Mixed into the seed of the run while a task is constructed.
+_CONSTRUCTOR = 0x7461736B
 
 # Methods without a default, with the signature that a message shows.
 REQUIRED = {
@@ -316,7 +320,7 @@ def sampler_of(task: Task, partition: Partition) -> Any:
 
 
 def make_task(config: Config, folders: Sequence[Path], create_task: Callable[..., Task] | None = None) -> Task:
-    """Create the task of a process.
+    """Create the task of a process, with all random generators seeded, so that it is the same in every process.
 
     Args:
         config: the config that names the task and its arguments.
@@ -329,6 +333,7 @@ def make_task(config: Config, folders: Sequence[Path], create_task: Callable[...
     if create_task is None:
         assert config.task is not None
         create_task = check_task_class(load_object(config.task, "task", folders), config.task)
+    seed_all(config.seed, _CONSTRUCTOR)
     return construct_task(create_task, config.task, config.task_args)
 
 

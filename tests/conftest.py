@@ -44,7 +44,7 @@ def pytest_report_header():
     left_out = [] if find_chromium() else [f"{NOT_THERE}: the report is not looked at in a browser."]
     left_out += [text] if (text := missing(fortran=True)) else []
     absent = [name for name in ("lightning", "ray") if find_spec(name) is None]
-    return left_out + ([f"{' and '.join(absent)} (extra peers) not installed: not compared."] if absent else [])
+    return left_out + ([f"{' and '.join(absent)} (extra peers) not installed: not tested."] if absent else [])
 
 
 @pytest.fixture(autouse=True)

@@ -88,6 +88,7 @@ class Trainer(ABC):
         lockstep: whether all trainers take every step together.
         records: not sent to rank 0 yet.
         all_totals: of every trainer, on rank 0 after the run.
+        validation: the means of the last validation; with trainers that run freely, those of its own share.
 
     Example::
 
@@ -121,6 +122,7 @@ class Trainer(ABC):
         self.records: list[Record] = []
         self.wire_bytes = 0
         self.all_totals: list[TrainerTotals] = []
+        self.validation: Mapping[str, float] = {}
         self.validation_loader: Iterable[tuple[Any, int]] | None = None
         self._stop_reason = ""
         self._batch_samples = 1  # of the batch whose step is computed
@@ -151,6 +153,11 @@ class Trainer(ABC):
     def is_single_process_per_device(self) -> bool:
         """Whether this process computes on one device; batches are then moved to it before the forward."""
         return len(self.process.placement.devices) == 1
+
+    @property
+    def batch_samples(self) -> int:
+        """Samples of the batch whose step is computed; 1 between steps."""
+        return self._batch_samples
 
     @property
     def sampler_kwargs(self) -> dict[str, Any]:
@@ -581,7 +588,7 @@ class Trainer(ABC):
                 self.config.training.precision,
                 self._device,
             )
-            _, improved = self.merge_validation(sums)
+            self.validation, improved = self.merge_validation(sums)
             self.task.on_validation_end(self.progress.batch_idx)
         self.clock.skip()
         return improved
