@@ -332,6 +332,7 @@ def run_config(case: Case, repeat: int, method: MeasuringMethod, folder: Path, n
                 "run_dir": str(folder),
                 "name": "run",
                 "tensorboard": False,
+                "sinks": [],
                 "progress": "off",
             },
         }

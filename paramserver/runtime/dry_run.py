@@ -10,6 +10,7 @@ from paramserver.cluster import process_environ
 from paramserver.config import Config, Role, dump_yaml, mode_of, roles, world_size_of
 from paramserver.devices import place_server, place_trainer
 from paramserver.importing import source_file
+from paramserver.metrics import make_sinks
 from paramserver.online.process_runner import LaunchCommand
 from paramserver.online.sampler import make_sampler
 from paramserver.online.spec import IngestSpec
@@ -28,6 +29,7 @@ def plan_text(config: Config, folders: Sequence[Path], launcher: str | None = No
         launcher: what starts the ranks, as in ``ProcessIdentity.source``; None for the local supervisor.
     """
     task = make_task(config, folders)
+    make_sinks(config.logging.sinks, folders)
     ranks = roles(config, world_size_of(config))
     trainers = sum(role.kind == "trainer" for role in ranks)
     lines = [dump_yaml(config).rstrip(), "", f"task {type(task).__name__}, defined in {source_file(type(task))}"]

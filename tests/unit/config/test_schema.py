@@ -36,7 +36,7 @@ ddp: {find_unused_parameters: false, static_graph: false, gradient_as_bucket_vie
 buffer: {kind: fifo, capacity: 4096, watermark: 0, pseudo_epochs: 1, max_bytes: null, min_new_per_batch: 0}
 simulations: null
 checkpoint: {every: null, keep: 3, best: null, background: true}
-logging: {run_dir: runs, name: null, log_every: 10, tensorboard: true, progress: auto}
+logging: {run_dir: runs, name: null, log_every: 10, tensorboard: true, sinks: [], progress: auto}
 """
 DEPARTURES = {"ddp.bucket_cap_mb": None}
 
@@ -46,6 +46,7 @@ FOREIGN = {
     "float": [True, "0.5", "much", [0.5], float("inf"), float("nan"), 10**400],
     "bool": [0, 1, "true", "yes", [True]],
     "str": [3, True, 0.5, ["a"], {"a": 1}, "", "  "],
+    "list": [3, "csv", True, [1], {"csv": 1}],
     "mapping": [3, "text", [1], {1: 2}],
 }
 
@@ -97,7 +98,7 @@ def test_the_rule_has_the_type_of_the_annotation(key):
     annotation = typing.get_type_hints(owner)[key.name.rpartition(".")[2]]
     members = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
     named = {typing.get_origin(member) or member for member in members}
-    expected = {"int": int, "float": float, "bool": bool, "str": str, "mapping": dict}[key.rule.kind]
+    expected = {"int": int, "float": float, "bool": bool, "str": str, "list": tuple, "mapping": dict}[key.rule.kind]
     assert named == ({expected, type(None)} if key.rule.nullable else {expected})
 
 
@@ -113,8 +114,8 @@ def test_another_type_is_refused(key):
 def test_null_is_accepted_where_the_rule_is_nullable(key):
     if key.rule.nullable:
         assert check_value(key.name, key.rule, None) is None
-    elif key.rule.kind == "mapping":
-        assert check_value(key.name, key.rule, None) == {}
+    elif key.rule.kind in ("mapping", "list"):
+        assert not check_value(key.name, key.rule, None)
     else:
         assert "(null)" in refusal(key, None)
 
@@ -148,7 +149,8 @@ def test_each_choice_is_accepted_and_suggested_for_a_similar_word(key):
 
 @pytest.mark.parametrize("key", keys_where(lambda rule: rule.pattern), ids=by_name)
 def test_the_example_of_a_form_keeps_it(key):
-    assert check_value(key.name, key.rule, key.rule.example) == key.rule.example
+    example = yaml.safe_load(key.rule.example) if key.rule.kind == "list" else key.rule.example
+    assert check_value(key.name, key.rule, example) == (tuple(example) if key.rule.kind == "list" else example)
     assert refusal(key, "no / \n :").endswith(f"must be {key.rule.form}; write it like {key.rule.example}")
 
 
