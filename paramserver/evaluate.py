@@ -122,7 +122,7 @@ def _evaluate(
     from paramserver.devices import place_trainer
     from paramserver.parameters.model import build_model, load_weights
     from paramserver.sources import Partition
-    from paramserver.task import make_task
+    from paramserver.task import make_task, restore_task
     from trainers.validation import evaluate, make_input_mover, validation_batches
 
     task = make_task(config, folders)
@@ -130,7 +130,7 @@ def _evaluate(
     task.config = config
     model = build_model(task, config.seed, placement)
     load_weights(model, weights, str(checkpoint.path))
-    task.on_resume(part["task"])
+    restore_task(task, part["task"], {})
     batches = validation_batches(task, Partition(0, 1), config)
     if batches is None:
         raise TaskError(f"{type(task).__name__}.validation_source gives nothing to validate; write one")

@@ -38,7 +38,7 @@ from paramserver.runs.checkpoint_manager import CheckpointManager
 from paramserver.runs.monitor import RunMonitor
 from paramserver.sources import Partition
 from paramserver.sources.dataset import DatasetSource
-from paramserver.task import Task
+from paramserver.task import Callback, Hooks, Task, restore_task, task_state
 from paramserver.transport.messages import DataPosition
 from trainers.data import DataStream
 from trainers.validation import evaluate, validation_batches
@@ -87,6 +87,9 @@ class Trainer(ABC):
         lockstep: whether all trainers take every step together.
         records: not sent to rank 0 yet.
         all_totals: of every trainer, on rank 0 after the run.
+        hooks: the task, and its callbacks after it.
+        validation: the values of the newest validation in this process, by name: the means over all trainers; of a
+            version that trainers who run freely validate without waiting, those of this trainer's share.
 
     Example::
 
@@ -137,7 +140,10 @@ class Trainer(ABC):
         self._autocast = autocast(self._device, self.config.training.precision)
         self._overrides_data_available = overrides(self, Trainer.data_available)
         self._resources = ExitStack()
+        self.validation: Mapping[str, float] = {}
         task.trainer = self
+        self._callbacks: Mapping[str, Callback] = process.data_sets.get("callbacks", {})
+        self.hooks: Sequence[Hooks] = (task, *self._callbacks.values())
 
     # Hooks that a user's trainer may override.
 
@@ -263,7 +269,8 @@ class Trainer(ABC):
             self.init_connection()
             if "started" not in self.process.data_sets:
                 self.process.data_sets["started"] = True
-                self.task.on_train_start()
+                for hooks in self.hooks:
+                    hooks.on_train_start()
             self.data.start()
             decision = self._fit()
             self.data.stop_feeding()  # before the last validation and checkpoint, which may take long
@@ -319,7 +326,7 @@ class Trainer(ABC):
         self.data.load_after_loss({"source": position.source, "buffer": None}, applied)
         self.progress = TrainerProgress(**position.counters)
         if part is not None and (stored := unpack(part))["task"]:
-            self.task.on_resume(stored["task"])
+            restore_task(self.task, stored["task"], self._callbacks)
 
     def _check_data(self) -> None:
         """Refuse data sets of different lengths: the library partitions one data set, and would leave samples out."""
@@ -452,7 +459,8 @@ class Trainer(ABC):
             self._saved_step = None  # a checkpoint of this step was saved before it turned out to be the best
         self.save("end" if completes else "resize" if decision.resizes else "interrupted")
         if not decision.resizes:
-            self.task.on_train_end()
+            for hooks in self.hooks:
+                hooks.on_train_end()
         if not self._is_record_due():
             self.record("buffer", **self.data.record(), end=True)
         self.leave(self._totals(), decision)
@@ -495,7 +503,8 @@ class Trainer(ABC):
         return batch, samples
 
     def _forward(self, batch: Any) -> tuple[float, Tensor]:
-        self.task.on_batch_start(self.progress.batch_idx)
+        for hooks in self.hooks:
+            hooks.on_batch_start(self.progress.batch_idx)
         with self._autocast:
             loss = self.task.training_step(self.model, batch, self.progress.batch_idx)
         # Reading the value waits for the device; a loss that is not finite ends the run before it is applied.
@@ -508,7 +517,12 @@ class Trainer(ABC):
         (loss / batches if batches > 1 else loss).backward()  # type: ignore[no-untyped-call]
         self.on_after_backward()
         self.clock.lap("backward")
-        self.task.on_batch_end(self.progress.batch_idx)
+        self.end_batch()
+
+    def end_batch(self) -> None:
+        """Call the hooks after the backward of a batch, and count it."""
+        for hooks in self.hooks:
+            hooks.on_batch_end(self.progress.batch_idx)
         self.progress.batch_idx += 1
 
     def check_frozen(self, frozen: Iterable[tuple[str, nn.Parameter]]) -> None:
@@ -533,13 +547,15 @@ class Trainer(ABC):
             progress.epoch_open = True
             if self.monitor is not None:
                 self.monitor.enter_epoch(progress.epoch)
-            self.task.on_epoch_start(progress.epoch)
+            for hooks in self.hooks:
+                hooks.on_epoch_start(progress.epoch)
         self._epoch_end = (progress.epoch + 1) * epoch_samples if epoch_samples else float("inf")
 
     def _close_epoch(self) -> None:
         if self.progress.epoch_open:
             self.progress.epoch_open = False
-            self.task.on_epoch_end(self.progress.epoch)
+            for hooks in self.hooks:
+                hooks.on_epoch_end(self.progress.epoch)
 
     # Validation and checkpoints.
 
@@ -567,9 +583,10 @@ class Trainer(ABC):
         self.sync_model()
         if self.validation_loader is None:
             # Without data a trainer still takes part: the others wait for its share.
-            _, improved = self.merge_validation(WeightedSums())
+            self.validation, improved = self.merge_validation(WeightedSums())
         else:
-            self.task.on_validation_start(self.progress.batch_idx)
+            for hooks in self.hooks:
+                hooks.on_validation_start(self.progress.batch_idx)
             sums = evaluate(
                 self.task,
                 self.unwrapped_model,
@@ -579,8 +596,9 @@ class Trainer(ABC):
                 self.config.training.precision,
                 self._device,
             )
-            _, improved = self.merge_validation(sums)
-            self.task.on_validation_end(self.progress.batch_idx)
+            self.validation, improved = self.merge_validation(sums)
+            for hooks in self.hooks:
+                hooks.on_validation_end(self.progress.batch_idx)
         self.clock.skip()
         return improved
 
@@ -595,9 +613,7 @@ class Trainer(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """Return this trainer's part of a checkpoint: one copy, which training does not change any more."""
-        own: dict[str, Any] = {}
-        self.task.on_checkpoint(own)
-        own = stage_copy(own, self._memory)
+        own = stage_copy(task_state(self.task, self._callbacks), self._memory)
         check_storable(own, type(self.task).__name__)
         stream = self.data.state_dict(self._memory)
         self._memory.trim()
@@ -624,7 +640,7 @@ class Trainer(ABC):
         else:  # the checkpoint is of fewer trainers, or this one was lost when it was made
             seed_all(self.config.seed, part["resumes"], 1 + self.trainer_index)
         if part["random"] is not None or part["task"]:
-            self.task.on_resume(part["task"])
+            restore_task(self.task, part["task"], self._callbacks)
 
     def stop(self, reason: str) -> None:
         """End the run in good order, from any step or hook: all trainers validate and save, and it is completed.

@@ -100,6 +100,15 @@ def _patience_metric(config: Config) -> str | None:
     )
 
 
+def _min_delta(config: Config) -> str | None:
+    if not config.training.min_delta or config.training.patience is not None:
+        return None
+    return (
+        f"training.min_delta ({config.training.min_delta}) must be 0 without training.patience, which it is for; set "
+        "training.patience"
+    )
+
+
 def _patience_validations(config: Config) -> str | None:
     if config.training.patience is None or config.training.validate_every:
         return None
@@ -254,6 +263,7 @@ RELATIONS: tuple[Relation, ...] = (
     Relation(("cluster.elastic", "simulations"), _elastic),
     Relation(("training.patience", "checkpoint.best"), _patience_metric),
     Relation(("training.patience", "training.validate_every"), _patience_validations),
+    Relation(("training.min_delta", "training.patience"), _min_delta),
     Relation(("training.batch_size", "buffer.capacity"), _batch),
     Relation(("training.accumulate_batches", "training.batch_size", "buffer.capacity"), _step),
     Relation(("buffer.watermark", "buffer.capacity"), _watermark),

@@ -233,6 +233,9 @@ class TrainingConfig:
     patience: int | None = key(
         None, integer(1, nullable=True), "limit: validations without improvement of checkpoint.best"
     )
+    min_delta: float = key(
+        0.0, Rule("float", minimum=0), "patience: a change of checkpoint.best that is not larger is no improvement"
+    )
     batch_size: int = key(32, integer(1), "samples per trainer and batch")
     validation_batch_size: int | None = key(None, integer(1, nullable=True), "null = batch_size")
     accumulate_batches: int = key(1, integer(1), "batches of each trainer per global step")

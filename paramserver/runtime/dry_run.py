@@ -17,7 +17,7 @@ from paramserver.online.spec import IngestSpec
 from paramserver.runtime.watchdog import SILENT_SHARE, START_GRACE_S
 from paramserver.sources import Partition, make_source
 from paramserver.sources.factory import check_watermark
-from paramserver.task import Task, make_task
+from paramserver.task import Task, make_callbacks, make_task
 
 
 def plan_text(config: Config, folders: Sequence[Path], launcher: str | None = None) -> str:
@@ -35,6 +35,7 @@ def plan_text(config: Config, folders: Sequence[Path], launcher: str | None = No
     lines = [dump_yaml(config).rstrip(), "", f"task {type(task).__name__}, defined in {source_file(type(task))}"]
     lines += [f"{len(ranks)} rank(s), mode {config.mode}:"]
     lines += [f"  rank {role.global_rank}: {_rank_text(role, config, task, trainers)}" for role in ranks]
+    make_callbacks(task)
     lines += _simulations_lines(config, folders)
     lines += [f"limits: {_limits_text(config)}"]
     lines += _loss_lines(config, launcher)

@@ -69,7 +69,7 @@ from paramserver.runs.rundir import (
 )
 from paramserver.runtime.online import publish_endpoint, start_coordinator
 from paramserver.runtime.watchdog import Watchdog
-from paramserver.task import Task, make_task
+from paramserver.task import Task, make_callbacks, make_task
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -156,6 +156,9 @@ def run_rank(plan: RankPlan) -> dict[str, Any] | None:
         plan.on_task(role, task)
         log.info("task %s, defined in %s", type(task).__name__, source_file(type(task)))
         process = ProcessContext(config, identity, role, trainers, _place(identity, ranks, config), stop, timer)
+        if role.kind == "trainer":
+            task.devices, task.config = process.placement.devices, config
+            process.data_sets["callbacks"] = make_callbacks(task)
         timer.mark("task")
         interface = config.cluster.interface or interface_to(identity.master_addr)
         if interface is not None and not mode_of(config).single_process:

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 INTERFACE = ROOT / "docs" / "interface.md"
 DOCUMENTS = [README, INTERFACE, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", ROOT / "docs" / "torch-notes.md"]
-DOCUMENTS += [ROOT / "docs" / "sinks.md"]
+DOCUMENTS += [ROOT / "docs" / "callbacks.md", ROOT / "docs" / "sinks.md"]
 QUICKSTART = ("examples/quickstart/task.py", "examples/quickstart/config.yaml")
 KEYS_BEGIN, KEYS_END = "<!-- keys: begin -->\n", "<!-- keys: end -->\n"
 

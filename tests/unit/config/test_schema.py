@@ -26,8 +26,8 @@ init_from: null
 cluster: {num_servers: 1, num_trainers: 2, master_addr: 127.0.0.1, master_port: 0, interface: null, backend: auto,
           timeout_s: 60, max_restarts: 3, spares: 0, elastic: false, token_file: null}
 device: {kind: auto, server: auto, num_gpus: null}
-training: {max_epochs: null, max_steps: null, max_samples: null, max_seconds: null, patience: null, batch_size: 32,
-           validation_batch_size: null, accumulate_batches: 1, clip_grad_norm: null, precision: float32,
+training: {max_epochs: null, max_steps: null, max_samples: null, max_seconds: null, patience: null, min_delta: 0.0,
+           batch_size: 32, validation_batch_size: null, accumulate_batches: 1, clip_grad_norm: null, precision: float32,
            validate_every: 100, uneven_inputs: stop, loader_workers: 0}
 server: {consistency: sync, staleness_bound: 4, backup_trainers: 0, stale_scaling: none, compute: trainer,
          transport: auto, wire_dtype: float32, bucket_mb: null, heartbeat_s: 1.0, lost_after_s: 5.0, on_loss: continue}
