@@ -111,7 +111,8 @@ def evaluate_run(run_dir: Path, which: str = "latest", overrides: Sequence[str] 
     if run.chosen is not None and which == LATEST:
         which = str(step_of(run.chosen.name))
     # Everything is read at once: a run in progress may remove the checkpoint while the model is built.
-    checkpoint, (weights, part) = load_chosen(run.path, which, "model", "trainer-0")
+    model = "model" if config.training.ema_decay is None else "ema"
+    checkpoint, (weights, part) = load_chosen(run.path, which, model, "trainer-0")
     folders = code_folders(overrides=overrides, recorded=run.task_folders())
     return _evaluate(folders, config, checkpoint, weights, part)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, TypeVar
@@ -195,6 +195,10 @@ class Trainer(ABC):
     @abstractmethod
     def optimizer_state(self) -> dict[str, Any]:
         """Return the optimizer's state in the form of ``torch.optim.Optimizer.state_dict``."""
+
+    @abstractmethod
+    def averages(self) -> Mapping[str, Tensor]:
+        """Return the average of each parameter that was updated, by name (``training.ema_decay``)."""
 
     # What a mode implements.
 
@@ -587,20 +591,39 @@ class Trainer(ABC):
         else:
             for hooks in self.hooks:
                 hooks.on_validation_start(self.progress.batch_idx)
-            sums = evaluate(
-                self.task,
-                self.unwrapped_model,
-                self.validation_loader,
-                self.progress.batch_idx,
-                self.on_before_forward,
-                self.config.training.precision,
-                self._device,
-            )
+            with self._averaged_parameters():
+                sums = evaluate(
+                    self.task,
+                    self.unwrapped_model,
+                    self.validation_loader,
+                    self.progress.batch_idx,
+                    self.on_before_forward,
+                    self.config.training.precision,
+                    self._device,
+                )
             self.validation, improved = self.merge_validation(sums)
             for hooks in self.hooks:
                 hooks.on_validation_end(self.progress.batch_idx)
         self.clock.skip()
         return improved
+
+    @contextmanager
+    def _averaged_parameters(self) -> Iterator[None]:
+        """Let the parameters of the model be their averages, where ``training.ema_decay`` asks for these."""
+        if self.config.training.ema_decay is None:
+            yield
+            return
+        averages = self.averages()
+        own = {name: parameter for name, parameter in self.unwrapped_model.named_parameters() if name in averages}
+        kept = {name: parameter.data for name, parameter in own.items()}
+        # By ``data``, without a write: with shared memory the parameters of all processes are the same memory.
+        for name, parameter in own.items():
+            parameter.data = averages[name].to(parameter.device)
+        try:
+            yield
+        finally:
+            for name, parameter in own.items():
+                parameter.data = kept[name]
 
     def save(self, reason: str) -> None:
         """Take part in a checkpoint of the current step, unless it exists; for the last one, wait until it is sent."""

@@ -222,6 +222,9 @@ class DdpTrainer(Trainer):
     def block_backward_sync(self) -> AbstractContextManager[Any]:
         return self._ddp().no_sync() if isinstance(self.model, DistributedDataParallel) else nullcontext()
 
+    def averages(self) -> Mapping[str, Tensor]:
+        return self.updater.averages()
+
     def optimizer_state(self) -> dict[str, Any]:
         return self.updater.optimizer.state_dict()
 

@@ -463,6 +463,9 @@ class RpcTrainer(Trainer):
             self._sender.abort()
             self.server.report_failure(failure)
 
+    def averages(self) -> Mapping[str, Tensor]:
+        return self.server.averages()
+
     def optimizer_state(self) -> dict[str, Any]:
         return self.optimizer.state_dict()
 

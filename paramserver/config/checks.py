@@ -231,6 +231,15 @@ def _served_in_float32(config: Config) -> str | None:
     )
 
 
+def _served_without_average(config: Config) -> str | None:
+    return _with_server_compute(
+        config,
+        config.training.ema_decay is not None,
+        f"training.ema_decay ({config.training.ema_decay}) must be null with server.compute server, where no trainer "
+        "has parameters to validate; leave it out or choose server.compute: trainer",
+    )
+
+
 def _served_to_cpu(config: Config) -> str | None:
     return _with_server_compute(
         config,
@@ -276,6 +285,7 @@ RELATIONS: tuple[Relation, ...] = (
     Relation(("server.compute", "server.transport"), _served_by_messages),
     Relation(("server.compute", "server.wire_dtype"), _served_in_float32),
     Relation(("server.compute", "device.kind"), _served_to_cpu),
+    Relation(("server.compute", "training.ema_decay"), _served_without_average),
     Relation(("simulations.command", "simulations.function"), _one_producer),
     Relation(("simulations.command", "simulations.function", "simulations.count"), _simulation_count),
 )

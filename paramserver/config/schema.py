@@ -242,6 +242,11 @@ class TrainingConfig:
     clip_grad_norm: float | None = key(
         None, positive_number(nullable=True), "upper bound of the gradient norm of a step"
     )
+    ema_decay: float | None = key(
+        None,
+        Rule("float", nullable=True, minimum=0, maximum=1),
+        "average of the parameters that is validated; decay per step",
+    )
     precision: str = key("float32", one_of("float32", "bfloat16"), "bfloat16 = autocast")
     validate_every: int = key(100, integer(0), "global steps; 0 = at the end only")
     uneven_inputs: str = key(

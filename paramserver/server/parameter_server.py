@@ -38,7 +38,7 @@ from paramserver.errors import (
 from paramserver.metrics.records import Record, StepReport, TrainerTotals, WeightedSums, merge_sums
 from paramserver.optim.bucket_updates import BucketUpdates
 from paramserver.parameters.model import untrained_state_dict
-from paramserver.runs.checkpoint_manager import CheckpointManager, PartCollector, Stateful
+from paramserver.runs.checkpoint_manager import CheckpointManager, PartCollector, UpdaterState
 from paramserver.server.aggregator import Aggregator
 from paramserver.server.coordinator import CollectedState, ShardCoordinator
 from paramserver.server.model_service import ModelService, ServedTransport
@@ -804,7 +804,7 @@ class ParameterServer(TutorialMethods):
             _, futures, arrival_s = self._stagings.pop_all()
 
         # Under the lock: no update may be applied between the copies of model, optimizer and rules.
-        def stage(updater: Stateful) -> dict[int, bool]:
+        def stage(updater: UpdaterState) -> dict[int, bool]:
             with self._lock:
                 self._staged = self._checkpoint_due()
                 since = min(arrival_s.values())
@@ -822,7 +822,7 @@ class ParameterServer(TutorialMethods):
                 )
                 return dict.fromkeys(futures, True)
 
-        def stage_and_reply(updater: Stateful) -> None:
+        def stage_and_reply(updater: UpdaterState) -> None:
             self._complete(futures, lambda: stage(updater))
             self._parts.commit_if_complete()  # at once if every trainer was lost meanwhile
 
@@ -858,7 +858,7 @@ class ParameterServer(TutorialMethods):
             "steps": self.aggregator.rules.step,
         }
 
-    def _with_updater_state(self, then: Callable[[Stateful], None]) -> None:
+    def _with_updater_state(self, then: Callable[[UpdaterState], None]) -> None:
         """Call ``then`` with the state of optimizer and schedule, once the model holds all parameters."""
         coordinator = self.coordinator
         if coordinator is None:
@@ -867,7 +867,7 @@ class ParameterServer(TutorialMethods):
 
         def collect(release: Callable[[], None]) -> None:
             def collected(state: dict[str, Any]) -> None:
-                then(CollectedState(state))
+                then(CollectedState(state, self.store.updater))
                 release()
 
             coordinator.collect_state(collected)
@@ -909,6 +909,14 @@ class ParameterServer(TutorialMethods):
         except StorageError as error:
             self.fail(error)
             raise as_peer_error(error) from error
+
+    def averages(self, sender: TrainerId) -> torch.futures.Future[dict[str, Tensor]]:
+        """Reply with the average of each parameter, by name, during a validation, in which no update is applied."""
+        future: torch.futures.Future[dict[str, Tensor]] = torch.futures.Future()
+        with self._lock:
+            self._admit(sender)
+            self._with_updater_state(lambda updater: future.set_result(updater.averages()))
+        return future
 
     def optimizer_state(self) -> torch.futures.Future[dict[str, Any]]:
         """Reply with the optimizer's ``state_dict`` when no update is in progress."""
