@@ -216,10 +216,12 @@ class Task(Hooks):
         except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
             raise TaskError(_cannot_stack(samples, error)) from error
 
-    def validation_step(
-        self, model: nn.Module, batch: Any, valid_batch_idx: int, batch_idx: int
-    ) -> Mapping[str, Tensor]:
+    def validation_step(self, model: nn.Module, batch: Any, valid_batch_idx: int, batch_idx: int) -> Mapping[str, Any]:
         """Return the metrics of a validation batch by name, each the mean over its samples.
+
+        A metric that is no mean is an object with ``update``, ``compute`` (one number), ``reset`` and
+        ``merge_state(other)``, such as one of torchmetrics: update it with the batch and return it. The states of all
+        batches and trainers are merged before it is computed; then it is reset.
 
         Called with the model in ``eval()`` mode and without gradients. Required if there is a ``validation_source``.
         """

@@ -11,6 +11,7 @@ from itertools import zip_longest
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import Subset
 
 from paramserver.buffers.positions import AppliedPositions
@@ -141,6 +142,8 @@ class Trainer(ABC):
         self._overrides_data_available = overrides(self, Trainer.data_available)
         self._resources = ExitStack()
         self.validation: Mapping[str, float] = {}
+        self._decision: Decision | None = None  # that made the present step, or ended the run
+        self._gathers: tuple[tuple[int, ...], int] = (), 0  # where all_gather was called last, and how often there
         task.trainer = self
         self._callbacks: Mapping[str, Callback] = process.data_sets.get("callbacks", {})
         self.hooks: Sequence[Hooks] = (task, *self._callbacks.values())
@@ -360,6 +363,48 @@ class Trainer(ABC):
             if theirs != own:
                 raise TaskError(f"{name} {must}: {first[0]} has {theirs}, and {label} has {own}; {cure}")
 
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return the values of all trainers, in the order of their indices.
+
+        All trainers must call it at the same places, in the same order: in ``training_step``, ``validation_step``, the
+        hooks of batches and validations, and ``on_train_end``. In a step those take part that have data.
+
+        Args:
+            value: a tensor, a number, a string, or lists and dictionaries of them. Shapes may differ. Tensors come back
+                on the CPU and without gradients.
+
+        Raises:
+            TaskError: trainers do not wait for each other, or did not all call it, or call another hook.
+
+        Example::
+
+            >>> class Centers(Task):
+            ...     def on_validation_end(self, batch_idx):
+            ...         self.center = torch.stack(self.trainer.all_gather(self.own_center)).mean(0)
+        """
+        if not self.lockstep:
+            server = self.config.server
+            raise TaskError(
+                f"trainer.all_gather must have trainers that step together, and with server.consistency "
+                f"({server.consistency}) and server.backup_trainers ({server.backup_trainers}) none waits for the "
+                "others; use sync without backup trainers, or self.log with a reduction"
+            )
+        if self._decision is None:
+            raise TaskError(
+                "trainer.all_gather must be called where all trainers are at the same time: in training_step, "
+                "validation_step, on_batch_start, on_batch_end, on_validation_start, on_validation_end or on_train_end"
+            )
+        in_step = self._step_offset == 1
+        place = self._decision.step, int(self._decision.verdict is Verdict.GO), int(in_step)
+        count = self._gathers[1] + 1 if self._gathers[0] == place else 0
+        self._gathers = place, count
+        own = tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), value)
+        return self.gather_from_all(own, (*place, count), self._decision.active if in_step else None)
+
+    def gather_from_all(self, value: Any, call: tuple[int, ...], active: tuple[int, ...] | None) -> list[Any]:
+        """Return the values of all trainers, or of ``active``; ``call`` is the same for the same call of each."""
+        return [value]
+
     def set_first(self, key: str, value: str) -> str:
         """Return the value of the trainer that calls this first with ``key``; a trainer of several asks the store."""
         return value
@@ -386,17 +431,20 @@ class Trainer(ABC):
                 decision = self.agree()
                 if decision.verdict is Verdict.WAIT:
                     continue
+                self._decision = None  # until hooks are called that all trainers call
                 self._step_offset = int(decision.verdict is Verdict.GO)
                 if decision.verdict in _BETWEEN_STEPS:
                     self._between_steps(decision)
                     continue
                 if decision.verdict is Verdict.END:
                     self._close_epoch()
+                    self._decision = decision
                     self.step = decision.step
                     self.clock.skip()
                     return decision
                 if decision.samples >= self._epoch_end:
                     self._enter_epoch(decision.samples)
+                self._decision = decision
                 if self.trainer_index in decision.active:
                     self.step = self._train(decision)
                 else:

@@ -463,6 +463,9 @@ class RpcTrainer(Trainer):
             self._sender.abort()
             self.server.report_failure(failure)
 
+    def gather_from_all(self, value: Any, call: tuple[int, ...], active: tuple[int, ...] | None) -> list[Any]:
+        return self.server.all_gather(value, call, active)
+
     def averages(self) -> Mapping[str, Tensor]:
         return self.server.averages()
 

@@ -31,6 +31,7 @@ from paramserver.errors import (
     PeerLost,
     RunEnded,
     StorageError,
+    TaskError,
     UnsupportedConfiguration,
     ViewChanged,
     as_peer_error,
@@ -229,6 +230,7 @@ class ParameterServer(TutorialMethods):
         self._validated: tuple[int, dict[str, float]] = -1, {}
         self._staged = (monitor.step if checkpoints.resumes else -1, False)
         self._stagings = PendingReplies()
+        self._gathers: dict[tuple[int, ...], tuple[tuple[int, ...] | None, PendingReplies]] = {}
         self._staging_reason = ""
         self._parts = PartCollector(checkpoints)
 
@@ -429,6 +431,7 @@ class ParameterServer(TutorialMethods):
         silence_s = self.config.server.lost_after_s
         for member in self.members.overdue(silence_s):
             self._lose(member, f"no heartbeat for server.lost_after_s ({silence_s:g} s)")
+        self._check_gathers()
 
     def check_absences(self) -> set[int]:
         """Give up each lost trainer whose place no process took within ``cluster.timeout_s``.
@@ -560,13 +563,14 @@ class ParameterServer(TutorialMethods):
         if trainer_index in self._joins.parts:
             self._joins.pop(trainer_index)
         self.aggregator.remove(trainer_index)
-        for table in (self._stagings, *self._validations.values()):
+        for table in (self._stagings, *self._validations.values(), *(table for _, table in self._gathers.values())):
             if trainer_index in table.parts:
                 table.pop(trainer_index)
         self._parts.replace(trainer_index)
         for version in list(self._validations):
             self._finish_validation(version)
         self._finish_staging()
+        self._finish_gathers()
         self._finish_if_all_left()
 
     def reconnect(self, reason: str) -> None:
@@ -591,6 +595,7 @@ class ParameterServer(TutorialMethods):
                 self.coordinator.abort()
             reply = RemoteError.of(as_peer_error(self.error))
             tables = [self._joins, self._stagings, *self._validations.values()]
+            tables += [table for _, table in self._gathers.values()]
             # Removed from the tables under the lock, so that each future is completed once.
             waiting = [f for table in tables for f in table.pop_all()[1].values()] + self.aggregator.pop_waiters()
         for future in waiting:
@@ -909,6 +914,56 @@ class ParameterServer(TutorialMethods):
         except StorageError as error:
             self.fail(error)
             raise as_peer_error(error) from error
+
+    @executed_once
+    def all_gather(
+        self, sender: TrainerId, value: Any, call: tuple[int, ...], active: tuple[int, ...] | None
+    ) -> torch.futures.Future[list[Any]]:
+        """Reply with the values of all trainers, in their order, once each has made the same call.
+
+        Args:
+            sender: the trainer.
+            value: its own.
+            call: names the call, alike for all trainers.
+            active: the trainers that make it; None for all that took part in the last decision.
+        """
+        with self._lock:
+            trainer_index = self._admit(sender)
+            _, table = self._gathers.setdefault(call, (active, PendingReplies()))
+            future = table.add(trainer_index, value)
+        self._finish_gathers()
+        return future
+
+    def _finish_gathers(self) -> None:
+        with self._lock:
+            complete = [call for call, (active, table) in self._gathers.items() if table.has_all(self._callers(active))]
+            tables = [self._gathers.pop(call)[1].pop_all() for call in complete]
+        for values, futures, _ in tables:
+            for future in futures.values():
+                future.set_result([values[index] for index in sorted(values)])
+
+    def _callers(self, active: tuple[int, ...] | None) -> set[int]:
+        """Return the trainers that are expected to make a call of ``all_gather``; a lost one is not among them."""
+        present = set(self.aggregator.rules.participants)
+        return present if active is None else present & set(active)
+
+    def _check_gathers(self) -> None:
+        """Fail the run if a trainer has not made a call of ``all_gather`` that others wait for."""
+        limit_s, late = self.config.cluster.timeout_s, time.perf_counter() - self.config.cluster.timeout_s
+        with self._lock:
+            missing = [
+                str(trainer_index)
+                for active, table in self._gathers.values()
+                if min(table.arrival_s.values(), default=late) < late
+                for trainer_index in sorted(self._callers(active) - table.parts.keys())
+            ]
+        if missing:
+            self.fail(
+                TaskError(
+                    f"trainer.all_gather was not called by trainer {', '.join(missing)} within cluster.timeout_s "
+                    f"({limit_s:g} s) of the others; call it on all trainers, at the same places"
+                )
+            )
 
     def averages(self, sender: TrainerId) -> torch.futures.Future[dict[str, Tensor]]:
         """Reply with the average of each parameter, by name, during a validation, in which no update is applied."""
