@@ -230,6 +230,24 @@ class Task(Hooks):
             "validation_step(self, model, batch, valid_batch_idx, batch_idx), which returns a dict of means"
         )
 
+    def predict_step(self, model: nn.Module, batch: Any, batch_idx: int) -> Any:
+        """Return the outputs for a batch, with one row per sample; ``paramserver predict`` writes them.
+
+        Tensors, or dictionaries, lists and tuples of them. The default is ``model(batch)``, for a batch of one column,
+        as of ``TensorDataset(x)``, with that column.
+
+        Raises:
+            TaskError: the default is called with a batch of several columns.
+        """
+        if not isinstance(batch, (list, tuple)):
+            return model(batch)
+        if len(batch) == 1:
+            return model(batch[0])
+        raise TaskError(
+            f"a batch to predict has {len(batch)} columns, of which the model takes an unknown one; return samples of "
+            "one column, or write predict_step(self, model, batch, batch_idx)"
+        )
+
     def callbacks(self) -> Sequence[Callback]:
         """Return further objects whose hooks the loop calls. Called once in every trainer process."""
         return ()

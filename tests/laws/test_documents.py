@@ -121,7 +121,13 @@ def test_python_blocks_are_python():
 
 
 def all_help():
-    parsers = [make_parser, evaluate.make_parser, cli.make_keys_parser, cli.make_ping_parser]
+    parsers = [
+        make_parser,
+        evaluate.make_parser,
+        evaluate.make_predict_parser,
+        cli.make_keys_parser,
+        cli.make_ping_parser,
+    ]
     parsers += [elastic.make_join_parser, elastic.make_leave_parser]
     parsers += [reporting.make_parser, chaos.make_parser, benchmark.make_parser, benchmark.make_compare_parser]
     return "".join(make().format_help() for make in parsers)
