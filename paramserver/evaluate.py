@@ -50,7 +50,7 @@ class Evaluation:
 
 
 class EvaluationTrainer:
-    """What ``task.trainer`` is during an evaluation: it only accepts ``log``."""
+    """What ``task.trainer`` is during an evaluation or prediction: it only has ``log`` and ``all_gather``."""
 
     trainer_index = 0
 
@@ -59,6 +59,9 @@ class EvaluationTrainer:
 
     def log(self, name: str, value: Any, reduce: str = "mean") -> None:
         self.logged[name] = float(value)
+
+    def all_gather(self, value: Any) -> list[Any]:
+        return [value]
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from paramserver.errors import StorageError
 from paramserver.metrics.sinks import Record, Sink
 from paramserver.metrics.tensorboard import scalars
 
@@ -24,6 +25,9 @@ class Csv(Sink):
         path: the file; replaced if it exists.
         metrics_file: metrics.jsonl of the run; it may be missing.
 
+    Raises:
+        StorageError: the file cannot be opened.
+
     Example::
 
         >>> import tempfile
@@ -37,7 +41,10 @@ class Csv(Sink):
     """
 
     def __init__(self, path: Path, metrics_file: Path) -> None:
-        self._file = path.open("w", encoding="utf-8", newline="")
+        try:
+            self._file = path.open("w", encoding="utf-8", newline="")
+        except OSError as error:
+            raise StorageError(f"{path} must be writable ({error}); move it away, or leave csv out") from error
         self._writer = csv.writer(self._file, lineterminator="\n")
         self._writer.writerow(_COLUMNS)
         for record in _records_in(metrics_file):

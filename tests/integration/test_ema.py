@@ -145,6 +145,16 @@ def test_trainers_that_run_freely_validate_one_average_together(tmp_path, server
 
 
 @pytest.mark.processes
+def test_trainers_without_data_have_the_averages_of_the_others(tmp_path):
+    training = {**CONFIG["training"], "max_steps": None, "uneven_inputs": "join"}
+    config = {**CONFIG, "training": training}
+    ddp, rpc = (train(tmp_path, mode, 2, task="UnevenLengths", **config) for mode in ("ddp", "rpc"))
+    assert ddp.summary["steps"] == 10
+    assert differing_tensors(ddp.load("ema"), rpc.load("ema")) == []
+    assert [r["values"] for r in ddp.of_kind("validation")] == [r["values"] for r in rpc.of_kind("validation")]
+
+
+@pytest.mark.processes
 def test_an_average_is_dropped_and_begun_by_a_resume(tmp_path):
     run = train(tmp_path, "local", 1, **CONFIG)
     assert resume(run, "--set", "training.max_steps=12", "--set", "training.ema_decay=null").code == 0

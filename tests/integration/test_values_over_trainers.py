@@ -102,6 +102,7 @@ def test_every_trainer_gets_the_values_of_all_in_every_place(tmp_path, mode, tra
     run = train(tmp_path, mode, trainers, **task("Gathers", samples=96), **config)
     kind = "log" if trainers == 1 else "reduced"
     assert {record["value"] for record in run.of_kind(kind) if record["name"] == "gathered"} == {trainers}
+    assert evaluate_run(run.run_dir).logged == {"gathered": 1}
 
 
 @pytest.mark.processes
