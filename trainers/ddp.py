@@ -222,6 +222,21 @@ class DdpTrainer(Trainer):
     def block_backward_sync(self) -> AbstractContextManager[Any]:
         return self._ddp().no_sync() if isinstance(self.model, DistributedDataParallel) else nullcontext()
 
+    def gather_from_all(self, value: Any, call: tuple[int, ...], active: tuple[int, ...] | None) -> list[Any]:
+        if active is not None and len(active) < self.process.trainers:
+            raise TaskError(
+                "trainer.all_gather cannot be called in a step in which a trainer has no data "
+                "(training.uneven_inputs: join); call it in on_validation_end"
+            )
+        with translate_peer_loss():
+            gathered = all_gather_objects((call, value), self._control_group)
+        if any(other != call for other, _ in gathered):
+            raise TaskError("trainer.all_gather must be called at the same places by all trainers; these differ")
+        return [gathered_value for _, gathered_value in gathered]
+
+    def averages(self) -> Mapping[str, Tensor]:
+        return self.updater.averages()
+
     def optimizer_state(self) -> dict[str, Any]:
         return self.updater.optimizer.state_dict()
 

@@ -41,7 +41,7 @@ from paramserver.parameters.model import build_model, detached_state_dict, extra
 from paramserver.parameters.sharding import full_shard
 from paramserver.runs.checkpoint_manager import CheckpointManager
 from paramserver.server.client import CallFailed, InFlightCall, ServerClient
-from paramserver.task import Task
+from paramserver.task import Hooks, Task
 from paramserver.transport.base import GradientBucket, TrainerTransport
 from paramserver.transport.compression import make_codec
 from paramserver.transport.messages import DataPosition, JoinReply, StepGrant, VersionView
@@ -101,8 +101,8 @@ class RpcTrainer(Trainer):
         self._records_sent = time.monotonic()
         self._sending_records: InFlightCall[None] | None = None
         # A change through ``grad.data`` after backward cannot be noticed, so nothing is sent before these hooks ran.
-        self._overlaps_backward = not overrides(task, Task.on_batch_end) and not overrides(
-            self, Trainer.on_after_backward
+        self._overlaps_backward = not any(overrides(hooks, Hooks.on_batch_end) for hooks in self.hooks) and not (
+            overrides(self, Trainer.on_after_backward)
         )
 
     # The connection.
@@ -466,6 +466,12 @@ class RpcTrainer(Trainer):
         elif not isinstance(error, (PeerLost, PeerRefused)):  # these come from the server
             self._sender.abort()
             self.server.report_failure(failure)
+
+    def gather_from_all(self, value: Any, call: tuple[int, ...], active: tuple[int, ...] | None) -> list[Any]:
+        return self.server.all_gather(value, call, active)
+
+    def averages(self) -> Mapping[str, Tensor]:
+        return self.server.averages()
 
     def optimizer_state(self) -> dict[str, Any]:
         return self.optimizer.state_dict()

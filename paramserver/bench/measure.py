@@ -322,6 +322,7 @@ def run_config(case: Case, repeat: int, method: MeasuringMethod, folder: Path, n
             "training": {
                 **config["training"],
                 **limits,
+                "min_delta": 0.0,
                 "max_seconds": method.warm_s + method.seconds,
                 "validate_every": validate_every,
             },
@@ -332,6 +333,7 @@ def run_config(case: Case, repeat: int, method: MeasuringMethod, folder: Path, n
                 "run_dir": str(folder),
                 "name": "run",
                 "tensorboard": False,
+                "sinks": [],
                 "progress": "off",
             },
         }

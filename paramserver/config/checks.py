@@ -111,6 +111,15 @@ def _patience_metric(config: Config) -> str | None:
     )
 
 
+def _min_delta(config: Config) -> str | None:
+    if not config.training.min_delta or config.training.patience is not None:
+        return None
+    return (
+        f"training.min_delta ({config.training.min_delta}) must be 0 without training.patience, which it is for; set "
+        "training.patience"
+    )
+
+
 def _patience_validations(config: Config) -> str | None:
     if config.training.patience is None or config.training.validate_every:
         return None
@@ -233,6 +242,15 @@ def _served_in_float32(config: Config) -> str | None:
     )
 
 
+def _served_without_average(config: Config) -> str | None:
+    return _with_server_compute(
+        config,
+        config.training.ema_decay is not None,
+        f"training.ema_decay ({config.training.ema_decay}) must be null with server.compute server, where no trainer "
+        "has parameters to validate; leave it out or choose server.compute: trainer",
+    )
+
+
 def _served_to_cpu(config: Config) -> str | None:
     return _with_server_compute(
         config,
@@ -265,6 +283,7 @@ RELATIONS: tuple[Relation, ...] = (
     Relation(("cluster.elastic", "simulations"), _elastic),
     Relation(("training.patience", "checkpoint.best"), _patience_metric),
     Relation(("training.patience", "training.validate_every"), _patience_validations),
+    Relation(("training.min_delta", "training.patience"), _min_delta),
     Relation(("training.batch_size", "buffer.capacity"), _batch),
     Relation(("training.accumulate_batches", "training.batch_size", "buffer.capacity"), _step),
     Relation(("buffer.watermark", "buffer.capacity"), _watermark),
@@ -277,6 +296,7 @@ RELATIONS: tuple[Relation, ...] = (
     Relation(("server.compute", "server.transport"), _served_by_messages),
     Relation(("server.compute", "server.wire_dtype"), _served_in_float32),
     Relation(("server.compute", "device.kind"), _served_to_cpu),
+    Relation(("server.compute", "training.ema_decay"), _served_without_average),
     Relation(("simulations.command", "simulations.function"), _one_producer),
     Relation(("simulations.command", "simulations.function", "simulations.count"), _simulation_count),
 )

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paramserver.optim.parallel_step import ELEMENTWISE, ParallelStep
+from paramserver.optim.parallel_step import ELEMENTWISE, ParallelStep, copy_optimizer
 from paramserver.optim.shard_updater import ShardUpdater
 from paramserver.parameters.flat import TensorSlot
 from paramserver.parameters.sharding import Shard, State, get_hyperparameters
@@ -207,9 +207,7 @@ class BucketUpdates:
             by_group[piece.group].append(parameter)
             stepped.append((piece, parameter))
         if stepped:
-            # As in ``ParallelStep``: a shallow copy without the wrapper of a schedule, which counts steps of the whole.
-            part = copy.copy(self._optimizer)
-            part.__dict__.pop("step", None)
+            part = copy_optimizer(self._optimizer)
             part.param_groups = [{**group, "params": own} for group, own in zip(groups, by_group, strict=True) if own]
             part.state = defaultdict(dict, state)
             part.step()

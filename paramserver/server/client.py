@@ -345,6 +345,7 @@ _REPEATABLE = frozenset(
         ParameterServer.leave,
         ParameterServer.wait_version,
         ParameterServer.view_version,
+        ParameterServer.averages,
         ParameterServer.optimizer_state,
         ParameterServer.model_as_built,
         ShardServer.push,
@@ -360,6 +361,7 @@ _EXECUTED_ONCE = frozenset(
         ParameterServer.report_validation,
         ParameterServer.report_validation_share,
         ParameterServer.stage_checkpoint,
+        ParameterServer.all_gather,
         ParameterServer.receive_part_chunk,
         ParameterServer.finish_part,
         ParameterServer.receive_records,
@@ -555,6 +557,14 @@ class ServerClient(ServerConnection):
     def wait_version(self, version: int) -> int:
         """Return the current version once that is ``version``, or an earlier one if no trainer is left to make it."""
         return self.call_deferred(ParameterServer.wait_version, self._id, version)
+
+    def all_gather(self, value: Any, call: tuple[int, ...], active: tuple[int, ...] | None) -> list[Any]:
+        """Return the values that all trainers give with the same ``call``, or those of ``active``."""
+        return self.call_deferred(ParameterServer.all_gather, self._id, value, call, active)
+
+    def averages(self) -> dict[str, Tensor]:
+        """Return the average of each parameter, by name (``training.ema_decay``)."""
+        return self.call_deferred(ParameterServer.averages, self._id)
 
     def optimizer_state(self) -> dict[str, Any]:
         """Return the state of the optimizer in the form of ``torch.optim.Optimizer.state_dict``."""

@@ -24,8 +24,14 @@ from paramserver.online.spec import IngestSpec
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 INTERFACE = ROOT / "docs" / "interface.md"
-DOCUMENTS = [README, INTERFACE, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", ROOT / "docs" / "torch-notes.md"]
-DOCUMENTS += [ROOT / "docs" / "protocol.md", ROOT / "docs" / "lightning.md", ROOT / "examples" / "clients" / "README.md"]
+DOCUMENTS = [
+    README,
+    INTERFACE,
+    ROOT / "CHANGELOG.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "examples" / "clients" / "README.md",
+]
+DOCUMENTS += [ROOT / "docs" / f"{name}.md" for name in ("callbacks", "lightning", "protocol", "sinks", "torch-notes")]
 QUICKSTART = ("examples/quickstart/task.py", "examples/quickstart/config.yaml")
 KEYS_BEGIN, KEYS_END = "<!-- keys: begin -->\n", "<!-- keys: end -->\n"
 
@@ -121,7 +127,13 @@ def test_python_blocks_are_python():
 
 
 def all_help():
-    parsers = [make_parser, evaluate.make_parser, cli.make_keys_parser, cli.make_ping_parser]
+    parsers = [
+        make_parser,
+        evaluate.make_parser,
+        evaluate.make_predict_parser,
+        cli.make_keys_parser,
+        cli.make_ping_parser,
+    ]
     parsers += [elastic.make_join_parser, elastic.make_leave_parser]
     parsers += [reporting.make_parser, chaos.make_parser, benchmark.make_parser, benchmark.make_compare_parser]
     return "".join(make().format_help() for make in parsers)

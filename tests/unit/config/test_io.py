@@ -269,6 +269,7 @@ RELATED = {
     "simulations.function": st.none(),
 }
 WORDS = st.text(max_size=12)
+LISTS = st.sampled_from([(), ("csv",), ("csv", "own/sinks.py:Wandb")])
 ARGUMENTS = st.dictionaries(WORDS, st.booleans() | st.integers() | st.floats(allow_nan=False) | WORDS | st.lists(WORDS))
 
 
@@ -287,7 +288,7 @@ def values_of(name: str) -> st.SearchStrategy:
     elif rule.kind == "str":
         strategy = st.just(rule.example) if rule.pattern else WORDS.filter(str.strip)
     else:
-        strategy = {"bool": st.booleans(), "mapping": ARGUMENTS}[rule.kind]
+        strategy = {"bool": st.booleans(), "mapping": ARGUMENTS, "list": LISTS}[rule.kind]
     return st.none() | strategy if rule.nullable else strategy
 
 
