@@ -19,7 +19,7 @@ from paramserver.transport.messages import Future
 # Of a shard, without ``server.bucket_mb``. More buckets overlap more of the update with its transfer, and cost more
 # messages; larger ones than these gain nothing.
 _BUCKETS, _LEAST_BYTES, _MOST_BYTES = 10, 128 * 2**10, 4 * 2**20
-# Where servers share the hosts of trainers, less of the transfer is over the network, and messages take the trainers' CPU.
+# Where servers share the hosts of trainers, less is sent over the network, and messages take the CPU of trainers.
 _COLOCATED_BUCKETS = 5
 # The first bucket of a server is sent when the backward has ended, and its update received with the next pull.
 _FIRST_BYTES = 64 * 2**10
