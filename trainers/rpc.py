@@ -16,6 +16,7 @@ from torch import Tensor
 
 from paramserver.checkpoint import write_chunks
 from paramserver.checkpoint.sender import BackgroundSender
+from paramserver.config import num_servers_of
 from paramserver.consistency import Announcement, Decision, Verdict
 from paramserver.context import ProcessContext
 from paramserver.distributed.local_calls import MAX_PACKET_BYTES, LocalConnection
@@ -118,7 +119,7 @@ class RpcTrainer(Trainer):
 
     def connect(self) -> None:
         """Start the RPC agent and connect to the servers."""
-        servers = self.config.cluster.num_servers
+        servers = num_servers_of(self.config)
         agent = self.enter_context(rpc_trainer(self.rendezvous, self.trainer_index, servers))
         self._name, self._worker_id = agent.name, agent.worker_id
         # Exited after the client is closed: notifies the servers that this process leaves deliberately.

@@ -58,6 +58,10 @@ class ProcessIdentity:
 class RankFlags:
     """``--rank``, ``--world_size``, ``--master_addr`` and ``--master_port`` of the command line; None = not given.
 
+    Args:
+        supervised: a supervisor gives them, which counts all ranks, also where servers are co-located.
+        is_trainer: this process is the trainer of a host with a co-located server.
+
     Example::
 
         >>> RankFlags(global_rank=1, world_size=3).check()
@@ -67,6 +71,8 @@ class RankFlags:
     world_size: int | None = None
     master_addr: str | None = None
     master_port: int | None = None
+    supervised: bool = False
+    is_trainer: bool = False
 
     def check(self) -> None:
         """Raise ``UnsupportedConfiguration`` for a flag that is out of its range."""

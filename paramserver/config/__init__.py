@@ -44,7 +44,10 @@ if TYPE_CHECKING:
     )
     from paramserver.config.world import (
         Role as Role,
+        is_colocated as is_colocated,
         mode_of as mode_of,
+        num_commands_of as num_commands_of,
+        num_ranks_started as num_ranks_started,
         num_servers_of as num_servers_of,
         num_trainers_of as num_trainers_of,
         roles as roles,

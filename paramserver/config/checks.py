@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paramserver.config.schema import Config, format_value, origin_prefix
-from paramserver.config.world import mode_of, num_trainers_of, server_computes
+from paramserver.config.world import mode_of, num_servers_of, num_trainers_of, server_computes
 from paramserver.errors import UnsupportedConfiguration
 
 NOT_IN_THIS_VERSION: dict[str, tuple[Any, ...]] = {
@@ -218,8 +218,8 @@ def _with_server_compute(config: Config, is_broken: bool, message: str) -> str |
 def _served_by_one_server(config: Config) -> str | None:
     return _with_server_compute(
         config,
-        config.cluster.num_servers != 1,
-        f"cluster.num_servers ({config.cluster.num_servers}) must be 1 with server.compute server, where one server "
+        num_servers_of(config) != 1,
+        f"cluster.num_servers ({num_servers_of(config)}) must be 1 with server.compute server, where one server "
         "holds the whole model; set it to 1 or choose server.compute: trainer",
     )
 
@@ -292,7 +292,7 @@ RELATIONS: tuple[Relation, ...] = (
     Relation(("server.lost_after_s", "server.heartbeat_s"), _heartbeat),
     Relation(("server.backup_trainers", "server.consistency", "cluster.num_trainers"), _backup_trainers),
     Relation(("server.transport", "server.wire_dtype"), _wire_dtype),
-    Relation(("server.compute", "cluster.num_servers"), _served_by_one_server),
+    Relation(("server.compute", "cluster.num_servers", "cluster.colocate"), _served_by_one_server),
     Relation(("server.compute", "server.transport"), _served_by_messages),
     Relation(("server.compute", "server.wire_dtype"), _served_in_float32),
     Relation(("server.compute", "device.kind"), _served_to_cpu),

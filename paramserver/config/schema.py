@@ -185,12 +185,15 @@ class ClusterConfig:
 
     Example::
 
-        >>> ClusterConfig(num_trainers=4).num_servers
-        1
+        >>> ClusterConfig(num_trainers=4).master_addr
+        '127.0.0.1'
     """
 
-    num_servers: int = key(1, integer(1), "parameter servers; rpc only")
+    num_servers: int | None = key(
+        None, integer(1, nullable=True), "parameter servers; null = 1, or with colocate one per trainer; rpc only"
+    )
     num_trainers: int = key(2, integer(1), "trainers, where the world size is not given otherwise")
+    colocate: bool = key(False, boolean(), "rpc: a server on the host of each trainer; --rank then counts hosts")
     master_addr: str = key("127.0.0.1", _HOST, "host of rank 0")
     master_port: int = key(0, integer(0, 65535), "0 = a free port (all ranks on this machine), 29500 otherwise")
     interface: str | None = key(None, _INTERFACE, "null = loopback when all ranks are on this machine")

@@ -16,7 +16,7 @@ import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
 from torch import Tensor
 
-from paramserver.config import Config
+from paramserver.config import Config, num_servers_of
 from paramserver.consistency import Announcement, Decision, TrainerId
 from paramserver.distributed.abort_sockets import abort_connections
 from paramserver.distributed.local_calls import LocalConnection
@@ -186,7 +186,7 @@ class ServerConnection(ABC):
         self.config = config
         self.index = index
         self.timeout_s = config.cluster.timeout_s
-        self._name = "the server" if config.cluster.num_servers == 1 else "server 0"
+        self._name = "the server" if num_servers_of(config) == 1 else "server 0"
         self._numbers = count(1)
         self._changed = threading.Condition()
         self._lost: PeerLost | None = None

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from paramserver.config import Config
+from paramserver.config import Config, num_servers_of
 from paramserver.consistency import Decision, Update
 from paramserver.context import StopRequest
 from paramserver.distributed.membership import Member, Members, watch_peer
@@ -77,7 +77,7 @@ class ShardCoordinator:
         all_ready: Callable[[], None],
     ) -> None:
         self.config = config
-        self.num_servers = config.cluster.num_servers
+        self.num_servers = num_servers_of(config)
         self.shares_memory = True
         self.buckets: Sequence[Shard] = ()  # of each server's shard, if updates are made bucket by bucket
         self._begun: tuple[int, list[dict[str, Any]], list[Future]] = _NOTHING_BEGUN

@@ -18,7 +18,7 @@ import torch.distributed.rpc as rpc
 from torch import Tensor, nn
 
 from paramserver.checkpoint import stage_copy
-from paramserver.config import Config, server_computes
+from paramserver.config import Config, num_servers_of, server_computes
 from paramserver.consistency import Announcement, Decision, Ledger, TrainerId, make_consistency
 from paramserver.context import StopRequest
 from paramserver.distributed.local_calls import LocalCallServer
@@ -97,7 +97,7 @@ class TutorialMethods(nn.Module):
     def _require_all_parameters(self) -> None:
         if not self.is_whole:
             raise UnsupportedConfiguration(
-                f"cluster.num_servers ({self.config.cluster.num_servers}) must be 1 for ParameterServer.forward, "
+                f"cluster.num_servers ({num_servers_of(self.config)}) must be 1 for ParameterServer.forward, "
                 "get_dist_gradients and get_param_rrefs, as no server holds the whole model; lower it"
             )
 
@@ -163,7 +163,7 @@ class ParameterServer(TutorialMethods):
         times_due = None if config.buffer.kind == "reservoir" else config.buffer.pseudo_epochs
         ledger = Ledger(times_due, self.view)
         ledger.load_state_dict(checkpoints.ledger_state, trainers)
-        several = config.cluster.num_servers > 1
+        several = num_servers_of(config) > 1
         self._shared_memory = ServerSharedMemory(segments, config.server, rules.lockstep, monitor.note)
         # Other processes access the parameters themselves in lockstep, and whenever servers own them together; trainers
         # that run freely read snapshots instead.

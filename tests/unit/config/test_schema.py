@@ -23,8 +23,8 @@ trainer: null
 mode: rpc
 seed: 0
 init_from: null
-cluster: {num_servers: 1, num_trainers: 2, master_addr: 127.0.0.1, master_port: 0, interface: null, backend: auto,
-          timeout_s: 60, max_restarts: 3, spares: 0, elastic: false, token_file: null}
+cluster: {num_servers: null, num_trainers: 2, colocate: false, master_addr: 127.0.0.1, master_port: 0,
+          interface: null, backend: auto, timeout_s: 60, max_restarts: 3, spares: 0, elastic: false, token_file: null}
 device: {kind: auto, server: auto, num_gpus: null}
 training: {max_epochs: null, max_steps: null, max_samples: null, max_seconds: null, patience: null, min_delta: 0.0,
            batch_size: 32, validation_batch_size: null, accumulate_batches: 1, clip_grad_norm: null, ema_decay: null,
