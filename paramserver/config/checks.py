@@ -11,7 +11,6 @@ from paramserver.config.world import mode_of, num_trainers_of, server_computes
 from paramserver.errors import UnsupportedConfiguration
 
 NOT_IN_THIS_VERSION: dict[str, tuple[Any, ...]] = {
-    "device.server": ("auto", "cpu"),
 }
 """All keys that wait for a later version, with the values that this version accepts.
 
@@ -231,6 +230,25 @@ def _served_to_cpu(config: Config) -> str | None:
     )
 
 
+def _one_server_on_gpu(config: Config) -> str | None:
+    servers = config.cluster.num_servers
+    if config.device.server != "cuda" or servers == 1 or not mode_of(config).has_servers:
+        return None
+    return (
+        f"device.server (cuda) must be auto or cpu with cluster.num_servers ({servers}); set cluster.num_servers: 1 or "
+        "leave device.server out"
+    )
+
+
+def _served_from_cpu(config: Config) -> str | None:
+    return _with_server_compute(
+        config,
+        config.device.server == "cuda",
+        "device.server (cuda) must be auto or cpu with server.compute server, where the parameters are on the CPU; "
+        "leave it out, and give the server its GPUs by device.num_gpus",
+    )
+
+
 def _one_producer(config: Config) -> str | None:
     section = config.simulations
     if section is None or section.command is None or section.function is None:
@@ -266,6 +284,8 @@ RELATIONS: tuple[Relation, ...] = (
     Relation(("server.compute", "server.transport"), _served_by_messages),
     Relation(("server.compute", "server.wire_dtype"), _served_in_float32),
     Relation(("server.compute", "device.kind"), _served_to_cpu),
+    Relation(("device.server", "cluster.num_servers"), _one_server_on_gpu),
+    Relation(("server.compute", "device.server"), _served_from_cpu),
     Relation(("simulations.command", "simulations.function"), _one_producer),
     Relation(("simulations.command", "simulations.function", "simulations.count"), _simulation_count),
 )

@@ -14,6 +14,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from paramserver.devices import pins_memory, to_cpu
 from paramserver.parameters.flat import FlatLayout
 from paramserver.parameters.sharding import Shard
 from paramserver.transport.autograd import pull, push_root
@@ -161,7 +162,7 @@ class RpcServerTransport(ServerTransport):
 
     def view_retained(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> VersionView:
         flats = parameters if self._shard is None else self._shard.copy_flats(parameters)
-        return VersionView(None, tuple(flats), tuple(buffers))
+        return VersionView(None, tuple(to_cpu(list(flats))), tuple(buffers))
 
     def receive_first(self, gradient: Tensor) -> None:
         """Receive the gradient that passed through distributed autograd."""
@@ -221,7 +222,7 @@ class RpcTrainerTransport(TrainerTransport):
         wire_layouts = [codec.wire_layout(shard.layout) for shard in shards]
         self._is_lossy = any(wire != shard.layout for wire, shard in zip(wire_layouts, shards, strict=True))
         # Pinned memory, so that copies from a GPU neither need a second buffer nor block.
-        pinned = any(parameter.is_cuda for parameter in parameters)
+        pinned = any(pins_memory(parameter.device) for parameter in parameters)
         runs = [_allocate(shard, wire.dtypes, pinned) for shard, wire in zip(shards, wire_layouts, strict=True)]
         per_server = [[flat for _, flats in own for flat in flats] for own in runs]
         self._outgoing = [flat for flats in per_server for flat in flats]
