@@ -10,8 +10,7 @@ from paramserver.config.schema import Config, format_value, origin_prefix
 from paramserver.config.world import mode_of, num_trainers_of, server_computes
 from paramserver.errors import UnsupportedConfiguration
 
-NOT_IN_THIS_VERSION: dict[str, tuple[Any, ...]] = {
-}
+NOT_IN_THIS_VERSION: dict[str, tuple[Any, ...]] = {}
 """All keys that wait for a later version, with the values that this version accepts.
 
 Other values are parsed and checked like those of any key, then refused by name.

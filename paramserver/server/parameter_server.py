@@ -915,7 +915,5 @@ class ParameterServer(TutorialMethods):
         """Reply with the optimizer's ``state_dict`` when no update is in progress."""
         future: torch.futures.Future[dict[str, Any]] = torch.futures.Future()
         with self._lock:
-            self._with_updater_state(
-                lambda updater: future.set_result(stage_copy(updater.state_dict()["optimizer"]))
-            )
+            self._with_updater_state(lambda updater: future.set_result(stage_copy(updater.state_dict()["optimizer"])))
         return future

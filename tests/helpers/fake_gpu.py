@@ -87,18 +87,21 @@ def _on_cpu(tensor):
     return torch.empty(0, dtype=tensor.dtype).set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
-def _over(storage, like):
-    """A tensor of this device over ``storage``, with the place and shape of ``like``."""
-    empty = torch._C._acc.create_empty_tensor((0,), like.dtype)
+def _show(tensor, storage, like):
+    """Let a tensor of this device be over ``storage``, with the place and shape of ``like``."""
     place = like.storage_offset(), like.shape, like.stride()
-    return torch.ops.aten.set_.source_Storage_storage_offset.redispatch(_CPU_KERNEL, empty, storage, *place)
+    return torch.ops.aten.set_.source_Storage_storage_offset.redispatch(_CPU_KERNEL, tensor, storage, *place)
 
 
-def _wrapped(result):
-    held = result.untyped_storage()
+def _over(storage, like):
+    return _show(torch._C._acc.create_empty_tensor((0,), like.dtype), storage, like)
+
+
+def _storage(held):
+    """A storage of this device in the memory of one of the CPU."""
     storage = torch._C._construct_storage_from_data_pointer(held.data_ptr(), torch.device(NAME, 0), held.nbytes())
     _memory[storage._cdata] = held  # until there is another storage at this address
-    return _over(storage, result)
+    return storage
 
 
 def _run(op, *args, **kwargs):
@@ -130,9 +133,13 @@ def _compute(op, args, kwargs):
         for original, alias in aliases:
             if value.untyped_storage()._cdata == alias.untyped_storage()._cdata:
                 return _over(original.untyped_storage(), value)
-        return _wrapped(value)
+        return _over(_storage(value.untyped_storage()), value)
 
-    return tree_map(give, op(*tree_map(take, args), **tree_map(take, kwargs)))
+    result = op(*tree_map(take, args), **tree_map(take, kwargs))
+    for original, alias in aliases:
+        if original.shape != alias.shape:  # the operation has resized what it wrote to
+            _show(original, _storage(alias.untyped_storage()), alias)
+    return tree_map(give, result)
 
 
 def _convolve(*args):
@@ -141,9 +148,7 @@ def _convolve(*args):
 
 def _convolve_backward(gradient, inputs, weight, *others):
     *how, mask = others
-    return _run(
-        torch.ops.aten.convolution_backward.default, gradient, inputs, weight, [weight.shape[0]], *how, mask
-    )
+    return _run(torch.ops.aten.convolution_backward.default, gradient, inputs, weight, [weight.shape[0]], *how, mask)
 
 
 def _copy(op, first, second, non_blocking=False):

@@ -1,10 +1,6 @@
-"""Tasks of ``tasks.py`` in processes whose GPUs are fake ones."""
+"""Tasks in processes whose GPU is the fake one."""
 
 import fake_gpu
-from tasks import ReferenceTask
+from gpu_tasks import FailsAtBatch as FailsAtBatch, FaultyTask as FaultyTask, ReferenceTask as ReferenceTask
 
 fake_gpu.install()
-
-
-class OnFakeGpu(ReferenceTask):
-    """Nothing else."""
