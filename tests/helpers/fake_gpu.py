@@ -9,6 +9,7 @@ the kernel of the CPU, on the same memory, so results are those of the CPU where
 tasks calls it where it is imported, which is before a rank chooses its devices.
 """
 
+import os
 import threading
 
 import torch
@@ -57,7 +58,9 @@ class Module(registration._DummyBackendModule):
         self.current = torch.device(device)
 
     def get_rng_state(self, device):
-        return self.random_states.get(torch.device(device), torch.zeros(16, dtype=torch.uint8))
+        # Another one in each process, so that a process that does not restore it is found.
+        fresh = torch.tensor(list(os.urandom(16)), dtype=torch.uint8)
+        return self.random_states.setdefault(torch.device(device), fresh)
 
     def set_rng_state(self, state, device):
         self.random_states[torch.device(device)] = state

@@ -1,6 +1,8 @@
-"""Tasks in processes whose GPU is the fake one."""
+"""The tasks of ``gpu_tasks.py``, in processes whose GPU is the fake one."""
 
 import fake_gpu
-from gpu_tasks import FailsAtBatch as FailsAtBatch, FaultyTask as FaultyTask, ReferenceTask as ReferenceTask
+from gpu_tasks import FaultyTask, HugeGradient, ReferenceTask
+
+__all__ = ["FaultyTask", "HugeGradient", "ReferenceTask"]
 
 fake_gpu.install()
