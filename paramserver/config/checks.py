@@ -1,4 +1,4 @@
-"""Checks that concern more than one key: keys of later versions, and relations between keys. Two tables."""
+"""Checks that concern more than one key: a table of relations between keys."""
 
 from __future__ import annotations
 
@@ -9,12 +9,6 @@ from typing import Any
 from paramserver.config.schema import Config, format_value, origin_prefix
 from paramserver.config.world import mode_of, num_trainers_of, server_computes
 from paramserver.errors import UnsupportedConfiguration
-
-NOT_IN_THIS_VERSION: dict[str, tuple[Any, ...]] = {}
-"""All keys that wait for a later version, with the values that this version accepts.
-
-Other values are parsed and checked like those of any key, then refused by name.
-"""
 
 
 @dataclass(frozen=True)
@@ -42,7 +36,7 @@ def value_of(config: Config, name: str) -> Any:
 
 
 def check_config(config: Config, origins: Mapping[str, str], source: str = "") -> None:
-    """Refuse values that this version does not support, then values that contradict each other.
+    """Refuse values that contradict each other.
 
     Args:
         config: a config whose values each satisfy their own rule.
@@ -52,14 +46,6 @@ def check_config(config: Config, origins: Mapping[str, str], source: str = "") -
     Raises:
         UnsupportedConfiguration: the first violation.
     """
-    # Versions first: a value for a later version may also violate a relation that holds in this one only.
-    for name, accepted in NOT_IN_THIS_VERSION.items():
-        value = value_of(config, name)
-        if value not in accepted:
-            shown, use = format_value(value, 60), " or ".join(map(format_value, accepted))
-            raise UnsupportedConfiguration(
-                f"{origin_prefix(origins.get(name, ''))}not in this version: {name} ({shown}); use {use}"
-            )
     for relation in RELATIONS:
         if message := relation.check(config):
             given = [origin for name, origin in origins.items() if name in relation.keys]

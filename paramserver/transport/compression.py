@@ -22,8 +22,8 @@ class WireCodec(ABC):
     """Converts flat tensors to and from the tensors that are sent; each element stays one element.
 
     A trainer encodes a gradient and decodes a parameter by ``Tensor.copy_`` between a tensor of the model and a view of
-    a tensor of ``wire_layout``. The conversions in the other directions, on servers, are ``encode`` and ``decode``. These
-    also move a tensor from the device of the parameters to the CPU, and back.
+    a tensor of ``wire_layout``. The conversions in the other directions are ``encode`` and ``decode``. They also move a
+    tensor from the device of the server's parameters to the CPU, and back.
     """
 
     name: str

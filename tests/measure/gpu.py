@@ -1,6 +1,6 @@
 """Compares training on GPUs with loops written by hand: samples per second.
 
-    python -m tests.measure.gpu [--trainers 1] [--model cnn] [--batch 256] [--steps 200] [--repeats 5] [--cases loop ...]
+    python -m tests.measure.gpu [--trainers 1] [--model cnn] [--batch 256] [--steps 200] [--cases loop ...]
 
 ``loop`` is a plain loop over a DataLoader, with DistributedDataParallel where there are several trainers; ``local``,
 ``ddp`` and ``rpc`` (one server, its parameters on the CPU) are runs of this package without validation; ``rpc-gpu`` has
@@ -176,9 +176,8 @@ def main() -> None:
     print(origin())
     if arguments.device == "cuda":
         print(f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}")
-    print(
-        f"{arguments.model}, {arguments.trainers} trainer(s), batch {arguments.batch}: samples/s, median (least to most)"
-    )
+    about = f"{arguments.model}, {arguments.trainers} trainer(s), batch {arguments.batch}"
+    print(f"{about}: samples/s, median (least to greatest)")
     print(report(rates))
 
 
