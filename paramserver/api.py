@@ -5,14 +5,15 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from paramserver.cluster import is_supervised, process_environ
-from paramserver.config import MODES, Config, load_config
+from paramserver.config import Config, is_plain, load_config, mode_of
 from paramserver.errors import UnsupportedConfiguration
 from paramserver.launch import Result, launch_local
 from paramserver.process_utils import LOADER_NAME
@@ -37,8 +38,9 @@ def run(
     in this process; in the other modes each rank is a separate process that imports the task.
 
     Args:
-        task: a class derived from Task, or an instance of one (each process creates its own from the same arguments);
-            None = the config names it.
+        task: a class derived from Task, or an instance of one (each process creates its own from the same arguments,
+            which are plain values; with ``mode="local"`` they may be any objects, which the stored config leaves out,
+            so that a resume needs them again); None = the config names it.
         config: a mapping with the structure of the YAML file, the path of one, or a Config.
         overrides: ``section.key=value``, as after ``--set``.
         resume: the folder of a run to continue. ``config`` overrides its stored config, and ``overrides`` both.
@@ -81,12 +83,6 @@ def run(
     task_class = type(task) if isinstance(task, Task) else task
     values, config_file = _values(config)
     recorded: list[Path] = []
-    if task_class is not None:
-        check_task_class(task_class, getattr(task_class, "__qualname__", repr(task_class)))
-        single = MODES[str(values.get("mode", "rpc"))].single_process if values.get("mode", "rpc") in MODES else False
-        values["task"] = f"{task_class.__module__}:{task_class.__name__}" if single else class_reference(task_class)
-    if isinstance(task, Task):
-        values["task_args"] = {**values.get("task_args", {}), **task.keyword_arguments()}
     opened = None if resume is None else open_run(Path(resume))
     if opened is not None:
         recover(opened)
@@ -94,9 +90,29 @@ def run(
             find_config_file(opened)  # raises if the folder has none
         values = _merge(read_mapping(opened.config_file, yaml.safe_load), values)
         recorded = opened.task_folders()
+    if task_class is not None:
+        check_task_class(task_class, getattr(task_class, "__qualname__", repr(task_class)))
+        values["task"] = f"{task_class.__module__}:{task_class.__name__}"
+        single = mode_of(load_config(None, base=values, overrides=overrides)).single_process
+        if not single:
+            values["task"] = class_reference(task_class)
+    create_task: Callable[..., Task] | None = task_class
+    if isinstance(task, Task):
+        arguments = task.keyword_arguments()
+        objects = {name: value for name, value in arguments.items() if not is_plain(value)}
+        if objects and not single:
+            name, value = next(iter(objects.items()))
+            raise UnsupportedConfiguration(
+                f"task: {name} ({type(value).__name__}) of {type(task).__name__} must be a plain value (text, numbers, "
+                "lists, mappings), as each process creates its own task; create the object in the task's methods, or "
+                "run in mode local"
+            )
+        plain = {name: value for name, value in arguments.items() if name not in objects}
+        values["task_args"] = {**values.get("task_args", {}), **plain}
+        create_task = partial(type(task), **objects)
     effective = load_config(None, base=values, overrides=overrides)
     folders = code_folders(config_file, overrides, recorded)
-    return launch_local(effective, opened, folders, command=[sys.executable, *sys.argv], task_class=task_class)
+    return launch_local(effective, opened, folders, command=[sys.executable, *sys.argv], create_task=create_task)
 
 
 def _values(config: Mapping[str, Any] | str | os.PathLike[str] | Config | None) -> tuple[dict[str, Any], Path | None]:

@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -265,7 +265,7 @@ def launch_local(
     *,
     began: float | None = None,
     command: Sequence[str] = (),
-    task_class: type[Task] | None = None,
+    create_task: Callable[..., Task] | None = None,
     sink: Sink | None = None,
 ) -> Result:
     """Start every rank on this machine, and wait for the end of the run.
@@ -276,7 +276,7 @@ def launch_local(
         folders: where the task is searched.
         began: ``time.time()`` of the command; None = now.
         command: for environment.json.
-        task_class: the task, for a run of one process; None = loaded by ``config.task``.
+        create_task: creates the task of a run of one process; None = its class is loaded by ``config.task``.
         sink: receives the records that the console receives; closed at the end.
 
     Raises:
@@ -295,7 +295,7 @@ def launch_local(
         # A new run's is left before its reservation: no other start may take the folder while it is removed.
         stack.enter_context(resume_transaction(run) if resume else start_transaction(run))
         if mode_of(config).single_process:
-            summary = _run_single_process(config, run, folders, console, resume, began, command, task_class)
+            summary = _run_single_process(config, run, folders, console, resume, began, command, create_task)
         else:
             from paramserver.runtime.supervisor import Supervisor
 
@@ -311,7 +311,7 @@ def _run_single_process(
     resume: bool,
     began: float,
     command: Sequence[str],
-    task_class: type[Task] | None,
+    create_task: Callable[..., Task] | None,
 ) -> dict[str, Any]:
     with torch_import_without_gc():
         from paramserver.runtime.rank import RankPlan, run_rank
@@ -329,7 +329,7 @@ def _run_single_process(
         source="supervisor",
     )
     plan = RankPlan(
-        config, identity, folders, (sink,), run, resume, task_class=task_class, began=began, command=command
+        config, identity, folders, (sink,), run, resume, create_task=create_task, began=began, command=command
     )
     summary = run_rank(plan)
     assert summary is not None

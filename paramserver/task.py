@@ -292,35 +292,34 @@ def uses_default_batching(task: Task) -> bool:
     return type(task).process_sample is Task.process_sample and type(task).collate is Task.collate
 
 
-def make_task(config: Config, folders: Sequence[Path], task_class: type[Task] | None = None) -> Task:
+def make_task(config: Config, folders: Sequence[Path], create_task: Callable[..., Task] | None = None) -> Task:
     """Create the task of a process.
 
     Args:
         config: the config that names the task and its arguments.
         folders: folders that are searched for the file or module of the task.
-        task_class: the class, if the caller has it; otherwise it is loaded by its name.
+        create_task: creates the task from ``task_args``; None = its class, loaded by its name.
 
     Raises:
         TaskError: the class cannot be loaded or is not complete, or its constructor raises.
     """
-    if task_class is None:
+    if create_task is None:
         assert config.task is not None
-        task_class = check_task_class(load_object(config.task, "task", folders), config.task)
-    return construct_task(task_class, config.task, config.task_args)
+        create_task = check_task_class(load_object(config.task, "task", folders), config.task)
+    return construct_task(create_task, config.task, config.task_args)
 
 
-def construct_task(task_class: type[Task], reference: str | None, task_args: Mapping[str, Any]) -> Task:
+def construct_task(create_task: Callable[..., Task], reference: str | None, task_args: Mapping[str, Any]) -> Task:
     """Call the constructor of a task.
 
     Raises:
         TaskError: the constructor raises; the message names ``reference``.
     """
     try:
-        return task_class(**task_args)
+        return create_task(**task_args)
     except ParamserverError:
         raise
     except Exception as error:  # the constructor is user code and may raise anything
         kind = "takes other arguments" if isinstance(error, TypeError) else "raised"
-        raise TaskError(
-            f"task ({reference}): {task_class.__name__}(**task_args) {kind}: {describe_user_error(error)}"
-        ) from error
+        name = getattr(create_task, "__name__", "the task")
+        raise TaskError(f"task ({reference}): {name}(**task_args) {kind}: {describe_user_error(error)}") from error

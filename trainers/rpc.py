@@ -37,7 +37,7 @@ from paramserver.errors import (
 from paramserver.metrics.records import Record, StepReport, StepResult, TrainerTotals, WeightedSums
 from paramserver.optim.distributed_optimizer import SharedOptimizer
 from paramserver.parameters.flat import FlatLayout, module_buffers, trainable_parameters
-from paramserver.parameters.model import build_model, detached_state_dict, load_weights
+from paramserver.parameters.model import build_model, detached_state_dict, extra_state_dict, load_weights
 from paramserver.parameters.sharding import full_shard
 from paramserver.runs.checkpoint_manager import CheckpointManager
 from paramserver.server.client import CallFailed, InFlightCall, ServerClient
@@ -415,7 +415,7 @@ class RpcTrainer(Trainer):
     def save_part(self, reason: str, since: float) -> None:
         self.wait_saved()
         records = self._flush_records()
-        staging = self.server.stage_checkpoint(reason)  # the server copies while this trainer does
+        staging = self.server.stage_checkpoint(reason, self.extra_state())  # the server copies while this trainer does
         step, part = self.step, self.state_dict()
         takes_part = staging.wait()
         records.wait()  # records from before the checkpoint are stored before it is
@@ -423,6 +423,10 @@ class RpcTrainer(Trainer):
             return
         pause_s = time.perf_counter() - since
         self._sender.submit(lambda: self._send_part(step, part, pause_s))
+
+    def extra_state(self) -> dict[str, Any]:
+        """Return what the modules' ``get_extra_state`` defines: no forward of the server's model changes it."""
+        return extra_state_dict(self.model)
 
     def _send_part(self, step: int, part: Mapping[str, Any], pause_s: float) -> None:
         # In the thread of the sender. Each chunk is acknowledged before the next, so that messages of a step pass.

@@ -218,6 +218,10 @@ class ServedTrainer(RpcTrainer):
     def receive_model(self, reply: JoinReply) -> None:
         """Do nothing: the model stays on the server."""
 
+    def extra_state(self) -> dict[str, Any]:
+        """Return nothing: the model stays on the server."""
+        return {}
+
     def on_last_loss(self, loss: float, samples: int) -> None:
         """Do nothing: gradients are made on the server, so there are no buckets."""
 

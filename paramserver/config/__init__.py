@@ -25,6 +25,9 @@ if TYPE_CHECKING:
         MODES as MODES,
         Mode as Mode,
     )
+    from paramserver.config.parsing import (
+        is_plain as is_plain,
+    )
     from paramserver.config.schema import (
         BestConfig as BestConfig,
         BufferConfig as BufferConfig,

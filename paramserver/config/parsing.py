@@ -142,6 +142,21 @@ def _to_mapping(value: Any, rule: Rule) -> dict[str, Any]:
     return {name: _copy_plain(item, (id(value),)) for name, item in value.items()}
 
 
+def is_plain(value: Any) -> bool:
+    """Return whether YAML can express a value: text, numbers, booleans, None, and lists and mappings of these.
+
+    Example::
+
+        >>> is_plain({"width": [1, 2.5]}), is_plain(object())
+        (True, False)
+    """
+    try:
+        _copy_plain(value, ())
+    except _BrokenRuleError:
+        return False
+    return True
+
+
 def _copy_plain(value: Any, inside: tuple[int, ...]) -> Any:
     """Copy a value in types that survive a round trip through YAML; a tuple becomes a list."""
     # Exact types: a subclass (an enum, a numpy scalar) would be read back as another type.

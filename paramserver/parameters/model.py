@@ -116,6 +116,11 @@ def untrained_state_dict(model: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in detached_state_dict(model).items() if name not in trained}
 
 
+def extra_state_dict(model: nn.Module) -> dict[str, Any]:
+    """Return the part of the state that modules define by ``get_extra_state``."""
+    return {name: value for name, value in model.state_dict().items() if name.endswith("_extra_state")}
+
+
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
     """Return a context of mixed precision if ``precision`` is "bfloat16", otherwise one that does nothing."""
     return torch.autocast(device.type, dtype=torch.bfloat16) if precision == "bfloat16" else nullcontext()

@@ -162,7 +162,8 @@ h1 { font-size: 1.5rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; border-bot
 code, pre { font-family: ui-monospace, monospace; font-size: .88em; background: #f2f2f2; }
 code { padding: 0 .2em; }
 pre { padding: .7rem; overflow-x: auto; overflow-wrap: normal; }
-.wide { overflow-x: auto; }
+.wide { overflow-x: auto; box-sizing: border-box; min-width: 100%; width: max-content; max-width: calc(100vw - 2rem);
+  position: relative; left: 50%; transform: translateX(-50%); }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .3rem .6rem; border-bottom: 1px solid #ccc; text-align: left; vertical-align: top; }
 th { border-bottom: 2px solid #555; }

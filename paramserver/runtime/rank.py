@@ -99,7 +99,7 @@ class RankPlan:
         run: the run folder, if it exists already.
         resume: continue from the newest checkpoint of ``run``.
         listener: the socket of rank 0's store, if it is bound already.
-        task_class: the task; None = loaded by ``config.task``.
+        create_task: see ``launch_local``.
         writes_log: write logs/rank-<N>.log here; a supervisor does it for its ranks.
         ends_process: this process ends with the rank, so its signal handlers stay installed.
         began: ``time.time()`` of the command that started the run.
@@ -119,7 +119,7 @@ class RankPlan:
     run: RunDir | None = None
     resume: bool = False
     listener: socket.socket | None = None
-    task_class: type[Task] | None = None
+    create_task: Callable[..., Task] | None = None
     writes_log: bool = True
     ends_process: bool = False
     began: float | None = None
@@ -152,7 +152,7 @@ def run_rank(plan: RankPlan) -> dict[str, Any] | None:
         # Role, task and devices. Errors of the user's input are raised here, before any process waits for another.
         ranks = roles(config, identity.world_size)
         role, trainers = ranks[identity.global_rank], sum(r.kind == "trainer" for r in ranks)
-        task = make_task(config, plan.folders, plan.task_class)
+        task = make_task(config, plan.folders, plan.create_task)
         plan.on_task(role, task)
         log.info("task %s, defined in %s", type(task).__name__, source_file(type(task)))
         process = ProcessContext(config, identity, role, trainers, _place(identity, ranks, config), stop, timer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -588,9 +588,9 @@ class ServerClient(ServerConnection):
         """Report this trainer's share of a validation without waiting for the other trainers."""
         self.call(ParameterServer.report_validation_share, self._id, version, sums)
 
-    def stage_checkpoint(self, reason: str) -> InFlightCall[bool]:
+    def stage_checkpoint(self, reason: str, extra_state: Mapping[str, Any]) -> InFlightCall[bool]:
         """Take part in a checkpoint; the reply, whether to send a part, comes once model and optimizer are copied."""
-        return self.begin_deferred(ParameterServer.stage_checkpoint, self._id, reason)
+        return self.begin_deferred(ParameterServer.stage_checkpoint, self._id, reason, extra_state)
 
     def send_part_chunk(self, step: int, chunk: Tensor) -> None:
         """Send the next chunk of this trainer's part of a checkpoint."""

@@ -774,11 +774,18 @@ class ParameterServer(TutorialMethods):
         self.report_validation(sender, version, sums)
 
     @executed_once
-    def stage_checkpoint(self, sender: TrainerId, reason: str) -> torch.futures.Future[bool]:
+    def stage_checkpoint(
+        self, sender: TrainerId, reason: str, extra_state: Mapping[str, Any] | None = None
+    ) -> torch.futures.Future[bool]:
         """Take part in a checkpoint of the current version; reply once model and optimizer are copied.
 
         No trainer steps again before that, so model, optimizer and all parts are of one version. The trainers send
         their parts while training continues.
+
+        Args:
+            sender: the trainer.
+            reason: see ``StagedCheckpoint``.
+            extra_state: see ``extra_state_dict``. That of the first trainer is saved, as in ddp.
 
         Returns:
             Whether the trainer is to send its part; not if it joined after the others had saved this version.
@@ -788,7 +795,7 @@ class ParameterServer(TutorialMethods):
             if self._staged == self._checkpoint_due():
                 return completed_future(False)
             self._staging_reason = reason
-            future = self._stagings.add(trainer_index, None)
+            future = self._stagings.add(trainer_index, extra_state or {})
         self._finish_staging()
         return future
 
@@ -802,12 +809,14 @@ class ParameterServer(TutorialMethods):
             rules, ledger = self.aggregator.rules, self.aggregator.ledger
             if not self._stagings.has_all(rules.participants):
                 return
-            _, futures, arrival_s = self._stagings.pop_all()
+            extra_states, futures, arrival_s = self._stagings.pop_all()
 
         # Under the lock: no update may be applied between the copies of model, optimizer and rules.
         def stage(updater: Stateful) -> dict[int, bool]:
             with self._lock:
                 self._staged = self._checkpoint_due()
+                if extra_state := extra_states[min(extra_states)]:
+                    self.store.model.load_state_dict(extra_state, strict=False)  # its own modules make no forward
                 since = min(arrival_s.values())
                 present = futures.keys() & self.aggregator.transports.keys()
                 collect = partial(self._parts.start, taking_part=present, substitutes=self._substitute_parts())

@@ -119,6 +119,31 @@ class ClampsGradients(ReferenceTask):
                 parameter.grad.data.clamp_(-0.01, 0.01)
 
 
+class CountsForwards(nn.Module):
+    """Scales by a factor that depends on how often it was called in training, which is its extra state."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += self.training
+        return x * (1 + self.calls / 64)
+
+    def get_extra_state(self):
+        return {"calls": torch.tensor(self.calls)}
+
+    def set_extra_state(self, state):
+        self.calls = int(state["calls"])
+
+
+class HasExtraState(ReferenceTask):
+    """A model with a module whose forward changes its extra state."""
+
+    def build_model(self):
+        return nn.Sequential(super().build_model(), CountsForwards())
+
+
 class UnevenLengths(ReferenceTask):
     """An iterable whose length depends on the trainer: 40 samples more for each index."""
 

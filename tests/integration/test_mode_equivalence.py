@@ -1,7 +1,7 @@
 """Equivalence of modes: the same task gives the same parameters in every mode (docs/interface.md, section 6)."""
 
 import pytest
-from launching import differing_tensors, relative_difference, train
+from launching import TASKS, differing_tensors, relative_difference, resume, train
 
 pytestmark = pytest.mark.processes
 
@@ -88,6 +88,18 @@ def test_complex_parameters_are_the_same_in_every_mode(tmp_path, optimizer):
         rpc = train(tmp_path / f"{servers}-{transport}", "rpc", 2, **config, **sections)
         assert differing_tensors(ddp.load("model"), rpc.load("model")) == []
         assert differing_tensors(ddp.load("optimizer"), rpc.load("optimizer")) == []
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_extra_state_of_modules_is_saved_and_resumed_in_every_mode(tmp_path, servers):
+    config = {"task": f"{TASKS}:HasExtraState", "cluster": {"num_servers": servers}, "training": {"max_steps": 12}}
+    ddp, rpc = (train(tmp_path, mode, 2, **config) for mode in ("ddp", "rpc"))
+    assert rpc.load("model")["1._extra_state"]["calls"] == 12
+    assert differing_tensors(ddp.load("model"), rpc.load("model")) == []
+    begun = train(tmp_path / "half", "rpc", 2, **{**config, "training": {"max_steps": 6}})
+    resumed = resume(begun, "--set", "training.max_steps=12")
+    assert resumed.code == 0, resumed.output
+    assert differing_tensors(ddp.load("model"), resumed.load("model")) == []
 
 
 def test_a_random_buffer_draws_the_same_in_every_mode(tmp_path):

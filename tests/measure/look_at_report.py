@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
-SCREENS = {"desk": (1280, 5000), "phone": (500, 8000)}  # a window of Chromium is 500 wide at least
+SCREENS = {"desk": (1200, 5000), "phone": (500, 8000)}  # a window of Chromium is 500 wide at least
 DEADLINE_S = 120.0
 # Messages of Chromium that do not depend on the page.
 UNRELATED = re.compile(r"dbus|gpu|vaapi|vulkan|sandbox|zygote|font|ALSA|google_apis|task_policy|latency", re.IGNORECASE)
@@ -49,6 +49,8 @@ document.title = JSON.stringify({
     return {name: picture.getAttribute('aria-label'), width: box.width, height: box.height,
             labels: found.map(label => label.text), overlaps: overlaps(found), outside: outside(found, box)};
   }),
+  cut: [...document.querySelectorAll('.wide')].filter(box => box.scrollWidth > box.clientWidth)
+    .map(box => box.querySelector('tr').lastElementChild.textContent + ' by ' + (box.scrollWidth - box.clientWidth)),
   screen: document.documentElement.clientWidth,
   over: document.documentElement.scrollWidth - document.documentElement.clientWidth})</script>"""
 
@@ -82,6 +84,8 @@ def faults(layout: dict[str, Any]) -> list[str]:
     found = ["there is no picture"] if not layout["pictures"] else []
     if layout["over"] > 0:
         found.append(f"the page is {layout['over']} pixels wider than the screen")
+    if layout["screen"] > SCREENS["phone"][0]:
+        found += [f"the column {title} pixels is outside of its table's frame" for title in layout["cut"]]
     for one in layout["pictures"]:
         if not (0 < one["width"] <= layout["screen"] and one["height"] > 0 and one["labels"]):
             found.append(f"{one['name']}: {one['width']} by {one['height']} pixels, {len(one['labels'])} labels")
