@@ -135,6 +135,11 @@ def test_a_trainer_that_dies_is_replaced_while_the_parameters_are_on_a_gpu(tmp_p
     assert finished.summary["steps"] == 12
 
 
+def test_extra_state_on_a_gpu_is_saved(tmp_path, gpus):
+    finished = gpus.train(tmp_path, task="HasExtraState")
+    assert finished.load("model")["1._extra_state"]["calls"] == 24  # two batches per step
+
+
 def test_the_server_answers_as_in_the_tutorial(tmp_path, gpus):
     """Its forward is computed on the GPU; outputs and gradients are sent from the CPU."""
     trainer = f"{WITNESS_TRAINERS}:TutorialOnGpu"
