@@ -3,6 +3,7 @@
 import os
 import signal
 from collections import Counter
+from dataclasses import replace
 from unittest import mock
 
 import torch
@@ -201,3 +202,12 @@ class DiesBetweenBuckets(EarlyCounter):
         if self.trainer_index == 1 and self.step == 4 and len(self._sent_buckets) == 2:
             next(iter(self._sent_buckets.values()))[-1].wait()
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+class OtherBackend(DdpTrainer):
+    """Trainer 1 has a GPU, as on a host with other devices."""
+
+    def init_connection(self):
+        if self.trainer_index:
+            self.process = replace(self.process, placement=replace(self.process.placement, backend="nccl"))
+        super().init_connection()
