@@ -119,11 +119,11 @@ def _values(config: Mapping[str, Any] | str | os.PathLike[str] | Config | None) 
     if config is None:
         return {}, None
     if isinstance(config, Config):
-        return config.to_mapping(), None
+        return config.given_mapping(), None
     if isinstance(config, Mapping):
         return dict(config), None
     path = Path(config)
-    return load_config(path).to_mapping(), path
+    return load_config(path).given_mapping(), path
 
 
 def _merge(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,8 @@
     ParamserverError
     ├── UnsupportedConfiguration      exit 2: the input of the user is wrong
     │   ├── TaskError                 the task cannot be loaded, or violates the contract of a task
-    │   │   └── ModelIsElsewhere      a step uses the model other than by a call, and the model is on the server
+    │   │   ├── ModelIsElsewhere      a step uses the model other than by a call, and the model is on the server
+    │   │   └── NoSuchMember          a LightningModule uses a member of self.trainer that a LightningTask does not have
     │   ├── CheckpointError           a checkpoint is missing, incomplete, damaged or does not fit
     │   └── PeerRefused               another process of the run refused the input; the message states why
     ├── TrainingError                 exit 1: the run failed
@@ -79,6 +80,10 @@ class TaskError(UnsupportedConfiguration):
 
 
 class ModelIsElsewhere(TaskError, AttributeError):  # noqa: N818 - also an AttributeError, so that hasattr() returns False
+    pass
+
+
+class NoSuchMember(TaskError, AttributeError):  # noqa: N818 - likewise
     pass
 
 

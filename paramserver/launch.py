@@ -21,7 +21,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paramserver.cluster import RankFlags, fault_address, process_environ, quiet_torch_log, resolve_identity
+from paramserver.cluster import (
+    RankFlags,
+    fault_address,
+    process_environ,
+    quiet_torch_log,
+    resolve_identity,
+    unused_tasks,
+)
 from paramserver.cluster.base import ProcessIdentity
 from paramserver.cluster.job_token import hide_token
 from paramserver.config import (
@@ -208,6 +215,12 @@ def _launch(arguments: argparse.Namespace, began: float, words: Sequence[str]) -
         print_output(plan_text(config, folders, None if identity is None else identity.source))
         return None
     if identity is None:
+        if tasks := unused_tasks(process_environ()):
+            print(
+                f"warning: this allocation has {tasks} tasks (SLURM_NTASKS), and all ranks are started on this host; "
+                "start the command with srun to use the tasks",
+                file=sys.stderr,
+            )
         return launch_local(config, run, folders, began=began, command=command)
     return _run_rank_here(config, identity, run, folders, command)
 

@@ -96,6 +96,7 @@ def restore_random_states(states: dict[str, Any], devices: Sequence[torch.device
 # SeedSequence takes (0, 1) and (0, 1, 0) for the same. With a last word of their own, reads never draw what a trainer
 # draws.
 _READ = 0x72656164
+_ORDER = 0x6F726472
 _MT19937_BYTES = 2500  # 624 words and the position
 
 
@@ -115,7 +116,29 @@ def seed_read(seed: int, epoch: int, index: int) -> None:
         >>> torch.equal(torch.rand(1), first)
         True
     """
-    words = np.random.SeedSequence((seed, epoch, index, _READ)).generate_state(4)
+    _seed_default(seed, epoch, index, _READ)
+
+
+def seed_order(seed: int, epoch: int) -> None:
+    """Seed the CPU generators of torch, numpy and ``random`` for the order of one pass over a data set.
+
+    Args:
+        seed: of the run.
+        epoch: the pass.
+
+    Example::
+
+        >>> seed_order(0, 2)
+        >>> first = torch.rand(1)
+        >>> seed_order(0, 2)
+        >>> torch.equal(torch.rand(1), first)
+        True
+    """
+    _seed_default(seed, epoch, _ORDER)
+
+
+def _seed_default(*entropy: int) -> None:
+    words = np.random.SeedSequence(entropy).generate_state(4)
     # Not torch.manual_seed, which takes 100 times as long because it prepares the seeds of all devices.
     torch.default_generator.manual_seed((int(words[0]) << 32 | int(words[1])) & (2**63 - 1))
     if _numpy_is_legacy():

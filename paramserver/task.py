@@ -14,11 +14,15 @@ from torch.utils.data import default_collate
 from paramserver.config import mode_of
 from paramserver.errors import ParamserverError, TaskError
 from paramserver.importing import describe_user_error, load_object
+from paramserver.rng import seed_all
 from paramserver.sources.base import Partition
 
 if TYPE_CHECKING:
     from paramserver.config import Config
     from paramserver.metrics.reduction import Reduction
+
+# Mixed into the seed of the run while a task is constructed.
+_CONSTRUCTOR = 0x7461736B
 
 # Methods without a default, with the signature that a message shows.
 REQUIRED = {
@@ -125,7 +129,8 @@ class Task:
         """Return the training samples. Called in every trainer.
 
         A map-style data set must be the same for all trainers: the library partitions and shuffles it. An iterable
-        yields the samples of this trainer only.
+        yields the samples of this trainer only. A ``torch.utils.data.DataLoader`` is taken for its data set, with its
+        order, batch size (per trainer), ``collate_fn``, workers and ``drop_last``.
         """
         raise TaskError(_missing(self, "train_source"))
 
@@ -140,6 +145,14 @@ class Task:
 
         A dictionary chooses another interval: ``{"scheduler": s, "every": "epoch"}`` or
         ``{"scheduler": s, "every": "validation", "metric": "loss"}``. Called after ``build_optimizer``.
+        """
+        return None
+
+    def sampler(self, partition: Partition) -> Any:
+        """Return the order of a pass over the map-style data set of ``train_source``; None = shuffled.
+
+        A sampler of ``torch.utils.data``, or any iterable of indices, or of lists of indices that are whole batches. It
+        must be the same on every trainer: the library draws each pass and deals it to the trainers.
         """
         return None
 
@@ -292,8 +305,22 @@ def uses_default_batching(task: Task) -> bool:
     return type(task).process_sample is Task.process_sample and type(task).collate is Task.collate
 
 
+def sampler_of(task: Task, partition: Partition) -> Any:
+    """Return what ``Task.sampler`` returns.
+
+    Raises:
+        TaskError: the task has an attribute of this name instead.
+    """
+    if "sampler" in vars(task):
+        raise TaskError(
+            f"{type(task).__name__} has an attribute sampler ({type(task.sampler).__name__}), the name of a method of "
+            "Task; return it from sampler(self, partition), or rename it"
+        )
+    return task.sampler(partition)
+
+
 def make_task(config: Config, folders: Sequence[Path], create_task: Callable[..., Task] | None = None) -> Task:
-    """Create the task of a process.
+    """Create the task of a process, with all random generators seeded, so that it is the same in every process.
 
     Args:
         config: the config that names the task and its arguments.
@@ -306,6 +333,7 @@ def make_task(config: Config, folders: Sequence[Path], create_task: Callable[...
     if create_task is None:
         assert config.task is not None
         create_task = check_task_class(load_object(config.task, "task", folders), config.task)
+    seed_all(config.seed, _CONSTRUCTOR)
     return construct_task(create_task, config.task, config.task_args)
 
 

@@ -6,12 +6,12 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
-from torch.utils.data import Subset
+from torch.utils.data import DataLoader
 
 from paramserver.buffers.positions import AppliedPositions
 from paramserver.checkpoint import StagingPool, check_storable, stage_copy, unpack
@@ -37,11 +37,12 @@ from paramserver.rng import random_states, restore_random_states, seed_all
 from paramserver.runs.checkpoint_manager import CheckpointManager
 from paramserver.runs.monitor import RunMonitor
 from paramserver.sources import Partition
+from paramserver.sources.data_loader import is_map_style
 from paramserver.sources.dataset import DatasetSource
 from paramserver.task import Task
 from paramserver.transport.messages import DataPosition
 from trainers.data import DataStream
-from trainers.validation import evaluate, validation_batches
+from trainers.validation import ValidationShare, evaluate, validation_batches
 
 T = TypeVar("T")
 
@@ -87,6 +88,7 @@ class Trainer(ABC):
         lockstep: whether all trainers take every step together.
         records: not sent to rank 0 yet.
         all_totals: of every trainer, on rank 0 after the run.
+        validation: the means of the last validation; with trainers that run freely, those of its own share.
 
     Example::
 
@@ -120,6 +122,7 @@ class Trainer(ABC):
         self.records: list[Record] = []
         self.wire_bytes = 0
         self.all_totals: list[TrainerTotals] = []
+        self.validation: Mapping[str, float] = {}
         self.validation_loader: Iterable[tuple[Any, int]] | None = None
         self._stop_reason = ""
         self._batch_samples = 1  # of the batch whose step is computed
@@ -151,6 +154,11 @@ class Trainer(ABC):
     def is_single_process_per_device(self) -> bool:
         """Whether this process computes on one device; batches are then moved to it before the forward."""
         return len(self.process.placement.devices) == 1
+
+    @property
+    def batch_samples(self) -> int:
+        """Samples of the batch whose step is computed; 1 between steps."""
+        return self._batch_samples
 
     @property
     def sampler_kwargs(self) -> dict[str, Any]:
@@ -284,8 +292,10 @@ class Trainer(ABC):
         if data_sets.setdefault("partition", partition) != partition:  # the trainers are others now
             data_sets["partition"] = partition
             data_sets.pop("validation", None)
+            if isinstance(data_sets.get("train"), DataLoader):  # its sampler may be that of a share
+                del data_sets["train"]
         samples = data_sets["train"] if "train" in data_sets else self.task.train_source(partition)
-        if hasattr(samples, "__len__") and hasattr(samples, "__getitem__"):
+        if is_map_style(samples.dataset if isinstance(samples, DataLoader) else samples):
             data_sets["train"] = samples
         self.data = self.enter_context(
             DataStream(
@@ -324,15 +334,14 @@ class Trainer(ABC):
 
     def _check_data(self) -> None:
         """Refuse data sets of different lengths: the library partitions one data set, and would leave samples out."""
-        length = self.data.source.length if isinstance(self.data.source, DatasetSource) else None
         held = getattr(self.validation_loader, "dataset", None)
-        valid_length = len(held.dataset) if isinstance(held, Subset) else None  # type: ignore[arg-type]
-        for name, samples in (("train_source", length), ("validation_source", valid_length)):
+        for name, share in (("train_source", self.data.source), ("validation_source", held)):
             self.check_equal(
                 name,
-                ["no data set" if samples is None else f"a data set of {samples} samples"],
+                [share.description if isinstance(share, (DatasetSource, ValidationShare)) else "no data set"],
                 "must return the same data set on every trainer, as it is partitioned among them",
-                "return an iterable, or a paramserver.sources.Source, for samples of each trainer's own",
+                "return an iterable, or a paramserver.sources.Source, for samples of each trainer's own, and seed a "
+                "sampler alike on all of them",
             )
 
     def check_equal(self, name: str, lines: Sequence[str], must: str, cure: str) -> None:
@@ -435,7 +444,7 @@ class Trainer(ABC):
             stop, reason = Stop.LIMIT, limit
         else:
             return announcement
-        return Announcement(announcement.readiness, announcement.batches, stop, reason)
+        return replace(announcement, stop=stop, reason=reason)
 
     def _between_steps(self, decision: Decision) -> None:
         """With trainers that run freely: validate a retained version, or do at a barrier all that is due."""
@@ -580,7 +589,7 @@ class Trainer(ABC):
                 self.config.training.precision,
                 self._device,
             )
-            _, improved = self.merge_validation(sums)
+            self.validation, improved = self.merge_validation(sums)
             self.task.on_validation_end(self.progress.batch_idx)
         self.clock.skip()
         return improved

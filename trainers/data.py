@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,16 +17,32 @@ from paramserver.consistency import Announcement, Readiness
 from paramserver.errors import BufferClosed, BufferExhausted, CheckpointError, TaskError, UnsupportedConfiguration
 from paramserver.online.spec import ReceiverSpec
 from paramserver.sources import Feeder, Partition, ResumePosition, Source, make_source
+from paramserver.sources.data_loader import Reading, read_as
 from paramserver.sources.dataset import DatasetSource
 from paramserver.sources.factory import check_watermark
 from paramserver.sources.loader import WorkerOptions
 from paramserver.sources.stream import Stream
-from paramserver.task import Task, uses_default_batching
+from paramserver.task import Task, sampler_of, uses_default_batching
 
 # How long a trainer waits for its data before it announces to the other processes that it is still waiting.
 _ANNOUNCE_AFTER_S = 1.0
 
 _BUFFER_FIGURES = ("population", "unseen", "capacity", "puts", "gets", "put_wait_s", "get_wait_s")
+
+
+def collate_of(task: Task, reading: Reading, hook: str) -> Callable[[list[Any]], Any]:
+    """Return what makes a batch of samples: ``collate`` of the task, or the ``collate_fn`` of its DataLoader.
+
+    Raises:
+        TaskError: there are both.
+    """
+    if reading.collate is None:
+        return task.collate
+    if type(task).collate is not Task.collate:
+        raise TaskError(
+            f"{type(task).__name__} has the method collate, and the DataLoader of {hook} a collate_fn; remove one"
+        )
+    return reading.collate
 
 
 class DataStream:
@@ -74,12 +90,16 @@ class DataStream:
     ) -> None:
         self.task = task
         self._keeps_served = keeps_served
-        self.training = config.training
         self.pseudo_epochs = config.buffer.pseudo_epochs
         self.timeout_s = config.cluster.timeout_s
         self.trainer_index = partition.index
         samples = task.train_source(partition) if samples is None else samples
-        self.source: Source = make_source(samples, partition, config, sampler_kwargs)
+        reading = read_as(samples, partition, config, sampler=sampler_of(task, partition))
+        config = reading.config
+        self.training = config.training
+        self._reading = reading
+        self._collate = collate_of(task, reading, "train_source")
+        self.source: Source = make_source(reading, partition, config, sampler_kwargs)
         if receiver_spec is not None:
             self.source.connect(receiver_spec)
         # A data set may draw from the default generators, which are one per process: it is read in processes of its
@@ -88,8 +108,12 @@ class DataStream:
         if isinstance(self.source, DatasetSource):
             self._reads_between_steps = not self.training.loader_workers
             if self.training.loader_workers:
-                workers = WorkerOptions(self.training.loader_workers, task.worker_init_fn, partition.index)
-                self.source.use_workers(workers)
+                if reading.init_fn is not None and task.worker_init_fn is not None:
+                    raise TaskError(
+                        f"{type(task).__name__} and the DataLoader of train_source have a worker_init_fn; remove one"
+                    )
+                init_fn = reading.init_fn or task.worker_init_fn
+                self.source.use_workers(WorkerOptions(self.training.loader_workers, init_fn, partition.index))
         elif self.training.loader_workers:
             raise UnsupportedConfiguration(
                 f"training.loader_workers ({self.training.loader_workers}) must be 0, as train_source gives no "
@@ -104,7 +128,7 @@ class DataStream:
         # Positions of the samples that were served since the last ``pop_served``, per batch; of a stream, their keys.
         self._served: list[npt.NDArray[np.int64]] = []
         self._served_keys: list[Key] = []
-        self._default_batching = uses_default_batching(task)
+        self._default_batching = uses_default_batching(task) and reading.collate is None and not reading.gives_batches
 
     def _make_buffer(self, *entropy: int) -> Buffer:
         config = self._config
@@ -169,7 +193,8 @@ class DataStream:
         left = self.buffer.remaining_servings()
         if left is not None:
             batches = min(batches, -(-left // training.batch_size))
-        return Announcement(Readiness.READY, batches)
+        most = self._reading.largest_batch or training.batch_size
+        return Announcement(Readiness.READY, batches, samples=batches * most)
 
     def read_ahead(self, timeout_s: float = _ANNOUNCE_AFTER_S) -> None:
         """Read the samples of the next step, if they are read between steps. Call it once a step's batches are taken.
@@ -190,7 +215,7 @@ class DataStream:
         return self.available(0.0).readiness is not Readiness.WAITING
 
     def next_batch(self) -> tuple[Any, int]:
-        """Return a batch as the task's ``collate`` makes it, and its number of samples.
+        """Return a batch as ``collate`` makes it, of the task or of its DataLoader, and its number of samples.
 
         Raises:
             SourceError: the source raised.
@@ -209,9 +234,10 @@ class DataStream:
                 self._served_keys += batch.keys
         if self._default_batching and batch.stacked is not None:
             return batch.stacked, batch.size
-        samples = [self.task.process_sample(sample) for sample in batch.samples]
+        found = batch.samples[0] if self._reading.gives_batches else batch.samples
+        samples = [self.task.process_sample(sample) for sample in found]
         try:
-            return self.task.collate(samples), batch.size
+            return self._collate(samples), len(samples)
         except TaskError as error:
             batch_idx = self.buffer.info().batches - 1
             raise TaskError(f"trainer {self.trainer_index}, batch {batch_idx}: {error}") from error
@@ -246,8 +272,10 @@ class DataStream:
     def samples_left(self) -> int | None:
         """How many servings were due and did not take place; None if their number is unknown."""
         if self.source.total is None:
-            return self.buffer.remaining_servings()
-        return max(self.source.total * self.pseudo_epochs - self.buffer.info().gets, 0)
+            left = self.buffer.remaining_servings()
+        else:
+            left = max(self.source.total * self.pseudo_epochs - self.buffer.info().gets, 0)
+        return None if left and self._reading.gives_batches else left  # of whole batches their number is known
 
     def record(self) -> dict[str, Any]:
         """Return ``figures``, with mean and deviation of a stream's fields since the last record."""

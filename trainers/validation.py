@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,19 +16,40 @@ from paramserver.errors import TaskError
 from paramserver.metrics.records import WeightedSums
 from paramserver.parameters.model import autocast
 from paramserver.sources.base import Partition
-from paramserver.sources.factory import is_map_style, refuse_loader
+from paramserver.sources.data_loader import is_map_style, read_as
+from paramserver.sources.sampler import SamplerOrder
 from paramserver.task import Task
+from trainers.data import collate_of
 
 
 class _SizedCollate:
     """Collates samples to (batch, number of samples)."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task, collate: Callable[[list[Any]], Any]) -> None:
         self._task = task
+        self._collate = collate
 
     def __call__(self, samples: list[Any]) -> tuple[Any, int]:
         processed = [self._task.process_sample(sample) for sample in samples]
-        return self._task.collate(processed), len(samples)
+        return self._collate(processed), len(samples)
+
+
+class ValidationShare(Subset[Any]):
+    """One trainer's share of a data set.
+
+    Attributes:
+        description: what must be the same on every trainer.
+
+    Example::
+
+        >>> share = ValidationShare("abcd", [1, 3], "a data set of 4 samples")
+        >>> list(share)
+        ['b', 'd']
+    """
+
+    def __init__(self, dataset: Any, indices: Sequence[int], description: str) -> None:
+        super().__init__(dataset, indices)
+        self.description = description
 
 
 class _ReiterableDataset(IterableDataset[Any]):
@@ -47,7 +68,8 @@ def validation_batches(task: Task, partition: Partition, config: Config) -> Data
     """Return the validation batches of one trainer, each as (batch, number of samples).
 
     A map-style data set is partitioned: trainer i gets every ``count``-th sample from the i-th on, none is repeated or
-    left out. An iterable is this trainer's share as it is; ``validation_source`` is called at each validation.
+    left out. With a sampler it is the order of that; it is drawn once. An iterable is this trainer's share as it is;
+    ``validation_source`` is called at each validation. A DataLoader is read in this process, and not shuffled.
 
     Args:
         task: provides the samples and collates the batches.
@@ -79,19 +101,36 @@ def validation_batches(task: Task, partition: Partition, config: Config) -> Data
             f"{type(task).__name__} has a validation_source but no validation_step; write "
             "validation_step(self, model, batch, valid_batch_idx, batch_idx), which returns a dict of means"
         )
-    refuse_loader("validation_source", data)
-    if is_map_style(data):
-        share: Any = Subset(data, range(partition.index, len(data), partition.count))
-    elif isinstance(data, Iterable):
-        share = _ReiterableDataset(data, lambda: task.validation_source(partition))
+    reading = read_as(data, partition, config, "validation_source")
+    collate = _SizedCollate(task, collate_of(task, reading, "validation_source"))
+    size = None if reading.gives_batches else reading.config.training.batch_size
+    share: Any
+    whole: list[Any] | None = None
+    if is_map_style(reading.data):
+        sampler: SamplerOrder | None = reading.options.get("sampler")
+        length = len(reading.data)
+        text = f"a data set of {length} samples"
+        order: Sequence[Any] = range(length)
+        if sampler is not None:
+            text, order = f"{text} {sampler.description}", sampler.indices(0)
+        own = order[partition.index :: partition.count]
+        share = ValidationShare(reading.data, range(length) if reading.gives_batches else own, text)
+        whole = [list(batch) for batch in own] if reading.gives_batches else None
+    elif isinstance(reading.data, Iterable):
+        reads_again = isinstance(data, DataLoader)
+        share = _ReiterableDataset(
+            reading.data, lambda: reading.data if reads_again else task.validation_source(partition)
+        )
     else:
         raise TaskError(
             f"validation_source returned {type(data).__name__}; "
             "it must return a map-style data set, an iterable or None"
         )
-    size = config.training.validation_batch_size or config.training.batch_size
     # Each pass of a DataLoader draws a seed. A separate generator keeps the random numbers of the training unchanged.
-    return DataLoader(share, batch_size=size, collate_fn=_SizedCollate(task), generator=torch.Generator())
+    generator = torch.Generator()
+    if whole is not None:
+        return DataLoader(share, batch_sampler=whole, collate_fn=collate, generator=generator)
+    return DataLoader(share, batch_size=size, collate_fn=collate, generator=generator)
 
 
 def make_input_mover(placement: Placement) -> Callable[[Any], Any]:

@@ -302,7 +302,7 @@ def run_config(case: Case, repeat: int, method: MeasuringMethod, folder: Path, n
     There is no periodic validation, unless the benchmark has a target. The limits of the user's run are removed: the
     run ends with the time or the data.
     """
-    config = case.config.to_mapping()
+    config = case.config.given_mapping()
     observer = {
         "folder": str(folder),
         "slow": None if case.slow is None else asdict(case.slow),

@@ -28,7 +28,7 @@ class ProcessIdentity:
         master_addr, master_port: address of rank 0's store.
         store_is_hosted: an agent (torchrun's) serves a TCPStore there already, so no rank may bind the port.
         job: a prefix that all ranks of this attempt share, and no other attempt on the same store.
-        source: where the identity comes from: flags, torchrun, environment (variables set by hand) or supervisor.
+        source: where the identity comes from: flags, torchrun, environment (variables set by hand), srun or supervisor.
         launch: a prefix that all attempts of a launcher share which starts all ranks again after a loss and keeps its
             store meanwhile; empty without one.
         token: the job token; None = the store is open to all that reach it.

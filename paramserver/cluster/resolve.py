@@ -1,6 +1,6 @@
 """The registry of cluster environments, and the identity of this process according to them.
 
-To add an environment (SLURM, Kubernetes, MPI):
+To add an environment (Kubernetes, MPI):
 
 1. Write one file in this folder with a subclass of :class:`~paramserver.cluster.base.ClusterEnvironment`: a table
    ``variables`` of what it sets, ``detect``, ``global_rank``, ``world_size``, ``master_addr`` and ``master_port``;
@@ -17,12 +17,19 @@ import dataclasses
 from paramserver.cluster.base import ClusterEnvironment, Environ, ProcessIdentity, RankFlags
 from paramserver.cluster.flags import FlagEnvironment
 from paramserver.cluster.job_token import read_token
+from paramserver.cluster.slurm import SlurmEnvironment
 from paramserver.cluster.torchrun import EnvVarEnvironment, TorchrunEnvironment
 from paramserver.config import Config, with_world_size
 from paramserver.errors import UnsupportedConfiguration
 
-# The first that detects itself is used. A worker of torchrun has the variables of EnvVarEnvironment too.
-ENVIRONMENTS: tuple[type[ClusterEnvironment], ...] = (FlagEnvironment, TorchrunEnvironment, EnvVarEnvironment)
+# The first that detects itself is used. A worker of torchrun has the variables of EnvVarEnvironment too, and a task of
+# srun may be a torchrun, or set these variables itself.
+ENVIRONMENTS: tuple[type[ClusterEnvironment], ...] = (
+    FlagEnvironment,
+    TorchrunEnvironment,
+    EnvVarEnvironment,
+    SlurmEnvironment,
+)
 
 
 def resolve_identity(flags: RankFlags, environ: Environ, config: Config) -> ProcessIdentity | None:

@@ -52,6 +52,17 @@ def check_config(config: Config, origins: Mapping[str, str], source: str = "") -
             raise UnsupportedConfiguration(origin_prefix(given[-1] if given else source) + message)
 
 
+def check_batch_size(config: Config) -> None:
+    """Refuse a batch size, of a DataLoader, that contradicts other keys.
+
+    Raises:
+        UnsupportedConfiguration: the first violation.
+    """
+    for relation in RELATIONS:
+        if "training.batch_size" in relation.keys and (message := relation.check(config)):
+            raise UnsupportedConfiguration(message)
+
+
 def _task(config: Config) -> str | None:
     return None if config.task else "task is missing; give module:Class or path/to/file.py:Class"
 

@@ -95,14 +95,16 @@ _ABSENT = object()
 
 
 def dump_yaml(config: Config) -> str:
-    """Return every key of the config as YAML; `load_config` of this text gives an equal config.
+    """Return the config as YAML; `load_config` of this text gives an equal config.
+
+    It has every key, except for those of `LOADER_KEYS` that were not given: a DataLoader of the task replaces them.
 
     Example::
 
         >>> dump_yaml(Config(task="task.py:Sine")).splitlines()[:3]
         ['task: task.py:Sine', 'task_args: {}', 'trainer: null']
     """
-    return dump(config.to_mapping())
+    return dump(config.given_mapping())
 
 
 def differences(a: Config, b: Config) -> list[str]:

@@ -58,13 +58,17 @@ def dotted_name(prefix: str, name: str) -> str:
 
 
 def _entries(kind: type, prefix: str = "") -> Iterator[Key | Section]:
-    for field in dataclasses.fields(kind):
+    for field in _fields(kind):
         name, metadata = dotted_name(prefix, field.name), field.metadata
         if "section" in metadata:
             yield Section(name, metadata["nullable"], metadata["help"])
             yield from _entries(metadata["section"], name)
         else:
             yield Key(name, metadata["rule"], _default(field), _required(field), metadata["help"])
+
+
+def _fields(kind: type) -> list[dataclasses.Field[Any]]:
+    return [field for field in dataclasses.fields(kind) if field.metadata]
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
@@ -239,11 +243,11 @@ class Settings:
     def build(self) -> Config:
         """Build the config. Relations between keys are checked by `checks.check_config`."""
         config: Config = self._construct(Config, "")
-        return config
+        return dataclasses.replace(config, given=frozenset(self.origins))
 
     def _construct(self, kind: type, prefix: str) -> Any:
         arguments: dict[str, Any] = {}
-        for field in dataclasses.fields(kind):
+        for field in _fields(kind):
             name = dotted_name(prefix, field.name)
             if name in SECTIONS:
                 if not SECTIONS[name].nullable or any(given.startswith(f"{name}.") for given in self.values):

@@ -155,6 +155,9 @@ def section(kind: type, help: str, *, nullable: bool = False) -> Any:
     return dataclasses.field(default_factory=kind, metadata=metadata)
 
 
+LOADER_KEYS = ("batch_size", "loader_workers")
+"""Keys of the section ``training`` that a DataLoader of the task replaces, unless they were given."""
+
 _CLASS = string(
     r"[^:\s][^:\n]*:[^:\s]+", "module:Class or path/to/file.py:Class", "examples/digits.py:Digits", nullable=True
 )
@@ -429,7 +432,33 @@ class Config:
     )
     checkpoint: CheckpointConfig = section(CheckpointConfig, "what is saved, and when")
     logging: LoggingConfig = section(LoggingConfig, "what is recorded, and where")
+    # Not a key: the names of those that were given; None = unknown, then those that have not their default.
+    given: frozenset[str] | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def to_mapping(self) -> dict[str, Any]:
         """Return a nested dict of plain values, as a copy; ``config_from_mapping`` turns it into an equal config."""
-        return dataclasses.asdict(self)
+        mapping = dataclasses.asdict(self)
+        del mapping["given"]
+        return mapping
+
+    def given_mapping(self) -> dict[str, Any]:
+        """Return ``to_mapping()`` without the keys of ``LOADER_KEYS`` that were not given, for another process."""
+        mapping = self.to_mapping()
+        for name in LOADER_KEYS:
+            if not self.has_given(name):
+                del mapping["training"][name]
+        return mapping
+
+    def has_given(self, name: str) -> bool:
+        """Return whether a key of the section ``training`` was given, and not left to its default.
+
+        Example::
+
+            >>> from paramserver.config import load_config
+            >>> config = load_config(None, overrides=["task=task.py:Sine", "training.batch_size=32"])
+            >>> config.has_given("batch_size"), config.has_given("loader_workers")
+            (True, False)
+        """
+        if self.given is None:
+            return bool(getattr(self.training, name) != getattr(TrainingConfig, name))
+        return f"training.{name}" in self.given

@@ -80,6 +80,9 @@ class Verdict(Enum):
 class Announcement:
     """What a trainer sends before each step; it has ``batches`` batches ready for it.
 
+    Attributes:
+        samples: of these batches, at most; None = ``RunTerms.batch_size`` each.
+
     Example::
 
         >>> Announcement(Readiness.READY, batches=4).stop
@@ -90,6 +93,7 @@ class Announcement:
     batches: int = 1
     stop: Stop = Stop.NO
     reason: str = ""
+    samples: int | None = None
 
 
 @dataclass(frozen=True)

@@ -173,7 +173,8 @@ class FreeRunning(Consistency):
             return Decision(Verdict.WAIT, (), self.step, self.samples) if self._end is None else None
         if announcement.readiness is Readiness.DRAINED or not self.may_start(trainer_index):
             return None
-        coming = announcement.batches * self.terms.batch_size
+        samples = announcement.samples
+        coming = announcement.batches * self.terms.batch_size if samples is None else samples
         if not self.may_still_apply(coming):
             return None
         self._permits[trainer_index] = StepPermit(self.step, coming)

@@ -15,8 +15,9 @@ from paramserver.online.sampler import make_sampler
 from paramserver.online.spec import IngestSpec
 from paramserver.runtime.watchdog import SILENT_SHARE, START_GRACE_S
 from paramserver.sources import Partition, make_source
+from paramserver.sources.data_loader import read_as
 from paramserver.sources.factory import check_watermark
-from paramserver.task import Task, make_task
+from paramserver.task import Task, make_task, sampler_of
 
 
 def plan_text(config: Config, folders: Sequence[Path], launcher: str | None = None) -> str:
@@ -45,7 +46,8 @@ def _rank_text(role: Role, config: Config, task: Task, trainers: int) -> str:
     placement = place_trainer(config, role.trainer_index, trainers)
     task.devices, task.config = placement.devices, config
     partition = Partition(role.trainer_index, trainers)
-    source = make_source(task.train_source(partition), partition, config)
+    reading = read_as(task.train_source(partition), partition, config, sampler=sampler_of(task, partition))
+    source, config = make_source(reading, partition, config), reading.config
     watermark = config.buffer.watermark
     devices = ", ".join(str(device) for device in placement.devices)
     total = source.total
@@ -58,6 +60,8 @@ def _rank_text(role: Role, config: Config, task: Task, trainers: int) -> str:
     buffer.close()
     check_watermark(watermark, total, partition)
     first = f", the first from {watermark} samples on" if watermark else ""
+    if reading.gives_batches:
+        return f"{role} on {devices}, {batches} whole batches{first}"
     return f"{role} on {devices}, {total} samples, {'unknown' if batches is None else batches} batches{first}"
 
 

@@ -21,6 +21,7 @@ from paramserver.errors import CheckpointError, SourceError, TaskError, Unsuppor
 from paramserver.sources.base import KeyedSamples, Partition, ResumePosition, Source
 from paramserver.sources.loader import Loader, WorkerOptions, pickle_data
 from paramserver.sources.reader import SampleReader
+from paramserver.sources.sampler import SamplerOrder
 
 # Rows of tensors that are read together, at most, where a group has not as many bytes.
 _GROUP_BYTES = 1 << 20
@@ -35,7 +36,9 @@ def deal(
     shuffle: bool = True,
     drop_last: bool = False,
     pad: bool = False,
-) -> list[int]:
+    multiple: int = 1,
+    sampler: SamplerOrder | None = None,
+) -> list[Any]:
     """Return the indices of one trainer's share of one pass.
 
     The order is that of ``torch.utils.data.DistributedSampler``: a permutation seeded with ``seed + epoch``, of which
@@ -47,6 +50,8 @@ def deal(
         partition: the trainer's.
         seed, epoch: of the permutation.
         shuffle, drop_last, pad: as above.
+        multiple: the tail of each share is dropped, so that this divides its length.
+        sampler: gives the order in place of a permutation: indices, or whole batches of them.
 
     Example::
 
@@ -55,17 +60,20 @@ def deal(
         >>> deal(7, Partition(1, 2), seed=0, epoch=0, shuffle=False, pad=True)
         [1, 3, 5, 0]
     """
-    if shuffle:
+    if sampler is not None:
+        order = sampler.indices(epoch)
+    elif shuffle:
         generator = torch.Generator().manual_seed(seed + epoch)
         order = torch.randperm(length, generator=generator).tolist()
     else:
         order = list(range(length))
     if drop_last:
-        order = order[: length - length % partition.count]
-    elif pad and length % partition.count:
-        missing = partition.count - length % partition.count
-        order += (order * (missing // max(length, 1) + 1))[:missing]
-    return order[partition.index :: partition.count]
+        order = order[: len(order) - len(order) % partition.count]
+    elif pad and len(order) % partition.count:
+        missing = partition.count - len(order) % partition.count
+        order = order + (order * (missing // len(order) + 1))[:missing]
+    share = order[partition.index :: partition.count]
+    return share[: len(share) - len(share) % multiple]
 
 
 @dataclass(frozen=True)
@@ -75,7 +83,7 @@ class PartitionOrder:
     Args:
         length: of the data set.
         partition: the trainer's.
-        options: of ``deal``: seed, shuffle, drop_last, pad.
+        options: of ``deal``: seed, shuffle, drop_last, pad, multiple, sampler.
         rest: indices before the first pass: the trainer's share of the passes that another number of trainers began.
         epoch: the first whole pass.
 
@@ -97,13 +105,16 @@ class PartitionOrder:
     @cached_property
     def per_pass(self) -> int:
         """How many indices of one pass belong to this trainer."""
-        return len(deal(self.length, self.partition, epoch=0, **{**self.options, "shuffle": False}))
+        # Any thread may ask, so nothing is drawn from a sampler here.
+        sampler = self.options.get("sampler")
+        length = self.length if sampler is None else sampler.length
+        return len(deal(length, self.partition, epoch=0, **{**self.options, "shuffle": False, "sampler": None}))
 
     def total(self, passes: int) -> int:
         """Return how many indices there are until the end of ``passes`` passes over the data set."""
         return len(self.rest) + max(passes - self.epoch, 0) * self.per_pass
 
-    def blocks(self, position: int, passes: int | None) -> Iterator[list[int]]:
+    def blocks(self, position: int, passes: int | None) -> Iterator[list[Any]]:
         """Return the sequence from ``position`` on, in blocks of one pass; endless if ``passes`` is None."""
         if position < len(self.rest):
             yield list(self.rest[position:])
@@ -113,7 +124,7 @@ class PartitionOrder:
             yield deal(self.length, self.partition, epoch=epoch, **self.options)[offset:]
             epoch, offset = epoch + 1, 0
 
-    def groups(self, position: int, size: int, passes: int | None) -> Iterator[tuple[int, list[int], int]]:
+    def groups(self, position: int, size: int, passes: int | None) -> Iterator[tuple[int, list[Any], int]]:
         """Return the sequence from ``position`` on in groups that are the same for each position.
 
         A pass begins with a new group. The first group may contain indices before ``position``.
@@ -202,7 +213,7 @@ class PartitionOrder:
         rewound, partly = [], []
         for i, one in enumerate(leftovers):
             partition = Partition(i, len(leftovers))
-            order = PartitionOrder(self.length, partition, self.options, one.state["rest"].tolist(), one.state["epoch"])
+            order = PartitionOrder(self.length, partition, self.options, _rest_of(one.state), one.state["epoch"])
             position, unserved, begun = one.position, one.unserved, one.partly
             if one.applied is not None:
                 position, unserved, begun = order.unapplied(one.applied, one.times_due)
@@ -220,7 +231,12 @@ class PartitionOrder:
         return in_turn[self.partition.index :: self.partition.count]
 
 
-def _cut(epoch: int, indices: Sequence[int], offset: int, size: int) -> Iterator[tuple[int, list[int], int]]:
+def _rest_of(state: Mapping[str, Any]) -> list[Any]:
+    rest = state["rest"]
+    return rest.tolist() if isinstance(rest, torch.Tensor) else [tuple(batch) for batch in rest]
+
+
+def _cut(epoch: int, indices: Sequence[int], offset: int, size: int) -> Iterator[tuple[int, list[Any], int]]:
     for start in range(offset - offset % size, len(indices), size):
         yield epoch, list(indices[start : start + size]), max(offset - start, 0)
 
@@ -234,8 +250,13 @@ class _Requests:
     size: int
     passes: int | None
 
-    def __iter__(self) -> Iterator[tuple[int, list[int], int]]:
+    def __iter__(self) -> Iterator[tuple[int, list[Any], int]]:
         return self.order.groups(self.position, self.size, self.passes)
+
+    def with_sampler(self, sampler: SamplerOrder | None) -> _Requests:
+        """Return these requests with another sampler: it is pickled with the data set, which it may hold."""
+        options = {**self.order.options, "sampler": sampler}
+        return replace(self, order=replace(self.order, options=options))
 
 
 class DatasetSource(Source):
@@ -246,7 +267,8 @@ class DatasetSource(Source):
         partition: the trainer's.
         seed: of the shuffling and of the reads; the same for all trainers.
         passes: how many passes are served; None = no end.
-        sampler_kwargs: ``shuffle``, ``pad``, ``drop_last`` and ``seed`` of ``deal``, if not the default.
+        sampler_kwargs: ``shuffle``, ``pad``, ``drop_last``, ``seed``, ``multiple`` and ``sampler`` of ``deal``, if not
+            the default. With a sampler that gives batches, a sample of this source is a whole batch, a list of samples.
         group: how many samples are read at once, like a batch of a DataLoader; with ``__getitems__`` if it exists.
         groups_ahead: so many groups, at most, are read at once where that is one gather of small rows (``TensorRows``).
 
@@ -274,7 +296,9 @@ class DatasetSource(Source):
     ) -> None:
         self.dataset = dataset
         self.seed = seed
-        self._reader = SampleReader(dataset, seed)
+        self.options = {"seed": seed, **(sampler_kwargs or {})}
+        self.sampler: SamplerOrder | None = self.options.get("sampler")
+        self._reader = SampleReader(dataset, seed, wraps=self.sampler is not None)
         self._workers: WorkerOptions | None = None
         self._pickled: bytes | None = None
         self._loader: Loader | None = None
@@ -284,7 +308,9 @@ class DatasetSource(Source):
         self.group = group
         if (rows := self._reader.rows) is not None:  # the same cost for many samples as for few, up to some size
             self.group *= max(min(groups_ahead, _GROUP_BYTES // max(rows.sample_bytes * group, 1)), 1)
-        self.options = {"seed": seed, **(sampler_kwargs or {})}
+        self.gives_batches = self.sampler is not None and self.sampler.gives_batches
+        if self.gives_batches:
+            self.group = 1
         if self.length == 0:
             raise TaskError("the training data set is empty; train_source must return at least one sample")
         self._set_order(PartitionOrder(self.length, partition, self.options))
@@ -308,7 +334,7 @@ class DatasetSource(Source):
         """
         self._workers = options
         # Here, not when the feeder thread reads it: the user learns of an error before any process waits.
-        self._pickled = pickle_data(self.dataset, options)
+        self._pickled = pickle_data(self.dataset, options, self.sampler)
 
     def samples(self, position: int) -> Iterator[tuple[int, Any]]:
         return chain.from_iterable(self.groups(position))
@@ -335,12 +361,13 @@ class DatasetSource(Source):
             for epoch, indices, skip in requests:
                 yield indices[skip:], *self._reader.read(epoch, indices, skip)
             return
-        pickled, self._pickled = self._pickled or pickle_data(self.dataset, self._workers), None
-        self._loader = Loader(pickled, self._workers, self.seed, requests)
+        pickled, self._pickled = self._pickled or pickle_data(self.dataset, self._workers, self.sampler), None
+        self._loader = Loader(pickled, self._workers, self.seed, requests.with_sampler(None))
         del pickled
         try:
-            for _, indices, skip in requests:
-                yield indices[skip:], *self._loader.receive()
+            # Only the loader draws a sampler: here the default generators belong to the training thread.
+            while (result := self._loader.receive()) is not None:
+                yield result
         finally:
             self._loader.close()
             self._loader = None
@@ -350,7 +377,9 @@ class DatasetSource(Source):
             loader.kill()
 
     def fetch(self, key: Any) -> Any:
-        return self.dataset[key]
+        if isinstance(key, tuple):
+            return [self.fetch(index) for index in key]
+        return self.dataset[self._reader.in_dataset([key])[0]]
 
     def fetch_all(self, keys: Sequence[Any], positions: Sequence[int]) -> list[Any]:
         wanted = {position: place for place, position in enumerate(positions)}
@@ -390,25 +419,42 @@ class DatasetSource(Source):
     @cached_property  # read in every step, and it costs a pass over the indices
     def samples_per_pass(self) -> int:
         count = self.partition.count
-        return sum(PartitionOrder(self.length, Partition(i, count), self.options).per_pass for i in range(count))
+        orders = (PartitionOrder(self.length, Partition(i, count), self.options) for i in range(count))
+        if self.gives_batches:
+            return sum(len(batch) for order in orders for batch in next(order.blocks(0, 1)))
+        return sum(order.per_pass for order in orders)
+
+    @property
+    def description(self) -> str:
+        """What must be the same on every trainer."""
+        text = f"a data set of {self.length} samples"
+        if self.sampler is not None:
+            return f"{text} {self.sampler.description}"
+        return text if self.options["seed"] == self.seed else f"{text} shuffled with seed {self.options['seed']}"
 
     def state_dict(self) -> dict[str, Any]:
-        return {"length": self.length, "rest": self._rest, "epoch": self.order.epoch}
+        drawn = {} if self.sampler is None else self.sampler.state_dict()
+        return {"length": self.length, "rest": self._rest, "epoch": self.order.epoch, **drawn}
 
     def load_state_dict(self, state: dict[str, Any], mark: Any = None) -> None:
         self._check_length(state)
-        self._set_order(replace(self.order, rest=state["rest"].tolist(), epoch=state["epoch"]))
+        if self.sampler is not None:
+            self.sampler.load_state_dict(state)
+        self._set_order(replace(self.order, rest=_rest_of(state), epoch=state["epoch"]))
 
     def reshard(self, leftovers: Sequence[ResumePosition], held: Sequence[Any]) -> dict[int, int]:
         for leftover in leftovers:
             self._check_length(leftover.state)
+        if self.sampler is not None:
+            self.sampler.load_state_dict(leftovers[0].state)
         order, partly = self.order.reshard(leftovers, held)
         self._set_order(order)
         return partly
 
     def _set_order(self, order: PartitionOrder) -> None:
         # A tensor is copied as one block at every checkpoint, a list number by number.
-        self.order, self._rest = order, torch.tensor(order.rest, dtype=torch.int64)
+        self.order = order
+        self._rest = list(order.rest) if self.gives_batches else torch.tensor(order.rest, dtype=torch.int64)
 
     def _check_length(self, state: Mapping[str, Any]) -> None:
         if state["length"] != self.length:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset, Sampler
-
 from paramserver.config import Config
 from paramserver.errors import TaskError, UnsupportedConfiguration
 from paramserver.sources.base import Partition, Source
+from paramserver.sources.data_loader import Reading, is_map_style, read_as
 from paramserver.sources.dataset import DatasetSource
 from paramserver.sources.iterable import IterableSource
 from paramserver.sources.stream import Stream
@@ -21,13 +20,13 @@ def make_source(
     """Return the source for what ``Task.train_source`` returned.
 
     Args:
-        data: a Source, a map-style data set or an iterable.
+        data: a Source, a map-style data set, an iterable or a DataLoader; or what ``read_as`` made of one.
         partition: the trainer's.
         config: of the run.
         sampler_kwargs: of ``DatasetSource``.
 
     Raises:
-        TaskError: ``data`` is neither a source, nor a map-style data set, nor an iterable, or it is a DataLoader.
+        TaskError: ``data`` is neither a source, nor a map-style data set, nor an iterable.
         UnsupportedConfiguration: the run would have no end, or the section ``simulations`` does not suit the source.
 
     Example::
@@ -38,8 +37,9 @@ def make_source(
         >>> [key for key, _ in source.samples(0)]
         [0, 1, 2, 0, 1, 2]
     """
+    reading = data if isinstance(data, Reading) else read_as(data, partition, config)
+    data, config = reading.data, reading.config
     training = config.training
-    refuse_loader("train_source", data)
     if isinstance(data, Stream):
         data.check(config.simulations)
     if isinstance(data, Source):
@@ -50,7 +50,7 @@ def make_source(
             partition,
             seed=config.seed,
             passes=training.max_epochs,
-            sampler_kwargs=sampler_kwargs,
+            sampler_kwargs={**reading.options, **(sampler_kwargs or {})},
             group=training.batch_size,
             # What a FIFO serves does not depend on how much is read ahead.
             groups_ahead=8 if config.buffer.kind == "fifo" and not training.loader_workers else 1,
@@ -74,27 +74,6 @@ def make_source(
             "max_seconds or patience"
         )
     return source
-
-
-def refuse_loader(hook: str, data: Any) -> None:
-    """Refuse a DataLoader or a sampler in place of a data set: its batches would be taken for samples.
-
-    Raises:
-        TaskError: ``hook`` returned one.
-    """
-    if isinstance(data, DataLoader):
-        raise TaskError(
-            f"{hook} returned a DataLoader; return its data set: its batch size is the key training.batch_size, its "
-            "workers are training.loader_workers, its collate_fn is the method collate of the task, and the data is "
-            "shuffled anyway"
-        )
-    if isinstance(data, Sampler):
-        raise TaskError(f"{hook} returned {type(data).__name__}, a sampler; return the data set that it draws from")
-
-
-def is_map_style(data: Any) -> bool:
-    """Return whether samples are read by index (a Dataset, a list), not only by iterating (an IterableDataset)."""
-    return not isinstance(data, (IterableDataset, dict)) and hasattr(data, "__getitem__") and hasattr(data, "__len__")
 
 
 def check_watermark(watermark: int, total: int | None, partition: Partition) -> None:

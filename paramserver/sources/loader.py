@@ -23,7 +23,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from paramserver.buffers.storage import stack_samples
-from paramserver.errors import SourceError, TaskError, TrainingError
+from paramserver.errors import SourceError, TaskError, TrainingError, UnsupportedConfiguration
 from paramserver.process_utils import LOADER_NAME, die_with_parent
 from paramserver.sources.reader import SampleReader
 
@@ -52,20 +52,20 @@ class WorkerOptions:
     trainer_index: int = 0
 
 
-def pickle_data(dataset: Any, options: WorkerOptions) -> bytes:
+def pickle_data(dataset: Any, options: WorkerOptions, sampler: Any = None) -> bytes:
     """Return what a loader is sent first.
 
     Raises:
-        TaskError: the data set or ``worker_init_fn`` cannot be pickled.
+        TaskError: the data set, its sampler or ``worker_init_fn`` cannot be pickled.
     """
     try:
-        return pickle.dumps((dataset, options.init_fn), pickle.HIGHEST_PROTOCOL)
+        return pickle.dumps((dataset, options.init_fn, sampler), pickle.HIGHEST_PROTOCOL)
     except Exception as error:  # pickle calls methods of the user's classes
         kind = type(dataset)
         raise TaskError(
-            f"the training data set ({kind.__module__}.{kind.__qualname__}) and worker_init_fn must be picklable to be "
-            f"sent to worker processes ({type(error).__name__}: {error}); define what they consist of at the top of a "
-            f"module and open files in __getitem__, or use training.loader_workers: 0, not {options.count}"
+            f"the training data set ({kind.__module__}.{kind.__qualname__}) and worker_init_fn must be picklable "
+            f"to be sent to worker processes ({type(error).__name__}: {error}); define what they consist of at the top "
+            f"of a module and open files in __getitem__, or use training.loader_workers: 0, not {options.count}"
         ) from error
 
 
@@ -76,7 +76,7 @@ class Loader:
         data: of ``pickle_data``.
         options: of the workers.
         seed: of the run.
-        requests: what is read, in order. Pickled.
+        requests: what is read, in order; ``with_sampler`` returns it with the sampler of ``data``. Pickled.
     """
 
     def __init__(self, data: bytes, options: WorkerOptions, seed: int, requests: Any) -> None:
@@ -94,17 +94,19 @@ class Loader:
         except OSError:
             pass  # it ended; ``receive`` raises the reason
 
-    def receive(self) -> tuple[Sequence[Any], str | None]:
-        """Return the samples of the next request, and the error and traceback of a read that failed after them.
+    def receive(self) -> tuple[list[Any], Sequence[Any], str | None] | None:
+        """Return the indices and samples of the next request, and the error of a read that failed after them.
+
+        None: there are no more requests.
 
         Raises:
             SourceError: the loader or a worker ended, or could not start.
         """
         try:
-            samples, failure = pickle.loads(self._connection.recv_bytes())
+            result: tuple[list[Any], Sequence[Any], str | None] | None = pickle.loads(self._connection.recv_bytes())
         except (EOFError, OSError) as error:
             raise SourceError(f"trainer {self._options.trainer_index}: {self._reason()}") from error
-        return samples, failure
+        return result
 
     def _reason(self) -> str:
         """Return why the loader ended."""
@@ -164,7 +166,7 @@ def _ignore_signals() -> None:
 
 def _payloads(data: bytes, workers: int, trainer_index: int, seed: int, requests: Any) -> Iterator[bytes]:
     try:
-        dataset, init_fn = pickle.loads(data)
+        dataset, init_fn, sampler = pickle.loads(data)
     except Exception as error:
         raise TrainingError(
             f"the training data set cannot be unpickled in another process ({type(error).__name__}: {error}); define "
@@ -173,9 +175,9 @@ def _payloads(data: bytes, workers: int, trainer_index: int, seed: int, requests
     try:
         batches = iter(
             DataLoader(
-                _Reads(dataset, seed),
+                _Reads(dataset, seed, sampler is not None),
                 batch_size=None,  # an item is a group already
-                sampler=requests,
+                sampler=requests.with_sampler(sampler),
                 num_workers=workers,
                 collate_fn=bytes,
                 worker_init_fn=partial(_init_worker, init_fn),
@@ -190,10 +192,11 @@ def _payloads(data: bytes, workers: int, trainer_index: int, seed: int, requests
             "/dev/shm (docker run --shm-size) and more processes, or use fewer workers"
         ) from error
     yield from batches
+    yield pickle.dumps(None)
 
 
 def _explain(error: BaseException) -> str:
-    if isinstance(error, TrainingError):
+    if isinstance(error, (TrainingError, UnsupportedConfiguration)):
         return str(error)
     if isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker"):
         # The cause names the signal that ended the worker.
@@ -205,25 +208,25 @@ def _explain(error: BaseException) -> str:
 class _Reads(Dataset[bytes]):
     """What the workers read: one item is the pickled samples of a request, and the failure that ended it."""
 
-    def __init__(self, dataset: Any, seed: int) -> None:
+    def __init__(self, dataset: Any, seed: int, wraps: bool) -> None:
         self.dataset = dataset
-        self.reader = SampleReader(dataset, seed)
+        self.reader = SampleReader(dataset, seed, wraps)
 
     def __getitem__(self, request: Request) -> bytes:
         samples, error = self.reader.read(*request)
-        failure = None
+        keys, failure = request[1][request[2] :], None
         if error is not None:
             lines = "".join(traceback.format_exception(error))
             info = get_worker_info()
             failure = f"{error!r} in DataLoader worker process {info.id if info else 0}\n{lines}"
         try:
-            return pickle.dumps((stack_samples(samples), failure), pickle.HIGHEST_PROTOCOL)
+            return pickle.dumps((keys, stack_samples(samples), failure), pickle.HIGHEST_PROTOCOL)
         except Exception as reason:  # noqa: BLE001 - pickle calls methods of the user's classes
             failure = (
                 f"{reason!r}: samples must be picklable to be sent by a worker process; return tensors, arrays and "
                 "numbers, or use training.loader_workers: 0"
             )
-            return pickle.dumps(([], failure))
+            return pickle.dumps((keys, [], failure))
 
 
 def _init_worker(init_fn: Callable[[int], None] | None, worker_id: int) -> None:

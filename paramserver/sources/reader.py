@@ -19,6 +19,7 @@ class SampleReader:
     Args:
         dataset: has ``__getitem__`` or ``__getitems__``.
         seed: of the run.
+        wraps: an index may be greater than the length of the data set, see ``SamplerOrder``.
 
     Example::
 
@@ -33,23 +34,34 @@ class SampleReader:
         True
     """
 
-    def __init__(self, dataset: Any, seed: int) -> None:
+    def __init__(self, dataset: Any, seed: int, wraps: bool = False) -> None:
         self.dataset = dataset
         self.seed = seed
+        self.wraps = wraps
         self.rows = TensorRows.of(dataset)  # if it has no code of the user that could draw
         self.reads_groups = hasattr(dataset, "__getitems__")
         self._draws = False
 
-    def read(self, epoch: int, indices: Sequence[int], skip: int = 0) -> tuple[Sequence[Any], BaseException | None]:
+    def read(self, epoch: int, indices: Sequence[Any], skip: int = 0) -> tuple[Sequence[Any], BaseException | None]:
         """Return the samples of ``indices``, without the first ``skip``, up to one that raises, and what it raised.
+
+        Where an index is a tuple of indices, its sample is a whole batch: the list of their samples.
 
         Args:
             epoch: the pass over the data set.
             indices: those of one call of ``__getitems__``, where the data set has it.
             skip: how many samples are not needed; ``__getitems__`` reads them too, for the random numbers of the rest.
         """
+        if indices and isinstance(indices[0], tuple):
+            batches: list[list[Any]] = []
+            for batch in indices[skip:]:
+                samples, error = self.read(epoch, batch)
+                if error is not None:
+                    return batches, error
+                batches.append(list(samples))
+            return batches, None
         if self.rows is not None:
-            return self.rows.take(indices[skip:]), None
+            return self.rows.take(self.in_dataset(indices[skip:])), None
         if not self._draws:
             before = GeneratorStates.take()
             result = self._read(None, indices, skip)
@@ -63,18 +75,23 @@ class SampleReader:
         finally:
             before.restore()
 
+    def in_dataset(self, indices: Sequence[int]) -> Sequence[int]:
+        """Return the indices in the data set."""
+        return [index % len(self.dataset) for index in indices] if self.wraps else indices
+
     def _read(self, epoch: int | None, indices: Sequence[int], skip: int) -> tuple[list[Any], BaseException | None]:
         samples: list[Any] = []
+        inside = self.in_dataset(indices)
         try:
             if self.reads_groups:
                 if epoch is not None:
                     seed_read(self.seed, epoch, indices[0])
-                samples = list(self.dataset.__getitems__(list(indices)))[skip:]
+                samples = list(self.dataset.__getitems__(list(inside)))[skip:]
             else:
-                for index in indices[skip:]:
+                for index, at in zip(indices[skip:], inside[skip:], strict=True):
                     if epoch is not None:
                         seed_read(self.seed, epoch, index)
-                    samples.append(self.dataset[index])
+                    samples.append(self.dataset[at])
         except BaseException as error:  # noqa: BLE001 - returned with the samples before it
             return samples, error
         return samples, None

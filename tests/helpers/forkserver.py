@@ -41,16 +41,18 @@ class ForkServer:
 
     Args:
         environ: the environment in which torch is imported, and that of every run that names none.
+        modules: to import in addition.
     """
 
-    def __init__(self, environ):
+    def __init__(self, environ, modules=()):
         self.environ = environ
+        self.modules = modules
         self._numbers = itertools.count()
 
     def __enter__(self):
         self.socket, child_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with child_socket:
-            command = [sys.executable, __file__, str(child_socket.fileno())]
+            command = [sys.executable, __file__, str(child_socket.fileno()), *self.modules]
             self.process = subprocess.Popen(command, pass_fds=[child_socket.fileno()], env=self.environ)
         self.socket.settimeout(60)
         assert self.socket.recv(100) == READY
@@ -228,7 +230,7 @@ def run_supervisor(request, status):
 
 
 def main():
-    for name in PRELOADED:
+    for name in (*PRELOADED, *sys.argv[2:]):
         import_module(name)
     # As in a rank that imports torch itself. A collection would also copy every page that this process shares with it.
     gc.freeze()

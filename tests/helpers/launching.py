@@ -68,6 +68,10 @@ def environment(**extra):
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **extra}
 
 
+NOT_GIVEN = object()
+"""In place of a value of ``write_config``: the key is left out."""
+
+
 def write_config(folder, *, task="ReferenceTask", mode="local", task_args=None, **sections):
     """A config file in ``folder`` for a task of tests/helpers/tasks.py; sections are merged over quick defaults."""
     config = {
@@ -81,7 +85,8 @@ def write_config(folder, *, task="ReferenceTask", mode="local", task_args=None, 
     }
     for section, values in sections.items():
         if isinstance(values, dict):
-            config[section] = {**config.get(section, {}), **values}
+            merged = {**config.get(section, {}), **values}
+            config[section] = {key: value for key, value in merged.items() if value is not NOT_GIVEN}
         else:
             config[section] = values
     folder.mkdir(parents=True, exist_ok=True)

@@ -32,7 +32,7 @@ LAYERS = [
     "runs",
     "server",
     "runtime trainers",
-    "launch",
+    "integrations launch",
     "api benchmark chaos elastic evaluate reporting",
     "cli",
 ]

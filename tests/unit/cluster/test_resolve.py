@@ -215,8 +215,8 @@ def test_other_flags_under_torchrun():
 
 def test_each_environment_detects_itself_only():
     by_hand = {"RANK": "0", "WORLD_SIZE": "2"}
-    assert [e.detect(torchrun(), NO_FLAGS) for e in ENVIRONMENTS] == [False, True, True]
-    assert [e.detect(by_hand, RankFlags(0)) for e in ENVIRONMENTS] == [True, False, True]
+    assert [e.detect(torchrun(), NO_FLAGS) for e in ENVIRONMENTS] == [False, True, True, False]
+    assert [e.detect(by_hand, RankFlags(0)) for e in ENVIRONMENTS] == [True, False, True, False]
     assert not EnvVarEnvironment.detect({"RANK": "0"}, NO_FLAGS)
     assert not EnvVarEnvironment.detect({"WORLD_SIZE": "2"}, NO_FLAGS)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset
 
 from paramserver import Partition, Task
 from paramserver.config import Config, TrainingConfig
@@ -101,9 +101,36 @@ def test_a_task_may_have_no_validation():
     assert evaluated(Mean(), ()).means() == {}
 
 
-def test_a_data_loader_in_place_of_a_data_set_is_refused():
-    with pytest.raises(TaskError, match=r"^validation_source returned a DataLoader; return its data set"):
-        batches_of(Mean(DataLoader([1.0, 2.0])))
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"batch_size": 2}, range(7)),
+        ({"batch_size": 2, "shuffle": True}, range(7)),
+        ({"batch_size": 2, "sampler": SubsetRandomSampler([1, 4, 5])}, [1, 4, 5]),
+        ({"batch_sampler": [[0, 6], [1], [2, 3, 4]]}, [0, 1, 2, 3, 4, 6]),
+    ],
+)
+def test_a_data_loader_is_taken_apart(count, options, expected):
+    loader = DataLoader(range(7), collate_fn=tuple, **options)
+    shares = [list(batches_of(Mean(loader), i, count, batch_size=32)) for i in range(count)]
+    assert sorted(s for share in shares for batch, _ in share for s in batch) == list(expected)
+    assert all(len(batch) == n for share in shares for batch, n in share)
+    assert max((n for share in shares for _, n in share)) <= (2 if "batch_size" in options else 3)
+
+
+def test_a_data_loader_over_an_iterable_is_read_at_each_validation_without_changing_random_numbers():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(numbers(5))
+
+    batches, before = (
+        batches_of(Mean(DataLoader(Stream(), 2, collate_fn=list, num_workers=1, timeout=9))),
+        torch.get_rng_state(),
+    )
+    for _ in range(2):
+        assert list(batches) == [([0.0, 1.0], 2), ([4.0, 9.0], 2), ([16.0], 1)]
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize(("data", "kind"), [(7, "int"), (object(), "object")])

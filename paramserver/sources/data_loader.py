@@ -1,0 +1,230 @@
+"""What a task returns as its data. A DataLoader becomes data set, order, batch size, collate function and workers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    default_collate,
+)
+
+from paramserver.config import Config
+from paramserver.config.checks import check_batch_size
+from paramserver.errors import TaskError, UnsupportedConfiguration
+from paramserver.sources.base import Partition, Source
+from paramserver.sources.sampler import SamplerOrder
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Data and how it is read.
+
+    Attributes:
+        data: a Source, a map-style data set or an iterable.
+        config: of the run, with the batch size and the workers that apply to this data.
+        options: of ``deal``: the order that a sampler or a DataLoader gives.
+        collate: of the DataLoader; None = that of the task.
+        init_fn: ``worker_init_fn`` of the DataLoader.
+        largest_batch: samples of a whole batch, at most; None = a batch is made of ``training.batch_size`` samples.
+            Otherwise each sample of ``data``, or index of the order, is a whole batch.
+
+    Example::
+
+        >>> reading = read_as(DataLoader([1.0, 2.0, 3.0], batch_size=2, shuffle=True), Partition(0, 1), Config(seed=5))
+        >>> reading.data, reading.config.training.batch_size, reading.options
+        ([1.0, 2.0, 3.0], 2, {'shuffle': True})
+    """
+
+    data: Any
+    config: Config
+    options: dict[str, Any] = field(default_factory=dict)
+    collate: Callable[[list[Any]], Any] | None = None
+    init_fn: Callable[[int], None] | None = None
+    largest_batch: int | None = None
+
+    @property
+    def gives_batches(self) -> bool:
+        return self.largest_batch is not None
+
+
+def is_map_style(data: Any) -> bool:
+    """Return whether samples are read by index (a Dataset, a list), not only by iterating (an IterableDataset)."""
+    return not isinstance(data, (IterableDataset, dict)) and hasattr(data, "__getitem__") and hasattr(data, "__len__")
+
+
+def read_as(
+    data: Any, partition: Partition, config: Config, hook: str = "train_source", sampler: Any = None
+) -> Reading:
+    """Return how the data is read that ``hook`` returned.
+
+    Args:
+        data: what the hook of the task returned.
+        partition: the trainer's.
+        config: of the run.
+        hook: ``train_source`` or ``validation_source``.
+        sampler: what ``Task.sampler`` returned.
+
+    Raises:
+        TaskError: it is a sampler, or a DataLoader of which something is not supported.
+        UnsupportedConfiguration: it contradicts a key that was given.
+    """
+    if isinstance(data, DataLoader):
+        reading = _taken_apart(data, partition, config, hook, sampler)
+    else:
+        _refuse_others(data, hook)
+        if hook == "validation_source":
+            size = config.training.validation_batch_size or config.training.batch_size
+            config = _with(config, batch_size=size)
+        reading = Reading(data, config)
+        if sampler is not None:
+            if not is_map_style(data):
+                raise TaskError(
+                    f"the method sampler returned {type(sampler).__name__}, but {hook} gives no map-style data set to "
+                    "draw from; return None, or a data set with __getitem__ and __len__"
+                )
+            reading = replace(reading, options=_order_of(sampler, data, partition, config, hook))
+    return _with_whole_batches(reading, hook)
+
+
+def _refuse_others(data: Any, hook: str) -> None:
+    if isinstance(data, Sampler):
+        raise TaskError(
+            f"{hook} returned {type(data).__name__}, a sampler; return the data set that it draws from, and it from "
+            "sampler(self, partition)"
+        )
+    parts = ("batch_size", "batch_sampler", "sampler")
+    known = isinstance(data, Source) or is_map_style(data)
+    if not known and hasattr(data, "dataset") and any(hasattr(data, name) for name in parts):
+        raise TaskError(
+            f"{hook} returned {type(data).__name__}, a loader of another library, whose batches would be taken for "
+            "samples; return its data set or a torch.utils.data.DataLoader"
+        )
+
+
+def _taken_apart(loader: DataLoader[Any], partition: Partition, config: Config, hook: str, sampler: Any) -> Reading:
+    validates, data = hook == "validation_source", loader.dataset
+    what = f"{hook} returned {type(loader).__name__}"
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        raise TaskError(f"{what}, whose own __iter__ would not be called; return a torch.utils.data.DataLoader")
+    if loader.batch_sampler is None:
+        raise TaskError(f"{what} with batch_size None; give a batch_size, or a batch_sampler for batches of your own")
+    if validates and loader.drop_last:
+        raise TaskError(f"{what} with drop_last, but validation is the mean over all samples; leave it out")
+    iterable = isinstance(data, IterableDataset)
+    if not iterable and not is_map_style(data):
+        raise TaskError(f"{what} over {type(data).__name__}, which must have __len__ and __getitem__; write them")
+
+    values: dict[str, int] = {} if loader.batch_size is None else {"batch_size": loader.batch_size}
+    if not validates:
+        values["loader_workers"] = loader.num_workers
+    for key, value in values.items():
+        name = "validation_batch_size" if validates else key
+        known = getattr(config.training, name)
+        if known != value and (known is not None if validates else config.has_given(key)):
+            raise UnsupportedConfiguration(
+                f"training.{name} ({known}) must be what the DataLoader of {hook} has ({value}); remove the key"
+            )
+    config = _with(config, **values)
+    if not validates:
+        check_batch_size(config)
+    collate = None if loader.collate_fn is default_collate else loader.collate_fn
+    if iterable:
+        if sampler is not None:
+            raise TaskError(f"{what} over an iterable data set, of which no sampler can draw; return None from sampler")
+        if loader.num_workers and not validates:
+            raise TaskError(
+                f"{what} with num_workers ({loader.num_workers}) over an iterable data set; only map-style data sets "
+                "are read in worker processes: use num_workers=0"
+            )
+        return Reading(_WholeBatches(loader), config, {}, collate, largest_batch=loader.batch_size)
+
+    order: Any = loader.batch_sampler if loader.batch_size is None else loader.sampler
+    if sampler is not None:
+        if type(order) not in (SequentialSampler, RandomSampler):
+            raise TaskError(
+                f"{what} with {type(order).__name__}, and the method sampler returned {type(sampler).__name__}; give "
+                "one of them"
+            )
+        order = sampler
+    options = _order_of(order, data, partition, config, hook)
+    if loader.batch_size is not None and "sampler" in options and options["sampler"].gives_batches:
+        raise TaskError(f"{options['sampler'].name} of {hook} gives lists of indices; give it as batch_sampler")
+    if loader.drop_last:
+        options["multiple"] = loader.batch_size
+    return Reading(data, config, options, collate, loader.worker_init_fn)
+
+
+def _order_of(sampler: Any, data: Any, partition: Partition, config: Config, hook: str) -> dict[str, Any]:
+    """Return the order of a sampler as options of ``deal``; those of torch that the package has itself are its own."""
+    kind, length = type(sampler), len(data)
+    if kind is SequentialSampler and len(sampler) == length:
+        return {"shuffle": False}
+    if kind is RandomSampler and not sampler.replacement and len(sampler) == len(sampler.data_source) == length:
+        seed = {} if sampler.generator is None else {"seed": sampler.generator.initial_seed() % 2**62}
+        return {"shuffle": True, **seed}
+    if kind is DistributedSampler and len(sampler.dataset) == length:
+        options = {"shuffle": sampler.shuffle, "seed": sampler.seed}
+        if (sampler.num_replicas, sampler.rank) == (partition.count, partition.index):
+            return {**options, "drop_last": sampler.drop_last, "pad": not sampler.drop_last}
+    inner = getattr(sampler, "sampler", sampler)
+    for one in (sampler, inner):
+        if getattr(one, "num_replicas", 1) != 1:
+            raise TaskError(
+                f"{type(one).__name__} of {hook} takes the share of rank {getattr(one, 'rank', '?')} of "
+                f"{one.num_replicas}, but the order of a sampler is dealt to the trainers, of which this is "
+                f"{partition.index} of {partition.count}; remove it (data is shuffled and dealt anyway), or give "
+                "num_replicas=1 and rank=0"
+            )
+    return {"sampler": SamplerOrder(sampler, data, config.seed)}
+
+
+def _with_whole_batches(reading: Reading, hook: str) -> Reading:
+    """Count in batches, where a sampler or a DataLoader gives whole ones: a batch is then one sample of the buffer."""
+    sampler: SamplerOrder | None = reading.options.get("sampler")
+    largest = reading.largest_batch
+    if sampler is not None and sampler.gives_batches:
+        largest = max(map(len, sampler.indices(0)))  # type: ignore[arg-type]
+    if largest is None or hook == "validation_source":
+        return replace(reading, largest_batch=largest)
+    buffer, training = reading.config.buffer, reading.config.training
+    if sampler is not None and reading.config.has_given("batch_size"):
+        raise UnsupportedConfiguration(
+            f"training.batch_size ({training.batch_size}) must not be given, as {sampler.name} of {hook} gives whole "
+            "batches; remove the key"
+        )
+    if buffer.kind != "fifo":
+        raise UnsupportedConfiguration(
+            f"buffer.kind ({buffer.kind}) must be fifo, as {hook} gives whole batches, which are served in order; set "
+            "it to fifo, or give samples"
+        )
+    capacity = max(2 * training.accumulate_batches, buffer.capacity // largest)
+    config = replace(_with(reading.config, batch_size=1), buffer=replace(buffer, capacity=capacity))
+    return replace(reading, config=config, largest_batch=largest)
+
+
+def _with(config: Config, **values: Any) -> Config:
+    return replace(config, training=replace(config.training, **values))
+
+
+class _WholeBatches:
+    """The batches of a DataLoader over an iterable data set, each the list of its samples."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._loader = copy.copy(loader)
+        self._loader.collate_fn = list
+        self._loader.num_workers, self._loader.timeout = 0, 0  # a timeout is that of workers
+        # Each pass of a DataLoader draws a seed: not from the generator of the training.
+        self._loader.generator = torch.Generator()
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return iter(self._loader)

@@ -1,0 +1,466 @@
+"""A LightningModule as a task: like Lightning's own Trainer in one process, and the same in every mode."""
+
+import copy
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+import warnings
+from itertools import pairwise
+from pathlib import Path
+from unittest import mock
+
+import launching
+import pytest
+import torch
+from forkserver import ForkServer
+from launching import assert_equal_runs, differing_tensors, environment, launch, resume, run_in_process, train
+
+pytest.importorskip("lightning.pytorch")
+
+import lightning_tasks as tasks
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.demos.boring_classes import BoringModel, ManualOptimBoringModel
+from torchmetrics import MeanMetric
+
+import paramserver
+from paramserver.config import Config
+from paramserver.errors import NoSuchMember, TaskError
+from paramserver.integrations.lightning import _NOT_CALLED, MEMBERS, LightningTask
+from paramserver.rng import seed_all
+from paramserver.task import _CONSTRUCTOR
+
+pytestmark = pytest.mark.processes
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "examples" / "lightning"
+PAGE = (ROOT / "docs" / "lightning.md").read_text()
+TASK = "lightning_tasks:RegressionTask"
+EPOCHS = {"max_steps": None, "max_epochs": tasks.EPOCHS, "batch_size": tasks.BATCH, "validate_every": tasks.STEPS}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _lightning_is_imported_once():
+    """Ranks are forked from a process that has imported Lightning, which takes seconds."""
+    with (
+        ForkServer(environment(TORCH_CPP_LOG_LEVEL="ERROR"), ["lightning.pytorch"]) as server,
+        mock.patch.object(launching, "fork_server", return_value=server),
+    ):
+        yield
+
+
+ONE_BY_ONE = {"max_steps": None, "max_epochs": 1, "batch_size": 1}
+
+
+class Losses(Callback):
+    """What Lightning computes: the loss and the learning rate of each step, and the values of each validation."""
+
+    def __init__(self):
+        self.losses, self.rates, self.values, self.epochs = [], [], [], []
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        self.rates.append([group["lr"] for group in optimizer.param_groups])
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.losses.append(outputs["loss"].item())
+
+    def on_validation_end(self, trainer, module):
+        self.values.append(trainer.callback_metrics["val_loss"].item())
+
+    def on_train_epoch_end(self, trainer, module):
+        self.epochs.append(trainer.callback_metrics["train_loss_epoch"].item())
+
+
+def fit(module, datamodule=None, **options):
+    """Lightning's own training."""
+    threads, callback = torch.get_num_threads(), Losses()
+    torch.set_num_threads(1)
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    options = {"max_epochs": tasks.EPOCHS, "callbacks": [callback], **options}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = Trainer(accelerator="cpu", devices=1, num_sanity_val_steps=0, **quiet, **options)
+        trainer.fit(module, datamodule=datamodule)
+    torch.set_num_threads(threads)
+    return trainer, callback
+
+
+def module_of_run(**options):
+    """The module as a run constructs it."""
+    seed_all(Config().seed, _CONSTRUCTOR)
+    return tasks.Regression(**options)
+
+
+# Lightning's own Trainer.
+
+
+@pytest.mark.parametrize(("form", "optimizer"), [*((form, "SGD") for form in tasks.FORMS), ("step", "AdamW")])
+def test_one_process_is_the_same_as_lightnings_trainer_bit_for_bit(tmp_path, form, optimizer):
+    options = {"form": form, "optimizer": optimizer}
+    module = module_of_run(**options)
+    trainer, by_lightning = fit(module, tasks.Points())
+    run = train(tmp_path, "local", 1, task=TASK, task_args=options, training=EPOCHS)
+    assert differing_tensors(run.load("model"), module.state_dict()) == []
+    assert differing_tensors(run.load("optimizer"), trainer.optimizers[0].state_dict()) == []
+    records = run.of_kind("train")
+    assert [record["loss"] for record in records] == by_lightning.losses
+    # A record has the learning rate after the update; that of the epoch changes with the first step of the next one.
+    is_step = form == "step"
+    assert [r["lr"] for r in records][: -1 if is_step else None] == by_lightning.rates[is_step:]
+    assert len({rate for (rate,) in by_lightning.rates}) == (
+        1
+        if form in ("optimizer", "list")
+        else 24
+        if is_step
+        else 2
+        if form in ("dicts", "every second", "plateau")
+        else 3
+    )
+    values = [record["values"]["val_loss"] for record in run.of_kind("validation")]
+    assert values == pytest.approx(by_lightning.values, rel=1e-6)  # Lightning adds in float32
+    of_epochs = [r["value"] for r in run.of_kind("log") if r["name"] == "train_loss_epoch"]
+    assert of_epochs == pytest.approx(by_lightning.epochs, rel=1e-6)
+    assert [r["value"] for r in run.of_kind("log") if r["name"] == "batch_idx"] == [*range(tasks.STEPS)] * tasks.EPOCHS
+
+
+def test_clipping_and_accumulation_are_the_same(tmp_path):
+    module = module_of_run()
+    fit(module, tasks.Points(), accumulate_grad_batches=2, gradient_clip_val=0.1)
+    training = {**EPOCHS, "accumulate_batches": 2, "clip_grad_norm": 0.1, "validate_every": tasks.STEPS // 2}
+    run = train(tmp_path, "local", 1, task=TASK, training=training)
+    assert differing_tensors(run.load("model"), module.state_dict()) == []
+
+
+def test_hooks_are_called_as_by_lightning(tmp_path):
+    del tasks.CALLS[:]
+    fit(tasks.Recorded())
+    by_lightning = list(tasks.CALLS)
+    del tasks.CALLS[:]
+    run_in_process(
+        tmp_path,
+        task=TASK,
+        task_args={"kind": "Recorded", "datamodule": False},
+        training=EPOCHS,
+    )
+    calls = list(tasks.CALLS)
+    del tasks.CALLS[:]
+    # Lightning calls on_train_batch_end after the update, which in mode rpc happens on the server.
+    loaders = {"train_dataloader", "val_dataloader"}
+    expected = [call for call in by_lightning if call[0] not in loaders]
+    for i in [i for i, call in enumerate(expected) if call[0] == "on_before_optimizer_step"]:
+        assert expected[i + 1][0] == "on_train_batch_end"
+        expected[i], expected[i + 1] = expected[i + 1], expected[i]
+    assert [call for call in calls if call[0] not in loaders] == expected
+    assert {call[0] for call in calls} == {call[0] for call in by_lightning} == set(tasks.HOOKS)
+
+
+# Modes.
+
+
+def equal_runs(ddp, rpc):
+    assert differing_tensors(ddp.load("model"), rpc.load("model")) == []
+    assert differing_tensors(ddp.load("optimizer"), rpc.load("optimizer")) == []
+    for kind, field in (("train", "loss"), ("train", "lr"), ("validation", "values"), ("reduced", "value")):
+        assert [r[field] for r in ddp.of_kind(kind)] == [r[field] for r in rpc.of_kind(kind)]
+        assert kind == "reduced" or ddp.of_kind(kind)
+
+
+@pytest.mark.parametrize(
+    ("form", "optimizer", "servers"),
+    [("two lists", "SGD", {}), ("step", "Adam", {"num_servers": 2}), ("plateau", "AdamW", {"transport": "rpc"})],
+)
+def test_two_trainers_are_the_same_in_ddp_and_rpc_bit_for_bit(tmp_path, form, optimizer, servers):
+    args = {"form": form, "optimizer": optimizer, "dropout": 0.2}
+    config = {"task": TASK, "task_args": args, "training": {**EPOCHS, "validate_every": tasks.STEPS // 2}}
+    ddp = train(tmp_path, "ddp", 2, **config)
+    server = {"server": {"transport": servers.pop("transport", "auto")}, "cluster": servers}
+    rpc = train(tmp_path, "rpc", 2, **config, **server)
+    equal_runs(ddp, rpc)
+    assert ddp.summary["steps"] == tasks.EPOCHS * tasks.STEPS // 2
+    assert len({tuple(r["lr"]) for r in ddp.of_kind("train")}) > 1
+
+
+def test_what_a_module_uses_of_its_trainer_is_the_same_in_every_mode(tmp_path):
+    config = {"task": TASK, "task_args": {"kind": "Everything"}, "training": {**EPOCHS, "validate_every": 4}}
+    local, alone = train(tmp_path, "local", 1, **config), train(tmp_path / "alone", "rpc", 1, **config)
+    equal_runs(local, alone)
+    ddp, rpc = train(tmp_path, "ddp", 2, **config), train(tmp_path, "rpc", 2, **config)
+    equal_runs(ddp, rpc)
+    for run, trainers in ((local, 1), (alone, 1), (ddp, 2), (rpc, 2)):
+        logs = [file.read_text() for file in (run.run_dir / "logs").glob("rank-*.log")]
+        assert "".join([run.output, *logs]).count("only the first trainer prints") == run.summary["steps"]
+        for i in range(trainers):
+            stored = run.load(f"trainer-{i}")["task"]["module"]
+            seen, steps = stored["seen"], tasks.EPOCHS * tasks.STEPS // trainers
+            assert (stored["epoch"], stored["global_step"]) == (tasks.EPOCHS - 1, steps)
+            assert seen["ranks"] == (i, i, i == 0)
+            assert seen["setup"] == ("fit", trainers, tasks.EPOCHS)
+            assert seen["step"][:2] == (steps - 1, tasks.EPOCHS - 1)
+            assert seen["valid"] == (True, False, pytest.approx(run.summary["validation"]["val_loss"]))
+
+
+@pytest.mark.parametrize("mode", ["local", "ddp", "rpc"])
+@pytest.mark.parametrize("task", ["Boring", "Demo"])
+def test_lightnings_demos_train(tmp_path, mode, task):
+    run = train(tmp_path, mode, 2, task=f"lightning_tasks:{task}", training=ONE_BY_ONE)
+    assert run.summary["samples"] == 64
+    if mode == "rpc" and task == "Boring":
+        equal = train(tmp_path, "ddp", 2, task=f"lightning_tasks:{task}", training=ONE_BY_ONE)
+        assert differing_tensors(run.load("model"), equal.load("model")) == []
+
+
+@pytest.mark.parametrize("server", [{"consistency": "async"}, {"backup_trainers": 1}])
+def test_trainers_that_run_freely_reach_the_estimated_number_of_updates(tmp_path, server):
+    """One-cycle schedules raise after their last step."""
+    config = {"task": TASK, "task_args": {"kind": "Everything"}, "training": {**EPOCHS, "validate_every": 0}}
+    config["training"]["uneven_inputs"] = "join"
+    run = train(tmp_path, "rpc", 2, **config, server=server)
+    most = tasks.STEPS * tasks.EPOCHS  # fewer where gradients of a backup trainer are dropped
+    assert run.summary["steps"] == most if "consistency" in server else most / 2 <= run.summary["steps"] <= most
+
+
+def test_modules_of_the_other_package_train(tmp_path):
+    """``pytorch_lightning`` has classes of its own."""
+    other = pytest.importorskip("pytorch_lightning.demos.boring_classes")
+    assert not issubclass(other.BoringModel, LightningModule)
+    result = paramserver.run(LightningTask(other.BoringModel(), other.BoringDataModule()), quiet(tmp_path))
+    assert result.summary["samples"] == 64
+
+
+# Resume.
+
+
+@pytest.mark.parametrize("mode", ["local", "ddp", "rpc"])
+def test_a_resumed_run_is_the_same_as_a_straight_one(tmp_path, mode):
+    args = {"form": "every second", "dropout": 0.3, "optimizer": "Adam"}
+    config = {"task": TASK, "task_args": args, "checkpoint": {"every": 5}}
+    training = {**EPOCHS, "validate_every": 3}
+    straight = train(tmp_path / "straight", mode, 2, **config, training=training)
+    stopped = train(tmp_path / "stopped", mode, 2, **config, training={**training, "max_steps": 5})
+    resumed = resume(stopped, "--set", "training.max_steps=null")
+    assert resumed.code == 0, resumed.output
+    assert_equal_runs(straight, resumed, trainers=1 if mode == "local" else 2)
+    for trainer in range(1 if mode == "local" else 2):
+        assert straight.load(f"trainer-{trainer}")["task"] == resumed.load(f"trainer-{trainer}")["task"]
+    logged = [[(r["step"], r["name"], r["value"]) for r in run.of_kind("log")] for run in (straight, resumed)]
+    # A run that ends within an epoch calls on_train_epoch_end there, and again when that epoch ends.
+    assert {(step, name) for step, name, _ in set(logged[1]) - set(logged[0])} == {(5, "train_loss_epoch")}
+    assert set(logged[0]) <= set(logged[1])
+
+
+# What is refused, and what self.trainer is.
+
+
+class Lacks(LightningModule):
+    def training_step(self, batch, batch_idx): ...
+
+
+class TakesIterator(BoringModel):
+    def training_step(self, dataloader_iter): ...
+
+
+def own(**members):
+    """A BoringModel with these members."""
+    return type("Own", (BoringModel,), members)()
+
+
+def quiet(folder, **sections):
+    logging = {"run_dir": str(folder), "progress": "off", "tensorboard": False}
+    return {"mode": "local", "training": {"max_epochs": 1, "validate_every": 10}, "logging": logging, **sections}
+
+
+@pytest.mark.parametrize(
+    ("module", "datamodule", "sentence"),
+    [
+        (torch.nn.Linear(1, 1), None, "give it an instance of a LightningModule"),
+        (BoringModel, None, "give it an instance of a LightningModule"),
+        (BoringModel(), [1], "give it a LightningDataModule, or None"),
+        (ManualOptimBoringModel(), None, r"ManualOptimBoringModel.automatic_optimization \(False\) must be True"),
+        (Lacks(), None, "Lacks lacks configure_optimizers"),
+        (TakesIterator(), None, "takes a dataloader_iter"),
+        *(
+            (own(**{name: lambda *_: None}), None, f"Own.{name} would not be called by a LightningTask; remove it: ")
+            for name in _NOT_CALLED
+        ),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(module, datamodule, sentence):
+    with pytest.raises(TaskError, match=sentence):
+        LightningTask(module, datamodule)
+
+
+def test_refused_methods_are_those_of_lightning():
+    assert [name for name in _NOT_CALLED if not hasattr(LightningModule, name)] == []
+
+
+def two_optimizers(self):
+    return [torch.optim.SGD(self.parameters(), 0.1), torch.optim.SGD(self.parameters(), 0.1)]
+
+
+def two_intervals(self):
+    optimizer = torch.optim.SGD(self.parameters(), 0.1)
+    step, epoch = (torch.optim.lr_scheduler.StepLR(optimizer, 1) for _ in range(2))
+    return [optimizer], [{"scheduler": step, "interval": "step"}, epoch]
+
+
+def two_loaders(self):
+    return [BoringModel().train_dataloader(), BoringModel().train_dataloader()]
+
+
+@pytest.mark.parametrize(
+    ("members", "sentence"),
+    [
+        ({"configure_optimizers": two_optimizers}, "configure_optimizers returned 2 optimizers"),
+        ({"configure_optimizers": lambda self: None}, "configure_optimizers: Unknown configuration"),
+        ({"configure_optimizers": two_intervals}, "schedulers of several intervals"),
+        ({"train_dataloader": two_loaders}, "returned list; a LightningTask takes one"),
+        ({"train_dataloader": lambda self: [torch.zeros(1, 32)]}, "returned Tensor; a LightningTask takes one"),
+        ({"val_dataloader": two_loaders}, "val_dataloader returned list"),
+        ({"training_step": lambda self, batch, batch_idx: None}, "training_step returned no loss"),
+        ({"on_train_batch_start": lambda self, batch, batch_idx: -1}, "returned -1"),
+        ({"on_train_start": lambda self: self.trainer.fit_loop}, "self.trainer has no fit_loop in a LightningTask"),
+        ({"on_train_start": lambda self: self.optimizers()}, "self.trainer has no strategy in a LightningTask"),
+        ({"on_train_start": lambda self: setattr(self.trainer, "limit", 1)}, "self.trainer.limit cannot be set"),
+        ({"on_train_start": lambda self: self.log("x", 1.0, reduce_fx="min")}, "reduce_fx must be one of"),
+        (
+            {"on_train_start": lambda self: self.log("x", MeanMetric())},
+            "was given a MeanMetric outside of validation_step",
+        ),
+        ({"validation_step": lambda self, *_: self.log("x", 1.0, reduce_fx="sum")}, "and mean in validation_step"),
+    ],
+)
+def test_what_a_run_finds_is_refused_in_one_sentence(tmp_path, members, sentence):
+    with pytest.raises(TaskError, match=sentence):
+        paramserver.run(LightningTask(own(**members)), quiet(tmp_path))
+
+
+def test_a_plateau_needs_validations(tmp_path):
+    task, training = LightningTask(tasks.Regression("plateau"), tasks.Points()), {"max_steps": 1, "validate_every": 0}
+    with pytest.raises(TaskError, match=r"training.validate_every \(0\) must be above 0"):
+        paramserver.run(task, quiet(tmp_path, training=training))
+
+
+def test_forwards_on_the_server_are_refused_at_the_start(tmp_path):
+    config = {"mode": "rpc", "server": {"compute": "server"}, "training": ONE_BY_ONE}
+    run = launch(tmp_path, task="lightning_tasks:Boring", **config)
+    assert run.code == 2
+    assert "server.compute (server) must be trainer for a LightningTask" in run.output
+    assert not run.run_dir.exists()
+
+
+def test_values_of_a_step_on_the_server_are_refused(tmp_path):
+    config = {"task": TASK, "task_args": {"kind": "LogsGradients"}}
+    run = launch(tmp_path, **config, mode="rpc")
+    assert run.code == 2
+    assert "self.log('norm') was called where no trainer runs" in run.output
+    local = train(tmp_path, "local", 1, **config)
+    assert [r["step"] for r in local.of_kind("log") if r["name"] == "norm"] == list(range(1, 13))
+
+
+def test_the_module_that_is_given_stays_as_it_was(tmp_path):
+    module = BoringModel()
+    before = copy.deepcopy(module.state_dict())
+    result = paramserver.run(LightningTask(module), quiet(tmp_path))
+    assert (result.status, result.summary["samples"]) == ("completed", 64)
+    assert differing_tensors(module.state_dict(), before) == []
+
+
+def test_an_instance_is_for_one_process(tmp_path):
+    sentence = r"task: module \(BoringModel\) of LightningTask must be a plain value"
+    with pytest.raises(paramserver.UnsupportedConfiguration, match=sentence):
+        paramserver.run(LightningTask(BoringModel()), {**quiet(tmp_path), "mode": "ddp"})
+
+
+def test_should_stop_ends_the_run(tmp_path):
+    def stop(self):
+        assert self.trainer.should_stop is False
+        self.trainer.should_stop = True
+
+    result = paramserver.run(LightningTask(own(on_validation_end=stop)), quiet(tmp_path))
+    assert result.summary["reason"] == "the module set trainer.should_stop"
+    assert 10 <= result.summary["steps"] <= 11
+
+
+def test_other_members_of_the_trainer_are_missing_by_name():
+    task = LightningTask(BoringModel())
+    task.config = Config()
+    module = task.build_model()
+    assert (module.logger, module.loggers, module.trainer.world_size) == (None, [], 2)
+    assert not hasattr(module.trainer, "fit_loop")
+    with pytest.raises(NoSuchMember, match=f"it has {', '.join(sorted(MEMBERS))}"):
+        module.trainer.checkpoint_callback  # noqa: B018
+    with pytest.raises(TaskError, match="a process that does not train"):
+        module.trainer.global_step  # noqa: B018
+    assert set(MEMBERS) <= set(dir(Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)))
+    assert copy.deepcopy(module)._trainer is None
+    assert pickle.loads(pickle.dumps(module.trainer)) is None
+
+
+def test_a_metric_is_passed_on_to_the_validation():
+    metric = MeanMetric()
+    task = LightningTask(own(validation_step=lambda self, batch, batch_idx: self.log("mean", metric)))
+    task.config = Config()
+    assert task.validation_step(task.build_model(), torch.zeros(1, 32), 0, 0) == {"mean": metric}
+
+
+def test_data_is_prepared_by_one_process_at_a_time(tmp_path):
+    run = train(tmp_path, "rpc", 2, task="lightning_tasks:Prepared", task_args={"folder": str(tmp_path)})
+    times = sorted(tuple(map(float, file.read_text().split())) for file in tmp_path.glob("prepared-*"))
+    assert len(times) == 3, run.output
+    assert all(before[1] <= after[0] for before, after in pairwise(times))
+
+
+# docs/lightning.md.
+
+
+@pytest.mark.parametrize("file", ["digits.py", "task.py", "config.yaml"])
+def test_the_page_has_the_example(file):
+    block = re.search(rf"<!-- file: examples/lightning/{file} -->\n```\w+\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+    assert block[1] == (EXAMPLE / file).read_text()
+
+
+def test_the_page_lists_members_and_refused_methods():
+    table = PAGE.partition("<!-- members: begin -->")[2].partition("<!-- members: end -->")[0]
+    named = [
+        name
+        for line in table.splitlines()
+        if line.startswith("| `")
+        for name in re.findall(r"`(\w+)`", line.split("|")[1])
+    ]
+    assert sorted(named) == sorted(MEMBERS)
+    refused = PAGE.partition("a module that overrides")[2].partition(";")[0]
+    assert re.findall(r"`(\w+)`", refused) == sorted(_NOT_CALLED)
+
+
+def test_the_example_trains_in_every_mode_and_its_model_loads_without_this_package(tmp_path):
+    shutil.copytree(EXAMPLE, tmp_path / "example")
+    runs = {}
+    for mode in ("ddp", "rpc"):
+        arguments = ["--config", "example/config.yaml", "--mode", mode, "--set", "logging.name=digits"]
+        folder = tmp_path / mode
+        shutil.copytree(tmp_path / "example", folder / "example")
+        runs[mode] = launching._run_forked(arguments, folder, 90, folder / "runs" / "digits", environment())
+        assert runs[mode].code == 0, runs[mode].output
+    equal_runs(runs["ddp"], runs["rpc"])
+    assert runs["rpc"].summary["steps"] == 118
+    assert runs["rpc"].summary["validation"]["accuracy"] > 0.9
+    code = re.search(r"<!-- run: checkpoint -->\n```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)[1]
+    (tmp_path / "rpc" / "load.py").write_text(
+        code.replace("MODEL", runs["rpc"].checkpoints[-1]) + "print(module.hparams)"
+    )
+    command = [sys.executable, "-W", "ignore", "load.py"]
+    env = environment(PYTHONPATH="example")
+    done = subprocess.run(
+        command, cwd=tmp_path / "rpc", env=env, capture_output=True, text=True, timeout=90, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ['"lr":', "0.1", '"width":', "64"]
+
+
+def test_two_servers_refuse_a_hook_that_sees_a_part_of_the_parameters(tmp_path):
+    config = {"task": TASK, "task_args": {"kind": "LogsGradients"}, "cluster": {"num_servers": 2}}
+    run = launch(tmp_path, mode="rpc", **config)
+    assert run.code == 2
+    assert "must look at no two parameters together, in step() or in hooks of it" in run.output
