@@ -18,7 +18,7 @@ from paramserver.buffers.positions import AppliedPositions
 from paramserver.checkpoint import StagingPool, check_storable, stage_copy, unpack
 from paramserver.consistency import Announcement, Decision, Readiness, Stop, Verdict
 from paramserver.context import ProcessContext
-from paramserver.devices import move_to_device
+from paramserver.devices import move_to_device, use_device
 from paramserver.errors import TaskError
 from paramserver.limits import epoch_of, is_due
 from paramserver.metrics.records import (
@@ -139,6 +139,7 @@ class Trainer(ABC):
         # The epoch that is open ends at this number of samples applied.
         self._epoch_end = 0.0
         self._device = process.placement.device
+        use_device(self._device)
         # One object for all steps: it is entered by one thread, and never while it is entered already.
         self._autocast = autocast(self._device, self.config.training.precision)
         self._overrides_data_available = overrides(self, Trainer.data_available)
@@ -698,7 +699,7 @@ class Trainer(ABC):
         return {
             "trainer_index": self.trainer_index,
             **stream,
-            "random": random_states(),
+            "random": random_states(self.process.placement.devices),
             "counters": vars(self.progress) | {"seconds": self.seconds},
             "task": own,
         }
@@ -714,7 +715,7 @@ class Trainer(ABC):
         self.progress = TrainerProgress(**part["counters"])
         self._saved_step = self.step
         if part["random"] is not None:
-            restore_random_states(part["random"])
+            restore_random_states(part["random"], self.process.placement.devices)
         else:  # the checkpoint is of fewer trainers, or this one was lost when it was made
             seed_all(self.config.seed, part["resumes"], 1 + self.trainer_index)
         if part["random"] is not None or part["task"]:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed.autograd as dist_autograd
 from torch import Tensor
 
-from paramserver.checkpoint import write_chunks
+from paramserver.checkpoint import stage_copy, write_chunks
 from paramserver.checkpoint.sender import BackgroundSender
 from paramserver.config import num_servers_of
 from paramserver.consistency import Announcement, Decision, Verdict
@@ -427,7 +427,8 @@ class RpcTrainer(Trainer):
 
     def extra_state(self) -> dict[str, Any]:
         """Return what the modules' ``get_extra_state`` defines: no forward of the server's model changes it."""
-        return extra_state_dict(self.model)
+        on_cpu: dict[str, Any] = stage_copy(extra_state_dict(self.model))
+        return on_cpu
 
     def _send_part(self, step: int, part: Mapping[str, Any], pause_s: float) -> None:
         # In the thread of the sender. Each chunk is acknowledged before the next, so that messages of a step pass.

@@ -6,7 +6,6 @@ from paramserver._lazy import attach
 
 if TYPE_CHECKING:
     from paramserver.config.checks import (
-        NOT_IN_THIS_VERSION as NOT_IN_THIS_VERSION,
         value_of as value_of,
     )
     from paramserver.config.io import (

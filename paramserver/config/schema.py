@@ -220,6 +220,7 @@ class DeviceConfig:
     kind: str = key("auto", one_of("auto", "cpu", "cuda"), "device of the trainers")
     server: str = key("auto", one_of("auto", "cpu", "cuda"), "device where the parameters live")
     num_gpus: int | None = key(None, integer(0, nullable=True), "GPUs of one process")
+    share_gpus: bool = key(False, boolean(), "trainers of a host share its GPUs where there are not enough")
 
 
 @dataclass(frozen=True, kw_only=True)

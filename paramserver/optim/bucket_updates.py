@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from paramserver.optim.parallel_step import ELEMENTWISE, ParallelStep, copy_optimizer
 from paramserver.optim.shard_updater import ShardUpdater
-from paramserver.parameters.flat import TensorSlot
+from paramserver.parameters.flat import TensorSlot, gradient_leaf
 from paramserver.parameters.sharding import Shard, State, get_hyperparameters
 
 
@@ -112,7 +112,7 @@ class BucketUpdates:
         self.buckets = buckets
         self._shard = updater.shard
         self._flats = self.cut(updater.ranges)
-        self.leaves = [flat.detach().requires_grad_() for flat in self._flats]
+        self.leaves = [gradient_leaf(flat) for flat in self._flats]
         groups = {id(p): n for n, group in enumerate(self._optimizer.param_groups) for p in group["params"]}
         owned = {slot: parameter for slot, _, parameter in updater.owned}
         starts = {piece.slot: piece.start for piece in updater.shard.slices}

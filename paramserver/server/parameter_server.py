@@ -5,7 +5,6 @@ Handlers never block: a reply that depends on other trainers is a future. Errors
 
 from __future__ import annotations
 
-import copy
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -21,6 +20,7 @@ from paramserver.checkpoint import stage_copy
 from paramserver.config import Config, num_servers_of, server_computes
 from paramserver.consistency import Announcement, Decision, Ledger, TrainerId, make_consistency
 from paramserver.context import StopRequest
+from paramserver.devices import place_parameters, to_cpu
 from paramserver.distributed.local_calls import LocalCallServer
 from paramserver.distributed.membership import Member, Members, watch_peer
 from paramserver.distributed.rpc_agent import current_context_id, release_context
@@ -80,7 +80,7 @@ class TutorialMethods(nn.Module):
         """Return the model's output at the current version, computed on the server, with its gradient recorded."""
         self._require_all_parameters()
         with self._lock:
-            flats = pull(self.store.leaves, self.store.snapshot()[0])
+            flats = pull(self.store.leaves, to_cpu(self.store.snapshot()[0]))
         return self.store.forward(flats, inputs)
 
     def get_dist_gradients(self, context_id: int) -> dict[str, Tensor]:
@@ -164,10 +164,11 @@ class ParameterServer(TutorialMethods):
         ledger = Ledger(times_due, self.view)
         ledger.load_state_dict(checkpoints.ledger_state, trainers)
         several = num_servers_of(config) > 1
-        self._shared_memory = ServerSharedMemory(segments, config.server, rules.lockstep, monitor.note)
+        device = place_parameters(config).device
+        self._shared_memory = ServerSharedMemory(segments, config.server, rules.lockstep, monitor.note, device)
         # Other processes access the parameters themselves in lockstep, and whenever servers own them together; trainers
-        # that run freely read snapshots instead.
-        in_place = (rules.lockstep or several) and segments is not None
+        # that run freely, or whose server has them on a GPU, read snapshots instead.
+        in_place = (rules.lockstep or several) and segments is not None and device.type == "cpu"
         self.store = store = ParameterStore(task, config, self._shared_memory.allocate_parameters if in_place else None)
         self._model_service = ModelService(task, config, store) if server_computes(config) else None
         parameters = store.parameters
@@ -192,7 +193,7 @@ class ParameterServer(TutorialMethods):
                 self._start_if_complete,
             )
         self.is_whole = self.coordinator is None
-        codec = make_codec(config.server)
+        codec = make_codec(config.server, store.device)
         self._wire = WireVersion(store.shard.layout, codec, store.shard_snapshot)
         shards = (store.shard,) if self.coordinator is None else self.coordinator.shards
         self._buckets, self._barrier = plan_buckets(config, store.updater, store.parameters.layout, shards)
@@ -986,7 +987,5 @@ class ParameterServer(TutorialMethods):
         """Reply with the optimizer's ``state_dict`` when no update is in progress."""
         future: torch.futures.Future[dict[str, Any]] = torch.futures.Future()
         with self._lock:
-            self._with_updater_state(
-                lambda updater: future.set_result(copy.deepcopy(updater.state_dict()["optimizer"]))
-            )
+            self._with_updater_state(lambda updater: future.set_result(stage_copy(updater.state_dict()["optimizer"])))
         return future

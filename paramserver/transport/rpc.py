@@ -13,6 +13,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from paramserver.devices import pins_memory, to_cpu
 from paramserver.parameters.flat import FlatLayout
 from paramserver.parameters.sharding import Shard
 from paramserver.transport.autograd import pull, push_root
@@ -160,7 +161,7 @@ class RpcServerTransport(ServerTransport):
 
     def view_retained(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> VersionView:
         flats = parameters if self._shard is None else self._shard.copy_flats(parameters)
-        return VersionView(None, tuple(flats), tuple(buffers))
+        return VersionView(None, tuple(to_cpu(list(flats))), tuple(buffers))
 
     def receive_first(self, gradient: Tensor) -> None:
         """Receive the gradient that passed through distributed autograd."""
@@ -220,7 +221,7 @@ class RpcTrainerTransport(TrainerTransport):
         wire_layouts = [codec.wire_layout(shard.layout) for shard in shards]
         self._is_lossy = any(wire != shard.layout for wire, shard in zip(wire_layouts, shards, strict=True))
         # Pinned memory, so that copies from a GPU neither need a second buffer nor block.
-        pinned = any(parameter.is_cuda for parameter in parameters)
+        pinned = any(pins_memory(parameter.device) for parameter in parameters)
         self._first = list(accumulate((len(shard.ranges) for shard in shards[:-1]), initial=0))
         self._targets: list[tuple[int, int, int | None]] = []
         self.gradient_views = self._map_gradients(codec.wire_layout(layout), pinned)

@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from paramserver import benchmark, chaos, cli, elastic, evaluate, reporting
-from paramserver.config import KEYS, NOT_IN_THIS_VERSION, SECTIONS, config_from_mapping, describe_keys, load_config
+from paramserver.config import KEYS, SECTIONS, config_from_mapping, describe_keys, load_config
 from paramserver.launch import make_parser
 from paramserver.online.spec import IngestSpec
 
@@ -209,19 +209,6 @@ def test_keys_that_are_named_exist(document):
     named = set(re.findall(rf"`((?:{sections})\.[a-z_]+)(?=[`:])", document.read_text()))
     files = {f"{path.stem}{path.suffix}" for path in (ROOT / "paramserver").glob("*.py")} | {"summary.json"}
     assert sorted(named - set(KEYS) - set(SECTIONS) - files) == []
-
-
-def refused(text):
-    """The rows of the README's table of limits: key -> the values that this version accepts."""
-    table = text.partition("<!-- limits: begin -->\n")[2].partition("<!-- limits: end -->")[0]
-    rows = [line.split("|") for line in table.splitlines()[2:]]
-    return {row[1].strip(" `"): tuple(yaml.safe_load(word.strip(" `")) for word in row[2].split(",")) for row in rows}
-
-
-def test_the_limits_of_this_version_are_all_named():
-    assert refused(README.read_text()) == NOT_IN_THIS_VERSION
-    apart = INTERFACE.read_text().partition("## 8.")[2].partition("## 9.")[0]
-    assert [key for key in NOT_IN_THIS_VERSION if f"`{key}`" not in apart] == []
 
 
 def test_yaml_in_the_contract_is_a_config():
