@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from paramserver.process_utils import kill_group
@@ -22,6 +22,7 @@ from paramserver.runtime.spares import assume_role, import_modules, receive_role
 
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 _POLL_S = 0.1
+_END_S = 5.0
 _GO = b"1"
 
 _adopting = threading.Lock()
@@ -80,7 +81,7 @@ class ForkServer:
                 pid = self._receive_pid(is_stopping)
                 os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except (OSError, ValueError):  # it has ended, or is too slow, or the fork is not a child of this process
-                self.close()
+                self._close(0.0)
                 return None
         return ForkedProcess(pid)
 
@@ -93,11 +94,19 @@ class ForkServer:
 
     def close(self) -> None:
         """End the fork server, but not its forks. Calling it again has no effect."""
-        if self._link.fileno() >= 0:
-            self._link.close()
-            kill_group(self._process.pid)
-            self._guard.remove(self._process.pid)
-            self._process.wait()
+        self._close(_END_S)
+
+    def _close(self, limit_s: float) -> None:
+        if self._link.fileno() < 0:
+            return
+        # It ends by itself, as it may not have released its last fork yet.
+        with suppress(OSError):
+            self._link.shutdown(socket.SHUT_WR)
+        select.select([self._link], [], [], limit_s)
+        self._link.close()
+        kill_group(self._process.pid)
+        self._guard.remove(self._process.pid)
+        self._process.wait()
 
 
 @contextmanager

@@ -50,7 +50,7 @@ def make(tmp_path, monkeypatch):
             server.close()
 
 
-def fork(server, tmp_path, rank=1, is_stopping=lambda: False):
+def fork(server, tmp_path, rank=1, is_stopping=lambda: False, closes=False):
     """Let the server fork a rank; return its process and what it reported."""
     config = os.memfd_create("config.yaml")
     os.write(config, b"config")
@@ -58,6 +58,8 @@ def fork(server, tmp_path, rank=1, is_stopping=lambda: False):
     try:
         with (tmp_path / f"rank-{rank}.log").open("ab") as log:
             process = server.fork(["--rank", str(rank)], [log.fileno(), config, writing], is_stopping)
+        if closes:
+            server.close()
         os.close(writing)
         if process is None:
             return None, ""
@@ -81,9 +83,9 @@ def test_a_rank_is_a_child_of_the_supervisor_with_its_descriptors_and_environmen
 
 def test_forks_outlive_the_server_which_leaves_nothing(make, tmp_path):
     server = make()
-    process, _ = fork(server, tmp_path)
+    process, report = fork(server, tmp_path, closes=True)
     server.close()
-    server.close()
+    assert report
     assert process.wait() == 1
     assert "serve_forks" not in str([child.cmdline() for child in psutil.Process().children()])
     assert fork(server, tmp_path) == (None, "")
