@@ -22,6 +22,7 @@ ILLUSTRATIONS = {
     "paramserver.evaluate.evaluate_run",
     "paramserver.online.process_runner.ProcessRunner",
     "paramserver.online.receiver.SampleReceiver",
+    "paramserver.runtime.fork_server.ForkServer",
 }
 
 
