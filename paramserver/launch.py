@@ -129,6 +129,7 @@ def make_parser() -> argparse.ArgumentParser:
         ("supervised", int),
         ("listener", int),
         ("spare", int),
+        ("fork_server", int),
         ("began", float),
         ("run_folder", Path),
         ("shown_command", str),
@@ -180,10 +181,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
     # Before the first import of torch, which reads the variable once.
     quiet_torch_log(process_environ())
-    if arguments.spare is not None:
+    if arguments.spare is not None or arguments.fork_server is not None:
+        from paramserver.runtime.fork_server import serve_forks
         from paramserver.runtime.spares import wait_for_role
 
-        role = wait_for_role(arguments.spare)
+        role = serve_forks(arguments.fork_server) if arguments.spare is None else wait_for_role(arguments.spare)
         if role is None:
             return 0
         sys.argv[1:] = role

@@ -23,6 +23,7 @@ ILLUSTRATIONS = {
     "paramserver.evaluate.predict_run",
     "paramserver.online.process_runner.ProcessRunner",
     "paramserver.online.receiver.SampleReceiver",
+    "paramserver.runtime.fork_server.ForkServer",
 }
 
 
