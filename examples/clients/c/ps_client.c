@@ -663,7 +663,7 @@ static int finish(ps_client *c)
     do { /* again where another coordinator has taken the place of the one that knew this client */
         int status;
         TRY(wait_for_acks(c, NULL, 0));
-        if (coordinator_returned(c)) TRY(enroll(c, c->timeout_s, c->timeout_s)); /* without samples there is no trainer */
+        if (coordinator_returned(c)) TRY(enroll(c, c->timeout_s, c->timeout_s)); /* no sample was sent */
         status = request(c, BYE, c->info.sent > c->info.refused ? c->info.sent - c->info.refused : 0, 0, READY,
                          c->timeout_s, c->timeout_s);
         if (status == PS_OVER || (status != PS_OK && !coordinator_returned(c))) return status;
