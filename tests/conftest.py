@@ -13,6 +13,7 @@ from pathlib import Path
 
 import launching
 import pytest
+import slurm_cluster
 import torch
 from c_client import missing
 from forkserver import close_shared_server
@@ -43,6 +44,8 @@ def pytest_report_header():
     """Name what is not collected on this machine, and why."""
     left_out = [] if find_chromium() else [f"{NOT_THERE}: the report is not looked at in a browser."]
     left_out += [text] if (text := missing(fortran=True)) else []
+    if slurm_cluster.MISSING:
+        left_out.append(f"{slurm_cluster.REASON}: no run under SLURM.")
     absent = [name for name in ("lightning", "ray") if find_spec(name) is None]
     return left_out + ([f"{' and '.join(absent)} (extra peers) not installed: not tested."] if absent else [])
 

@@ -269,7 +269,9 @@ def values_of(name: str) -> st.SearchStrategy:
     elif rule.kind == "int":
         strategy = st.integers(int(rule.minimum), None if rule.maximum is None else int(rule.maximum))
     elif rule.kind == "float":
-        strategy = st.floats(rule.above, exclude_min=True, allow_infinity=False)
+        above = rule.above is not None
+        least = rule.above if above else rule.minimum
+        strategy = st.floats(least, rule.maximum, exclude_min=above, allow_infinity=False)
     elif rule.kind == "str":
         strategy = st.just(rule.example) if rule.pattern else WORDS.filter(str.strip)
     else:

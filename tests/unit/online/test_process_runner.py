@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import select
 import signal
 import subprocess
@@ -157,9 +158,11 @@ def test_output_of_all_attempts_is_in_one_log(runner_of, tmp_path):
         ({"command": "echo", "launcher": "srun"}, r"launcher \(srun\) needs srun, which is not on the PATH"),
     ],
 )
-def test_a_command_that_cannot_work_is_refused_at_once(runner_of, options, sentence):
+def test_a_command_that_cannot_work_is_refused_at_once(runner_of, tmp_path, options, sentence):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "echo").symlink_to(shutil.which("echo"))
     with pytest.raises(UnsupportedConfiguration, match=sentence):
-        runner_of(environ={"PATH": "/bin:/usr/bin"}, **options)
+        runner_of(environ={"PATH": str(tmp_path / "bin")}, **options)
 
 
 # Exits.
