@@ -240,6 +240,7 @@ RELATED = {
     "cluster.spares": st.just(0),
     "cluster.max_restarts": st.integers(0, 9),
     "training.patience": st.none(),
+    "training.min_delta": st.just(0.0),
     "training.batch_size": st.integers(10, 100),
     "training.accumulate_batches": st.integers(1, 10),
     "buffer.capacity": st.integers(1000, 9000),

@@ -2,8 +2,8 @@
 
 import json
 import os
-import shutil
 import select
+import shutil
 import signal
 import subprocess
 import sys
