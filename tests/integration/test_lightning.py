@@ -73,15 +73,20 @@ class Losses(Callback):
         self.epochs.append(trainer.callback_metrics["train_loss_epoch"].item())
 
 
+def lightnings_trainer(**options):
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # for example that there is a GPU, or srun
+        return Trainer(accelerator="cpu", devices=1, num_sanity_val_steps=0, **quiet, **options)
+
+
 def fit(module, datamodule=None, **options):
     """Lightning's own training."""
     threads, callback = torch.get_num_threads(), Losses()
     torch.set_num_threads(1)
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    options = {"max_epochs": tasks.EPOCHS, "callbacks": [callback], **options}
+    trainer = lightnings_trainer(max_epochs=tasks.EPOCHS, callbacks=[callback], **options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer = Trainer(accelerator="cpu", devices=1, num_sanity_val_steps=0, **quiet, **options)
         trainer.fit(module, datamodule=datamodule)
     torch.set_num_threads(threads)
     return trainer, callback
@@ -393,7 +398,7 @@ def test_other_members_of_the_trainer_are_missing_by_name():
         module.trainer.checkpoint_callback  # noqa: B018
     with pytest.raises(TaskError, match="a process that does not train"):
         module.trainer.global_step  # noqa: B018
-    assert set(MEMBERS) <= set(dir(Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)))
+    assert set(MEMBERS) <= set(dir(lightnings_trainer()))
     assert copy.deepcopy(module)._trainer is None
     assert pickle.loads(pickle.dumps(module.trainer)) is None
 
