@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         Partition as Partition,
     )
     from paramserver.task import (
+        Callback as Callback,
         Task as Task,
     )
 else:

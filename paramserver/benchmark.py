@@ -26,6 +26,7 @@ from paramserver.bench.measure import MeasuringMethod, measure
 from paramserver.bench.network import NetworkHosts, parse_bandwidth, require_network_namespaces
 from paramserver.bench.slowdown import parse_slowdown
 from paramserver.cluster import child_environment, process_environ
+from paramserver.config import num_commands_of
 from paramserver.errors import Interrupted, TrainingError, UnsupportedConfiguration
 from paramserver.importing import code_folders
 from paramserver.launch import add_overrides, normalize_flags, report_error
@@ -238,7 +239,7 @@ def _hosts(bandwidth: str, cases: Sequence[Case]) -> NetworkHosts:
     """Hosts for the largest case, and at least two for the probe of the links; they are made later, on entry."""
     rate = parse_bandwidth(bandwidth)
     require_network_namespaces()
-    return NetworkHosts(max(2, *(case.trainers + case.servers for case in cases)), rate)
+    return NetworkHosts(max(2, *(num_commands_of(case.config) for case in cases)), rate)
 
 
 def _threads(most_trainers: int) -> str:

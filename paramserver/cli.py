@@ -89,6 +89,7 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "launch": launch.main,
     "leave": elastic.leave_main,
     "ping": ping_main,
+    "predict": evaluate.predict_main,
     "report": reporting.main,
 }
 # Commands of a later version, named in docs/interface.md: their message differs from that of an unknown command.
@@ -99,6 +100,7 @@ _USAGE = f"""usage: paramserver COMMAND [arguments]
 commands:
   launch     train a task (paramserver launch --help)
   evaluate   validate the model of a checkpoint (paramserver evaluate --help)
+  predict    write the outputs of the model of a checkpoint (paramserver predict --help)
   benchmark  measure and compare ways to train a task (paramserver benchmark --help)
   join       be one more trainer of a running job (paramserver join --help)
   leave      let a trainer leave a running job (paramserver leave --help)

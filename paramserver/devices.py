@@ -1,12 +1,19 @@
-"""Placement: the devices that each process computes on, and the move of a batch to a device."""
+"""Devices: those that each process computes on, and what is different on a GPU.
+
+Everything else is written for a ``torch.device``: tensors of messages and of shared memory are on the CPU, and what a
+process computes with is on its devices. A copy to the CPU that does not block is followed by ``synchronize`` before the
+memory is read.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from paramserver.config import Config, server_computes
 from paramserver.errors import UnsupportedConfiguration
@@ -36,29 +43,63 @@ class Placement:
 
 CPU = Placement((torch.device("cpu"),), "gloo")
 
+GPU = "cuda"
+"""The type of device that the keys of the section ``device`` call cuda."""
+
+
+def _num_gpus() -> int:
+    return int(torch.get_device_module(GPU).device_count())
+
+
+def place_parameters(config: Config, gpus_here: int | None = None) -> Placement:
+    """Return the device of a server's parameters and optimizer: the CPU, or with ``device.server: cuda`` a GPU.
+
+    It is the last one of the host, which no trainer has if there is one more than these need.
+
+    Raises:
+        UnsupportedConfiguration: there is no GPU.
+
+    Example::
+
+        >>> from paramserver.config import DeviceConfig
+        >>> place_parameters(Config(device=DeviceConfig(server="cuda")), gpus_here=2).device
+        device(type='cuda', index=1)
+    """
+    if config.device.server != "cuda":
+        return CPU
+    available = _num_gpus() if gpus_here is None else gpus_here
+    if not available:
+        raise UnsupportedConfiguration(
+            "device.server (cuda) needs a GPU on the host of the server, which has none; use device.server: auto"
+        )
+    return Placement((torch.device(GPU, available - 1),), "gloo")
+
 
 def place_server(config: Config, gpus_here: int | None = None) -> Placement:
-    """Return the devices on which the server runs the forward (``server.compute: server``).
+    """Return the devices on which a server computes.
 
-    They are ``device.num_gpus`` GPUs if the host has as many, otherwise the CPU. The parameters live on the CPU in
-    either case.
+    With ``server.compute: server`` they are ``device.num_gpus`` GPUs if the host has as many, otherwise the CPU; the
+    parameters are on the CPU in either case. Otherwise it computes where the parameters are.
 
     Example::
 
         >>> place_server(Config(), gpus_here=8) == CPU
         True
     """
-    available = torch.cuda.device_count() if gpus_here is None else gpus_here
-    wanted = (config.device.num_gpus or 0) if server_computes(config) and config.device.server == "auto" else 0
+    if not server_computes(config):
+        return place_parameters(config, gpus_here)
+    available = _num_gpus() if gpus_here is None else gpus_here
+    wanted = (config.device.num_gpus or 0) if config.device.server == "auto" else 0
     if not 0 < wanted <= available:
         return CPU
-    return Placement(tuple(torch.device("cuda", i) for i in range(wanted)), "gloo")
+    return Placement(tuple(torch.device(GPU, i) for i in range(wanted)), "gloo")
 
 
 def place_trainer(config: Config, local_index: int, trainers_here: int, gpus_here: int | None = None) -> Placement:
     """Return the devices of one trainer: GPUs of its own if the host has enough for all its trainers, else the CPU.
 
-    With ``server.compute: server`` a trainer computes only the loss, on the CPU.
+    With ``device.share_gpus`` trainers share GPUs where there are not enough. With ``server.compute: server`` a trainer
+    computes only the loss, on the CPU.
 
     Args:
         config: the config, for ``device`` and ``cluster.backend``.
@@ -77,18 +118,20 @@ def place_trainer(config: Config, local_index: int, trainers_here: int, gpus_her
     """
     if server_computes(config):
         return CPU
-    available = torch.cuda.device_count() if gpus_here is None else gpus_here
+    available = _num_gpus() if gpus_here is None else gpus_here
     each = 1 if config.device.num_gpus is None else config.device.num_gpus
     needed = each * trainers_here
-    wants_cuda = config.device.kind == "cuda" or (config.device.kind == "auto" and available >= needed > 0)
+    shares = config.device.share_gpus and needed > available >= each
+    is_enough = shares or available >= needed > 0
+    wants_cuda = config.device.kind == "cuda" or (config.device.kind == "auto" and is_enough)
     if config.device.kind == "cuda" and each == 0:
         raise UnsupportedConfiguration(
             "device.num_gpus (0) must be at least 1 with device.kind cuda; leave it out, or use device.kind: cpu"
         )
-    if config.device.kind == "cuda" and available < needed:
+    if config.device.kind == "cuda" and not is_enough:
         raise UnsupportedConfiguration(
             f"device.kind (cuda) needs {needed} GPUs on this host ({trainers_here} trainer(s) with {each} each), "
-            f"which has {available}; start fewer trainers here, or use device.kind: auto"
+            f"which has {available}; start fewer trainers here, set device.share_gpus, or use device.kind: auto"
         )
     backend = config.cluster.backend
     if not wants_cuda:
@@ -98,9 +141,53 @@ def place_trainer(config: Config, local_index: int, trainers_here: int, gpus_her
                 "here; use cluster.backend: auto"
             )
         return CPU
-    first = local_index * each
-    devices = tuple(torch.device("cuda", first + i) for i in range(each))
-    return Placement(devices, "nccl" if backend == "auto" else backend)
+    if shares and backend == "nccl":
+        raise UnsupportedConfiguration(
+            f"cluster.backend (nccl) needs a GPU for each trainer, and {trainers_here} trainers of this host share "
+            f"{available} (device.share_gpus); use cluster.backend: auto, which is gloo then"
+        )
+    first = local_index % (available // each) * each
+    devices = tuple(torch.device(GPU, first + i) for i in range(each))
+    return Placement(devices, ("gloo" if shares else "nccl") if backend == "auto" else backend)
+
+
+def use_device(device: torch.device) -> None:
+    """Make it the current device of this thread: what user code means by ``cuda`` without a number, and nccl."""
+    if device.type != "cpu":
+        torch.get_device_module(device).set_device(device)
+
+
+def pins_memory(device: torch.device) -> bool:
+    """Return whether memory of the CPU is to be pinned for copies from and to ``device``."""
+    return device.type == "cuda"
+
+
+def synchronize(devices: Iterable[torch.device]) -> None:
+    """Wait until the devices have done what this thread has enqueued, copies to the CPU included."""
+    for device in set(devices):
+        if device.type != "cpu":
+            torch.get_device_module(device).current_stream(device).synchronize()
+
+
+def to_cpu(tensors: list[Tensor]) -> list[Tensor]:
+    """Return the tensors in memory of the CPU, which messages are sent from: themselves if they are there.
+
+    Example::
+
+        >>> flats = [torch.zeros(2)]
+        >>> to_cpu(flats) is flats
+        True
+    """
+    devices = {tensor.device for tensor in tensors}
+    if all(device.type == "cpu" for device in devices):
+        return tensors
+    copies = []
+    for tensor in tensors:
+        # New memory each time, because what is sent must not change. torch keeps pinned memory that is free for reuse.
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pins_memory(tensor.device))
+        copies.append(copy.copy_(tensor.detach(), non_blocking=True))
+    synchronize(devices)
+    return copies
 
 
 def move_to_device(batch: Any, device: torch.device) -> Any:
@@ -112,7 +199,8 @@ def move_to_device(batch: Any, device: torch.device) -> Any:
         device(type='meta')
     """
     if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
+        # Not to the CPU: such a copy would be read before it is complete.
+        return batch.to(device, non_blocking=device.type != "cpu")
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*map(move_to_device, batch, repeat(device)))
     if isinstance(batch, (tuple, list)):

@@ -17,7 +17,7 @@ from typing import Any
 from paramserver.cluster import ProcessIdentity, RankFlags, process_environ, quiet_torch_log
 from paramserver.cluster.base import DEFAULT_JOB, infer_placement
 from paramserver.cluster.job_token import hide_token, read_token
-from paramserver.config import Config, load_config, mode_of, with_world_size
+from paramserver.config import Config, load_config, mode_of, num_servers_of, with_world_size
 from paramserver.errors import DeadlineExceeded, PeerLost, UnsupportedConfiguration
 from paramserver.importing import code_folders, torch_import_without_gc
 from paramserver.launch import normalize_flags, report_error
@@ -135,7 +135,7 @@ def _join(arguments: argparse.Namespace, config: Config, identity: ProcessIdenti
         from paramserver.runtime.rank import RankPlan, run_rank
 
     with _connect(config, identity) as (store, trainer_ranks):
-        rank = draw_rank(store, [config.cluster.num_servers - 1, *trainer_ranks])
+        rank = draw_rank(store, [num_servers_of(config) - 1, *trainer_ranks])
     local_rank, local_world_size, node_rank = infer_placement(rank, rank + 1, identity.master_addr)
     identity = dataclasses.replace(
         identity,

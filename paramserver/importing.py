@@ -16,7 +16,7 @@ from typing import Any
 from paramserver.errors import TaskError, UnsupportedConfiguration
 
 # The keys whose values are references to user code.
-_REFERENCES = frozenset({"task", "trainer", "simulations.function", "simulations.sampler"})
+_REFERENCES = frozenset({"task", "trainer", "logging.sinks", "simulations.function", "simulations.sampler"})
 # Frames of files with these prefixes are not user code.
 _LIBRARY_PREFIXES = ("<frozen", sys.prefix, sys.base_prefix, str(Path(__file__).parent))
 

@@ -21,24 +21,35 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paramserver.cluster import RankFlags, fault_address, process_environ, quiet_torch_log, resolve_identity
+from paramserver.cluster import (
+    RankFlags,
+    fault_address,
+    process_environ,
+    quiet_torch_log,
+    resolve_identity,
+    unused_tasks,
+)
 from paramserver.cluster.base import ProcessIdentity
 from paramserver.cluster.job_token import hide_token
 from paramserver.config import (
     MODES,
     Config,
+    is_colocated,
     load_config,
     mode_of,
+    num_ranks_started,
+    num_servers_of,
     with_world_size,
     world_size_of,
 )
 from paramserver.errors import ParamserverError, PeerLost, UnsupportedConfiguration
 from paramserver.importing import code_folders, torch_import_without_gc
 from paramserver.metrics import FanOut, Sink
-from paramserver.process_utils import exit_process, print_output
+from paramserver.process_utils import die_with_parent, exit_process, print_output
 from paramserver.runs.attempt import recover, reserve_run, resume_transaction, start_transaction
 from paramserver.runs.resume import describe_resume, find_config_file, open_run
 from paramserver.runs.rundir import RunDir, newest_run
+from paramserver.runtime.colocated import ColocatedTrainer
 from paramserver.runtime.fault_receiver import receive_faults
 from paramserver.runtime.supervisor import EventPipe, describe_error, first_error
 from paramserver.runtime.watchdog import write_stacks_on_signal
@@ -86,8 +97,18 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--config", type=Path, metavar="FILE", help="the YAML file that describes the run")
     parser.add_argument("--mode", choices=list(MODES), help="in place of the config's mode")
-    parser.add_argument("--rank", type=int, metavar="N", help="be this rank; without it all ranks are started here")
-    parser.add_argument("--world_size", type=int, metavar="W", help="how many ranks the run has, servers included")
+    parser.add_argument(
+        "--rank",
+        type=int,
+        metavar="N",
+        help="be this rank, or with cluster.colocate this host; without it all ranks are started here",
+    )
+    parser.add_argument(
+        "--world_size",
+        type=int,
+        metavar="W",
+        help="how many ranks the run has, servers included; with cluster.colocate, how many hosts",
+    )
     parser.add_argument("--master_addr", metavar="HOST", help="the host of rank 0 (default: cluster.master_addr)")
     parser.add_argument(
         "--master_port", type=int, metavar="PORT", help="the port of rank 0 (default: a free one, or 29500 with --rank)"
@@ -108,12 +129,15 @@ def make_parser() -> argparse.ArgumentParser:
         ("supervised", int),
         ("listener", int),
         ("spare", int),
+        ("fork_server", int),
         ("began", float),
         ("run_folder", Path),
         ("shown_command", str),
     ):
         parser.add_argument(f"--{name}", type=kind, help=argparse.SUPPRESS)
     parser.add_argument("--again", action="store_true", help=argparse.SUPPRESS)
+    # Set by the server of a host for the trainer that it starts there.
+    parser.add_argument("--colocated", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, action="append", default=[], help=argparse.SUPPRESS)
     return parser
 
@@ -157,10 +181,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
     # Before the first import of torch, which reads the variable once.
     quiet_torch_log(process_environ())
-    if arguments.spare is not None:
+    if arguments.spare is not None or arguments.fork_server is not None:
+        from paramserver.runtime.fork_server import serve_forks
         from paramserver.runtime.spares import wait_for_role
 
-        role = wait_for_role(arguments.spare)
+        role = serve_forks(arguments.fork_server) if arguments.spare is None else wait_for_role(arguments.spare)
         if role is None:
             return 0
         sys.argv[1:] = role
@@ -194,10 +219,18 @@ def report_error(error: BaseException) -> int:
 
 
 def _launch(arguments: argparse.Namespace, began: float, words: Sequence[str]) -> Result | None:
+    if arguments.colocated:
+        die_with_parent(number=signal.SIGKILL)
+    environ = dict(process_environ())  # with the job token
     config, run, folders = resolve_run(arguments)
     identity = _identity(arguments, config)
-    world_size = arguments.world_size if identity is None else identity.world_size
-    config = with_world_size(config, world_size or world_size_of(config))
+    if identity is not None:
+        world_size = identity.world_size
+    elif arguments.world_size is not None:
+        world_size = num_ranks_started(config, arguments.world_size)
+    else:
+        world_size = world_size_of(config)
+    config = with_world_size(config, world_size)
     command = [sys.executable, "-m", "paramserver.launch", *words]
     if arguments.dry_run:
         # Before any folder is made or reserved.
@@ -208,8 +241,17 @@ def _launch(arguments: argparse.Namespace, began: float, words: Sequence[str]) -
         print_output(plan_text(config, folders, None if identity is None else identity.source))
         return None
     if identity is None:
+        if tasks := unused_tasks(process_environ()):
+            print(
+                f"warning: this allocation has {tasks} tasks (SLURM_NTASKS), and all ranks are started on this host; "
+                "start the command with srun to use the tasks",
+                file=sys.stderr,
+            )
         return launch_local(config, run, folders, began=began, command=command)
-    return _run_rank_here(config, identity, run, folders, command)
+    with ExitStack() as stack:
+        if is_colocated(config) and identity.global_rank < num_servers_of(config):
+            stack.enter_context(ColocatedTrainer([*command, "--colocated"], environ, config))
+        return _run_rank_here(config, identity, run, folders, command, replaces=arguments.again)
 
 
 def resolve_run(arguments: argparse.Namespace) -> tuple[Config, RunDir | None, list[Path]]:
@@ -251,7 +293,14 @@ def _run_to_resume(arguments: argparse.Namespace) -> Path:
 
 
 def _identity(arguments: argparse.Namespace, config: Config) -> ProcessIdentity | None:
-    flags = RankFlags(arguments.rank, arguments.world_size, arguments.master_addr, arguments.master_port)
+    flags = RankFlags(
+        arguments.rank,
+        arguments.world_size,
+        arguments.master_addr,
+        arguments.master_port,
+        supervised=arguments.supervised is not None,
+        is_trainer=arguments.colocated,
+    )
     identity = resolve_identity(flags, process_environ(), config)
     if identity is not None:
         hide_token(process_environ())
@@ -342,6 +391,7 @@ def _run_rank_here(
     run: RunDir | None,
     folders: Sequence[Path],
     command: Sequence[str],
+    replaces: bool,
 ) -> Result | None:
     """Run one rank in this process; the others are started elsewhere."""
     from paramserver.metrics.console import Console
@@ -365,6 +415,7 @@ def _run_rank_here(
         ends_process=True,
         command=command,
         restarted=earlier is not None,
+        replaces=replaces,
         report=report_error,
     )
     with nullcontext() if run is None or identity.global_rank else resume_transaction(run):
@@ -374,8 +425,6 @@ def _run_rank_here(
 
 def _run_supervised_rank(arguments: argparse.Namespace) -> int:
     """Run one rank in this process, under a supervisor on this machine."""
-    from paramserver.process_utils import die_with_parent
-
     # Until the run handles it, as SIGTERM does: a KeyboardInterrupt would be an error of this rank.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     # Before everything that can fail, so that the supervisor receives each error, also one of an import.

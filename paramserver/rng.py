@@ -49,8 +49,11 @@ def seed_all(*entropy: int) -> None:
     random.seed(int(words[3]))
 
 
-def random_states() -> dict[str, Any]:
+def random_states(devices: Sequence[torch.device] = ()) -> dict[str, Any]:
     """Return the states of all generators of this process, in types that ``torch.load(weights_only=True)`` accepts.
+
+    Args:
+        devices: of this process; the generators of its GPUs are included.
 
     Example::
 
@@ -67,20 +70,27 @@ def random_states() -> dict[str, Any]:
         # torch.load refuses numpy arrays, and torch has no arithmetic for uint32: store the keys as int64.
         "numpy": [name, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, float(cached)],
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states["cuda"] = torch.cuda.get_rng_state_all()
+    if gpus := [device for device in devices if device.type != "cpu"]:
+        states["gpus"] = [torch.get_device_module(device).get_rng_state(device) for device in gpus]
     return states
 
 
-def restore_random_states(states: dict[str, Any]) -> None:
-    """Set all generators to the states that :func:`random_states` returned."""
+def restore_random_states(states: dict[str, Any], devices: Sequence[torch.device] = ()) -> None:
+    """Set all generators to the states that :func:`random_states` returned.
+
+    Args:
+        states: of this process, or of one before it that may have had other devices.
+        devices: of this process. Its first GPU continues the first of the states, whatever their numbers; a generator
+            without a state keeps its own.
+    """
     torch.set_rng_state(states["torch"])
     version, numbers, gauss = states["random"]
     random.setstate((version, tuple(numbers), gauss))
     name, keys, position, has_gauss, cached = states["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(states["cuda"])
+    gpus = (device for device in devices if device.type != "cpu")
+    for device, state in zip(gpus, states.get("gpus", ()), strict=False):
+        torch.get_device_module(device).set_rng_state(state, device)
 
 
 # SeedSequence takes (0, 1) and (0, 1, 0) for the same. With a last word of their own, reads never draw what a trainer

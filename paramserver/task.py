@@ -33,7 +33,61 @@ REQUIRED = {
 }
 
 
-class Task:
+class Hooks:
+    """What the training loop calls on a task and on callbacks, in this order. Only trainers call them."""
+
+    def on_train_start(self) -> None:
+        """Called once, before the first step, after ``on_resume`` in a resumed run."""
+
+    def on_epoch_start(self, epoch: int) -> None:
+        """Called before the first batch of a pass over the data."""
+
+    def on_batch_start(self, batch_idx: int) -> None:
+        """Called before each ``training_step``."""
+
+    def on_batch_end(self, batch_idx: int) -> None:
+        """Called after the backward of each batch, before the update."""
+
+    def on_validation_start(self, batch_idx: int) -> None:
+        """Called before the validation that follows batch ``batch_idx``."""
+
+    def on_validation_end(self, batch_idx: int) -> None:
+        """Called after a validation."""
+
+    def on_epoch_end(self, epoch: int) -> None:
+        """Called after the last batch of a pass over the data."""
+
+    def on_train_end(self) -> None:
+        """Called once, after the last validation and checkpoint."""
+
+
+class Callback(Hooks):
+    """Hooks that several tasks can use. ``Task.callbacks`` returns objects of classes that are derived from it.
+
+    Each trainer has its own objects. Their hooks are called after those of the task, in the order of the list.
+
+    Attributes:
+        task: of this process, set before any method is called; ``task.trainer`` is the trainer.
+
+    Example::
+
+        >>> class StopsWhenGoodEnough(Callback):
+        ...     def on_validation_end(self, batch_idx):
+        ...         if self.task.trainer.validation["accuracy"] > 0.97:
+        ...             self.task.trainer.stop("the accuracy is reached")
+    """
+
+    task: Task
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint stores of this callback: tensors, numbers, strings, and lists or dicts of them."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore ``state_dict()``. Called in a resumed run, if the checkpoint has a state of this callback."""
+
+
+class Task(Hooks):
     """Base class of a training task. Every process of a run creates one instance.
 
     Override ``build_model``, ``build_optimizer``, ``train_source`` and ``training_step``; all other methods have
@@ -175,10 +229,12 @@ class Task:
         except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
             raise TaskError(_cannot_stack(samples, error)) from error
 
-    def validation_step(
-        self, model: nn.Module, batch: Any, valid_batch_idx: int, batch_idx: int
-    ) -> Mapping[str, Tensor]:
+    def validation_step(self, model: nn.Module, batch: Any, valid_batch_idx: int, batch_idx: int) -> Mapping[str, Any]:
         """Return the metrics of a validation batch by name, each the mean over its samples.
+
+        A metric that is no mean is an object with ``update``, ``compute`` (one number), ``reset`` and
+        ``merge_state(other)``, such as one of torchmetrics: update it with the batch and return it. The states of all
+        batches and trainers are merged before it is computed; then it is reset.
 
         Called with the model in ``eval()`` mode and without gradients. Required if there is a ``validation_source``.
         """
@@ -187,37 +243,33 @@ class Task:
             "validation_step(self, model, batch, valid_batch_idx, batch_idx), which returns a dict of means"
         )
 
-    # Hooks, in the order in which a run calls them. Only trainers call them.
+    def predict_step(self, model: nn.Module, batch: Any, batch_idx: int) -> Any:
+        """Return the outputs for a batch, with one row per sample; ``paramserver predict`` writes them.
 
-    def on_train_start(self) -> None:
-        """Called once, before the first step, after ``on_resume`` in a resumed run."""
+        Tensors, or dictionaries, lists and tuples of them. The default is ``model(batch)``, for a batch of one column,
+        as of ``TensorDataset(x)``, with that column.
 
-    def on_epoch_start(self, epoch: int) -> None:
-        """Called before the first batch of a pass over the data."""
+        Raises:
+            TaskError: the default is called with a batch of several columns.
+        """
+        if not isinstance(batch, (list, tuple)):
+            return model(batch)
+        if len(batch) == 1:
+            return model(batch[0])
+        raise TaskError(
+            f"a batch to predict has {len(batch)} columns, of which the model takes an unknown one; return samples of "
+            "one column, or write predict_step(self, model, batch, batch_idx)"
+        )
 
-    def on_batch_start(self, batch_idx: int) -> None:
-        """Called before each ``training_step``."""
-
-    def on_batch_end(self, batch_idx: int) -> None:
-        """Called after the backward of each batch, before the update."""
-
-    def on_validation_start(self, batch_idx: int) -> None:
-        """Called before the validation that follows batch ``batch_idx``."""
-
-    def on_validation_end(self, batch_idx: int) -> None:
-        """Called after a validation."""
-
-    def on_epoch_end(self, epoch: int) -> None:
-        """Called after the last batch of a pass over the data."""
+    def callbacks(self) -> Sequence[Callback]:
+        """Return further objects whose hooks the loop calls. Called once in every trainer process."""
+        return ()
 
     def on_checkpoint(self, state: dict[str, Any]) -> None:
         """Add state of the task to a checkpoint: tensors, numbers, strings, and lists or dicts of them."""
 
     def on_resume(self, state: dict[str, Any]) -> None:
         """Restore the state that ``on_checkpoint`` stored."""
-
-    def on_train_end(self) -> None:
-        """Called once, after the last validation and checkpoint."""
 
     def log(self, name: str, value: float | Tensor, reduce: Reduction = "mean") -> None:
         """Record a number in metrics.jsonl and TensorBoard.
@@ -257,15 +309,19 @@ def check_task_class(task_class: object, reference: str) -> type[Task]:
     for name, signature in REQUIRED.items():
         if getattr(task_class, name) is getattr(Task, name):
             raise TaskError(f"task ({reference}) lacks {name}; write {signature}")
-    for name, method in vars(Task).items():
-        if inspect.isfunction(method) and not name.startswith("_"):
-            _check_signature(task_class, name, method, reference)
+    _check_signatures(task_class, Task, f"task ({reference})")
     return task_class
 
 
-def _check_signature(task_class: type[Task], name: str, method: Callable[..., Any], reference: str) -> None:
+def _check_signatures(user_class: type, base: type, what: str) -> None:
+    for name, method in {**vars(Hooks), **vars(base)}.items():
+        if inspect.isfunction(method) and not name.startswith("_"):
+            _check_signature(user_class, name, method, what)
+
+
+def _check_signature(user_class: type, name: str, method: Callable[..., Any], what: str) -> None:
     """Refuse an override of ``method`` that cannot be called as it is: it would fail where it is called first."""
-    own = inspect.getattr_static(task_class, name)
+    own = inspect.getattr_static(user_class, name)
     if own is method or not inspect.isfunction(own):
         return
     given = list(inspect.signature(method).parameters)
@@ -273,9 +329,55 @@ def _check_signature(task_class: type[Task], name: str, method: Callable[..., An
         inspect.signature(own).bind(*given)
     except TypeError:
         raise TaskError(
-            f"task ({reference}): {name}{inspect.signature(own)} cannot be called with the arguments that it is given; "
+            f"{what}: {name}{inspect.signature(own)} cannot be called with the arguments that it is given; "
             f"write {name}({', '.join(given)})"
         ) from None
+
+
+def make_callbacks(task: Task) -> dict[str, Callback]:
+    """Return the callbacks of a task by name: that of the class, with a number from the second one on.
+
+    Raises:
+        TaskError: ``Task.callbacks`` returned something else, or a hook takes other arguments.
+    """
+    where, made = f"{type(task).__name__}.callbacks", task.callbacks()
+    if not isinstance(made, (list, tuple)):
+        raise TaskError(
+            f"{where} returned {type(made).__name__}; it must return a list of paramserver.Callback objects"
+        )
+    named: dict[str, Callback] = {}
+    for callback in made:
+        name = type(callback).__name__
+        if not isinstance(callback, Callback):
+            raise TaskError(f"{where} returned an object of {name}, which must be derived from paramserver.Callback")
+        _check_signatures(type(callback), Callback, f"{where} ({name})")
+        number = 1 + sum(type(other).__name__ == name for other in named.values())
+        named[name if number == 1 else f"{name}-{number}"] = callback
+        callback.task = task
+    return named
+
+
+# The entry of callbacks in the state of a task, which goes wherever that does.
+_CALLBACKS = "paramserver.callbacks"
+
+
+def task_state(task: Task, callbacks: Mapping[str, Callback]) -> dict[str, Any]:
+    """Return what a checkpoint stores of a task and of its callbacks."""
+    state: dict[str, Any] = {}
+    task.on_checkpoint(state)
+    if stored := {name: own for name, callback in callbacks.items() if (own := callback.state_dict())}:
+        state[_CALLBACKS] = stored
+    return state
+
+
+def restore_task(task: Task, state: Mapping[str, Any], callbacks: Mapping[str, Callback]) -> None:
+    """Restore ``task_state``; the state of a callback that there is no more is ignored."""
+    own = dict(state)
+    stored = own.pop(_CALLBACKS, {})
+    task.on_resume(own)
+    for name, callback in callbacks.items():
+        if name in stored:
+            callback.load_state_dict(stored[name])
 
 
 def _cannot_stack(samples: Sequence[Any], error: Exception) -> str:

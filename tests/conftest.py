@@ -14,6 +14,7 @@ from pathlib import Path
 import launching
 import pytest
 import torch
+from c_client import missing
 from forkserver import close_shared_server
 from launching import FinishedRun, write_config
 from leaks import ProcessSnapshot
@@ -41,6 +42,7 @@ def pytest_collection_finish():
 def pytest_report_header():
     """Name what is not collected on this machine, and why."""
     left_out = [] if find_chromium() else [f"{NOT_THERE}: the report is not looked at in a browser."]
+    left_out += [text] if (text := missing(fortran=True)) else []
     absent = [name for name in ("lightning", "ray") if find_spec(name) is None]
     return left_out + ([f"{' and '.join(absent)} (extra peers) not installed: not tested."] if absent else [])
 

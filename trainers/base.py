@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
 from paramserver.buffers.positions import AppliedPositions
 from paramserver.checkpoint import StagingPool, check_storable, stage_copy, unpack
 from paramserver.consistency import Announcement, Decision, Readiness, Stop, Verdict
 from paramserver.context import ProcessContext
-from paramserver.devices import move_to_device
+from paramserver.devices import move_to_device, use_device
 from paramserver.errors import TaskError
 from paramserver.limits import epoch_of, is_due
 from paramserver.metrics.records import (
@@ -39,7 +40,7 @@ from paramserver.runs.monitor import RunMonitor
 from paramserver.sources import Partition
 from paramserver.sources.data_loader import is_map_style
 from paramserver.sources.dataset import DatasetSource
-from paramserver.task import Task
+from paramserver.task import Callback, Hooks, Task, restore_task, task_state
 from paramserver.transport.messages import DataPosition
 from trainers.data import DataStream
 from trainers.validation import ValidationShare, evaluate, validation_batches
@@ -88,7 +89,9 @@ class Trainer(ABC):
         lockstep: whether all trainers take every step together.
         records: not sent to rank 0 yet.
         all_totals: of every trainer, on rank 0 after the run.
-        validation: the means of the last validation; with trainers that run freely, those of its own share.
+        hooks: the task, and its callbacks after it.
+        validation: the values of the newest validation in this process, by name: the means over all trainers; of a
+            version that trainers who run freely validate without waiting, those of this trainer's share.
 
     Example::
 
@@ -136,11 +139,16 @@ class Trainer(ABC):
         # The epoch that is open ends at this number of samples applied.
         self._epoch_end = 0.0
         self._device = process.placement.device
+        use_device(self._device)
         # One object for all steps: it is entered by one thread, and never while it is entered already.
         self._autocast = autocast(self._device, self.config.training.precision)
         self._overrides_data_available = overrides(self, Trainer.data_available)
         self._resources = ExitStack()
+        self._decision: Decision | None = None  # that made the present step, or ended the run
+        self._gathers: tuple[tuple[int, ...], int] = (), 0  # where all_gather was called last, and how often there
         task.trainer = self
+        self._callbacks: Mapping[str, Callback] = process.data_sets.get("callbacks", {})
+        self.hooks: Sequence[Hooks] = (task, *self._callbacks.values())
 
     # Hooks that a user's trainer may override.
 
@@ -197,6 +205,10 @@ class Trainer(ABC):
     @abstractmethod
     def optimizer_state(self) -> dict[str, Any]:
         """Return the optimizer's state in the form of ``torch.optim.Optimizer.state_dict``."""
+
+    @abstractmethod
+    def averages(self) -> Mapping[str, Tensor]:
+        """Return the average of each parameter that was updated, by name (``training.ema_decay``)."""
 
     # What a mode implements.
 
@@ -271,7 +283,8 @@ class Trainer(ABC):
             self.init_connection()
             if "started" not in self.process.data_sets:
                 self.process.data_sets["started"] = True
-                self.task.on_train_start()
+                for hooks in self.hooks:
+                    hooks.on_train_start()
             self.data.start()
             decision = self._fit()
             self.data.stop_feeding()  # before the last validation and checkpoint, which may take long
@@ -329,7 +342,7 @@ class Trainer(ABC):
         self.data.load_after_loss({"source": position.source, "buffer": None}, applied)
         self.progress = TrainerProgress(**position.counters)
         if part is not None and (stored := unpack(part))["task"]:
-            self.task.on_resume(stored["task"])
+            restore_task(self.task, stored["task"], self._callbacks)
 
     def _check_data(self) -> None:
         """Refuse data sets of different lengths: the library partitions one data set, and would leave samples out."""
@@ -358,6 +371,48 @@ class Trainer(ABC):
             if theirs != own:
                 raise TaskError(f"{name} {must}: {first[0]} has {theirs}, and {label} has {own}; {cure}")
 
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return the values of all trainers, in the order of their indices.
+
+        All trainers must call it at the same places, in the same order: in ``training_step``, ``validation_step``, the
+        hooks of batches and validations, and ``on_train_end``. In a step those take part that have data.
+
+        Args:
+            value: a tensor, a number, a string, or lists and dictionaries of them. Shapes may differ. Tensors come back
+                on the CPU and without gradients.
+
+        Raises:
+            TaskError: trainers do not wait for each other, or did not all call it, or call another hook.
+
+        Example::
+
+            >>> class Centers(Task):
+            ...     def on_validation_end(self, batch_idx):
+            ...         self.center = torch.stack(self.trainer.all_gather(self.own_center)).mean(0)
+        """
+        if not self.lockstep:
+            server = self.config.server
+            raise TaskError(
+                f"trainer.all_gather must have trainers that step together, and with server.consistency "
+                f"({server.consistency}) and server.backup_trainers ({server.backup_trainers}) none waits for the "
+                "others; use sync without backup trainers, or self.log with a reduction"
+            )
+        if self._decision is None:
+            raise TaskError(
+                "trainer.all_gather must be called where all trainers are at the same time: in training_step, "
+                "validation_step, on_batch_start, on_batch_end, on_validation_start, on_validation_end or on_train_end"
+            )
+        in_step = self._step_offset == 1
+        place = self._decision.step, int(self._decision.verdict is Verdict.GO), int(in_step)
+        count = self._gathers[1] + 1 if self._gathers[0] == place else 0
+        self._gathers = place, count
+        own = tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), value)
+        return self.gather_from_all(own, (*place, count), self._decision.active if in_step else None)
+
+    def gather_from_all(self, value: Any, call: tuple[int, ...], active: tuple[int, ...] | None) -> list[Any]:
+        """Return the values of all trainers, or of ``active``; ``call`` is the same for the same call of each."""
+        return [value]
+
     def set_first(self, key: str, value: str) -> str:
         """Return the value of the trainer that calls this first with ``key``; a trainer of several asks the store."""
         return value
@@ -384,17 +439,20 @@ class Trainer(ABC):
                 decision = self.agree()
                 if decision.verdict is Verdict.WAIT:
                     continue
+                self._decision = None  # until hooks are called that all trainers call
                 self._step_offset = int(decision.verdict is Verdict.GO)
                 if decision.verdict in _BETWEEN_STEPS:
                     self._between_steps(decision)
                     continue
                 if decision.verdict is Verdict.END:
                     self._close_epoch()
+                    self._decision = decision
                     self.step = decision.step
                     self.clock.skip()
                     return decision
                 if decision.samples >= self._epoch_end:
                     self._enter_epoch(decision.samples)
+                self._decision = decision
                 if self.trainer_index in decision.active:
                     self.step = self._train(decision)
                 else:
@@ -461,7 +519,8 @@ class Trainer(ABC):
             self._saved_step = None  # a checkpoint of this step was saved before it turned out to be the best
         self.save("end" if completes else "resize" if decision.resizes else "interrupted")
         if not decision.resizes:
-            self.task.on_train_end()
+            for hooks in self.hooks:
+                hooks.on_train_end()
         if not self._is_record_due():
             self.record("buffer", **self.data.record(), end=True)
         self.leave(self._totals(), decision)
@@ -504,7 +563,8 @@ class Trainer(ABC):
         return batch, samples
 
     def _forward(self, batch: Any) -> tuple[float, Tensor]:
-        self.task.on_batch_start(self.progress.batch_idx)
+        for hooks in self.hooks:
+            hooks.on_batch_start(self.progress.batch_idx)
         with self._autocast:
             loss = self.task.training_step(self.model, batch, self.progress.batch_idx)
         # Reading the value waits for the device; a loss that is not finite ends the run before it is applied.
@@ -517,7 +577,12 @@ class Trainer(ABC):
         (loss / batches if batches > 1 else loss).backward()  # type: ignore[no-untyped-call]
         self.on_after_backward()
         self.clock.lap("backward")
-        self.task.on_batch_end(self.progress.batch_idx)
+        self.end_batch()
+
+    def end_batch(self) -> None:
+        """Call the hooks after the backward of a batch, and count it."""
+        for hooks in self.hooks:
+            hooks.on_batch_end(self.progress.batch_idx)
         self.progress.batch_idx += 1
 
     def check_frozen(self, frozen: Iterable[tuple[str, nn.Parameter]]) -> None:
@@ -542,13 +607,15 @@ class Trainer(ABC):
             progress.epoch_open = True
             if self.monitor is not None:
                 self.monitor.enter_epoch(progress.epoch)
-            self.task.on_epoch_start(progress.epoch)
+            for hooks in self.hooks:
+                hooks.on_epoch_start(progress.epoch)
         self._epoch_end = (progress.epoch + 1) * epoch_samples if epoch_samples else float("inf")
 
     def _close_epoch(self) -> None:
         if self.progress.epoch_open:
             self.progress.epoch_open = False
-            self.task.on_epoch_end(self.progress.epoch)
+            for hooks in self.hooks:
+                hooks.on_epoch_end(self.progress.epoch)
 
     # Validation and checkpoints.
 
@@ -576,22 +643,43 @@ class Trainer(ABC):
         self.sync_model()
         if self.validation_loader is None:
             # Without data a trainer still takes part: the others wait for its share.
-            _, improved = self.merge_validation(WeightedSums())
+            self.validation, improved = self.merge_validation(WeightedSums())
         else:
-            self.task.on_validation_start(self.progress.batch_idx)
-            sums = evaluate(
-                self.task,
-                self.unwrapped_model,
-                self.validation_loader,
-                self.progress.batch_idx,
-                self.on_before_forward,
-                self.config.training.precision,
-                self._device,
-            )
+            for hooks in self.hooks:
+                hooks.on_validation_start(self.progress.batch_idx)
+            with self._averaged_parameters():
+                sums = evaluate(
+                    self.task,
+                    self.unwrapped_model,
+                    self.validation_loader,
+                    self.progress.batch_idx,
+                    self.on_before_forward,
+                    self.config.training.precision,
+                    self._device,
+                )
             self.validation, improved = self.merge_validation(sums)
-            self.task.on_validation_end(self.progress.batch_idx)
+            for hooks in self.hooks:
+                hooks.on_validation_end(self.progress.batch_idx)
         self.clock.skip()
         return improved
+
+    @contextmanager
+    def _averaged_parameters(self) -> Iterator[None]:
+        """Let the parameters of the model be their averages, where ``training.ema_decay`` asks for these."""
+        if self.config.training.ema_decay is None:
+            yield
+            return
+        averages = self.averages()
+        own = {name: parameter for name, parameter in self.unwrapped_model.named_parameters() if name in averages}
+        kept = {name: parameter.data for name, parameter in own.items()}
+        # By ``data``, without a write: with shared memory the parameters of all processes are the same memory.
+        for name, parameter in own.items():
+            parameter.data = averages[name].to(parameter.device)
+        try:
+            yield
+        finally:
+            for name, parameter in own.items():
+                parameter.data = kept[name]
 
     def save(self, reason: str) -> None:
         """Take part in a checkpoint of the current step, unless it exists; for the last one, wait until it is sent."""
@@ -604,16 +692,14 @@ class Trainer(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """Return this trainer's part of a checkpoint: one copy, which training does not change any more."""
-        own: dict[str, Any] = {}
-        self.task.on_checkpoint(own)
-        own = stage_copy(own, self._memory)
+        own = stage_copy(task_state(self.task, self._callbacks), self._memory)
         check_storable(own, type(self.task).__name__)
         stream = self.data.state_dict(self._memory)
         self._memory.trim()
         return {
             "trainer_index": self.trainer_index,
             **stream,
-            "random": random_states(),
+            "random": random_states(self.process.placement.devices),
             "counters": vars(self.progress) | {"seconds": self.seconds},
             "task": own,
         }
@@ -629,11 +715,11 @@ class Trainer(ABC):
         self.progress = TrainerProgress(**part["counters"])
         self._saved_step = self.step
         if part["random"] is not None:
-            restore_random_states(part["random"])
+            restore_random_states(part["random"], self.process.placement.devices)
         else:  # the checkpoint is of fewer trainers, or this one was lost when it was made
             seed_all(self.config.seed, part["resumes"], 1 + self.trainer_index)
         if part["random"] is not None or part["task"]:
-            self.task.on_resume(part["task"])
+            restore_task(self.task, part["task"], self._callbacks)
 
     def stop(self, reason: str) -> None:
         """End the run in good order, from any step or hook: all trainers validate and save, and it is completed.

@@ -17,6 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from paramserver.checkpoint import stage_copy
 from paramserver.checkpoint.sender import BackgroundSender
 from paramserver.consistency import Announcement, Decision, Readiness, Verdict, decide, module_buffer_owner
 from paramserver.context import ProcessContext
@@ -112,8 +113,13 @@ class DdpTrainer(Trainer):
 
     @translate_peer_loss()  # another rank may be lost, or refused for a model or a data set of its own
     def init_connection(self) -> None:
-        if self.process.placement.device.type == "cuda":
-            torch.cuda.set_device(self.process.placement.device)  # nccl's collectives use the current device
+        backend = self.process.placement.backend
+        self.check_equal(
+            "cluster.backend",
+            [backend],
+            "must be the same on all hosts",
+            "give each host a GPU for each of its trainers, or set device.kind: cpu on all of them",
+        )
         # First, so that from here on a lost rank is named. Collectives, and the start of the group, wait for it until
         # their own timeout; the end of their sockets ends these waits at once.
         channel = self.enter_context(
@@ -121,7 +127,7 @@ class DdpTrainer(Trainer):
         )
         self._channel = channel
         with self._sockets.record():
-            self.enter_context(process_group(self.rendezvous, self.process.placement.backend))
+            self.enter_context(process_group(self.rendezvous, backend))
             # Only on CPUs a backward returns after its collectives.
             is_cpu = self.process.placement.device.type == "cpu"
             shared = share_rows(dist.group.WORLD, channel, self.rendezvous.timeout_s) if is_cpu else None
@@ -156,7 +162,7 @@ class DdpTrainer(Trainer):
         )
         if self.checkpoints is not None:
             self.checkpoints.restore_model(model)  # on rank 0; the constructor of DDP broadcasts it
-        device_ids = [placement.device] if placement.device.type == "cuda" and len(placement.devices) == 1 else None
+        device_ids = [placement.device] if placement.device.type != "cpu" and len(placement.devices) == 1 else None
         self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
         self.model = self.configure_ddp(model, device_ids)
         if isinstance(self.model, DistributedDataParallel):
@@ -221,6 +227,21 @@ class DdpTrainer(Trainer):
 
     def block_backward_sync(self) -> AbstractContextManager[Any]:
         return self._ddp().no_sync() if isinstance(self.model, DistributedDataParallel) else nullcontext()
+
+    def gather_from_all(self, value: Any, call: tuple[int, ...], active: tuple[int, ...] | None) -> list[Any]:
+        if active is not None and len(active) < self.process.trainers:
+            raise TaskError(
+                "trainer.all_gather cannot be called in a step in which a trainer has no data "
+                "(training.uneven_inputs: join); call it in on_validation_end"
+            )
+        with translate_peer_loss():
+            gathered = all_gather_objects((call, value), self._control_group)
+        if any(other != call for other, _ in gathered):
+            raise TaskError("trainer.all_gather must be called at the same places by all trainers; these differ")
+        return [gathered_value for _, gathered_value in gathered]
+
+    def averages(self) -> Mapping[str, Tensor]:
+        return self.updater.averages()
 
     def optimizer_state(self) -> dict[str, Any]:
         return self.updater.optimizer.state_dict()
@@ -342,7 +363,8 @@ class DdpTrainer(Trainer):
             # Ranks without data made no updates; they receive those of the others.
             for parameter in self.unwrapped_model.parameters():
                 dist.broadcast(parameter.data, src=source)
-            state: list[Any] = [self.updater.state_dict() if self.trainer_index == source else None]
+            # On the CPU: a tensor of a GPU would be made again on that one, which belongs to another rank.
+            state: list[Any] = [stage_copy(self.updater.state_dict()) if self.trainer_index == source else None]
             dist.broadcast_object_list(state, src=source, group=self._control_group)
         if self._missed_updates:
             self.updater.load_state_dict(state[0])

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from paramserver.devices import synchronize
 from paramserver.transport.base import GradientBucket, TrainerTransport
 
 
@@ -61,7 +62,7 @@ class GradientBuckets:
                 return
             gradient = parameter.grad
             # A GPU tensor would have to be waited for here; ``finish`` packs it.
-            if gradient is None or gradient.layout is not torch.strided or gradient.is_cuda:
+            if gradient is None or gradient.layout is not torch.strided or gradient.device.type != "cpu":
                 return
             # A hook of the user after this one may change ``grad.data``, which no version counter shows.
             hooks: Mapping[int, object] = parameter._post_accumulate_grad_hooks
@@ -110,6 +111,4 @@ class GradientBuckets:
                 gradients.append(gradient)
         if views:
             torch._foreach_copy_(views, gradients, non_blocking=True)
-        # The copies from a GPU are asynchronous; the memory is sent as soon as this returns.
-        for device in {gradient.device for gradient in gradients if gradient.is_cuda}:
-            torch.cuda.current_stream(device).synchronize()
+        synchronize(gradient.device for gradient in gradients)  # the memory is sent as soon as this returns

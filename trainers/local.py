@@ -6,6 +6,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from paramserver.consistency import Decision, decide
 from paramserver.context import ProcessContext
 from paramserver.distributed.rendezvous import Rendezvous
@@ -88,6 +90,9 @@ class LocalTrainer(Trainer):
 
     def leave(self, totals: TrainerTotals, decision: Decision) -> None:
         self.all_totals = [totals]
+
+    def averages(self) -> Mapping[str, Tensor]:
+        return self.updater.averages()
 
     def optimizer_state(self) -> dict[str, Any]:
         return self.updater.optimizer.state_dict()

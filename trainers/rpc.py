@@ -14,8 +14,9 @@ import torch
 import torch.distributed.autograd as dist_autograd
 from torch import Tensor
 
-from paramserver.checkpoint import write_chunks
+from paramserver.checkpoint import stage_copy, write_chunks
 from paramserver.checkpoint.sender import BackgroundSender
+from paramserver.config import num_servers_of
 from paramserver.consistency import Announcement, Decision, Verdict
 from paramserver.context import ProcessContext
 from paramserver.distributed.local_calls import MAX_PACKET_BYTES, LocalConnection
@@ -41,7 +42,7 @@ from paramserver.parameters.model import build_model, detached_state_dict, extra
 from paramserver.parameters.sharding import full_shard
 from paramserver.runs.checkpoint_manager import CheckpointManager
 from paramserver.server.client import CallFailed, InFlightCall, ServerClient
-from paramserver.task import Task
+from paramserver.task import Hooks, Task
 from paramserver.transport.base import GradientBucket, TrainerTransport
 from paramserver.transport.compression import make_codec
 from paramserver.transport.messages import DataPosition, JoinReply, StepGrant, VersionView
@@ -101,8 +102,8 @@ class RpcTrainer(Trainer):
         self._records_sent = time.monotonic()
         self._sending_records: InFlightCall[None] | None = None
         # A change through ``grad.data`` after backward cannot be noticed, so nothing is sent before these hooks ran.
-        self._overlaps_backward = not overrides(task, Task.on_batch_end) and not overrides(
-            self, Trainer.on_after_backward
+        self._overlaps_backward = not any(overrides(hooks, Hooks.on_batch_end) for hooks in self.hooks) and not (
+            overrides(self, Trainer.on_after_backward)
         )
 
     # The connection.
@@ -118,7 +119,7 @@ class RpcTrainer(Trainer):
 
     def connect(self) -> None:
         """Start the RPC agent and connect to the servers."""
-        servers = self.config.cluster.num_servers
+        servers = num_servers_of(self.config)
         agent = self.enter_context(rpc_trainer(self.rendezvous, self.trainer_index, servers))
         self._name, self._worker_id = agent.name, agent.worker_id
         # Exited after the client is closed: notifies the servers that this process leaves deliberately.
@@ -426,7 +427,8 @@ class RpcTrainer(Trainer):
 
     def extra_state(self) -> dict[str, Any]:
         """Return what the modules' ``get_extra_state`` defines: no forward of the server's model changes it."""
-        return extra_state_dict(self.model)
+        on_cpu: dict[str, Any] = stage_copy(extra_state_dict(self.model))
+        return on_cpu
 
     def _send_part(self, step: int, part: Mapping[str, Any], pause_s: float) -> None:
         # In the thread of the sender. Each chunk is acknowledged before the next, so that messages of a step pass.
@@ -466,6 +468,12 @@ class RpcTrainer(Trainer):
         elif not isinstance(error, (PeerLost, PeerRefused)):  # these come from the server
             self._sender.abort()
             self.server.report_failure(failure)
+
+    def gather_from_all(self, value: Any, call: tuple[int, ...], active: tuple[int, ...] | None) -> list[Any]:
+        return self.server.all_gather(value, call, active)
+
+    def averages(self) -> Mapping[str, Tensor]:
+        return self.server.averages()
 
     def optimizer_state(self) -> dict[str, Any]:
         return self.optimizer.state_dict()

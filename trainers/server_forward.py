@@ -252,8 +252,7 @@ class ServedTrainer(RpcTrainer):
             self.model.next_batch()
         self.on_after_backward()
         self.clock.lap("backward")
-        self.task.on_batch_end(self.progress.batch_idx)
-        self.progress.batch_idx += 1
+        self.end_batch()
 
     def step_optimizer(self, report: StepReport) -> StepResult:
         report = self.number_push(report)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -165,7 +166,7 @@ def evaluate(
         The sums over these batches, weighted by samples.
 
     Raises:
-        TaskError: ``validation_step`` does not return a dictionary of numbers.
+        TaskError: ``validation_step`` does not return a dictionary of numbers and metrics.
 
     Example::
 
@@ -180,17 +181,54 @@ def evaluate(
     with eval_mode(model), autocast(device, precision):
         for valid_batch_idx, (batch, samples) in enumerate(batches):
             values = task.validation_step(model, as_input(batch), valid_batch_idx, batch_idx)
-            total.add(_numbers(values, valid_batch_idx), samples)
+            where = f"validation_step, batch {valid_batch_idx}"
+            if not isinstance(values, Mapping):
+                raise TaskError(
+                    f"{where}: returned {type(values).__name__}; it must return a dict of name: mean over the batch"
+                )
+            numbers = {}
+            for name, value in values.items():
+                if _is_metric(value):
+                    _add_metric(total.metrics, name, value, f"{where}: {name}")
+                else:
+                    numbers[name] = _number(value, f"{where}: {name}")
+            total.add(numbers, samples)
+        if both := sorted(total.metrics.keys() & total.sums.keys()):
+            raise TaskError(
+                f"validation_step: {both[0]} must be a mean in every batch, or a metric object in every one"
+            )
+        total.metrics = {name: _take(metric) for name, metric in total.metrics.items()}
     return total
 
 
-def _numbers(values: Any, valid_batch_idx: int) -> dict[str, float]:
-    where = f"validation_step, batch {valid_batch_idx}"
-    if not isinstance(values, Mapping):
-        raise TaskError(
-            f"{where}: returned {type(values).__name__}; it must return a dict of name: mean over the batch"
-        )
-    return {name: _number(value, f"{where}: {name}") for name, value in values.items()}
+def _is_metric(value: Any) -> bool:
+    return all(callable(getattr(value, name, None)) for name in ("update", "compute"))
+
+
+def _add_metric(metrics: dict[str, Any], name: str, metric: Any, where: str) -> None:
+    """Keep a metric that was returned: the same object with each batch, or one for each batch."""
+    for method in ("merge_state", "reset"):
+        if not callable(getattr(metric, method, None)):
+            raise TaskError(
+                f"{where}: {type(metric).__name__} has no {method}; a metric needs update, compute, reset and "
+                "merge_state(other), as those of torchmetrics from 1.5 on have"
+            )
+    known = metrics.setdefault(name, metric)
+    if known is not metric:
+        known.merge_state(metric)
+
+
+def _take(metric: Any) -> Any:
+    """Return the state of a metric as an object of its own, on the CPU, and reset it for the next validation."""
+    taken = copy.deepcopy(metric)
+    metric.reset()
+    if isinstance(taken, nn.Module):
+        taken.cpu()
+    # torchmetrics would add up the states of all ranks once more, which are merged here.
+    for name in ("sync_on_compute", "_to_sync"):
+        if hasattr(taken, name):
+            setattr(taken, name, False)
+    return taken
 
 
 def _number(value: Any, what: str) -> float:

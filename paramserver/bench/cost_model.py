@@ -8,12 +8,15 @@ host, M bytes of parameters, and B bytes per second in each direction at the sam
 - servers that receive gradients and send parameters at the same time, bucket by bucket: max(M/B, nM/(kB)), as all n
   trainers share the k servers' interfaces (Li et al., "Scaling distributed machine learning with the parameter
   server", 2014);
-- servers that receive all gradients, apply them, and then send the parameters: 2nM / (kB).
+- servers that receive all gradients, apply them, and then send the parameters: 2nM / (kB);
+- co-located servers, each on the host of a trainer, whose own part does not pass an interface (Jiang et al., "A unified
+  architecture for accelerating distributed DNN training in heterogeneous GPU/CPU clusters", 2020): (n+k-2)M / (kB),
+  which is that of all-reduce for k = n, or 2(n-1)M / (kB) one after the other.
 
 Each message that depends on another adds ``latency`` seconds: 2(n-1) around the ring; one to a server and one back
 where both directions overlap, twice that where they do not.
 
-The formulas assume separate hosts. On one host, whose processes share the loopback, they are only a scale.
+The formulas assume several hosts. On one host, whose processes share the loopback, they are only a scale.
 """
 
 from __future__ import annotations
@@ -34,7 +37,14 @@ class LinkSpeed:
 
 
 def communication_s(
-    mode: Mode, size_bytes: float, trainers: int, servers: int, bandwidth: float, latency: float, overlap: bool = False
+    mode: Mode,
+    size_bytes: float,
+    trainers: int,
+    servers: int,
+    bandwidth: float,
+    latency: float,
+    overlap: bool = False,
+    colocated: bool = False,
 ) -> float:
     """Seconds of communication in a step of all trainers.
 
@@ -46,6 +56,7 @@ def communication_s(
         bandwidth: B, bytes per second.
         latency: of one message, seconds.
         overlap: servers send parameters while they receive gradients.
+        colocated: each server is on the host of a trainer.
 
     Example::
 
@@ -56,10 +67,12 @@ def communication_s(
         (4, 2)
     """
     if mode.has_servers:
-        shared = trainers * size_bytes / (servers * bandwidth)
-        if overlap:
-            return max(size_bytes / bandwidth, shared) + 2 * latency
-        return 2 * shared + 4 * latency
+        one_share = size_bytes / (servers * bandwidth)
+        others = trainers - 1 if colocated else trainers
+        if not overlap:
+            return 2 * others * one_share + 4 * latency
+        busiest = others + servers - 1 if colocated else max(others, servers)
+        return busiest * one_share + 2 * latency
     if not mode.has_process_group:
         return 0.0
     return 2 * (trainers - 1) * (size_bytes / (trainers * bandwidth) + latency)
@@ -95,6 +108,7 @@ def predict_communication(
     servers: int,
     comm_hook: str,
     overlap: bool = False,
+    colocated: bool = False,
 ) -> dict[str, Any] | None:
     """The predicted communication of a case; None without communication or without a formula for it.
 
@@ -106,24 +120,26 @@ def predict_communication(
         trainers, servers: their numbers.
         comm_hook: the value of ``ddp.comm_hook``.
         overlap: servers update and send back each bucket while they receive others.
+        colocated: each server is on the host of a trainer.
     """
     if mode.has_servers:
         in_memory = wire_bytes < model_bytes / 2
         size = wire_bytes / 2  # each way
         overlap = overlap and not in_memory
         how = "bucket by bucket" if overlap else "one after the other"
-        built = f"{servers} server{'s' if servers > 1 else ''}: push, apply, pull, {how}"
+        servers_here = f"{servers} {'co-located ' if colocated else ''}server{'s' if servers > 1 else ''}"
+        built = f"{servers_here}: push, apply, pull, {how}"
         if in_memory:
             built += " (through shared memory: only messages are sent)"
     elif mode.has_process_group and comm_hook in _COMPRESSION:
         size, built = model_bytes * _COMPRESSION[comm_hook], f"ring all-reduce of {trainers}"
     else:
         return None
-    seconds = communication_s(mode, size, trainers, servers, speed.bandwidth, speed.latency, overlap)
+    seconds = communication_s(mode, size, trainers, servers, speed.bandwidth, speed.latency, overlap, colocated)
     return {
         "bandwidth_bytes_s": speed.bandwidth,
         "latency_s": speed.latency,
         "communication_ms": seconds * 1e3,
         "built": built,
-        "break_even_servers": break_even_servers(trainers, overlap) if mode.has_servers else None,
+        "break_even_servers": break_even_servers(trainers, overlap) if mode.has_servers and not colocated else None,
     }

@@ -31,7 +31,7 @@ from paramserver.bench.step_stamps import (
     registered_pids,
     server_pids,
 )
-from paramserver.config import Config, config_from_mapping, dump_yaml
+from paramserver.config import Config, config_from_mapping, dump_yaml, is_colocated, num_commands_of
 from paramserver.errors import Interrupted, ParamserverError, TrainingError
 from paramserver.importing import find_file
 from paramserver.metrics.records import PHASES, DurationHistogram
@@ -322,6 +322,7 @@ def run_config(case: Case, repeat: int, method: MeasuringMethod, folder: Path, n
             "training": {
                 **config["training"],
                 **limits,
+                "min_delta": 0.0,
                 "max_seconds": method.warm_s + method.seconds,
                 "validate_every": validate_every,
             },
@@ -332,6 +333,7 @@ def run_config(case: Case, repeat: int, method: MeasuringMethod, folder: Path, n
                 "run_dir": str(folder),
                 "name": "run",
                 "tensorboard": False,
+                "sinks": [],
                 "progress": "off",
             },
         }
@@ -377,14 +379,14 @@ def _run(case: Case, repeat: int, method: MeasuringMethod, folder: Path) -> dict
 
 
 def rank_commands(case: Case, method: MeasuringMethod, config_file: Path) -> list[list[str]]:
-    """The commands that start one run: a supervisor of all ranks, or with hosts one command for each rank."""
+    """The commands that start one run: a supervisor of all ranks, or with hosts one command for each of them."""
     command = [sys.executable, "-m", "paramserver.launch", "--config", str(config_file)]
     command += [word for one in method.folders for word in ("--folder", str(one))]
     if method.hosts is None or case.mode.single_process:
         return [command]
-    ranks = case.trainers + case.servers
-    command += ["--world_size", str(ranks), "--master_addr", host_address(0), "--master_port", str(PORT)]
-    return [method.hosts.command_on(rank, [*command, "--rank", str(rank)]) for rank in range(ranks)]
+    hosts = num_commands_of(case.config)
+    command += ["--world_size", str(hosts), "--master_addr", host_address(0), "--master_port", str(PORT)]
+    return [method.hosts.command_on(rank, [*command, "--rank", str(rank)]) for rank in range(hosts)]
 
 
 def _outcome(
@@ -474,5 +476,13 @@ def _predicted(case: Case, method: MeasuringMethod, stamps: StepStamps, wire_byt
     may_overlap = (server.consistency, server.backup_trainers, server.compute) == ("sync", 0, "trainer")
     overlap = may_overlap and case.config.training.clip_grad_norm is None
     return predict_communication(
-        case.mode, speed, stamps.model_bytes, wire_bytes, case.trainers, case.servers, hook, overlap
+        case.mode,
+        speed,
+        stamps.model_bytes,
+        wire_bytes,
+        case.trainers,
+        case.servers,
+        hook,
+        overlap,
+        is_colocated(case.config),
     )

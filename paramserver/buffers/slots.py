@@ -60,19 +60,26 @@ class SlotQueue(SlotIndex):
         self._count += 1
 
     def extend(self, slots: Slots) -> None:
-        tail = self._head + self._count
-        self._slots[np.arange(tail, tail + len(slots)) % len(self._slots)] = slots
+        self._slots[self._places(self._count, len(slots))] = slots
         self._count += len(slots)
 
     def pop(self, n: int) -> Slots:
         """Remove and return the n oldest slots."""
-        oldest = self._slots[np.arange(self._head, self._head + n) % len(self._slots)]
+        oldest: Slots = self._slots[self._places(0, n)].copy()
         self._head = (self._head + n) % len(self._slots)
         self._count -= n
         return oldest
 
     def slots(self) -> Slots:
-        return self._slots[np.arange(self._head, self._head + self._count) % len(self._slots)]
+        held: Slots = self._slots[self._places(0, self._count)].copy()
+        return held
+
+    def _places(self, start: int, n: int) -> slice | Slots:
+        """Return where the slots ``start`` to ``start + n - 1`` of the queue are in the ring."""
+        first = (self._head + start) % len(self._slots)
+        if first + n <= len(self._slots):
+            return slice(first, first + n)
+        return np.arange(first, first + n) % len(self._slots)
 
 
 class SlotBag(SlotIndex):

@@ -16,6 +16,7 @@ class BestMetric:
     Args:
         metric: the name in the dictionary that ``validation_step`` returns.
         mode: ``min`` (a smaller value is better) or ``max``.
+        min_delta: for patience, a value counts as better only if it is by more than this.
 
     Raises:
         UnsupportedConfiguration: there is no such mode.
@@ -29,12 +30,13 @@ class BestMetric:
         (0.4, 30, 0)
     """
 
-    def __init__(self, metric: str, mode: str) -> None:
+    def __init__(self, metric: str, mode: str, min_delta: float = 0.0) -> None:
         if mode not in ("min", "max"):
             raise UnsupportedConfiguration(f"checkpoint.best.mode ({mode}) must be min or max; write one of these")
         # The names of these attributes are the stored keys: see ``state_dict``.
         self.metric = metric
         self.mode = mode
+        self.min_delta = min_delta
         self.value: float | None = None
         self.step: int | None = None
         self.scheduled_value: float | None = None
@@ -54,7 +56,7 @@ class BestMetric:
         value = float(value)
         # Compared with scheduled values only: a better value at the end of an interrupted run must not make the resumed
         # run stop earlier than one that was not interrupted.
-        if scheduled and self._better(value, self.scheduled_value):
+        if scheduled and self._better(value, self.scheduled_value, self.min_delta):
             self.scheduled_value, self.without_improvement = value, 0
         elif scheduled:
             self.without_improvement += 1
@@ -63,13 +65,13 @@ class BestMetric:
             self.value, self.step = value, step
         return better
 
-    def _better(self, value: float, than: float | None) -> bool:
+    def _better(self, value: float, than: float | None, by: float = 0.0) -> bool:
         # As the first value NaN would become the best, and no later value compares as better than NaN.
         if math.isnan(value):
             return False
         if than is None:
             return True
-        return value < than if self.mode == "min" else value > than
+        return value < than - by if self.mode == "min" else value > than + by
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint stores."""

@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from paramserver.cluster.resolve import (
         resolve_identity as resolve_identity,
     )
+    from paramserver.cluster.slurm import (
+        SlurmEnvironment as SlurmEnvironment,
+        unused_tasks as unused_tasks,
+    )
     from paramserver.cluster.torchrun import (
         EnvVarEnvironment as EnvVarEnvironment,
         TorchrunEnvironment as TorchrunEnvironment,

@@ -28,7 +28,7 @@ class ProcessIdentity:
         master_addr, master_port: address of rank 0's store.
         store_is_hosted: an agent (torchrun's) serves a TCPStore there already, so no rank may bind the port.
         job: a prefix that all ranks of this attempt share, and no other attempt on the same store.
-        source: where the identity comes from: flags, torchrun, environment (variables set by hand) or supervisor.
+        source: where the identity comes from: flags, torchrun, environment (variables set by hand), srun or supervisor.
         launch: a prefix that all attempts of a launcher share which starts all ranks again after a loss and keeps its
             store meanwhile; empty without one.
         token: the job token; None = the store is open to all that reach it.
@@ -58,6 +58,10 @@ class ProcessIdentity:
 class RankFlags:
     """``--rank``, ``--world_size``, ``--master_addr`` and ``--master_port`` of the command line; None = not given.
 
+    Args:
+        supervised: a supervisor gives them, which counts all ranks, also where servers are co-located.
+        is_trainer: this process is the trainer of a host with a co-located server.
+
     Example::
 
         >>> RankFlags(global_rank=1, world_size=3).check()
@@ -67,6 +71,8 @@ class RankFlags:
     world_size: int | None = None
     master_addr: str | None = None
     master_port: int | None = None
+    supervised: bool = False
+    is_trainer: bool = False
 
     def check(self) -> None:
         """Raise ``UnsupportedConfiguration`` for a flag that is out of its range."""

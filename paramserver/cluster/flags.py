@@ -2,7 +2,7 @@
 
 from paramserver.cluster.base import ClusterEnvironment, Environ, RankFlags
 from paramserver.cluster.network import DEFAULT_PORT
-from paramserver.config import world_size_of
+from paramserver.config import num_commands_of
 from paramserver.errors import UnsupportedConfiguration
 
 
@@ -34,7 +34,7 @@ class FlagEnvironment(ClusterEnvironment):
 
     @property
     def world_size(self) -> int:
-        return world_size_of(self.config) if self.flags.world_size is None else self.flags.world_size
+        return num_commands_of(self.config) if self.flags.world_size is None else self.flags.world_size
 
     @property
     def master_addr(self) -> str:

@@ -1,6 +1,6 @@
 """The registry of cluster environments, and the identity of this process according to them.
 
-To add an environment (SLURM, Kubernetes, MPI):
+To add an environment (Kubernetes, MPI):
 
 1. Write one file in this folder with a subclass of :class:`~paramserver.cluster.base.ClusterEnvironment`: a table
    ``variables`` of what it sets, ``detect``, ``global_rank``, ``world_size``, ``master_addr`` and ``master_port``;
@@ -17,12 +17,19 @@ import dataclasses
 from paramserver.cluster.base import ClusterEnvironment, Environ, ProcessIdentity, RankFlags
 from paramserver.cluster.flags import FlagEnvironment
 from paramserver.cluster.job_token import read_token
+from paramserver.cluster.slurm import SlurmEnvironment
 from paramserver.cluster.torchrun import EnvVarEnvironment, TorchrunEnvironment
-from paramserver.config import Config, with_world_size
+from paramserver.config import Config, num_ranks_started, with_world_size
 from paramserver.errors import UnsupportedConfiguration
 
-# The first that detects itself is used. A worker of torchrun has the variables of EnvVarEnvironment too.
-ENVIRONMENTS: tuple[type[ClusterEnvironment], ...] = (FlagEnvironment, TorchrunEnvironment, EnvVarEnvironment)
+# The first that detects itself is used. A worker of torchrun has the variables of EnvVarEnvironment too, and a task of
+# srun may be a torchrun, or set these variables itself.
+ENVIRONMENTS: tuple[type[ClusterEnvironment], ...] = (
+    FlagEnvironment,
+    TorchrunEnvironment,
+    EnvVarEnvironment,
+    SlurmEnvironment,
+)
 
 
 def resolve_identity(flags: RankFlags, environ: Environ, config: Config) -> ProcessIdentity | None:
@@ -53,9 +60,11 @@ def resolve_identity(flags: RankFlags, environ: Environ, config: Config) -> Proc
     environment = next((e for e in ENVIRONMENTS if e.detect(environ, flags)), None)
     if environment is None:
         if flags.world_size is not None:  # refused here, before any rank is started
-            with_world_size(config, flags.world_size)
+            with_world_size(config, num_ranks_started(config, flags.world_size))
         return None
     identity = _with_flags(environment(environ, config, flags).identity(), flags)
+    if not flags.supervised:
+        identity = _with_servers(identity, flags, config)
     with_world_size(config, identity.world_size)
     if config.cluster.elastic and identity.launch:
         raise UnsupportedConfiguration(
@@ -68,6 +77,15 @@ def resolve_identity(flags: RankFlags, environ: Environ, config: Config) -> Proc
             "rank 0 serves the store itself, or leave the token out"
         )
     return dataclasses.replace(identity, token=token)
+
+
+def _with_servers(identity: ProcessIdentity, flags: RankFlags, config: Config) -> ProcessIdentity:
+    """Count the ranks of co-located servers too. Host i has server i, as far as there are servers, and trainer i."""
+    world_size = num_ranks_started(config, identity.world_size)
+    servers = world_size - identity.world_size
+    is_server = identity.global_rank < servers and not flags.is_trainer
+    rank = identity.global_rank if is_server else identity.global_rank + servers
+    return dataclasses.replace(identity, global_rank=rank, world_size=world_size)
 
 
 def _with_flags(identity: ProcessIdentity, flags: RankFlags) -> ProcessIdentity:

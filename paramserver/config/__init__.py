@@ -6,7 +6,6 @@ from paramserver._lazy import attach
 
 if TYPE_CHECKING:
     from paramserver.config.checks import (
-        NOT_IN_THIS_VERSION as NOT_IN_THIS_VERSION,
         value_of as value_of,
     )
     from paramserver.config.io import (
@@ -44,7 +43,10 @@ if TYPE_CHECKING:
     )
     from paramserver.config.world import (
         Role as Role,
+        is_colocated as is_colocated,
         mode_of as mode_of,
+        num_commands_of as num_commands_of,
+        num_ranks_started as num_ranks_started,
         num_servers_of as num_servers_of,
         num_trainers_of as num_trainers_of,
         roles as roles,

@@ -1,4 +1,4 @@
-"""Checks that concern more than one key: keys of later versions, and relations between keys. Two tables."""
+"""Checks that concern more than one key: a table of relations between keys."""
 
 from __future__ import annotations
 
@@ -7,16 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from paramserver.config.schema import Config, format_value, origin_prefix
-from paramserver.config.world import mode_of, num_trainers_of, server_computes
+from paramserver.config.world import mode_of, num_servers_of, num_trainers_of, server_computes
 from paramserver.errors import UnsupportedConfiguration
-
-NOT_IN_THIS_VERSION: dict[str, tuple[Any, ...]] = {
-    "device.server": ("auto", "cpu"),
-}
-"""All keys that wait for a later version, with the values that this version accepts.
-
-Other values are parsed and checked like those of any key, then refused by name.
-"""
 
 
 @dataclass(frozen=True)
@@ -44,7 +36,7 @@ def value_of(config: Config, name: str) -> Any:
 
 
 def check_config(config: Config, origins: Mapping[str, str], source: str = "") -> None:
-    """Refuse values that this version does not support, then values that contradict each other.
+    """Refuse values that contradict each other.
 
     Args:
         config: a config whose values each satisfy their own rule.
@@ -54,14 +46,6 @@ def check_config(config: Config, origins: Mapping[str, str], source: str = "") -
     Raises:
         UnsupportedConfiguration: the first violation.
     """
-    # Versions first: a value for a later version may also violate a relation that holds in this one only.
-    for name, accepted in NOT_IN_THIS_VERSION.items():
-        value = value_of(config, name)
-        if value not in accepted:
-            shown, use = format_value(value, 60), " or ".join(map(format_value, accepted))
-            raise UnsupportedConfiguration(
-                f"{origin_prefix(origins.get(name, ''))}not in this version: {name} ({shown}); use {use}"
-            )
     for relation in RELATIONS:
         if message := relation.check(config):
             given = [origin for name, origin in origins.items() if name in relation.keys]
@@ -108,6 +92,15 @@ def _patience_metric(config: Config) -> str | None:
     return (
         f"training.patience ({config.training.patience}) must have a metric to watch; "
         "set checkpoint.best, for example to {metric: accuracy, mode: max}"
+    )
+
+
+def _min_delta(config: Config) -> str | None:
+    if not config.training.min_delta or config.training.patience is not None:
+        return None
+    return (
+        f"training.min_delta ({config.training.min_delta}) must be 0 without training.patience, which it is for; set "
+        "training.patience"
     )
 
 
@@ -209,8 +202,8 @@ def _with_server_compute(config: Config, is_broken: bool, message: str) -> str |
 def _served_by_one_server(config: Config) -> str | None:
     return _with_server_compute(
         config,
-        config.cluster.num_servers != 1,
-        f"cluster.num_servers ({config.cluster.num_servers}) must be 1 with server.compute server, where one server "
+        num_servers_of(config) != 1,
+        f"cluster.num_servers ({num_servers_of(config)}) must be 1 with server.compute server, where one server "
         "holds the whole model; set it to 1 or choose server.compute: trainer",
     )
 
@@ -233,12 +226,40 @@ def _served_in_float32(config: Config) -> str | None:
     )
 
 
+def _served_without_average(config: Config) -> str | None:
+    return _with_server_compute(
+        config,
+        config.training.ema_decay is not None,
+        f"training.ema_decay ({config.training.ema_decay}) must be null with server.compute server, where no trainer "
+        "has parameters to validate; leave it out or choose server.compute: trainer",
+    )
+
+
 def _served_to_cpu(config: Config) -> str | None:
     return _with_server_compute(
         config,
         config.device.kind == "cuda",
         "device.kind (cuda) must be auto or cpu with server.compute server, where trainers compute nothing but the "
         "loss; leave it out, and give the server its GPUs by device.num_gpus",
+    )
+
+
+def _one_server_on_gpu(config: Config) -> str | None:
+    servers = num_servers_of(config)
+    if config.device.server != "cuda" or servers == 1 or not mode_of(config).has_servers:
+        return None
+    return (
+        f"device.server (cuda) must be auto or cpu with cluster.num_servers ({servers}); set cluster.num_servers: 1 or "
+        "leave device.server out"
+    )
+
+
+def _served_from_cpu(config: Config) -> str | None:
+    return _with_server_compute(
+        config,
+        config.device.server == "cuda",
+        "device.server (cuda) must be auto or cpu with server.compute server, where the parameters are on the CPU; "
+        "leave it out, and give the server its GPUs by device.num_gpus",
     )
 
 
@@ -265,6 +286,7 @@ RELATIONS: tuple[Relation, ...] = (
     Relation(("cluster.elastic", "simulations"), _elastic),
     Relation(("training.patience", "checkpoint.best"), _patience_metric),
     Relation(("training.patience", "training.validate_every"), _patience_validations),
+    Relation(("training.min_delta", "training.patience"), _min_delta),
     Relation(("training.batch_size", "buffer.capacity"), _batch),
     Relation(("training.accumulate_batches", "training.batch_size", "buffer.capacity"), _step),
     Relation(("buffer.watermark", "buffer.capacity"), _watermark),
@@ -273,10 +295,13 @@ RELATIONS: tuple[Relation, ...] = (
     Relation(("server.lost_after_s", "server.heartbeat_s"), _heartbeat),
     Relation(("server.backup_trainers", "server.consistency", "cluster.num_trainers"), _backup_trainers),
     Relation(("server.transport", "server.wire_dtype"), _wire_dtype),
-    Relation(("server.compute", "cluster.num_servers"), _served_by_one_server),
+    Relation(("server.compute", "cluster.num_servers", "cluster.colocate"), _served_by_one_server),
     Relation(("server.compute", "server.transport"), _served_by_messages),
     Relation(("server.compute", "server.wire_dtype"), _served_in_float32),
     Relation(("server.compute", "device.kind"), _served_to_cpu),
+    Relation(("server.compute", "training.ema_decay"), _served_without_average),
+    Relation(("device.server", "cluster.num_servers", "cluster.colocate"), _one_server_on_gpu),
+    Relation(("server.compute", "device.server"), _served_from_cpu),
     Relation(("simulations.command", "simulations.function"), _one_producer),
     Relation(("simulations.command", "simulations.function", "simulations.count"), _simulation_count),
 )

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from paramserver.config.checks import NOT_IN_THIS_VERSION, check_config
+from paramserver.config.checks import check_config
 from paramserver.config.layers import (
     KEYS,
     SECTIONS,
@@ -151,7 +151,5 @@ def describe_keys() -> list[str]:
     lines = []
     for key in KEYS.values():
         default = "(required)" if key.required else format_value(key.default)
-        only = NOT_IN_THIS_VERSION.get(key.name)
-        limit = f" (in this version only {' or '.join(map(format_value, only))})" if only else ""
-        lines.append(f"{key.name} = {default}  # {key.rule.describe()}{limit}: {key.help}")
+        lines.append(f"{key.name} = {default}  # {key.rule.describe()}: {key.help}")
     return lines

@@ -20,7 +20,7 @@ class Mode:
     Example::
 
         >>> MODES["ddp"].has_process_group, MODES["local"].unused_prefixes
-        (True, ('server.', 'cluster.num_servers', 'ddp.', 'cluster.'))
+        (True, ('server.', 'cluster.num_servers', 'cluster.colocate', 'ddp.', 'cluster.'))
     """
 
     name: str
@@ -35,7 +35,7 @@ class Mode:
     def unused_prefixes(self) -> tuple[str, ...]:
         """The prefixes of keys that have no effect in this mode."""
         return (
-            *(() if self.has_servers else ("server.", "cluster.num_servers")),
+            *(() if self.has_servers else ("server.", "cluster.num_servers", "cluster.colocate")),
             *(() if self.has_process_group else ("ddp.",)),
             *(("cluster.",) if self.single_process else ()),
         )

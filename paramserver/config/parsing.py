@@ -131,6 +131,18 @@ def _to_str(value: Any, rule: Rule) -> str:
     return value
 
 
+def _to_list(value: Any, rule: Rule) -> tuple[str, ...]:
+    """Return a tuple, which is hashable as a config must be."""
+    items = () if value is None else value
+    if not isinstance(items, (list, tuple)) or not all(
+        isinstance(item, str) and re.fullmatch(rule.pattern, item) for item in items
+    ):
+        raise _BrokenRuleError(f"be {rule.form}", f"write it like {rule.example}")
+    if len(set(items)) < len(items):
+        raise _BrokenRuleError("name each once", "remove one of the two")
+    return tuple(items)
+
+
 def _to_mapping(value: Any, rule: Rule) -> dict[str, Any]:
     if value is None:
         return {}
@@ -184,6 +196,7 @@ _CONVERTERS: dict[Kind, Callable[[Any, Rule], Any]] = {
     "float": _to_float,
     "bool": _to_bool,
     "str": _to_str,
+    "list": _to_list,
     "mapping": _to_mapping,
 }
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from paramserver.config.modes import MODES
 
-Kind = Literal["int", "float", "bool", "str", "mapping"]
+Kind = Literal["int", "float", "bool", "str", "list", "mapping"]
 
 # The names from the top level to a key. Names in free dictionaries are arbitrary objects until they are checked.
 KeyPath = tuple[Any, ...]
@@ -27,6 +27,7 @@ KIND_NAMES: dict[Kind, str] = {
     "float": "a number",
     "bool": "true or false",
     "str": "text",
+    "list": "a list of texts",
     "mapping": "a mapping of names to values",
 }
 
@@ -41,7 +42,8 @@ class Rule:
         choices: the accepted strings; empty = any.
         minimum, maximum: inclusive bounds of a number.
         above: exclusive lower bound of a number.
-        pattern: a regular expression that the whole string must match; `form` describes it and `example` matches it.
+        pattern: a regular expression that the whole string, or each of a list, must match; `form` describes the value
+            and `example` matches it.
 
     Example::
 
@@ -131,6 +133,10 @@ def string(pattern: str = "", form: str = "", example: str = "", *, nullable: bo
     return Rule("str", nullable=nullable, pattern=pattern, form=form, example=example)
 
 
+def strings(pattern: str, form: str, example: str) -> Rule:
+    return Rule("list", pattern=pattern, form=form, example=example)
+
+
 def mapping() -> Rule:
     return Rule("mapping")
 
@@ -161,6 +167,9 @@ LOADER_KEYS = ("batch_size", "loader_workers")
 _CLASS = string(
     r"[^:\s][^:\n]*:[^:\s]+", "module:Class or path/to/file.py:Class", "examples/digits.py:Digits", nullable=True
 )
+_SINKS = strings(
+    r"csv|[^:\s][^:\n]*:[^:\s]+", "a list of csv, module:Class and path/to/file.py:Class", "[csv, sinks.py:Wandb]"
+)
 _HOST = string(r"\S+", "a host name or address", "127.0.0.1")
 _INTERFACE = string(r"\S+", "the name of a network interface", "eth0", nullable=True)
 _FOLDER = string(r"(?!\.{1,2}$)[^/\0\n]+", "the plain name of a folder, without /", "digits-1", nullable=True)
@@ -176,12 +185,15 @@ class ClusterConfig:
 
     Example::
 
-        >>> ClusterConfig(num_trainers=4).num_servers
-        1
+        >>> ClusterConfig(num_trainers=4).master_addr
+        '127.0.0.1'
     """
 
-    num_servers: int = key(1, integer(1), "parameter servers; rpc only")
+    num_servers: int | None = key(
+        None, integer(1, nullable=True), "parameter servers; null = 1, or with colocate one per trainer; rpc only"
+    )
     num_trainers: int = key(2, integer(1), "trainers, where the world size is not given otherwise")
+    colocate: bool = key(False, boolean(), "rpc: a server on the host of each trainer; --rank then counts hosts")
     master_addr: str = key("127.0.0.1", _HOST, "host of rank 0")
     master_port: int = key(0, integer(0, 65535), "0 = a free port (all ranks on this machine), 29500 otherwise")
     interface: str | None = key(None, _INTERFACE, "null = loopback when all ranks are on this machine")
@@ -208,6 +220,7 @@ class DeviceConfig:
     kind: str = key("auto", one_of("auto", "cpu", "cuda"), "device of the trainers")
     server: str = key("auto", one_of("auto", "cpu", "cuda"), "device where the parameters live")
     num_gpus: int | None = key(None, integer(0, nullable=True), "GPUs of one process")
+    share_gpus: bool = key(False, boolean(), "trainers of a host share its GPUs where there are not enough")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,11 +240,19 @@ class TrainingConfig:
     patience: int | None = key(
         None, integer(1, nullable=True), "limit: validations without improvement of checkpoint.best"
     )
+    min_delta: float = key(
+        0.0, Rule("float", minimum=0), "patience: a change of checkpoint.best that is not larger is no improvement"
+    )
     batch_size: int = key(32, integer(1), "samples per trainer and batch")
     validation_batch_size: int | None = key(None, integer(1, nullable=True), "null = batch_size")
     accumulate_batches: int = key(1, integer(1), "batches of each trainer per global step")
     clip_grad_norm: float | None = key(
         None, positive_number(nullable=True), "upper bound of the gradient norm of a step"
+    )
+    ema_decay: float | None = key(
+        None,
+        Rule("float", nullable=True, minimum=0, maximum=1),
+        "average of the parameters that is validated; decay per step",
     )
     precision: str = key("float32", one_of("float32", "bfloat16"), "bfloat16 = autocast")
     validate_every: int = key(100, integer(0), "global steps; 0 = at the end only")
@@ -400,6 +421,7 @@ class LoggingConfig:
     name: str | None = key(None, _FOLDER, "null = <task>-<mode>-<time>")
     log_every: int = key(10, integer(1), "global steps between two records")
     tensorboard: bool = key(True, boolean(), "write TensorBoard events")
+    sinks: tuple[str, ...] = key((), _SINKS, "also write records to: csv (metrics.csv), or a class of your own")
     progress: str = key("auto", one_of("auto", "on", "off"), "progress bar; auto = on a terminal")
 
 
@@ -436,7 +458,9 @@ class Config:
 
     def to_mapping(self) -> dict[str, Any]:
         """Return a nested dict of plain values, as a copy; ``config_from_mapping`` turns it into an equal config."""
-        mapping = dataclasses.asdict(self)
+        mapping: dict[str, Any] = dataclasses.asdict(
+            self, dict_factory=lambda items: {k: list(v) if isinstance(v, tuple) else v for k, v in items}
+        )
         del mapping["given"]
         return mapping
 

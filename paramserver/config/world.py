@@ -71,7 +71,10 @@ def num_servers_of(config: Config) -> int:
         >>> num_servers_of(Config()), num_servers_of(Config(mode="ddp"))
         (1, 0)
     """
-    return config.cluster.num_servers if mode_of(config).has_servers else 0
+    if not mode_of(config).has_servers:
+        return 0
+    cluster = config.cluster
+    return cluster.num_servers or (cluster.num_trainers if cluster.colocate else 1)
 
 
 def num_trainers_of(config: Config) -> int:
@@ -98,8 +101,42 @@ def world_size_of(config: Config) -> int:
     return num_servers_of(config) + config.cluster.num_trainers
 
 
+def is_colocated(config: Config) -> bool:
+    """Whether each server shares the host of a trainer, and a command is started for each host.
+
+    Example::
+
+        >>> is_colocated(Config())
+        False
+    """
+    return mode_of(config).has_servers and config.cluster.colocate
+
+
+def num_commands_of(config: Config) -> int:
+    """Return the number of commands that start a run where each is started by itself: hosts if servers are co-located.
+
+    Example::
+
+        >>> num_commands_of(Config())
+        3
+    """
+    return num_trainers_of(config) if is_colocated(config) else world_size_of(config)
+
+
+def num_ranks_started(config: Config, commands: int) -> int:
+    """Return the number of ranks that so many commands start: each of one host, if servers are co-located.
+
+    Example::
+
+        >>> from paramserver.config import ClusterConfig
+        >>> num_ranks_started(Config(cluster=ClusterConfig(colocate=True)), 3)
+        6
+    """
+    return commands + (config.cluster.num_servers or commands) if is_colocated(config) else commands
+
+
 def with_world_size(config: Config, world_size: int) -> Config:
-    """Return the config for a world of this size: all ranks that are not servers are trainers.
+    """Return the config for a world of this size, with the number of servers: all other ranks are trainers.
 
     Raises:
         UnsupportedConfiguration: the mode cannot run with this world size.
@@ -110,9 +147,11 @@ def with_world_size(config: Config, world_size: int) -> Config:
         4
     """
     _check_world(config, world_size)
-    if mode_of(config).single_process:
-        return config
-    cluster = dataclasses.replace(config.cluster, num_trainers=world_size - num_servers_of(config))
+    if not mode_of(config).has_servers:
+        cluster = dataclasses.replace(config.cluster, num_trainers=world_size)
+        return config if mode_of(config).single_process else dataclasses.replace(config, cluster=cluster)
+    servers = _servers_in(config, world_size)
+    cluster = dataclasses.replace(config.cluster, num_servers=servers, num_trainers=world_size - servers)
     return dataclasses.replace(config, cluster=cluster)
 
 
@@ -128,7 +167,12 @@ def roles(config: Config, world_size: int) -> list[Role]:
         ['server 0', 'trainer 0', 'trainer 1']
     """
     _check_world(config, world_size)
-    servers = num_servers_of(config)
+    servers = _servers_in(config, world_size)
+    if is_colocated(config) and servers > world_size - servers:
+        raise UnsupportedConfiguration(
+            f"cluster.num_servers ({servers}) must be at most the number of trainers ({world_size - servers}) with "
+            "cluster.colocate, where each server is on the host of a trainer; lower it, or set it to null"
+        )
     return [
         Role(rank, "server", server_index=rank)
         if rank < servers
@@ -137,8 +181,13 @@ def roles(config: Config, world_size: int) -> list[Role]:
     ]
 
 
+def _servers_in(config: Config, world_size: int) -> int:
+    all_colocated = is_colocated(config) and config.cluster.num_servers is None
+    return world_size // 2 if all_colocated else num_servers_of(config)
+
+
 def _check_world(config: Config, world_size: int) -> None:
-    mode, servers = mode_of(config), num_servers_of(config)
+    mode, servers = mode_of(config), max(_servers_in(config, world_size), int(mode_of(config).has_servers))
     if mode.single_process and world_size != 1:
         raise UnsupportedConfiguration(
             f"world_size ({world_size}) must be 1 in mode {mode.name}, which is one process; "

@@ -17,7 +17,8 @@ def make_consistency(config: Config, trainers: int, step: int = 0, samples: int 
     """Return the consistency of a run.
 
     Without lockstep, all trainers wait for each other at checkpoints. They validate retained versions without waiting,
-    unless the best version is to be saved: what is saved must be what was validated.
+    unless the best version is to be saved, as what is saved must be what was validated, or parameters are averaged: no
+    averages are retained.
 
     Args:
         config: of the run.
@@ -34,7 +35,7 @@ def make_consistency(config: Config, trainers: int, step: int = 0, samples: int 
     """
     training, server = config.training, config.server
     every = training.validate_every if config.checkpoint.every is None else config.checkpoint.every
-    together = config.checkpoint.best is not None or server.consistency == "sync"
+    together = config.checkpoint.best is not None or training.ema_decay is not None or server.consistency == "sync"
     terms = RunTerms(
         trainers,
         Limits.of(training),

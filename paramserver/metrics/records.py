@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from paramserver.errors import TaskError
+
 if TYPE_CHECKING:
     from paramserver.buffers.positions import Key
 
@@ -281,6 +283,8 @@ class TrainerTotals:
 class WeightedSums:
     """Sums of validation metrics, weighted by samples, so that parts of several trainers merge to the exact mean.
 
+    Metrics that are no means are objects with ``compute()`` and ``merge_state(other)``, which are merged too.
+
     Example::
 
         >>> sums = WeightedSums()
@@ -293,6 +297,8 @@ class WeightedSums:
     sums: dict[str, float] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     samples: int = 0
+    metrics: dict[str, Any] = field(default_factory=dict)
+    _computed: dict[str, float] = field(default_factory=dict)
 
     def add(self, means: Mapping[str, float], samples: int) -> None:
         for name, value in means.items():
@@ -305,9 +311,35 @@ class WeightedSums:
             self.sums[name] = self.sums.get(name, 0.0) + value
             self.counts[name] = self.counts.get(name, 0) + other.counts[name]
         self.samples += other.samples
+        self._computed.clear()
+        for name, metric in other.metrics.items():
+            if name in self.metrics:
+                self.metrics[name].merge_state(metric)
+            else:
+                self.metrics[name] = metric
 
     def means(self) -> dict[str, float]:
-        return {name: value / self.counts[name] for name, value in self.sums.items() if self.counts[name]}
+        """Return the mean of each sum, and what each metric computes: once, as that may take long.
+
+        Raises:
+            TaskError: a metric does not compute one number.
+        """
+        for name, metric in self.metrics.items():
+            if name not in self._computed:
+                self._computed[name] = _compute(name, metric)
+        means = {name: value / self.counts[name] for name, value in self.sums.items() if self.counts[name]}
+        return means | self._computed
+
+
+def _compute(name: str, metric: Any) -> float:
+    value = metric.compute()
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor of several elements
+        raise TaskError(
+            f"validation_step: {name}: {type(metric).__name__}.compute() must return one number ({error}); reduce it "
+            "there, or return several metrics"
+        ) from error
 
 
 def merge_sums(parts: Mapping[int, WeightedSums]) -> WeightedSums:

@@ -12,8 +12,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from paramserver.errors import StorageError
+from paramserver.errors import StorageError, TaskError
 from paramserver.fileio import json_text
+from paramserver.importing import describe_user_error, load_object
 
 _log = logging.getLogger(__name__)
 
@@ -26,6 +27,10 @@ Record = Mapping[str, Any]
 
 class Sink(ABC):
     """Receives the records of a run, one at a time. Derive from it to write records to another place.
+
+    ``logging.sinks`` names such classes. Rank 0 makes an object of each, without arguments, once per start of the run.
+    The first record is of the kind ``start``: open files and connections then. Records are written while training
+    waits, one at a time, by several threads. docs/sinks.md has examples.
 
     Attributes:
         required: a failure of this sink ends the run. Other sinks are dropped when they fail.
@@ -107,7 +112,7 @@ class FanOut(Sink):
             sink.write(record)
         except Exception as error:  # noqa: BLE001 - training continues without this sink
             if sink.required:
-                return error
+                return _storage_error(sink, error)
             self._sinks.remove(sink)
             self._dropped.append(sink)
             _log.warning(
@@ -131,6 +136,40 @@ class FanOut(Sink):
                 _close(sink, logging.DEBUG)  # its failure was logged when it was dropped
             failures = [_close(sink, logging.WARNING) for sink in sinks]
         _raise_first(failures)
+
+
+def make_sinks(references: Sequence[str], folders: Sequence[Path] = ()) -> list[Sink]:
+    """Return the sinks of one's own that ``logging.sinks`` names.
+
+    Args:
+        references: the value of the key; ``csv`` is not one of them.
+        folders: where files and modules are searched.
+
+    Raises:
+        TaskError: there is no such class, it is not derived from `Sink`, or making one raised.
+
+    Example::
+
+        >>> make_sinks(["csv"])
+        []
+    """
+    made = []
+    for reference in references:
+        if reference == "csv":
+            continue
+        found = load_object(reference, "logging.sinks", folders)
+        if not (isinstance(found, type) and issubclass(found, Sink)):
+            raise TaskError(
+                f"logging.sinks ({reference}) is {found!r}; it must be derived from paramserver.metrics.Sink"
+            )
+        try:
+            made.append(found())
+        except Exception as error:  # user code
+            raise TaskError(
+                f"logging.sinks ({reference}): {found.__name__}() raised {describe_user_error(error)}; "
+                "it must take no arguments, and have the methods write(record) and close()"
+            ) from error
+    return made
 
 
 class OpenSink(Sink):
@@ -166,9 +205,18 @@ def _close(sink: Sink, level: int) -> Exception | None:
         sink.close()
     except Exception as error:  # noqa: BLE001 - the other sinks must be closed too
         if sink.required:
-            return error
+            return _storage_error(sink, error)
         _log.log(level, "%s failed when closed (%s: %s)", type(sink).__name__, type(error).__name__, error)
     return None
+
+
+def _storage_error(sink: Sink, error: Exception) -> StorageError:
+    """Return the error by which a run ends in good order, also where a sink of the user raises another one."""
+    if isinstance(error, StorageError):
+        return error
+    failure = StorageError(f"{type(sink).__name__} failed, which is required ({describe_user_error(error)})")
+    failure.__cause__ = error
+    return failure
 
 
 def _raise_first(failures: list[Exception | None]) -> None:

@@ -86,7 +86,13 @@ _KINDS: dict[str, Callable[[Record], Iterator[Scalar]]] = {
 
 
 def scalars(record: Record) -> list[Scalar]:
-    """Return the scalars of ``record`` as tags and values; none for kinds that have no curve."""
+    """Return the scalars of ``record`` as tags and values; none for kinds that have no curve.
+
+    Example::
+
+        >>> scalars({"time": 0.0, "kind": "validation", "step": 1, "values": {"loss": 0.5, "accuracy": 0.75}})
+        [('Loss/valid', 0.5), ('valid/accuracy', 0.75)]
+    """
     kind = _KINDS.get(record["kind"])
     return list(kind(record)) if kind else []
 

@@ -163,6 +163,8 @@ class SampleSender:
 
     def _finish(self) -> bool:
         self.flush()
+        if self._coordinator_returned():  # and there is no trainer, or it would have been connected to again
+            self.directory = self._register(self._timeout_s, limit_s=self._timeout_s)
         try:
             # BYE means that all is acknowledged.
             bye = self._header.reply(MessageKind.BYE, max(self.sent - self.refused, 0))

@@ -180,6 +180,11 @@ class ManagedSimulations(SimulationTracker):
 
     def _too_few(self, simulation: Simulation) -> str:
         got = self.num_received(simulation.id)
+        if self.config.command is not None and not got and not simulation.last_seen_s:
+            return (
+                "it ended well without sending anything; the program of simulations.command must send its samples with "
+                "a client, see examples/clients/README.md (C, Fortran) and docs/protocol.md (other languages)"
+            )
         if self.config.steps is not None:
             return f"it ended after {got} of {self.config.steps} samples"
         return (

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paramserver.optim.parallel_step import ELEMENTWISE, ParallelStep
+from paramserver.optim.parallel_step import ELEMENTWISE, ParallelStep, copy_optimizer
 from paramserver.optim.shard_updater import ShardUpdater
-from paramserver.parameters.flat import TensorSlot
+from paramserver.parameters.flat import TensorSlot, gradient_leaf
 from paramserver.parameters.sharding import Shard, State, get_hyperparameters
 
 
@@ -112,7 +112,7 @@ class BucketUpdates:
         self.buckets = buckets
         self._shard = updater.shard
         self._flats = self.cut(updater.ranges)
-        self.leaves = [flat.detach().requires_grad_() for flat in self._flats]
+        self.leaves = [gradient_leaf(flat) for flat in self._flats]
         groups = {id(p): n for n, group in enumerate(self._optimizer.param_groups) for p in group["params"]}
         owned = {slot: parameter for slot, _, parameter in updater.owned}
         starts = {piece.slot: piece.start for piece in updater.shard.slices}
@@ -207,9 +207,7 @@ class BucketUpdates:
             by_group[piece.group].append(parameter)
             stepped.append((piece, parameter))
         if stepped:
-            # As in ``ParallelStep``: a shallow copy without the wrapper of a schedule, which counts steps of the whole.
-            part = copy.copy(self._optimizer)
-            part.__dict__.pop("step", None)
+            part = copy_optimizer(self._optimizer)
             part.param_groups = [{**group, "params": own} for group, own in zip(groups, by_group, strict=True) if own]
             part.state = defaultdict(dict, state)
             part.step()

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from paramserver.errors import TaskError
+from paramserver.optim.averaging import has_foreign_hooks
 
 _OPTIM = torch.optim
 ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
@@ -49,8 +50,7 @@ def is_elementwise(optimizer: torch.optim.Optimizer, servers: int) -> bool:
         True
     """
     kind = type(optimizer)
-    has_hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    declared = None if has_hooks and not hasattr(kind, _ATTRIBUTE) else _declared_kind(kind)
+    declared = None if has_foreign_hooks(optimizer) and not hasattr(kind, _ATTRIBUTE) else _declared_kind(kind)
     if declared not in _KINDS:
         raise TaskError(
             f"optimizer ({kind.__name__}) must look at no two parameters together, in step() or in hooks of it, with "
@@ -163,8 +163,7 @@ class ParallelStep:
     @staticmethod
     def supports(optimizer: torch.optim.Optimizer) -> bool:
         """Return whether the optimizer is one of torch's that steps parameters independently, without hooks."""
-        own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-        hooks = own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks
+        hooks = has_foreign_hooks(optimizer) or _global_optimizer_pre_hooks or _global_optimizer_post_hooks
         return type(optimizer) in (*ELEMENTWISE, *PER_PARAMETER) and not hooks and _steps_itself(optimizer)
 
     def __call__(self) -> None:
@@ -182,13 +181,20 @@ class ParallelStep:
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # a schedule checks it
 
     def _part(self, ids: set[int]) -> torch.optim.Optimizer:
-        part = copy.copy(self._optimizer)
-        part.__dict__.pop("step", None)  # the wrapper of a schedule counts steps of the whole
+        part = copy_optimizer(self._optimizer)
         groups = [
             {**group, "params": [p for p in group["params"] if id(p) in ids]} for group in self._optimizer.param_groups
         ]
         part.param_groups = [group for group in groups if group["params"]]
         return part
+
+
+def copy_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return a shallow copy that steps a part of the parameters, and averages them if ``optimizer`` does."""
+    part = copy.copy(optimizer)  # without hooks
+    part._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks
+    part.__dict__.pop("step", None)  # the wrapper of a schedule counts steps of the whole
+    return part
 
 
 def _steps_itself(optimizer: torch.optim.Optimizer) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from paramserver.errors import UnsupportedConfiguration
 from paramserver.optim.parallel_step import ThreadTeam
-from paramserver.parameters.flat import FlatLayout
+from paramserver.parameters.flat import FlatLayout, gradient_leaf
 from paramserver.parameters.sharding import Shard, States, optimizer_indices, set_hyperparameters
 
 
@@ -53,8 +53,8 @@ class ShardUpdater:
         self.optimizer = optimizer
         self._team: ThreadTeam | None = None
         self.optimizer_indices = optimizer_indices(optimizer, parameters)
-        # They share the memory of the ranges: a pull needs them as targets of gradients only, never a copy.
-        self.leaves = [flat.detach().requires_grad_() for flat in self.ranges]
+        # A pull needs them as targets of gradients only, never a copy.
+        self.leaves = [gradient_leaf(flat) for flat in self.ranges]
         views = shard.layout.views(self.ranges)
         # Slot, name and optimizer parameter of each owned slice.
         self.owned: list[tuple[int, str, Tensor]] = []

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paramserver.config import TrainingConfig
 from paramserver.errors import CheckpointError, TaskError
 from paramserver.limits import is_due
+from paramserver.optim.averaging import AverageParameters, averages, drop_averages
 from paramserver.optim.parallel_step import ParallelStep, ThreadTeam
 from paramserver.parameters.numerics import check_gradient_norm
 from paramserver.task import Task
@@ -27,7 +28,7 @@ class Updater:
     Args:
         task: builds the optimizer and the scheduler.
         model: whose parameters are optimized.
-        training: ``clip_grad_norm`` and ``validate_every`` are used.
+        training: ``clip_grad_norm``, ``ema_decay`` and ``validate_every`` are used.
 
     Raises:
         TaskError: the optimizer needs a closure, or the scheduler cannot be stepped.
@@ -48,7 +49,10 @@ class Updater:
 
     def __init__(self, task: Task, model: nn.Module, training: TrainingConfig) -> None:
         # The optimizer first: a scheduler keeps a reference to it and sets its learning rates already when it is built.
-        self.optimizer = build_optimizer(task, model)
+        self.optimizer = build_optimizer(task, model, training.ema_decay)
+        names = {id(p): name for name, p in model.named_parameters()}
+        self._names = [names[id(p)] for group in self.optimizer.param_groups for p in group["params"]]
+        self._averages_parameters = training.ema_decay is not None
         self.scheduler, self.every, self.metric = _scheduler_of(task.build_scheduler(self.optimizer))
         self._parallel_step: ParallelStep | None = None
         self.clip_grad_norm = training.clip_grad_norm
@@ -120,6 +124,14 @@ class Updater:
                 rates.append(float(group["lr"]))
         return tuple(rates)
 
+    def averages(self, states: Mapping[int, Mapping[str, Any]] | None = None) -> dict[str, Tensor]:
+        """Return the average of each parameter that was stepped, by name; empty without ``training.ema_decay``.
+
+        Args:
+            states: of the optimizer, by parameter; None for those of this process.
+        """
+        return averages(self.optimizer.state_dict()["state"] if states is None else states, self._names)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the states of ``optimizer`` and ``scheduler`` (None without one)."""
         scheduler = None if self.scheduler is None else self.scheduler.state_dict()
@@ -132,6 +144,8 @@ class Updater:
             CheckpointError: it is of another optimizer or scheduler.
         """
         _load(self.optimizer, state["optimizer"])
+        if not self._averages_parameters:
+            drop_averages(self.optimizer)
         if self.scheduler is not None and state.get("scheduler") is not None:
             _load(self.scheduler, state["scheduler"])
             # The steps before the stop count; otherwise a schedule that is stepped first warns that there were none.
@@ -157,14 +171,16 @@ def _load(owner: Any, state: dict[str, Any]) -> None:
         ) from cause
 
 
-def build_optimizer(task: Task, model: nn.Module) -> torch.optim.Optimizer:
-    """Return the task's optimizer.
+def build_optimizer(task: Task, model: nn.Module, ema_decay: float | None = None) -> torch.optim.Optimizer:
+    """Return the task's optimizer, which also averages the parameters if there is a decay.
 
     Raises:
         TaskError: it needs a closure, or is not an optimizer of this model.
     """
     optimizer = task.build_optimizer(model)
     _check_optimizer(optimizer, model, type(task).__name__)
+    if ema_decay is not None:
+        optimizer.register_step_post_hook(AverageParameters(ema_decay))
     return optimizer
 
 

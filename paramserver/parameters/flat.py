@@ -179,6 +179,20 @@ class FlatTensors:
         return [flat.detach().clone() for flat in self.flats]
 
 
+def gradient_leaf(flat: Tensor) -> Tensor:
+    """Return an autograd leaf on the CPU for gradients of ``flat``, which arrive there. It has no memory of its own.
+
+    Example::
+
+        >>> flat = torch.zeros(2)
+        >>> gradient_leaf(flat).data_ptr() == flat.data_ptr()
+        True
+    """
+    if flat.device.type == "cpu":
+        return flat.detach().requires_grad_()
+    return torch.zeros((), dtype=flat.dtype).expand(flat.shape).requires_grad_()
+
+
 def _check_separate_memory(tensors: Mapping[str, Tensor]) -> None:
     # Two tensors over the same memory would become independent when each is moved to its own slot.
     places: dict[int, str] = {}

@@ -78,7 +78,10 @@ def full_shard(layout: FlatLayout) -> Shard:
 
 
 def plan_shards(layout: FlatLayout, servers: int, splittable: bool) -> tuple[Shard, ...]:
-    """Assign the parameters to servers, in order, so that each owns about the same number of bytes.
+    """Assign the parameters to servers, so that each owns about the same number of bytes.
+
+    If tensors may be split, each server gets a part of each section of the model, so that in backward all servers
+    receive gradients from the beginning on. The parts of a section are in the order of servers.
 
     Args:
         layout: of all parameters.
@@ -101,16 +104,20 @@ def plan_shards(layout: FlatLayout, servers: int, splittable: bool) -> tuple[Sha
     """
     if servers == 1:
         return (full_shard(layout),)
-    targets = [layout.total_bytes * k / servers for k in range(1, servers)]
-    between = sorted(first for first, _ in _spans(layout))[1:]
-    boundaries = sorted({*between, *(_inside(layout, targets) if splittable else ())})
-    if len(boundaries) < servers - 1:
-        raise UnsupportedConfiguration(
-            f"cluster.num_servers ({servers}) must be at most {len(boundaries) + 1}, as the parameters of this model "
-            "fall into so many parts; lower it"
-        )
-    chosen = [0, *_nearest(boundaries, targets), layout.total_bytes]
-    return tuple(_shard(layout, first, end) for first, end in pairwise(chosen))
+    parts: list[list[tuple[int, int]]] = [[] for _ in range(servers)]
+    starts = sorted(start for start, _ in _spans(layout))[1:]
+    for first, end in _sections(layout, servers) if splittable else [(0, layout.total_bytes)]:
+        targets = [first + (end - first) * k / servers for k in range(1, servers)]
+        between = [start for start in starts if first < start < end]
+        boundaries = sorted({*between, *(_inside(layout, targets) if splittable else ())})
+        if len(boundaries) < servers - 1:
+            raise UnsupportedConfiguration(
+                f"cluster.num_servers ({servers}) must be at most {len(boundaries) + 1}, as the parameters of this "
+                "model fall into so many parts; lower it"
+            )
+        for own, part in zip(parts, pairwise([first, *_nearest(boundaries, targets), end]), strict=True):
+            own.append(part)
+    return tuple(_shard(layout, own) for own in parts)
 
 
 # In elements; a multiple of every kernel's vector width, so that a cut within a tensor changes no rounding.
@@ -199,6 +206,25 @@ def _spans(layout: FlatLayout) -> Iterator[tuple[int, int]]:
             yield before + slot.offset * item_bytes, before + (slot.offset + slot.numel) * item_bytes
 
 
+# More sections are smaller messages, and gain nothing once each server has gradients early in backward.
+_SECTIONS = 4
+
+
+def _sections(layout: FlatLayout, servers: int) -> list[tuple[int, int]]:
+    """Return the first byte and the end of each section: whole tensors, of which one at least is large."""
+    large = min(_LARGE_BYTES, layout.total_bytes * _LARGE_SHARE)
+    # A server's part of a section is at least as large as a tensor that is not split.
+    least = max(layout.total_bytes / _SECTIONS, servers * _LARGE_BYTES)
+    cuts, has_large = [0], False
+    spans = sorted(_spans(layout))
+    for (first, end), following in zip(spans, [*(start for start, _ in spans[1:]), layout.total_bytes], strict=True):
+        has_large = has_large or end - first > large
+        if has_large and following - cuts[-1] >= least:
+            cuts.append(following)
+            has_large = False
+    return [*pairwise([*cuts[:-1], layout.total_bytes])] if len(cuts) > 1 else [(0, layout.total_bytes)]
+
+
 def _inside(layout: FlatLayout, targets: Sequence[float]) -> Iterator[int]:
     """Yield the aligned bytes nearest to the targets, if they are inside a large tensor."""
     large = min(_LARGE_BYTES, layout.total_bytes * _LARGE_SHARE)
@@ -223,32 +249,27 @@ def _nearest(boundaries: Sequence[int], targets: Sequence[float]) -> list[int]:
     return chosen
 
 
-def _shard(layout: FlatLayout, first_byte: int, end_byte: int) -> Shard:
-    """Return the shard between two bytes."""
+def _shard(layout: FlatLayout, parts: Sequence[tuple[int, int]]) -> Shard:
+    """Return the shard of some parts, given by first byte and end; a tensor is in at most one of them."""
     ranges: list[tuple[int, int, int]] = []
-    range_of: dict[int, int] = {}  # by group
-    dtypes = []
-    for group, (end, size) in enumerate(zip(_ends(layout), layout.sizes, strict=True)):
-        item_bytes = layout.dtypes[group].itemsize
-        before = end - size * item_bytes
-        first, last = max(first_byte, before), min(end_byte, end)
-        if first < last:
-            range_of[group] = len(ranges)
-            ranges.append((group, (first - before) // item_bytes, (last - before) // item_bytes))
-            dtypes.append(layout.dtypes[group])
+    for first_byte, end_byte in parts:
+        for group, (end, size) in enumerate(zip(_ends(layout), layout.sizes, strict=True)):
+            item_bytes = layout.dtypes[group].itemsize
+            before = end - size * item_bytes
+            first, last = max(first_byte, before), min(end_byte, end)
+            if first < last:
+                ranges.append((group, (first - before) // item_bytes, (last - before) // item_bytes))
     slices, slots = [], []
     for number, slot in enumerate(layout.slots):
-        if slot.group not in range_of:
-            continue
-        _, first, end = ranges[range_of[slot.group]]
-        begin, stop = max(slot.offset, first), min(slot.offset + slot.numel, end)
-        if begin < stop:
-            slices.append(ShardSlice(number, begin - slot.offset, stop - begin))
-            whole = stop - begin == slot.numel
-            shape, stride = (slot.shape, slot.stride) if whole else ((stop - begin,), (1,))
-            slots.append(TensorSlot(slot.name, range_of[slot.group], begin - first, shape, stride))
-    own = FlatLayout(tuple(dtypes), tuple(end - first for _, first, end in ranges), tuple(slots))
-    return Shard(tuple(ranges), tuple(slices), own)
+        for own_number, (group, first, end) in enumerate(ranges):
+            begin, stop = max(slot.offset, first), min(slot.offset + slot.numel, end)
+            if group == slot.group and begin < stop:
+                slices.append(ShardSlice(number, begin - slot.offset, stop - begin))
+                whole = stop - begin == slot.numel
+                shape, stride = (slot.shape, slot.stride) if whole else ((stop - begin,), (1,))
+                slots.append(TensorSlot(slot.name, own_number, begin - first, shape, stride))
+    dtypes = tuple(layout.dtypes[group] for group, _, _ in ranges)
+    return Shard(tuple(ranges), tuple(slices), FlatLayout(dtypes, tuple(e - f for _, f, e in ranges), tuple(slots)))
 
 
 # The state of an optimizer.

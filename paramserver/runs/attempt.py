@@ -208,7 +208,16 @@ class ResumeJournal:
         self._folder = run.path / ".attempt"
         latest, best = run.checkpoints_dir / LATEST, run.checkpoints_dir / BEST
         records = (run.metrics_file, run.superseded_file)
-        files = (run.config_file, run.environment_file, run.summary_file, latest, *records, best, run.losses_file)
+        files = (
+            run.config_file,
+            run.environment_file,
+            run.summary_file,
+            latest,
+            *records,
+            best,
+            run.losses_file,
+            run.csv_file,
+        )
         self._files = {f"{number}-{path.name}": path for number, path in enumerate(files)}
 
     @property

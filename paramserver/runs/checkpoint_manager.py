@@ -29,6 +29,7 @@ from paramserver.checkpoint.save import restore_best_pointer
 from paramserver.config import Config, num_trainers_of, world_size_of
 from paramserver.errors import StorageError, TrainingError
 from paramserver.metrics.records import TrainerTotals, make_record
+from paramserver.optim.averaging import averaged_state_dict
 from paramserver.optim.updater import Updater
 from paramserver.parameters.model import detached_state_dict, load_weights
 from paramserver.parameters.numerics import check_parameters_finite
@@ -105,9 +106,15 @@ def load_for_resume(config: Config, run: RunDir) -> ResumeState:
 
 
 class Stateful(Protocol):
-    """What has the state of an ``Updater``."""
+    """What has a state."""
 
     def state_dict(self) -> dict[str, Any]: ...
+
+
+class UpdaterState(Stateful, Protocol):
+    """The state of optimizer and schedule."""
+
+    def averages(self) -> dict[str, Tensor]: ...
 
 
 class SimulationsState(Stateful, Protocol):
@@ -246,7 +253,7 @@ class CheckpointManager:
         self,
         step: int,
         model: nn.Module,
-        updater: Stateful,
+        updater: UpdaterState,
         reason: str,
         since: float,
         collect: Callable[[StagedCheckpoint], None],
@@ -284,7 +291,7 @@ class CheckpointManager:
         self,
         step: int,
         model: nn.Module,
-        updater: Stateful,
+        updater: UpdaterState,
         reason: str,
         since: float,
         consistency: Mapping[str, Any] | None = None,
@@ -307,6 +314,8 @@ class CheckpointManager:
             "optimizer": stage_copy(state["optimizer"], self._pool),
             "run": stage_copy(run_state),
         }
+        if self.config.training.ema_decay is not None:
+            objects["ema"] = stage_copy(averaged_state_dict(model, updater.averages()), self._pool)
         self._pool.trim()
         return StagedCheckpoint(step, objects, self.monitor.improved_step == step, reason, since)
 

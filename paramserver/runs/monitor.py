@@ -64,7 +64,7 @@ class RunMonitor:
         self.improved_step: int | None = None
         self.staleness = StalenessHistogram()
         best = config.checkpoint.best
-        self.best = None if best is None else BestMetric(best.metric, best.mode)
+        self.best = None if best is None else BestMetric(best.metric, best.mode, config.training.min_delta)
         self.resume_note: str | None = None
         self._sink = sink
         self._summary_file = summary_file

@@ -69,6 +69,10 @@ class RunDir:
         return self.path / "metrics.jsonl"
 
     @property
+    def csv_file(self) -> Path:
+        return self.path / "metrics.csv"
+
+    @property
     def superseded_file(self) -> Path:
         return self.path / "metrics.superseded.jsonl"
 

@@ -10,6 +10,7 @@ from paramserver.cluster import process_environ
 from paramserver.config import Config, Role, dump_yaml, mode_of, roles, world_size_of
 from paramserver.devices import place_server, place_trainer
 from paramserver.importing import source_file
+from paramserver.metrics import make_sinks
 from paramserver.online.process_runner import LaunchCommand
 from paramserver.online.sampler import make_sampler
 from paramserver.online.spec import IngestSpec
@@ -17,7 +18,7 @@ from paramserver.runtime.watchdog import SILENT_SHARE, START_GRACE_S
 from paramserver.sources import Partition, make_source
 from paramserver.sources.data_loader import read_as
 from paramserver.sources.factory import check_watermark
-from paramserver.task import Task, make_task, sampler_of
+from paramserver.task import Task, make_callbacks, make_task, sampler_of
 
 
 def plan_text(config: Config, folders: Sequence[Path], launcher: str | None = None) -> str:
@@ -29,11 +30,13 @@ def plan_text(config: Config, folders: Sequence[Path], launcher: str | None = No
         launcher: what starts the ranks, as in ``ProcessIdentity.source``; None for the local supervisor.
     """
     task = make_task(config, folders)
+    make_sinks(config.logging.sinks, folders)
     ranks = roles(config, world_size_of(config))
     trainers = sum(role.kind == "trainer" for role in ranks)
     lines = [dump_yaml(config).rstrip(), "", f"task {type(task).__name__}, defined in {source_file(type(task))}"]
     lines += [f"{len(ranks)} rank(s), mode {config.mode}:"]
     lines += [f"  rank {role.global_rank}: {_rank_text(role, config, task, trainers)}" for role in ranks]
+    make_callbacks(task)
     lines += _simulations_lines(config, folders)
     lines += [f"limits: {_limits_text(config)}"]
     lines += _loss_lines(config, launcher)

@@ -53,7 +53,7 @@ from paramserver.errors import (
     ViewChanged,
 )
 from paramserver.importing import load_object, source_file
-from paramserver.metrics import FanOut, JsonLines, OpenSink, Sink, TensorBoard
+from paramserver.metrics import Csv, FanOut, JsonLines, OpenSink, Sink, TensorBoard, make_sinks
 from paramserver.metrics.records import TrainerTotals, make_record
 from paramserver.runs.attempt import furthest_step, reserve_run, start_transaction
 from paramserver.runs.checkpoint_manager import CheckpointManager, load_for_resume
@@ -69,7 +69,7 @@ from paramserver.runs.rundir import (
 )
 from paramserver.runtime.online import publish_endpoint, start_coordinator
 from paramserver.runtime.watchdog import Watchdog
-from paramserver.task import Task, make_task
+from paramserver.task import Task, make_callbacks, make_task
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -156,6 +156,9 @@ def run_rank(plan: RankPlan) -> dict[str, Any] | None:
         plan.on_task(role, task)
         log.info("task %s, defined in %s", type(task).__name__, source_file(type(task)))
         process = ProcessContext(config, identity, role, trainers, _place(identity, ranks, config), stop, timer)
+        if role.kind == "trainer":
+            task.devices, task.config = process.placement.devices, config
+            process.data_sets["callbacks"] = make_callbacks(task)
         timer.mark("task")
         interface = config.cluster.interface or interface_to(identity.master_addr)
         if interface is not None and not mode_of(config).single_process:
@@ -520,6 +523,7 @@ def _open_run(plan: RankPlan, process: ProcessContext, session: Session) -> Iter
         # Read everything that a resume or init_from needs before the first file changes.
         resume = load_for_resume(config, run) if plan.resume else None
         weights = _initial_weights(config) if resume is None else None
+        own_sinks = make_sinks(config.logging.sinks, plan.folders)
         first_step = 0 if resume is None else resume.checkpoint.step
         losses, view, ranks = LossLog(run.losses_file), session.view, session.trainer_ranks or ()
         if session.resize is not None:
@@ -549,7 +553,9 @@ def _open_run(plan: RankPlan, process: ProcessContext, session: Session) -> Iter
         if config.logging.tensorboard:
             purge_step = first_step + 1 if resume is not None or plan.restarted else None
             sinks.append(TensorBoard(run.tensorboard_dir, purge_step))
-        monitor = RunMonitor(config, FanOut([*sinks, *map(OpenSink, plan.sinks)]), run.summary_file, losses)
+        if "csv" in config.logging.sinks:
+            sinks.append(Csv(run.csv_file, run.metrics_file))
+        monitor = RunMonitor(config, FanOut([*sinks, *own_sinks, *map(OpenSink, plan.sinks)]), run.summary_file, losses)
         checkpoints = CheckpointManager(config, run, monitor, resume, weights, view)
         monitor.run_started(
             make_record(

@@ -44,7 +44,7 @@ MODULES = (
 )
 """What a rank imports until its first step. torch imports its compiler when the first optimizer is built."""
 
-_COMMAND = (sys.executable, "-m", "paramserver.launch", "--spare")
+_COMMAND = (sys.executable, "-m", "paramserver.launch")
 
 _MAX_MESSAGE_BYTES = 1 << 20
 _MAX_DESCRIPTORS = 4
@@ -103,21 +103,7 @@ class Spares:
             self._waiting.append(self._start())
 
     def _start(self) -> _Spare:
-        link, child_link = socket.socketpair()
-        with child_link, self._log_file.open("ab") as output:
-            try:
-                process = subprocess.Popen(
-                    [*_COMMAND, str(child_link.fileno())],
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    pass_fds=[child_link.fileno()],
-                    env=dict(self._environ),
-                    **OWN_GROUP,
-                )
-            except BaseException:
-                link.close()
-                raise
+        process, link = start_importing("--spare", self._environ, self._log_file)
         self._guard.add(process.pid)
         return _Spare(process, link)
 
@@ -155,7 +141,7 @@ class Spares:
             spare = self._waiting.pop(0)
             if not is_stopped(spare.process.pid):
                 with suppress(BrokenPipeError):  # it died just now
-                    socket.send_fds(spare.link, [json.dumps(list(arguments)).encode() + b"\n"], list(descriptors))
+                    send_role(spare.link, arguments, descriptors)
                     spare.link.close()
                     return spare.process
             self._replace_dead(spare)
@@ -172,6 +158,42 @@ class Spares:
         self._guard.remove(spare.process.pid)
         spare.link.close()
         return spare.process.wait()
+
+
+# The two ends of the socket to a process that has imported what a rank needs.
+
+
+def start_importing(
+    flag: str, environ: Mapping[str, str], log_file: Path
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Start ``paramserver.launch FLAG DESCRIPTOR``; return the process, and the socket to it.
+
+    Args:
+        flag: with which the process calls ``import_modules`` and waits for roles.
+        environ: of the process.
+        log_file: receives its output until it has a role.
+    """
+    link, child_link = socket.socketpair()
+    with child_link, log_file.open("ab") as output:
+        try:
+            process = subprocess.Popen(
+                [*_COMMAND, flag, str(child_link.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=[child_link.fileno()],
+                env=dict(environ),
+                **OWN_GROUP,
+            )
+        except BaseException:
+            link.close()
+            raise
+    return process, link
+
+
+def send_role(link: socket.socket, arguments: Sequence[str], descriptors: Sequence[int]) -> None:
+    """Send what ``receive_role`` returns."""
+    socket.send_fds(link, [json.dumps(list(arguments)).encode() + b"\n"], list(descriptors))
 
 
 def role_arguments(config: int, pipe: int, listener: int | None = None) -> list[str]:
@@ -191,10 +213,38 @@ def role_arguments(config: int, pipe: int, listener: int | None = None) -> list[
     return arguments if listener is None else [*arguments, "--listener", str(listener)]
 
 
+def import_modules() -> None:
+    """Import what a rank needs, and no module of the user's. The process ends with its parent from here on."""
+    die_with_parent()
+    with torch_import_without_gc():
+        for name in MODULES:
+            import_module(name)
+        if find_spec("tensorboard") is not None:
+            import_module("torch.utils.tensorboard")
+
+
+def receive_role(link: socket.socket) -> tuple[list[str], list[int]] | None:
+    """Wait for the arguments and descriptors of a role; None if the supervisor has closed the socket, or is gone."""
+    message, descriptors, _, _ = socket.recv_fds(link, _MAX_MESSAGE_BYTES, _MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
+    while not message.endswith(b"\n"):
+        chunk = link.recv(_MAX_MESSAGE_BYTES) if message else b""
+        if not chunk:
+            return None
+        message += chunk
+    return json.loads(message), descriptors
+
+
+def assume_role(arguments: Sequence[str], descriptors: Sequence[int]) -> list[str]:
+    """Return the arguments of the rank to be. Standard output and error go to its log from here on."""
+    output, *others = descriptors
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+    return [*arguments, *role_arguments(*others)]
+
+
 def wait_for_role(descriptor: int) -> list[str] | None:
     """Be a spare process: import what a rank needs, wait, and return the arguments of the rank to be.
-
-    No module of the user's is imported. Standard output and error go to the log of the rank from here on.
 
     Args:
         descriptor: the socket to the supervisor.
@@ -203,24 +253,7 @@ def wait_for_role(descriptor: int) -> list[str] | None:
         None if the supervisor is gone.
     """
     with socket.socket(fileno=descriptor) as link:
-        die_with_parent()
-        with torch_import_without_gc():
-            for name in MODULES:
-                import_module(name)
-            if find_spec("tensorboard") is not None:
-                import_module("torch.utils.tensorboard")
+        import_modules()
         log.info("process %d waits for a role", os.getpid())
-        message, descriptors, _, _ = socket.recv_fds(
-            link, _MAX_MESSAGE_BYTES, _MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
-        )
-        while message and not message.endswith(b"\n"):
-            message += (chunk := link.recv(_MAX_MESSAGE_BYTES))
-            if not chunk:
-                return None
-    if not message:
-        return None
-    output, *others = descriptors
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    os.close(output)
-    return [*json.loads(message), *role_arguments(*others)]
+        role = receive_role(link)
+    return None if role is None else assume_role(*role)

@@ -33,6 +33,7 @@ from paramserver.metrics import Record, Sink
 from paramserver.metrics.records import make_record
 from paramserver.process_utils import OWN_GROUP, cpu_ticks, is_stopped, kill_group
 from paramserver.runs.rundir import LAST_WRITE_S, RunDir, write_json
+from paramserver.runtime.fork_server import ForkedProcess, ForkServer
 from paramserver.runtime.rank_guard import RankGuard
 from paramserver.runtime.restarts import RestartPolicy
 from paramserver.runtime.spares import Spares, role_arguments
@@ -72,7 +73,7 @@ class _RankProcess:
         left: the run continues without it, at its own request.
     """
 
-    def __init__(self, role: Role, process: subprocess.Popen[bytes], pipe: int) -> None:
+    def __init__(self, role: Role, process: subprocess.Popen[bytes] | ForkedProcess, pipe: int) -> None:
         self.role = role
         self.global_rank = role.global_rank
         self.title = f"rank {role.global_rank} ({role})"
@@ -232,12 +233,21 @@ class Supervisor:
         spares = Spares(cluster.spares, cluster.max_restarts, environ, log_file, self._guard, self._note)
         self._spares = stack.enter_context(closing(spares))
         self._start_rank = partial(self._start_process, config_file.fileno(), listener, environ)
-        for role in roles(self.config, world_size_of(self.config)):
-            self._start_rank(role)
+        log_file = self.run.logs_dir / "start.log"
+        with closing(ForkServer(environ, log_file, self._guard, cluster.timeout_s)) as fork_server:
+            for role in roles(self.config, world_size_of(self.config)):
+                self._start_rank(role, fork_server)
 
     def _start_process(
-        self, config_file: int, listener: socket.socket, environ: dict[str, str], role: Role, again: bool = False
+        self,
+        config_file: int,
+        listener: socket.socket,
+        environ: dict[str, str],
+        role: Role,
+        fork_server: ForkServer | None = None,
     ) -> None:
+        """Start a rank, for the first time by the fork server."""
+        again = fork_server is None
         began = time.time() if again else self.began
         command = ["--rank", str(role.global_rank), "--world_size", str(world_size_of(self.config))]
         port = listener.getsockname()[1]
@@ -251,7 +261,12 @@ class Supervisor:
         descriptors = [config_file, writing] + ([listener.fileno()] if role.global_rank == 0 else [])
         try:
             with self.run.log_file(role.global_rank).open("ab") as log:
-                process = self._spares.take(command, [log.fileno(), *descriptors])
+                given = [log.fileno(), *descriptors]
+                process: subprocess.Popen[bytes] | ForkedProcess | None
+                if fork_server is None:
+                    process = self._spares.take(command, given)
+                elif process := fork_server.fork(command, given, lambda: self._signal is not None):
+                    self._guard.add(process.pid)
                 if process is None:
                     process = subprocess.Popen(
                         [sys.executable, "-m", "paramserver.launch", *command, *role_arguments(*descriptors)],
@@ -454,7 +469,7 @@ class Supervisor:
         due = [role for at, role in self._starts_due if at <= now]
         self._starts_due = [(at, role) for at, role in self._starts_due if at > now]
         for role in due:
-            self._start_rank(role, again=True)
+            self._start_rank(role)
 
     def _keep_spares(self) -> None:
         """Keep the spares complete while all ranks train, and end them with the run."""

@@ -16,7 +16,7 @@ import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
 from torch import Tensor
 
-from paramserver.config import Config
+from paramserver.config import Config, num_servers_of
 from paramserver.consistency import Announcement, Decision, TrainerId
 from paramserver.distributed.abort_sockets import abort_connections
 from paramserver.distributed.local_calls import LocalConnection
@@ -186,7 +186,7 @@ class ServerConnection(ABC):
         self.config = config
         self.index = index
         self.timeout_s = config.cluster.timeout_s
-        self._name = "the server" if config.cluster.num_servers == 1 else "server 0"
+        self._name = "the server" if num_servers_of(config) == 1 else "server 0"
         self._numbers = count(1)
         self._changed = threading.Condition()
         self._lost: PeerLost | None = None
@@ -345,6 +345,7 @@ _REPEATABLE = frozenset(
         ParameterServer.leave,
         ParameterServer.wait_version,
         ParameterServer.view_version,
+        ParameterServer.averages,
         ParameterServer.optimizer_state,
         ParameterServer.model_as_built,
         ShardServer.push,
@@ -360,6 +361,7 @@ _EXECUTED_ONCE = frozenset(
         ParameterServer.report_validation,
         ParameterServer.report_validation_share,
         ParameterServer.stage_checkpoint,
+        ParameterServer.all_gather,
         ParameterServer.receive_part_chunk,
         ParameterServer.finish_part,
         ParameterServer.receive_records,
@@ -555,6 +557,14 @@ class ServerClient(ServerConnection):
     def wait_version(self, version: int) -> int:
         """Return the current version once that is ``version``, or an earlier one if no trainer is left to make it."""
         return self.call_deferred(ParameterServer.wait_version, self._id, version)
+
+    def all_gather(self, value: Any, call: tuple[int, ...], active: tuple[int, ...] | None) -> list[Any]:
+        """Return the values that all trainers give with the same ``call``, or those of ``active``."""
+        return self.call_deferred(ParameterServer.all_gather, self._id, value, call, active)
+
+    def averages(self) -> dict[str, Tensor]:
+        """Return the average of each parameter, by name (``training.ema_decay``)."""
+        return self.call_deferred(ParameterServer.averages, self._id)
 
     def optimizer_state(self) -> dict[str, Any]:
         """Return the state of the optimizer in the form of ``torch.optim.Optimizer.state_dict``."""

@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
-from paramserver.config import Config
+from paramserver.config import Config, num_servers_of
 from paramserver.consistency import Decision, Update
 from paramserver.context import StopRequest
 from paramserver.distributed.membership import Member, Members, watch_peer
 from paramserver.distributed.rpc_calls import RemoteError, send, send_deferred
 from paramserver.errors import ParamserverError, PeerLost
 from paramserver.optim.parallel_step import is_elementwise
+from paramserver.optim.updater import Updater
 from paramserver.parameters.numerics import check_gradient_norm
 from paramserver.parameters.sharding import Shard, States, get_hyperparameters, merge_state, plan_shards, split_state
 from paramserver.server.parameter_store import ParameterStore
@@ -34,8 +35,12 @@ _TINY = 1e-6
 class CollectedState:
     """The state of optimizer and schedule, collected from all servers."""
 
-    def __init__(self, state: dict[str, Any]) -> None:
+    def __init__(self, state: dict[str, Any], updater: Updater) -> None:
         self._state = state
+        self._updater = updater
+
+    def averages(self) -> dict[str, torch.Tensor]:
+        return self._updater.averages(self._state["optimizer"]["state"])
 
     def state_dict(self) -> dict[str, Any]:
         return self._state
@@ -72,7 +77,7 @@ class ShardCoordinator:
         all_ready: Callable[[], None],
     ) -> None:
         self.config = config
-        self.num_servers = config.cluster.num_servers
+        self.num_servers = num_servers_of(config)
         self.shares_memory = True
         self.buckets: Sequence[Shard] = ()  # of each server's shard, if updates are made bucket by bucket
         self._begun: tuple[int, list[dict[str, Any]], list[Future]] = _NOTHING_BEGUN

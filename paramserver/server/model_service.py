@@ -272,9 +272,7 @@ class ModelService:
     """
 
     def __init__(self, task: Task, config: Config, store: ParameterStore) -> None:
-        states = random_states()
-        states.pop("cuda", None)  # a trainer may have other devices
-        self.as_built = states, store.model.training
+        self.as_built = random_states(), store.model.training
         self._store = store
         placement = place_server(config)
         self._device = placement.device

@@ -5,7 +5,6 @@ Handlers never block: a reply that depends on other trainers is a future. Errors
 
 from __future__ import annotations
 
-import copy
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -18,9 +17,10 @@ import torch.distributed.rpc as rpc
 from torch import Tensor, nn
 
 from paramserver.checkpoint import stage_copy
-from paramserver.config import Config, server_computes
+from paramserver.config import Config, num_servers_of, server_computes
 from paramserver.consistency import Announcement, Decision, Ledger, TrainerId, make_consistency
 from paramserver.context import StopRequest
+from paramserver.devices import place_parameters, to_cpu
 from paramserver.distributed.local_calls import LocalCallServer
 from paramserver.distributed.membership import Member, Members, watch_peer
 from paramserver.distributed.rpc_agent import current_context_id, release_context
@@ -31,6 +31,7 @@ from paramserver.errors import (
     PeerLost,
     RunEnded,
     StorageError,
+    TaskError,
     UnsupportedConfiguration,
     ViewChanged,
     as_peer_error,
@@ -38,7 +39,7 @@ from paramserver.errors import (
 from paramserver.metrics.records import Record, StepReport, TrainerTotals, WeightedSums, merge_sums
 from paramserver.optim.bucket_updates import BucketUpdates
 from paramserver.parameters.model import untrained_state_dict
-from paramserver.runs.checkpoint_manager import CheckpointManager, PartCollector, Stateful
+from paramserver.runs.checkpoint_manager import CheckpointManager, PartCollector, UpdaterState
 from paramserver.server.aggregator import Aggregator
 from paramserver.server.coordinator import CollectedState, ShardCoordinator
 from paramserver.server.model_service import ModelService, ServedTransport
@@ -79,7 +80,7 @@ class TutorialMethods(nn.Module):
         """Return the model's output at the current version, computed on the server, with its gradient recorded."""
         self._require_all_parameters()
         with self._lock:
-            flats = pull(self.store.leaves, self.store.snapshot()[0])
+            flats = pull(self.store.leaves, to_cpu(self.store.snapshot()[0]))
         return self.store.forward(flats, inputs)
 
     def get_dist_gradients(self, context_id: int) -> dict[str, Tensor]:
@@ -96,7 +97,7 @@ class TutorialMethods(nn.Module):
     def _require_all_parameters(self) -> None:
         if not self.is_whole:
             raise UnsupportedConfiguration(
-                f"cluster.num_servers ({self.config.cluster.num_servers}) must be 1 for ParameterServer.forward, "
+                f"cluster.num_servers ({num_servers_of(self.config)}) must be 1 for ParameterServer.forward, "
                 "get_dist_gradients and get_param_rrefs, as no server holds the whole model; lower it"
             )
 
@@ -162,11 +163,12 @@ class ParameterServer(TutorialMethods):
         times_due = None if config.buffer.kind == "reservoir" else config.buffer.pseudo_epochs
         ledger = Ledger(times_due, self.view)
         ledger.load_state_dict(checkpoints.ledger_state, trainers)
-        several = config.cluster.num_servers > 1
-        self._shared_memory = ServerSharedMemory(segments, config.server, rules.lockstep, monitor.note)
+        several = num_servers_of(config) > 1
+        device = place_parameters(config).device
+        self._shared_memory = ServerSharedMemory(segments, config.server, rules.lockstep, monitor.note, device)
         # Other processes access the parameters themselves in lockstep, and whenever servers own them together; trainers
-        # that run freely read snapshots instead.
-        in_place = (rules.lockstep or several) and segments is not None
+        # that run freely, or whose server has them on a GPU, read snapshots instead.
+        in_place = (rules.lockstep or several) and segments is not None and device.type == "cpu"
         self.store = store = ParameterStore(task, config, self._shared_memory.allocate_parameters if in_place else None)
         self._model_service = ModelService(task, config, store) if server_computes(config) else None
         parameters = store.parameters
@@ -191,7 +193,7 @@ class ParameterServer(TutorialMethods):
                 self._start_if_complete,
             )
         self.is_whole = self.coordinator is None
-        codec = make_codec(config.server)
+        codec = make_codec(config.server, store.device)
         self._wire = WireVersion(store.shard.layout, codec, store.shard_snapshot)
         shards = (store.shard,) if self.coordinator is None else self.coordinator.shards
         self._buckets, self._barrier = plan_buckets(config, store.updater, store.parameters.layout, shards)
@@ -229,6 +231,7 @@ class ParameterServer(TutorialMethods):
         self._validated: tuple[int, dict[str, float]] = -1, {}
         self._staged = (monitor.step if checkpoints.resumes else -1, False)
         self._stagings = PendingReplies()
+        self._gathers: dict[tuple[int, ...], tuple[tuple[int, ...] | None, PendingReplies]] = {}
         self._staging_reason = ""
         self._parts = PartCollector(checkpoints)
 
@@ -429,6 +432,7 @@ class ParameterServer(TutorialMethods):
         silence_s = self.config.server.lost_after_s
         for member in self.members.overdue(silence_s):
             self._lose(member, f"no heartbeat for server.lost_after_s ({silence_s:g} s)")
+        self._check_gathers()
 
     def check_absences(self) -> set[int]:
         """Give up each lost trainer whose place no process took within ``cluster.timeout_s``.
@@ -560,13 +564,14 @@ class ParameterServer(TutorialMethods):
         if trainer_index in self._joins.parts:
             self._joins.pop(trainer_index)
         self.aggregator.remove(trainer_index)
-        for table in (self._stagings, *self._validations.values()):
+        for table in (self._stagings, *self._validations.values(), *(table for _, table in self._gathers.values())):
             if trainer_index in table.parts:
                 table.pop(trainer_index)
         self._parts.replace(trainer_index)
         for version in list(self._validations):
             self._finish_validation(version)
         self._finish_staging()
+        self._finish_gathers()
         self._finish_if_all_left()
 
     def reconnect(self, reason: str) -> None:
@@ -591,6 +596,7 @@ class ParameterServer(TutorialMethods):
                 self.coordinator.abort()
             reply = RemoteError.of(as_peer_error(self.error))
             tables = [self._joins, self._stagings, *self._validations.values()]
+            tables += [table for _, table in self._gathers.values()]
             # Removed from the tables under the lock, so that each future is completed once.
             waiting = [f for table in tables for f in table.pop_all()[1].values()] + self.aggregator.pop_waiters()
         for future in waiting:
@@ -811,7 +817,7 @@ class ParameterServer(TutorialMethods):
             extra_states, futures, arrival_s = self._stagings.pop_all()
 
         # Under the lock: no update may be applied between the copies of model, optimizer and rules.
-        def stage(updater: Stateful) -> dict[int, bool]:
+        def stage(updater: UpdaterState) -> dict[int, bool]:
             with self._lock:
                 self._staged = self._checkpoint_due()
                 if extra_state := extra_states[min(extra_states)]:
@@ -831,7 +837,7 @@ class ParameterServer(TutorialMethods):
                 )
                 return dict.fromkeys(futures, True)
 
-        def stage_and_reply(updater: Stateful) -> None:
+        def stage_and_reply(updater: UpdaterState) -> None:
             self._complete(futures, lambda: stage(updater))
             self._parts.commit_if_complete()  # at once if every trainer was lost meanwhile
 
@@ -867,7 +873,7 @@ class ParameterServer(TutorialMethods):
             "steps": self.aggregator.rules.step,
         }
 
-    def _with_updater_state(self, then: Callable[[Stateful], None]) -> None:
+    def _with_updater_state(self, then: Callable[[UpdaterState], None]) -> None:
         """Call ``then`` with the state of optimizer and schedule, once the model holds all parameters."""
         coordinator = self.coordinator
         if coordinator is None:
@@ -876,7 +882,7 @@ class ParameterServer(TutorialMethods):
 
         def collect(release: Callable[[], None]) -> None:
             def collected(state: dict[str, Any]) -> None:
-                then(CollectedState(state))
+                then(CollectedState(state, self.store.updater))
                 release()
 
             coordinator.collect_state(collected)
@@ -919,11 +925,67 @@ class ParameterServer(TutorialMethods):
             self.fail(error)
             raise as_peer_error(error) from error
 
+    @executed_once
+    def all_gather(
+        self, sender: TrainerId, value: Any, call: tuple[int, ...], active: tuple[int, ...] | None
+    ) -> torch.futures.Future[list[Any]]:
+        """Reply with the values of all trainers, in their order, once each has made the same call.
+
+        Args:
+            sender: the trainer.
+            value: its own.
+            call: names the call, alike for all trainers.
+            active: the trainers that make it; None for all that took part in the last decision.
+        """
+        with self._lock:
+            trainer_index = self._admit(sender)
+            _, table = self._gathers.setdefault(call, (active, PendingReplies()))
+            future = table.add(trainer_index, value)
+        self._finish_gathers()
+        return future
+
+    def _finish_gathers(self) -> None:
+        with self._lock:
+            complete = [call for call, (active, table) in self._gathers.items() if table.has_all(self._callers(active))]
+            tables = [self._gathers.pop(call)[1].pop_all() for call in complete]
+        for values, futures, _ in tables:
+            for future in futures.values():
+                future.set_result([values[index] for index in sorted(values)])
+
+    def _callers(self, active: tuple[int, ...] | None) -> set[int]:
+        """Return the trainers that are expected to make a call of ``all_gather``; a lost one is not among them."""
+        present = set(self.aggregator.rules.participants)
+        return present if active is None else present & set(active)
+
+    def _check_gathers(self) -> None:
+        """Fail the run if a trainer has not made a call of ``all_gather`` that others wait for."""
+        limit_s, late = self.config.cluster.timeout_s, time.perf_counter() - self.config.cluster.timeout_s
+        with self._lock:
+            missing = [
+                str(trainer_index)
+                for active, table in self._gathers.values()
+                if min(table.arrival_s.values(), default=late) < late
+                for trainer_index in sorted(self._callers(active) - table.parts.keys())
+            ]
+        if missing:
+            self.fail(
+                TaskError(
+                    f"trainer.all_gather was not called by trainer {', '.join(missing)} within cluster.timeout_s "
+                    f"({limit_s:g} s) of the others; call it on all trainers, at the same places"
+                )
+            )
+
+    def averages(self, sender: TrainerId) -> torch.futures.Future[dict[str, Tensor]]:
+        """Reply with the average of each parameter, by name, during a validation, in which no update is applied."""
+        future: torch.futures.Future[dict[str, Tensor]] = torch.futures.Future()
+        with self._lock:
+            self._admit(sender)
+            self._with_updater_state(lambda updater: future.set_result(updater.averages()))
+        return future
+
     def optimizer_state(self) -> torch.futures.Future[dict[str, Any]]:
         """Reply with the optimizer's ``state_dict`` when no update is in progress."""
         future: torch.futures.Future[dict[str, Any]] = torch.futures.Future()
         with self._lock:
-            self._with_updater_state(
-                lambda updater: future.set_result(copy.deepcopy(updater.state_dict()["optimizer"]))
-            )
+            self._with_updater_state(lambda updater: future.set_result(stage_copy(updater.state_dict()["optimizer"])))
         return future

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paramserver.config import Config
 from paramserver.consistency import Update
-from paramserver.devices import CPU
+from paramserver.devices import CPU, move_to_device, place_parameters, to_cpu
 from paramserver.errors import TaskError
 from paramserver.optim.parallel_step import WORTHWHILE_BYTES, ThreadTeam
 from paramserver.optim.shard_updater import ShardUpdater, staleness_factor
@@ -27,7 +27,7 @@ Flats = list[Tensor]
 
 
 class ParameterStore:
-    """One model in a few flat tensors, and one optimizer over views of them. Not thread-safe.
+    """One model in a few flat tensors, and one optimizer over views of them, on one device. Not thread-safe.
 
     Every snapshot is immutable: an update replaces it and never writes to it. So a gradient is exact for the version it
     was computed at, whatever is applied meanwhile.
@@ -35,7 +35,10 @@ class ParameterStore:
     Args:
         task: builds the model and the optimizer.
         config: of the run.
-        allocate: allocates the flat tensors of the parameters, if other processes read them in place.
+        allocate: allocates the flat tensors of the parameters, if other processes read them in place; on the CPU only.
+
+    Attributes:
+        device: of the model and the optimizer. What a trainer sends is moved there when it arrives.
 
     Example::
 
@@ -54,7 +57,9 @@ class ParameterStore:
     def __init__(
         self, task: Task, config: Config, allocate: Callable[[FlatLayout], list[Tensor]] | None = None
     ) -> None:
-        self.model = build_model(task, config.seed, CPU)
+        placement = place_parameters(config)
+        self.device = placement.device
+        self.model = build_model(task, config.seed, placement)
         self.parameters = FlatTensors(trainable_parameters(self.model), allocate, config.server.bucket_bytes)
         self.buffers = FlatTensors(module_buffers(self.model))
         self.updater = Updater(task, self.model, config.training)
@@ -77,23 +82,23 @@ class ParameterStore:
         self.leaves = self.shard_updater.leaves
 
     def use_threads(self, team: ThreadTeam) -> None:
-        """Apply updates with all threads of ``team``, unless the model is too small for that."""
-        if self.parameters.layout.total_bytes >= WORTHWHILE_BYTES:
+        """Apply updates with all threads of ``team``, unless the model is too small for that, or on a GPU."""
+        if self.device.type == "cpu" and self.parameters.layout.total_bytes >= WORTHWHILE_BYTES:
             self.shard_updater.use_threads(team)
             self.updater.use_threads(team)
 
     # Reading.
 
     def snapshot(self) -> tuple[Flats, Flats]:
-        """Return parameters and module buffers of the current version, immutable."""
+        """Return parameters and module buffers of the current version, immutable; the buffers on the CPU."""
         if self._snapshot is None:
             self._snapshot = self.parameters.clone()
         return self._snapshot, self.snapshot_of_buffers()
 
     def snapshot_of_buffers(self) -> Flats:
-        """Return the module buffers alone."""
+        """Return the module buffers alone, on the CPU."""
         if self._buffer_snapshot is None:
-            self._buffer_snapshot = self.buffers.clone()
+            self._buffer_snapshot = to_cpu(self.buffers.clone())
         return self._buffer_snapshot
 
     def shard_snapshot(self) -> Flats:
@@ -121,11 +126,13 @@ class ParameterStore:
         self._retained.pop(version, None)
 
     def forward(self, flats: Sequence[Tensor], inputs: Sequence[Any]) -> Any:
-        """Return the model's output with the parameters in ``flats``. Thread-safe."""
-        views = self.parameters.layout.views(flats)
+        """Return the model's output with the parameters in ``flats``, on the CPU as these are. Thread-safe."""
+        views = self.parameters.layout.views([flat.to(self.device) for flat in flats])
         memo = {id(t): t for t in [*self.model.parameters(), *self.model.buffers()]}
         # A copy of the modules for each call: functional_call on a shared module is not thread-safe.
-        return torch.func.functional_call(copy.deepcopy(self.model, memo), views, tuple(inputs))
+        replica = copy.deepcopy(self.model, memo)
+        output = torch.func.functional_call(replica, views, move_to_device(tuple(inputs), self.device))
+        return move_to_device(output, CPU.device)
 
     # Updating.
 

@@ -121,7 +121,7 @@ class ShardServer:
                 f"server {self.server_index} built another model than server 0; build_model must give the same one in "
                 "every process"
             )
-        optimizer = build_optimizer(task, model)
+        optimizer = build_optimizer(task, model, self.config.training.ema_decay)
         shard = assignment.shard
         if self.shares_memory:
             flats = shard.slice_flats(self._attach(self._segments_key))

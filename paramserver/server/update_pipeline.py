@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paramserver.config import Config, server_computes
+from paramserver.config import Config, is_colocated, server_computes
 from paramserver.optim.bucket_updates import BucketUpdates, UpdatedBucket, why_not_by_bucket
 from paramserver.optim.updater import Updater
 from paramserver.parameters.flat import FlatLayout
@@ -19,6 +19,8 @@ from paramserver.transport.messages import Future
 # Of a shard, without ``server.bucket_mb``. More buckets overlap more of the update with its transfer, and cost more
 # messages; larger ones than these gain nothing.
 _BUCKETS, _LEAST_BYTES, _MOST_BYTES = 10, 128 * 2**10, 4 * 2**20
+# Where servers share the hosts of trainers, less is sent over the network, and messages take the CPU of trainers.
+_COLOCATED_BUCKETS = 5
 # The first bucket of a server is sent when the backward has ended, and its update received with the next pull.
 _FIRST_BYTES = 64 * 2**10
 
@@ -36,7 +38,7 @@ def plan_buckets(
     if reason is not None:
         return (), reason
     size = config.server.bucket_mb
-    most = layout.total_bytes / len(shards) / _BUCKETS
+    most = layout.total_bytes / len(shards) / (_COLOCATED_BUCKETS if is_colocated(config) else _BUCKETS)
     most = min(max(most, _LEAST_BYTES), _MOST_BYTES) if size is None else size * 2**20
     return tuple(split_ranges(shard, layout, most, min(most, _FIRST_BYTES)) for shard in shards), ""
 

@@ -105,7 +105,10 @@ class PartitionOrder:
     @cached_property
     def per_pass(self) -> int:
         """How many indices of one pass belong to this trainer."""
-        return len(deal(self.length, self.partition, epoch=0, **{**self.options, "shuffle": False}))
+        # Any thread may ask, so nothing is drawn from a sampler here.
+        sampler = self.options.get("sampler")
+        length = self.length if sampler is None else sampler.length
+        return len(deal(length, self.partition, epoch=0, **{**self.options, "shuffle": False, "sampler": None}))
 
     def total(self, passes: int) -> int:
         """Return how many indices there are until the end of ``passes`` passes over the data set."""

@@ -55,9 +55,7 @@ class SamplerOrder:
         self._most = max(100 * len(dataset), 10_000_000)
         generator = _generator_of(sampler)
         self._first_state = None if generator is None else generator.get_state()
-        # What the passes of these depend on is known without the passes before.
-        known = isinstance(sampler, Sampler) and type(sampler).__module__.startswith("torch.")
-        self._jumps = hasattr(sampler, "set_epoch") or (known and generator is None)
+        self._jumps = all(map(_is_stateless, _parts(sampler)))  # to any pass, without those before it
         self._copy: Any = None
         self._next = 0  # the pass that the copy draws next
         self._drawn: dict[int, list[Index]] = {}
@@ -65,6 +63,11 @@ class SamplerOrder:
     @property
     def name(self) -> str:
         return type(self.sampler).__name__
+
+    @property
+    def length(self) -> int:
+        """How many entries each pass has; once a pass has been drawn, this draws none."""
+        return len(self.indices(0)) if self._length is None else self._length
 
     @property
     def description(self) -> str:
@@ -97,8 +100,9 @@ class SamplerOrder:
             before = GeneratorStates.take(gauss=True)
             try:
                 seed_order(self.seed, n)
-                if hasattr(self._copy, "set_epoch"):
-                    self._copy.set_epoch(n)
+                for part in _parts(self._copy):
+                    if hasattr(part, "set_epoch"):
+                        part.set_epoch(n)
                 order = [self._index(item) for item in islice(self._copy, self._most + 1)]
             finally:
                 before.restore()
@@ -173,9 +177,18 @@ class SamplerOrder:
             self._restart()
 
 
+def _parts(sampler: Any) -> list[Any]:
+    """Return a sampler, and the one that it makes batches of."""
+    inner = getattr(sampler, "sampler", None)
+    return [sampler] if inner is None or inner is sampler else [sampler, inner]
+
+
 def _generator_of(sampler: Any) -> torch.Generator | None:
-    """Return the generator of a sampler, or of the one that it makes batches of."""
-    found = getattr(sampler, "generator", None)
-    if found is None and hasattr(sampler, "sampler"):
-        return _generator_of(sampler.sampler)
-    return found if isinstance(found, torch.Generator) else None
+    found = [getattr(part, "generator", None) for part in _parts(sampler)]
+    return next((one for one in found if isinstance(one, torch.Generator)), None)
+
+
+def _is_stateless(sampler: Any) -> bool:
+    """Whether the order of a pass is known to depend on nothing but its seed and number."""
+    known = isinstance(sampler, Sampler) and type(sampler).__module__.startswith("torch.")
+    return hasattr(sampler, "set_epoch") or (known and getattr(sampler, "generator", None) is None)

@@ -1,4 +1,4 @@
-"""Gradient compression over RPC: how parameters and gradients are represented in messages.
+"""How parameters and gradients are represented in messages: their dtype, and always in memory of the CPU.
 
 To add a codec, subclass ``WireCodec``, let ``make_codec`` choose it, and add its name or its key to the server section
 of config/schema.py. Servers and trainers of a run have the same configuration, so both ends make the same codec.
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from paramserver.config import ServerConfig
+from paramserver.devices import CPU, to_cpu
 from paramserver.errors import NotFinite
 from paramserver.parameters.flat import FlatLayout
 
@@ -21,7 +22,8 @@ class WireCodec(ABC):
     """Converts flat tensors to and from the tensors that are sent; each element stays one element.
 
     A trainer encodes a gradient and decodes a parameter by ``Tensor.copy_`` between a tensor of the model and a view of
-    a tensor of ``wire_layout``. The conversions in the other directions, on servers, are ``encode`` and ``decode``.
+    a tensor of ``wire_layout``. The conversions in the other directions are ``encode`` and ``decode``. They also move a
+    tensor from the device of the server's parameters to the CPU, and back.
     """
 
     name: str
@@ -32,7 +34,7 @@ class WireCodec(ABC):
 
     @abstractmethod
     def encode(self, layout: FlatLayout, flats: list[Tensor]) -> list[Tensor]:
-        """Return what is sent for the parameters of a version; ``flats`` themselves where nothing is converted.
+        """Return what is sent for the parameters of a version, on the CPU; ``flats`` if nothing is converted.
 
         Raises:
             NotFinite: see ``check_fits``.
@@ -45,7 +47,7 @@ class WireCodec(ABC):
 
     @abstractmethod
     def decode(self, wire: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return a received flat gradient in the ``dtype`` of its parameters."""
+        """Return a received flat gradient in the ``dtype`` of its parameters, and on their device."""
 
     @abstractmethod
     def check_fits(self, what: str, exact: Tensor, wire: Tensor) -> None:
@@ -61,7 +63,7 @@ class WireCodec(ABC):
 
 
 class CastCodec(WireCodec):
-    """Rounds to ``dtype`` where that is smaller (``server.wire_dtype``).
+    """Rounds to ``dtype`` where that is smaller (``server.wire_dtype``); parameters of a server are on ``device``.
 
     Example::
 
@@ -76,8 +78,9 @@ class CastCodec(WireCodec):
 
     name = "cast"
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device = CPU.device) -> None:
         self.dtype = dtype
+        self.device = device
 
     def wire_layout(self, layout: FlatLayout) -> FlatLayout:
         smaller = self.dtype.itemsize
@@ -87,19 +90,19 @@ class CastCodec(WireCodec):
     def encode(self, layout: FlatLayout, flats: list[Tensor]) -> list[Tensor]:
         wire = self.wire_layout(layout)
         if wire == layout:
-            return flats
+            return to_cpu(flats)
         rounded = [flat.to(dtype) for flat, dtype in zip(flats, wire.dtypes, strict=True)]
         if not all(bool(flat.isfinite().all()) for flat in rounded):
             views = wire.views(rounded)
             for name, exact in layout.views(flats).items():
                 self.check_fits(f"parameter {name}", exact, views[name])
-        return rounded
+        return to_cpu(rounded)
 
     def decode(self, wire: Tensor, dtype: torch.dtype) -> Tensor:
-        return wire.to(dtype)
+        return wire.to(self.device, dtype)
 
     def check_fits(self, what: str, exact: Tensor, wire: Tensor) -> None:
-        overflowed = exact.isfinite() & ~wire.isfinite()
+        overflowed = exact.isfinite() & ~wire.to(exact.device).isfinite()  # a gradient may be on a GPU
         if bool(overflowed.any()):
             largest = float(exact[overflowed].abs().max())
             kind = str(wire.dtype).removeprefix("torch.")
@@ -109,6 +112,11 @@ class CastCodec(WireCodec):
             )
 
 
-def make_codec(config: ServerConfig) -> WireCodec:
-    """Return the codec of a run: the only place that turns keys of the server section into one."""
-    return CastCodec(getattr(torch, config.wire_dtype))
+def make_codec(config: ServerConfig, device: torch.device = CPU.device) -> WireCodec:
+    """Return the codec of a run: the only place that turns keys of the server section into one.
+
+    Args:
+        config: of the run.
+        device: of the parameters, on a server.
+    """
+    return CastCodec(getattr(torch, config.wire_dtype), device)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from paramserver.devices import pins_memory, to_cpu
 from paramserver.parameters.flat import FlatLayout
 from paramserver.parameters.sharding import Shard
 from paramserver.transport.autograd import pull, push_root
@@ -161,7 +161,7 @@ class RpcServerTransport(ServerTransport):
 
     def view_retained(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> VersionView:
         flats = parameters if self._shard is None else self._shard.copy_flats(parameters)
-        return VersionView(None, tuple(flats), tuple(buffers))
+        return VersionView(None, tuple(to_cpu(list(flats))), tuple(buffers))
 
     def receive_first(self, gradient: Tensor) -> None:
         """Receive the gradient that passed through distributed autograd."""
@@ -221,51 +221,34 @@ class RpcTrainerTransport(TrainerTransport):
         wire_layouts = [codec.wire_layout(shard.layout) for shard in shards]
         self._is_lossy = any(wire != shard.layout for wire, shard in zip(wire_layouts, shards, strict=True))
         # Pinned memory, so that copies from a GPU neither need a second buffer nor block.
-        pinned = any(parameter.is_cuda for parameter in parameters)
-        runs = [_allocate(shard, wire.dtypes, pinned) for shard, wire in zip(shards, wire_layouts, strict=True)]
-        per_server = [[flat for _, flats in own for flat in flats] for own in runs]
-        self._outgoing = [flat for flats in per_server for flat in flats]
-        self._first = list(accumulate((len(flats) for flats in per_server[:-1]), initial=0))
-        # Of tensors that servers share: for each outgoing tensor, its pieces and where their gradients are gathered.
-        self._split: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        pinned = any(pins_memory(parameter.device) for parameter in parameters)
+        self._first = list(accumulate((len(shard.ranges) for shard in shards[:-1]), initial=0))
         self._targets: list[tuple[int, int, int | None]] = []
-        self.gradient_views = self._map_gradients(codec.wire_layout(layout), per_server, runs)
+        self.gradient_views = self._map_gradients(codec.wire_layout(layout), pinned)
         self.buckets = {
             GradientBucket(server_index, flat_index): shard.slots_of_range(flat_index)
             for server_index, shard in enumerate(shards)
             for flat_index in range(1, len(shard.ranges))
         }
 
-    def _map_gradients(
-        self, wire: FlatLayout, per_server: Sequence[Sequence[Tensor]], runs: Sequence[Sequence[Run]]
-    ) -> list[Tensor]:
-        """Return a view of the outgoing tensors for each parameter; of a split one, a tensor to gather it in."""
-        found: dict[int, Tensor] = {}
-        for first, shard, flats, own_runs in zip(self._first, self._shards, per_server, runs, strict=True):
-            views = shard.layout.views(flats)
-            joined = _joined_views(shard, wire, own_runs)
-            found |= joined
-            for number in joined:
-                self._make_dense(number)
-            for piece, own in zip(shard.slices, shard.layout.slots, strict=True):
-                whole = shard.is_whole(piece, self._layout)
-                self._targets.append((piece.slot, piece.start, None if whole else piece.length))
-                if whole:
-                    found[piece.slot] = views[own.name]
-                    continue
-                if piece.slot in joined:
-                    continue
-                slot = wire.slots[piece.slot]
-                if piece.slot not in found:
-                    found[piece.slot] = torch.empty_strided(slot.shape, slot.stride, dtype=wire.dtypes[slot.group])
-                    self._make_dense(piece.slot)
-                gathered = _slice(found[piece.slot], piece.start, piece.length)
-                self._split.setdefault(first + own.group, []).append((views[own.name], gathered))
-        # A tensor without elements may be in no shard.
-        return [
-            found.get(number, torch.empty(slot.shape, dtype=wire.dtypes[slot.group]))
-            for number, slot in enumerate(wire.slots)
+    def _map_gradients(self, wire: FlatLayout, pinned: bool) -> list[Tensor]:
+        """Allocate what is sent, a tensor for each range, and return a view of it for each parameter.
+
+        All ranges of a dtype are parts of one tensor, so that a parameter in several of them is one view too.
+        """
+        wholes = [
+            torch.zeros(size, dtype=t, pin_memory=pinned) for size, t in zip(wire.sizes, wire.dtypes, strict=True)
         ]
+        self._outgoing = [
+            _part(wholes[group], first, end) for shard in self._shards for group, first, end in shard.ranges
+        ]
+        for shard in self._shards:
+            for piece in shard.slices:
+                is_whole = shard.is_whole(piece, self._layout)
+                self._targets.append((piece.slot, piece.start, None if is_whole else piece.length))
+                if not is_whole:
+                    self._make_dense(piece.slot)
+        return list(wire.views(wholes).values())
 
     def _make_dense(self, number: int) -> None:
         """Give a split parameter the strides of its slot, so that a slice of its memory is the slice of a server."""
@@ -295,11 +278,7 @@ class RpcTrainerTransport(TrainerTransport):
         return push_root([self._gather(index) for index in self._first], [pulled[index] for index in self._first])
 
     def _gather(self, index: int) -> Tensor:
-        """Return one outgoing tensor, complete and checked."""
-        if index in self._split:
-            pieces, gathered = zip(*self._split[index], strict=True)
-            with torch.no_grad():
-                torch._foreach_copy_(pieces, gathered)
+        """Return one outgoing tensor, checked."""
         flat = self._outgoing[index]
         if self._is_lossy and not bool(flat.isfinite().all()):
             # Gradients that were infinite before are the trainer's error to report, so only rounding is refused here.
@@ -312,45 +291,11 @@ class RpcTrainerTransport(TrainerTransport):
         return sum(flat.nbytes for flat in (*pulled, *self._outgoing))
 
 
-# Ranges that follow each other, in one tensor, and each of them as a tensor of its own over the same memory.
-Run: TypeAlias = tuple[Tensor, list[Tensor]]
-
-
-def _allocate(shard: Shard, dtypes: Sequence[torch.dtype], pinned: bool) -> list[Run]:
-    """Allocate the ranges of a shard."""
-    runs: list[list[int]] = []
-    for number, (group, begin, _) in enumerate(shard.ranges):
-        if runs and shard.ranges[number - 1][0] == group and shard.ranges[number - 1][2] == begin:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    made = []
-    for numbers in runs:
-        sizes = [shard.layout.sizes[number] for number in numbers]
-        whole = torch.zeros(sum(sizes), dtype=dtypes[numbers[0]], pin_memory=pinned)
-        # By numpy, which keeps the memory alive: RPC would copy a view, as it sends storages.
-        parts = torch.split(whole.view(torch.uint8), [size * whole.itemsize for size in sizes])
-        made.append((whole, [torch.from_numpy(part.numpy()).view(whole.dtype) for part in parts]))
-    return made
-
-
-def _joined_views(shard: Shard, wire: FlatLayout, runs: Sequence[Run]) -> dict[int, Tensor]:
-    """Return a view for each parameter that is in several ranges of one run, and nowhere else."""
-    starts: list[tuple[Tensor, int]] = []  # of each range: its run, and the first element there
-    for whole, parts in runs:
-        for start in accumulate((len(part) for part in parts[:-1]), initial=0):
-            starts.append((whole, start))
-    pieces: dict[int, list[tuple[int, Tensor, int]]] = {}
-    for piece, own in zip(shard.slices, shard.layout.slots, strict=True):
-        run, start = starts[own.group]
-        pieces.setdefault(piece.slot, []).append((piece.length, run, start + own.offset))
-    found = {}
-    for number, held in pieces.items():
-        slot, (_, run, start) = wire.slots[number], held[0]
-        if len(held) > 1 and sum(length for length, _, _ in held) == slot.numel:
-            assert all(other is run for _, other, _ in held)
-            found[number] = run.as_strided(slot.shape, slot.stride, start)
-    return found
+def _part(whole: Tensor, first: int, end: int) -> Tensor:
+    """Return elements of a tensor, as a tensor over the same memory that RPC sends without a copy."""
+    # By numpy, which keeps the memory alive: RPC would copy a view, as it sends storages.
+    item = whole.itemsize
+    return torch.from_numpy(whole.view(torch.uint8)[first * item : end * item].numpy()).view(whole.dtype)
 
 
 def _slice(dense: Tensor, start: int, length: int) -> Tensor:

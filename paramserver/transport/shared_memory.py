@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from paramserver.config import ServerConfig
+from paramserver.devices import CPU
 from paramserver.errors import TaskError, UnsupportedConfiguration
 from paramserver.parameters.flat import FlatLayout
 from paramserver.parameters.sharding import Shard
@@ -139,6 +140,7 @@ class SharedMemoryServerTransport(ServerTransport):
         snapshots: shared by the transports of all trainers of this host.
         gradients: the flat tensors of that segment, or this server's ranges of them.
         segment_key: of that segment.
+        device: of the parameters.
     """
 
     zero_copy = True
@@ -148,10 +150,12 @@ class SharedMemoryServerTransport(ServerTransport):
         snapshots: SnapshotSource,
         gradients: list[Tensor],
         segment_key: str = gradients_key(0),
+        device: torch.device = CPU.device,
     ) -> None:
         self.segment_key = segment_key
         self._snapshots = snapshots
         self._gradients = gradients
+        self._device = device
         self._pinned: int | None = None
 
     def pin_version(self) -> int:
@@ -165,7 +169,7 @@ class SharedMemoryServerTransport(ServerTransport):
 
     def collect_gradients(self, held: Mapping[Tensor, Tensor]) -> list[Tensor] | None:
         # Complete: the trainer writes them before it pushes.
-        return list(self._gradients)
+        return [flat.to(self._device) for flat in self._gradients]
 
     def unpin(self) -> None:
         if self._pinned is not None:
@@ -264,16 +268,23 @@ class ServerSharedMemory:
     Args:
         host: of the segments; None if nothing is to be shared.
         config: of the server.
-        lockstep: trainers read the parameters themselves instead of snapshots.
+        lockstep: trainers read the parameters themselves instead of snapshots, if these are on the CPU.
         on_note: receives what the user should know, in one sentence.
+        device: of the parameters.
     """
 
     def __init__(
-        self, host: SegmentHost | None, config: ServerConfig, lockstep: bool, on_note: Callable[[str], None]
+        self,
+        host: SegmentHost | None,
+        config: ServerConfig,
+        lockstep: bool,
+        on_note: Callable[[str], None],
+        device: torch.device = CPU.device,
     ) -> None:
         self._host = host
         self._config = config
-        self._lockstep = lockstep
+        self._device = device
+        self._in_place = lockstep = lockstep and device.type == "cpu"
         self._on_note = on_note
         self._num_over_rpc = 0
         self._snapshots: SnapshotSource | None = None
@@ -304,7 +315,7 @@ class ServerSharedMemory:
     ) -> None:
         """Prepare what trainers read; ``current`` as for ``RingSnapshots``."""
         self._num_over_rpc = num_trainers
-        if self._lockstep:
+        if self._in_place:
             self._snapshots = self._allocate(lambda _: LiveParameters())
         else:
             self._snapshots = self._allocate(lambda host: RingSnapshots(host, layout, num_trainers, current))
@@ -336,7 +347,7 @@ class ServerSharedMemory:
                 f"server.wire_dtype ({self._config.wire_dtype}) rounds nothing here, as all trainers share the "
                 "server's memory; set server.transport: rpc to have it, or leave it out"
             )
-        transport = SharedMemoryServerTransport(self._snapshots, shard.slice_flats(gradients), key)
+        transport = SharedMemoryServerTransport(self._snapshots, shard.slice_flats(gradients), key, self._device)
         return transport, self._snapshots.num_slots
 
     def offer_socket(self, trainer_index: int, incarnation: int, connected: socket.socket) -> None:

@@ -160,6 +160,19 @@ _foreign = {str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(
 base_path = [folder for folder in sys.path if folder not in _foreign]
 
 
+class NoForkServer:
+    """In place of the supervisor's own fork server, which would import torch first."""
+
+    def __init__(self, *arguments):
+        pass
+
+    def fork(self, *arguments):
+        """Return None: the supervisor starts a process, by ``ForkedRank``."""
+
+    def close(self):
+        pass
+
+
 class ForkedRank:
     """What the supervisor needs of ``subprocess.Popen``, for a rank that is a fork of it."""
 
@@ -213,6 +226,7 @@ def run_supervisor(request, status):
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     restarts._SHORT_LIFE_S = float(os.environ.get(SHORT_LIFE, restarts._SHORT_LIFE_S))
     supervisor.subprocess = type("Forking", (), {"Popen": ForkedRank, "DEVNULL": subprocess.DEVNULL})
+    supervisor.ForkServer = NoForkServer
     program = import_module(f"paramserver.{request['program']}")
     sys.argv = [program.__name__, *request["arguments"]]
     output = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)

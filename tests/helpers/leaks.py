@@ -13,6 +13,7 @@ from typing import Any
 
 # Daemon threads of this project; daemon threads of libraries may stay.
 OUR_THREADS = (
+    "colocated-trainer",
     "feeder",
     "coordinator",
     "receiver",

@@ -3,6 +3,7 @@
 import os
 import signal
 from collections import Counter
+from dataclasses import replace
 from unittest import mock
 
 import torch
@@ -111,6 +112,8 @@ class LargeBuffersTrainer(LocalTrainer):
 class TutorialTrainer(RpcTrainer):
     """Uses the server as the RPC tutorial does, before training: forward, backward, gradients, parameter references."""
 
+    rounding = 0.0
+
     def on_after_setup_optimizers(self):
         self.unwrapped_model.eval()
         images = torch.randn(4, 1, 6, 6, generator=torch.Generator().manual_seed(self.trainer_index))
@@ -123,13 +126,19 @@ class TutorialTrainer(RpcTrainer):
         output_here = self.unwrapped_model(images)
         output_here.pow(2).mean().backward()
         here = {n: p.grad for n, p in self.unwrapped_model.named_parameters() if p.requires_grad}
-        assert torch.equal(output, output_here)
+        assert torch.allclose(output, output_here, rtol=0.0, atol=self.rounding)
         assert there.keys() == here.keys()
-        assert all(torch.equal(there[name], here[name]) for name in here)
+        assert all(torch.allclose(there[name], here[name], rtol=0.0, atol=self.rounding) for name in here)
         self.unwrapped_model.zero_grad()
         references = server.get_param_rrefs()
         self.log("references", len(references))
         self.log("server", rpc.rpc_sync(self.server.rref.owner(), identity_of, args=(self.server.rref,)))
+
+
+class TutorialOnGpu(TutorialTrainer):
+    """The server computes on another device than the trainer."""
+
+    rounding = 1e-5
 
 
 def identity_of(server):
@@ -193,3 +202,12 @@ class DiesBetweenBuckets(EarlyCounter):
         if self.trainer_index == 1 and self.step == 4 and len(self._sent_buckets) == 2:
             next(iter(self._sent_buckets.values()))[-1].wait()
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+class OtherBackend(DdpTrainer):
+    """Trainer 1 has a GPU, as on a host with other devices."""
+
+    def init_connection(self):
+        if self.trainer_index:
+            self.process = replace(self.process, placement=replace(self.process.placement, backend="nccl"))
+        super().init_connection()

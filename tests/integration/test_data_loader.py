@@ -56,6 +56,15 @@ def test_a_resumed_run_ends_as_one_that_was_not_stopped(tmp_path, kind):
     assert_equal_runs(whole, ended)
 
 
+@pytest.mark.parametrize("kind", ["generator", "buckets"])
+def test_a_run_resumes_with_worker_processes_in_a_later_pass(tmp_path, kind):
+    whole = trained(tmp_path / "whole", "local", 1, kind)
+    begun = trained(tmp_path / "begun", "local", 1, kind, training={**CONFIG["training"], "max_steps": 20})
+    ended = resume(begun, "--set", "training.max_steps=null", "--set", "task_args.workers=2")
+    assert ended.code == 0, ended.output
+    assert_equal_runs(whole, ended)
+
+
 def test_two_trainers_resume_in_another_mode(tmp_path):
     whole = trained(tmp_path / "whole", "ddp", 2, "generator")
     begun = trained(tmp_path / "begun", "rpc", 2, "generator", training={**CONFIG["training"], "max_steps": 7})

@@ -192,7 +192,7 @@ def test_the_python_interface_gives_the_same_run(tmp_path, supervised):
 
 REFUSALS = {
     "unknown key": ({"training": {"batch_sise": 3}}, "training.batch_sise"),
-    "later": ({"mode": "rpc", "device": {"server": "cuda"}}, "not in this version: device.server"),
+    "no gpu for the server": ({"mode": "rpc", "device": {"server": "cuda"}}, "device.server (cuda) needs a GPU"),
     "no task": ({"task": None}, "task"),
     "no module": ({"task": "nowhere.at_all:Task"}, "there is no module nowhere"),
     "no file": ({"task": "nowhere.py:Task"}, "there is no file nowhere.py"),

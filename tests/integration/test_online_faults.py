@@ -6,11 +6,13 @@ import signal
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import product
 from threading import Event
 
 import numpy as np
 import pytest
+from c_client import CClient, missing
 from launching import TASKS, FinishedRun, write_config
 from simulations import SHAPE, field
 from stream_tasks import served, starts
@@ -24,6 +26,7 @@ STREAMS = TASKS.with_name("stream_tasks.py")
 SIMULATIONS = STREAMS.with_name("simulations.py")
 COUNT, STEPS, BATCH = 4, 40, 4
 ALL = set(product(range(COUNT), range(STEPS)))
+IN_C = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 
 class OnlineRun:
@@ -110,10 +113,10 @@ def repeated(ledger):
     return {key for key, times in Counter(served(ledger)).items() if times > 1}
 
 
-def produce(address, simulation, pace_s=0.0, steps=range(STEPS)):
+def produce(address, simulation, pace_s=0.0, steps=range(STEPS), client_class=Client):
     """All samples of one simulation from outside; how many were sent."""
     parameters = [0.1 * simulation, 2.0]
-    with Client(address, timeout_s=30).open(simulation, parameters) as client:
+    with client_class(address, timeout_s=30).open(simulation, parameters) as client:
         for step in steps:
             time.sleep(pace_s)  # the time that a solver computes
             client.send(step, {"u": field(simulation, step, np.array(parameters))})
@@ -144,13 +147,24 @@ def test_a_trainer_of_a_run_with_simulations_is_killed(tmp_path, fork_server, ki
     assert finished.summary["simulations"]["restarted"] == 0, "the fault of a trainer is none of theirs"
 
 
-@pytest.mark.parametrize(("consistency", "pace_s"), [("sync", 0.0), ("sync", 0.03), ("bounded", 0.0), ("async", 0.0)])
-def test_a_trainer_of_a_run_with_clients_from_outside_is_killed(tmp_path, fork_server, consistency, pace_s):
+@pytest.mark.parametrize(
+    ("consistency", "pace_s", "client_class"),
+    [
+        ("sync", 0.0, Client),
+        ("sync", 0.03, Client),
+        ("bounded", 0.0, Client),
+        ("async", 0.0, Client),
+        pytest.param("sync", 0.0, CClient, marks=IN_C),
+    ],
+)
+def test_a_trainer_of_a_run_with_clients_from_outside_is_killed(
+    tmp_path, fork_server, consistency, pace_s, client_class
+):
     rules = {"consistency": consistency}
     with OnlineRun(fork_server, tmp_path, outside=True, task_args={"kill": [1, 6]}, server=rules) as run:
         address = run.address
         with ThreadPoolExecutor(COUNT) as pool:
-            sent = list(pool.map(lambda number: produce(address, number, pace_s), range(COUNT)))
+            sent = list(pool.map(lambda i: produce(address, i, pace_s, client_class=client_class), range(COUNT)))
         finished = run.finished()
     assert sent == [STEPS] * COUNT
     assert len(starts(run.ledger, 1)) == 2, "it was not killed"
@@ -200,16 +214,18 @@ def test_rank_0_of_a_run_with_simulations_is_killed(tmp_path, fork_server, every
         assert len(served(run.ledger)) < 60 + len(ALL), "it began anew"
 
 
-def test_rank_0_of_a_run_with_clients_from_outside_is_killed(tmp_path, fork_server):
+@pytest.mark.parametrize("client_class", [Client, pytest.param(CClient, marks=IN_C)])
+def test_rank_0_of_a_run_with_clients_from_outside_is_killed(tmp_path, fork_server, client_class):
     """They find it again at its address; what they had released since the checkpoint is lost and counted."""
     with OnlineRun(fork_server, tmp_path, outside=True, checkpoint={"every": 3}) as run:
         address = run.address
         with ThreadPoolExecutor(COUNT) as pool:
             # The last one comes after the return, the first may be closed before.
-            sending = [pool.submit(produce, address, number, 0.02 * number) for number in range(COUNT - 1)]
+            send = partial(produce, address, client_class=client_class)
+            sending = [pool.submit(send, number, 0.02 * number) for number in range(COUNT - 1)]
             run.wait_until_served(60)
             run.kill(pid_of_rank_0(run))
-            sending.append(pool.submit(produce, address, COUNT - 1))
+            sending.append(pool.submit(send, COUNT - 1))
             assert [one.result(60) for one in sending] == [STEPS] * COUNT
         finished = run.finished()
     assert views(run) == 2, "it was not killed"

@@ -539,6 +539,7 @@ def test_the_trainer_and_the_devices_follow_the_config():
         ({"server": {"transport": "shared_memory"}}, "server.transport .shared_memory. must be auto or rpc"),
         ({"server": {"wire_dtype": "bfloat16"}}, "server.wire_dtype .bfloat16. must be float32"),
         ({"device": {"kind": "cuda"}}, "device.kind .cuda. must be auto or cpu"),
+        ({"device": {"server": "cuda"}}, "device.server .cuda. must be auto or cpu"),
     ],
 )
 def test_what_does_not_go_with_it(given, message):

@@ -4,7 +4,7 @@ import re
 
 import pytest
 from cli_errors import error_message, invalid_task
-from launching import launch
+from launching import WITNESS_TRAINERS, launch
 
 pytestmark = pytest.mark.processes
 
@@ -62,3 +62,10 @@ def test_data_sets_that_differ(tmp_path, mode, what, name, one, other):
 def test_iterables_are_each_trainers_own(tmp_path, mode):
     finished = differing(tmp_path, mode, "iterables", training={"max_steps": 4})
     assert finished.code == 0, finished.output
+
+
+def test_hosts_with_other_backends_are_refused_in_ddp(tmp_path):
+    """They would wait for each other, each in a process group of its own kind."""
+    config = {"trainer": f"{WITNESS_TRAINERS}:OtherBackend", "cluster": {"num_trainers": 2, "timeout_s": 30}}
+    finished = launch(tmp_path, mode="ddp", env={"PYTHONPATH": str(WITNESS_TRAINERS.parent)}, **config)
+    assert_refused(finished, "ddp", r"cluster\.backend", "gloo", "nccl")

@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from paramserver import benchmark, chaos, cli, elastic, evaluate, reporting
-from paramserver.config import KEYS, NOT_IN_THIS_VERSION, SECTIONS, config_from_mapping, describe_keys, load_config
+from paramserver.config import KEYS, SECTIONS, config_from_mapping, describe_keys, load_config
 from paramserver.launch import make_parser
 from paramserver.online.spec import IngestSpec
 
@@ -27,11 +27,11 @@ INTERFACE = ROOT / "docs" / "interface.md"
 DOCUMENTS = [
     README,
     INTERFACE,
-    ROOT / "docs" / "lightning.md",
     ROOT / "CHANGELOG.md",
     ROOT / "CONTRIBUTING.md",
-    ROOT / "docs" / "torch-notes.md",
+    ROOT / "examples" / "clients" / "README.md",
 ]
+DOCUMENTS += [ROOT / "docs" / f"{name}.md" for name in ("callbacks", "lightning", "protocol", "sinks", "torch-notes")]
 QUICKSTART = ("examples/quickstart/task.py", "examples/quickstart/config.yaml")
 KEYS_BEGIN, KEYS_END = "<!-- keys: begin -->\n", "<!-- keys: end -->\n"
 
@@ -127,7 +127,13 @@ def test_python_blocks_are_python():
 
 
 def all_help():
-    parsers = [make_parser, evaluate.make_parser, cli.make_keys_parser, cli.make_ping_parser]
+    parsers = [
+        make_parser,
+        evaluate.make_parser,
+        evaluate.make_predict_parser,
+        cli.make_keys_parser,
+        cli.make_ping_parser,
+    ]
     parsers += [elastic.make_join_parser, elastic.make_leave_parser]
     parsers += [reporting.make_parser, chaos.make_parser, benchmark.make_parser, benchmark.make_compare_parser]
     return "".join(make().format_help() for make in parsers)
@@ -203,19 +209,6 @@ def test_keys_that_are_named_exist(document):
     named = set(re.findall(rf"`((?:{sections})\.[a-z_]+)(?=[`:])", document.read_text()))
     files = {f"{path.stem}{path.suffix}" for path in (ROOT / "paramserver").glob("*.py")} | {"summary.json"}
     assert sorted(named - set(KEYS) - set(SECTIONS) - files) == []
-
-
-def refused(text):
-    """The rows of the README's table of limits: key -> the values that this version accepts."""
-    table = text.partition("<!-- limits: begin -->\n")[2].partition("<!-- limits: end -->")[0]
-    rows = [line.split("|") for line in table.splitlines()[2:]]
-    return {row[1].strip(" `"): tuple(yaml.safe_load(word.strip(" `")) for word in row[2].split(",")) for row in rows}
-
-
-def test_the_limits_of_this_version_are_all_named():
-    assert refused(README.read_text()) == NOT_IN_THIS_VERSION
-    apart = INTERFACE.read_text().partition("## 8.")[2].partition("## 9.")[0]
-    assert [key for key in NOT_IN_THIS_VERSION if f"`{key}`" not in apart] == []
 
 
 def test_yaml_in_the_contract_is_a_config():

@@ -7,6 +7,7 @@ from source_tree import modules
 
 PUBLIC = {
     "paramserver": [
+        "Callback",
         "ParameterServer",
         "Partition",
         "Result",

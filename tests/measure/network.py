@@ -1,15 +1,15 @@
 """Steps over a network of limited bandwidth: parameter servers against all-reduce, and both against a bound.
 
     python -m tests.measure.network [--bandwidth 1gbit] [--trainers 2] [--servers 2] [--seconds 5] [--repeats 3]
-                                    [--model mlp] [--optimizer sgd] [--colocated] [--set key=value ...]
+                                    [--model mlp] [--optimizer sgd] [--set key=value ...]
+                                    [--sweep cluster.colocate=false,true]
 
-Needs root. Each rank runs in its own network namespace; with ``--colocated`` each server runs in that of a trainer, so
-that n hosts are enough (as in BytePS: Jiang et al., "A unified architecture for accelerating distributed DNN training
-in heterogeneous GPU/CPU clusters", OSDI 2020), for which there must be as many servers as trainers.
+Needs root. Each rank runs in its own network namespace; with ``cluster.colocate`` each server runs in that of a
+trainer, so that n hosts are enough.
 
 The cases run in turns. A line per case has the time of a step, and the part of it that is communication (the step
-without that of the same trainers without an exchange) as a multiple of ``max(M/B, nM/(kB))``, or for all-reduce of
-``2(n-1)M/(nB)``.
+without that of the same trainers without an exchange) as a multiple of ``max(M/B, nM/(kB))``, or for all-reduce and as
+many co-located servers of ``2(n-1)M/(nB)``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import argparse
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,16 +27,10 @@ from paramserver.bench.cases import NO_COMMUNICATION, Case, RequestedCases, make
 from paramserver.bench.cost_model import communication_s
 from paramserver.bench.measure import measure
 from paramserver.bench.network import NetworkHosts, parse_bandwidth
+from paramserver.config import is_colocated, mode_of, num_commands_of
 from paramserver.report.results import CaseResult
 from tests.measure.common import MODELS, OPTIMIZERS, origin, spread
 from tests.measure.outside_clock import method_of
-
-
-class ColocatedHosts(NetworkHosts):
-    """Host i has server i and trainer i."""
-
-    def command_on(self, number: int, command: Sequence[str]) -> list[str]:
-        return super().command_on(number % self._count, command)
 
 
 def cases_of(folder: Path, arguments: argparse.Namespace) -> list[Case]:
@@ -49,7 +42,7 @@ def cases_of(folder: Path, arguments: argparse.Namespace) -> list[Case]:
     }
     file = folder / "config.yaml"
     file.write_text(yaml.safe_dump(config), encoding="utf-8")
-    cases = make_cases(RequestedCases(file, modes="ddp,rpc", overrides=arguments.set))
+    cases = make_cases(RequestedCases(file, modes="ddp,rpc", overrides=arguments.set, sweeps=arguments.sweep))
     return [case for case in cases if case.baseline in (None, NO_COMMUNICATION)]
 
 
@@ -58,10 +51,9 @@ def print_case(name: str, results: list[CaseResult], alone_ms: float, size: int,
     line = f"{name}: step {spread(steps, '.1f')} ms"
     case = results[0]
     if case.baseline is None:
-        mode = next(one.mode for one in arguments.cases if one.name == name)
-        bound_ms = 1e3 * communication_s(
-            mode, size, case.trainers, case.servers, parse_bandwidth(arguments.bandwidth), 0.0, overlap=True
-        )
+        config = next(one.config for one in arguments.cases if one.name == name)
+        counts = case.trainers, case.servers, parse_bandwidth(arguments.bandwidth)
+        bound_ms = 1e3 * communication_s(mode_of(config), size, *counts, 0.0, True, is_colocated(config))
         ratio = (statistics.median(steps) - alone_ms) / bound_ms
         line += f", communication {ratio:.2f} times the bound of {bound_ms:.1f} ms"
     print(f"{line}; CPU of a step {1e3 * cpu_of_step(results[-1]):.0f} ms; phases {phases(results[-1])}")
@@ -86,10 +78,8 @@ def main() -> None:
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd")
     parser.add_argument("--modes", nargs="+", default=["no communication", "ddp", "rpc"])
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--colocated", action="store_true")
+    parser.add_argument("--sweep", action="append", default=[], metavar="KEY=VALUE,VALUE")
     arguments = parser.parse_args()
-    if arguments.colocated and arguments.servers != arguments.trainers:
-        parser.error(f"--servers ({arguments.servers}) must be --trainers ({arguments.trainers}) with --colocated")
     print(origin())
     found: dict[str, list[CaseResult]] = {}
     with tempfile.TemporaryDirectory() as name:
@@ -98,9 +88,8 @@ def main() -> None:
         ]
         for repeat in range(arguments.repeats):
             for case in cases:
-                kind = ColocatedHosts if arguments.colocated else NetworkHosts
-                count = case.trainers if arguments.colocated else case.trainers + case.servers
-                with kind(max(2, count), parse_bandwidth(arguments.bandwidth)) as hosts:
+                count = max(2, num_commands_of(case.config))
+                with NetworkHosts(count, parse_bandwidth(arguments.bandwidth)) as hosts:
                     method = replace(method_of(Path(name) / "out", arguments.seconds, 1.0), hosts=hosts)
                     result = measure(case, repeat, method)
                 if not result.is_completed:
@@ -113,11 +102,12 @@ def main() -> None:
     alone = [result.step_ms["mean"] or 0.0 for of in found.values() for result in of if result.baseline is not None]
     for case_name, results in found.items():
         print_case(case_name, results, statistics.median(alone) if alone else 0.0, size, arguments)
-    by_mode = {of[0].mode: of for of in found.values() if of[0].baseline is None}
-    if {"ddp", "rpc"} <= by_mode.keys():
-        pairs = zip(by_mode["ddp"], by_mode["rpc"], strict=True)
-        ratios = [(ddp.step_ms["mean"] or 0.0) / (rpc.step_ms["mean"] or 1.0) for ddp, rpc in pairs]
-        print(f"rpc against ddp, steps per second: {spread(ratios)}")
+    ddp = next((of for of in found.values() if of[0].mode == "ddp"), [])
+    for case_name, results in found.items():
+        if ddp and results[0].mode == "rpc":
+            pairs = zip(ddp, results, strict=True)
+            ratios = [(one.step_ms["mean"] or 0.0) / (other.step_ms["mean"] or 1.0) for one, other in pairs]
+            print(f"{case_name} against ddp, steps per second: {spread(ratios)}")
 
 
 if __name__ == "__main__":

@@ -1,22 +1,23 @@
-"""Placement of trainers, from tables; no GPU is needed."""
+"""Placement of trainers and servers, from tables; no GPU is needed."""
 
 from collections import OrderedDict, namedtuple
+from unittest import mock
 
 import pytest
 import torch
 
-from paramserver.config import ClusterConfig, Config, DeviceConfig
-from paramserver.devices import CPU, Placement, move_to_device, place_trainer
+from paramserver.config import ClusterConfig, Config, DeviceConfig, config_from_mapping
+from paramserver.devices import CPU, Placement, move_to_device, place_server, place_trainer
 from paramserver.errors import UnsupportedConfiguration
 
 
-def placed(kind, gpus_here, trainers_here, num_gpus, index=0, backend="auto") -> Placement:
-    config = Config(device=DeviceConfig(kind=kind, num_gpus=num_gpus), cluster=ClusterConfig(backend=backend))
-    return place_trainer(config, index, trainers_here, gpus_here)
+def placed(kind, gpus_here, trainers_here, num_gpus, index=0, backend="auto", share=False) -> Placement:
+    device = DeviceConfig(kind=kind, num_gpus=num_gpus, share_gpus=share)
+    return place_trainer(Config(device=device, cluster=ClusterConfig(backend=backend)), index, trainers_here, gpus_here)
 
 
-def gpus(*indices: int) -> Placement:
-    return Placement(tuple(torch.device("cuda", i) for i in indices), "nccl")
+def gpus(*indices: int, backend="nccl") -> Placement:
+    return Placement(tuple(torch.device("cuda", i) for i in indices), backend)
 
 
 @pytest.mark.parametrize(
@@ -61,6 +62,73 @@ def test_the_table_of_refusals(kind, gpus_here, trainers_here, num_gpus, message
 def test_no_two_trainers_share_a_gpu():
     all_devices = [d for i in range(4) for d in placed("auto", 8, 4, 2, i).devices]
     assert len(set(all_devices)) == 8
+
+
+@pytest.mark.parametrize("kind", ["auto", "cuda"])
+@pytest.mark.parametrize(
+    ("gpus_here", "trainers_here", "num_gpus", "expected"),
+    [
+        (1, 2, None, [gpus(0, backend="gloo")] * 2),
+        (2, 3, None, [gpus(0, backend="gloo"), gpus(1, backend="gloo"), gpus(0, backend="gloo")]),
+        (3, 2, 2, [gpus(0, 1, backend="gloo")] * 2),  # the third is too few for a trainer
+        (2, 2, None, [gpus(0), gpus(1)]),  # enough for each
+    ],
+)
+def test_trainers_share_gpus_where_that_is_allowed(kind, gpus_here, trainers_here, num_gpus, expected):
+    assert [placed(kind, gpus_here, trainers_here, num_gpus, i, share=True) for i in range(trainers_here)] == expected
+
+
+@pytest.mark.parametrize(
+    ("gpus_here", "num_gpus", "backend", "message"),
+    [
+        (0, None, "auto", r"device\.kind \(cuda\) needs 2 GPUs"),
+        (1, 2, "auto", r"device\.kind \(cuda\) needs 4 GPUs"),
+        (
+            1,
+            None,
+            "nccl",
+            r"cluster\.backend \(nccl\) needs a GPU for each trainer, and 2 trainers .* share 1",
+        ),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(gpus_here, num_gpus, backend, message):
+    with pytest.raises(UnsupportedConfiguration, match=message):
+        placed("cuda", gpus_here, 2, num_gpus, backend=backend, share=True)
+
+
+@pytest.mark.parametrize(
+    ("server", "gpus_here", "expected"),
+    [("auto", 4, CPU), ("cpu", 4, CPU), ("cuda", 4, gpus(3, backend="gloo")), ("cuda", 1, gpus(0, backend="gloo"))],
+)
+def test_the_server_has_the_last_gpu_if_it_wants_one(server, gpus_here, expected):
+    assert place_server(Config(device=DeviceConfig(server=server)), gpus_here) == expected
+
+
+def test_parameters_on_a_gpu_that_is_not_there_are_refused():
+    with pytest.raises(UnsupportedConfiguration, match=r"device\.server \(cuda\) needs a GPU on the host of the"):
+        place_server(Config(device=DeviceConfig(server="cuda")), gpus_here=0)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"cluster": {"num_servers": 2}}, r"device\.server \(cuda\) .* cluster\.num_servers \(2\); set"),
+        ({"server": {"compute": "server"}}, r"device\.server \(cuda\) .* server\.compute server"),
+    ],
+)
+def test_what_does_not_go_with_parameters_on_a_gpu(given, message):
+    given = {"task": "a:B", "device": {"server": "cuda"}, **given}
+    with pytest.raises(UnsupportedConfiguration, match=message):
+        config_from_mapping(given)
+    assert config_from_mapping({**given, "mode": "ddp"}).device.server == "cuda"  # there is no server
+
+
+def test_only_copies_to_a_gpu_do_not_block():
+    """One to the CPU would be read before it is complete."""
+    for device, non_blocking in (("cpu", False), ("cuda", True), ("meta", True)):
+        batch = mock.Mock(torch.Tensor)
+        move_to_device(batch, torch.device(device))
+        batch.to.assert_called_once_with(torch.device(device), non_blocking=non_blocking)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import io
 import itertools
 import random
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -79,3 +80,17 @@ def test_a_cached_deviate_is_part_of_the_state():
     random.seed(1)
     restore_random_states(states)
     assert (np.random.standard_normal(), random.gauss(0, 1)) == expected
+
+
+def test_each_gpu_continues_the_state_of_its_place(monkeypatch):
+    """Of the first GPU of a trainer, whatever its number; more or fewer of them keep or lose their own."""
+    states = {torch.device("cuda", i): torch.tensor([i]) for i in range(4)}
+    module = mock.Mock(get_rng_state=states.get)
+    module.set_rng_state = lambda state, device: states.update({device: state})
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    stored = random_states([torch.device("cuda", 2), torch.device("cuda", 3)])
+    restore_random_states(stored, [torch.device("cuda", 0)])
+    assert [int(state) for state in states.values()] == [2, 1, 2, 3]
+    restore_random_states(stored, [torch.device("cpu")])
+    restore_random_states(random_states([torch.device("cpu")]), list(states))
+    assert [int(state) for state in states.values()] == [2, 1, 2, 3]

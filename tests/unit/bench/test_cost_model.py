@@ -53,6 +53,15 @@ def test_break_even_needs_two_trainers():
     assert (break_even_servers(8), break_even_servers(8, overlap=True)) == (10, 5)
 
 
+@pytest.mark.parametrize("trainers", [1, 2, 3, 8])
+def test_as_many_colocated_servers_as_trainers_send_what_all_reduce_sends(trainers):
+    bound = communication_s(RPC, M, trainers, trainers, B, 0.0, overlap=True, colocated=True)
+    assert bound == pytest.approx(free(DDP, trainers))
+    whole = communication_s(RPC, M, trainers, 1, B, 0.0, overlap=True, colocated=True)
+    assert whole == pytest.approx((trainers - 1) * M / B)  # all but its own trainer's
+    assert communication_s(RPC, M, trainers, 1, B, 0.0, colocated=True) == pytest.approx(2 * whole)
+
+
 def test_messages_that_wait_for_each_other_cost_their_latency():
     assert communication_s(DDP, 0, 4, 0, B, 0.001) == pytest.approx(6 * 0.001)
     assert communication_s(RPC, 0, 4, 1, B, 0.001) == pytest.approx(4 * 0.001)

@@ -142,6 +142,26 @@ def test_the_agent_of_torchrun_may_serve_the_store(value, hosted):
     assert identity.launch == ("job7" if hosted else "")  # what is kept for the next attempt needs a store that lasts
 
 
+@pytest.mark.parametrize("is_trainer", [False, True])
+@pytest.mark.parametrize(
+    ("servers", "host", "ranks"), [(None, 0, (0, 3)), (None, 2, (2, 5)), (1, 0, (0, 1)), (1, 2, (3, 3))]
+)
+def test_a_host_with_a_colocated_server_has_two_ranks(servers, host, ranks, is_trainer):
+    of, world_size = config(colocate=True, num_servers=servers), 3 + (servers or 3)
+    by_flags = resolve_identity(RankFlags(host, 3, "node0", is_trainer=is_trainer), {}, of)
+    by_torchrun = resolve_identity(RankFlags(is_trainer=is_trainer), torchrun(host, nodes=3, per_node=1), of)
+    for identity in (by_flags, by_torchrun):
+        assert (identity.global_rank, identity.world_size) == (ranks[is_trainer], world_size)
+        assert (identity.local_rank, identity.local_world_size, identity.node_rank) == (0, 1, host)
+
+
+def test_a_supervisor_counts_all_ranks():
+    of = config(colocate=True, num_servers=2)
+    assert resolve_identity(RankFlags(3, 4, supervised=True), {}, of).global_rank == 3
+    assert "--rank (2) must be below --world_size (2)" in refused(RankFlags(2, 2), {}, of)
+    assert "--rank (2) must be below the world size (2) of the config" in refused(RankFlags(2), {}, of)
+
+
 @pytest.mark.parametrize("name", [*VARIABLES.values()][:-2])
 def test_a_missing_variable_of_torchrun_is_refused(name):
     environ = torchrun()
@@ -215,8 +235,8 @@ def test_other_flags_under_torchrun():
 
 def test_each_environment_detects_itself_only():
     by_hand = {"RANK": "0", "WORLD_SIZE": "2"}
-    assert [e.detect(torchrun(), NO_FLAGS) for e in ENVIRONMENTS] == [False, True, True]
-    assert [e.detect(by_hand, RankFlags(0)) for e in ENVIRONMENTS] == [True, False, True]
+    assert [e.detect(torchrun(), NO_FLAGS) for e in ENVIRONMENTS] == [False, True, True, False]
+    assert [e.detect(by_hand, RankFlags(0)) for e in ENVIRONMENTS] == [True, False, True, False]
     assert not EnvVarEnvironment.detect({"RANK": "0"}, NO_FLAGS)
     assert not EnvVarEnvironment.detect({"WORLD_SIZE": "2"}, NO_FLAGS)
 

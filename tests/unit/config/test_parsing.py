@@ -82,7 +82,8 @@ def test_messages_name_file_and_line(refused, old, new, message):
         ("capasity: 3", "capasity is not a key; did you mean buffer.capacity?"),
         ("server: {capasity: 3}", "server.capasity is not a key; did you mean buffer.capacity?"),
         ("moed: rpc", "moed is not a key; did you mean mode?"),
-        ("device: {xyzzy: 1}", "device.xyzzy is not a key; the keys of device are kind, server, num_gpus"),
+        ("device: {xyzzy: 1}", "device.xyzzy is not a key; the keys of device are kind, server, num_gpus, "
+         "share_gpus"),
         ("training.batch_size: 3", "training.batch_size must be written as a section: training on a line of its own, "
          "batch_size below it"),
         ("training: 4", "training (4) must be a section of keys; write training.max_epochs and the like"),

@@ -9,8 +9,12 @@ from paramserver.config import (
     ClusterConfig,
     Config,
     Role,
+    is_colocated,
     mode_of,
+    num_commands_of,
+    num_ranks_started,
     num_servers_of,
+    num_trainers_of,
     roles,
     with_world_size,
     world_size_of,
@@ -86,6 +90,32 @@ def test_a_given_world_size_settles_the_number_of_trainers(mode, num_trainers):
     assert after.cluster == dataclasses.replace(before.cluster, num_trainers=num_trainers)
     assert world_size_of(after) == 7
     assert num_servers_of(after) == num_servers_of(before)
+
+
+@pytest.mark.parametrize(("servers", "hosts", "ranks"), [(None, 1, 2), (None, 3, 6), (1, 3, 4), (2, 2, 4)])
+def test_colocated_servers_are_counted_with_the_hosts(servers, hosts, ranks):
+    before = Config(cluster=ClusterConfig(num_servers=servers, colocate=True))
+    assert num_ranks_started(before, hosts) == ranks
+    after = with_world_size(before, ranks)
+    assert (num_servers_of(after), num_trainers_of(after)) == (servers or hosts, hosts)
+    assert num_commands_of(after) == hosts
+    kinds = [role.kind for role in roles(before, ranks)]
+    assert kinds == ["server"] * (servers or hosts) + ["trainer"] * hosts
+    fewer = with_world_size(after, ranks - hosts + 1)  # trainers that leave take no server with them
+    assert (num_servers_of(fewer), num_trainers_of(fewer)) == (servers or hosts, 1)
+
+
+@pytest.mark.parametrize("mode", ["ddp", "local"])
+def test_without_servers_none_is_colocated(mode):
+    of = Config(mode=mode, cluster=ClusterConfig(colocate=True))
+    assert (is_colocated(of), num_ranks_started(of, 1), num_servers_of(of)) == (False, 1, 0)
+    assert num_commands_of(of) == world_size_of(of)
+
+
+def test_more_colocated_servers_than_trainers_are_refused():
+    of = Config(cluster=ClusterConfig(num_servers=3, colocate=True))
+    with pytest.raises(UnsupportedConfiguration, match=r"cluster.num_servers \(3\) must be at most .* trainers \(2\)"):
+        roles(of, 5)
 
 
 def test_a_single_process_keeps_its_config():

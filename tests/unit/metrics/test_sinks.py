@@ -69,10 +69,10 @@ def test_fan_out_drops_a_failing_sink_once_and_continues(caplog):
 def test_fan_out_raises_the_failure_of_a_required_sink_after_the_others_received_the_record():
     required, good = Collecting(failing_at=0, required=True), Collecting()
     fan = FanOut([required, good])
-    with pytest.raises(OSError, match="no space left"):
+    with pytest.raises(StorageError, match=r"Collecting failed, which is required \(OSError: no space left"):
         fan.write(train(1))
     assert len(good.records) == 1
-    with pytest.raises(OSError, match="nor for the rest"):
+    with pytest.raises(StorageError, match="nor for the rest"):
         fan.close()
     assert good.closed == 1
 

@@ -1,6 +1,7 @@
 """The state machine of a run's simulations, without a process: events in, actions out."""
 
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -261,6 +262,20 @@ def test_an_early_end_counts_as_a_crash_once_all_trainers_have_reported():
     report(tracker, {}, 3.2, trainer=1)
     (note,) = of(TrackerEvent, tracker.poll(3.2))
     assert "it ended after 4 of 10 samples" in note.text
+
+
+@pytest.mark.parametrize("steps", [10, None])
+def test_a_command_that_sends_nothing_is_referred_to_the_documents(steps):
+    tracker = started(count=1, steps=steps)
+    tracker.poll(0.0)
+    tracker.on_exit(0, 0, 0, 1.0)
+    report(tracker, {}, 2.0)
+    report(tracker, {}, 3.0)
+    (note,) = of(TrackerEvent, tracker.poll(3.0))
+    assert "it ended well without sending anything; the program of simulations.command must send its" in note.text
+    documents = re.findall(r"\w[\w/]*\.md", note.text)
+    assert documents == ["examples/clients/README.md", "docs/protocol.md"]
+    assert all((Path(__file__).parents[3] / document).is_file() for document in documents)
 
 
 def test_reports_in_flight_do_not_decide():

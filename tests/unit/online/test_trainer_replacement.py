@@ -6,6 +6,7 @@ from contextlib import ExitStack
 
 import numpy as np
 import pytest
+from c_client import CClient, missing
 from online_fixtures import PATIENCE_S, field, ingest_spec
 
 from paramserver.client import Client, finish
@@ -17,6 +18,14 @@ from paramserver.online.protocol import Header, MessageKind
 from paramserver.online.received_log import ReceivedLog
 from paramserver.online.receiver import SampleReceiver
 from paramserver.online.spec import ReceiverSpec
+
+LANGUAGES = [Client, *([] if missing() else [CClient])]
+
+
+@pytest.fixture(autouse=True, params=LANGUAGES, ids=["python", "c"][: len(LANGUAGES)])
+def _language(request, monkeypatch):
+    """The same of the client in Python and of that in C."""
+    monkeypatch.setattr(Sending, "client_class", request.param)
 
 
 class Trainer:
@@ -135,6 +144,8 @@ class Run:
 class Sending:
     """A client in a thread; ``go(n)`` lets it send up to step n."""
 
+    client_class = Client
+
     def __init__(self, run, simulation, steps, **options):
         self._allowed = threading.Semaphore(0)
         self._run, self._simulation, self._steps, self._options = run, simulation, steps, options
@@ -147,7 +158,8 @@ class Sending:
 
     def _send(self):
         try:
-            with Client(self._run.coordinator.address, **self._options).open(self._simulation) as self.client:
+            client = self.client_class(self._run.coordinator.address, **self._options)
+            with client.open(self._simulation) as self.client:
                 for step in range(self._steps):
                     assert self._allowed.acquire(timeout=PATIENCE_S)
                     self.client.send(step, {"u": field(self._simulation, step)})
@@ -196,7 +208,7 @@ def test_a_replacement_gets_its_samples_while_the_client_waits_for_another_train
         client = Sending(run, 0, 40)
         client.go(40)
         assert poll_until(time.monotonic() + PATIENCE_S, lambda: client.sent() == 8 or None, threading.Event())
-        waits_for = client.client._sender.directory.trainer_for(0, 8)
+        waits_for = 8 % run.num_trainers
         dead = 1 - waits_for
         run.coordinator.trainer_lost(dead)
         run.trainers[dead].die()
@@ -393,6 +405,16 @@ def test_a_client_that_closes_while_rank_0_is_away_waits_for_it(tmp_path):
         run.start_rank_0_again(None, [None])
         client.end()
         assert_complete(run, 6, 1)
+
+
+@pytest.mark.timeout(60)
+def test_a_client_without_samples_is_closed_by_the_rank_0_that_returns(tmp_path):
+    with Run(tmp_path, 1, count=1, steps=None) as run:
+        client = Sending.client_class(run.coordinator.address).open(0)
+        run.lose_rank_0()
+        run.start_rank_0_again(None, [None])
+        client.close()
+        assert_complete(run, 0, 1)
 
 
 def test_a_client_of_a_run_that_does_not_return_fails_within_its_timeout(tmp_path):

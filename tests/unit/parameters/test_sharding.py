@@ -76,6 +76,23 @@ def test_one_large_tensor_is_cut_into_equal_parts(servers):
         assert other.slices[0].start > 0
 
 
+@pytest.mark.parametrize("servers", [2, 3, 5])
+def test_each_server_has_a_part_of_each_section_of_a_large_model(servers):
+    layers = [
+        (f"{kind}{i}", torch.empty(*shape)) for i in range(8) for kind, shape in (("w", (600, 600)), ("b", (600,)))
+    ]
+    layout = FlatLayout.of(layers)
+    shards = plan_shards(layout, servers, True)
+    assert [len(shard.ranges) for shard in shards] == [4] * servers
+    last = {max(piece.slot for piece in shard.slices) for shard in shards}
+    assert last <= {12, 13, 14, 15}  # of the last two layers, whose gradients come first
+    sizes = [bytes_of(shard) for shard in shards]
+    assert max(sizes) - min(sizes) <= 0.01 * layout.total_bytes
+    for shard in shards:  # what a server steps is one tensor for each parameter
+        assert len({piece.slot for piece in shard.slices}) == len(shard.slices)
+    assert all(len(shard.ranges) == 1 for shard in plan_shards(layout, servers, False))
+
+
 def test_more_servers_than_parts_are_refused():
     layout = FlatLayout.of([("weight", torch.empty(4, 4)), ("bias", torch.empty(4)), ("none", torch.empty(0))])
     assert [len(shard.slices) for shard in plan_shards(layout, 2, False)] == [1, 1]

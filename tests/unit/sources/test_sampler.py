@@ -10,7 +10,14 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from sampler_tasks import Buckets, Keeps
-from torch.utils.data import BatchSampler, RandomSampler, Sampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from paramserver.errors import TaskError
 from paramserver.rng import seed_all
@@ -39,6 +46,8 @@ SAMPLERS = {
     "own numpy generator": lambda: Keeps(20),
     "set_epoch": lambda: Buckets(20),
     "batches with a generator": lambda: BatchSampler(RandomSampler(range(20), generator=seeded()), 8, drop_last=False),
+    "batches of a user's sampler": lambda: BatchSampler(Keeps(20), 8, drop_last=True),
+    "batches of one with set_epoch": lambda: BatchSampler(DistributedSampler(range(20), 1, 0), 8, drop_last=False),
     "list": lambda: [3, 1, 2],
 }
 
@@ -147,6 +156,16 @@ def test_a_sample_that_a_pass_has_several_times_is_augmented_anew_each_time():
         assert [letter for letter, _ in flat] == ["b", "b", "c", "b"]
         assert len({number for _, number in flat}) == 4
         assert made.fetch_all([key for key, _ in read], range(len(read))) == [sample for _, sample in read]
+
+
+def test_totals_of_a_resumed_source_draw_no_pass():
+    """The feeder thread asks for them, while the training thread draws from the default generators."""
+    options = {"sampler": SamplerOrder(SAMPLERS["weighted"](), range(20), 0)}
+    made = DatasetSource(range(20), Partition(0, 1), seed=0, passes=8, sampler_kwargs=options)
+    made.fetch_all(*zip(*[(key, 100 + n) for n, (key, _) in enumerate(list(made.samples(100))[:3])], strict=True))
+    made.load_state_dict(made.state_dict())
+    options["sampler"]._draw = None
+    assert made.total == 160
 
 
 # Dealing.

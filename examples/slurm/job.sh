@@ -1,0 +1,20 @@
+#!/bin/bash
+# Change the next two lines, and the config at the end: server and trainers are the tasks, one after the other.
+#SBATCH --nodes=2 --ntasks-per-node=2 --cpus-per-task=4
+#SBATCH --time=02:00:00
+# Two minutes before the limit every rank gets SIGUSR1: the run writes a checkpoint and ends with exit code 3.
+#SBATCH --signal=USR1@120 --requeue --open-mode=append
+
+name=job-$SLURM_JOB_ID
+resume=()
+if [[ -e runs/$name ]]; then
+    resume=(--resume "runs/$name")
+fi
+# A task that fails does not end the others: the run continues without a lost trainer.
+srun --kill-on-bad-exit=0 \
+    python -m paramserver.launch --config config.yaml --set "logging.name=$name" "${resume[@]}"
+code=$?
+if [[ $code == 3 ]]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit $code

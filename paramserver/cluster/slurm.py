@@ -1,0 +1,173 @@
+"""The rank of a task that SLURM's ``srun`` started, from the variables of its step.
+
+Names: https://slurm.schedmd.com/srun.html, "OUTPUT ENVIRONMENT VARIABLES".
+"""
+
+from __future__ import annotations
+
+import re
+from itertools import product
+
+from paramserver.cluster.base import ClusterEnvironment, Environ, RankFlags, read_number, read_variable
+from paramserver.cluster.network import is_loopback
+from paramserver.errors import UnsupportedConfiguration
+
+VARIABLES = {
+    "global_rank": "SLURM_PROCID",
+    "world_size": "SLURM_STEP_NUM_TASKS",
+    "local_rank": "SLURM_LOCALID",
+    "local_world_size": "SLURM_STEP_TASKS_PER_NODE",
+    "node_rank": "SLURM_NODEID",
+    "master_addr": "SLURM_STEP_NODELIST",
+    "job": "SLURM_JOB_ID",
+    "step": "SLURM_STEP_ID",
+    # Of the job, in a batch script.
+    "num_tasks": "SLURM_NTASKS",
+}
+
+# Below the ports that Linux gives to outgoing connections.
+_FIRST_PORT, _NUM_PORTS = 15_000, 15_000
+
+
+class SlurmEnvironment(ClusterEnvironment):
+    """A task of a step of several tasks.
+
+    Rank 0 is on the first host of the step, and its port follows from the numbers of job and step. In the config,
+    ``cluster.master_port``, and an address of ``cluster.master_addr`` that other hosts can reach, take precedence.
+
+    Example::
+
+        >>> variables = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1", "SLURM_NODEID": "1"}
+        >>> variables |= {"SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_STEP_NODELIST": "gpu[07-08]"}
+        >>> variables |= {"SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0"}
+        >>> from paramserver.config import Config
+        >>> identity = SlurmEnvironment(variables, Config(), RankFlags()).identity()
+        >>> identity.master_addr, identity.master_port, identity.local_world_size
+        ('gpu07', 19711, 2)
+    """
+
+    source = "srun"
+    variables = VARIABLES
+
+    @classmethod
+    def detect(cls, environ: Environ, flags: RankFlags) -> bool:
+        # A step of one task is an ordinary process: a shell (srun --pty), or a command that starts all ranks itself.
+        return VARIABLES["step"] in environ and environ.get(VARIABLES["world_size"], "1") != "1"
+
+    def _number(self, key: str, *, minimum: int = 0, below: int | None = None) -> int:
+        return read_number(self.environ, self.variables[key], self.source, minimum=minimum, below=below)
+
+    @property
+    def global_rank(self) -> int:
+        return self._number("global_rank", below=self.world_size)
+
+    @property
+    def world_size(self) -> int:
+        return self._number("world_size", minimum=1)
+
+    @property
+    def local_rank(self) -> int:
+        return self._number("local_rank", below=self.local_world_size)
+
+    @property
+    def local_world_size(self) -> int:
+        name = self.variables["local_world_size"]
+        text = read_variable(self.environ, name, self.source)
+        counts = expand_counts(text)
+        if self.node_rank >= len(counts):
+            raise UnsupportedConfiguration(
+                f"{name} ({text}) must have a count for node {self.node_rank}; start the ranks with srun, which sets it"
+            )
+        return counts[self.node_rank]
+
+    @property
+    def node_rank(self) -> int:
+        return self._number("node_rank")
+
+    @property
+    def master_addr(self) -> str:
+        hosts = expand_hosts(read_variable(self.environ, self.variables["master_addr"], self.source))
+        configured = self.config.cluster.master_addr
+        return configured if len(hosts) == 1 or not is_loopback(configured) else hosts[0]
+
+    @property
+    def master_port(self) -> int:
+        numbers = self._number("job") + self._number("step")
+        return self.config.cluster.master_port or _FIRST_PORT + numbers % _NUM_PORTS
+
+
+def unused_tasks(environ: Environ) -> int:
+    """Return how many tasks the allocation has if this process is not one of them, otherwise 0.
+
+    Example::
+
+        >>> unused_tasks({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"})
+        4
+    """
+    if VARIABLES["job"] not in environ or VARIABLES["step"] in environ:
+        return 0
+    tasks = environ.get(VARIABLES["num_tasks"], "")
+    return int(tasks) if tasks.isdecimal() and int(tasks) > 1 else 0
+
+
+def expand_hosts(text: str) -> list[str]:
+    """Return the names in a list of hosts as SLURM writes it.
+
+    Raises:
+        UnsupportedConfiguration: a bracket or a range is not complete.
+
+    Example::
+
+        >>> expand_hosts("login,gpu[07-09,12]-ib,r[1-2]n[0-1]")
+        ['login', 'gpu07-ib', 'gpu08-ib', 'gpu09-ib', 'gpu12-ib', 'r1n0', 'r1n1', 'r2n0', 'r2n1']
+    """
+    hosts = []
+    for group in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text):
+        parts = [
+            _expand_ranges(part[1:-1], text) if part[0] == "[" else [part]
+            for part in re.split(r"(\[.*?\])", group)
+            if part
+        ]
+        hosts += ["".join(chosen) for chosen in product(*parts)]
+    if not hosts or "[" in re.sub(r"\[[^\[\]]*\]", "", text) or "]" in re.sub(r"\[[^\[\]]*\]", "", text):
+        raise _malformed(text)
+    return hosts
+
+
+def _expand_ranges(ranges: str, text: str) -> list[str]:
+    numbers = []
+    for one in ranges.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", one)
+        if match is None or int(match[2] or match[1]) < int(match[1]):
+            raise _malformed(text)
+        numbers += [str(n).zfill(len(match[1])) for n in range(int(match[1]), int(match[2] or match[1]) + 1)]
+    return numbers
+
+
+def _malformed(text: str) -> UnsupportedConfiguration:
+    return UnsupportedConfiguration(
+        f"{VARIABLES['master_addr']} ({text}) must be a list of hosts such as gpu[07-09,12]; give --master_addr"
+    )
+
+
+def expand_counts(text: str) -> list[int]:
+    """Return the number of tasks of each node, from the form in which SLURM writes it.
+
+    Raises:
+        UnsupportedConfiguration: it has another form.
+
+    Example::
+
+        >>> expand_counts("2(x3),1")
+        [2, 2, 2, 1]
+    """
+    counts: list[int] = []
+    for one in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", one)
+        if match is None:
+            raise UnsupportedConfiguration(
+                f"{VARIABLES['local_world_size']} ({text}) must be counts such as 2(x3),1; start the ranks with srun, "
+                "which sets it"
+            )
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts

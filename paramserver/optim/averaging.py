@@ -1,0 +1,81 @@
+"""Exponential moving average (EMA) of the parameters: ``training.ema_decay``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+# In the optimizer's state of each parameter, so that it is sharded, staged, stored and restored like that.
+_AVERAGE = "average"
+
+
+class AverageParameters:
+    """A post hook of ``Optimizer.step``: moves the average of each parameter that was stepped.
+
+    The numbers are those of ``torch.optim.swa_utils.AveragedModel`` with ``get_ema_multi_avg_fn(decay)``, updated after
+    each step: the first average of a parameter is its value after its first update. A parameter without a gradient is
+    not stepped, and its average stays as it is. Each element depends on itself only.
+
+    Args:
+        decay: the share of the previous average.
+
+    Example::
+
+        >>> weight = nn.Parameter(torch.zeros(1))
+        >>> sgd = torch.optim.SGD([weight], lr=1.0)
+        >>> handle = sgd.register_step_post_hook(AverageParameters(0.5))
+        >>> for _ in range(2):
+        ...     weight.grad = torch.ones(1)
+        ...     sgd.step()
+        >>> weight.item(), averages(sgd.state_dict()["state"], ["weight"])["weight"].item()
+        (-2.0, -1.5)
+    """
+
+    def __init__(self, decay: float) -> None:
+        self._update = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
+
+    @torch.no_grad()
+    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        moved: list[tuple[Tensor, Tensor]] = []
+        for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+            state = optimizer.state[parameter]
+            if _AVERAGE in state:
+                moved.append((state[_AVERAGE], parameter))
+            else:
+                state[_AVERAGE] = parameter.detach().clone()
+        if moved:
+            own, current = zip(*moved, strict=True)
+            self._update(own, current, None)
+
+
+def has_foreign_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the optimizer has step hooks that may read anything: others than `AverageParameters`."""
+    post = optimizer._optimizer_step_post_hooks.values()
+    return bool(optimizer._optimizer_step_pre_hooks) or any(not isinstance(hook, AverageParameters) for hook in post)
+
+
+def averages(states: Mapping[int, Mapping[str, Any]], names: Sequence[str]) -> dict[str, Tensor]:
+    """Return the average of each parameter that has one, by name.
+
+    Args:
+        states: the entry ``state`` of the optimizer's ``state_dict()``.
+        names: of the parameters, in the order of the optimizer.
+    """
+    return {names[number]: state[_AVERAGE] for number, state in states.items() if _AVERAGE in state}
+
+
+def drop_averages(optimizer: torch.optim.Optimizer) -> None:
+    """Remove averages that a checkpoint had."""
+    for state in optimizer.state.values():
+        state.pop(_AVERAGE, None)
+
+
+def averaged_state_dict(model: nn.Module, average_of: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the model's ``state_dict()`` with averages in the place of parameters, also of tied ones."""
+    by_id = {id(p): average_of[name] for name, p in model.named_parameters() if name in average_of}
+    entries = model.state_dict(keep_vars=True).items()
+    return {key: by_id.get(id(t), t.detach()) if isinstance(t, Tensor) else t for key, t in entries}

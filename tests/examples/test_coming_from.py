@@ -1,0 +1,68 @@
+"""docs/coming-from: the programs of each page run as they stand there, and train what the page states."""
+
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from launching import FinishedRun, differing_tensors, environment, free_port
+
+from paramserver.config import KEYS
+
+pytestmark = pytest.mark.processes
+
+PAGES = Path(__file__).parents[2] / "docs" / "coming-from"
+_FILE = re.compile(r"^```(?:python|yaml)\n# (\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_COMMAND = re.compile(r"^\$ (.*)$", re.MULTILINE)
+
+
+def run_page(name, folder):
+    """Write the files of a page and run its commands; the weights before, and the run after."""
+    text = (PAGES / f"{name}.md").read_text().replace("29777", str(free_port()))
+    for file, content in _FILE.findall(text):
+        (folder / file).write_text(content)
+    tools = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    for command in _COMMAND.findall(text):
+        done = subprocess.run(
+            ["bash", "-c", command],
+            cwd=folder,
+            env=environment(PATH=tools),
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    return torch.load(folder / "before.pt"), FinishedRun(0, "", folder / "runs" / "after")
+
+
+@pytest.mark.parametrize("page", ["ddp", "rpc-tutorial"])
+def test_the_programs_of_a_page_end_with_equal_parameters(tmp_path, page):
+    before, after = run_page(page, tmp_path)
+    assert before.keys() == after.load("model").keys() or page == "rpc-tutorial"
+    model = {name.removeprefix("model."): tensor for name, tensor in before.items()}
+    assert differing_tensors(model, after.load("model")) == []
+    assert after.summary["status"] == "completed"
+
+
+@pytest.mark.skipif(
+    not (find_spec("transformers") and find_spec("accelerate")), reason="transformers and accelerate are not installed"
+)
+def test_the_programs_of_the_page_on_the_hugging_face_trainer_both_learn(tmp_path):
+    before, after = run_page("huggingface", tmp_path)
+    assert before.keys() == after.load("model").keys()
+    losses = [record["loss"] for record in after.of_kind("train")]
+    assert after.summary["steps"] == 128
+    assert sum(losses[-16:]) < 0.5 * sum(losses[:16])
+
+
+@pytest.mark.parametrize("page", sorted(path.stem for path in PAGES.glob("*.md")))
+def test_the_keys_that_a_page_names_exist(page):
+    sections = {key.partition(".")[0] for key in KEYS}
+    named = re.findall(r"`([a-z_]+\.[a-z_.]+)(?::[^`]*)?`", (PAGES / f"{page}.md").read_text())
+    keys = [key for key in named if key.partition(".")[0] in sections]
+    assert [key for key in keys if not any(f"{known}.".startswith(f"{key}.") for known in KEYS)] == []

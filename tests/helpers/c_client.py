@@ -1,0 +1,127 @@
+"""The client in C with the interface of ``paramserver.client.Client``, in a process with address sanitizer."""
+
+import atexit
+import functools
+import shutil
+import subprocess
+import tempfile
+import threading
+from pathlib import Path
+
+import numpy as np
+
+from paramserver.errors import ClientError, RunOver
+
+CLIENTS = Path(__file__).parents[2] / "examples" / "clients"
+SANITIZED = "-g -O1 -Werror -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer"
+_DEADLINE_S = 120
+_building = threading.Lock()
+
+
+@functools.cache
+def missing(fortran=False):
+    """What the clients need and this machine lacks, by the names of Debian's packages; None = nothing."""
+    absent = [package for package, program in (("gcc", "cc"), ("make", "make")) if shutil.which(program) is None]
+    if not absent:
+        done = subprocess.run(["cc", "-E", "-"], input="#include <zmq.h>", capture_output=True, text=True, check=False)
+        absent += ["libzmq3-dev"] if done.returncode else []
+    if fortran and shutil.which("gfortran") is None:
+        absent.append("gfortran")
+    return f"{', '.join(absent)} not installed: the clients in other languages are not built" if absent else None
+
+
+@functools.cache
+def build_folder():
+    folder = tempfile.mkdtemp(prefix="clients-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
+
+
+def build(target):
+    """Build ``heat``, ``heat_fortran`` or the driver with sanitizers, once; returns the program."""
+    with _building:
+        return _build(target)
+
+
+@functools.cache
+def _build(target):
+    folder = build_folder()
+    goal = "ps_client.o" if target == "driver" else target
+    _run("make", "-C", CLIENTS, f"BUILD={folder}", f"CFLAGS={SANITIZED}", folder / goal)
+    if target == "driver":
+        source = Path(__file__).with_name("client_driver.c")
+        flags = ["-std=c99", "-Wall", "-Wextra", *SANITIZED.split(), f"-I{CLIENTS / 'c'}"]
+        _run("cc", *flags, "-o", folder / target, source, folder / goal, "-lzmq")
+    return folder / target
+
+
+def _run(*command):
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=_DEADLINE_S, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+class CClient:
+    """As ``Client``, by a process that makes the calls. It ends at ``close`` or at the end of ``with``."""
+
+    def __init__(self, address=None, *, keys=None, timeout_s=None, member=-1, members=-1, attempt=-1):
+        self._options = [address or "-", keys or "-", timeout_s or 0], [member, members, attempt]
+        self.sent, self.refused, self.waited_s = 0, 0, 0.0
+        self._process = subprocess.Popen(
+            [build("driver")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+
+    def open(self, simulation=None, parameters=None):
+        place, group = self._options
+        given = [-1] if parameters is None else [len(parameters), *map(float, parameters)]
+        try:
+            self._call("open", *place, -1 if simulation is None else simulation, *group, *given)
+        except BaseException:
+            self.free()
+            raise
+        return self
+
+    def send(self, step, fields):
+        for name, value in fields.items():
+            self.put(name, np.asarray(value))
+        self._call("send", step)
+
+    def put(self, name, array):
+        body = np.ascontiguousarray(array).tobytes()
+        self._call("put", name, array.dtype.str, len(body), array.ndim, *array.shape, body=body)
+
+    def close(self):
+        if self._process.returncode is not None:
+            return
+        try:
+            self._call("close")
+        finally:
+            self.free()
+
+    def _call(self, *words, body=b""):
+        self._process.stdin.write(" ".join(map(str, words)).encode() + b"\n" + body)
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline().decode(errors="replace")
+        assert answer, self._process.stderr.read().decode()
+        status, sent, refused, waited_s, simulation, steps, count, *rest = answer.split(" ")
+        self.sent, self.refused, self.waited_s = int(sent), int(refused), float(waited_s)
+        self.simulation, self.steps = int(simulation), int(steps)
+        self.parameters = np.array(rest[: int(count)], dtype=np.float64)
+        if int(status):
+            error = RunOver if int(status) == 1 else ClientError
+            raise error(" ".join(rest[int(count) :]).strip())
+
+    def free(self):
+        """End the process; returns what it wrote to stderr. A report of a sanitizer is an error."""
+        out, err = self._process.communicate(b"free\n", timeout=_DEADLINE_S)
+        assert (self._process.returncode, out) == (0, b""), err.decode()
+        self.log = err.decode()
+        return self.log
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, *rest):
+        if kind is None:
+            self.close()
+        elif self._process.returncode is None:
+            self.free()

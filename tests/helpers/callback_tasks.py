@@ -1,0 +1,104 @@
+"""Callbacks that record, count, change gradients and stop."""
+
+from tasks import HookRecorder, ReferenceTask
+
+from paramserver import Callback
+
+
+class Recorder(Callback):
+    """Notes each of its hooks in the file of the task, with its own name."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def note(self, *words):
+        self.task._note(self.name, *words)
+
+    def on_train_start(self):
+        self.note("train_start")
+
+    def on_epoch_start(self, epoch):
+        self.note("epoch_start", epoch)
+
+    def on_batch_start(self, batch_idx):
+        self.note("batch_start", batch_idx)
+
+    def on_batch_end(self, batch_idx):
+        self.note("batch_end", batch_idx)
+
+    def on_validation_start(self, batch_idx):
+        self.note("validation_start", batch_idx)
+
+    def on_validation_end(self, batch_idx):
+        self.note("validation_end", batch_idx)
+
+    def on_epoch_end(self, epoch):
+        self.note("epoch_end", epoch)
+
+    def on_train_end(self):
+        self.note("train_end")
+
+
+class Counter(Callback):
+    """Counts batches and the validations that it saw, over all starts of the run."""
+
+    def __init__(self):
+        self.batches, self.seen = 0, []
+
+    def on_batch_start(self, batch_idx):
+        self.batches += 1
+        self.task.log("batches", self.batches, reduce="max")
+
+    def on_validation_end(self, batch_idx):
+        self.seen.append(self.task.trainer.validation["loss"])
+
+    def state_dict(self):
+        return {"batches": self.batches, "seen": list(self.seen)}
+
+    def load_state_dict(self, state):
+        self.batches, self.seen = state["batches"], list(state["seen"])
+
+
+class Clamp(Callback):
+    """Changes gradients through ``.data`` after backward."""
+
+    def on_batch_end(self, batch_idx):
+        for parameter in self.task.trainer.unwrapped_model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.data.clamp_(-0.01, 0.01)
+
+
+class Recorded(HookRecorder):
+    def callbacks(self):
+        return [Recorder("a"), Recorder("b")]
+
+
+class Counted(ReferenceTask):
+    def callbacks(self):
+        return [Counter(), Counter(), Clamp()]
+
+    def on_checkpoint(self, state):
+        state["own"] = 7
+
+    def on_resume(self, state):
+        assert state == {"own": 7}
+
+
+class Unclamped(ReferenceTask):
+    pass
+
+
+class Returned(ReferenceTask):
+    """Returns what is no list of callbacks."""
+
+    def __init__(self, what, **options):
+        super().__init__(**options)
+        self.what = what
+
+    def callbacks(self):
+        return {"callback": Counter(), "none": None, "other": [object()], "signature": [WrongSignature()]}[self.what]
+
+
+class WrongSignature(Callback):
+    def on_batch_end(self):
+        pass

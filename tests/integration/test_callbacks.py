@@ -1,0 +1,137 @@
+"""Callbacks: their hooks in every mode, their state in checkpoints, and ``training.min_delta``."""
+
+import re
+from pathlib import Path
+
+import pytest
+from launching import (
+    assert_equal_runs,
+    differing_tensors,
+    main_in_process,
+    resume,
+    resume_in_process,
+    run_in_process,
+    train,
+    write_config,
+)
+
+from paramserver.checkpoint import BestMetric
+
+TASKS = Path(__file__).parents[1] / "helpers" / "callback_tasks.py"
+GUIDE = Path(__file__).parents[2] / "docs" / "callbacks.md"
+CONFIG = {
+    "training": {"max_steps": 8, "batch_size": 8, "validate_every": 4},
+    "checkpoint": {"every": 4, "keep": 9, "background": False},
+}
+MODES = [("local", 1), ("ddp", 2), ("rpc", 2)]
+
+
+def task(name, **arguments):
+    return {"task": f"{TASKS}:{name}", "task_args": arguments}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("mode", "trainers"), MODES)
+def test_each_hook_of_the_task_is_followed_by_those_of_the_callbacks(tmp_path, mode, trainers):
+    train(tmp_path, mode, trainers, **task("Recorded", folder=str(tmp_path / "notes")), **CONFIG)
+    for trainer in range(trainers):
+        notes = (tmp_path / "notes" / f"trainer-{trainer}").read_text().splitlines()
+        own = [note for note in notes if note.split()[0] not in ("a", "b")]
+        steps = re.compile(r"training_step|validation_step|checkpoint|resume")
+        expected = [
+            line for note in own for line in ([note] if steps.match(note) else [note, f"a {note}", f"b {note}"])
+        ]
+        assert notes == expected
+        assert {note.split()[1] for note in notes if note.startswith("a ")} == {
+            f"{what}_{when}" for what in ("train", "epoch", "batch", "validation") for when in ("start", "end")
+        }
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("mode", "trainers"), MODES)
+def test_a_resumed_run_has_the_callbacks_of_one_that_was_not_stopped(tmp_path, mode, trainers):
+    whole = train(tmp_path / "whole", mode, trainers, **task("Counted"), **CONFIG)
+    half = {**CONFIG, "training": {**CONFIG["training"], "max_steps": 4}}
+    other = train(tmp_path / "other", mode, trainers, **task("Counted"), **half)
+    other = (resume_in_process if mode == "local" else resume)(other, "--set", "training.max_steps=8")
+    assert other.code == 0, other.output
+    assert_equal_runs(whole, other, trainers)
+    for trainer in range(trainers):
+        state = whole.load(f"trainer-{trainer}")["task"]
+        assert state == other.load(f"trainer-{trainer}")["task"]
+        validated = [record["values"]["loss"] for record in whole.of_kind("validation")][:1]
+        assert state == {
+            "own": 7,
+            "paramserver.callbacks": {
+                "Counter": {"batches": 8, "seen": state["paramserver.callbacks"]["Counter"]["seen"]},
+                "Counter-2": {"batches": 8, "seen": state["paramserver.callbacks"]["Counter"]["seen"]},
+            },
+        }
+        assert state["paramserver.callbacks"]["Counter"]["seen"][:1] == validated
+
+
+@pytest.mark.processes
+def test_gradients_that_a_callback_changes_are_those_of_the_update(tmp_path):
+    local = train(tmp_path, "local", 1, **task("Counted"), **CONFIG)
+    rpc = train(tmp_path, "rpc", 1, **task("Counted"), **CONFIG, server={"transport": "rpc"})
+    plain = train(tmp_path / "plain", "local", 1, **task("Unclamped"), **CONFIG)
+    assert differing_tensors(local.load("model"), rpc.load("model")) == []
+    assert differing_tensors(local.load("model"), plain.load("model")) != []
+
+
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        ("callback", "returned Counter; it must return a list of paramserver.Callback objects"),
+        ("none", "returned NoneType"),
+        ("other", "an object of object, which must be derived from paramserver.Callback"),
+        ("signature", "(WrongSignature): on_batch_end(self) cannot be called with the arguments that it is given"),
+    ],
+)
+@pytest.mark.parametrize("dry", [[], ["--dry_run"]], ids=["run", "dry"])
+def test_what_is_no_callback_is_refused_before_the_first_step(tmp_path, what, expected, dry):
+    code, output = main_in_process("--config", write_config(tmp_path, **task("Returned", what=what)), *dry)
+    assert code == 2, output
+    assert expected in output
+    assert not list((tmp_path / "runs").glob("*"))
+
+
+@pytest.mark.parametrize(("bound", "steps"), [(10.0, 8), (0.1, 4)])
+def test_the_documented_callback_stops_a_run(tmp_path, bound, steps):
+    code = re.search(r"^<!-- file: task.py -->\n```python\n(.*?)^```$", GUIDE.read_text(), re.MULTILINE | re.DOTALL)[1]
+    code = code.replace("StopsAbove(10.0)", f"StopsAbove({bound})")
+    (tmp_path / "documented.py").write_text(
+        f"{code}\nfrom tasks import ReferenceTask\n\nclass Documented(WithCallbacks, ReferenceTask):\n    pass\n"
+    )
+    run = run_in_process(tmp_path, task=f"{tmp_path}/documented.py:Documented", **CONFIG)
+    assert (run.code, run.summary["steps"]) == (0, steps), run.output
+    worst = [record["value"] for record in run.of_kind("log") if record["name"] == "worst_loss"]
+    assert worst[-1] == max(record["values"]["loss"] for record in run.of_kind("validation"))
+    assert run.summary["reason"] == (f"the loss is above {bound}" if steps == 4 else "training.max_steps (8) reached")
+
+
+# Patience with a smallest change.
+
+
+def test_a_change_that_is_not_larger_than_min_delta_is_no_improvement():
+    best = BestMetric("loss", "min", min_delta=0.1)
+    counted = [(best.update(value, step), best.without_improvement) for step, value in enumerate((1.0, 0.95, 0.9, 0.8))]
+    # Each is the best so far, which is kept as such; only one of 0.2 is an improvement for patience.
+    assert counted == [(True, 0), (True, 1), (True, 2), (True, 0)]
+    best = BestMetric("accuracy", "max", min_delta=0.1)
+    assert [best.update(0.5) or best.without_improvement, best.update(0.6), best.without_improvement] == [True, True, 1]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("mode", "trainers"), MODES)
+def test_patience_ends_a_run_that_improves_too_little(tmp_path, mode, trainers):
+    training = {"max_steps": 40, "batch_size": 8, "validate_every": 2, "patience": 3, "min_delta": 1e6}
+    run = train(tmp_path, mode, trainers, training=training, checkpoint={"best": {"metric": "loss", "mode": "min"}})
+    assert run.summary["reason"] == "no improvement of loss in training.patience (3) validations"
+    assert len([r for r in run.of_kind("validation") if r["step"] % 2 == 0]) == 4
+
+
+def test_min_delta_without_patience_is_refused(tmp_path):
+    code, output = main_in_process("--config", write_config(tmp_path, training={"min_delta": 0.1}))
+    assert code == 2
+    assert "training.min_delta (0.1) must be 0 without training.patience" in output

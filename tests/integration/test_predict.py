@@ -1,0 +1,183 @@
+"""``paramserver predict`` writes what the model of a checkpoint returns; ``evaluate --set`` uses other data."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from launching import environment, train
+from tasks import ReferenceTask
+
+from paramserver import evaluate
+
+CONFIG = {
+    "training": {"max_steps": 6, "batch_size": 8, "validate_every": 2, "validation_batch_size": 7},
+    "checkpoint": {"every": 2, "keep": 5, "background": False, "best": {"metric": "loss", "mode": "max"}},
+}
+SOURCES = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from tasks import ReferenceTask
+
+images = ReferenceTask()._data(37, 2).tensors[0]
+
+def data_set():
+    return TensorDataset(images)
+
+def iterable():
+    return (image for image in images)
+
+def loader():
+    return DataLoader(TensorDataset(images), batch_size=5)
+
+def pairs():
+    return ReferenceTask()._data(37, 2)
+
+def nothing():
+    return []
+
+def number():
+    return 3
+
+constant = 3
+"""
+TASK = """
+import torch
+from tasks import ReferenceTask
+
+class Named(ReferenceTask):
+    what = "named"
+
+    def predict_step(self, model, batch, batch_idx):
+        assert not model.training and not torch.is_grad_enabled()
+        output = model(batch[0])
+        return {
+            "named": {"file": output, "label": (output.argmax(1), None), "half": output.bfloat16()},
+            "scalar": output.sum(),
+            "text": {"x": "y"},
+            "uneven": output[:, : 1 + batch_idx],
+            "other": {str(batch_idx): output},
+        }[self.what]
+
+class Scalar(Named):
+    what = "scalar"
+
+class Text(Named):
+    what = "text"
+
+class Uneven(Named):
+    what = "uneven"
+
+class Other(Named):
+    what = "other"
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("predict"), "local", 1, **CONFIG)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "own_sources.py").write_text(SOURCES)
+    (tmp_path / "own_task.py").write_text(TASK)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def predict(run, *flags, source="own_sources.py:data_set", out="out.pt"):
+    return evaluate.predict_main([str(run.run_dir), "--source", source, "--out", out, *flags])
+
+
+def expected(run, step=None):
+    """The outputs of plain PyTorch for the same samples."""
+    task = ReferenceTask()
+    model = task.build_model()
+    model.load_state_dict(run.load("model", step))
+    with torch.no_grad():
+        return model.eval()(task._data(37, 2).tensors[0])
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("source", ["data_set", "iterable", "loader"])
+def test_the_outputs_are_those_of_the_model(run, folder, capsys, source):
+    assert predict(run, source=f"own_sources.py:{source}") == 0
+    assert capsys.readouterr().out == "out.pt: output (37x5, float32), by step-00000006\n"
+    torch.testing.assert_close(torch.load("out.pt", weights_only=True), expected(run))
+    assert sorted(path.name for path in folder.iterdir() if path.is_file()) == [
+        "out.pt",
+        "own_sources.py",
+        "own_task.py",
+    ]
+
+
+@pytest.mark.processes
+def test_best_a_step_and_numpy(run, folder):
+    assert predict(run, "--checkpoint", "best", out="out.npz") == 0
+    best = int(run.best.removeprefix("step-"))
+    np.testing.assert_allclose(np.load("out.npz")["output"], expected(run, best).numpy(), rtol=1e-5, atol=1e-6)
+    assert predict(run, "--checkpoint", "2", out="out.npz") == 0
+    np.testing.assert_allclose(np.load("out.npz")["output"], expected(run, 2).numpy(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.processes
+def test_several_outputs_of_predict_step_have_their_names(run, folder):
+    flags = ["--set", f"task={folder}/own_task.py:Named"]
+    assert predict(run, *flags, out="out.npz") == 0
+    arrays, output = np.load("out.npz"), expected(run)
+    assert sorted(arrays) == ["file", "half", "label.0"]
+    np.testing.assert_array_equal(arrays["label.0"], output.argmax(1).numpy())
+    assert arrays["half"].dtype == np.float32
+    assert predict(run, *flags) == 0
+    stored = torch.load("out.pt", weights_only=True)
+    assert stored["half"].dtype is torch.bfloat16
+    torch.testing.assert_close(stored["file"], output)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"out": "out.csv"}, "--out (out.csv) must end in .npz or .pt"),
+        ({"out": "none/out.pt"}, "must be a file in a folder that exists"),
+        ({"source": "own_sources.py:nothing"}, "--source gave no samples"),
+        ({"source": "own_sources.py:number"}, "--source returned int; it must return a data set or an iterable"),
+        ({"source": "own_sources.py:pairs"}, "has 2 columns, of which the model takes an unknown one"),
+        ({"source": "own_sources.py:constant"}, "--source (own_sources.py:constant) is 3; it must be a function"),
+        ({"source": "own_sources.py:missing"}, "has no missing"),
+        ({"source": "missing.py:data_set"}, "--source: there is no file missing.py"),
+        ({"task": "Scalar"}, "predict_step: the output must have a first dimension"),
+        ({"task": "Text"}, "predict_step: x is str; return tensors"),
+        ({"task": "Uneven"}, "must have the same shape but for the first dimension"),
+        ({"task": "Other"}, "the same outputs for every batch: 0 for the first, and 1 for batch 1"),
+    ],
+)
+def test_what_cannot_be_written_is_reported_in_one_sentence(run, folder, capsys, arguments, expected):
+    (folder / "out.pt").write_text("as before")
+    task = arguments.pop("task", None)
+    flags = [] if task is None else ["--set", f"task={folder}/own_task.py:{task}"]
+    assert predict(run, *flags, **arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert expected in error
+    assert (folder / "out.pt").read_text() == "as before"
+
+
+@pytest.mark.processes
+def test_the_command_needs_no_config_and_no_folder_of_the_run(run, folder):
+    command = [sys.executable, "-m", "paramserver.cli", "predict", str(run.run_dir), "--source", "own_sources:data_set"]
+    done = subprocess.run(
+        [*command, "--out", "out.npz"], env=environment(), capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert np.load("out.npz")["output"].shape == (37, 5)
+
+
+@pytest.mark.processes
+def test_another_split_is_evaluated(run, capsys):
+    """The number of validation samples stands for the split here: both are arguments of the task."""
+    assert evaluate.main([str(run.run_dir), "--set", "task_args.validation=11", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["samples"] == 11

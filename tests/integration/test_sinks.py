@@ -1,0 +1,216 @@
+"""``logging.sinks``: the table of curves, sinks of the user, and the recipes of docs/sinks.md in offline mode."""
+
+import csv
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from launching import main_in_process, resume_in_process, run_in_process, train, write_config
+
+from paramserver.metrics import scalars
+
+GUIDE = Path(__file__).parents[2] / "docs" / "sinks.md"
+CONFIG = {
+    "training": {"max_steps": 10, "batch_size": 8, "validate_every": 5},
+    "checkpoint": {"every": 5, "background": False},
+}
+OWN = """
+import json
+from pathlib import Path
+from paramserver.metrics import Sink
+
+class Copies(Sink):
+    def write(self, record):
+        if record["kind"] == "start":
+            self.file = (Path(record["run_dir"]) / "copy.jsonl").open("a")
+        self.file.write(json.dumps(dict(record), default=str) + "\\n")
+
+    def close(self):
+        self.file.write("closed\\n")
+        self.file.close()
+
+class Fails(Copies):
+    def write(self, record):
+        if record["kind"] == "train":
+            raise OSError("no connection")
+
+    def close(self):
+        pass
+
+class MustNotFail(Fails):
+    required = True
+
+class HasArguments(Copies):
+    def __init__(self, project):
+        pass
+
+class Incomplete(Sink):
+    def write(self, record):
+        pass
+
+class Other:
+    pass
+"""
+
+
+def table(run):
+    with (run.run_dir / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def curves(run):
+    """What the table must hold, from metrics.jsonl."""
+    points = [(record["step"], record["time"], *point) for record in run.records for point in scalars(record)]
+    return [(str(step), str(time), name, str(float(value))) for step, time, name, value in points]
+
+
+def own_sinks(folder, *names):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "own.py").write_text(OWN)
+    return {"sinks": [f"{folder}/own.py:{name}" for name in names]}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("mode", ["local", "ddp", "rpc"])
+def test_the_table_has_every_curve_and_a_resume_continues_it(tmp_path, mode):
+    config = {**CONFIG, "logging": {"sinks": ["csv"]}}
+    run = train(tmp_path, mode, 1 if mode == "local" else 2, **config)
+    assert [tuple(row.values()) for row in table(run)] == curves(run)
+    assert {row["name"] for row in table(run)} >= {"Loss/train", "Loss/valid", "valid/accuracy", "lr"}
+    # Rows of steps that are made again are gone, and a damaged table is made anew.
+    (run.run_dir / "metrics.csv").write_text("torn")
+    checkpoint = run.run_dir / "checkpoints" / "step-00000005"
+    code, output = main_in_process("--resume", checkpoint, "--set", "training.max_steps=12")
+    assert code == 0, output
+    assert [tuple(row.values()) for row in table(run)] == curves(run)
+    steps = [row["step"] for row in table(run) if row["name"] == "Loss/train"]
+    assert steps == [str(step) for step in range(1, 13)]
+
+
+def test_a_resume_that_is_refused_leaves_the_table_as_it_was(tmp_path):
+    run = run_in_process(tmp_path, **CONFIG, logging={"sinks": ["csv"]})
+    before = (run.run_dir / "metrics.csv").read_bytes()
+    assert resume_in_process(run, "--set", "task_args.optimizer=none", "--set", "training.max_steps=12").code != 0
+    assert (run.run_dir / "metrics.csv").read_bytes() == before
+
+
+def test_values_that_are_not_finite_survive_in_the_table(tmp_path):
+    from paramserver.metrics import Csv, JsonLines
+
+    record = {"time": 1.0, "kind": "validation", "step": 3, "values": {"loss": float("nan"), "gap": float("inf")}}
+    with JsonLines(tmp_path / "metrics.jsonl") as lines:
+        lines.write(record)
+    with Csv(tmp_path / "metrics.csv", tmp_path / "metrics.jsonl") as sink:
+        sink.write(record)
+    rows = (tmp_path / "metrics.csv").read_text().splitlines()
+    assert rows[1:3] == rows[3:] == ["3,1.0,Loss/valid,nan", "3,1.0,valid/gap,inf"]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("mode", ["local", "ddp", "rpc"])
+def test_a_sink_of_ones_own_gets_every_record(tmp_path, mode):
+    logging = own_sinks(tmp_path, "Copies", "Fails")
+    run = train(tmp_path, mode, 1 if mode == "local" else 2, **CONFIG, logging=logging)
+    *copied, last = (run.run_dir / "copy.jsonl").read_text().splitlines()
+    assert last == "closed"
+    assert [json.loads(line)["kind"] for line in copied] == [record["kind"] for record in run.records]
+
+
+def test_a_sink_that_fails_is_dropped_unless_it_is_required(tmp_path, caplog):
+    run = run_in_process(tmp_path / "dropped", **CONFIG, logging=own_sinks(tmp_path, "Fails"))
+    assert (run.code, run.summary["steps"]) == (0, 10)
+    assert "Fails failed (OSError: no connection) and gets no more records" in run.log(0) + caplog.text
+    run = run_in_process(tmp_path / "required", **CONFIG, logging=own_sinks(tmp_path, "MustNotFail"))
+    assert run.code == 1
+    assert "MustNotFail failed, which is required (OSError: no connection" in run.output
+    assert run.summary["status"] == "failed"
+
+
+@pytest.mark.parametrize(
+    ("sinks", "expected"),
+    [
+        (["own.py:Other"], "it must be derived from paramserver.metrics.Sink"),
+        (["own.py:HasArguments"], "it must take no arguments"),
+        (["own.py:Incomplete"], "close"),
+        (["own.py:Missing"], "own.py has no Missing; it has "),
+        (["csv", "csv"], "must name each once"),
+        ("csv", "write it like [csv, sinks.py:Wandb]"),
+        ([1], "must be a list of csv"),
+    ],
+)
+@pytest.mark.parametrize("dry", [[], ["--dry_run"]], ids=["run", "dry"])
+def test_what_is_no_sink_is_refused_before_anything_begins(tmp_path, sinks, expected, dry):
+    own_sinks(tmp_path)
+    config = write_config(tmp_path, logging={"sinks": sinks})
+    code, output = main_in_process("--config", config, *dry)
+    assert (code, "error: " in output, "logging.sinks" in output) == (2, True, True), output
+    assert expected in output
+    assert not list((tmp_path / "runs").glob("*"))
+
+
+# The recipes.
+
+
+def block(marker):
+    found = re.search(rf"^<!-- {marker} -->\n```python\n(.*?)^```$", GUIDE.read_text(), re.MULTILINE | re.DOTALL)
+    assert found, marker
+    return found[1]
+
+
+def train_with(folder, recipe, **environ):
+    """Train with a recipe of the guide, in a process of its own; return its folder."""
+    if find_spec(recipe) is None:
+        pytest.skip(f"{recipe} is not installed")
+    (folder / "own_sinks.py").write_text(block(f"file: {recipe}"))
+    config = write_config(folder, **CONFIG, logging={"sinks": [f"own_sinks.py:{recipe.capitalize()}"]})
+    done = subprocess.run(
+        [sys.executable, "-m", "paramserver.launch", "--config", str(config), "--set", "logging.name=digits"],
+        cwd=folder,
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "gets no more records" not in done.stdout + done.stderr
+    assert "failed when closed" not in done.stdout + done.stderr
+    return folder / "runs" / "digits"
+
+
+@pytest.mark.processes
+def test_the_recipe_for_wandb(tmp_path):
+    run_dir = train_with(tmp_path, "wandb", WANDB_MODE="offline", WANDB_SILENT="true")
+    (file,) = run_dir.glob("wandb/offline-run-*-digits/run-digits.wandb")
+    content = file.read_bytes()
+    assert all(name in content for name in (b"Loss/train", b"valid/accuracy", b"ReferenceTask"))
+
+
+@pytest.mark.processes
+def test_the_recipe_for_mlflow(tmp_path):
+    store = f"file:{tmp_path}/mlruns"
+    train_with(tmp_path, "mlflow", MLFLOW_TRACKING_URI=store, MLFLOW_ALLOW_FILE_STORE="true")
+    (curve,) = tmp_path.glob("mlruns/0/*/metrics/Loss/train")
+    assert [line.split()[2] for line in curve.read_text().splitlines()] == [str(step) for step in range(1, 11)]
+    (accuracy,) = tmp_path.glob("mlruns/0/*/metrics/valid/accuracy")
+    assert [line.split()[2] for line in accuracy.read_text().splitlines()] == ["5", "10"]
+
+
+def test_the_recipe_for_pandas(tmp_path, monkeypatch, capsys):
+    if find_spec("pandas") is None:
+        pytest.skip("pandas is not installed")
+    run = run_in_process(tmp_path, **CONFIG, name="digits", logging={"sinks": ["csv"]})
+    monkeypatch.chdir(tmp_path)
+    exec(block("run: pandas"), {})
+    smallest = min(record["loss"] for record in run.of_kind("train"))
+    assert float(capsys.readouterr().out.split()[0]) == pytest.approx(smallest)
+
+
+def test_a_recipe_has_ten_lines_or_a_few_more():
+    for recipe in ("wandb", "mlflow"):
+        assert len([line for line in block(f"file: {recipe}").splitlines() if line]) <= 13

@@ -1,0 +1,127 @@
+"""The identity of a task of srun."""
+
+import pytest
+
+from paramserver.cluster import RankFlags, SlurmEnvironment, resolve_identity
+from paramserver.cluster.slurm import expand_counts, expand_hosts, unused_tasks
+from paramserver.config import ClusterConfig, Config
+from paramserver.errors import UnsupportedConfiguration
+
+NO_FLAGS = RankFlags()
+
+
+def task(rank=3, **changes):
+    """What srun sets for one of the tasks of ``srun -N 2 --ntasks-per-node 2``."""
+    variables = {
+        "SLURM_JOB_ID": "4711",
+        "SLURM_STEP_ID": "2",
+        "SLURM_PROCID": str(rank),
+        "SLURM_NTASKS": "4",
+        "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_LOCALID": str(rank % 2),
+        "SLURM_NODEID": str(rank // 2),
+        "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+        "SLURM_STEP_NODELIST": "node[9-10]",
+    }
+    return {name: value for name, value in {**variables, **changes}.items() if value is not None}
+
+
+def refused(environ, flags=NO_FLAGS, config=None):
+    with pytest.raises(UnsupportedConfiguration) as caught:
+        resolve_identity(flags, environ, config or Config(mode="ddp"))
+    return str(caught.value)
+
+
+def test_rank_host_and_address_follow_from_the_step():
+    identity = resolve_identity(NO_FLAGS, task(), Config(mode="ddp"))
+    assert identity.source == "srun"
+    assert (identity.global_rank, identity.world_size) == (3, 4)
+    assert (identity.local_rank, identity.local_world_size, identity.node_rank) == (1, 2, 1)
+    assert (identity.master_addr, identity.master_port) == ("node9", 15000 + 4713)
+    assert not identity.store_is_hosted
+
+
+def test_steps_and_jobs_have_ports_of_their_own():
+    ports = {
+        SlurmEnvironment(task(SLURM_JOB_ID=job, SLURM_STEP_ID=step), Config(), NO_FLAGS).master_port
+        for job, step in (("4711", "2"), ("4711", "3"), ("4800", "0"), ("99999999", "0"))
+    }
+    assert len(ports) == 4
+    assert all(15000 <= port < 30000 for port in ports)
+
+
+def test_flags_and_config_override_the_address():
+    flags = RankFlags(master_addr="other", master_port=1234)
+    identity = resolve_identity(flags, task(), Config(mode="ddp"))
+    assert (identity.master_addr, identity.master_port) == ("other", 1234)
+    config = Config(mode="ddp", cluster=ClusterConfig(master_port=2345))
+    assert resolve_identity(NO_FLAGS, task(), config).master_port == 2345
+    config = Config(mode="ddp", cluster=ClusterConfig(master_addr="node9-ib"))
+    assert resolve_identity(NO_FLAGS, task(), config).master_addr == "node9-ib"
+
+
+def test_tasks_of_one_host_use_the_loopback():
+    one = {"SLURM_STEP_NODELIST": "node9", "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_LOCALID": "3"}
+    identity = resolve_identity(NO_FLAGS, task(**one), Config(mode="ddp"))
+    assert (identity.master_addr, identity.local_rank) == ("127.0.0.1", 3)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        task(SLURM_STEP_NUM_TASKS="1"),  # srun --pty bash
+        task(SLURM_STEP_ID=None, SLURM_STEP_NUM_TASKS=None),  # a batch script
+        {},
+    ],
+)
+def test_without_several_tasks_all_ranks_are_started_here(environ):
+    assert resolve_identity(NO_FLAGS, environ, Config(mode="ddp")) is None
+
+
+def test_other_launchers_inside_of_a_task_come_first():
+    assert resolve_identity(RankFlags(0, 2), task(), Config(mode="ddp")).source == "flags"
+    assert resolve_identity(NO_FLAGS, task(RANK="1", WORLD_SIZE="2"), Config(mode="ddp")).source == "environment"
+
+
+def test_tasks_that_are_not_used_are_counted():
+    assert unused_tasks(task(SLURM_STEP_ID=None)) == 4
+    assert unused_tasks(task()) == 0
+    assert unused_tasks({"SLURM_JOB_ID": "1"}) == 0
+    assert unused_tasks({"SLURM_NTASKS": "4"}) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("node", ["node"]),
+        ("a,b", ["a", "b"]),
+        ("host[1,5-7]", ["host1", "host5", "host6", "host7"]),
+        ("n[008-011]", ["n008", "n009", "n010", "n011"]),
+        ("n[98-101]", ["n98", "n99", "n100", "n101"]),
+        ("a[1-2],b3,c[4,6]-ib", ["a1", "a2", "b3", "c4-ib", "c6-ib"]),
+        ("r[1-2]c[0-1]s", ["r1c0s", "r1c1s", "r2c0s", "r2c1s"]),
+    ],
+)
+def test_lists_of_hosts(text, hosts):
+    assert expand_hosts(text) == hosts
+
+
+@pytest.mark.parametrize("text", ["n[1-", "n1]", "n[]", "n[a-b]", "n[5-3]", "n[1,,2]"])
+def test_a_malformed_list_is_named(text):
+    with pytest.raises(UnsupportedConfiguration, match=r"SLURM_STEP_NODELIST .* must be a list of hosts"):
+        expand_hosts(text)
+
+
+def test_counts_of_nodes():
+    assert expand_counts("4") == [4]
+    assert expand_counts("2(x3),1,3(x2)") == [2, 2, 2, 1, 3, 3]
+
+
+def test_wrong_variables_are_named():
+    assert "SLURM_PROCID" in refused(task(SLURM_PROCID="four"))
+    assert "SLURM_PROCID (4)" in refused(task(SLURM_PROCID="4"))
+    assert "SLURM_NODEID" in refused(task(SLURM_NODEID=None))
+    assert "SLURM_STEP_TASKS_PER_NODE (2) must have a count for node 1" in refused(task(SLURM_STEP_TASKS_PER_NODE="2"))
+    assert "SLURM_STEP_TASKS_PER_NODE (x) must be counts" in refused(task(SLURM_STEP_TASKS_PER_NODE="x"))
+    assert "must be the 4 that srun started" in refused(task(), RankFlags(world_size=3))
+    assert "must be 1 in mode local" in refused(task(), config=Config(mode="local"))
