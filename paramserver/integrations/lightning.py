@@ -37,7 +37,7 @@ from trainers.validation import eval_mode
 # test and predict are not called either.
 _NOT_CALLED = {
     "backward": "the trainer calls loss.backward()",
-    "configure_callbacks": "write what they do into the module's hooks",
+    "configure_callbacks": "return callbacks of paramserver from the method callbacks of the task",
     "configure_gradient_clipping": "set training.clip_grad_norm",
     "configure_model": "create the layers in __init__ or setup",
     "configure_sharded_model": "create the layers in __init__ or setup",

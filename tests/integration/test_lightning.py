@@ -23,7 +23,7 @@ import lightning_tasks as tasks
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.demos.boring_classes import BoringModel, ManualOptimBoringModel
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, R2Score
 
 import paramserver
 from paramserver.config import Config
@@ -224,6 +224,19 @@ def test_trainers_that_run_freely_reach_the_estimated_number_of_updates(tmp_path
     run = train(tmp_path, "rpc", 2, **config, server=server)
     most = tasks.STEPS * tasks.EPOCHS  # fewer where gradients of a backup trainer are dropped
     assert run.summary["steps"] == most if "consistency" in server else most / 2 <= run.summary["steps"] <= most
+
+
+def test_a_metric_of_torchmetrics_is_merged_over_trainers(tmp_path):
+    config = {"task": TASK, "task_args": {"kind": "Scored"}, "training": {**EPOCHS, "ema_decay": 0.9}}
+    ddp, rpc = train(tmp_path, "ddp", 2, **config), train(tmp_path, "rpc", 2, **config)
+    equal_runs(ddp, rpc)
+    module = tasks.Scored().eval()
+    module.load_state_dict(rpc.load("ema"))
+    points = tasks.Points()
+    points.setup("fit")
+    x, y = points.valid.tensors
+    expected = R2Score()(module(x), y).item()
+    assert rpc.summary["validation"] == {"r2": pytest.approx(expected, abs=1e-6)}
 
 
 def test_modules_of_the_other_package_train(tmp_path):
