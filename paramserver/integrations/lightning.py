@@ -37,7 +37,7 @@ from trainers.validation import eval_mode
 # test and predict are not called either.
 _NOT_CALLED = {
     "backward": "the trainer calls loss.backward()",
-    "configure_callbacks": "write what they do into the module's hooks",
+    "configure_callbacks": "return callbacks of paramserver from the method callbacks of the task",
     "configure_gradient_clipping": "set training.clip_grad_norm",
     "configure_model": "create the layers in __init__ or setup",
     "configure_sharded_model": "create the layers in __init__ or setup",
@@ -84,6 +84,9 @@ class LightningTask(Task):
         self.resumed: Mapping[str, Any] = {"epoch": 0, "global_step": 0}
         self.is_validating = False
         self._given = module
+        self._takes_number = {
+            name: _takes_number(getattr(module, name)) for name in ("training_step", "validation_step")
+        }
         self._stand_in = TrainerStandIn(self)
         self._loaders: dict[str, Any] = {}
         self._schedules: list[Any] = []
@@ -209,7 +212,7 @@ class LightningTask(Task):
                 "on_train_batch_start returned -1, and an epoch cannot end early; set self.trainer.should_stop, or "
                 "leave out samples in the data set"
             )
-        arguments = _arguments_of(module.training_step, batch, batch_idx)
+        arguments = (batch, batch_idx) if self._takes_number["training_step"] else (batch,)
         is_wrapped = model is not self.module
         outputs = _redirect_forward(model, module, arguments) if is_wrapped else module.training_step(*arguments)
         outputs = dict(outputs) if isinstance(outputs, Mapping) else {"loss": outputs}
@@ -235,7 +238,8 @@ class LightningTask(Task):
         module.trainer = self._stand_in  # also of a copy, which lacks it
         batch, self._validation_values = self._transfer(batch), {}
         module.on_validation_batch_start(batch, valid_batch_idx)
-        outputs = module.validation_step(*_arguments_of(module.validation_step, batch, valid_batch_idx))
+        arguments = (batch, valid_batch_idx) if self._takes_number["validation_step"] else (batch,)
+        outputs = module.validation_step(*arguments)
         module.on_validation_batch_end(outputs, batch, valid_batch_idx)
         values, self._validation_values = self._validation_values, None
         return values
@@ -492,11 +496,10 @@ def _check(module: Any, datamodule: Any) -> None:
         raise TaskError(f"{name}.training_step takes a dataloader_iter; a LightningTask gives it (batch, batch_idx)")
 
 
-def _arguments_of(step: Callable[..., Any], batch: Any, batch_idx: int) -> tuple[Any, ...]:
-    """Return (batch, batch_idx), or (batch,) for a step that takes no number."""
+def _takes_number(step: Callable[..., Any]) -> bool:
+    """Whether a step takes (batch, batch_idx), and not (batch) alone."""
     parameters = inspect.signature(step).parameters.values()
-    takes_more = any(p.kind is p.VAR_POSITIONAL for p in parameters) or len(parameters) > 1
-    return (batch, batch_idx) if takes_more else (batch,)
+    return len(parameters) > 1 or any(p.kind is p.VAR_POSITIONAL for p in parameters)
 
 
 def _redirect_forward(wrapper: nn.Module, module: Any, arguments: tuple[Any, ...]) -> Any:

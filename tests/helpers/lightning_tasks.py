@@ -10,6 +10,7 @@ from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import R2Score
 
 from paramserver.integrations.lightning import LightningTask
 
@@ -193,6 +194,19 @@ class Everything(Regression):
 class LogsGradients(Regression):
     def on_before_optimizer_step(self, optimizer):
         self.log("norm", self.net[0].weight.grad.norm())
+
+
+class Scored(Regression):
+    """Validates by a metric that is no mean over samples."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.score = R2Score()
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        self.score.update(self(x), y)
+        self.log("r2", self.score)
 
 
 class PreparedPoints(Points):

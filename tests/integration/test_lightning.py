@@ -23,7 +23,7 @@ import lightning_tasks as tasks
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.demos.boring_classes import BoringModel, ManualOptimBoringModel
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, R2Score
 
 import paramserver
 from paramserver.config import Config
@@ -73,15 +73,20 @@ class Losses(Callback):
         self.epochs.append(trainer.callback_metrics["train_loss_epoch"].item())
 
 
+def lightnings_trainer(**options):
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # for example that there is a GPU, or srun
+        return Trainer(accelerator="cpu", devices=1, num_sanity_val_steps=0, **quiet, **options)
+
+
 def fit(module, datamodule=None, **options):
     """Lightning's own training."""
     threads, callback = torch.get_num_threads(), Losses()
     torch.set_num_threads(1)
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    options = {"max_epochs": tasks.EPOCHS, "callbacks": [callback], **options}
+    trainer = lightnings_trainer(max_epochs=tasks.EPOCHS, callbacks=[callback], **options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer = Trainer(accelerator="cpu", devices=1, num_sanity_val_steps=0, **quiet, **options)
         trainer.fit(module, datamodule=datamodule)
     torch.set_num_threads(threads)
     return trainer, callback
@@ -219,6 +224,19 @@ def test_trainers_that_run_freely_reach_the_estimated_number_of_updates(tmp_path
     run = train(tmp_path, "rpc", 2, **config, server=server)
     most = tasks.STEPS * tasks.EPOCHS  # fewer where gradients of a backup trainer are dropped
     assert run.summary["steps"] == most if "consistency" in server else most / 2 <= run.summary["steps"] <= most
+
+
+def test_a_metric_of_torchmetrics_is_merged_over_trainers(tmp_path):
+    config = {"task": TASK, "task_args": {"kind": "Scored"}, "training": {**EPOCHS, "ema_decay": 0.9}}
+    ddp, rpc = train(tmp_path, "ddp", 2, **config), train(tmp_path, "rpc", 2, **config)
+    equal_runs(ddp, rpc)
+    module = tasks.Scored().eval()
+    module.load_state_dict(rpc.load("ema"))
+    points = tasks.Points()
+    points.setup("fit")
+    x, y = points.valid.tensors
+    expected = R2Score()(module(x), y).item()
+    assert rpc.summary["validation"] == {"r2": pytest.approx(expected, abs=1e-6)}
 
 
 def test_modules_of_the_other_package_train(tmp_path):
@@ -393,7 +411,7 @@ def test_other_members_of_the_trainer_are_missing_by_name():
         module.trainer.checkpoint_callback  # noqa: B018
     with pytest.raises(TaskError, match="a process that does not train"):
         module.trainer.global_step  # noqa: B018
-    assert set(MEMBERS) <= set(dir(Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)))
+    assert set(MEMBERS) <= set(dir(lightnings_trainer()))
     assert copy.deepcopy(module)._trainer is None
     assert pickle.loads(pickle.dumps(module.trainer)) is None
 
