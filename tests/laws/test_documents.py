@@ -25,7 +25,11 @@ ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 INTERFACE = ROOT / "docs" / "interface.md"
 DOCUMENTS = [README, INTERFACE, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", ROOT / "docs" / "torch-notes.md"]
-DOCUMENTS += [ROOT / "docs" / "protocol.md", ROOT / "docs" / "lightning.md", ROOT / "examples" / "clients" / "README.md"]
+DOCUMENTS += [
+    ROOT / "docs" / "protocol.md",
+    ROOT / "docs" / "lightning.md",
+    ROOT / "examples" / "clients" / "README.md",
+]
 QUICKSTART = ("examples/quickstart/task.py", "examples/quickstart/config.yaml")
 KEYS_BEGIN, KEYS_END = "<!-- keys: begin -->\n", "<!-- keys: end -->\n"
 
