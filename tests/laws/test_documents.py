@@ -32,6 +32,7 @@ DOCUMENTS = [
     ROOT / "examples" / "clients" / "README.md",
 ]
 DOCUMENTS += [ROOT / "docs" / f"{name}.md" for name in ("callbacks", "lightning", "protocol", "sinks", "torch-notes")]
+DOCUMENTS += sorted((ROOT / "docs" / "coming-from").glob("*.md"))
 QUICKSTART = ("examples/quickstart/task.py", "examples/quickstart/config.yaml")
 KEYS_BEGIN, KEYS_END = "<!-- keys: begin -->\n", "<!-- keys: end -->\n"
 
