@@ -61,7 +61,9 @@ class EvaluationTrainer:
         self.logged[name] = float(value)
 
     def all_gather(self, value: Any) -> list[Any]:
-        return [value]
+        from trainers.base import private_copy
+
+        return [private_copy(value)]
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -406,8 +406,7 @@ class Trainer(ABC):
         place = self._decision.step, int(self._decision.verdict is Verdict.GO), int(in_step)
         count = self._gathers[1] + 1 if self._gathers[0] == place else 0
         self._gathers = place, count
-        own = tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), value)
-        return self.gather_from_all(own, (*place, count), self._decision.active if in_step else None)
+        return self.gather_from_all(private_copy(value), (*place, count), self._decision.active if in_step else None)
 
     def gather_from_all(self, value: Any, call: tuple[int, ...], active: tuple[int, ...] | None) -> list[Any]:
         """Return the values of all trainers, or of ``active``; ``call`` is the same for the same call of each."""
@@ -780,6 +779,11 @@ class Trainer(ABC):
             peak_rss_mb=peak_rss_mb(),
             wire_bytes=self.wire_bytes,
         )
+
+
+def private_copy(value: Any) -> Any:
+    """Return a value with its tensors copied to the CPU, without gradients."""
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), value)
 
 
 def overrides(owner: object, method: Callable[..., Any]) -> bool:
