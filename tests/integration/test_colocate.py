@@ -59,10 +59,11 @@ class Hosts:
 
     def trainer_of(self, host):
         """The process of the trainer that the command of a host started."""
-        (trainer,) = (
-            child for child in psutil.Process(self.commands[host].pid).children() if "--colocated" in child.cmdline()
-        )
-        return trainer
+        command, deadline = psutil.Process(self.commands[host].pid), time.monotonic() + 60
+        while not (found := [child for child in command.children() if "--colocated" in child.cmdline()]):
+            assert time.monotonic() < deadline, self.commands[host].output.read_text()
+            time.sleep(0.05)
+        return found[0]
 
     def wait_for_checkpoint(self):
         deadline = time.monotonic() + 60
@@ -147,7 +148,7 @@ def test_a_signal_to_the_command_of_a_host_ends_the_run_with_a_checkpoint(tmp_pa
 
 
 def test_a_host_that_waits_for_another_ends_its_trainer_too(tmp_path):
-    with Hosts(tmp_path, cluster={**COLOCATED, "timeout_s": 3}, count=2) as hosts:
+    with Hosts(tmp_path, cluster={**COLOCATED, "timeout_s": 10}) as hosts:
         hosts.commands[1].kill()
         trainer = hosts.trainer_of(0)
         assert hosts.commands[0].wait(60) == 1
