@@ -48,6 +48,9 @@ class ForkServer:
         guard: ends it if this process dies.
         timeout_s: for the import and a fork. Without an answer by then, ranks have to be started in another way.
 
+    Attributes:
+        failed: a fork was not made.
+
     Example::
 
         >>> from contextlib import closing
@@ -59,6 +62,7 @@ class ForkServer:
         self._guard, self._timeout_s = guard, timeout_s
         self._process, self._link = start_importing("--fork_server", environ, log_file)
         self._guard.add(self._process.pid)
+        self.failed = False
 
     def fork(
         self, arguments: Sequence[str], descriptors: Sequence[int], is_stopping: Callable[[], bool]
@@ -81,6 +85,7 @@ class ForkServer:
                 pid = self._receive_pid(is_stopping)
                 os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except (OSError, ValueError):  # it has ended, or is too slow, or the fork is not a child of this process
+                self.failed = True
                 self._close(0.0)
                 return None
         return ForkedProcess(pid)

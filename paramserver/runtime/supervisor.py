@@ -233,10 +233,12 @@ class Supervisor:
         spares = Spares(cluster.spares, cluster.max_restarts, environ, log_file, self._guard, self._note)
         self._spares = stack.enter_context(closing(spares))
         self._start_rank = partial(self._start_process, config_file.fileno(), listener, environ)
-        log_file = self.run.logs_dir / "start.log"
-        with closing(ForkServer(environ, log_file, self._guard, cluster.timeout_s)) as fork_server:
+        start_log = self.run.logs_dir / "start.log"
+        with closing(ForkServer(environ, start_log, self._guard, cluster.timeout_s)) as fork_server:
             for role in roles(self.config, world_size_of(self.config)):
                 self._start_rank(role, fork_server)
+            if fork_server.failed and self._signal is None:
+                self._note(f"each rank imports torch itself, as they could not be forked; see {start_log}")
 
     def _start_process(
         self,

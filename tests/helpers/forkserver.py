@@ -163,6 +163,8 @@ base_path = [folder for folder in sys.path if folder not in _foreign]
 class NoForkServer:
     """In place of the supervisor's own fork server, which would import torch first."""
 
+    failed = False
+
     def __init__(self, *arguments):
         pass
 

@@ -105,6 +105,7 @@ def test_without_a_server_that_answers_there_is_no_fork(make, tmp_path, number):
     os.kill(server._process.pid, number)
     assert fork(server, tmp_path) == (None, "")
     assert server._process.returncode == -signal.SIGKILL
+    assert server.failed
 
 
 def test_a_server_with_threads_does_not_fork(make, tmp_path):
