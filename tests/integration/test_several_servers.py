@@ -26,8 +26,11 @@ from launching import (
 from step_oracle import Ledger, PacedTask, Replay
 from supervised_tasks import ranks_of
 from tasks import OPTIMIZERS, ReferenceTask
+from torch import nn
 
 from paramserver.distributed.rpc_calls import completed_future
+from paramserver.parameters.flat import FlatLayout
+from paramserver.parameters.sharding import plan_shards
 from paramserver.server import shard_server
 from paramserver.server.client import ServerClient
 from trainers import RpcTrainer
@@ -48,6 +51,16 @@ class Whole(ReferenceTask):
 
     def build_optimizer(self, model):
         return torch.optim.Adafactor([p for p in model.parameters() if p.requires_grad], lr=0.01)
+
+
+class Wide(ReferenceTask):
+    """A model of several sections, of which each server owns a part."""
+
+    def build_model(self):
+        layers = [nn.Flatten(), nn.Linear(36, 256)]
+        for _ in range(4):
+            layers += [nn.ReLU(), nn.Linear(256, 256)]
+        return nn.Sequential(*layers, nn.ReLU(), nn.Linear(256, 5))
 
 
 class Listed(ReferenceTask):
@@ -169,6 +182,20 @@ def test_sgd_without_clipping_is_the_same_bit_for_bit(tmp_path, transport, wire_
     for other in (two, three):
         assert differing_tensors(one.load("model"), other.load("model")) == []
         assert differing_tensors(one.load("optimizer"), other.load("optimizer")) == []
+
+
+@pytest.mark.parametrize(("transport", "servers"), [("shared_memory", 2), ("rpc", 2), ("rpc", 3)])
+def test_a_model_in_sections_over_servers_is_the_same_bit_for_bit(tmp_path, transport, servers):
+    layout = FlatLayout.of(list(Wide().build_model().named_parameters()))
+    assert all(len(shard.ranges) > 1 for shard in plan_shards(layout, servers, splittable=True)), "sections"
+    config = {"task": f"{HERE}:Wide", "task_args": {"optimizer": "adam"}, "training": {"max_steps": 12}}
+    ddp = train(tmp_path, "ddp", 2, **config)
+    sections = {"cluster": {"num_servers": servers}, "server": {"transport": transport}, "checkpoint": {"every": 6}}
+    begun = train(tmp_path, "rpc", 2, **{**config, "training": {"max_steps": 6}}, **sections)
+    rpc = resume(begun, "--set", "training.max_steps=12")
+    assert rpc.code == 0, rpc.output
+    assert differing_tensors(ddp.load("model"), rpc.load("model")) == []
+    assert differing_tensors(ddp.load("optimizer"), rpc.load("optimizer")) == []
 
 
 def test_a_server_that_is_apart_makes_all_go_over_rpc(tmp_path):
