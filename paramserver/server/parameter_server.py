@@ -232,6 +232,7 @@ class ParameterServer(TutorialMethods):
         self._staged = (monitor.step if checkpoints.resumes else -1, False)
         self._stagings = PendingReplies()
         self._gathers: dict[tuple[int, ...], tuple[tuple[int, ...] | None, PendingReplies]] = {}
+        self._gathers_began: dict[tuple[int, ...], float] = {}
         self._staging_reason = ""
         self._parts = PartCollector(checkpoints)
 
@@ -939,7 +940,9 @@ class ParameterServer(TutorialMethods):
         """
         with self._lock:
             trainer_index = self._admit(sender)
-            _, table = self._gathers.setdefault(call, (active, PendingReplies()))
+            if call not in self._gathers:
+                self._gathers[call], self._gathers_began[call] = (active, PendingReplies()), time.monotonic()
+            table = self._gathers[call][1]
             future = table.add(trainer_index, value)
         self._finish_gathers()
         return future
@@ -948,6 +951,7 @@ class ParameterServer(TutorialMethods):
         with self._lock:
             complete = [call for call, (active, table) in self._gathers.items() if table.has_all(self._callers(active))]
             tables = [self._gathers.pop(call)[1].pop_all() for call in complete]
+            self._gathers_began = {call: began for call, began in self._gathers_began.items() if call in self._gathers}
         for values, futures, _ in tables:
             for future in futures.values():
                 future.set_result([values[index] for index in sorted(values)])
@@ -959,12 +963,12 @@ class ParameterServer(TutorialMethods):
 
     def _check_gathers(self) -> None:
         """Fail the run if a trainer has not made a call of ``all_gather`` that others wait for."""
-        limit_s, late = self.config.cluster.timeout_s, time.perf_counter() - self.config.cluster.timeout_s
+        limit_s, now = self.config.cluster.timeout_s, time.monotonic()
         with self._lock:
             missing = [
                 str(trainer_index)
-                for active, table in self._gathers.values()
-                if min(table.arrival_s.values(), default=late) < late
+                for call, (active, table) in self._gathers.items()
+                if now - self._gathers_began[call] > limit_s
                 for trainer_index in sorted(self._callers(active) - table.parts.keys())
             ]
         if missing:
