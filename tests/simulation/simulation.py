@@ -40,6 +40,7 @@ from paramserver.config import (
 )
 from paramserver.consistency import Announcement, Decision, Readiness, TrainerId, Verdict
 from paramserver.context import StopRequest
+from paramserver.devices import CPU
 from paramserver.distributed.membership import Member, Members
 from paramserver.distributed.rpc_calls import RemoteError
 from paramserver.errors import ParamserverError, PeerFailed, PeerLost, RunEnded, ViewChanged
@@ -163,7 +164,7 @@ class Store:
     def __init__(self, task: Any, config: Config, allocate: Any = None) -> None:
         self.node = _current.starting
         self.version = self.node.checkpoints.first_step
-        self.model = None
+        self.model, self.device = None, CPU.device
         layout = SimpleNamespace(total_bytes=0)
         self.parameters = SimpleNamespace(layout=layout, flats=[], tensors={})
         self.buffers = self.shard = self.parameters
@@ -1143,7 +1144,7 @@ def environment() -> Iterator[None]:
         "ParameterStore": Store,
         "RpcServerTransport": Transport,
         "WireVersion": lambda *args: None,
-        "make_codec": lambda config: None,
+        "make_codec": lambda config, device: None,
         "plan_buckets": lambda *args: ((), ""),
         "Members": lambda: Members(lambda: _current.now),
         "time": SimpleNamespace(monotonic=lambda: _current.now),
