@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from mixed_model import MixedModel
 from torch import nn
 
 from paramserver.optim.bucket_updates import BucketUpdates, why_not_by_bucket
@@ -17,20 +18,6 @@ OPTIONS = {
     "Adam": {"amsgrad": True},
     "RMSprop": {"centered": True, "momentum": 0.9},
 }
-
-
-class Mixed(nn.Module):
-    """Three dtypes, channels_last, a scalar, one without elements, and large ones that are cut."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(8, 12, 3).to(memory_format=torch.channels_last)
-        self.large = nn.Parameter(torch.randn(600, 64).t())
-        self.narrow = nn.Linear(64, 33).bfloat16()
-        self.waves = nn.Parameter(torch.randn(9000, dtype=torch.complex64))
-        self.scale = nn.Parameter(torch.tensor(0.5))
-        self.empty = nn.Parameter(torch.empty(0))
-        self.linear = nn.Linear(300, 77)
 
 
 class Half:
@@ -74,7 +61,7 @@ def assert_same_state(whole, parts):
 def test_every_bit_is_that_of_a_step_over_whole_tensors(kind, servers, bucket_bytes):
     """Also in a step in which some parameters have no gradient, and of the optimizer's state."""
     torch.manual_seed(0)
-    model = Mixed()
+    model = MixedModel(has_complex=True)
     models = model, copy.deepcopy(model)
     for number in range(servers):
         whole, parts = (

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from mixed_model import MixedModel
 from torch import nn
 
 from paramserver.config import ServerConfig
@@ -23,25 +24,13 @@ def test_flats_of_the_wires_type_are_not_copied():
     assert CastCodec(torch.float32).encode(layout, flats) is flats
 
 
-class Mixed(nn.Module):
-    """Two dtypes, channels_last, a scalar, one without elements, and a large one that is split."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(8, 12, 3).to(memory_format=torch.channels_last)
-        self.large = nn.Parameter(torch.randn(600, 64).t())
-        self.narrow = nn.Linear(64, 33).bfloat16()
-        self.scale = nn.Parameter(torch.tensor(0.5))
-        self.empty = nn.Parameter(torch.empty(0))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("flat_bytes", [float("inf"), 20_000])
 @pytest.mark.parametrize("bucket_bytes", [None, 512, 20_000])
 @pytest.mark.parametrize("servers", [1, 2, 3])
 def test_versions_and_gradients_are_those_of_one_server(servers, bucket_bytes, flat_bytes, dtype):
     torch.manual_seed(servers)
-    model, codec = Mixed(), CastCodec(dtype)
+    model, codec = MixedModel(), CastCodec(dtype)
     parameters = trainable_parameters(model)
     layout = FlatLayout.of(parameters.items(), flat_bytes)
     shards = plan_shards(layout, servers, splittable=True)
