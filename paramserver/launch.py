@@ -299,7 +299,7 @@ def _identity(arguments: argparse.Namespace, config: Config) -> ProcessIdentity 
         arguments.master_addr,
         arguments.master_port,
         supervised=arguments.supervised is not None,
-        is_trainer=arguments.colocated,
+        is_colocated_trainer=arguments.colocated,
     )
     identity = resolve_identity(flags, process_environ(), config)
     if identity is not None:

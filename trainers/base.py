@@ -128,6 +128,7 @@ class Trainer(ABC):
         self.validation: Mapping[str, float] = {}
         self.validation_loader: Iterable[tuple[Any, int]] | None = None
         self._stop_reason = ""
+        self._samples_before = 0  # served before this process trained
         self._batch_samples = 1  # of the batch whose step is computed
         self._step_offset = 0  # 1 while step ``step + 1`` is being made
         self._memory = StagingPool()
@@ -431,6 +432,7 @@ class Trainer(ABC):
         self._resources.close()
 
     def _fit(self) -> Decision:
+        self._samples_before = self.progress.samples_served
         self.clock.skip()
         while True:
             self._step_offset = 1
@@ -770,6 +772,7 @@ class Trainer(ABC):
         return TrainerTotals(
             trainer_index=self.trainer_index,
             samples=self.progress.samples_served,
+            samples_before=self._samples_before,
             batches=self.progress.batch_idx,
             samples_left=self.data.samples_left,
             seconds=self.clock.steps.total_s,

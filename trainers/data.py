@@ -17,7 +17,7 @@ from paramserver.consistency import Announcement, Readiness
 from paramserver.errors import BufferClosed, BufferExhausted, CheckpointError, TaskError, UnsupportedConfiguration
 from paramserver.online.spec import ReceiverSpec
 from paramserver.sources import Feeder, Partition, ResumePosition, Source, make_source
-from paramserver.sources.data_loader import Reading, read_as
+from paramserver.sources.data_loader import Reading, resolve_reading
 from paramserver.sources.dataset import DatasetSource
 from paramserver.sources.factory import check_watermark
 from paramserver.sources.loader import WorkerOptions
@@ -94,7 +94,7 @@ class DataStream:
         self.timeout_s = config.cluster.timeout_s
         self.trainer_index = partition.index
         samples = task.train_source(partition) if samples is None else samples
-        reading = read_as(samples, partition, config, sampler=sampler_of(task, partition))
+        reading = resolve_reading(samples, partition, config, sampler=sampler_of(task, partition))
         config = reading.config
         self.training = config.training
         self._reading = reading

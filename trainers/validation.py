@@ -17,7 +17,7 @@ from paramserver.errors import TaskError
 from paramserver.metrics.records import WeightedSums
 from paramserver.parameters.model import autocast
 from paramserver.sources.base import Partition
-from paramserver.sources.data_loader import is_map_style, read_as
+from paramserver.sources.data_loader import is_map_style, resolve_reading
 from paramserver.sources.sampler import SamplerOrder
 from paramserver.task import Task
 from trainers.data import collate_of
@@ -102,7 +102,7 @@ def validation_batches(task: Task, partition: Partition, config: Config) -> Data
             f"{type(task).__name__} has a validation_source but no validation_step; write "
             "validation_step(self, model, batch, valid_batch_idx, batch_idx), which returns a dict of means"
         )
-    reading = read_as(data, partition, config, "validation_source")
+    reading = resolve_reading(data, partition, config, "validation_source")
     collate = _SizedCollate(task, collate_of(task, reading, "validation_source"))
     size = None if reading.gives_batches else reading.config.training.batch_size
     share: Any
@@ -197,7 +197,7 @@ def evaluate(
             raise TaskError(
                 f"validation_step: {both[0]} must be a mean in every batch, or a metric object in every one"
             )
-        total.metrics = {name: _take(metric) for name, metric in total.metrics.items()}
+        total.metrics = {name: _detach_metric(metric) for name, metric in total.metrics.items()}
     return total
 
 
@@ -218,7 +218,7 @@ def _add_metric(metrics: dict[str, Any], name: str, metric: Any, where: str) -> 
         known.merge_state(metric)
 
 
-def _take(metric: Any) -> Any:
+def _detach_metric(metric: Any) -> Any:
     """Return the state of a metric as an object of its own, on the CPU, and reset it for the next validation."""
     taken = copy.deepcopy(metric)
     metric.reset()

@@ -1,5 +1,6 @@
 #!/bin/bash
-# Change the next two lines, and the config at the end: server and trainers are the tasks, one after the other.
+# Change the next two lines, and the config at the end. Task 0 is the server, the others are trainers (mode: rpc).
+# The folder runs/ must be on a file system that all nodes share.
 #SBATCH --nodes=2 --ntasks-per-node=2 --cpus-per-task=4
 #SBATCH --time=02:00:00
 # Two minutes before the limit every rank gets SIGUSR1: the run writes a checkpoint and ends with exit code 3.
@@ -7,8 +8,10 @@
 
 name=job-$SLURM_JOB_ID
 resume=()
-if [[ -e runs/$name ]]; then
+if [[ -e runs/$name/checkpoints/latest ]]; then
     resume=(--resume "runs/$name")
+elif [[ -e runs/$name ]]; then
+    mv "runs/$name" "runs/$name.$(date +%s)" # it ended before its first checkpoint
 fi
 # A task that fails does not end the others: the run continues without a lost trainer.
 srun --kill-on-bad-exit=0 \

@@ -60,7 +60,7 @@ class RankFlags:
 
     Args:
         supervised: a supervisor gives them, which counts all ranks, also where servers are co-located.
-        is_trainer: this process is the trainer of a host with a co-located server.
+        is_colocated_trainer: this process is the trainer of a host with a co-located server.
 
     Example::
 
@@ -72,7 +72,7 @@ class RankFlags:
     master_addr: str | None = None
     master_port: int | None = None
     supervised: bool = False
-    is_trainer: bool = False
+    is_colocated_trainer: bool = False
 
     def check(self) -> None:
         """Raise ``UnsupportedConfiguration`` for a flag that is out of its range."""

@@ -83,7 +83,7 @@ def _with_servers(identity: ProcessIdentity, flags: RankFlags, config: Config) -
     """Count the ranks of co-located servers too. Host i has server i, as far as there are servers, and trainer i."""
     world_size = num_ranks_started(config, identity.world_size)
     servers = world_size - identity.world_size
-    is_server = identity.global_rank < servers and not flags.is_trainer
+    is_server = identity.global_rank < servers and not flags.is_colocated_trainer
     rank = identity.global_rank if is_server else identity.global_rank + servers
     return dataclasses.replace(identity, global_rank=rank, world_size=world_size)
 

@@ -29,7 +29,7 @@ from paramserver.importing import source_file
 from paramserver.metrics.reduction import Reduction
 from paramserver.rng import random_states, restore_random_states, seed_all
 from paramserver.sources import Partition, make_source
-from paramserver.sources.data_loader import read_as
+from paramserver.sources.data_loader import resolve_reading
 from paramserver.task import Task
 from trainers.validation import eval_mode
 
@@ -171,8 +171,8 @@ class LightningTask(Task):
                 "steps of an epoch"
             )
         first = self._schedules[0]
-        is_plain = len(self._schedules) == 1 and first.frequency == 1
-        scheduler = first.scheduler if is_plain else _Schedules([(s.scheduler, s.frequency) for s in self._schedules])
+        is_single = len(self._schedules) == 1 and first.frequency == 1
+        scheduler = first.scheduler if is_single else _Schedules([(s.scheduler, s.frequency) for s in self._schedules])
         return {"scheduler": scheduler, "every": every, "metric": metric}
 
     def train_source(self, partition: Partition) -> Any:
@@ -393,7 +393,7 @@ def _estimate_updates(task: Task) -> float:
     config, trainers = task.config, num_trainers_of(task.config)
     limit, batches = config.training.max_steps or math.inf, 0
     for partition in (Partition(index, trainers) for index in range(trainers)):
-        reading = read_as(task.train_source(partition), partition, config)
+        reading = resolve_reading(task.train_source(partition), partition, config)
         total = make_source(reading, partition, config).total
         if total is None:
             return limit

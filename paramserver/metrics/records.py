@@ -265,10 +265,14 @@ class PhaseClock:
 
 @dataclass
 class TrainerTotals:
-    """Totals of one trainer over a run, sent to rank 0 at the end."""
+    """Totals of one trainer over a run, sent to rank 0 at the end.
+
+    ``samples_before`` of the samples were served before the last resume; ``seconds`` and ``steps`` count from it on.
+    """
 
     trainer_index: int
     samples: int = 0
+    samples_before: int = 0
     batches: int = 0
     samples_left: int | None = None
     seconds: float = 0.0

@@ -123,7 +123,7 @@ def _trainer(t: TrainerTotals) -> dict[str, Any]:
     return {
         "trainer": t.trainer_index,
         "samples": t.samples,
-        "samples_per_second": t.samples / t.seconds if t.seconds else None,
+        "samples_per_second": (t.samples - t.samples_before) / t.seconds if t.seconds else None,
         "data_wait_share": round(min(waited_s / t.seconds, 1.0), 4) if t.seconds else None,
         **({"stream": t.buffer["stream"]} if "stream" in t.buffer else {}),
         "peak_rss_mb": round(t.peak_rss_mb, 1),

@@ -16,7 +16,7 @@ from paramserver.online.sampler import make_sampler
 from paramserver.online.spec import IngestSpec
 from paramserver.runtime.watchdog import SILENT_SHARE, START_GRACE_S
 from paramserver.sources import Partition, make_source
-from paramserver.sources.data_loader import read_as
+from paramserver.sources.data_loader import resolve_reading
 from paramserver.sources.factory import check_watermark
 from paramserver.task import Task, make_callbacks, make_task, sampler_of
 
@@ -49,7 +49,7 @@ def _rank_text(role: Role, config: Config, task: Task, trainers: int) -> str:
     placement = place_trainer(config, role.trainer_index, trainers)
     task.devices, task.config = placement.devices, config
     partition = Partition(role.trainer_index, trainers)
-    reading = read_as(task.train_source(partition), partition, config, sampler=sampler_of(task, partition))
+    reading = resolve_reading(task.train_source(partition), partition, config, sampler=sampler_of(task, partition))
     source, config = make_source(reading, partition, config), reading.config
     watermark = config.buffer.watermark
     devices = ", ".join(str(device) for device in placement.devices)

@@ -25,7 +25,7 @@ _POLL_S = 0.1
 _END_S = 5.0
 _GO = b"1"
 
-_adopting = threading.Lock()
+_subreaper_lock = threading.Lock()
 
 
 class ForkedProcess:
@@ -118,7 +118,7 @@ class ForkServer:
 def _adopt_orphans() -> Iterator[None]:
     """Make this process the parent of descendants whose parent ends meanwhile (prctl(2))."""
     prctl, before = ctypes.CDLL(None, use_errno=True).prctl, ctypes.c_int()
-    with _adopting:
+    with _subreaper_lock:
         prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
         prctl(_PR_SET_CHILD_SUBREAPER, 1)
         try:

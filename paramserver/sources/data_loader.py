@@ -40,7 +40,8 @@ class Reading:
 
     Example::
 
-        >>> reading = read_as(DataLoader([1.0, 2.0, 3.0], batch_size=2, shuffle=True), Partition(0, 1), Config(seed=5))
+        >>> loader = DataLoader([1.0, 2.0, 3.0], batch_size=2, shuffle=True)
+        >>> reading = resolve_reading(loader, Partition(0, 1), Config(seed=5))
         >>> reading.data, reading.config.training.batch_size, reading.options
         ([1.0, 2.0, 3.0], 2, {'shuffle': True})
     """
@@ -62,7 +63,7 @@ def is_map_style(data: Any) -> bool:
     return not isinstance(data, (IterableDataset, dict)) and hasattr(data, "__getitem__") and hasattr(data, "__len__")
 
 
-def read_as(
+def resolve_reading(
     data: Any, partition: Partition, config: Config, hook: str = "train_source", sampler: Any = None
 ) -> Reading:
     """Return how the data is read that ``hook`` returned.
@@ -79,12 +80,12 @@ def read_as(
         UnsupportedConfiguration: it contradicts a key that was given.
     """
     if isinstance(data, DataLoader):
-        reading = _taken_apart(data, partition, config, hook, sampler)
+        reading = _read_data_loader(data, partition, config, hook, sampler)
     else:
-        _refuse_others(data, hook)
+        _refuse_unsupported(data, hook)
         if hook == "validation_source":
             size = config.training.validation_batch_size or config.training.batch_size
-            config = _with(config, batch_size=size)
+            config = _with_training(config, batch_size=size)
         reading = Reading(data, config)
         if sampler is not None:
             if not is_map_style(data):
@@ -96,7 +97,7 @@ def read_as(
     return _with_whole_batches(reading, hook)
 
 
-def _refuse_others(data: Any, hook: str) -> None:
+def _refuse_unsupported(data: Any, hook: str) -> None:
     if isinstance(data, Sampler):
         raise TaskError(
             f"{hook} returned {type(data).__name__}, a sampler; return the data set that it draws from, and it from "
@@ -111,7 +112,9 @@ def _refuse_others(data: Any, hook: str) -> None:
         )
 
 
-def _taken_apart(loader: DataLoader[Any], partition: Partition, config: Config, hook: str, sampler: Any) -> Reading:
+def _read_data_loader(
+    loader: DataLoader[Any], partition: Partition, config: Config, hook: str, sampler: Any
+) -> Reading:
     validates, data = hook == "validation_source", loader.dataset
     what = f"{hook} returned {type(loader).__name__}"
     if type(loader).__iter__ is not DataLoader.__iter__:
@@ -134,7 +137,7 @@ def _taken_apart(loader: DataLoader[Any], partition: Partition, config: Config, 
             raise UnsupportedConfiguration(
                 f"training.{name} ({known}) must be what the DataLoader of {hook} has ({value}); remove the key"
             )
-    config = _with(config, **values)
+    config = _with_training(config, **values)
     if not validates:
         check_batch_size(config)
     collate = None if loader.collate_fn is default_collate else loader.collate_fn
@@ -208,11 +211,11 @@ def _with_whole_batches(reading: Reading, hook: str) -> Reading:
             "it to fifo, or give samples"
         )
     capacity = max(2 * training.accumulate_batches, buffer.capacity // largest)
-    config = replace(_with(reading.config, batch_size=1), buffer=replace(buffer, capacity=capacity))
+    config = replace(_with_training(reading.config, batch_size=1), buffer=replace(buffer, capacity=capacity))
     return replace(reading, config=config, largest_batch=largest)
 
 
-def _with(config: Config, **values: Any) -> Config:
+def _with_training(config: Config, **values: Any) -> Config:
     return replace(config, training=replace(config.training, **values))
 
 

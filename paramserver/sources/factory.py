@@ -8,7 +8,7 @@ from typing import Any
 from paramserver.config import Config
 from paramserver.errors import TaskError, UnsupportedConfiguration
 from paramserver.sources.base import Partition, Source
-from paramserver.sources.data_loader import Reading, is_map_style, read_as
+from paramserver.sources.data_loader import Reading, is_map_style, resolve_reading
 from paramserver.sources.dataset import DatasetSource
 from paramserver.sources.iterable import IterableSource
 from paramserver.sources.stream import Stream
@@ -20,7 +20,7 @@ def make_source(
     """Return the source for what ``Task.train_source`` returned.
 
     Args:
-        data: a Source, a map-style data set, an iterable or a DataLoader; or what ``read_as`` made of one.
+        data: a Source, a map-style data set, an iterable or a DataLoader; or what ``resolve_reading`` made of one.
         partition: the trainer's.
         config: of the run.
         sampler_kwargs: of ``DatasetSource``.
@@ -37,7 +37,7 @@ def make_source(
         >>> [key for key, _ in source.samples(0)]
         [0, 1, 2, 0, 1, 2]
     """
-    reading = data if isinstance(data, Reading) else read_as(data, partition, config)
+    reading = data if isinstance(data, Reading) else resolve_reading(data, partition, config)
     data, config = reading.data, reading.config
     training = config.training
     if isinstance(data, Stream):

@@ -52,10 +52,10 @@ class SamplerOrder:
         self.seed = seed
         self._dataset = dataset
         self._length: int | None = None
-        self._most = max(100 * len(dataset), 10_000_000)
+        self._max_length = max(100 * len(dataset), 10_000_000)
         generator = _generator_of(sampler)
         self._first_state = None if generator is None else generator.get_state()
-        self._jumps = all(map(_is_stateless, _parts(sampler)))  # to any pass, without those before it
+        self._is_random_access = all(map(_is_stateless, _parts(sampler)))  # to any pass, without those before it
         self._copy: Any = None
         self._next = 0  # the pass that the copy draws next
         self._drawn: dict[int, list[Index]] = {}
@@ -92,35 +92,35 @@ class SamplerOrder:
         return self._drawn[epoch]
 
     def _draw(self, epoch: int) -> list[Index]:
-        if self._copy is None or (epoch < self._next and not self._jumps):
+        if self._copy is None or (epoch < self._next and not self._is_random_access):
             self._restart()
             self._copy = self._copied()
         order: list[Index] = []
-        for n in range(epoch if self._jumps else self._next, epoch + 1):
+        for n in range(epoch if self._is_random_access else self._next, epoch + 1):
             before = GeneratorStates.take(gauss=True)
             try:
                 seed_order(self.seed, n)
                 for part in _parts(self._copy):
                     if hasattr(part, "set_epoch"):
                         part.set_epoch(n)
-                order = [self._index(item) for item in islice(self._copy, self._most + 1)]
+                order = [self._index(item) for item in islice(self._copy, self._max_length + 1)]
             finally:
                 before.restore()
             self._next = n + 1
             if self._length is None:
                 self._length = len(order)
-            if len(order) > self._most or len({type(one) for one in order}) > 1:
-                what = "has no end" if len(order) > self._most else "gave both indices and batches of them"
+            if len(order) > self._max_length or len({type(one) for one in order}) > 1:
+                what = "has no end" if len(order) > self._max_length else "gave both indices and batches of them"
                 raise TaskError(f"the sampler ({self.name}) {what} in pass {n}; a pass must be a list of one kind")
             if len(order) != self._length:
                 raise TaskError(
-                    f"the sampler ({self.name}) gave {len(order)} in pass {n}; it must give as many in each pass as in "
+                    f"the sampler ({self.name}) gave {len(order)} indices in pass {n}; it must give as many in each pass as in "
                     f"the first one ({self._length})"
                 )
         return self._unique(order)
 
     def _unique(self, order: list[Index]) -> list[Index]:
-        flat = [one for index in order for one in (index if isinstance(index, tuple) else (index,))]
+        flat = [one for entry in order for one in (entry if isinstance(entry, tuple) else (entry,))]
         length = len(self._dataset)
         if flat and not 0 <= min(flat) <= max(flat) < length:
             wrong = next(one for one in flat if not 0 <= one < length)
@@ -133,7 +133,7 @@ class SamplerOrder:
             times[index] += 1
             return index + (times[index] - 1) * length
 
-        return [tuple(map(key, index)) if isinstance(index, tuple) else key(index) for index in order]
+        return [tuple(map(key, entry)) if isinstance(entry, tuple) else key(entry) for entry in order]
 
     def _index(self, item: Any) -> Index:
         try:

@@ -1,5 +1,7 @@
 """``paramserver.run`` with an instance of a task."""
 
+import time
+
 import pytest
 import torch
 from launching import differing_tensors
@@ -22,6 +24,7 @@ class Given(paramserver.Task):
         return self.data
 
     def training_step(self, model, batch, batch_idx):
+        time.sleep(0.02)  # stands for the work of a batch
         return torch.nn.functional.mse_loss(model(batch[0]), batch[1])
 
 
@@ -39,7 +42,9 @@ def test_in_local_an_argument_may_be_any_object_and_a_resume_needs_it_again(tmp_
     first = paramserver.run(Given(DATA, lr=0.2), config(tmp_path, "parts"))
     with pytest.raises(TaskError, match=r"takes other arguments.*data"):
         paramserver.run(resume=first.run_dir, overrides=["training.max_steps=8"])
-    paramserver.run(Given(DATA, lr=0.2), resume=first.run_dir, overrides=["training.max_steps=8"])
+    second = paramserver.run(Given(DATA, lr=0.2), resume=first.run_dir, overrides=["training.max_steps=8"])
+    assert second.summary["trainers"][0]["samples"] == 64
+    assert second.summary["trainers"][0]["samples_per_second"] < 8 / 0.02, "of what was served since the resume"
     last = ["checkpoints", "step-00000008", "model.pt"]
     one, other = (torch.load(run.run_dir.joinpath(*last)) for run in (straight, first))
     assert differing_tensors(one, other) == []

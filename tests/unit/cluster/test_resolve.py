@@ -148,8 +148,8 @@ def test_the_agent_of_torchrun_may_serve_the_store(value, hosted):
 )
 def test_a_host_with_a_colocated_server_has_two_ranks(servers, host, ranks, is_trainer):
     of, world_size = config(colocate=True, num_servers=servers), 3 + (servers or 3)
-    by_flags = resolve_identity(RankFlags(host, 3, "node0", is_trainer=is_trainer), {}, of)
-    by_torchrun = resolve_identity(RankFlags(is_trainer=is_trainer), torchrun(host, nodes=3, per_node=1), of)
+    by_flags = resolve_identity(RankFlags(host, 3, "node0", is_colocated_trainer=is_trainer), {}, of)
+    by_torchrun = resolve_identity(RankFlags(is_colocated_trainer=is_trainer), torchrun(host, nodes=3, per_node=1), of)
     for identity in (by_flags, by_torchrun):
         assert (identity.global_rank, identity.world_size) == (ranks[is_trainer], world_size)
         assert (identity.local_rank, identity.local_world_size, identity.node_rank) == (0, 1, host)

@@ -17,7 +17,7 @@ from paramserver import Partition, Task
 from paramserver.config import BufferConfig, Config, TrainingConfig, config_from_mapping
 from paramserver.errors import TaskError, UnsupportedConfiguration
 from paramserver.sources import DatasetSource, make_source
-from paramserver.sources.data_loader import read_as
+from paramserver.sources.data_loader import resolve_reading
 from paramserver.sources.sampler import SamplerOrder
 from trainers.data import DataStream
 
@@ -26,7 +26,7 @@ ONE, TWO = Partition(0, 1), Partition(1, 2)
 
 
 def taken(loader, partition=ONE, hook="train_source", sampler=None, buffer=None, **training):
-    return read_as(
+    return resolve_reading(
         loader, partition, Config(training=TrainingConfig(**training), buffer=buffer or BufferConfig()), hook, sampler
     )
 
@@ -231,9 +231,9 @@ def test_a_key_counts_as_given_where_the_user_gave_it_even_its_default():
         for one in (config, config_from_mapping(config.given_mapping())):  # as for a rank, and after a resume
             if contradicts:
                 with pytest.raises(UnsupportedConfiguration, match=r"training.batch_size \(32\)"):
-                    read_as(DataLoader(DATA, 4), ONE, one)
+                    resolve_reading(DataLoader(DATA, 4), ONE, one)
             else:
-                assert read_as(DataLoader(DATA, 4), ONE, one).config.training.batch_size == 4
+                assert resolve_reading(DataLoader(DATA, 4), ONE, one).config.training.batch_size == 4
 
 
 class Collates(Task):

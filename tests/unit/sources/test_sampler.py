@@ -125,7 +125,10 @@ class Changes(Keeps):
         ([1, [2]], r"gave both indices and batches"),
         ([[3], [10]], r"gave 10; it must give indices from 0 to 9"),
         ([-1], r"gave -1; it must give indices from 0 to 9"),
-        (Changes(5), r"Changes\) gave 7 in pass 1; it must give as many in each pass as in the first one \(6\)"),
+        (
+            Changes(5),
+            r"Changes\) gave 7 indices in pass 1; it must give as many in each pass as in the first one \(6\)",
+        ),
         (endless(), r"generator\) must be an object that can be copied"),
     ],
 )
