@@ -114,8 +114,8 @@ class SamplerOrder:
                 raise TaskError(f"the sampler ({self.name}) {what} in pass {n}; a pass must be a list of one kind")
             if len(order) != self._length:
                 raise TaskError(
-                    f"the sampler ({self.name}) gave {len(order)} indices in pass {n}; it must give as many in each pass "
-                    f"as in the first one ({self._length})"
+                    f"the sampler ({self.name}) gave {len(order)} indices in pass {n}; it must give as many in each "
+                    f"pass as in the first one ({self._length})"
                 )
         return self._unique(order)
 
