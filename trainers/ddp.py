@@ -28,7 +28,7 @@ from paramserver.errors import PeerLost, TaskError
 from paramserver.limits import Limits
 from paramserver.metrics.records import Record, StepReport, StepResult, TrainerTotals, WeightedSums, merge_sums
 from paramserver.optim.updater import Updater
-from paramserver.parameters.model import build_model
+from paramserver.parameters.model import build_model, extra_state_dict
 from paramserver.parameters.numerics import checksums
 from paramserver.runs.checkpoint_manager import CheckpointManager, StagedCheckpoint
 from paramserver.task import Task
@@ -177,15 +177,19 @@ class DdpTrainer(Trainer):
         return self.rendezvous.set_first(key, value)
 
     def _broadcast_start(self) -> None:
-        """Send step, optimizer state and stored parts from rank 0 to every rank."""
+        """Send step, extra state of modules, optimizer state and stored parts from rank 0 to every rank."""
         self.prepare_data()
         start: list[Any] = [None]
         parts: list[Any] | None = None
         if self.checkpoints is not None and self.monitor is not None:
-            start = [(self.monitor.step, self.monitor.samples, self.checkpoints.updater_state())]
+            # DDP broadcasts tensors only.
+            extra_state = stage_copy(extra_state_dict(self.unwrapped_model))
+            start = [(self.monitor.step, self.monitor.samples, self.checkpoints.updater_state(), extra_state)]
             parts = [self.checkpoints.trainer_part(i) for i in range(self.process.trainers)]
         dist.broadcast_object_list(start, src=0, group=self._control_group)
-        self.step, self.samples, state = start[0]
+        self.step, self.samples, state, extra_state = start[0]
+        if extra_state:
+            self.unwrapped_model.load_state_dict(extra_state, strict=False)
         if state is not None:
             self.updater.load_state_dict(state)
         part: list[Any] = [None]

@@ -13,12 +13,14 @@ from collections.abc import Mapping
 import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
 from torch._C._distributed_c10d import HashStore, Store
-from torch._C._distributed_rpc import TensorPipeAgent
+from torch._C._distributed_rpc import TensorPipeAgent, WorkerInfo
 from torch.distributed.rpc._utils import _update_group_membership
 
 from paramserver.errors import Unreachable
 
 _autograd_id: int | None = None
+# Where this process's agent finds addresses; None for the first agent, whose store is that of the run.
+_private_store: HashStore | None = None
 
 
 def init_autograd(worker_id: int) -> None:
@@ -39,6 +41,8 @@ def autograd_id() -> int | None:
 
 def start_first_agent(store: Store, name: str, options: rpc.TensorPipeRpcBackendOptions) -> None:
     """Start the agent with worker id 0, to which the others connect. It publishes its address in ``store``."""
+    global _private_store
+    _private_store = None
     init_autograd(0)
     rpc._init_rpc_backend(rpc.backend_registry.BackendType.TENSORPIPE, store, name, 0, None, options)
 
@@ -48,7 +52,6 @@ def start_star_agent(
     worker_id: int,
     hubs: Mapping[str, str],
     options: rpc.TensorPipeRpcBackendOptions,
-    store: Store | None = None,
 ) -> str:
     """Start an agent that knows only the ``hubs``, whose worker ids count from 0 in their order.
 
@@ -59,12 +62,12 @@ def start_star_agent(
         name, worker_id: never used before in this run; the name holds no dash, at which torch splits names from ids.
         hubs: address that each hub's agent published, by name.
         options: transports and timeouts.
-        store: the private store, if other agents put their addresses there before they announce themselves.
 
     Returns:
         The address of this agent.
     """
-    private = HashStore() if store is None else store
+    global _private_store
+    _private_store = private = HashStore()
     # The keys under which torch's own agents look up names and addresses.
     private.set("names/_ALL_WORKER_INFOS", "".join(f"{hub}-{i}," for i, hub in enumerate(hubs)))
     for i, (hub, address) in enumerate(hubs.items()):
@@ -77,8 +80,8 @@ def start_star_agent(
     return own.decode()
 
 
-def register_with(hub: str) -> None:
-    """Add this agent to the members that ``hub`` knows.
+def register_with(hub: str, address: str) -> None:
+    """Add this agent, at its ``address``, to the members that ``hub`` knows.
 
     This is never undone (docs/torch-notes.md, "Members are never removed").
 
@@ -88,10 +91,17 @@ def register_with(hub: str) -> None:
     """
     own = rpc.get_worker_info()
     try:
-        rpc.rpc_sync(hub, _update_group_membership, args=(own, [], {}, True))
+        rpc.rpc_sync(hub, _add_member, args=(own, address))
     except RuntimeError as error:
         who = f"server {hub.removeprefix('server')}"
         raise Unreachable(f"{who} did not accept this process: {str(error).splitlines()[0]}") from error
+
+
+def _add_member(member: WorkerInfo, address: str) -> None:
+    # In the hub.
+    if _private_store is not None:
+        _private_store.set(f"addrs/{member.name}", address)
+    _update_group_membership(member, [], {}, True)
 
 
 def current_context_id() -> int:

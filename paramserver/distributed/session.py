@@ -63,14 +63,12 @@ def rpc_shard_server(rendezvous: Rendezvous, server_index: int) -> Iterator[str]
     """Run the RPC agent of a shard server, which knows server 0; yield its name."""
     name = server_name(server_index)
     options = agent_options(rendezvous.timeout_s, rendezvous.get("server/host") == rendezvous.host)
-    # Trainers announce themselves to this server too. Their addresses must be in the store of its agent by then.
-    store = PrefixStore(name, rendezvous.store)
     hubs = {SERVER_NAME: rendezvous.get(f"addrs/{SERVER_NAME}")}
     with detect_lost_store():
-        own_address = start_star_agent(name, server_index, hubs, options, store)
+        own_address = start_star_agent(name, server_index, hubs, options)
     try:
         rendezvous.set(f"addrs/{name}", own_address)
-        _register(rendezvous, [SERVER_NAME])
+        _register(rendezvous, [SERVER_NAME], own_address)
         rendezvous.set(f"{name}/host", rendezvous.host)
         yield name
     finally:
@@ -104,20 +102,18 @@ def rpc_trainer(rendezvous: Rendezvous, trainer_index: int, servers: int = 1) ->
     options = agent_options(rendezvous.timeout_s, hosts == {rendezvous.host})
     own_address = start_star_agent(name, worker_id, addresses, options)
     try:
-        # Publish before announcing: a server looks up the address when it learns of the member.
+        # Publish before announcing: server 0 looks up the address when it learns of the member.
         rendezvous.set(f"addrs/{name}", own_address)
-        for server in names[1:]:
-            rendezvous.set(f"{server}/addrs/{name}", own_address)
-        _register(rendezvous, names)
+        _register(rendezvous, names, own_address)
         yield TrainerAgent(name, worker_id, tuple(addresses.values()))
     finally:
         _shutdown_agent()
 
 
-def _register(rendezvous: Rendezvous, servers: Sequence[str]) -> None:
+def _register(rendezvous: Rendezvous, servers: Sequence[str], own_address: str) -> None:
     try:
         for server in servers:
-            register_with(server)
+            register_with(server, own_address)
     except Unreachable as error:
         rendezvous.report_unreachable(error)
         raise

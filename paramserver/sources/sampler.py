@@ -48,6 +48,10 @@ class SamplerOrder:
     """
 
     def __init__(self, sampler: Iterable[Any], dataset: Any, seed: int) -> None:
+        if not (hasattr(sampler, "__iter__") or hasattr(sampler, "__getitem__")):
+            raise TaskError(
+                f"the sampler ({type(sampler).__name__}) must be iterable; return a sampler, or a list of indices"
+            )
         self.sampler = sampler
         self.seed = seed
         self._dataset = dataset

@@ -90,13 +90,13 @@ def test_complex_parameters_are_the_same_in_every_mode(tmp_path, optimizer):
         assert differing_tensors(ddp.load("optimizer"), rpc.load("optimizer")) == []
 
 
-@pytest.mark.parametrize("servers", [1, 2])
-def test_extra_state_of_modules_is_saved_and_resumed_in_every_mode(tmp_path, servers):
+@pytest.mark.parametrize(("servers", "first"), [(1, "rpc"), (2, "rpc"), (1, "ddp")])
+def test_extra_state_of_modules_is_saved_and_resumed_in_every_mode(tmp_path, servers, first):
     config = {"task": f"{TASKS}:HasExtraState", "cluster": {"num_servers": servers}, "training": {"max_steps": 12}}
     ddp, rpc = (train(tmp_path, mode, 2, **config) for mode in ("ddp", "rpc"))
     assert rpc.load("model")["1._extra_state"]["calls"] == 12
     assert differing_tensors(ddp.load("model"), rpc.load("model")) == []
-    begun = train(tmp_path / "half", "rpc", 2, **{**config, "training": {"max_steps": 6}})
+    begun = train(tmp_path / "half", first, 2, **{**config, "training": {"max_steps": 6}})
     resumed = resume(begun, "--set", "training.max_steps=12")
     assert resumed.code == 0, resumed.output
     assert differing_tensors(ddp.load("model"), resumed.load("model")) == []

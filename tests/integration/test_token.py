@@ -85,12 +85,12 @@ def assert_not_shown(folder, *outputs):
         assert SECRET.encode() not in content
 
 
-@pytest.mark.parametrize(("mode", "world_size"), [("rpc", 3), ("ddp", 2)])
-def test_ranks_with_the_token_train(tmp_path, mode, world_size):
+@pytest.mark.parametrize(("mode", "world_size", "servers"), [("rpc", 3, 1), ("rpc", 4, 2), ("ddp", 2, 1)])
+def test_ranks_with_the_token_train(tmp_path, mode, world_size, servers):
     token = tmp_path / "token"
     token.touch(mode=0o600)
     token.write_text(SECRET + "\n")
-    with Ranks(tmp_path, mode, world_size) as ranks:
+    with Ranks(tmp_path, mode, world_size, cluster={"num_servers": servers}) as ranks:
         # By file or by variable: that is the business of each host.
         last = ranks.start(world_size - 1, PARAMSERVER_TOKEN=SECRET)
         others = [ranks.start(rank, "--set", f"cluster.token_file={token}") for rank in range(world_size - 1)]
