@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
 import sys
@@ -253,8 +254,12 @@ def predict_run(run_dir: Path, source: str, out: Path, which: str = "latest", ov
         raise UnsupportedConfiguration(f"--out ({out}) must be a file in a folder that exists; make the folder first")
     restored = _restore(run_dir, which, overrides)
     samples = load_object(source, "--source", [Path.cwd(), *restored.folders])
-    if not callable(samples):
-        raise TaskError(f"--source ({source}) is {samples!r}; it must be a function that returns the samples")
+    try:
+        inspect.signature(samples).bind()
+    except TypeError as error:
+        raise TaskError(
+            f"--source ({source}) is {samples!r}; it must be a function without arguments that returns the samples"
+        ) from error
     outputs = _predict(restored, samples())
     _write_outputs(out, outputs)
     kinds = [

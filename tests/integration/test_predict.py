@@ -42,6 +42,10 @@ def number():
     return 3
 
 constant = 3
+
+
+def needs(folder):
+    return []
 """
 TASK = """
 import torch
@@ -147,6 +151,7 @@ def test_several_outputs_of_predict_step_have_their_names(run, folder):
         ({"source": "own_sources.py:number"}, "--source returned int; it must return a data set or an iterable"),
         ({"source": "own_sources.py:pairs"}, "has 2 columns, of which the model takes an unknown one"),
         ({"source": "own_sources.py:constant"}, "--source (own_sources.py:constant) is 3; it must be a function"),
+        ({"source": "own_sources.py:needs"}, "it must be a function without arguments"),
         ({"source": "own_sources.py:missing"}, "has no missing"),
         ({"source": "missing.py:data_set"}, "--source: there is no file missing.py"),
         ({"task": "Scalar"}, "predict_step: the output must have a first dimension"),
