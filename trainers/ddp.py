@@ -264,10 +264,20 @@ class DdpTrainer(Trainer):
             # A reason does not fit into the exchange of numbers.
             decision = replace(decision, reason=self.set_first("stop", decision.reason))
         if decision.active:
+            self._keep_module_buffers(decision.active)
             self._active = decision.active
             self._some_were_idle |= len(decision.active) < self.process.trainers
         self.clock.lap("wait")
         return decision
+
+    def _keep_module_buffers(self, active: tuple[int, ...]) -> None:
+        """Continue with the module buffers that the last step kept, also where another rank's are kept from now on."""
+        uneven_inputs = self.config.training.uneven_inputs
+        source = module_buffer_owner(self._active, uneven_inputs)
+        if source != module_buffer_owner(active, uneven_inputs):
+            with translate_peer_loss():
+                for buffer in self.unwrapped_model.buffers():
+                    dist.broadcast(buffer, src=source)
 
     def _forward(self, batch: Any) -> tuple[float, Tensor]:
         try:

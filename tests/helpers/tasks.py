@@ -152,6 +152,15 @@ class UnevenLengths(ReferenceTask):
         return [data[i] for i in range(40 + 40 * partition.index)].__iter__()
 
 
+class ShortestLast(ReferenceTask):
+    """An iterable of 80 samples, 40 fewer for each index, so that the last trainer has no more data first."""
+
+    def train_source(self, partition):
+        data = self._data(400, 1)
+        first = 100 * partition.index
+        return iter([data[i] for i in range(first, first + 80 - 40 * partition.index)])
+
+
 class HookRecorder(ReferenceTask):
     """Records every hook, in order, in one file per trainer."""
 

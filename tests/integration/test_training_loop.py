@@ -153,6 +153,17 @@ def test_join_with_accumulation_and_two_trainers_is_the_same_bit_for_bit(tmp_pat
     assert differing_tensors(ddp.load("optimizer"), rpc.load("optimizer")) == []
 
 
+def test_join_keeps_the_module_buffers_where_the_last_trainer_is_drained_first(tmp_path):
+    """The buffers that a step keeps are those of the last trainer that takes part: they pass on to another one."""
+    training = {"max_steps": None, "batch_size": 8, "uneven_inputs": "join", "validate_every": 0}
+    config = {"task": "ShortestLast", "training": training}
+    ddp, rpc = (train(tmp_path, mode, 2, **config, checkpoint={"every": 0}) for mode in ("ddp", "rpc"))
+    assert ddp.summary["samples"] == rpc.summary["samples"] == 120
+    assert differing_tensors(ddp.load("model"), rpc.load("model")) == []
+    saved = train(tmp_path / "saved", "ddp", 2, **config, checkpoint={"every": 1})
+    assert differing_tensors(ddp.load("model"), saved.load("model")) == [], "a checkpoint changes nothing"
+
+
 def opened_late(folder, mode, **config):
     """A run of ``Starved`` whose stream gives nothing for five seconds, starting with the first wait for it."""
     gate = folder / f"gate-{mode}"
