@@ -9,11 +9,12 @@ release changes what is used here.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
 from torch._C._distributed_c10d import HashStore, Store
-from torch._C._distributed_rpc import TensorPipeAgent, WorkerInfo
+from torch._C._distributed_rpc import TensorPipeAgent
 from torch.distributed.rpc._utils import _update_group_membership
 
 from paramserver.errors import Unreachable
@@ -97,7 +98,7 @@ def register_with(hub: str, address: str) -> None:
         raise Unreachable(f"{who} did not accept this process: {str(error).splitlines()[0]}") from error
 
 
-def _add_member(member: WorkerInfo, address: str) -> None:
+def _add_member(member: Any, address: str) -> None:
     # In the hub.
     if _private_store is not None:
         _private_store.set(f"addrs/{member.name}", address)

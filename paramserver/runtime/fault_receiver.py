@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -75,9 +76,10 @@ class FaultReceiver:
     def _receive(self) -> None:
         # A signal, such as that of the watchdog's timer, would end the call that holds the interpreter's lock.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        for line in self._socket.makefile("rb"):
-            command = json.loads(line)
-            getattr(self, f"_{command.pop('fault')}")(**command)
+        with suppress(ConnectionResetError):  # what injects the faults ended without reading all that was sent to it
+            for line in self._socket.makefile("rb"):
+                command = json.loads(line)
+                getattr(self, f"_{command.pop('fault')}")(**command)
 
     def _hold_gil(self, for_s: float) -> None:
         # A function of PyDLL keeps the interpreter's lock.
