@@ -193,6 +193,39 @@ class ClusterEnvironment(ABC):
         )
 
 
+class VariableEnvironment(ClusterEnvironment):
+    """An environment with a variable for each number of a process: see ``variables``.
+
+    Example::
+
+        >>> from paramserver.cluster import TorchrunEnvironment
+        >>> TorchrunEnvironment({"RANK": "1", "WORLD_SIZE": "2"}, Config(), RankFlags()).global_rank
+        1
+    """
+
+    set_by: ClassVar[str]
+    """The launcher that sets the variables, for messages."""
+
+    def _number(self, key: str, *, minimum: int = 0, below: int | None = None) -> int:
+        return read_number(self.environ, self.variables[key], self.set_by, minimum=minimum, below=below)
+
+    @property
+    def global_rank(self) -> int:
+        return self._number("global_rank", below=self.world_size)
+
+    @property
+    def world_size(self) -> int:
+        return self._number("world_size", minimum=1)
+
+    @property
+    def local_rank(self) -> int:
+        return self._number("local_rank", below=self.local_world_size)
+
+    @property
+    def node_rank(self) -> int:
+        return self._number("node_rank")
+
+
 def infer_placement(global_rank: int, world_size: int, master_addr: str) -> tuple[int, int, int]:
     """Return (local_rank, local_world_size, node_rank) where the environment does not provide them.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from itertools import product
 
-from paramserver.cluster.base import ClusterEnvironment, Environ, RankFlags, read_number, read_variable
+from paramserver.cluster.base import Environ, RankFlags, VariableEnvironment, read_variable
 from paramserver.cluster.network import is_loopback
 from paramserver.errors import UnsupportedConfiguration
 
@@ -29,7 +29,7 @@ VARIABLES = {
 _FIRST_PORT, _NUM_PORTS = 15_000, 15_000
 
 
-class SlurmEnvironment(ClusterEnvironment):
+class SlurmEnvironment(VariableEnvironment):
     """A task of a step of several tasks.
 
     Rank 0 is on the first host of the step, and its port follows from the numbers of job and step. In the config,
@@ -46,28 +46,13 @@ class SlurmEnvironment(ClusterEnvironment):
         ('gpu07', 19711, 2)
     """
 
-    source = "srun"
+    source = set_by = "srun"
     variables = VARIABLES
 
     @classmethod
     def detect(cls, environ: Environ, flags: RankFlags) -> bool:
         # A step of one task is an ordinary process: a shell (srun --pty), or a command that starts all ranks itself.
         return VARIABLES["step"] in environ and environ.get(VARIABLES["world_size"], "1") != "1"
-
-    def _number(self, key: str, *, minimum: int = 0, below: int | None = None) -> int:
-        return read_number(self.environ, self.variables[key], self.source, minimum=minimum, below=below)
-
-    @property
-    def global_rank(self) -> int:
-        return self._number("global_rank", below=self.world_size)
-
-    @property
-    def world_size(self) -> int:
-        return self._number("world_size", minimum=1)
-
-    @property
-    def local_rank(self) -> int:
-        return self._number("local_rank", below=self.local_world_size)
 
     @property
     def local_world_size(self) -> int:
@@ -79,10 +64,6 @@ class SlurmEnvironment(ClusterEnvironment):
                 f"{name} ({text}) must have a count for node {self.node_rank}; start the ranks with srun, which sets it"
             )
         return counts[self.node_rank]
-
-    @property
-    def node_rank(self) -> int:
-        return self._number("node_rank")
 
     @property
     def master_addr(self) -> str:

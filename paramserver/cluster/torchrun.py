@@ -4,9 +4,9 @@ Names: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variabl
 """
 
 from paramserver.cluster.base import (
-    ClusterEnvironment,
     Environ,
     RankFlags,
+    VariableEnvironment,
     infer_placement,
     read_number,
     read_variable,
@@ -29,7 +29,7 @@ VARIABLES = {
 }
 
 
-class TorchrunEnvironment(ClusterEnvironment):
+class TorchrunEnvironment(VariableEnvironment):
     """A worker of torchrun, whose agent may serve the store already.
 
     Example::
@@ -42,35 +42,16 @@ class TorchrunEnvironment(ClusterEnvironment):
         'job7-0'
     """
 
-    source = "torchrun"
+    source = set_by = "torchrun"
     variables = VARIABLES
 
     @classmethod
     def detect(cls, environ: Environ, flags: RankFlags) -> bool:
         return VARIABLES["run_id"] in environ
 
-    def _number(self, key: str, *, minimum: int = 0, below: int | None = None) -> int:
-        return read_number(self.environ, self.variables[key], "torchrun", minimum=minimum, below=below)
-
-    @property
-    def global_rank(self) -> int:
-        return self._number("global_rank", below=self.world_size)
-
-    @property
-    def world_size(self) -> int:
-        return self._number("world_size", minimum=1)
-
-    @property
-    def local_rank(self) -> int:
-        return self._number("local_rank", below=self.local_world_size)
-
     @property
     def local_world_size(self) -> int:
         return self._number("local_world_size", minimum=1)
-
-    @property
-    def node_rank(self) -> int:
-        return self._number("node_rank")
 
     @property
     def master_addr(self) -> str:

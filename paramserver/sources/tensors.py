@@ -111,7 +111,7 @@ def _subset(whole: TensorRows | None, length: int, indices: Sequence[int]) -> Te
         return None
     at = np.asarray(indices)
     if at.ndim != 1 or at.dtype.kind not in "iu" or (at.size and not (-length <= at.min() and at.max() < length)):
-        return None  # the data set itself says what is wrong with them
+        return None  # the data set's own __getitem__ raises what is wrong with them
     at = np.where(at < 0, at + length, at).astype(np.int64)
     which = None if whole.which is None else whole.which[at]
     return TensorRows(whole.tables, at if whole.rows is None else whole.rows[at], which)
