@@ -1,9 +1,11 @@
 """The documents match the code: commands run, flags and keys exist, links have targets.
 
-``python tests/laws/test_documents.py`` regenerates the table of keys in docs/interface.md.
+``python tests/laws/test_documents.py`` regenerates the tables of keys in docs/configuration.md.
 """
 
+import argparse
 import configparser
+import importlib.util
 import os
 import re
 import shlex
@@ -23,16 +25,11 @@ from paramserver.online.spec import IngestSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
-INTERFACE = ROOT / "docs" / "interface.md"
-DOCUMENTS = [
-    README,
-    INTERFACE,
-    ROOT / "CHANGELOG.md",
-    ROOT / "CONTRIBUTING.md",
-    ROOT / "examples" / "clients" / "README.md",
-]
-DOCUMENTS += [ROOT / "docs" / f"{name}.md" for name in ("callbacks", "lightning", "protocol", "sinks", "torch-notes")]
-DOCUMENTS += sorted((ROOT / "docs" / "coming-from").glob("*.md"))
+DOCS = ROOT / "docs"
+INTERFACE = DOCS / "interface.md"
+CONFIGURATION = DOCS / "configuration.md"
+DOCUMENTS = [README, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("examples/*/README.md"))]
+DOCUMENTS += sorted(DOCS.rglob("*.md"))
 QUICKSTART = ("examples/quickstart/task.py", "examples/quickstart/config.yaml")
 KEYS_BEGIN, KEYS_END = "<!-- keys: begin -->\n", "<!-- keys: end -->\n"
 
@@ -42,10 +39,15 @@ def blocks(text, language):
     return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
 
 
-def marked(marker):
-    """The block of the README that follows ``<!-- marker -->``."""
-    _, found, rest = README.read_text().partition(f"<!-- {marker} -->\n")
-    assert found, f"README.md has no marker {marker}"
+def name_of(document):
+    """A document as a test is named after it; several are called README.md."""
+    return str(document.relative_to(ROOT))
+
+
+def marked(marker, document=README):
+    """The block of a document that follows ``<!-- marker -->``."""
+    _, found, rest = document.read_text().partition(f"<!-- {marker} -->\n")
+    assert found, f"{document.name} has no marker {marker}"
     block = re.match(r"```\w+\n(.*?)^```$", rest, flags=re.MULTILINE | re.DOTALL)
     assert block, f"no block follows the marker {marker}"
     return block[1]
@@ -53,8 +55,11 @@ def marked(marker):
 
 def commands(document):
     """The command lines of a document, as words, without comments; ``a && b`` counts as two."""
-    lines = [line for block in blocks(document.read_text(), "bash") for line in block.splitlines()]
-    parts = [part for line in lines for part in line.split(" && ")]
+    text = document.read_text().replace("\\\n", " ")
+    lines = [line for block in blocks(text, "bash") for line in block.splitlines()]
+    lines += [line[2:] for block in blocks(text, "console") for line in block.splitlines() if line.startswith("$ ")]
+    lines += re.findall(r"`((?:python|paramserver|torchrun) [^`]*--[^`]*)`", text)
+    parts = [part for line in lines for part in re.split(r" && | & |; (?=wait$)", line)]
     return [words for part in parts if (words := shlex.split(part, comments=True))]
 
 
@@ -107,7 +112,7 @@ def test_the_quickstart_learns(trained):
 
 @pytest.mark.processes
 def test_a_checkpoint_loads_into_plain_pytorch(trained):
-    lines = marked("run: checkpoint")
+    lines = marked("run: checkpoint", DOCS / "checkpoints.md")
     assert "paramserver" not in lines
     assert len([line for line in lines.splitlines() if line and "import" not in line]) == 5
     probe = "x = torch.linspace(-3, 3, 1024).unsqueeze(1)\nprint(((model(x) - torch.sin(2 * x)) ** 2).mean().item())\n"
@@ -117,14 +122,38 @@ def test_a_checkpoint_loads_into_plain_pytorch(trained):
     assert int(steps) == 960
 
 
-def test_python_blocks_are_python():
-    found = blocks(README.read_text(), "python")
-    assert len(found) >= 4
-    for block in found:
-        compile(block, "README.md", "exec")
+@pytest.mark.processes
+def test_a_run_starts_from_python(trained):
+    lines = marked("run: api", DOCS / "start.md").replace('"training": {', '"mode": "local", "training": {')
+    (trained / "api.py").write_text(lines)
+    run_dir, loss = run_python(["api.py"], trained).stdout.splitlines()[-1].split()
+    assert (trained / run_dir / "summary.json").is_file()
+    assert float(loss) < 0.1
+
+
+def test_a_buffer_works_without_a_run(capsys):
+    exec(marked("run: buffers", DOCS / "buffers.md"), {})
+    assert capsys.readouterr().out == "2\n"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_python_blocks_are_python(document):
+    for block in blocks(document.read_text(), "python"):
+        compile(block, document.name, "exec")
+
+
+def test_the_readme_is_short():
+    assert len(README.read_text().splitlines()) < 200
 
 
 # Commands.
+
+# Flags of torchrun, SLURM, pip, compilers and test scripts that documents name.
+OTHER_FLAGS = {
+    "--kill",
+    "--max",
+    "--seed",
+}
 
 
 def all_help():
@@ -140,13 +169,14 @@ def all_help():
     return "".join(make().format_help() for make in parsers)
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 def test_flags_exist(document):
     flags = {word for words in launches(document) for word in words if word.startswith("--")}
     flags |= set(re.findall(r"`(--\w+)", document.read_text()))
     helped = all_help()
-    assert flags <= set(re.findall(r"--\w+", helped))
-    assert document != README or {"--config", "--rank", "--world_size", "--mode", "--set", "--resume"} <= flags
+    assert flags <= set(re.findall(r"--\w+", helped)) | OTHER_FLAGS
+    assert document != README or {"--config", "--mode", "--set", "--resume"} <= flags
+    assert document != DOCS / "ranks.md" or {"--config", "--rank", "--world_size"} <= flags
 
 
 def test_every_flag_is_in_the_contract():
@@ -154,16 +184,92 @@ def test_every_flag_is_in_the_contract():
     assert set(re.findall(r"--\w+", helped)) - {"--help"} <= set(re.findall(r"--\w+", INTERFACE.read_text()))
 
 
-def test_launch_commands_parse_and_their_configs_load():
-    found = launches(README)
-    assert len(found) >= 6
-    for words in found:
-        arguments = make_parser().parse_args(words)
-        file = ROOT / (arguments.config or QUICKSTART[1])  # --resume alone resumes the run of the quickstart
-        load_config(file, overrides=arguments.overrides, flags={"mode": arguments.mode})
+class Parsed(Exception):
+    """Raised in place of a return from ``parse_args``, so that a command ends when its arguments are accepted."""
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def parsed(command, words, monkeypatch):
+    """What a command of ``paramserver`` reads from its arguments; its own parser refuses them otherwise."""
+    parse_args = argparse.ArgumentParser.parse_args
+
+    def stop(self, args=None, namespace=None):
+        raise Parsed(parse_args(self, args, namespace))
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
+    with pytest.raises(Parsed) as raised:
+        cli._COMMANDS[command](words)
+    return raised.value.args[0]
+
+
+def check_config(document, command, arguments):
+    """Load the config that a command names; --resume alone resumes the run of the quickstart."""
+    file = ROOT / (getattr(arguments, "config", None) or QUICKSTART[1])
+    overrides = [text for text in getattr(arguments, "overrides", None) or () if not text.endswith("...")]
+    if file.name in ("config.yaml", "FILE") and not file.is_file():
+        return  # the reader's, or one that the page shows
+    # `evaluate` and `predict` change the stored config of a run, of which only the command's own keys are known here.
+    if command in ("launch", "benchmark", "chaos"):
+        load_config(file, overrides=overrides, flags={"mode": getattr(arguments, "mode", None)})
+
+
+# Programs of others that a document may call; files that they are given must exist.
+PROGRAMS = {"apt-get", "kubectl", "make", "mypy", "ruff", "sbatch", "torchx", "podman", "docker", "wait", "cp", "cd"}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_every_command_can_be_run(document, monkeypatch):
+    """Its program exists, takes these arguments, and finds the files and the config that it is given."""
+    for words in commands(document):
+        match words:
+            case ["python", "-m", "pip", "install", *rest]:
+                extras = re.findall(r"\.\[(.*)\]", rest[-1])
+                assert set(extras[0].split(",") if extras else ()) <= set(setup_cfg()["options.extras_require"]), words
+            case ["python", "-m", "pytest" | "sphinx", *_]:
+                pass
+            case ["python", "-m", "tests.simulation", *_]:
+                assert (ROOT / "tests" / "simulation" / "__main__.py").is_file()
+            case ["python", "-m", module, *rest] if module.startswith("tests.measure."):
+                source = sources_of(module)
+                assert [w for w in rest if w.startswith("--") and w != "--help" and f'"{w}"' not in source] == [], words
+            case ["python", script, *_] if script.endswith(".py"):
+                assert (ROOT / script).is_file() or f"# {script}\n" in document.read_text(), words
+            case ["python", "tests/laws/test_documents.py" | "docs/figures.py"]:
+                pass
+            case ["python3", "-m", "venv", _] | [".", _] | ["bash", ".ci/run"] | ["pytest", *_]:
+                pass
+            case [*_, "paramserver.launch"] | [*_, "paramserver.launch", "..."]:
+                pass
+            case _ if "paramserver.launch" in words:
+                with monkeypatch.context() as patch:
+                    arguments = parsed("launch", words[words.index("paramserver.launch") + 1 :], patch)
+                check_config(document, "launch", arguments)
+            case ["paramserver", command, *rest] | ["python", "-m", command, *rest] if "=" not in command:
+                command = {"reporting": "report"}.get(command.split(".")[-1], command.split(".")[-1])
+                with monkeypatch.context() as patch:
+                    arguments = parsed(command, rest, patch)
+                check_config(document, command, arguments)
+            case [program, *rest]:
+                assert program in PROGRAMS or "=" in program or program == "(umask", f"{name_of(document)}: {words}"
+                files = [word for word in rest if re.fullmatch(r"(?:docs|examples|deploy)/\S+\.\w+", word)]
+                assert [file for file in files if not (ROOT / file).is_file()] == []
+
+
+def sources_of(module):
+    """The source of a measuring script, and of those that it takes its parser from."""
+    folder = ROOT / "tests" / "measure"
+    source = (folder / f"{module.rpartition('.')[2]}.py").read_text()
+    others = re.findall(r"from tests\.measure\.(\w+) import", source) + re.findall(
+        r"from tests\.measure import (\w+)", source
+    )
+    return source + "".join((folder / f"{name}.py").read_text() for name in others)
+
+
+def test_launch_commands_are_among_the_documents():
+    assert len(launches(README)) >= 4
+    assert sum(len(launches(document)) for document in DOCUMENTS) >= 20
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 def test_scripts_that_are_called_exist(document):
     called = {word for words in commands(document) for word in words if word.endswith(".py")}
     called |= set(re.findall(r"`python (\S+\.py)", document.read_text()))
@@ -186,25 +292,30 @@ def test_ci_takes_the_test_command_from_the_readme():
 # Keys.
 
 
-def key_rows():
-    """The table of all keys, from the code."""
-    rows = ["| key | default | accepts | what it is for |", "| --- | --- | --- | --- |"]
+def key_tables():
+    """A table of the keys of each section, from the code."""
+    tables = {"top level": ["Keys outside of any section.\n"]}
+    tables |= {name: [f"{section.help[:1].upper()}{section.help[1:]}.\n"] for name, section in SECTIONS.items()}
+    for lines in tables.values():
+        lines += ["| key | default | accepts | what it is for |", "| --- | --- | --- | --- |"]
     for line in describe_keys():
         name, _, rest = line.partition(" = ")
         default, _, rest = rest.partition("  # ")
         accepts, _, purpose = rest.partition(": ")
-        rows.append(f"| `{name}` | `{default}` | {accepts} | {purpose} |")
-    return "\n".join(rows) + "\n"
+        section = name.rpartition(".")[0] or "top level"
+        tables[section].append(f"| `{name}` | `{default}` | {accepts} | {purpose} |")
+    return "\n".join("\n".join([f"## {name}\n", *lines, ""]) for name, lines in tables.items())
 
 
-def test_the_table_of_keys_is_current():
-    text = INTERFACE.read_text()
-    table = text[text.index(KEYS_BEGIN) + len(KEYS_BEGIN) : text.index(KEYS_END)]
-    assert table == key_rows(), "run: python tests/laws/test_documents.py"
-    assert len(table.splitlines()) == len(KEYS) + 2
+def test_the_tables_of_keys_are_current():
+    text = CONFIGURATION.read_text()
+    tables = text[text.index(KEYS_BEGIN) + len(KEYS_BEGIN) : text.index(KEYS_END)]
+    assert tables == key_tables(), "run: python tests/laws/test_documents.py"
+    assert len(re.findall(r"^\| `", tables, flags=re.MULTILINE)) == len(KEYS)
+    assert KEYS_BEGIN not in INTERFACE.read_text(), "the keys are listed once, in docs/configuration.md"
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 def test_keys_that_are_named_exist(document):
     sections = "|".join(name for name in SECTIONS if "." not in name)
     named = set(re.findall(rf"`((?:{sections})\.[a-z_]+)(?=[`:])", document.read_text()))
@@ -226,7 +337,7 @@ def anchor(heading):
     return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 def test_links_have_targets(document):
     text = re.sub(r"^```.*?^```$", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
     for link in re.findall(r"\]\(([^)\s]+)\)", text):
@@ -238,6 +349,12 @@ def test_links_have_targets(document):
         if fragment:
             headings = re.findall(r"^#+ (.+)$", target.read_text(), flags=re.MULTILINE)
             assert fragment in {anchor(heading) for heading in headings}, f"{document.name}: {link}"
+
+
+def setup_cfg():
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    return setup
 
 
 def pins(python):
@@ -254,8 +371,7 @@ def pins(python):
 
 @pytest.mark.parametrize("python", ["3.10", "3.11", "3.12"])
 def test_every_requirement_of_an_extra_is_pinned_once(python):
-    setup = configparser.ConfigParser()
-    setup.read(ROOT / "setup.cfg")
+    setup = setup_cfg()
     lists = [setup["options"]["install_requires"], *setup["options.extras_require"].values()]
     requirements = [Requirement(line) for text in lists for line in text.split("\n") if line.strip()]
     pinned = pins(python)
@@ -280,11 +396,11 @@ def test_pins_differ_between_versions_of_python_only_where_packages_do():
     assert set(pins("3.12")) == new
 
 
-def rewrite_table_of_keys():
-    text = INTERFACE.read_text()
+def rewrite_tables_of_keys():
+    text = CONFIGURATION.read_text()
     before, after = text[: text.index(KEYS_BEGIN) + len(KEYS_BEGIN)], text[text.index(KEYS_END) :]
-    INTERFACE.write_text(before + key_rows() + after)
+    CONFIGURATION.write_text(before + key_tables() + after)
 
 
 if __name__ == "__main__":
-    rewrite_table_of_keys()
+    rewrite_tables_of_keys()
