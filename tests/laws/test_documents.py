@@ -1,6 +1,6 @@
 """The documents match the code: commands run, flags and keys exist, links have targets.
 
-``python tests/laws/test_documents.py`` regenerates the tables of keys in docs/configuration.md.
+``python tests/laws/test_documents.py`` writes the tables of docs/configuration.md and docs/examples.md.
 """
 
 import argparse
@@ -31,7 +31,7 @@ CONFIGURATION = DOCS / "configuration.md"
 DOCUMENTS = [README, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("examples/*/README.md"))]
 DOCUMENTS += sorted(DOCS.rglob("*.md"))
 QUICKSTART = ("examples/quickstart/task.py", "examples/quickstart/config.yaml")
-KEYS_BEGIN, KEYS_END = "<!-- keys: begin -->\n", "<!-- keys: end -->\n"
+GALLERY = DOCS / "examples.md"
 
 
 def blocks(text, language):
@@ -58,7 +58,8 @@ def commands(document):
     text = document.read_text().replace("\\\n", " ")
     lines = [line for block in blocks(text, "bash") for line in block.splitlines()]
     lines += [line[2:] for block in blocks(text, "console") for line in block.splitlines() if line.startswith("$ ")]
-    inline = re.findall(r"`((?:python|paramserver) [^`]*--[^`]*)`", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S))
+    outside = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    inline = re.findall(r"`((?:python|paramserver) [^`]*--[^`]*)`", outside)
     lines += [line for line in inline if not re.search(r"\b(?:FILE|RUN_DIR|FOLDER|PATH|N|I)\b", line)]  # placeholders
     parts = [part for line in lines for part in re.split(r" && | & |; (?=wait$)", line)]
     return [words for part in parts if (words := shlex.split(part, comments=True))]
@@ -303,12 +304,19 @@ def key_tables():
     return "\n".join("\n".join([f"## {name}\n", *lines, ""]) for name, lines in tables.items())
 
 
+def between(document, name, text=None):
+    """The part of a document that a script writes, between two markers; with ``text``, the document with that part."""
+    begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->\n"
+    before, _, rest = document.read_text().partition(begin)
+    part, _, after = rest.partition(end)
+    return part if text is None else f"{before}{begin}{text}{end}{after}"
+
+
 def test_the_tables_of_keys_are_current():
-    text = CONFIGURATION.read_text()
-    tables = text[text.index(KEYS_BEGIN) + len(KEYS_BEGIN) : text.index(KEYS_END)]
+    tables = between(CONFIGURATION, "keys")
     assert tables == key_tables(), "run: python tests/laws/test_documents.py"
     assert len(re.findall(r"^\| `", tables, flags=re.MULTILINE)) == len(KEYS)
-    assert KEYS_BEGIN not in INTERFACE.read_text(), "the keys are listed once, in docs/configuration.md"
+    assert "<!-- keys: begin -->" not in INTERFACE.read_text(), "the keys are listed once, in docs/configuration.md"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
@@ -323,6 +331,55 @@ def test_yaml_in_the_contract_is_a_config():
     whole, online = map(yaml.safe_load, blocks(INTERFACE.read_text(), "yaml"))
     assert config_from_mapping(whole).training.max_epochs == 20
     assert IngestSpec.from_config(config_from_mapping({**whole, **online}).simulations).expected_samples == 10_000
+
+
+# Examples.
+
+
+def example_table():
+    """What each example shows and how long it takes, from the first lines of its README."""
+    rows = ["| example | shows | takes |", "| --- | --- | --- |"]
+    for folder in sorted(folder for folder in (ROOT / "examples").iterdir() if (folder / "README.md").is_file()):
+        title, facts = facts_of(folder)
+        rows.append(f"| [{title}](../examples/{folder.name}/README.md) | {facts['Shows']} | {facts['Takes']} |")
+    return "\n".join(rows) + "\n"
+
+
+def facts_of(folder):
+    """The title of an example's README, and its lines Shows, Prints and Takes."""
+    title, _, text = (folder / "README.md").read_text().partition("\n\n")
+    head = text.partition("\n\n")[0].replace("\n  ", " ")
+    facts = dict(re.findall(r"^- \*\*(\w+)\*\*: (\S.*\.)$", head, flags=re.MULTILINE))
+    assert list(facts) == ["Shows", "Prints", "Takes"], f"{folder.name}/README.md must begin with these three lines"
+    return title.removeprefix("# "), facts
+
+
+def test_the_gallery_has_every_example():
+    assert between(GALLERY, "examples") == example_table(), "run: python tests/laws/test_documents.py"
+    folders = [path.name for path in (ROOT / "examples").iterdir() if path.is_dir() and path.name != "__pycache__"]
+    assert [name for name in sorted(folders) if f"../examples/{name}/README.md" not in GALLERY.read_text()] == []
+
+
+@pytest.mark.parametrize("mode", ["rpc", "ddp", "local"])
+@pytest.mark.parametrize("file", sorted(ROOT.glob("examples/*/*.yaml")), ids=name_of)
+def test_the_config_of_an_example_is_for_all_modes(file, mode):
+    content = yaml.safe_load(file.read_text())
+    if "task" in content:  # not what another program reads
+        assert load_config(file, flags={"mode": mode}).mode == mode
+
+
+# Figures.
+
+
+def test_the_figures_are_those_that_the_script_draws(monkeypatch):
+    spec = importlib.util.spec_from_file_location("figures", DOCS / "figures.py")
+    script = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "figures", script)  # as dataclasses look it up
+    spec.loader.exec_module(script)
+    drawn = script.figures()
+    assert {file.name: file.read_text() for file in script.FOLDER.iterdir()} == drawn, "run: python docs/figures.py"
+    shown = "".join(document.read_text() for document in DOCUMENTS)
+    assert [name for name in drawn if f"figures/{name})" not in shown] == []
 
 
 # Links and pins.
@@ -392,11 +449,6 @@ def test_pins_differ_between_versions_of_python_only_where_packages_do():
     assert set(pins("3.12")) == new
 
 
-def rewrite_tables_of_keys():
-    text = CONFIGURATION.read_text()
-    before, after = text[: text.index(KEYS_BEGIN) + len(KEYS_BEGIN)], text[text.index(KEYS_END) :]
-    CONFIGURATION.write_text(before + key_tables() + after)
-
-
 if __name__ == "__main__":
-    rewrite_tables_of_keys()
+    CONFIGURATION.write_text(between(CONFIGURATION, "keys", key_tables()))
+    GALLERY.write_text(between(GALLERY, "examples", example_table()))
