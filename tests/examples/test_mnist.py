@@ -339,15 +339,16 @@ def launch(folder, *flags, **values):
 
 
 @pytest.mark.processes
-def test_the_example_runs_in_rpc(tmp_path):
+@pytest.mark.parametrize("mode", ["rpc", "ddp"])
+def test_the_example_runs(tmp_path, mode):
     write(tmp_path / "data" / "mnist", contents())
-    finished = launch(tmp_path, **{"training.validate_every": 1, "task_args.download": False})
+    finished = launch(tmp_path, "--mode", mode, **{"training.validate_every": 1, "task_args.download": False})
     assert finished.code == 0, finished.output
     summary = finished.summary
     assert (summary["num_trainers"], summary["steps"], summary["samples"]) == (2, 2, TRAIN)
     right = summary["validation"]["accuracy"] * TEST
     assert right == pytest.approx(round(right), abs=1e-4)
-    assert "arning" not in finished.output + finished.log(0) + finished.log(1) + finished.log(2)
+    assert "arning" not in finished.output + "".join(map(finished.log, range(3 if mode == "rpc" else 2)))
     assert sum(tensor.numel() for tensor in finished.load("model").values()) == 1199882
 
 

@@ -1,0 +1,68 @@
+"""Trainers that override every member that docs/own-trainers.md names, and log what they saw."""
+
+from collections import Counter
+
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from trainers import DdpTrainer, RpcTrainer
+
+
+class Counts:
+    """Counts the calls of each member, and logs the counts and what can be read at the end."""
+
+    def __init__(self, *arguments):
+        self.calls = Counter()
+        super().__init__(*arguments)
+
+    def leave(self, totals, decision):
+        state = self.optimizer_state()
+        self.calls["steps"] = totals.steps.count
+        self.calls["state_is_standard"] = set(state) == {"state", "param_groups"}
+        self.calls["unwrapped_is_the_model"] = type(self.unwrapped_model).__name__ == "ReferenceModel"
+        group = self.data_parallel_group
+        self.calls["group_is_the_world"] = group is not None and group is dist.group.WORLD
+        for name, count in self.calls.items():
+            self.log(name, count, reduce="none")
+        super().leave(totals, decision)
+
+
+def counted(name):
+    """A method that counts its call under its name, then does what the trainer of the mode does."""
+
+    def method(self, *arguments):
+        self.calls[name] += 1
+        return getattr(super(Counts, self), name)(*arguments)
+
+    return method
+
+
+METHODS = ["init_connection", "on_after_setup_optimizers", "data_available", "on_before_forward"]
+METHODS += ["on_before_backward", "on_after_backward", "block_backward_sync"]
+for _name in METHODS:
+    setattr(Counts, _name, counted(_name))
+
+
+class OwnDdp(Counts, DdpTrainer):
+    def configure_ddp(self, model, device_ids):
+        self.calls["configure_ddp"] += 1
+        wrapped = super().configure_ddp(model, device_ids)
+        assert isinstance(wrapped, DistributedDataParallel)
+        self.calls["broadcast_buffers"] = wrapped.broadcast_buffers
+        self.calls["no_device_ids"] = device_ids is None
+        return wrapped
+
+    @property
+    def is_single_process_per_device(self):
+        self.calls["is_single_process_per_device"] += 1
+        return super().is_single_process_per_device
+
+
+class OwnRpc(Counts, RpcTrainer):
+    pass
+
+
+class PaddedDdp(DdpTrainer):
+    @property
+    def sampler_kwargs(self):
+        return {"pad": True, "shuffle": False}

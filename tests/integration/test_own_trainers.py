@@ -1,0 +1,93 @@
+"""docs/own-trainers.md: each member that it names can be overridden or used, and each test that it names exists."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+from launching import train
+from own_trainers import METHODS
+
+import paramserver
+import trainers
+from paramserver import ParameterServer, Task
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "own-trainers.md").read_text()
+OWN = Path(__file__).parents[1] / "helpers" / "own_trainers.py"
+STEPS, BATCHES = 4, 3
+
+
+def rows(name):
+    """The cells of a table of the page."""
+    table = PAGE.partition(f"<!-- table: {name} -->\n")[2].partition("\n\n")[0]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table.splitlines()[2:]]
+
+
+def counts(finished):
+    """What each trainer logged, by trainer and name."""
+    return {(record["trainer"], record["name"]): record["value"] for record in finished.of_kind("log")}
+
+
+def run_with(folder, mode, trainer, **config):
+    """A run of few steps of several batches, by an own trainer."""
+    training = {"max_steps": STEPS, "accumulate_batches": BATCHES, "validate_every": 0}
+    return train(folder, mode, 2, trainer=f"{OWN}:{trainer}", training=training, **config)
+
+
+def check_counts(found):
+    for trainer in (0, 1):
+        seen = {name: found[trainer, name] for name in METHODS}
+        assert (seen["init_connection"], seen["on_after_setup_optimizers"]) == (1, 1)
+        assert seen["data_available"] >= STEPS
+        assert seen["on_before_backward"] == seen["on_after_backward"] == STEPS * BATCHES
+        assert seen["on_before_forward"] > STEPS * BATCHES  # in validation too
+        assert seen["block_backward_sync"] == STEPS * (BATCHES - 1)
+        assert found[trainer, "state_is_standard"] == found[trainer, "unwrapped_is_the_model"] == 1
+
+
+@pytest.mark.processes
+def test_every_member_of_the_plugin_is_called_in_ddp(tmp_path):
+    found = counts(run_with(tmp_path, "ddp", "OwnDdp", ddp={"extra": {"broadcast_buffers": False}}))
+    check_counts(found)
+    for trainer in (0, 1):
+        assert (found[trainer, "configure_ddp"], found[trainer, "no_device_ids"]) == (1, 1)
+        assert found[trainer, "broadcast_buffers"] == 0  # from ddp.extra
+        assert found[trainer, "group_is_the_world"] == 1
+        assert found[trainer, "is_single_process_per_device"] >= STEPS * BATCHES
+
+
+@pytest.mark.processes
+def test_the_members_that_are_for_every_mode_are_called_in_rpc(tmp_path):
+    found = counts(run_with(tmp_path, "rpc", "OwnRpc"))
+    check_counts(found)
+    assert found[0, "group_is_the_world"] == 0
+
+
+@pytest.mark.processes
+def test_a_padded_partition_serves_as_many_samples_as_a_distributed_sampler(tmp_path):
+    config = {"task_args": {"samples": 51}, "training": {"max_epochs": 1, "batch_size": 13}}
+    padded = train(tmp_path / "padded", "ddp", 2, trainer=f"{OWN}:PaddedDdp", **config)
+    assert (padded.summary["samples"], padded.summary["samples_left"]) == (52, 0)
+
+
+@pytest.mark.parametrize("table", ["plugin", "tutorial"])
+def test_the_names_and_tests_of_a_table_exist(table):
+    found = rows(table)
+    assert len(found) >= 13
+    for there, here, test in found:
+        for owner, member in re.findall(r"`(\w*Trainer|Task|ParameterServer)\.(\w+)`", here):
+            classes = [cls for cls in (getattr(trainers, owner, None), Task, ParameterServer) if cls is not None]
+            assert any(cls.__name__ == owner and hasattr(cls, member) for cls in classes), here
+        for name in re.findall(r"`paramserver\.(\w+)`", here):
+            assert name in paramserver.__all__
+        file, name = re.fullmatch(r'\[test\]\(\.\./(\S+) "(\w+)"\)', test).groups()
+        defined = {node.name for node in ast.walk(ast.parse((ROOT / file).read_text())) if hasattr(node, "name")}
+        assert name in defined, f"{there}: {file}::{name}"
+
+
+def test_the_members_that_may_be_overridden_are_those_that_are_tested():
+    named = PAGE.partition("These may be overridden:")[2].partition("These are there to be used:")[0]
+    members = re.findall(r"`(\w+)(?:\([\w, ]*\))?`", named)
+    assert sorted(members) == sorted([*METHODS, "configure_ddp", "sampler_kwargs", "is_single_process_per_device"])
+    assert [name for name in members if not hasattr(trainers.DdpTrainer, name)] == []
