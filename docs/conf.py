@@ -20,23 +20,24 @@ project = "paramserver"
 author = "the paramserver authors"
 project_copyright = "the paramserver authors"
 release = version = __version__
+smartquotes = False  # they make a dash of the -- of a flag
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinxcontrib.mermaid"]
 root_doc = "README"
 include_patterns = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/**", "examples/*/README.md"]
-exclude_patterns = ["docs/figures/**", "**/__pycache__"]
+exclude_patterns = [".*", "build", "data", "docs/figures", "paramserver", "runs", "site", "tests", "trainers"]
 
 myst_heading_anchors = 4
 myst_fence_as_directive = ["mermaid"]
 
 autodoc_typehints = "description"
-autodoc_typehints_description_target = "documented_params"
+autodoc_typehints_description_target = "documented"
 autodoc_member_order = "bysource"
 napoleon_numpy_docstring = False
 # With -n every reference must have a target. These have none on this site: names of other packages, names without their
 # module in the text of a docstring, and annotations by classes that are no part of the API.
 nitpick_ignore_regex = [
-    (r"py:.*", r"(argparse|collections|numpy|os|pathlib|torch|typing)\..*"),
+    (r"py:.*", r"(argparse|collections|contextlib|numpy|os|pathlib|torch|typing)\..*"),
     (r"py:.*", r"[^.]*"),
     (r"py:.*", r"paramserver\.(buffers|config|consistency|context|metrics|optim|sources|transport)\..*"),
 ]
@@ -50,7 +51,7 @@ html_show_sphinx = False
 # The pages in the order of the side bar. Those of docs/ that no group names are in the last one.
 GROUPS = {
     "First steps": ["start", "task", "modes", "buffers", "online", "checkpoints", "runs", "examples"],
-    "Larger": ["ranks", "clusters", "several-hosts", "devices", "losses", "benchmark", "doctor", "scale"],
+    "On a cluster": ["ranks", "clusters", "several-hosts", "devices", "losses", "benchmark", "doctor", "scale"],
     "Your code": ["callbacks", "sinks", "several-optimizers", "own-trainers", "lightning", "coming-from/*"],
     "Reference": ["configuration", "api", "interface", "protocol", "measured", "faults"],
     "The project": ["architecture", "torch-notes", "release", "../CONTRIBUTING", "../CHANGELOG"],
