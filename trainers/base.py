@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
 from paramserver.buffers.positions import AppliedPositions
-from paramserver.checkpoint import StagingPool, check_storable, stage_copy, unpack
+from paramserver.checkpoint import StagingPool, check_storable, stage_copy, unpack, without_values
 from paramserver.consistency import Announcement, Decision, Readiness, Stop, Verdict
 from paramserver.context import ProcessContext
 from paramserver.devices import move_to_device, use_device
@@ -383,7 +384,8 @@ class Trainer(ABC):
                 on the CPU and without gradients.
 
         Raises:
-            TaskError: trainers do not wait for each other, or did not all call it, or call another hook.
+            TaskError: trainers do not wait for each other, or did not all call it, or call another hook, or the value
+                cannot be sent.
 
         Example::
 
@@ -403,11 +405,19 @@ class Trainer(ABC):
                 "trainer.all_gather must be called where all trainers are at the same time: in training_step, "
                 "validation_step, on_batch_start, on_batch_end, on_validation_start, on_validation_end or on_train_end"
             )
+        value = private_copy(value)
+        try:
+            pickle.dumps(without_values(value))
+        except Exception as error:  # pickle raises many types for what it cannot store
+            raise TaskError(
+                f"trainer.all_gather was given what cannot be sent to another process ({error}); give tensors, "
+                "numbers, strings, and lists or dictionaries of them"
+            ) from error
         in_step = self._step_offset == 1
         place = self._decision.step, int(self._decision.verdict is Verdict.GO), int(in_step)
         count = self._gathers[1] + 1 if self._gathers[0] == place else 0
         self._gathers = place, count
-        return self.gather_from_all(private_copy(value), (*place, count), self._decision.active if in_step else None)
+        return self.gather_from_all(value, (*place, count), self._decision.active if in_step else None)
 
     def gather_from_all(self, value: Any, call: tuple[int, ...], active: tuple[int, ...] | None) -> list[Any]:
         """Return the values of all trainers, or of ``active``; ``call`` is the same for the same call of each."""

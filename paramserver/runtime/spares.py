@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from paramserver.importing import torch_import_without_gc
-from paramserver.process_utils import OWN_GROUP, die_with_parent, is_stopped, kill_group
+from paramserver.process_utils import OWN_GROUP, die_with_parent, is_stopped, kill_group, show_arguments
 from paramserver.runtime.rank_guard import RankGuard
 from paramserver.runtime.restarts import RestartPolicy
 
@@ -177,7 +177,8 @@ def start_importing(
     with child_link, log_file.open("ab") as output:
         try:
             process = subprocess.Popen(
-                [*_COMMAND, flag, str(child_link.fileno())],
+                # Long enough for ``show_arguments`` to put a rank there.
+                [*_COMMAND, flag, f"{child_link.fileno():010d}"],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -240,6 +241,7 @@ def assume_role(arguments: Sequence[str], descriptors: Sequence[int]) -> list[st
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)
+    show_arguments(arguments[:2])
     return [*arguments, *role_arguments(*others)]
 
 

@@ -544,8 +544,9 @@ class ParameterServer(TutorialMethods):
                     self._change_view(loss)
                 else:
                     self._forget(index)
+                returns = isinstance(self.error, ViewChanged)
             # Without the lock: it writes a file.
-            self.monitor.trainer_lost(index, loss)
+            self.monitor.trainer_lost(index, loss, returns)
             self._on_trainer_lost(member)
 
     def _can_continue_without(self, trainer_index: int) -> bool:
