@@ -25,7 +25,7 @@ from paramserver.cluster import FAULT_ADDRESS, process_environ
 from paramserver.config import Config, load_config, mode_of, num_trainers_of, roles, world_size_of
 from paramserver.errors import Interrupted, ParamserverError, UnsupportedConfiguration
 from paramserver.importing import code_folders
-from paramserver.launch import add_overrides, launch_local, normalize_flags, report_error
+from paramserver.launch import add_overrides, launch_local, normalize_flags, run_command
 from paramserver.metrics import Record, Sink
 from paramserver.process_utils import exit_process, print_output
 from paramserver.runtime.fault_plan import Fault, parse_faults, random_faults
@@ -62,12 +62,7 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     arguments = make_parser().parse_args(normalize_flags(sys.argv[1:] if argv is None else argv))
-    try:
-        return 0 if _chaos(arguments) else 1
-    except KeyboardInterrupt:
-        return 1
-    except Exception as error:  # noqa: BLE001 - printed last; with its traceback, unless the input is wrong
-        return report_error(error)
+    return run_command(lambda: 0 if _chaos(arguments) else 1)
 
 
 def _chaos(arguments: argparse.Namespace) -> bool:

@@ -201,6 +201,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def run_command(command: Callable[[], int | None]) -> int:
+    """Run a command; return its exit code: what it returns, 0 for None, or that of its error, which is printed."""
+    try:
+        return command() or 0
+    except KeyboardInterrupt:
+        return 1
+    except Exception as error:  # noqa: BLE001 - the last thing printed; with its traceback, unless the input is wrong
+        return report_error(error)
+
+
 def report_error(error: BaseException) -> int:
     """Print what ended the run; return its exit code."""
     error = first_error(error)

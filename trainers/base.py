@@ -12,7 +12,6 @@ from itertools import zip_longest
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
 from paramserver.buffers.positions import AppliedPositions
@@ -405,7 +404,7 @@ class Trainer(ABC):
                 "trainer.all_gather must be called where all trainers are at the same time: in training_step, "
                 "validation_step, on_batch_start, on_batch_end, on_validation_start, on_validation_end or on_train_end"
             )
-        value = private_copy(value)
+        value = stage_copy(value)
         try:
             pickle.dumps(without_values(value))
         except Exception as error:  # pickle raises many types for what it cannot store
@@ -792,11 +791,6 @@ class Trainer(ABC):
             peak_rss_mb=peak_rss_mb(),
             wire_bytes=self.wire_bytes,
         )
-
-
-def private_copy(value: Any) -> Any:
-    """Return a value with its tensors copied to the CPU, without gradients."""
-    return tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), value)
 
 
 def overrides(owner: object, method: Callable[..., Any]) -> bool:

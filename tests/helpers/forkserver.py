@@ -29,6 +29,7 @@ PRELOADED = (
     "paramserver.chaos",
     "paramserver.launch",
     "paramserver.evaluate",
+    "paramserver.predict",
     "paramserver.runtime.supervisor",
     "paramserver.bench.processes",
     "paramserver.metrics.console",

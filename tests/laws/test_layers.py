@@ -33,7 +33,7 @@ LAYERS = [
     "server",
     "runtime trainers",
     "integrations launch",
-    "api benchmark chaos elastic evaluate reporting",
+    "api benchmark chaos elastic evaluate predict reporting",
     "cli",
 ]
 MAY_USE_RPC = [f"paramserver.{folder}" for folder in ("distributed", "optim", "server", "transport")]
@@ -47,6 +47,7 @@ NEEDS_NO_TORCH = (
     "paramserver.api",
     "paramserver.launch",
     "paramserver.evaluate",
+    "paramserver.predict",
     "paramserver.benchmark",
     "paramserver.reporting",
     "paramserver.cli",
