@@ -148,7 +148,7 @@ class Trainer(ABC):
         self._decision: Decision | None = None  # that made the present step, or ended the run
         self._gathers: tuple[tuple[int, ...], int] = (), 0  # where all_gather was called last, and how often there
         task.trainer = self
-        self._callbacks: Mapping[str, Callback] = process.data_sets.get("callbacks", {})
+        self._callbacks: Mapping[str, Callback] = process.kept.callbacks
         self.hooks: Sequence[Hooks] = (task, *self._callbacks.values())
 
     # Hooks that a user's trainer may override.
@@ -282,8 +282,8 @@ class Trainer(ABC):
         """
         try:
             self.init_connection()
-            if "started" not in self.process.data_sets:
-                self.process.data_sets["started"] = True
+            if not self.process.kept.has_started:
+                self.process.kept.has_started = True
                 for hooks in self.hooks:
                     hooks.on_train_start()
             self.data.start()
@@ -301,15 +301,12 @@ class Trainer(ABC):
         """Create source, buffer and feeder. ``init_connection`` calls it once the model exists."""
         partition = Partition(self.trainer_index, self.process.trainers)
         # A process that joins again keeps its data sets. An iterable may be used up, so it is made anew.
-        data_sets = self.process.data_sets
-        if data_sets.setdefault("partition", partition) != partition:  # the trainers are others now
-            data_sets["partition"] = partition
-            data_sets.pop("validation", None)
-            if isinstance(data_sets.get("train"), DataLoader):  # its sampler may be that of a share
-                del data_sets["train"]
-        samples = data_sets["train"] if "train" in data_sets else self.task.train_source(partition)
+        kept = self.process.kept
+        if kept.partition != partition and isinstance(kept.train, DataLoader):
+            kept.train = None  # the trainers are others now, and its sampler may be that of a share
+        samples = self.task.train_source(partition) if kept.train is None else kept.train
         if is_map_style(samples.dataset if isinstance(samples, DataLoader) else samples):
-            data_sets["train"] = samples
+            kept.train = samples
         self.data = self.enter_context(
             DataStream(
                 self.task,
@@ -321,9 +318,9 @@ class Trainer(ABC):
                 self.reports_served,
             )
         )
-        if "validation" not in data_sets:
-            data_sets["validation"] = validation_batches(self.task, partition, self.config)
-        self.validation_loader = data_sets["validation"]
+        if kept.partition != partition:
+            kept.partition, kept.validation = partition, validation_batches(self.task, partition, self.config)
+        self.validation_loader = kept.validation
         self._check_data()
         if self.monitor is not None:
             self.monitor.expect_samples(self.data.epoch_samples)
