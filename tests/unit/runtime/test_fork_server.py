@@ -11,7 +11,7 @@ from contextlib import closing
 import psutil
 import pytest
 
-from paramserver.runtime import spares
+from paramserver.runtime import preloaded
 from paramserver.runtime.fork_server import ForkServer
 from paramserver.runtime.rank_guard import RankGuard
 
@@ -20,8 +20,8 @@ LIMIT_S = 30.0
 # Instead of being a rank: reports through the pipe of its role, and ends with a code of its own.
 SERVER = """
 import os, sys, threading
-from paramserver.runtime import fork_server, spares
-spares.MODULES, spares.find_spec = (), lambda name: None
+from paramserver.runtime import fork_server, preloaded
+preloaded.MODULES, preloaded.find_spec = (), lambda name: None
 if os.environ["MARK"] == "threads":
     threading.Thread(target=threading.Event().wait, daemon=True).start()
 role = fork_server.serve_forks(int(sys.argv[2]))
@@ -38,7 +38,7 @@ if role is not None:
 
 @pytest.fixture
 def make(tmp_path, monkeypatch):
-    monkeypatch.setattr(spares, "_COMMAND", (sys.executable, "-c", SERVER))
+    monkeypatch.setattr(preloaded, "_COMMAND", (sys.executable, "-c", SERVER))
     opened = []
     with closing(RankGuard(5.0)) as guard:
 
