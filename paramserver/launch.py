@@ -43,6 +43,7 @@ from paramserver.config import (
     world_size_of,
 )
 from paramserver.errors import ParamserverError, PeerLost, UnsupportedConfiguration
+from paramserver.faults.receiver import receive_faults
 from paramserver.importing import code_folders, torch_import_without_gc
 from paramserver.metrics import FanOut, Sink
 from paramserver.process_utils import die_with_parent, exit_process, print_output
@@ -50,7 +51,6 @@ from paramserver.runs.attempt import recover, reserve_run, resume_transaction, s
 from paramserver.runs.resume import describe_resume, find_config_file, open_run
 from paramserver.runs.rundir import RunDir, newest_run
 from paramserver.runtime.colocated import ColocatedTrainer
-from paramserver.runtime.fault_receiver import receive_faults
 from paramserver.runtime.supervisor import EventPipe, describe_error, first_error
 from paramserver.runtime.watchdog import write_stacks_on_signal
 

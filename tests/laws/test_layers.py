@@ -28,7 +28,7 @@ LAYERS = [
     "client context sources",
     "run_simulation task",
     "bench parameters",
-    "optim transport",
+    "faults optim transport",
     "runs",
     "server",
     "runtime trainers",
